@@ -1,0 +1,6 @@
+"""Operations of a Bedouin layer, each with a plain PyTorch reference in its folder.
+
+`scan`         diagonal selective scan over time
+`householder`  channel mixing in compact WY form
+`direct`       the local equation of one token, the exact sweep over all tokens, its reverse sweep
+"""

@@ -1,0 +1,35 @@
+"""The exact solve: local equation, direct sweep, reverse sweep."""
+
+from bedouin.kernels.direct.autograd import direct_sweep
+from bedouin.kernels.direct.local import (
+    LocalFactors,
+    factor_local,
+    smallest_pivot,
+    solve_local,
+    solve_local_transposed,
+)
+from bedouin.kernels.direct.reference import (
+    Coefficients,
+    Sweep,
+    SweepOptions,
+    direct_sweep_reference,
+    input_gain,
+    project_feedback,
+    write_memory,
+)
+
+__all__ = [
+    "Coefficients",
+    "LocalFactors",
+    "Sweep",
+    "SweepOptions",
+    "direct_sweep",
+    "direct_sweep_reference",
+    "factor_local",
+    "input_gain",
+    "project_feedback",
+    "smallest_pivot",
+    "solve_local",
+    "solve_local_transposed",
+    "write_memory",
+]

@@ -1,0 +1,120 @@
+"""The direct sweep: the exact fixed point of the whole sequence in one pass over time.
+
+Token t is solved from the memory h_{t-1} and the output y_{t-1} alone:
+
+    raw_t = raw^x_t + W^y norm(y_{t-1})              Delta, B, C, (e, U, M) = bind(raw_t)
+    p_t   = (lambda_t * h_{t-1}) C_t                 what memory reads before token t is written
+    (I - diag(sigma_t)(I - Q_t)) y_t = p_t + sigma_t * Q_t x_t
+    h_t   = lambda_t * h_{t-1} + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
+
+Letters: b batch, t time, d channels, n state per channel, k reflections, r size of raw.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
+from bedouin.kernels.householder import apply_complement
+from bedouin.kernels.scan import Eigenvalues, InputScale, contract, discretize
+
+
+class Coefficients(NamedTuple):
+    """What the raw projections of a token determine; leading axes (b,) or (b, t)."""
+
+    delta: Tensor  # (..., d)
+    B: Tensor  # (..., n)
+    C: Tensor  # (..., n)
+    e: Tensor  # (..., 1) or (..., d)
+    U: Tensor  # (..., k, d)
+    M: Tensor  # (..., k, k)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """The fixed part of a map: how raw values are read, and which parameterization holds."""
+
+    bind: Callable[..., Coefficients]  # bind(raw, *bind_parameters)
+    input_scale: InputScale
+    eigenvalues: Eigenvalues
+    feedback_norm_eps: float | None  # None: the feedback sees y itself
+
+
+class Sweep(NamedTuple):
+    """Result of a sweep. defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t|, both max norms."""
+
+    y: Tensor  # (b, t, d)
+    h: Tensor  # (b, d, n), after the last token
+    defect: Tensor  # (b, t), detached
+    scale: Tensor  # (b, t), detached
+    pivot: Tensor  # (b,), smallest pivot of the sample's local systems, detached
+
+
+def normalize_feedback(y: Tensor, eps: float | None) -> Tensor:
+    """RMSNorm of y over channels (no weight: W^y absorbs it), or y itself for eps None."""
+    return y if eps is None else y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+
+
+def project_feedback(y: Tensor, W_y: Tensor, eps: float | None) -> Tensor:
+    """W^y norm(y) (..., r): the product runs in the dtype of W^y, the result has that of y."""
+    return linear(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
+
+
+def input_gain(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """sigma (..., d): sum over n of s B C, the gain from x~_t to y_t."""
+    return contract(s, B * C) if s.shape[-1] > 1 else s.squeeze(-1) * (B * C).sum(-1, keepdim=True)
+
+
+def direct_sweep_reference(
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r), the part that x determines
+    W_y: Tensor | None,  # (r, d); None: no feedback
+    A: Tensor,  # (d, n)
+    h0: Tensor,  # (b, d, n)
+    y0: Tensor,  # (b, d), the output before the first token
+    bind_parameters: tuple[Tensor, ...],
+    options: SweepOptions,
+    keep_every: int = 0,
+) -> tuple[Sweep, list[Tensor]]:
+    """Solve token after token; autograd through this loop is the exact gradient, too.
+
+    `keep_every` > 0 also returns h before tokens 0, keep_every, 2 keep_every, ...
+    """
+    h, y, kept = h0, y0, []
+    ys, defects, scales = [], [], []
+    pivot = torch.full_like(x[:, 0, 0] if x.shape[1] else x.sum((1, 2)), torch.inf)
+    for t in range(x.shape[1]):
+        if keep_every and t % keep_every == 0:
+            kept.append(h)
+        x_t, raw_t = x[:, t], raw[:, t]
+        if W_y is not None:
+            raw_t = raw_t + project_feedback(y, W_y, options.feedback_norm_eps)
+        delta, B, C, e, U, M = options.bind(raw_t, *bind_parameters)
+        decay, s = discretize(delta, A, options.input_scale, options.eigenvalues)
+        sigma = input_gain(s, B, C)
+        decayed = decay * h
+        factors = factor_local(sigma, e, U, M)
+        rhs = contract(decayed, C) + sigma * (x_t - apply_complement(x_t, e, U, M))
+        y = solve_local(rhs, factors)
+        h = write_memory(decayed, s, x_t + apply_complement(y - x_t, e, U, M), B)
+        F_t = contract(h, C).detach()
+        ys.append(y)
+        defects.append((F_t - y.detach()).abs().amax(-1))
+        scales.append(F_t.abs().amax(-1))
+        pivot = torch.fmin(pivot, smallest_pivot(factors))
+    if not ys:
+        empty = x.new_zeros(x.shape[:2])
+        return Sweep(torch.zeros_like(x), h0, empty, empty, pivot), kept
+    defect, scale = torch.stack(defects, 1), torch.stack(scales, 1)
+    return Sweep(torch.stack(ys, 1), h, defect, scale, pivot), kept
+
+
+def write_memory(decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:
+    """h_t = decayed + (s * x~) B^T, with s (..., d, 1) or (..., d, n)."""
+    if s.shape[-1] > 1:
+        return decayed + s * mixed.unsqueeze(-1) * B.unsqueeze(-2)
+    return decayed + (s * mixed.unsqueeze(-1)) * B.unsqueeze(-2)

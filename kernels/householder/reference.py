@@ -1,0 +1,69 @@
+"""Products of Householder matrices, Q = H_1 H_2 ... H_k with H_i = I - beta_i u_i u_i^T.
+
+Letters: d channels, k reflections; leading axes are free. Compact WY form:
+I - Q = diag(e) + U^T M U, with e = 0 and M = T (upper triangular) for a Householder product.
+"""
+
+import torch
+from torch import Tensor
+
+UNIT_EPS = 1e-6
+
+
+def unit(v: Tensor, eps: float = UNIT_EPS) -> Tensor:
+    """v * rsqrt(|v|^2 + len(v) eps) over the last axis.
+
+    The eps inside the root keeps the gradient at v = 0 finite (plain division has 1e12 there).
+    """
+    squared_norm = v.square().sum(-1, keepdim=True)
+    return v * torch.rsqrt(squared_norm + v.shape[-1] * eps)
+
+
+def wy_factor(
+    U: Tensor,  # (..., k, d) unit rows
+    beta: Tensor,  # (..., k)
+) -> Tensor:  # (..., k, k)
+    """T, upper triangular, with H_1 H_2 ... H_k = I - U^T T U (compact WY form).
+
+    T_ii = beta_i and T_{:i,i} = -beta_i T_{:i,:i} U_{:i} u_i. In closed form T = (I + N)^-1 diag(beta)
+    with N = diag(beta) striu(U U^T), and since N is nilpotent (N^k = 0) the inverse is the finite
+    product (I - N)(I + N^2)(I + N^4)...
+    """
+    k = U.shape[-2]
+    N = beta.unsqueeze(-1) * torch.triu(U @ U.mT, diagonal=1)
+    identity = torch.eye(k, dtype=U.dtype, device=U.device)
+    inverse = identity - N
+    power, squared = 2, N
+    while power < k:
+        squared = squared @ squared
+        inverse = inverse @ (identity + squared)
+        power *= 2
+    return inverse * beta.unsqueeze(-2)
+
+
+def apply_complement(
+    v: Tensor,  # (..., d)
+    e: Tensor,  # (..., 1) or (..., d)
+    U: Tensor,  # (..., k, d)
+    M: Tensor,  # (..., k, k)
+) -> Tensor:  # (..., d)
+    """(I - Q) v = e * v + U^T M U v."""
+    return e * v + (U.mT @ (M @ (U @ v.unsqueeze(-1)))).squeeze(-1)
+
+
+def apply_complement_transposed(v: Tensor, e: Tensor, U: Tensor, M: Tensor) -> Tensor:
+    """(I - Q)^T v = e * v + U^T M^T U v; shapes as in `apply_complement`."""
+    return apply_complement(v, e, U, M.mT)
+
+
+def householder_product(
+    v: Tensor,  # (..., d)
+    u: Tensor,  # (..., k, d), normalized inside
+    beta: Tensor,  # (..., k)
+) -> Tensor:  # (..., d)
+    """Q v = H_1 (H_2 ( ... (H_k v))), one reflection after the other: the definition."""
+    u_bar = unit(u)
+    for i in reversed(range(u.shape[-2])):
+        u_i = u_bar[..., i, :]
+        v = v - beta[..., i : i + 1] * u_i * (u_i * v).sum(-1, keepdim=True)
+    return v

@@ -1,0 +1,92 @@
+"""Diagonal selective scan, the sequence mixing of a Bedouin layer: the specification.
+
+Letters: b batch, t time, d channels, n state per channel.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+InputScale = Literal["delta", "bounded_delta", "one_minus_decay"]
+Eigenvalues = Literal["positive", "full"]
+
+
+def discretize(
+    delta: Tensor,  # (..., d)
+    A: Tensor,  # (d, n), negative
+    input_scale: InputScale,
+    eigenvalues: Eigenvalues,
+) -> tuple[Tensor, Tensor]:
+    """Decay and input scale of each token: lambda (..., d, n), s (..., d, 1) or (..., d, n).
+
+    lambda = exp(A delta); "full" eigenvalues map it to 2 lambda - 1 in [-1, 1].
+    s = delta, delta / (1 + delta), or 1 - |lambda| (the coupled scale, gain at most 1).
+    """
+    decay = torch.exp(delta.unsqueeze(-1) * A)
+    if eigenvalues == "full":
+        decay = 2 * decay - 1
+    if input_scale == "one_minus_decay":
+        return decay, 1 - (decay.abs() if eigenvalues == "full" else decay)
+    if input_scale == "bounded_delta":
+        delta = delta / (1 + delta)
+    return decay, delta.unsqueeze(-1)
+
+
+def discretize_vjp(
+    grad_decay: Tensor,  # (b, d, n)
+    grad_scale: Tensor,  # (b, d, 1) or (b, d, n): the shape of s
+    decay: Tensor,  # (b, d, n), as `discretize` gives it
+    delta: Tensor,  # (b, d)
+    A: Tensor,  # (d, n)
+    input_scale: InputScale,
+    eigenvalues: Eigenvalues,
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of delta (b, d) and, summed over the batch, of A (d, n)."""
+    if input_scale == "one_minus_decay":
+        sign = decay.sign() if eigenvalues == "full" else 1.0
+        grad_decay = grad_decay - sign * grad_scale
+    # d lambda / d(A delta) = exp(A delta); for "full" that is lambda' + 1, which has the factor 2 in it
+    grad_exponent = grad_decay * (decay + 1 if eigenvalues == "full" else decay)
+    grad_delta = (grad_exponent * A).sum(-1)
+    grad_A = (grad_exponent * delta.unsqueeze(-1)).sum(0)
+    if input_scale == "delta":
+        grad_delta = grad_delta + grad_scale.squeeze(-1)
+    elif input_scale == "bounded_delta":
+        grad_delta = grad_delta + grad_scale.squeeze(-1) / (1 + delta).square()
+    return grad_delta, grad_A
+
+
+def contract(
+    h: Tensor,  # (..., d, n)
+    C: Tensor,  # (..., n)
+) -> Tensor:  # (..., d)
+    """The read-out h C, a contraction over the state axis."""
+    return (h @ C.unsqueeze(-1)).squeeze(-1)
+
+
+def selective_scan_reference(
+    x: Tensor,  # (b, t, d)
+    delta: Tensor,  # (b, t, d)
+    A: Tensor,  # (d, n)
+    B: Tensor,  # (b, t, n)
+    C: Tensor,  # (b, t, n)
+    h0: Tensor,  # (b, d, n)
+    *,
+    input_scale: InputScale,
+    eigenvalues: Eigenvalues,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, d, n)
+    """h_t = lambda_t * h_{t-1} + (s_t * x_t) B_t^T; returns the read-outs and the last h.
+
+    The read-out is h_t C_t, or with `exclusive` what memory holds before token t is written,
+    p_t = (lambda_t * h_{t-1}) C_t.
+    """
+    h, outputs = h0, []
+    for t in range(x.shape[1]):
+        decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
+        decayed = decay * h
+        h = decayed + s * x[:, t].unsqueeze(-1) * B[:, t].unsqueeze(-2)
+        outputs.append(contract(decayed if exclusive else h, C[:, t]))
+    y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(x)
+    return y, h

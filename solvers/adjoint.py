@@ -1,0 +1,295 @@
+"""Adjoints: the gradient of a fixed point y* = F(y*, theta).
+
+An adjoint runs the solve that it is handed and returns a solution whose value has a gradient path. All
+are once differentiable, and the same in training and evaluation.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.once import refuse_second_derivative
+from bedouin.solvers.base import (
+    BlockMap,
+    Map,
+    Solver,
+    TimeDim,
+    check_number,
+    strict_options,
+)
+from bedouin.solvers.direct import Direct
+from bedouin.solvers.solution import (
+    BackwardStats,
+    Result,
+    Solution,
+    SolveStats,
+    can_read_device,
+)
+
+Report = Callable[[SolveStats, Result], None]
+"""Called with the statistics of the backward solve when it has run."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One solve, as an adjoint gets it."""
+
+    f: Map
+    y0: Tensor
+    solver: Solver
+    max_steps: int
+    time_dim: TimeDim
+    report: Report
+
+    def run(self, unroll: bool = False) -> Solution:
+        return self.solver.solve(
+            self.f, self.y0, max_steps=self.max_steps, time_dim=self.time_dim, unroll=unroll
+        )
+
+
+@runtime_checkable
+class ExactAdjointMap(Protocol):
+    """A map that offers the exact reverse sweep."""
+
+    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:
+        """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
+
+
+@runtime_checkable
+class TransposedBlockMap(Protocol):
+    """A map whose adjoint equation can be solved token by token: Jacobi backward in time."""
+
+    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """(w -> L^T w, r -> (I - L^T)^-1 r), L the block diagonal of the Jacobian at y_star."""
+
+
+class _Attach(torch.autograd.Function):
+    """The value y_star with the gradient path of `tracked`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tracked: Tensor, y_star: Tensor) -> Tensor:
+        return y_star.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        sources = [grad_output, *ctx.saved_tensors]
+        return (*refuse_second_derivative([grad_output], sources), None)
+
+
+class _ImplicitGrad(torch.autograd.Function):
+    """As `_Attach`, with the gradient first sent through the adjoint solve."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tracked: Tensor, y_star: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.solve_adjoint = solve_adjoint
+        ctx.save_for_backward(tracked)
+        return y_star.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
+            w = ctx.solve_adjoint(grad_output)
+        sources = [grad_output, *ctx.saved_tensors]
+        return (*refuse_second_derivative([w], sources), None, None)
+
+
+class Adjoint(ABC):
+    """How the gradient at a fixed point is computed."""
+
+    @abstractmethod
+    def apply(self, problem: Problem) -> Solution:
+        """Run the solve; the returned value carries the gradient."""
+
+
+@strict_options
+@dataclass(frozen=True)
+class ImplicitAdjoint(Adjoint):
+    """Implicit function theorem: w = J^T w + g with J = dF/dy at y*, then the vjp of one step with w.
+
+    Exact when the forward and the adjoint solve converge; memory of one step, whatever the number of
+    iterations. Source: Bai et al., arXiv 1909.01377, theorem 1.
+
+    solver: for the adjoint equation. None: the exact reverse sweep if the map offers it (whatever the
+        forward solver), else the forward's solver, tolerances and cap. `Direct()` asks for the sweep.
+    The adjoint's own solve is reported in `stats.backward`, and warned about like the forward one.
+    """
+
+    solver: Solver | None = None
+
+    def __post_init__(self) -> None:
+        if self.solver is not None and not isinstance(self.solver, Solver):
+            raise TypeError(f"solver must be a Solver or None, got {type(self.solver).__name__}")
+
+    def apply(self, problem: Problem) -> Solution:
+        f = problem.f
+        sweeps = self.solver is None or isinstance(self.solver, Direct)
+        if sweeps and isinstance(f, ExactAdjointMap):
+            return self._attach_exact(problem, f)
+        if isinstance(self.solver, Direct):
+            raise TypeError(
+                f"ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got "
+                f"{type(f).__name__}: use solver=None or an iterative solver"
+            )
+        with torch.no_grad():
+            solution = problem.run()
+        if not torch.is_grad_enabled():
+            return solution
+        return self._attach_iterative(problem, solution)
+
+    def _attach_exact(self, problem: Problem, f: ExactAdjointMap) -> Solution:
+        if isinstance(problem.solver, Direct):
+            return problem.run()
+        with torch.no_grad():
+            solution = problem.run()
+        if not torch.is_grad_enabled():
+            return solution
+        return replace(solution, value=f.attach(solution.value, solution.stats._backward))
+
+    def _attach_iterative(self, problem: Problem, solution: Solution) -> Solution:
+        if not can_read_device(solution.value):
+            raise RuntimeError(
+                "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.compile, "
+                "torch.func transforms or graph capture: use Direct, or solver=None"
+            )
+        y = solution.value.detach().requires_grad_()
+        tracked = problem.f(y)
+        if not tracked.requires_grad:
+            return solution
+        adjoint = _AdjointSolve(problem, self.solver or problem.solver, y, tracked, solution.stats)
+        return replace(solution, value=_ImplicitGrad.apply(tracked, y.detach(), adjoint))
+
+
+class _AdjointMap:
+    """w -> J^T w + g, flipped in time: J^T is block upper-triangular, its flip lower-triangular."""
+
+    def __init__(self, y: Tensor, tracked: Tensor, grad_output: Tensor, flips: bool) -> None:
+        self.y, self.tracked, self.flips = y, tracked, flips
+        self.g = self.flip(grad_output)
+
+    def flip(self, w: Tensor) -> Tensor:
+        return w.flip(1) if self.flips else w
+
+    def __call__(self, w: Tensor) -> Tensor:
+        (product,) = torch.autograd.grad(
+            self.tracked, self.y, self.flip(w), retain_graph=True, allow_unused=True
+        )
+        return self.g if product is None else self.flip(product) + self.g
+
+
+class _BlockAdjointMap(_AdjointMap):
+    """The same for a map with a local equation: Jacobi backward in time."""
+
+    def __init__(
+        self, y: Tensor, tracked: Tensor, grad_output: Tensor, f: TransposedBlockMap
+    ) -> None:
+        super().__init__(y, tracked, grad_output, flips=True)
+        self.diagonal, self.invert = f.block_transpose(y.detach())
+
+    def block_solve(self, w: Tensor) -> tuple[Tensor, None]:
+        w_in_time = self.flip(w)
+        rest = self.flip(self(w)) - self.diagonal(w_in_time)
+        return self.flip(self.invert(rest)), None
+
+
+class _AdjointSolve:
+    """grad_output -> w, by an iterative solver; reports its statistics."""
+
+    def __init__(
+        self, problem: Problem, solver: Solver, y: Tensor, tracked: Tensor, stats: SolveStats
+    ) -> None:
+        self.problem, self.solver, self.stats = problem, solver, stats
+        self.y, self.tracked = y, tracked
+
+    def _map(self, grad_output: Tensor) -> _AdjointMap:
+        f, flips = self.problem.f, self.problem.time_dim == 1
+        if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
+            return _BlockAdjointMap(self.y, self.tracked, grad_output, f)
+        return _AdjointMap(self.y, self.tracked, grad_output, flips)
+
+    def __call__(self, grad_output: Tensor) -> Tensor:
+        f = self._map(grad_output)
+        solution = self.solver.solve(
+            f,
+            torch.zeros_like(grad_output),
+            max_steps=self.problem.max_steps,
+            time_dim=self.problem.time_dim,
+            unroll=False,
+        )
+        self.stats._backward.stats = solution.stats
+        self.problem.report(solution.stats, solution.result)
+        return f.flip(solution.value)
+
+
+@strict_options
+@dataclass(frozen=True)
+class OneStepAdjoint(Adjoint):
+    """vjp of one step at y*: w = g (arXiv 2503.10799, theorem 3.3; Jacobian-free, arXiv 2103.12803).
+
+    Cheap and biased: a descent direction where F contracts enough. Memory of one step.
+    """
+
+    def apply(self, problem: Problem) -> Solution:
+        return PhantomAdjoint(num_steps=1, damping=1.0).apply(problem)
+
+
+@strict_options
+@dataclass(frozen=True)
+class PhantomAdjoint(Adjoint):
+    """`num_steps` damped differentiable steps from y* (phantom gradient, arXiv 2111.05177).
+
+    y <- (1 - damping) y + damping F(y): between one step and the exact gradient; memory of num_steps
+    steps, whatever the number of iterations. The value stays y*. Raises ValueError for num_steps < 1
+    or damping outside (0, 1].
+    """
+
+    num_steps: int = 4
+    damping: float = 0.8
+
+    def __post_init__(self) -> None:
+        if type(self.num_steps) is not int or self.num_steps < 1:
+            raise ValueError(f"num_steps must be an int >= 1, got {self.num_steps!r}")
+        check_number("damping", self.damping, 0, 1, open_low=True)
+
+    def apply(self, problem: Problem) -> Solution:
+        with torch.no_grad():
+            solution = problem.run()
+        if not torch.is_grad_enabled():
+            return solution
+        y = y_star = solution.value.detach()
+        for _ in range(self.num_steps):
+            f_y = problem.f(y)
+            y = f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)
+        return replace(solution, value=_Attach.apply(y, y_star))
+
+
+@strict_options
+@dataclass(frozen=True)
+class UnrolledAdjoint(Adjoint):
+    """Back-propagation through the solve itself: memory grows with the number of iterations.
+
+    For tests and small problems. With too few steps it is the gradient of those steps, not of the
+    fixed point. Anderson and Broyden cannot be unrolled: TypeError.
+    """
+
+    def apply(self, problem: Problem) -> Solution:
+        if not problem.solver.can_unroll:
+            raise TypeError(
+                f"UnrolledAdjoint cannot differentiate {type(problem.solver).__name__}: "
+                "use Picard, Jacobi or Direct, or another adjoint"
+            )
+        solution = problem.run(unroll=True)
+        if not torch.is_grad_enabled():
+            return solution
+        return replace(solution, value=_Attach.apply(solution.value, solution.value.detach()))

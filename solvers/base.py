@@ -1,0 +1,269 @@
+"""Solver (abstract), the map's protocols, and the one iteration that all iterative solvers share.
+
+Letters: b batch, t tokens of a sample, c the values of a token. Convergence is judged token by
+token: t is time where `time_dim=1` (a map that is causal in time), else a sample is one token.
+"""
+
+import difflib
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from bedouin.solvers.solution import (
+    BackwardStats,
+    Result,
+    Solution,
+    SolveStats,
+    can_read_device,
+    read_result,
+    relative_residual,
+)
+
+Map = Callable[[Tensor], Tensor]
+TimeDim = Literal[1] | None
+
+CHECK_EVERY = 4
+"""Evaluations between two looks of the host at a GPU: a look costs a synchronization, an evaluation
+too many costs nothing but itself, since converged tokens stay frozen."""
+
+
+class SweepResult(Protocol):
+    """What a direct sweep hands over; (b, t, c), (b, t), (b, t), (b,)."""
+
+    @property
+    def y(self) -> Tensor: ...
+    @property
+    def defect(self) -> Tensor: ...
+    @property
+    def scale(self) -> Tensor: ...
+    @property
+    def pivot(self) -> Tensor: ...
+
+
+@runtime_checkable
+class BlockMap(Protocol):
+    """A map whose local equation can be solved token by token: what `Jacobi` needs."""
+
+    def __call__(self, y: Tensor) -> Tensor: ...
+
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """G(y) (b, t, c), each token's local equation solved from the other tokens of y, and the
+        smallest pivot (b,)."""
+
+
+@runtime_checkable
+class TriangularMap(Protocol):
+    """A map that is block lower-triangular in time: what `Direct` needs."""
+
+    def __call__(self, y: Tensor) -> Tensor: ...
+
+    def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
+        """Solve token after token. Its gradient is the exact implicit one, which reports into `cell`,
+        or with `unroll` that of back-propagation through the loop."""
+
+
+class Measurement(NamedTuple):
+    """One evaluation of the map a solver iterates (F, or G for Jacobi)."""
+
+    f_y: Tensor  # (b, t, c)
+    pivot: Tensor | None  # (b,)
+
+
+SolverT = TypeVar("SolverT", bound=type)
+
+
+def strict_options(cls: SolverT) -> SolverT:
+    """Class decorator: an unknown option is a TypeError that lists the valid names."""
+    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    valid = [f.name for f in fields(cls) if f.init]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in valid:
+                raise TypeError(unknown_option(cls.__name__, name, valid))
+        if len(args) > len(valid):
+            raise TypeError(f"{cls.__name__} takes {len(valid)} options {valid}, got {len(args)}")
+        init(self, *args, **options)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
+
+
+def unknown_option(owner: str, name: str, valid: list[str]) -> str:
+    """The message for an option that `owner` does not have."""
+    near = difflib.get_close_matches(name, valid, n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    options = ", ".join(valid) if valid else "no options at all"
+    return f"{owner} has no option {name!r}{guess} Valid: {options}" if guess else (
+        f"{owner} has no option {name!r}. Valid: {options}"
+    )
+
+
+def check_number(name: str, value: float, low: float, high: float, *, open_low: bool) -> None:
+    """ValueError unless low <= value <= high (low < value for `open_low`)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name} must lie in {bracket}{low}, {high}], got {value!r}")
+
+
+class Solver(ABC):
+    """A way to find y with f(y) = y. Solvers are frozen dataclasses: options only, no state."""
+
+    can_unroll = True
+    """Whether back-propagation through the solve is possible."""
+
+    @abstractmethod
+    def solve(
+        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+    ) -> Solution:
+        """Solve from y0 (b, ...). With `unroll` the value carries the gradient of the loop itself."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Where an iterative solve stands; masks and norms are (b, t) or (b,)."""
+
+    y: Tensor  # (b, t, c)
+    frozen: Tensor  # (b, t)
+    failed: Tensor  # (b,)
+    num_steps: Tensor  # (b,)
+
+
+class IterativeSolver(Solver):
+    """A solver that improves all tokens at once, one evaluation of the map a step.
+
+    defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has converged
+    when defect_s < atol + rtol * scale_s for all s <= t; it keeps the y at which that was measured.
+    """
+
+    rtol: float
+    atol: float
+
+    def start(self, y0: Tensor) -> Any:
+        """The solver's memory between steps; None for solvers without any. y0: (b, t, c)."""
+        return None
+
+    @abstractmethod
+    def evaluate(self, f: Map, y: Tensor) -> Measurement:
+        """The map that is iterated, at y (b, t, c)."""
+
+    @abstractmethod
+    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """The next iterate and memory."""
+
+    def within_tolerance(
+        self,
+        defect: Tensor,  # (b, t)
+        scale: Tensor,  # (b, t), |F(y)_t|
+    ) -> Tensor:  # (b, t)
+        """Tokens whose own defect is small enough; the prefix rule is applied by the caller."""
+        return defect < self.atol + self.rtol * torch.cummax(scale, dim=1).values
+
+    def solve(
+        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+    ) -> Solution:
+        y = _as_tokens(y0, time_dim)
+        if y.numel() == 0:
+            return _empty_solution(y0)
+        f_tokens = f if y.shape == y0.shape else _TokenMap(f, y0.shape, y.shape)
+        readable = can_read_device(y)
+        check_every = CHECK_EVERY if y.is_cuda else 1
+        state = _begin(y)
+        memory = self.start(y)
+        for i in range(max_steps):
+            measured = self.evaluate(f_tokens, state.y)
+            y_next, memory = self.update(state.y, measured.f_y, memory)
+            state, defect, scale = self._advance(state, measured.f_y, y_next)
+            if readable and (i + 1) % check_every == 0 and _finished(state):
+                break
+        else:
+            measured = self.evaluate(f_tokens, state.y)
+            state, defect, scale = self._certify(state, measured.f_y)
+        return self._conclude(state, defect, scale, measured.pivot, y0, readable)
+
+    def _advance(
+        self, state: Iteration, f_y: Tensor, y_next: Tensor
+    ) -> tuple[Iteration, Tensor, Tensor]:
+        """Freeze what has converged, move the rest to y_next, count the evaluation."""
+        active = ~state.failed & ~state.frozen.all(1)
+        checked, defect, scale = self._certify(state, f_y)
+        keep = (checked.frozen | checked.failed.unsqueeze(1)).unsqueeze(-1)
+        y = torch.where(keep, state.y, y_next)
+        return Iteration(y, checked.frozen, checked.failed, state.num_steps + active), defect, scale
+
+    def _certify(self, state: Iteration, f_y: Tensor) -> tuple[Iteration, Tensor, Tensor]:
+        defect = (f_y.detach() - state.y.detach()).abs().amax(-1)
+        scale = f_y.detach().abs().amax(-1)
+        small = self.within_tolerance(defect, scale) | state.frozen
+        frozen = (~small).cumsum(1) == 0
+        failed = state.failed | _first_open_token_is_nonfinite(frozen, scale)
+        return Iteration(state.y, frozen, failed, state.num_steps), defect, scale
+
+    def _conclude(
+        self,
+        state: Iteration,
+        defect: Tensor,
+        scale: Tensor,
+        pivot: Tensor | None,
+        y0: Tensor,
+        readable: bool,
+    ) -> Solution:
+        lost = (state.failed.unsqueeze(1) & ~state.frozen).unsqueeze(-1)
+        value = torch.where(lost, torch.nan, state.y).reshape(y0.shape)
+        residual = relative_residual(defect, scale)
+        residual = torch.where(state.failed, torch.nan, residual)
+        stats = SolveStats(state.num_steps, residual, state.frozen.all(1), pivot)
+        return Solution(value, stats, read_result(stats) if readable else Result.unknown)
+
+
+class _TokenMap:
+    """`f` on (b, t, c) views of its own shape."""
+
+    def __init__(self, f: Map, shape: torch.Size, tokens: torch.Size) -> None:
+        self.f, self.shape, self.tokens = f, shape, tokens
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.f(y.reshape(self.shape)).reshape(self.tokens)
+
+
+def _as_tokens(y: Tensor, time_dim: TimeDim) -> Tensor:
+    """(b, ...) as (b, t, c): one token a sample, or axis 1 as time."""
+    if time_dim == 1:
+        return y.reshape(y.shape[0], y.shape[1], math.prod(y.shape[2:]))
+    return y.reshape(y.shape[0], 1, math.prod(y.shape[1:]))
+
+
+def _begin(y: Tensor) -> Iteration:
+    frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
+    return Iteration(y, frozen, frozen[:, 0], frozen[:, 0].to(torch.int64))
+
+
+def _first_open_token_is_nonfinite(frozen: Tensor, scale: Tensor) -> Tensor:
+    """(b,): a later token may be Inf while the iteration is under way, the first open one may not."""
+    last = frozen.shape[1] - 1
+    first_open = frozen.sum(1, keepdim=True).clamp(max=last)
+    return ~torch.isfinite(scale).gather(1, first_open).squeeze(1) & ~frozen.all(1)
+
+
+def _finished(state: Iteration) -> bool:
+    return bool((state.failed | state.frozen.all(1)).all())
+
+
+def empty_stats(y0: Tensor) -> SolveStats:
+    """Statistics for a value without any element: converged after no step."""
+    b = y0.shape[0]
+    zeros = torch.zeros(b, dtype=y0.dtype, device=y0.device)
+    return SolveStats(zeros.to(torch.int64), zeros, torch.ones_like(zeros, dtype=torch.bool))
+
+
+def _empty_solution(y0: Tensor) -> Solution:
+    return Solution(y0.clone(), empty_stats(y0), Result.converged)

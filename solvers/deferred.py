@@ -1,0 +1,44 @@
+"""A warning that does not wait for the GPU: it is given one call late."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bedouin.solvers.solution import ConvergenceWarning, SolveStats, describe, read_result
+
+
+class DeferredWarning:
+    """Keeps an asynchronous copy of a solve's outcome and warns once it has arrived.
+
+    Belongs to one layer. A copy of the layer starts without pending outcomes.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event, SolveStats, str] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DeferredWarning":
+        return DeferredWarning()
+
+    def __reduce__(self) -> tuple[type["DeferredWarning"], tuple[()]]:
+        return DeferredWarning, ()
+
+    def schedule(self, stats: SolveStats, subject: str) -> None:
+        """Start to copy the outcome (on a CUDA device) to the host."""
+        if self._pending is not None:
+            return
+        all_converged = stats.converged.all().to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending = all_converged, event, stats, subject
+
+    def flush(self) -> None:
+        """Warn about the scheduled outcome if it has arrived."""
+        if self._pending is None or not self._pending[1].query():
+            return
+        all_converged, _, stats, subject = self._pending
+        self._pending = None
+        if not bool(all_converged):
+            message = describe(stats, read_result(stats), f"{subject} (an earlier call)")
+            warnings.warn(message, ConvergenceWarning, stacklevel=4)

@@ -1,0 +1,215 @@
+"""Anderson and Broyden, by torchdeq (arXiv 2310.18605): the only file that imports it.
+
+torchdeq proposes iterates; this file decides. It hands torchdeq a guarded map that
+
+* measures convergence as every solver here does, and answers "solved" (a zero residual) for samples
+  that converged, so that they neither move nor hold up others;
+* answers "solved" for tokens that are not finite, so that a NaN touches nothing before it;
+* is scaled to a unit residual per sample, because torchdeq's Anderson regularizes with an absolute
+  constant, and starts anew every few steps to keep that scale;
+* is never called on an empty batch, which torchdeq cannot take.
+
+Letters: b batch, t tokens of a sample, c the values of a token.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchdeq.solver.anderson import anderson_solver
+from torchdeq.solver.broyden import broyden_solver
+
+from bedouin.solvers.base import (
+    Map,
+    Solver,
+    TimeDim,
+    _as_tokens,
+    _empty_solution,
+    _TokenMap,
+    check_number,
+    strict_options,
+)
+from bedouin.solvers.solution import (
+    Solution,
+    SolveStats,
+    can_read_device,
+    read_result,
+    relative_residual,
+)
+
+SOLVED = 1e-300
+"""torchdeq stops below this residual; the guarded map answers with exact zeros."""
+
+
+class _Guard:
+    """The map as torchdeq sees it: z = y / unit, with the bookkeeping of every evaluation."""
+
+    def __init__(self, f: Map, y0: Tensor, rtol: float, atol: float, budget: int) -> None:
+        self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
+        b, t, _ = y0.shape
+        self.best = y0
+        self.lowest = y0.new_full((b,), torch.inf)
+        self.lost = torch.zeros(b, t, dtype=torch.bool, device=y0.device)
+        self.frozen = self.lost[:, 0].clone()
+        self.num_steps = torch.zeros(b, dtype=torch.int64, device=y0.device)
+        f_y = self.evaluate(y0, first=True)
+        self.rescale(f_y - y0)
+
+    def rescale(self, difference: Tensor) -> None:
+        size = torch.where(self.lost.unsqueeze(-1), 0.0, difference).flatten(1).norm(dim=1)
+        usable = torch.isfinite(size) & (size > 0)
+        self.unit = torch.where(usable, size, 1.0)[:, None, None]
+
+    @property
+    def finished(self) -> bool:
+        return self.budget <= 0 or bool(self.frozen.all())
+
+    def evaluate(self, y: Tensor, first: bool = False) -> Tensor:
+        """F(y), with y in its place where the sample is solved or the token not finite."""
+        self.budget -= 1
+        self.num_steps = self.num_steps + ~self.frozen
+        y = torch.where(torch.isfinite(y).all(-1, keepdim=True), y, self.best)
+        f_y = self.f(y)
+        finite = (~torch.isfinite(f_y).all(-1)).cumsum(1) == 0
+        if first:
+            self.lost = ~finite
+        self._judge(y, f_y, finite)
+        keep = self.frozen.unsqueeze(1) | ~finite
+        return torch.where(keep.unsqueeze(-1), y, f_y)
+
+    def _judge(self, y: Tensor, f_y: Tensor, finite: Tensor) -> None:
+        defect = torch.where(self.lost, 0.0, (f_y - y).abs().amax(-1))
+        scale = torch.where(self.lost, 0.0, f_y.abs().amax(-1))
+        largest = torch.cummax(torch.nan_to_num(scale, nan=torch.inf), dim=1).values
+        judged = (finite | self.lost).all(1)
+        done = ((defect < self.atol + self.rtol * largest) | self.lost).all(1) & judged
+        residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
+        better = (done | (residual < self.lowest)) & ~self.frozen
+        self.best = torch.where(better[:, None, None], y, self.best)
+        self.lowest = torch.where(better, residual, self.lowest)
+        self.frozen = self.frozen | done
+
+    def __call__(self, z: Tensor) -> Tensor:
+        y = z.reshape(self.best.shape) * self.unit
+        return (self.evaluate(y) / self.unit).reshape(z.shape)
+
+
+class _TorchDEQSolver(Solver):
+    """What Anderson and Broyden share: rounds of torchdeq until solved or out of steps."""
+
+    can_unroll = False
+    rtol: float
+    atol: float
+
+    @abstractmethod
+    def _run(self, guard: _Guard, z: Tensor) -> None:
+        """One round of torchdeq from z (b, t c); what it finds is in the guard."""
+
+    @torch.no_grad()
+    def solve(
+        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+    ) -> Solution:
+        if not can_read_device(y0):
+            raise RuntimeError(
+                f"{type(self).__name__} reads the device at every step and cannot run under "
+                "torch.compile, torch.func transforms or graph capture: use Direct, Jacobi or Picard"
+            )
+        y = _as_tokens(y0, time_dim)
+        if y.numel() == 0:
+            return _empty_solution(y0)
+        f_tokens = f if y.shape == y0.shape else _TokenMap(f, y0.shape, y.shape)
+        guard = _Guard(f_tokens, y, self.rtol, self.atol, max_steps)
+        while not guard.finished:
+            self._run(guard, (guard.best / guard.unit).flatten(1))
+            if not guard.finished:
+                guard.rescale(guard.evaluate(guard.best) - guard.best)
+        return self._conclude(guard, y0)
+
+    def _conclude(self, guard: _Guard, y0: Tensor) -> Solution:
+        failed = guard.lost.any(1)
+        value = torch.where(guard.lost.unsqueeze(-1), torch.nan, guard.best).reshape(y0.shape)
+        residual = torch.where(failed, torch.nan, guard.lowest)
+        stats = SolveStats(guard.num_steps, residual, guard.frozen & ~failed)
+        return Solution(value, stats, read_result(stats))
+
+
+@strict_options
+@dataclass(frozen=True)
+class Anderson(_TorchDEQSolver):
+    """Anderson acceleration: the next iterate mixes the last `memory` ones.
+
+    For general maps (an ordinary DEQ) that contract slowly. On a Bedouin layer with feedback it does
+    worse than Picard, because F is nilpotent in time rather than slowly contracting; use Direct or
+    Jacobi there. It mixes tokens: an output is causal, and independent of its neighbours in the
+    batch, only to tolerance.
+
+    rtol, atol: a sample has converged when every token has (see `Picard`).
+    memory: iterates mixed; regularization: relative to the residual at the start of a round;
+    damping: torchdeq's tau, in (0, 1].
+    """
+
+    rtol: float = 1e-4
+    atol: float = 1e-8
+    memory: int = 6
+    regularization: float = 1e-8
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
+        check_number("atol", self.atol, 0, 1e6, open_low=False)
+        check_number("regularization", self.regularization, 0, 1e6, open_low=True)
+        check_number("damping", self.damping, 0, 1, open_low=True)
+        if type(self.memory) is not int or self.memory < 2:
+            raise ValueError(f"memory must be an int >= 2, got {self.memory!r}")
+
+    def _run(self, guard: _Guard, z: Tensor) -> None:
+        if guard.budget <= 2:  # torchdeq's Anderson does nothing with fewer than three evaluations
+            guard(guard(z))
+            return
+        anderson_solver(
+            guard,
+            z,
+            max_iter=min(3 * self.memory, guard.budget),
+            tol=SOLVED,
+            stop_mode="abs",
+            m=self.memory,
+            lam=self.regularization,
+            tau=self.damping,
+        )
+
+
+@strict_options
+@dataclass(frozen=True)
+class Broyden(_TorchDEQSolver):
+    """Broyden's quasi-Newton method with a low-rank inverse Jacobian.
+
+    For general maps that do not contract; it needs O(b size rank) memory. On a Bedouin layer with
+    feedback it does worse than Picard; use Direct or Jacobi there. It mixes tokens: an output is
+    causal, and independent of its neighbours in the batch, only to tolerance.
+
+    rtol, atol: a sample has converged when every token has (see `Picard`).
+    max_rank: updates kept, None for all.
+    """
+
+    rtol: float = 1e-4
+    atol: float = 1e-8
+    max_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
+        check_number("atol", self.atol, 0, 1e6, open_low=False)
+        if self.max_rank is not None and (type(self.max_rank) is not int or self.max_rank < 1):
+            raise ValueError(f"max_rank must be None or an int >= 1, got {self.max_rank!r}")
+
+    def _run(self, guard: _Guard, z: Tensor) -> None:
+        steps = max(guard.budget - 1, 1)
+        broyden_solver(
+            guard,
+            z,
+            max_iter=steps,
+            tol=SOLVED,
+            stop_mode="abs",
+            LBFGS_thres=min(self.max_rank or steps, steps),
+            ls=False,
+        )

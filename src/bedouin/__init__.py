@@ -1,0 +1,20 @@
+"""Bedouin: sequence layers defined as a fixed point of Householder mixing and a diagonal scan."""
+
+from bedouin.layer import Bedouin, FixedPointRNN
+from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer, WYForm
+from bedouin.model import SequenceModel
+from bedouin.state import BedouinState
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bedouin",
+    "BedouinState",
+    "ChannelMixer",
+    "FixedPointRNN",
+    "HouseholderProduct",
+    "LowRank",
+    "SequenceModel",
+    "StructuredMixer",
+    "WYForm",
+]

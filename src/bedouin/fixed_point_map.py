@@ -1,0 +1,214 @@
+"""The map F of a layer on one input: y -> F(y), with the structure that solvers use.
+
+    raw_t = raw^x_t + W^y norm(y_{t-1})            Delta, B, C and Q from raw_t
+    x~_t  = x_t + (I - Q_t)(y_t - x_t)             channel mixing
+    h_t   = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T
+    F(y)_t = h_t C_t
+
+Letters: b batch, t time, d channels, n state per channel, r raw values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.direct import (
+    Coefficients,
+    Sweep,
+    SweepOptions,
+    direct_sweep,
+    direct_sweep_reference,
+    factor_local,
+    input_gain,
+    project_feedback,
+    smallest_pivot,
+    solve_local,
+    solve_local_transposed,
+)
+from bedouin.kernels.householder import apply_complement, apply_complement_transposed
+from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
+from bedouin.mixers import ChannelMixer
+from bedouin.solvers.solution import (
+    BackwardStats,
+    SolveStats,
+    can_read_device,
+    relative_residual,
+)
+from bedouin.solvers.direct import ROUNDING
+
+
+class ScanInputs(NamedTuple):
+    """What the scan of a token needs besides x~, and the raw values of the mixer."""
+
+    delta: Tensor  # (..., d)
+    B: Tensor  # (..., n)
+    C: Tensor  # (..., n)
+    mixer_raw: Tensor  # (..., raw size of the mixer)
+
+
+@dataclass(frozen=True)
+class MapInputs:
+    """Everything that does not change while a layer looks for its fixed point."""
+
+    x: Tensor  # (b, t, d)
+    raw: Tensor  # (b, t, r), from x
+    W_y: Tensor | None  # (r, d)
+    A: Tensor  # (d, n)
+    h0: Tensor  # (b, d, n)
+    y0: Tensor  # (b, d)
+
+
+class FixedPointMap:
+    """y (b, t, d) -> F(y) for any mixer: what Picard, Anderson and Broyden need."""
+
+    def __init__(
+        self,
+        inputs: MapInputs,
+        mixer: ChannelMixer,
+        split: Callable[[Tensor], ScanInputs],
+        *,
+        input_scale: InputScale,
+        eigenvalues: Eigenvalues,
+        feedback_norm_eps: float | None,
+        backend: Backend,
+    ) -> None:
+        self.inputs, self.mixer, self.split, self.backend = inputs, mixer, split, backend
+        self.input_scale, self.eigenvalues = input_scale, eigenvalues
+        self.feedback_norm_eps = feedback_norm_eps
+
+    def raw(self, y: Tensor) -> Tensor:
+        """raw^x + W^y norm(y_{t-1}) (b, t, r); the first token sees the incoming state."""
+        inputs = self.inputs
+        if inputs.W_y is None or y.shape[1] == 0:
+            return inputs.raw
+        before = torch.cat([inputs.y0.unsqueeze(1), y[:, :-1]], dim=1)
+        return inputs.raw + project_feedback(before, inputs.W_y, self.feedback_norm_eps)
+
+    def evaluate(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """F(y) and the memory after the last token."""
+        inputs = self.inputs
+        delta, B, C, mixer_raw = self.split(self.raw(y))
+        mixed = inputs.x + self.mixer.complement(mixer_raw, y - inputs.x)
+        return self._scan(mixed, delta, B, C, exclusive=False)
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.evaluate(y)[0]
+
+    def memory(self, y: Tensor) -> Tensor:
+        """h (b, d, n) after the last token of y."""
+        return self.evaluate(y)[1]
+
+    def _scan(
+        self, mixed: Tensor, delta: Tensor, B: Tensor, C: Tensor, *, exclusive: bool
+    ) -> tuple[Tensor, Tensor]:
+        return selective_scan(
+            mixed,
+            delta,
+            self.inputs.A,
+            B,
+            C,
+            self.inputs.h0,
+            input_scale=self.input_scale,
+            eigenvalues=self.eigenvalues,
+            exclusive=exclusive,
+            backend=self.backend,
+        )
+
+
+class StructuredMap(FixedPointMap):
+    """F with a mixer of the form (e, U, M): Direct, Jacobi and the exact adjoint work on it."""
+
+    _swept: Sweep | None = None
+
+    def coefficients(self, raw: Tensor, *mixer_parameters: Tensor) -> Coefficients:
+        """Delta, B, C, e, U, M from raw (..., r), with the mixer's parameters as given."""
+        delta, B, C, mixer_raw = self.split(raw)
+        if not mixer_parameters:
+            return Coefficients(delta, B, C, *self.mixer(mixer_raw))
+        named = dict(zip(self._mixer_names, mixer_parameters, strict=True))
+        form = torch.func.functional_call(self.mixer, named, (mixer_raw,))
+        return Coefficients(delta, B, C, *form)
+
+    @property
+    def _mixer_names(self) -> list[str]:
+        return [name for name, _ in self.mixer.named_parameters()]
+
+    @property
+    def _sweep_arguments(
+        self,
+    ) -> tuple[
+        Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, tuple[Tensor, ...], SweepOptions
+    ]:
+        i = self.inputs
+        options = SweepOptions(
+            self.coefficients, self.input_scale, self.eigenvalues, self.feedback_norm_eps
+        )
+        return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, tuple(self.mixer.parameters()), options
+
+    def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
+        """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
+        if unroll:
+            self._swept = direct_sweep_reference(*self._sweep_arguments)[0]
+        else:
+            self._swept = direct_sweep(*self._sweep_arguments, report=self._reporter(cell))
+        return self._swept
+
+    def memory(self, y: Tensor) -> Tensor:
+        """As for any map, without a second pass where the last sweep gave y."""
+        if self._swept is not None and self._swept.y is y:
+            return self._swept.h
+        return super().memory(y)
+
+    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:
+        """y_star with the exact implicit gradient."""
+        report = self._reporter(cell)
+        return direct_sweep(*self._sweep_arguments, y_star=y_star, report=report).y
+
+    def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
+        def report(defect: Tensor, scale: Tensor) -> None:
+            if not can_read_device(defect):
+                return
+            residual = relative_residual(defect, scale)
+            converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
+            steps = torch.ones_like(residual, dtype=torch.int64)
+            cell.stats = SolveStats(steps, residual, converged)
+
+        return report
+
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """G(y): each token's local equation solved from what memory and feedback hold in y."""
+        x = self.inputs.x
+        delta, B, C, e, U, M = self.coefficients(self.raw(y))
+        mixed = x + apply_complement(y - x, e, U, M)
+        p, _ = self._scan(mixed, delta, B, C, exclusive=True)
+        sigma = self._input_gain(delta, B, C)
+        factors = factor_local(sigma, e, U, M)
+        rhs = p + sigma * (x - apply_complement(x, e, U, M))
+        return solve_local(rhs, factors), smallest_pivot(factors).amin(1)
+
+    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """(w -> L^T w, r -> (I - L^T)^-1 r), L_t = diag(sigma_t)(I - Q_t), at y_star."""
+        with torch.no_grad():
+            delta, B, C, e, U, M = self.coefficients(self.raw(y_star))
+            sigma = self._input_gain(delta, B, C)
+            factors = factor_local(sigma, e, U, M)
+
+        def diagonal(w: Tensor) -> Tensor:
+            return apply_complement_transposed(sigma * w, e, U, M)
+
+        def invert(r: Tensor) -> Tensor:
+            return solve_local_transposed(r, factors)
+
+        return diagonal, invert
+
+    def _input_gain(self, delta: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        if self.input_scale != "one_minus_decay":
+            # s has no state axis: A does not enter, so spare the (b, t, d, n) decay
+            _, s = discretize(delta, self.inputs.A[:, :1], self.input_scale, self.eigenvalues)
+            return input_gain(s, B, C)
+        _, s = discretize(delta, self.inputs.A, self.input_scale, self.eigenvalues)
+        return input_gain(s, B, C)

@@ -1,0 +1,317 @@
+"""A sequence model around any mixing layer: embedding, residual blocks, head.
+
+Letters: b batch, t time, m d_model, v vocabulary (of the output where a head is meant).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ModelState = tuple[Any, ...]
+"""One state for each layer, as its mixer defines it."""
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (GLU Variants Improve Transformer, arXiv 2002.05202): W_2 (SiLU(W_g x) ⊙ W_1 x)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        expand: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden = max(1, round(expand * d_model))
+        self.in_proj = nn.Linear(d_model, 2 * hidden, bias=False, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(hidden, d_model, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., m) -> (..., m)
+        gate, value = self.in_proj(x).chunk(2, dim=-1)
+        output: Tensor = self.out_proj(F.silu(gate) * value)
+        return output
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then, if there is one, x + mlp(norm(x)).
+
+    Pre-norm: the residual stream itself is never normalized, so gradients reach the embedding.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        mixer: nn.Module,
+        mlp_expand: float | None,
+        *,
+        norm_eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype)
+        self.mixer = mixer
+        self.mlp: nn.Sequential | None = None
+        if mlp_expand is not None:
+            self.mlp = nn.Sequential(
+                nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype),
+                GatedMLP(d_model, mlp_expand, device=device, dtype=dtype),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
+        return self._residual(x, _mixed(self.mixer, self.mixer(self.norm(x)), x))
+
+    def forward_state(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """As `forward`, from a state and to the state after the last token."""
+        _method(self.mixer, "init_state")
+        output, state = self.mixer(self.norm(x), state=state, return_state=True)
+        return self._residual(x, _mixed(self.mixer, output, x)), state
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:  # (b, m) -> (b, m)
+        """One token."""
+        output, state = _method(self.mixer, "step")(self.norm(x), state)
+        return self._residual(x, _mixed(self.mixer, output, x)), state
+
+    def _residual(self, x: Tensor, mixed: Tensor) -> Tensor:
+        x = x + mixed
+        if self.mlp is None:
+            return x
+        update: Tensor = self.mlp(x)
+        return x + update
+
+
+class SequenceModel(nn.Module):
+    """Embedding, pre-norm residual blocks around the given mixers, RMSNorm, head.
+
+        model = SequenceModel(60, 128, [Bedouin(128)])                                  # one layer
+        model = SequenceModel(60, 128, lambda i: Bedouin(128, layer_idx=i), num_layers=2)
+        logits = model(tokens)                                           # (b, t) -> (b, t, v)
+
+    A mixer is any module (b, t, m) -> (b, t, m). Layers that return a tuple, such as
+    flash-linear-attention's (output, None, cache), are accepted: the first entry counts.
+    `init_state`, `step` and states in `forward` work if every mixer has `init_state(batch_size)`,
+    `step(x, state)` and `forward(x, state=…, return_state=True)`, as `bedouin.Bedouin` has.
+
+    The model neither reads values on the host nor writes in place, so it runs under
+    `torch.func.functional_call` and `vmap` over stacked parameters if its mixers do.
+
+    Args:
+        vocab_size: number of input ids.
+        d_model: width m of the residual stream.
+        mixers: the mixing layers, or a function of the layer's index that makes one (then
+            `num_layers` says how many). They are used as they come: device and dtype are theirs.
+        num_layers: with a function only.
+        output_size: number of classes, `vocab_size` if None.
+        mlp_expand: hidden width of a gated MLP after every mixer, as a multiple of d_model; None
+            for no MLP.
+        norm_eps: of every RMSNorm.
+        embedding_std: standard deviation of the initial embedding.
+        tie_embeddings: the head shares the embedding's weight; start from a smaller
+            `embedding_std` (d_model**-0.5) then, or the first logits are large.
+        device, dtype: of everything but the mixers.
+
+    Raises:
+        ValueError: sizes below 1, no mixer, a missing or unneeded `num_layers`, a tied head whose
+            output_size is not vocab_size.
+        TypeError: `mixers` is a single module, or holds what is no module.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        mixers: Sequence[nn.Module] | Callable[[int], nn.Module],
+        *,
+        num_layers: int | None = None,
+        output_size: int | None = None,
+        mlp_expand: float | None = None,
+        norm_eps: float = 1e-5,
+        embedding_std: float = 1.0,
+        tie_embeddings: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        output_size = vocab_size if output_size is None else output_size
+        _check_positive(vocab_size=vocab_size, d_model=d_model, output_size=output_size)
+        _check_positive(mlp_expand=1 if mlp_expand is None else mlp_expand)
+        _check_tied(tie_embeddings, vocab_size, output_size)
+        layers = _made_mixers(mixers, num_layers)
+        self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
+        nn.init.normal_(self.embedding.weight, std=embedding_std)
+        self.blocks = nn.ModuleList(
+            Block(d_model, mixer, mlp_expand, norm_eps=norm_eps, device=device, dtype=dtype)
+            for mixer in layers
+        )
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype)
+        self.head = nn.Linear(d_model, output_size, bias=False, device=device, dtype=dtype)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,  # (b, t) integer ids
+        state: ModelState | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, ModelState]:
+        """Logits (b, t, v); with `return_state` also the state after the last token.
+
+        Feeding a sequence in chunks, each from the state that the one before returned, gives what
+        one call gives.
+
+        Raises:
+            TypeError: tokens of a dtype that is no integer; a state where a mixer keeps none.
+            ValueError: tokens not of rank 2; a state of another number of layers.
+        """
+        _check_tokens(tokens, 2, "(b, t)")
+        x = self.embedding(tokens)  # (b, t, m)
+        if state is None and not return_state:
+            for block in self.blocks:
+                x = block(x)
+            return self._logits(x)
+        state = self.init_state(len(tokens)) if state is None else state
+        x, state = self._through(x, state, Block.forward_state)
+        return (self._logits(x), state) if return_state else self._logits(x)
+
+    def init_state(self, batch_size: int) -> ModelState:
+        """The state before the first token, one entry for each layer.
+
+        Raises:
+            TypeError: a mixer without `init_state`.
+        """
+        return tuple(_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
+
+    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """One token: ids (b,) and a state -> logits (b, v) and the next state.
+
+        Raises:
+            TypeError: a mixer without `step`, or tokens of a dtype that is no integer.
+            ValueError: tokens not of rank 1; a state of another number of layers.
+        """
+        _check_tokens(tokens, 1, "(b,)")
+        x, state = self._through(self.embedding(tokens), state, Block.step)
+        return self._logits(x), state
+
+    @property
+    def mixers(self) -> list[nn.Module]:
+        """The mixing layers, first to last."""
+        return [block.mixer for block in self._blocks]
+
+    @property
+    def stats(self) -> list[Any]:
+        """The `stats` of the last call, of those mixers that keep any (`SolveStats` of ours)."""
+        kept = (getattr(mixer, "stats", None) for mixer in self.mixers)
+        return [stats for stats in kept if stats is not None]
+
+    @property
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def _through(
+        self,
+        x: Tensor,
+        state: ModelState,
+        run: Callable[[Block, Tensor, Any], tuple[Tensor, Any]],
+    ) -> tuple[Tensor, ModelState]:
+        if len(state) != len(self.blocks):
+            raise ValueError(
+                f"state must have one entry for each of the {len(self.blocks)} layers, "
+                f"got {len(state)}: start from model.init_state(batch_size)"
+            )
+        states: list[Any] = []
+        for block, before in zip(self._blocks, state, strict=True):
+            x, after = run(block, x, before)
+            states.append(after)
+        return x, tuple(states)
+
+    def _logits(self, x: Tensor) -> Tensor:  # (..., m) -> (..., v)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:
+    """The tensor in what a mixer returned, which must have the shape of its input."""
+    tensor = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"mixer {type(mixer).__name__} must return a tensor of the shape of its input, or a "
+            f"tuple that begins with one, got {type(output).__name__}"
+        )
+    if tensor.shape != x.shape:
+        raise ValueError(
+            f"mixer {type(mixer).__name__} must return the shape of its input, "
+            f"{tuple(x.shape)}, got {tuple(tensor.shape)}"
+        )
+    return tensor
+
+
+def _method(mixer: object, name: str) -> Callable[..., Any]:
+    method = getattr(mixer, name, None)
+    if not callable(method):
+        raise TypeError(
+            f"mixer {type(mixer).__name__} has no {name}(), which states and steps need: use a "
+            "layer that has it, such as bedouin.Bedouin, or call the model on whole sequences"
+        )
+    found: Callable[..., Any] = method
+    return found
+
+
+def _made_mixers(
+    mixers: Sequence[nn.Module] | Callable[[int], nn.Module], num_layers: int | None
+) -> list[nn.Module]:
+    if isinstance(mixers, nn.Module) and not isinstance(mixers, nn.ModuleList):
+        raise TypeError(
+            f"mixers must be a sequence of modules or a function that makes one, got the module "
+            f"{type(mixers).__name__}: wrap it in a list"
+        )
+    if isinstance(mixers, Sequence | nn.ModuleList):
+        made = _listed(list(mixers), num_layers)
+    else:
+        made = _called(mixers, num_layers)
+    for mixer in made:
+        if not isinstance(mixer, nn.Module):
+            raise TypeError(f"mixers must be nn.Modules, got {type(mixer).__name__}")
+    return made
+
+
+def _listed(mixers: list[nn.Module], num_layers: int | None) -> list[nn.Module]:
+    if not mixers:
+        raise ValueError("mixers must hold at least one layer, got none")
+    if num_layers is not None:
+        raise ValueError(
+            f"num_layers goes with a function that makes mixers, got {num_layers} and a list of "
+            f"{len(mixers)}: leave it out"
+        )
+    return mixers
+
+
+def _called(make: Callable[[int], nn.Module], num_layers: int | None) -> list[nn.Module]:
+    if num_layers is None or num_layers < 1:
+        raise ValueError(
+            f"num_layers must be at least 1 where mixers is a function, got {num_layers}"
+        )
+    return [make(index) for index in range(num_layers)]
+
+
+def _check_positive(**sizes: float) -> None:
+    for name, size in sizes.items():
+        if not size > 0:
+            raise ValueError(f"{name} must be positive, got {size}")
+
+
+def _check_tied(tied: bool, vocab_size: int, output_size: int) -> None:
+    if tied and vocab_size != output_size:
+        raise ValueError(
+            f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
+        )
+
+
+def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"tokens must be int64 or int32 ids, got {tokens.dtype}")
+    if tokens.ndim != rank:
+        raise ValueError(f"tokens must have shape {shape}, got {tuple(tokens.shape)}")

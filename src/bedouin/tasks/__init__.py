@@ -1,0 +1,39 @@
+"""Synthetic tasks, generated on the device that trains: no files, no downloads, torch only.
+
+from bedouin.tasks import Group, WordProblem, stream, token_accuracy
+
+task = WordProblem(Group.from_name("A5"), length=16)
+train, test = stream("train", seed=0), stream("test", seed=0)
+tokens, labels = task.sample(128, train)       # two (b, t) int64 tensors
+"""
+
+from bedouin.tasks.batch import IGNORE, Batch, sequence_accuracy, token_accuracy
+from bedouin.tasks.copying import Copying
+from bedouin.tasks.group import (
+    Group,
+    alternating,
+    cyclic,
+    dihedral,
+    direct_product,
+    symmetric,
+)
+from bedouin.tasks.streams import Split, Stream, stream
+from bedouin.tasks.word_problem import WordProblem
+
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Copying",
+    "Group",
+    "Split",
+    "Stream",
+    "WordProblem",
+    "alternating",
+    "cyclic",
+    "dihedral",
+    "direct_product",
+    "sequence_accuracy",
+    "stream",
+    "symmetric",
+    "token_accuracy",
+]

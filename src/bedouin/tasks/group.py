@@ -1,0 +1,213 @@
+"""Finite groups as permutation groups, closed from generators.
+
+The product reads from left to right, as a sequence of tokens does: `g · h` is "first g, then h",
+(g · h)(i) = h(g(i)). The other convention gives other labels and the same difficulty.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+Permutation = tuple[int, ...]
+
+MAX_ORDER: Final = 1024
+"""Largest group that is tabulated: the table has order² entries (S6 has 720 elements)."""
+
+_FORMS: Final = "S5, A5, Z60, D8 or a product such as A4xZ5"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A finite permutation group, given by generators.
+
+    Elements are numbered in lexicographic order of their permutations, so 0 is the identity,
+    element i of Z_n is the rotation by i, and (a, b) of G x H has the number a·|H| + b.
+
+    Example: S3 in that order is 012, 021, 102, 120, 201, 210 (images of 0, 1, 2), and
+    `table[1, 2]` is 3: first 021, then 102, takes 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0.
+
+    Args:
+        name: how the group is called in messages and results.
+        generators: permutations of 0 … degree - 1, each the tuple of its images.
+
+    Raises:
+        ValueError: no generator, one that is no permutation, different degrees, or a group of more
+            than 1024 elements.
+    """
+
+    name: str
+    generators: tuple[Permutation, ...]
+
+    def __post_init__(self) -> None:
+        if not self.generators:
+            raise ValueError("generators must hold at least one permutation, got none")
+        for generator in self.generators:
+            if sorted(generator) != list(range(self.degree)):
+                raise ValueError(
+                    f"generators must be permutations of 0 … {self.degree - 1}, got {generator}"
+                )
+        _ = self.permutations
+
+    @property
+    def degree(self) -> int:
+        """Number of points that the permutations act on."""
+        return len(self.generators[0])
+
+    @property
+    def order(self) -> int:
+        """Number of elements."""
+        return len(self.permutations)
+
+    @cached_property
+    def permutations(self) -> tuple[Permutation, ...]:
+        """All elements, identity first, in lexicographic order."""
+        seen = {tuple(range(self.degree))}
+        frontier = list(seen)
+        while frontier:
+            products = {compose(g, s) for g in frontier for s in self.generators}
+            frontier = list(products - seen)
+            seen |= products
+            if len(seen) > MAX_ORDER:
+                raise ValueError(
+                    f"group {self.name} must have at most {MAX_ORDER} elements, "
+                    f"got more: its table would not fit; take a smaller one"
+                )
+        return tuple(sorted(seen))
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Multiplication table (order, order) int64 on the CPU: `table[g, h]` is g · h."""
+        permutations = torch.tensor(self.permutations)  # (order, degree)
+        base = _base(self.permutations)
+        radix = torch.tensor([self.degree**i for i in range(len(base))])
+        codes, numbers = (permutations[:, base] * radix).sum(-1).sort()
+        images = permutations[:, permutations[:, base]]  # (h, g, base): h(g(i)) for base points i
+        product_codes = (images * radix).sum(-1).T.contiguous()
+        return numbers[torch.searchsorted(codes, product_codes)]
+
+    def table_on(self, device: torch.device) -> Tensor:
+        """The table on a device; copied there once and kept."""
+        return _table_on(self, device)
+
+    @cached_property
+    def num_moved(self) -> tuple[int, ...]:
+        """How many points each element moves (2 for a transposition)."""
+        return tuple(sum(i != image for i, image in enumerate(p)) for p in self.permutations)
+
+    def prefix_products(self, elements: Tensor) -> Tensor:
+        """Running products g_0 · g_1 · … · g_t: (b, t) int64 -> (b, t) int64, on its device.
+
+        Products are associative, so spans are doubled: about log2(t) table look-ups, not t.
+        """
+        table, span, products = self.table_on(elements.device), 1, elements
+        while span < elements.shape[-1]:
+            longer = table[products[..., :-span], products[..., span:]]
+            products = torch.cat([products[..., :span], longer], dim=-1)
+            span *= 2
+        return products
+
+    def __mul__(self, other: "Group") -> "Group":
+        """Direct product; the same as `direct_product(self, other)`."""
+        return direct_product(self, other)
+
+    @classmethod
+    def from_name(cls, name: str) -> "Group":
+        """Parse S5, A5, Z60, D8 (the octagon's, 16 elements) or products: A4xZ5, A4_x_Z5, A4*Z5.
+
+        Raises:
+            ValueError: another form, or an n for which the constructor raises.
+        """
+        factors = re.split(r"_x_|x|\*", name)
+        matches = [re.fullmatch(r"([SAZD])(\d{1,5})", factor) for factor in factors]
+        group: Group | None = None
+        for match in matches:
+            if match is None:
+                raise ValueError(f"group name must be of the form {_FORMS}, got {name!r}")
+            factor = _CONSTRUCTORS[match[1]](int(match[2]))
+            group = factor if group is None else direct_product(group, factor)
+        if group is None:
+            raise ValueError(f"group name must be of the form {_FORMS}, got {name!r}")
+        return group
+
+
+def compose(first: Permutation, second: Permutation) -> Permutation:
+    """First `first`, then `second`: i -> second(first(i))."""
+    return tuple(second[i] for i in first)
+
+
+def symmetric(n: int) -> Group:
+    """S_n: all n! permutations of n points."""
+    _check_at_least("symmetric", n, 1)
+    swap = (1, 0, *range(2, n)) if n > 1 else (0,)
+    return Group(f"S{n}", (swap, _rotation(n)))
+
+
+def alternating(n: int) -> Group:
+    """A_n: the n!/2 even permutations of n >= 3 points. A5 is the smallest non-solvable group."""
+    _check_at_least("alternating", n, 3)
+    return Group(f"A{n}", tuple(_three_cycle(n, i) for i in range(2, n)))
+
+
+def cyclic(n: int) -> Group:
+    """Z_n: the n rotations of n points; element i is the rotation by i, g · h = (g + h) mod n."""
+    _check_at_least("cyclic", n, 1)
+    return Group(f"Z{n}", (_rotation(n),))
+
+
+def dihedral(n: int) -> Group:
+    """D_n: the 2n symmetries of the regular polygon with n >= 3 corners (D8 has 16 elements)."""
+    _check_at_least("dihedral", n, 3)
+    return Group(f"D{n}", (_rotation(n), tuple(-i % n for i in range(n))))
+
+
+def direct_product(g: Group, h: Group) -> Group:
+    """G x H on disjoint points; (a, b) has the number a·|H| + b."""
+    left_points = tuple(range(g.degree))
+    right_points = tuple(range(g.degree, g.degree + h.degree))
+    left = [(*p, *right_points) for p in g.generators]
+    right = [(*left_points, *(g.degree + i for i in p)) for p in h.generators]
+    return Group(f"{g.name}x{h.name}", (*left, *right))
+
+
+_CONSTRUCTORS: Final[dict[str, Callable[[int], Group]]] = {
+    "S": symmetric,
+    "A": alternating,
+    "Z": cyclic,
+    "D": dihedral,
+}
+
+
+def _rotation(n: int) -> Permutation:
+    return tuple((i + 1) % n for i in range(n))
+
+
+def _three_cycle(n: int, last: int) -> Permutation:
+    images = list(range(n))
+    images[0], images[1], images[last] = 1, last, 0
+    return tuple(images)
+
+
+def _check_at_least(constructor: str, n: int, least: int) -> None:
+    if n < least:
+        raise ValueError(f"n of {constructor}(n) must be at least {least}, got {n}")
+
+
+def _base(permutations: Sequence[Permutation]) -> list[int]:
+    """Points whose images alone tell all elements apart (a base of the permutation group)."""
+    base: list[int] = []
+    distinct = 1
+    for point in range(len(permutations[0])):
+        refined = len({tuple(p[i] for i in (*base, point)) for p in permutations})
+        if refined > distinct:
+            base, distinct = [*base, point], refined
+    return base
+
+
+@lru_cache(maxsize=64)
+def _table_on(group: Group, device: torch.device) -> Tensor:
+    return group.table.to(device)
