@@ -19,6 +19,7 @@ from bedouin.solvers.base import (
     Solver,
     TimeDim,
     check_number,
+    map_name,
     strict_options,
 )
 from bedouin.solvers.direct import Direct
@@ -140,7 +141,7 @@ class ImplicitAdjoint(Adjoint):
         if isinstance(self.solver, Direct):
             raise TypeError(
                 f"ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got "
-                f"{type(f).__name__}: use solver=None or an iterative solver"
+                f"{map_name(f)}: use solver=None or an iterative solver"
             )
         with torch.no_grad():
             solution = problem.run()

@@ -34,7 +34,7 @@ too many costs nothing but itself, since converged tokens stay frozen."""
 
 
 class SweepResult(Protocol):
-    """What a direct sweep hands over; (b, t, c), (b, t), (b, t), (b,)."""
+    """What a direct sweep hands over: y (b, t, c), the norms (b, t), pivot (b,)."""
 
     @property
     def y(self) -> Tensor: ...
@@ -42,6 +42,8 @@ class SweepResult(Protocol):
     def defect(self) -> Tensor: ...
     @property
     def scale(self) -> Tensor: ...
+    @property
+    def magnitude(self) -> Tensor: ...
     @property
     def pivot(self) -> Tensor: ...
 
@@ -225,11 +227,26 @@ class IterativeSolver(Solver):
         return Solution(value, stats, read_result(stats) if readable else Result.unknown)
 
 
-class _TokenMap:
+class MapWrapper:
+    """A map around another one; messages name the inner one, which the user knows."""
+
+    def __init__(self, f: Map) -> None:
+        self.f = f
+
+
+def map_name(f: Map) -> str:
+    """The type of the map that the user handed over."""
+    while isinstance(f, MapWrapper):
+        f = f.f
+    return type(f).__name__
+
+
+class _TokenMap(MapWrapper):
     """`f` on (b, t, c) views of its own shape."""
 
     def __init__(self, f: Map, shape: torch.Size, tokens: torch.Size) -> None:
-        self.f, self.shape, self.tokens = f, shape, tokens
+        super().__init__(f)
+        self.shape, self.tokens = shape, tokens
 
     def __call__(self, y: Tensor) -> Tensor:
         return self.f(y.reshape(self.shape)).reshape(self.tokens)

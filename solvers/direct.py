@@ -5,7 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bedouin.solvers.base import Map, Solver, TimeDim, TriangularMap, empty_stats, strict_options
+from bedouin.solvers.base import (
+    Map,
+    Solver,
+    SweepResult,
+    TimeDim,
+    TriangularMap,
+    empty_stats,
+    map_name,
+    strict_options,
+)
 from bedouin.solvers.solution import (
     BackwardStats,
     Result,
@@ -17,8 +26,9 @@ from bedouin.solvers.solution import (
 )
 
 ROUNDING = 1e4
-"""`converged` after a sweep: residual < ROUNDING eps. Woodbury with a pivoted k x k system is backward
-stable; sums over d channels and a growth factor of the elimination leave three digits or so."""
+"""`converged` after a sweep: defect_t <= ROUNDING eps times the largest of the terms that F(y)_s sums,
+s <= t. Woodbury with a pivoted k x k system is backward stable; sums over d channels and the growth
+factor of the elimination leave three digits or so."""
 
 
 @strict_options
@@ -37,7 +47,7 @@ class Direct(Solver):
     ) -> Solution:
         if not isinstance(f, TriangularMap):
             raise TypeError(
-                f"Direct needs a map with a method sweep, got {type(f).__name__}: use Picard, "
+                f"Direct needs a map with a method sweep, got {map_name(f)}: use Picard, "
                 "Anderson or Broyden for a plain function or a mixer without the form (e, U, M)"
             )
         cell = BackwardStats()
@@ -45,9 +55,15 @@ class Direct(Solver):
         if y0.numel() == 0:
             return Solution(swept.y, empty_stats(y0), Result.converged)
         residual = relative_residual(swept.defect, swept.scale)
-        converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
+        converged = self._within_rounding(swept)
         steps = torch.ones_like(residual, dtype=torch.int64)
         stats = SolveStats(steps, residual, converged, swept.pivot, cell)
         # a look at a GPU would stop the host once a layer: the caller may look later
         readable = can_read_device(residual) and not residual.is_cuda
         return Solution(swept.y, stats, read_result(stats) if readable else Result.unknown)
+
+    def _within_rounding(self, swept: SweepResult) -> Tensor:
+        """(b,): finite, and every defect explained by rounding."""
+        terms = torch.cummax(torch.maximum(swept.scale, swept.magnitude), dim=1).values
+        bound = ROUNDING * torch.finfo(terms.dtype).eps * terms
+        return (torch.isfinite(terms) & (swept.defect <= bound)).all(1)

@@ -11,6 +11,7 @@ from bedouin.solvers.base import (
     Map,
     Measurement,
     check_number,
+    map_name,
     strict_options,
 )
 
@@ -36,8 +37,9 @@ class Jacobi(IterativeSolver):
     def evaluate(self, f: Map, y: Tensor) -> Measurement:
         if not isinstance(f, BlockMap):
             raise TypeError(
-                f"Jacobi needs a map with a method block_solve(y), got {type(f).__name__}: use Picard, "
-                "Anderson or Broyden for a plain function or a mixer without the form (e, U, M)"
+                "Jacobi needs a map with a method block_solve(y), and time_dim=1, got "
+                f"{map_name(f)}: use Picard, Anderson or Broyden for a plain function or a mixer "
+                "without the form (e, U, M)"
             )
         return Measurement(*f.block_solve(y))
 

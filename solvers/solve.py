@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint, Problem
-from bedouin.solvers.base import Map, Solver, TimeDim
+from bedouin.solvers.base import Map, MapWrapper, Solver, TimeDim
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.solution import (
     ConvergenceError,
@@ -109,11 +109,8 @@ def _check_start(y0: Tensor, time_dim: TimeDim) -> None:
         raise TypeError(f"y0 must have a floating dtype, got {y0.dtype}")
 
 
-class _CheckedMap:
+class _CheckedMap(MapWrapper):
     """An ordinary function whose result must have the shape of its argument."""
-
-    def __init__(self, f: Map) -> None:
-        self.f = f
 
     @staticmethod
     def wrap(f: Map, y0: Tensor) -> Map:

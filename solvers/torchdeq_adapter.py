@@ -7,6 +7,7 @@ torchdeq proposes iterates; this file decides. It hands torchdeq a guarded map t
 * answers "solved" for tokens that are not finite, so that a NaN touches nothing before it;
 * is scaled to a unit residual per sample, because torchdeq's Anderson regularizes with an absolute
   constant, and starts anew every few steps to keep that scale;
+* answers the first call of a round from memory, because every round starts where one ended;
 * is never called on an empty batch, which torchdeq cannot take.
 
 Letters: b batch, t tokens of a sample, c the values of a token.
@@ -38,8 +39,11 @@ from bedouin.solvers.solution import (
     relative_residual,
 )
 
-SOLVED = 1e-300
-"""torchdeq stops below this residual; the guarded map answers with exact zeros."""
+
+def _solved(z: Tensor) -> float:
+    """torchdeq stops below this residual; the guarded map answers with exact zeros. Not a constant,
+    which the dtype of z might round to zero."""
+    return torch.finfo(z.dtype).tiny
 
 
 class _Guard:
@@ -48,25 +52,28 @@ class _Guard:
     def __init__(self, f: Map, y0: Tensor, rtol: float, atol: float, budget: int) -> None:
         self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
         b, t, _ = y0.shape
-        self.best = y0
+        self.best = self.f_best = y0
         self.lowest = y0.new_full((b,), torch.inf)
         self.lost = torch.zeros(b, t, dtype=torch.bool, device=y0.device)
         self.frozen = self.lost[:, 0].clone()
         self.num_steps = torch.zeros(b, dtype=torch.int64, device=y0.device)
-        f_y = self.evaluate(y0, first=True)
-        self.rescale(f_y - y0)
+        self.evaluate(y0, first=True)
 
-    def rescale(self, difference: Tensor) -> None:
+    def start_round(self) -> Tensor:
+        """z at the best iterate, in units of its residual; its image is not computed again."""
+        difference = self.f_best - self.best
         size = torch.where(self.lost.unsqueeze(-1), 0.0, difference).flatten(1).norm(dim=1)
         usable = torch.isfinite(size) & (size > 0)
         self.unit = torch.where(usable, size, 1.0)[:, None, None]
+        self.at_start = True
+        return (self.best / self.unit).flatten(1)
 
     @property
     def finished(self) -> bool:
         return self.budget <= 0 or bool(self.frozen.all())
 
-    def evaluate(self, y: Tensor, first: bool = False) -> Tensor:
-        """F(y), with y in its place where the sample is solved or the token not finite."""
+    def evaluate(self, y: Tensor, first: bool = False) -> tuple[Tensor, Tensor]:
+        """F(y), and the tokens (b, t, 1) that stay: of a solved sample, or not finite."""
         self.budget -= 1
         self.num_steps = self.num_steps + ~self.frozen
         y = torch.where(torch.isfinite(y).all(-1, keepdim=True), y, self.best)
@@ -75,8 +82,7 @@ class _Guard:
         if first:
             self.lost = ~finite
         self._judge(y, f_y, finite)
-        keep = self.frozen.unsqueeze(1) | ~finite
-        return torch.where(keep.unsqueeze(-1), y, f_y)
+        return f_y, (self.frozen.unsqueeze(1) | ~finite).unsqueeze(-1)
 
     def _judge(self, y: Tensor, f_y: Tensor, finite: Tensor) -> None:
         defect = torch.where(self.lost, 0.0, (f_y - y).abs().amax(-1))
@@ -87,12 +93,19 @@ class _Guard:
         residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
         better = (done | (residual < self.lowest)) & ~self.frozen
         self.best = torch.where(better[:, None, None], y, self.best)
+        self.f_best = torch.where(better[:, None, None], f_y, self.f_best)
         self.lowest = torch.where(better, residual, self.lowest)
         self.frozen = self.frozen | done
 
     def __call__(self, z: Tensor) -> Tensor:
-        y = z.reshape(self.best.shape) * self.unit
-        return (self.evaluate(y) / self.unit).reshape(z.shape)
+        z_tokens = z.reshape(self.best.shape)
+        if self.at_start:
+            self.at_start = False
+            f_y, stays = self.f_best, (self.frozen.unsqueeze(1) | self.lost).unsqueeze(-1)
+        else:
+            f_y, stays = self.evaluate((z_tokens * self.unit).to(self.best.dtype))
+        # z itself for what stays: a rounding error away from it would not count as solved
+        return torch.where(stays, z_tokens, (f_y / self.unit).to(z.dtype)).reshape(z.shape)
 
 
 class _TorchDEQSolver(Solver):
@@ -104,7 +117,7 @@ class _TorchDEQSolver(Solver):
 
     @abstractmethod
     def _run(self, guard: _Guard, z: Tensor) -> None:
-        """One round of torchdeq from z (b, t c); what it finds is in the guard."""
+        """One round of torchdeq from z (b, t c), of at least one evaluation; see the guard."""
 
     @torch.no_grad()
     def solve(
@@ -119,18 +132,18 @@ class _TorchDEQSolver(Solver):
         if y.numel() == 0:
             return _empty_solution(y0)
         f_tokens = f if y.shape == y0.shape else _TokenMap(f, y0.shape, y.shape)
-        guard = _Guard(f_tokens, y, self.rtol, self.atol, max_steps)
+        # as everywhere, the evaluation that measures the last iterate is not a step
+        guard = _Guard(f_tokens, y, self.rtol, self.atol, max_steps + 1)
         while not guard.finished:
-            self._run(guard, (guard.best / guard.unit).flatten(1))
-            if not guard.finished:
-                guard.rescale(guard.evaluate(guard.best) - guard.best)
-        return self._conclude(guard, y0)
+            self._run(guard, guard.start_round())
+        return self._conclude(guard, y0, max_steps)
 
-    def _conclude(self, guard: _Guard, y0: Tensor) -> Solution:
+    def _conclude(self, guard: _Guard, y0: Tensor, max_steps: int) -> Solution:
         failed = guard.lost.any(1)
         value = torch.where(guard.lost.unsqueeze(-1), torch.nan, guard.best).reshape(y0.shape)
         residual = torch.where(failed, torch.nan, guard.lowest)
-        stats = SolveStats(guard.num_steps, residual, guard.frozen & ~failed)
+        num_steps = guard.num_steps.clamp(max=max_steps)
+        stats = SolveStats(num_steps, residual, guard.frozen & ~failed)
         return Solution(value, stats, read_result(stats))
 
 
@@ -164,19 +177,21 @@ class Anderson(_TorchDEQSolver):
             raise ValueError(f"memory must be an int >= 2, got {self.memory!r}")
 
     def _run(self, guard: _Guard, z: Tensor) -> None:
-        if guard.budget <= 2:  # torchdeq's Anderson does nothing with fewer than three evaluations
-            guard(guard(z))
+        z = z.double()  # in float32 rounding of the normal equations drowns the regularization
+        try:
+            anderson_solver(
+                guard,
+                z,
+                max_iter=min(3 * self.memory, guard.budget + 1),
+                tol=_solved(z),
+                stop_mode="abs",
+                m=self.memory,
+                lam=self.regularization,
+                tau=self.damping,
+            )
+        except torch.linalg.LinAlgError:
+            # one sample's residuals are all alike: the others go on from their best iterates
             return
-        anderson_solver(
-            guard,
-            z,
-            max_iter=min(3 * self.memory, guard.budget),
-            tol=SOLVED,
-            stop_mode="abs",
-            m=self.memory,
-            lam=self.regularization,
-            tau=self.damping,
-        )
 
 
 @strict_options
@@ -203,12 +218,12 @@ class Broyden(_TorchDEQSolver):
             raise ValueError(f"max_rank must be None or an int >= 1, got {self.max_rank!r}")
 
     def _run(self, guard: _Guard, z: Tensor) -> None:
-        steps = max(guard.budget - 1, 1)
+        steps = guard.budget
         broyden_solver(
             guard,
             z,
             max_iter=steps,
-            tol=SOLVED,
+            tol=_solved(z),
             stop_mode="abs",
             LBFGS_thres=min(self.max_rank or steps, steps),
             ls=False,

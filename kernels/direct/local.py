@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bedouin.kernels.householder import combine_rows, rows_dot
+
 
 class LocalFactors(NamedTuple):
     """What the solves with one token's matrix and with its transpose share."""
@@ -44,16 +46,16 @@ def solve_local(rhs: Tensor, factors: LocalFactors) -> Tensor:
     """y with (I - diag(sigma)(I - Q)) y = rhs (..., d); Inf or NaN where the matrix is singular."""
     D, gain, U, M, LU, pivots = factors
     r = rhs / D
-    a = torch.linalg.lu_solve(LU, pivots, U @ r.unsqueeze(-1))
-    return r + gain * (U.mT @ (M @ a)).squeeze(-1)
+    a = M @ torch.linalg.lu_solve(LU, pivots, rows_dot(U, r).unsqueeze(-1))
+    return r + gain * combine_rows(a.squeeze(-1), U)
 
 
 def solve_local_transposed(rhs: Tensor, factors: LocalFactors) -> Tensor:
     """w with (I - (I - Q)^T diag(sigma)) w = rhs (..., d)."""
     D, gain, U, M, LU, pivots = factors
-    a = M.mT @ (U @ (gain * rhs).unsqueeze(-1))
+    a = M.mT @ rows_dot(U, gain * rhs).unsqueeze(-1)
     a = torch.linalg.lu_solve(LU, pivots, a, adjoint=True)
-    return (rhs + (U.mT @ a).squeeze(-1)) / D
+    return (rhs + combine_rows(a.squeeze(-1), U)) / D
 
 
 def smallest_pivot(factors: LocalFactors) -> Tensor:

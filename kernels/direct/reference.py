@@ -45,12 +45,17 @@ class SweepOptions:
 
 
 class Sweep(NamedTuple):
-    """Result of a sweep. defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t|, both max norms."""
+    """Result of a sweep, max norms: defect_t = |F(y)_t - y_t|, scale_t = |F(y)_t|.
+
+    magnitude_t = |s_t x~_t| bounds the terms whose sum F(y)_t is: where B_t and C_t are nearly
+    orthogonal they cancel, and rounding is relative to them, not to F(y)_t.
+    """
 
     y: Tensor  # (b, t, d)
     h: Tensor  # (b, d, n), after the last token
     defect: Tensor  # (b, t), detached
     scale: Tensor  # (b, t), detached
+    magnitude: Tensor  # (b, t), detached
     pivot: Tensor  # (b,), smallest pivot of the sample's local systems, detached
 
 
@@ -78,18 +83,12 @@ def direct_sweep_reference(
     y0: Tensor,  # (b, d), the output before the first token
     bind_parameters: tuple[Tensor, ...],
     options: SweepOptions,
-    keep_every: int = 0,
-) -> tuple[Sweep, list[Tensor]]:
-    """Solve token after token; autograd through this loop is the exact gradient, too.
-
-    `keep_every` > 0 also returns h before tokens 0, keep_every, 2 keep_every, ...
-    """
-    h, y, kept = h0, y0, []
-    ys, defects, scales = [], [], []
-    pivot = torch.full_like(x[:, 0, 0] if x.shape[1] else x.sum((1, 2)), torch.inf)
+) -> Sweep:
+    """Solve token after token; autograd through this loop is the exact gradient, too."""
+    h, y = h0, y0
+    ys, defects, scales, sizes = [], [], [], []
+    pivot = x.new_full(x.shape[:1], torch.inf)
     for t in range(x.shape[1]):
-        if keep_every and t % keep_every == 0:
-            kept.append(h)
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
             raw_t = raw_t + project_feedback(y, W_y, options.feedback_norm_eps)
@@ -100,17 +99,19 @@ def direct_sweep_reference(
         factors = factor_local(sigma, e, U, M)
         rhs = contract(decayed, C) + sigma * (x_t - apply_complement(x_t, e, U, M))
         y = solve_local(rhs, factors)
-        h = write_memory(decayed, s, x_t + apply_complement(y - x_t, e, U, M), B)
+        mixed = x_t + apply_complement(y - x_t, e, U, M)
+        h = write_memory(decayed, s, mixed, B)
         F_t = contract(h, C).detach()
         ys.append(y)
         defects.append((F_t - y.detach()).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
+        sizes.append((s * mixed.unsqueeze(-1)).detach().abs().amax((-2, -1)))
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:
         empty = x.new_zeros(x.shape[:2])
-        return Sweep(torch.zeros_like(x), h0, empty, empty, pivot), kept
-    defect, scale = torch.stack(defects, 1), torch.stack(scales, 1)
-    return Sweep(torch.stack(ys, 1), h, defect, scale, pivot), kept
+        return Sweep(torch.zeros_like(x), h0, empty, empty, empty, pivot)
+    norms = (torch.stack(values, 1) for values in (defects, scales, sizes))
+    return Sweep(torch.stack(ys, 1), h, *norms, pivot)
 
 
 def write_memory(decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:

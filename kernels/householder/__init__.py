@@ -3,7 +3,9 @@
 from bedouin.kernels.householder.reference import (
     apply_complement,
     apply_complement_transposed,
+    combine_rows,
     householder_product,
+    rows_dot,
     unit,
     wy_factor,
 )
@@ -11,7 +13,9 @@ from bedouin.kernels.householder.reference import (
 __all__ = [
     "apply_complement",
     "apply_complement_transposed",
+    "combine_rows",
     "householder_product",
+    "rows_dot",
     "unit",
     "wy_factor",
 ]

@@ -19,6 +19,24 @@ def unit(v: Tensor, eps: float = UNIT_EPS) -> Tensor:
     return v * torch.rsqrt(squared_norm + v.shape[-1] * eps)
 
 
+def rows_dot(
+    rows: Tensor,  # (..., k, d)
+    v: Tensor,  # (..., d)
+) -> Tensor:  # (..., k)
+    """U v. On a CPU a product and a sum are five times faster than a batched gemv with few rows."""
+    if rows.is_cuda:
+        return (rows @ v.unsqueeze(-1)).squeeze(-1)
+    return (rows * v.unsqueeze(-2)).sum(-1)
+
+
+def combine_rows(
+    a: Tensor,  # (..., k)
+    rows: Tensor,  # (..., k, d)
+) -> Tensor:  # (..., d)
+    """U^T a, as a row vector times U: the layout that batched products like."""
+    return (a.unsqueeze(-2) @ rows).squeeze(-2)
+
+
 def wy_factor(
     U: Tensor,  # (..., k, d) unit rows
     beta: Tensor,  # (..., k)
@@ -48,7 +66,8 @@ def apply_complement(
     M: Tensor,  # (..., k, k)
 ) -> Tensor:  # (..., d)
     """(I - Q) v = e * v + U^T M U v."""
-    return e * v + (U.mT @ (M @ (U @ v.unsqueeze(-1)))).squeeze(-1)
+    a = (M @ rows_dot(U, v).unsqueeze(-1)).squeeze(-1)
+    return e * v + combine_rows(a, U)
 
 
 def apply_complement_transposed(v: Tensor, e: Tensor, U: Tensor, M: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ class StructuredMap(FixedPointMap):
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         if unroll:
-            self._swept = direct_sweep_reference(*self._sweep_arguments)[0]
+            self._swept = direct_sweep_reference(*self._sweep_arguments)
         else:
             self._swept = direct_sweep(*self._sweep_arguments, report=self._reporter(cell))
         return self._swept

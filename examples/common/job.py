@@ -1,0 +1,70 @@
+"""The three parts of a training run: the task, what stays (`Job`), what changes (`Run`).
+
+Letters: b batch, t time, v classes of the output.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from bedouin.tasks import Batch, Split, Stream, stream
+from common.options import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a script trains on: its data, its two accuracies and how they are called."""
+
+    name: str
+    """Short name, part of the default folder."""
+    title: str
+    """Title of the figure."""
+    vocab_size: int
+    output_size: int
+    train_lengths: tuple[int, ...]
+    train_batch: Callable[[Stream], Batch]
+    """A training batch."""
+    test_batch: Callable[[int, Stream], Batch]
+    """A test batch of one length."""
+    token_accuracy: Callable[[Tensor, Tensor], Tensor]
+    """From logits (b, t, v) and labels (b, t)."""
+    sequence_accuracy: Callable[[Tensor, Tensor], Tensor]
+    """From logits (b, t, v) and labels (b, t)."""
+    accuracy_names: tuple[str, str] = ("accuracy", "sequence_accuracy")
+    """What the literature calls the two; metrics.json has them under these names as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What stays the same during training."""
+
+    problem: Problem
+    config: TrainConfig
+    accelerator: Accelerator
+    folder: Path
+
+    def stream(self, split: Split, draw: int = 0) -> Stream:
+        """The stream of a split: one for each process, and two (`draw` 0 and 1) for each seed."""
+        rank = self.accelerator.process_index
+        return stream(split, 2 * self.config.seed + draw, self.accelerator.device, rank=rank)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What changes during training."""
+
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
+    generator: Stream
+    loss_sum: Tensor
+    """Sum of the training losses since the last evaluation, on the device."""
+    loss_count: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    stopped: bool = False
+    history: list[dict[str, Any]] = field(default_factory=list)

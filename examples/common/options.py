@@ -1,0 +1,248 @@
+"""Options that the training scripts share, and what is built from them: solver, layer, model.
+
+Every field of `TrainConfig` is a command-line flag; `--help` lists them with the defaults of the
+chosen preset. An unknown flag is an error that names the flags with a similar spelling.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+import tyro
+
+from bedouin import Bedouin
+from bedouin.model import SequenceModel
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Broyden,
+    Direct,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solver,
+    UnrolledAdjoint,
+)
+from bedouin.tasks.streams import MAX_SEED
+
+Preset = Literal["auto", "cpu", "gpu", "paper"]
+Feedback = Literal["delta", "B", "C", "mixer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Options of a training run."""
+
+    preset: Preset = "auto"
+    """Where the other defaults come from; auto is gpu if torch sees a GPU, else cpu."""
+    seed: int = 0
+    """Seed of the initialization and of the data."""
+    out: Path | None = None
+    """Folder of the results; None is runs/TASK-seedSEED."""
+    resume: bool = False
+    """Continue from the checkpoint in the folder of the results."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: the GPU if there is one; cpu: the CPU even then."""
+    threads: int | None = None
+    """CPU threads of torch; None leaves torch's choice."""
+    autocast: Literal["no", "bf16"] = "no"
+    """Precision of the matrix products; the fixed point stays in float32 either way."""
+
+    steps: int = 4000
+    """Optimizer steps."""
+    batch_size: int = 128
+    """Rows of a training batch, in each process."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    schedule: Literal["cosine", "linear"] = "cosine"
+    """Decay of the learning rate to zero after the warm-up."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.01
+    """Weight decay; parameters marked `_no_weight_decay` (A_log, omega, D) are spared."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's averaging constants."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+
+    layer: Literal["bedouin", "paper"] = "bedouin"
+    """paper: `Bedouin.from_paper`, which fixes every option of the layer but the sizes."""
+    d_model: int = 128
+    """Width of the model."""
+    num_layers: int = 1
+    """Residual blocks."""
+    mlp_expand: float | None = None
+    """Width of a gated MLP after each layer, as a multiple of d_model; None: no MLP."""
+    d_state: int = 16
+    """States per channel."""
+    expand: int = 2
+    """Inner channels as a multiple of d_model."""
+    num_householder: int = 2
+    """Reflections in the channel mixer."""
+    beta_max: float = 1.0
+    """Largest beta of a reflection, in (0, 2]."""
+    decay: Literal["mamba", "griffin"] = "mamba"
+    """Parameterization of the decay."""
+    input_scale: Literal["delta", "bounded_delta", "one_minus_decay"] = "bounded_delta"
+    """What multiplies the input of the scan."""
+    eigenvalues: Literal["positive", "full"] = "positive"
+    """Range of the decay: [0, 1] or [-1, 1]."""
+    feedback: tuple[Feedback, ...] = ("delta", "B", "C", "mixer")
+    """What the previous output influences; the flag without values switches it off."""
+    feedback_init: float = 0.1
+    """Factor on the initial feedback weights."""
+
+    solver: Literal["auto", "direct", "jacobi", "picard", "anderson", "broyden"] = "auto"
+    """How the fixed point is found; auto lets the layer choose."""
+    rtol: float = 1e-4
+    """Relative tolerance of the iterative solvers; unused by auto and direct."""
+    atol: float = 1e-8
+    """Absolute tolerance of the iterative solvers; unused by auto and direct."""
+    max_steps: int = 100
+    """Steps that an iterative solver may take."""
+    adjoint: Literal["implicit", "one_step", "phantom", "unrolled"] = "implicit"
+    """How the gradient of the fixed point is computed."""
+
+    log_every: int = 20
+    """Steps between two updates of the progress bar, which read numbers from the device."""
+    eval_every: int = 500
+    """Steps between two evaluations."""
+    eval_lengths: tuple[int, ...] = ()
+    """Lengths evaluated during training and after it."""
+    final_lengths: tuple[int, ...] = ()
+    """Lengths evaluated only after training, for a finer curve."""
+    eval_rows: int = 512
+    """Test rows of an evaluation during training, per length and process."""
+    final_rows: int = 2048
+    """Test rows of the evaluation after training, per length and process."""
+    eval_batch_size: int = 256
+    """Rows of a test batch."""
+    checkpoint_every: int = 500
+    """Steps between two checkpoints; one is also written after the last step."""
+    stop_at_accuracy: float | None = None
+    """End early once an evaluation reaches this accuracy at the training lengths; None: never."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < _MAX_SEED:
+            raise ValueError(f"seed must be in [0, {_MAX_SEED}), got {self.seed}")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for length in (*self.eval_lengths, *self.final_lengths):
+            if length <= 0:
+                raise ValueError(f"lengths to evaluate must be positive, got {length}")
+        if self.layer == "paper":
+            self._check_paper()
+
+    def _check_paper(self) -> None:
+        for name in _FIXED_BY_PAPER:
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise ValueError(f"layer 'paper' fixes {name}: leave it out or use layer 'bedouin'")
+
+
+_MAX_SEED = MAX_SEED // 2  # a run uses two seeds of the task's: one to watch, one for the end
+_POSITIVE = (
+    *("steps", "batch_size", "lr", "clip", "num_layers", "log_every", "eval_every"),
+    *("eval_rows", "final_rows", "eval_batch_size", "checkpoint_every"),
+)
+_FIXED_BY_PAPER = (
+    *("beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
+    *("solver", "rtol", "atol", "max_steps", "adjoint"),
+)
+ConfigT = TypeVar("ConfigT", bound=TrainConfig)
+
+
+def parse_config(presets: Mapping[str, ConfigT], args: Sequence[str] | None = None) -> ConfigT:
+    """Read the command line (or `args`): the preset gives the defaults, the flags override them.
+
+    Exits with status 2 and a message on a bad flag or value.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--preset", default="auto")
+    auto = automatic_preset()
+    # A wrong name gets any defaults: tyro rejects it below and lists the right ones.
+    default = presets.get(early.parse_known_args(args)[0].preset, presets[auto])
+    config = tyro.cli(type(default), args=args, default=default)
+    return replace(config, preset=auto) if config.preset == "auto" else config
+
+
+def automatic_preset() -> Preset:
+    """What "auto" stands for on this machine."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def build_solver(config: TrainConfig) -> Solver | Literal["auto"]:
+    """The solver that the flags name, with their tolerances."""
+    match config.solver:
+        case "auto":
+            return "auto"
+        case "direct":
+            return Direct()
+        case "jacobi":
+            return Jacobi(rtol=config.rtol, atol=config.atol)
+        case "picard":
+            return Picard(rtol=config.rtol, atol=config.atol)
+        case "anderson":
+            return Anderson(rtol=config.rtol, atol=config.atol)
+        case "broyden":
+            return Broyden(rtol=config.rtol, atol=config.atol)
+
+
+def build_adjoint(config: TrainConfig) -> Adjoint:
+    """The adjoint that the flags name."""
+    match config.adjoint:
+        case "implicit":
+            return ImplicitAdjoint()
+        case "one_step":
+            return OneStepAdjoint()
+        case "phantom":
+            return PhantomAdjoint(num_steps=4, damping=0.5)
+        case "unrolled":
+            return UnrolledAdjoint()
+
+
+def build_layer(config: TrainConfig, layer_idx: int) -> Bedouin:
+    """One Bedouin layer, (b, t, m) -> (b, t, m)."""
+    if config.layer == "paper":
+        return Bedouin.from_paper(
+            config.d_model,
+            d_state=config.d_state,
+            expand=config.expand,
+            num_householder=config.num_householder,
+            layer_idx=layer_idx,
+        )
+    return Bedouin(
+        config.d_model,
+        d_state=config.d_state,
+        expand=config.expand,
+        num_householder=config.num_householder,
+        beta_max=config.beta_max,
+        decay=config.decay,
+        input_scale=config.input_scale,
+        eigenvalues=config.eigenvalues,
+        feedback=config.feedback,
+        feedback_init=config.feedback_init,
+        solver=build_solver(config),
+        adjoint=build_adjoint(config),
+        max_steps=config.max_steps,
+        layer_idx=layer_idx,
+    )
+
+
+def build_model(config: TrainConfig, vocab_size: int, output_size: int) -> SequenceModel:
+    """The whole model, (b, t) int64 -> (b, t, output_size), initialized from the seed."""
+    torch.manual_seed(config.seed)
+    layers = [build_layer(config, i) for i in range(config.num_layers)]
+    return SequenceModel(
+        vocab_size,
+        config.d_model,
+        layers,
+        output_size=output_size,
+        mlp_expand=config.mlp_expand,
+    )

@@ -1,0 +1,200 @@
+"""The training loop of the example scripts: one process or several, with evaluation and resume.
+
+Letters: b batch, t time, v classes of the output.
+"""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_model
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from bedouin.tasks import Batch
+from common.checkpoint import checkpoint_path, load_checkpoint, plain_config, save_checkpoint
+from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
+from common.job import Job, Problem, Run
+from common.options import TrainConfig, build_model
+from common.report import (
+    Scores,
+    device_name,
+    evaluation_line,
+    save_figure,
+    table,
+    versions,
+    write_metrics,
+)
+
+
+def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
+    """Train, evaluate, write the results to the folder; returns what metrics.json holds.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing to resume, or a checkpoint of another run.
+        FloatingPointError: the training loss is no longer finite.
+    """
+    job = start_job(problem, config)
+    run = start_run(job)
+    if config.resume:
+        load_checkpoint(job, run)
+    started = time.perf_counter() - run.seconds
+    with tqdm(total=config.steps, initial=run.step, disable=hidden(job), unit="step") as bar:
+        while run.step < config.steps and not run.stopped:
+            batch = problem.train_batch(run.generator)
+            logits = train_step(job, run, batch)
+            bar.update()
+            if due(run, config.log_every, config):
+                bar.set_postfix(progress(job, run, logits, batch))
+            if due(run, config.eval_every, config):
+                announce(job, bar, record(job, run, evaluate(job, run.model, final=False)))
+            run.seconds = time.perf_counter() - started
+            if due(run, config.checkpoint_every, config) or run.stopped:
+                save_checkpoint(job, run)
+    scores = evaluate(job, run.model, final=True)
+    run.seconds = time.perf_counter() - started
+    return finish(job, run, scores)
+
+
+def due(run: Run, every: int, config: TrainConfig) -> bool:
+    """Whether something that happens every so many steps happens now; always at the end."""
+    return run.step % every == 0 or run.step == config.steps
+
+
+def start_job(problem: Problem, config: TrainConfig) -> Job:
+    """Set threads and device, make the folder of the results."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    accelerator = Accelerator(cpu=config.device == "cpu", mixed_precision=config.autocast)
+    folder = config.out or Path("runs") / f"{problem.name}-seed{config.seed}"
+    job = Job(problem=problem, config=config, accelerator=accelerator, folder=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if checkpoint_path(job).exists() and not config.resume:
+        accelerator.print(f"{folder} holds an earlier run: it is replaced (--resume continues it)")
+    return job
+
+
+def start_run(job: Job) -> Run:
+    """A run at step 0."""
+    device, config = job.accelerator.device, job.config
+    model = build_model(config, job.problem.vocab_size, job.problem.output_size).to(device)
+    model, optimizer = job.accelerator.prepare(model, build_optimizer(model, config))
+    return Run(
+        model=model,
+        optimizer=optimizer,
+        generator=job.stream("train"),
+        loss_sum=torch.zeros((), device=device),
+    )
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; parameters marked `_no_weight_decay` are not decayed."""
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        (spared if getattr(parameter, "_no_weight_decay", False) else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Linear warm-up, then the schedule down to zero. A function of the step alone, so that a
+    resumed run needs no scheduler state."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    if config.schedule == "linear":
+        return config.lr * (1 - done)
+    return config.lr * (1 + math.cos(math.pi * done)) / 2
+
+
+def train_step(job: Job, run: Run, batch: Batch) -> Tensor:
+    """One optimizer step; returns the logits (b, t, v). Reads nothing from the device."""
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(run.step, job.config)
+    logits: Tensor = run.model(batch.tokens)
+    loss = cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    job.accelerator.backward(loss)
+    job.accelerator.clip_grad_norm_(run.model.parameters(), job.config.clip)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.loss_sum += loss.detach()
+    run.loss_count += 1
+    run.step += 1
+    return logits.detach()
+
+
+def progress(job: Job, run: Run, logits: Tensor, batch: Batch) -> dict[str, str]:
+    """What the progress bar shows, from the last batch; the loss is a mean since the last
+    evaluation."""
+    solved = solve_scores(layer_stats(run.model, job.accelerator), job.accelerator)
+    return {
+        "loss": f"{float(run.loss_sum) / run.loss_count:.3f}",
+        "accuracy": f"{float(job.problem.token_accuracy(logits, batch.labels)):.3f}",
+        "num_steps": f"{solved['num_steps']:g}",
+        "residual": f"{solved['residual']:.0e}",
+    }
+
+
+def record(job: Job, run: Run, scores: Scores) -> str:
+    """Append an evaluation to the history and decide about the early stop; returns a line to print.
+
+    Raises:
+        FloatingPointError: the training loss is no longer finite.
+    """
+    mean = job.accelerator.reduce(run.loss_sum / run.loss_count, reduction="mean")
+    loss = float(mean)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss became {loss} before step {run.step}; lower --lr")
+    run.history.append({"step": run.step, "loss": loss, **scores})
+    run.loss_sum.zero_()
+    run.loss_count = 0
+    if job.config.stop_at_accuracy is not None:
+        run.stopped = stop_accuracy(job, scores) >= job.config.stop_at_accuracy
+    return evaluation_line(run.step, loss, scores)
+
+
+def announce(job: Job, bar: tqdm, line: str) -> None:
+    """Print a line above the progress bar, in the main process only."""
+    if job.accelerator.is_main_process:
+        bar.write(line)
+
+
+def hidden(job: Job) -> bool | None:
+    """tqdm's `disable`: shown by the main process only, and there only on a terminal."""
+    return None if job.accelerator.is_main_process else True
+
+
+def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
+    """Print the table, write metrics.json, accuracy.png and the weights."""
+    first, second = job.problem.accuracy_names
+    metrics = {
+        **scores,
+        first: scores["accuracy"],
+        second: scores["sequence_accuracy"],
+        "seconds": run.seconds,
+        "seed": job.config.seed,
+        "steps": run.step,
+        "device": device_name(job.accelerator.device),
+        "versions": versions(),
+        "config": plain_config(job.config),
+        "history": run.history,
+    }
+    if job.accelerator.is_main_process:
+        print(table(scores, job.problem.accuracy_names))
+        print(f"{run.step} steps, {run.seconds:.0f} s, results in {job.folder}")
+        write_metrics(job.folder / "metrics.json", metrics)
+        longest = max(job.problem.train_lengths)
+        save_figure(
+            job.folder / "accuracy.png", scores, title=job.problem.title, train_length=longest
+        )
+        weights = job.accelerator.unwrap_model(run.model)
+        save_model(weights, str(job.folder / "model.safetensors"))
+    return metrics

@@ -1,0 +1,303 @@
+"""Many seeds at once: one process trains a stack of one-layer models on a word problem or on copying.
+
+    python examples/ensemble.py --out runs/a5-five-seeds                # 5 seeds, A5 at length 16
+    python examples/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
+        --d-state 4 16 --num-householder 2 4 --steps 2000 --out runs/a5-parameterizations
+
+Parameters, optimizer and data of all seeds are stacked and the step is vmapped over them; on a GPU it
+is captured as a CUDA graph, because one small layer is bound by launches. Every combination of the
+options that take several values is trained, one after the other. Results go to OUT/results.json:
+accuracy by length, the history of loss, accuracy and the smallest pivot of the local systems
+(`SolveStats.conditioning`), and the step at which each seed first reached 0.99. Failed seeds stay in.
+"""
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.nn.functional import cross_entropy
+
+from bedouin import Bedouin, SequenceModel
+from bedouin.tasks import IGNORE, Copying, Group, Stream, WordProblem, stream
+
+Params = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the study; those with several values span a grid."""
+
+    task: Literal["word", "copy"] = "word"
+    """A word problem, or copying."""
+    group: str = "A5"
+    """Group of the word problem."""
+    length: int = 16
+    """Training length of the word problem."""
+    min_string: int = 4
+    """Shortest string to copy."""
+    max_string: int = 8
+    """Longest string to copy."""
+    context: int = 32
+    """Context of the copying task."""
+    eval_lengths: tuple[int, ...] = (16, 48, 128)
+    """Lengths at which the trained models are evaluated."""
+    input_scale: tuple[str, ...] = ("bounded_delta",)
+    d_state: tuple[int, ...] = (16,)
+    num_householder: tuple[int, ...] = (4,)
+    decay: tuple[str, ...] = ("mamba",)
+    beta_max: tuple[float, ...] = (1.0,)
+    feedback_init: tuple[float, ...] = (0.1,)
+    lr: tuple[float, ...] = (1e-3,)
+    batch_size: tuple[int, ...] = (256,)
+    steps: tuple[int, ...] = (5000,)
+    d_model: int = 128
+    seeds: int = 5
+    """Number of models in the stack; model i draws parameters and data from seed i."""
+    warmup: int = 100
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip: float = 1.0
+    log_every: int = 50
+    graph: bool = True
+    """Capture the step as a CUDA graph (GPU only)."""
+    out: Path = Path("runs/ensemble")
+    """Folder for results.json."""
+    device: Annotated[str, tyro.conf.arg(help="cpu, cuda, or auto")] = field(default="auto")
+
+
+GRID = (
+    "input_scale",
+    "d_state",
+    "num_householder",
+    "decay",
+    "beta_max",
+    "feedback_init",
+    "lr",
+    "batch_size",
+    "steps",
+)
+
+
+class Data:
+    """Rows for all seeds: tokens and labels (s, b, t)."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.word = WordProblem(Group.from_name(config.group), config.length)
+        self.copy = Copying(
+            min_length=config.min_string,
+            max_length=config.max_string,
+            context_len=config.context,
+        )
+        self.task: WordProblem | Copying = self.word if config.task == "word" else self.copy
+        self.train = [stream("train", seed, device) for seed in range(config.seeds)]
+        self.test = [stream("test", seed, device) for seed in range(config.seeds)]
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        rows = [self.task.sample(size, s) for s in self.train]
+        return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
+
+    def eval_batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
+        rows = [self._eval_rows(size, length, s) for s in self.test]
+        return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
+
+    def _eval_rows(self, size: int, length: int, source: Stream) -> Any:
+        if isinstance(self.task, WordProblem):
+            return self.task.sample(size, source, length=length)
+        return self.task.sample_eval(size, length, source)
+
+
+class Ensemble:
+    """A stack of models with AdamW, cosine schedule and per-model clipping."""
+
+    def __init__(self, config: Config, point: dict[str, Any], data: Data, device: torch.device):
+        self.config, self.point, self.data, self.device = config, point, data, device
+        models = [self._model(seed) for seed in range(config.seeds)]
+        self.model = models[0]
+        params, _ = stack_module_state(models)
+        self.params: Params = {n: p.detach().clone() for n, p in params.items()}
+        for p in self.params.values():
+            p.grad = torch.zeros_like(p)
+        undecayed = {
+            n for n, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)
+        }
+        self.lr = torch.zeros((), device=device)
+        groups = [
+            {"params": [p for n, p in self.params.items() if (n in undecayed) == skip], "weight_decay": wd}
+            for skip, wd in ((False, config.weight_decay), (True, 0.0))
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=self.lr, betas=config.betas, capturable=device.type == "cuda"
+        )
+        self.tokens, self.labels = data.batch(point["batch_size"])
+        shape = (config.seeds,)
+        self.loss_sum = torch.zeros(shape, device=device)
+        self.correct_sum = torch.zeros(shape, device=device)
+        self.pivot_min = torch.full(shape, torch.inf, device=device)
+
+    def _model(self, seed: int) -> SequenceModel:
+        torch.manual_seed(seed)
+        layer_options = ("input_scale", "d_state", "num_householder", "decay", "beta_max", "feedback_init")
+        layer = Bedouin(
+            self.config.d_model,
+            on_unconverged="ignore",
+            **{name: self.point[name] for name in layer_options},
+        )
+        task = self.data.task
+        output_size = task.output_size if isinstance(task, WordProblem) else task.vocab_size
+        model = SequenceModel(
+            task.vocab_size, self.config.d_model, [layer], output_size=output_size
+        )
+        return model.to(self.device)
+
+    def _loss(self, params: Params, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
+        logits = functional_call(self.model, params, (tokens,))
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        counted = labels != IGNORE
+        correct = ((logits.argmax(-1) == labels) & counted).sum() / counted.sum()
+        return loss, (correct, self.model.stats[0].conditioning.min())
+
+    def step(self) -> None:
+        """One update of every model from the static batch."""
+        grads, (loss, (correct, pivot)) = vmap(grad_and_value(self._loss, has_aux=True))(
+            self.params, self.tokens, self.labels
+        )
+        square = sum(g.flatten(1).square().sum(1) for g in grads.values())
+        scale = (self.config.clip / (torch.sqrt(square) + 1e-6)).clamp(max=1.0)
+        for name, g in grads.items():
+            grad = self.params[name].grad
+            assert grad is not None
+            grad.copy_(g * scale.view(-1, *[1] * (g.dim() - 1)))
+        self.optimizer.step()
+        self.loss_sum += loss.detach()
+        self.correct_sum += correct
+        torch.minimum(self.pivot_min, pivot, out=self.pivot_min)
+
+    def set_lr(self, step: int) -> None:
+        warm = min(1.0, (step + 1) / self.config.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * step / self.point["steps"]))
+        self.lr.fill_(self.point["lr"] * warm * cosine)
+
+    def refill(self) -> None:
+        tokens, labels = self.data.batch(self.point["batch_size"])
+        self.tokens.copy_(tokens)
+        self.labels.copy_(labels)
+
+    def log(self, step: int) -> dict[str, Any]:
+        n = self.config.log_every
+        row = {
+            "step": step,
+            "loss": (self.loss_sum / n).tolist(),
+            "accuracy": (self.correct_sum / n).tolist(),
+            "conditioning": self.pivot_min.tolist(),
+        }
+        self.loss_sum.zero_()
+        self.correct_sum.zero_()
+        self.pivot_min.fill_(torch.inf)
+        return row
+
+    @torch.no_grad()
+    def accuracy(self, length: int) -> dict[str, list[float]]:
+        """Token and sequence accuracy of each seed on 256 test rows."""
+        tokens, labels = self.data.eval_batch(256, length)
+
+        def predict(params: Params, rows: Tensor) -> Tensor:
+            logits: Tensor = functional_call(self.model, params, (rows,))
+            return logits.argmax(-1)
+
+        right = vmap(predict)(self.params, tokens) == labels
+        counted = labels != IGNORE
+        token = (right & counted).sum((1, 2)) / counted.sum((1, 2))
+        sequence = (right | ~counted).all(2).float().mean(1)
+        return {"token": token.tolist(), "sequence": sequence.tolist()}
+
+
+def stepper(ensemble: Ensemble) -> Callable[[], None]:
+    """The step itself, or its CUDA graph after a few warm-up steps on a side stream."""
+    if not (ensemble.config.graph and ensemble.device.type == "cuda"):
+        return ensemble.step
+    saved = {n: p.clone() for n, p in ensemble.params.items()}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            ensemble.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ensemble.step()
+    _reset(ensemble, saved)
+    return graph.replay
+
+
+def _reset(ensemble: Ensemble, saved: Params) -> None:
+    """Undo the warm-up steps in place."""
+    for name, p in ensemble.params.items():
+        p.copy_(saved[name])
+    for state in ensemble.optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+    ensemble.log(0)
+
+
+def train(config: Config, point: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Train one point of the grid; the returned row is what the JSON holds."""
+    ensemble = Ensemble(config, point, Data(config, device), device)
+    run, history, started = stepper(ensemble), [], time.perf_counter()
+    for step in range(point["steps"]):
+        ensemble.set_lr(step)
+        ensemble.refill()
+        run()
+        if (step + 1) % config.log_every == 0:
+            history.append(ensemble.log(step + 1))
+    seconds = time.perf_counter() - started
+    accuracy = {str(length): ensemble.accuracy(length) for length in config.eval_lengths}
+    row = {"point": point, "accuracy": accuracy, "seconds": seconds, "history": history}
+    row["step_at_0.99"] = [first_at(history, i) for i in range(config.seeds)]
+    row["smallest_conditioning"] = [
+        min(h["conditioning"][i] for h in history) for i in range(config.seeds)
+    ]
+    return row
+
+
+def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> int | None:
+    """The first logged step at which the training accuracy of a seed reached `level`."""
+    return next((h["step"] for h in history if h["accuracy"][seed] >= level), None)
+
+
+def describe(row: dict[str, Any]) -> str:
+    def show(values: list[float]) -> str:
+        return " ".join(f"{v:.2f}" for v in values)
+
+    accuracy = "  ".join(f"{n}: {show(a['token'])}" for n, a in row["accuracy"].items())
+    return (
+        f"{row['point']}\n    {accuracy}\n    at 0.99: {row['step_at_0.99']}  conditioning: "
+        f"{show(row['smallest_conditioning'])}  {row['seconds']:.0f} s"
+    )
+
+
+def main(config: Config) -> None:
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    label = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    config.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for values in itertools.product(*(getattr(config, axis) for axis in GRID)):
+        rows.append(train(config, dict(zip(GRID, values, strict=True)), device))
+        print(describe(rows[-1]), flush=True)
+        report = {"config": asdict(config), "device": label, "torch": torch.__version__, "rows": rows}
+        (config.out / "results.json").write_text(json.dumps(report, default=str))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

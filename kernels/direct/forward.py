@@ -1,0 +1,134 @@
+"""The direct sweep for speed in eager PyTorch: what `direct_sweep_reference` does, laid out for it.
+
+Memory is kept as h (b, n, d), so that sums over the n states run along contiguous channels: a
+contraction is then one batched row-vector product, 4 to 8 times faster on a CPU than over (b, d, n).
+The public layout stays (b, d, n).
+
+Letters: b batch, t time, d channels, n state per channel.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
+from bedouin.kernels.direct.reference import (
+    Coefficients,
+    Sweep,
+    SweepOptions,
+    project_feedback,
+)
+from bedouin.kernels.householder import apply_complement, combine_rows
+from bedouin.kernels.scan import Eigenvalues, InputScale
+
+
+def discretize_rows(
+    delta: Tensor,  # (..., d)
+    A: Tensor,  # (n, d)
+    input_scale: InputScale,
+    eigenvalues: Eigenvalues,
+) -> tuple[Tensor, Tensor]:
+    """As `discretize`, state-major: lambda (..., n, d), s (..., 1, d) or (..., n, d)."""
+    delta = delta.unsqueeze(-2)
+    decay = torch.exp(delta * A)
+    if eigenvalues == "full":
+        decay = 2 * decay - 1
+    if input_scale == "one_minus_decay":
+        return decay, 1 - (decay.abs() if eigenvalues == "full" else decay)
+    return decay, delta / (1 + delta) if input_scale == "bounded_delta" else delta
+
+
+def gain_rows(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """sigma (..., d): sum over n of s B C, for s (..., 1, d) or (..., n, d)."""
+    if s.shape[-2] > 1:
+        return combine_rows(B * C, s)
+    return s.squeeze(-2) * (B * C).sum(-1, keepdim=True)
+
+
+def write_rows(decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:
+    """h_t (..., n, d) = decayed + B (s * x~)."""
+    return torch.addcmul(decayed, s * mixed.unsqueeze(-2), B.unsqueeze(-1))
+
+
+def input_size(s: Tensor, mixed: Tensor) -> Tensor:
+    """|s x~| (b,), or |x~| where s has a state axis, since it is at most 1 then."""
+    if s.shape[-2] > 1:
+        return mixed.abs().amax(-1)
+    return (s.squeeze(-2) * mixed).abs().amax(-1)
+
+
+def forward_sweep(
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor,  # (b, d, n)
+    y0: Tensor,  # (b, d)
+    bind_parameters: Sequence[Tensor],
+    options: SweepOptions,
+    keep_every: int,
+) -> tuple[Sweep, list[Tensor]]:
+    """`direct_sweep_reference`, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, ..."""
+    h, y, kept = h0.mT.contiguous(), y0, []
+    A_rows = A.mT.contiguous()
+    ys, defects, scales, sizes, pivots = [], [], [], [], []
+    for t in range(x.shape[1]):
+        if t % keep_every == 0:
+            kept.append(h)
+        x_t, raw_t = x[:, t], raw[:, t]
+        if W_y is not None:
+            raw_t = raw_t + project_feedback(y, W_y, options.feedback_norm_eps)
+        delta, B, C, e, U, M = options.bind(raw_t, *bind_parameters)
+        decay, s = discretize_rows(delta, A_rows, options.input_scale, options.eigenvalues)
+        sigma = gain_rows(s, B, C)
+        decayed = decay * h
+        factors = factor_local(sigma, e, U, M)
+        rhs = combine_rows(C, decayed) + sigma * (x_t - apply_complement(x_t, e, U, M))
+        y = solve_local(rhs, factors)
+        mixed = x_t + apply_complement(y - x_t, e, U, M)
+        h = write_rows(decayed, s, mixed, B)
+        F_t = combine_rows(C, h)
+        ys.append(y)
+        defects.append((F_t - y).abs().amax(-1))
+        scales.append(F_t.abs().amax(-1))
+        sizes.append(input_size(s, mixed))
+        pivots.append(smallest_pivot(factors))
+    return _collect(x, h.mT, ys, (defects, scales, sizes), pivots), kept
+
+
+def _collect(
+    x: Tensor,
+    h: Tensor,
+    ys: list[Tensor],
+    norms: tuple[list[Tensor], ...],
+    pivots: list[Tensor],
+) -> Sweep:
+    if not ys:
+        empty, no_pivot = x.new_zeros(x.shape[:2]), x.new_full(x.shape[:1], torch.inf)
+        return Sweep(torch.zeros_like(x), h, empty, empty, empty, no_pivot)
+    defect, scale, size = (torch.stack(values, 1) for values in norms)
+    # NaN after a singular token must not hide its pivot
+    pivot = torch.stack(pivots, 1).nan_to_num(nan=torch.inf).amin(1)
+    return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot)
+
+
+def remember(
+    y: Tensor,  # (b, t, d), a fixed point found elsewhere
+    x: Tensor,
+    coefficients: Coefficients,  # (b, t, ...)
+    A: Tensor,
+    h0: Tensor,
+    options: SweepOptions,
+    keep_every: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """The last h (b, d, n), and those that `forward_sweep` keeps, for a known y."""
+    h, kept, A_rows = h0.mT.contiguous(), [], A.mT.contiguous()
+    delta, B, _, e, U, M = coefficients
+    mixed = x + apply_complement(y - x, e, U, M)
+    for t in range(x.shape[1]):
+        if t % keep_every == 0:
+            kept.append(h)
+        decay, s = discretize_rows(delta[:, t], A_rows, options.input_scale, options.eigenvalues)
+        h = write_rows(decay * h, s, mixed[:, t], B[:, t])
+    return h.mT, kept

@@ -1,0 +1,243 @@
+"""The reverse sweep: the exact adjoint of the direct sweep, backward in time.
+
+With w_t the cotangent of F(y)_t, H_t that of h_t from the future, g_t that of y_t (from the loss and
+from the feedback of token t+1), the adjoint equation w = g + (dF/dy)^T w is block upper-triangular:
+
+    (I - (I - Q_t)^T diag(sigma_t)) w_t = g_t + (I - Q_t)^T sum_n s_t H_t B_t
+    H_{t-1} = lambda_t * (H_t + C_t w_t^T)
+
+What does not depend on the cotangents is computed for a chunk of tokens at once, the gradient of W^y
+in one product after the loop. Memory is laid out as in forward.py: h and H are (b, n, d).
+
+Letters: b batch, t time, c tokens of a chunk, d channels, n state per channel, k reflections, r raw.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.direct.forward import discretize_rows, gain_rows, write_rows
+from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
+from bedouin.kernels.direct.reference import Coefficients, SweepOptions, normalize_feedback
+from bedouin.kernels.householder import (
+    apply_complement,
+    apply_complement_transposed,
+    combine_rows,
+    rows_dot,
+)
+
+ReportBackward = Callable[[Tensor, Tensor], None]
+"""Receives defect (b, t) and scale (b, t) of the adjoint equation, tokens in reverse order."""
+
+
+class Inputs(NamedTuple):
+    """The saved tensors of a sweep, with the whole raw values."""
+
+    y: Tensor  # (b, t, d)
+    y_before: Tensor  # (b, t, d), y shifted by one token
+    x: Tensor  # (b, t, d)
+    full: Tensor  # (b, t, r), raw^x + W^y norm(y_before)
+    W_y: Tensor | None  # (r, d)
+    A: Tensor  # (d, n)
+    bind_parameters: tuple[Tensor, ...]
+
+
+class _Chunk(NamedTuple):
+    """Tokens of a chunk: all that the cotangents do not change."""
+
+    c: Coefficients  # (b, c, ...)
+    sigma: Tensor  # (b, c, d)
+    factors: LocalFactors  # (b, c, ...)
+    v: Tensor  # (b, c, d), y - x
+    mixed: Tensor  # (b, c, d)
+    U_v: Tensor  # (b, c, k)
+    h: list[Tensor]  # c + 1 of (b, n, d): before each token, and after the last
+    decay: list[Tensor]  # c of (b, n, d)
+    s: list[Tensor]  # c of (b, 1, d) or (b, n, d)
+
+
+def _prepare(h: Tensor, tokens: slice, inputs: Inputs, A: Tensor, options: SweepOptions) -> _Chunk:
+    """Replay a chunk from the memory h (b, n, d) before it; A is (n, d)."""
+    x, y = inputs.x[:, tokens], inputs.y[:, tokens]
+    c = options.bind(inputs.full[:, tokens], *inputs.bind_parameters)
+    v = y - x
+    mixed = x + apply_complement(v, c.e, c.U, c.M)
+    hs, decays, scales, sigmas = [h], [], [], []
+    for i in range(x.shape[1]):
+        decay, s = discretize_rows(c.delta[:, i], A, options.input_scale, options.eigenvalues)
+        hs.append(write_rows(decay * hs[-1], s, mixed[:, i], c.B[:, i]))
+        decays.append(decay)
+        scales.append(s)
+        sigmas.append(gain_rows(s, c.B[:, i], c.C[:, i]))
+    sigma = torch.stack(sigmas, 1)
+    factors = factor_local(sigma, c.e, c.U, c.M)
+    return _Chunk(c, sigma, factors, v, mixed, rows_dot(c.U, v), hs, decays, scales)
+
+
+def _at(values: tuple[Tensor, ...], i: int) -> list[Tensor]:
+    return [value[:, i] for value in values]
+
+
+class _Cotangents(NamedTuple):
+    """What one reverse token hands on."""
+
+    H: Tensor  # (b, n, d), of h_{t-1}
+    x: Tensor  # (b, d)
+    coefficients: Coefficients
+    A: Tensor  # (n, d)
+    w: Tensor  # (b, d)
+    rhs: Tensor  # (b, d)
+
+
+def _reverse_token(
+    chunk: _Chunk, i: int, g: Tensor, H: Tensor, A: Tensor, options: SweepOptions
+) -> _Cotangents:
+    """The adjoint of token i of the chunk: from the cotangents of y_t and h_t."""
+    c = Coefficients(*_at(chunk.c, i))
+    s, decay, mixed = chunk.s[i], chunk.decay[i], chunk.mixed[:, i]
+    coupled = s.shape[-2] > 1
+    from_memory = combine_rows(c.B, s * H) if coupled else s.squeeze(-2) * combine_rows(c.B, H)
+    rhs = g + apply_complement_transposed(from_memory, c.e, c.U, c.M)
+    w = solve_local_transposed(rhs, LocalFactors(*_at(chunk.factors, i)))
+
+    H = torch.addcmul(H, c.C.unsqueeze(-1), w.unsqueeze(-2))
+    grad_mixed = from_memory + chunk.sigma[:, i] * w
+    if coupled:
+        outer = H * mixed.unsqueeze(-2)
+        grad_B, grad_s = (outer * s).sum(-1), outer * c.B.unsqueeze(-1)
+    else:
+        grad_B = rows_dot(H, s.squeeze(-2) * mixed)
+        grad_s = (combine_rows(c.B, H) * mixed).unsqueeze(-2)
+    grad_C = rows_dot(chunk.h[i + 1], w)
+    grad_delta, grad_A = _discretize_vjp(H * chunk.h[i], grad_s, decay, c.delta, A, options)
+
+    U_g = rows_dot(c.U, grad_mixed)
+    M_U_v = (c.M @ chunk.U_v[:, i].unsqueeze(-1)).squeeze(-1)
+    M_U_g = (c.M.mT @ U_g.unsqueeze(-1)).squeeze(-1)
+    v = chunk.v[:, i]
+    grad_U = M_U_v.unsqueeze(-1) * grad_mixed.unsqueeze(-2) + M_U_g.unsqueeze(-1) * v.unsqueeze(-2)
+    grad_M = U_g.unsqueeze(-1) * chunk.U_v[:, i].unsqueeze(-2)
+    grad_e = (grad_mixed * v).sum_to_size(c.e.shape)
+    grad_x = grad_mixed - c.e * grad_mixed - combine_rows(M_U_g, c.U)
+    coefficients = Coefficients(grad_delta, grad_B, grad_C, grad_e, grad_U, grad_M)
+    return _Cotangents(decay * H, grad_x, coefficients, grad_A, w, rhs)
+
+
+def _discretize_vjp(
+    grad_decay: Tensor,  # (b, n, d)
+    grad_s: Tensor,  # (b, 1, d) or (b, n, d)
+    decay: Tensor,  # (b, n, d)
+    delta: Tensor,  # (b, d)
+    A: Tensor,  # (n, d)
+    options: SweepOptions,
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of delta (b, d) and A (n, d); `discretize_vjp`, state-major."""
+    full = options.eigenvalues == "full"
+    if options.input_scale == "one_minus_decay":
+        grad_decay = grad_decay - (decay.sign() * grad_s if full else grad_s)
+    grad_exponent = grad_decay * (decay + 1 if full else decay)
+    grad_A = (grad_exponent * delta.unsqueeze(-2)).sum(0)
+    grad_delta = (grad_exponent * A).sum(-2)
+    if options.input_scale == "delta":
+        grad_delta = grad_delta + grad_s.squeeze(-2)
+    elif options.input_scale == "bounded_delta":
+        grad_delta = grad_delta + grad_s.squeeze(-2) / (1 + delta).square()
+    return grad_delta, grad_A
+
+
+class _Totals:
+    """Gradients as they come in, last token first."""
+
+    def __init__(self, inputs: Inputs, A: Tensor) -> None:
+        self.x: list[Tensor] = []
+        self.raw: list[Tensor] = []
+        self.A = torch.zeros_like(A)
+        self.bind = [torch.zeros_like(p) for p in inputs.bind_parameters]
+        self.defect: list[Tensor] = []
+        self.scale: list[Tensor] = []
+
+    def add(self, step: _Cotangents, grad_raw: Tensor, grad_bind: Sequence[Tensor]) -> None:
+        self.x.append(step.x)
+        self.raw.append(grad_raw)
+        self.A = self.A + step.A
+        self.bind = [total + g for total, g in zip(self.bind, grad_bind, strict=True)]
+
+    def check(self, chunk: _Chunk, steps: list[_Cotangents]) -> None:
+        """Defect of the adjoint equation, for a chunk at once (steps come last token first)."""
+        w = torch.stack([step.w for step in reversed(steps)], 1)
+        rhs = torch.stack([step.rhs for step in reversed(steps)], 1)
+        c = chunk.c
+        applied = rhs + apply_complement_transposed(chunk.sigma * w, c.e, c.U, c.M)
+        self.defect.append((applied - w).abs().amax(-1).flip(1))
+        self.scale.append(applied.abs().amax(-1).flip(1))
+
+
+def reverse_sweep(
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor,  # (b, d, n)
+    checkpoints: Tensor,  # (b, ceil(t / keep_every), n, d)
+    keep_every: int,
+    inputs: Inputs,
+    options: SweepOptions,
+    report: ReportBackward | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters."""
+    t_end, W_y = inputs.x.shape[1], inputs.W_y
+    A = inputs.A.mT.contiguous()
+    H, grad_feedback = grad_h.mT, torch.zeros_like(inputs.x.sum(1))
+    totals = _Totals(inputs, A)
+    for start in reversed(range(0, t_end, keep_every)):
+        tokens = slice(start, min(start + keep_every, t_end))
+        chunk = _prepare(checkpoints[:, start // keep_every], tokens, inputs, A, options)
+        steps = []
+        for t in reversed(range(tokens.start, tokens.stop)):
+            step = _reverse_token(chunk, t - start, grad_y[:, t] + grad_feedback, H, A, options)
+            _, pull = torch.func.vjp(options.bind, inputs.full[:, t], *inputs.bind_parameters)
+            grad_raw, *grad_bind = pull(step.coefficients)
+            totals.add(step, grad_raw, grad_bind)
+            steps.append(step)
+            H = step.H
+            if W_y is not None:
+                grad_feedback = _feedback_vjp(grad_raw, inputs.y_before[:, t], W_y, options)
+        totals.check(chunk, steps)
+    return _finish(totals, H, grad_feedback, inputs, options, report)
+
+
+def _finish(
+    totals: _Totals,
+    H: Tensor,
+    grad_feedback: Tensor,
+    inputs: Inputs,
+    options: SweepOptions,
+    report: ReportBackward | None,
+) -> tuple[Tensor | None, ...]:
+    W_y = inputs.W_y
+    if not totals.x:
+        no_W_y = None if W_y is None else torch.zeros_like(W_y)
+        zeros = (torch.zeros_like(inputs.x), torch.zeros_like(inputs.full), no_W_y)
+        return (*zeros, totals.A.mT, H.mT, grad_feedback, *totals.bind)
+    if report is not None:
+        report(torch.cat(totals.defect, 1), torch.cat(totals.scale, 1))
+    grad_x, grad_raw = torch.stack(totals.x[::-1], 1), torch.stack(totals.raw[::-1], 1)
+    grad_W_y = _weight_gradient(grad_raw, inputs, options)
+    return (grad_x, grad_raw, grad_W_y, totals.A.mT, H.mT, grad_feedback, *totals.bind)
+
+
+def _feedback_vjp(grad_raw: Tensor, y: Tensor, W_y: Tensor, options: SweepOptions) -> Tensor:
+    """Cotangent of y_{t-1} (b, d) from that of raw_t (b, r)."""
+    grad = (grad_raw.to(W_y.dtype) @ W_y).to(y.dtype)
+    eps = options.feedback_norm_eps
+    if eps is None:
+        return grad
+    rms = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return rms * (grad - y * rms.square() * (grad * y).mean(-1, keepdim=True))
+
+
+def _weight_gradient(grad_raw: Tensor, inputs: Inputs, options: SweepOptions) -> Tensor | None:
+    W_y = inputs.W_y
+    if W_y is None:
+        return None
+    fed = normalize_feedback(inputs.y_before, options.feedback_norm_eps).to(W_y.dtype)
+    return grad_raw.to(W_y.dtype).flatten(0, 1).mT @ fed.flatten(0, 1)

@@ -1,0 +1,304 @@
+"""Measurements and assertions for layers that are defined by a fixed point.
+
+Feedback amplifies rounding, so a law about equal values holds up to the measured growth of a
+perturbation of the input (`measure_growth`); where that exceeds `GROWTH_LIMIT`, residuals are
+compared instead of values (`assert_same_fixed_point`). Imports torch and this library only.
+Letters: b batch, t time, m d_model, d d_inner, n d_state.
+"""
+
+import copy
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bedouin.layer import Bedouin, FixedPointLayer, FixedPointRNN
+from bedouin.mixers import HouseholderProduct, LowRank, StructuredMixer
+from bedouin.solvers import Adjoint, Direct, Solution, Solver, SolveStats
+from bedouin.solvers.base import Map, TimeDim
+from bedouin.state import BedouinState
+
+GROWTH_LIMIT = 1e6
+"""Above this measured growth two correct values may differ in all digits that matter."""
+
+LayerT = TypeVar("LayerT", bound=FixedPointLayer)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """max|actual - expected| / max|expected| (the absolute error where expected is 0).
+
+    Inf where NaN or Inf stand in one tensor only, or differ; equal non-finite values are equal.
+    """
+    a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
+    difference = _distance(a, e)
+    if difference.numel() == 0:
+        return 0.0
+    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item()
+    return difference.max().item() / (scale or 1.0)
+
+
+def _distance(a: Tensor, e: Tensor) -> Tensor:
+    """|a - e|, 0 where both are the same non-finite value, inf where only one is NaN."""
+    distance = torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, (a - e).abs())
+    return torch.where(distance.isnan(), torch.inf, distance)
+
+
+def assert_close(
+    name: str, actual: Tensor, expected: Tensor, rtol: float = 1e-10, atol: float = 0.0
+) -> None:
+    """AssertionError unless max|actual - expected| <= atol + rtol max|expected|.
+
+    The message names the tensor, its worst index and the relative error in the max norm. Shapes and
+    dtypes must agree; NaN equals NaN.
+    """
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{name}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
+    if actual.dtype != expected.dtype:
+        raise AssertionError(f"{name}: dtype {actual.dtype}, not {expected.dtype}")
+    a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
+    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item() if e.numel() else 0.0
+    error = relative_error(a, e)
+    if error * (scale or 1.0) <= atol + rtol * scale:
+        return
+    worst = _distance(a, e).flatten().argmax()
+    index = tuple(int(i) for i in torch.unravel_index(worst, a.shape))
+    raise AssertionError(
+        f"{name}: relative error {error:.2e} > {rtol:.1e} (largest expected {scale:.2e}), worst at "
+        f"{index}: {a[index].item():.17g}, expected {e[index].item():.17g}"
+    )
+
+
+@dataclass(frozen=True)
+class _Recorder(Solver):
+    """A solver that keeps the map and the solution of its last call."""
+
+    inner: Solver
+    calls: list[tuple[Map, Solution]] = field(default_factory=list)
+
+    def solve(
+        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+    ) -> Solution:
+        solution = self.inner.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll)
+        self.calls.append((f, solution))
+        return solution
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """A solved fixed point with its map: y (b, t, d), the layer's output (b, t, m), statistics."""
+
+    f: Map
+    y: Tensor
+    output: Tensor
+    stats: SolveStats
+
+    @property
+    @torch.no_grad()
+    def residual(self) -> Tensor:
+        """max_t |F(y)_t - y_t| / max|F(y)| (b,), measured anew with the layer's own map."""
+        f_y = self.f(self.y)
+        scale = f_y.abs().amax((1, 2))
+        return (f_y - self.y).abs().amax((1, 2)) / torch.where(scale == 0, 1.0, scale)
+
+
+@torch.no_grad()
+def find_fixed_point(
+    layer: FixedPointLayer,
+    x: Tensor,
+    *,
+    solver: Solver | None = None,
+    state: BedouinState | None = None,
+) -> FixedPoint:
+    """Run a copy of `layer` on x (b, t, m), t >= 1, with `solver` (None: its own); never warns."""
+    recorder = _Recorder(layer.solver if solver is None else solver)
+    probe = _with(layer, solver=recorder, on_unconverged="ignore")
+    output = probe(x, state=state)
+    f, solution = recorder.calls[-1]
+    return FixedPoint(f, solution.value, output, solution.stats)
+
+
+@torch.no_grad()
+def measure_growth(
+    layer: FixedPointLayer,
+    x: Tensor,
+    *,
+    state: BedouinState | None = None,
+    size: float = 1e-9,
+    seed: int = 0,
+    num_directions: int = 3,
+) -> float:
+    """How much a relative perturbation of the input x (b, t, m) grows on its way to the result.
+
+    max|r(x + dx) - r(x)| / max|r(x)| / size, the largest over results r (output, fixed point) and
+    over a few random dx with max|dx| = size max|x|; at least 1, inf where a result is not finite.
+    Works on float64 copies, solved with `Direct` where the mixer allows it. Raises ValueError for
+    size <= 0.
+    """
+    if size <= 0:
+        raise ValueError(f"size must be positive, got {size}")
+    probe, x = _with(layer, on_unconverged="ignore").double(), x.detach().double()
+    solver = Direct() if isinstance(probe.mixer, StructuredMixer) else probe.solver
+    state = None if state is None else state.detach().to(torch.float64)
+    if x.numel() == 0:
+        return 1.0
+    generator = torch.Generator().manual_seed(seed)
+    base = find_fixed_point(probe, x, solver=solver, state=state)
+    growth = 1.0
+    for _ in range(num_directions):
+        direction = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+        dx = size * x.abs().max() * direction / direction.abs().max()
+        moved = find_fixed_point(probe, x + dx, solver=solver, state=state)
+        pairs = ((moved.output, base.output), (moved.y, base.y))
+        if not all(bool(r.isfinite().all()) for pair in pairs for r in pair):
+            return float("inf")
+        growth = max([growth, *(relative_error(r, r0) / size for r, r0 in pairs)])
+    return growth
+
+
+def assert_same_fixed_point(
+    layer: FixedPointLayer,
+    x: Tensor,
+    solver: Solver,
+    *,
+    reference: Solver | None = None,
+    state: BedouinState | None = None,
+    rtol: float = 1e-10,
+    growth_limit: float = GROWTH_LIMIT,
+) -> None:
+    """AssertionError unless `solver` and `reference` (None: Direct()) find one fixed point for x.
+
+    Both residuals must be at most rtol; outputs and fixed points must agree to rtol times the
+    measured growth where that is at most `growth_limit`.
+    """
+    expected = find_fixed_point(layer, x, solver=reference or Direct(), state=state)
+    actual = find_fixed_point(layer, x, solver=solver, state=state)
+    for found, by in ((expected, reference or Direct()), (actual, solver)):
+        worst = found.residual.max().item() if x.shape[0] else 0.0
+        if not worst <= rtol:
+            raise AssertionError(f"{by}: residual {worst:.2e} > {rtol:.1e} (stats: {found.stats})")
+    growth = measure_growth(layer, x, state=state)
+    if growth <= growth_limit:
+        assert_close(f"fixed point by {solver}", actual.y, expected.y, rtol * growth)
+        assert_close(f"output by {solver}", actual.output, expected.output, rtol * growth)
+
+
+def layer_gradients(
+    layer: FixedPointLayer,
+    x: Tensor,
+    adjoint: Adjoint | None = None,
+    *,
+    solver: Solver | None = None,
+    state: BedouinState | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Gradients of a fixed random linear function of output and new state, by name.
+
+    Names: the parameters', "x", and "state.ssm", "state.y" where a state is given. `adjoint` and
+    `solver` None: the layer's own. Works on a copy; `layer` keeps its gradients and statistics.
+    """
+    probe = _with(layer, adjoint=adjoint or layer.adjoint, solver=solver or layer.solver)
+    named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
+    if state is not None:
+        state = BedouinState(*(s.detach().clone().requires_grad_() for s in state))
+        named |= {"state.ssm": state.ssm, "state.y": state.y}
+    loss = _random_functional(probe(named["x"], state=state, return_state=True), seed)
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(value) if grad is None else grad
+        for (name, value), grad in zip(named.items(), grads, strict=True)
+    }
+
+
+def _random_functional(result: tuple[Tensor, BedouinState], seed: int) -> Tensor:
+    """A random linear function of output and state, the same for the same shapes and seed."""
+    generator = torch.Generator().manual_seed(seed)
+    total = result[0].new_zeros(())
+    for value in (result[0], *result[1]):
+        weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        total = total + (weight.to(value) * value).sum().to(total.dtype)
+    return total
+
+
+def gradient_cosine(
+    layer: FixedPointLayer, x: Tensor, adjoint_a: Adjoint, adjoint_b: Adjoint
+) -> float:
+    """Cosine between the gradients of all parameters by two adjoints, for a random linear loss.
+
+    Parameters outside the fixed point (the output stage) count, too. NaN where a gradient is 0.
+    """
+    a, b = (_flat(layer_gradients(layer, x, adjoint)) for adjoint in (adjoint_a, adjoint_b))
+    return (a @ b / (a.norm() * b.norm())).item()
+
+
+def _flat(gradients: dict[str, Tensor]) -> Tensor:
+    own = (g for name, g in gradients.items() if name != "x")
+    return torch.cat([g.flatten().to(torch.float64) for g in own])
+
+
+@torch.no_grad()
+def parallel_decode_gap(layer: FixedPointLayer, x: Tensor) -> float:
+    """How far `step` token by token is from one call on x (b, t, m): relative, in the max norm."""
+    probe = _with(layer, on_unconverged="ignore")
+    expected = probe(x)
+    state, steps = probe.init_state(x.shape[0]), []
+    for t in range(x.shape[1]):
+        y_t, state = probe.step(x[:, t], state)
+        steps.append(y_t)
+    return relative_error(torch.stack(steps, 1), expected) if steps else 0.0
+
+
+def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
+    """A small float64 `Bedouin` or `FixedPointRNN` with every option drawn from `rng`.
+
+    `fixed` holds options that are not drawn, "kind" (the class) among them. Every decay, input
+    scale, eigenvalue range, feedback subset, mixer, beta_max in {0.5, 1, 2} and 1 to 4 reflections
+    can come.
+    """
+    kind = fixed.pop("kind", None) or rng.choice((Bedouin, FixedPointRNN))
+    options = _shared_options(rng) | (_bedouin_options(rng) if kind is Bedouin else {})
+    if kind is FixedPointRNN:
+        options["decay"] = rng.choice(("sigmoid", "griffin"))
+        options["feedback"] = rng.choice((("mixer",), ()))
+    options |= {"dtype": torch.float64, "on_unconverged": "ignore"} | fixed
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng.randint(0, 2**16))
+        layer: FixedPointLayer = kind(options.pop("d_model"), **options)
+    return layer
+
+
+def _shared_options(rng: random.Random) -> dict[str, Any]:
+    mixers = [HouseholderProduct(k, beta) for k in (1, 2, 3, 4) for beta in (0.5, 1.0, 2.0)]
+    return {
+        "d_model": rng.randint(1, 5),
+        "expand": rng.choice((1, 2)),
+        "mixer": rng.choice([*mixers, *(LowRank(k) for k in (1, 2, 3))]),
+        "eigenvalues": rng.choice(("positive", "full")),
+        "feedback_norm": rng.choice((True, False)),
+        "feedback_init": rng.choice((0.1, 1.0)),
+    }
+
+
+def _bedouin_options(rng: random.Random) -> dict[str, Any]:
+    return {
+        "d_state": rng.choice((1, 2, 4)),
+        "decay": rng.choice(("mamba", "griffin")),
+        "input_scale": rng.choice(("delta", "bounded_delta", "one_minus_decay")),
+        "feedback": _subset(rng, ("delta", "B", "C", "mixer")),
+        "output": rng.choice(("norm", "paper")),
+        "bias": rng.choice((True, False)),
+    }
+
+
+def _subset(rng: random.Random, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if rng.choice((True, False)))
+
+
+def _with(layer: LayerT, **attributes: Any) -> LayerT:
+    """A copy of the layer with some attributes set."""
+    probe = copy.deepcopy(layer)
+    for name, value in attributes.items():
+        setattr(probe, name, value)
+    return probe
