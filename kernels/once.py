@@ -1,8 +1,8 @@
 """Gradients that may be taken once.
 
 torch's own `once_differentiable` hangs its error on a node that a second `torch.autograd.grad` with
-explicit inputs never visits, so a wrong second derivative comes back without a word. Here the error is
-part of the graph between the gradients and what they depend on.
+explicit inputs never visits, so a wrong second derivative comes back without a word. Here the error
+is part of the graph between the gradients and what they depend on.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,7 @@ class _Once(torch.autograd.Function):
         return tuple(tensor.clone() for tensor in tensors[:count])
 
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
     @staticmethod
@@ -46,5 +44,5 @@ def refuse_second_derivative(
     if not torch.is_grad_enabled() or not sources:
         return tuple(grads)
     present = [grad for grad in grads if grad is not None]
-    marked = iter(_Once.apply(len(present), *present, *sources))
+    marked = iter(_Once.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
     return tuple(None if grad is None else next(marked) for grad in grads)

@@ -1,4 +1,4 @@
-"""Fixed points y* = f(y*): solvers, gradients, caps. Which of each are separate arguments of `solve`."""
+"""Fixed points y* = f(y*): solvers, gradients and caps, each a separate argument of `solve`."""
 
 from bedouin.solvers.adjoint import (
     Adjoint,

@@ -1,7 +1,7 @@
 """Adjoints: the gradient of a fixed point y* = F(y*, theta).
 
-An adjoint runs the solve that it is handed and returns a solution whose value has a gradient path. All
-are once differentiable, and the same in training and evaluation.
+An adjoint runs the solve that it is handed and returns a solution whose value has a gradient path.
+All are once differentiable, and the same in training and evaluation.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from bedouin.kernels.once import refuse_second_derivative
 from bedouin.solvers.base import (
@@ -106,6 +107,18 @@ class _ImplicitGrad(torch.autograd.Function):
         return (*refuse_second_derivative([w], sources), None, None)
 
 
+def _attach(tracked: Tensor, y_star: Tensor) -> Tensor:
+    value: Tensor = _Attach.apply(tracked, y_star)  # type: ignore[no-untyped-call]
+    return value
+
+
+def _attach_implicit(
+    tracked: Tensor, y_star: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
+) -> Tensor:
+    value: Tensor = _ImplicitGrad.apply(tracked, y_star, solve_adjoint)  # type: ignore[no-untyped-call]
+    return value
+
+
 class Adjoint(ABC):
     """How the gradient at a fixed point is computed."""
 
@@ -117,13 +130,14 @@ class Adjoint(ABC):
 @strict_options
 @dataclass(frozen=True)
 class ImplicitAdjoint(Adjoint):
-    """Implicit function theorem: w = J^T w + g with J = dF/dy at y*, then the vjp of one step with w.
+    """Implicit function theorem: w = J^T w + g with J = dF/dy at y*, then the vjp of one step.
 
-    Exact when the forward and the adjoint solve converge; memory of one step, whatever the number of
-    iterations. Source: Bai et al., arXiv 1909.01377, theorem 1.
+    Exact when the forward and the adjoint solve converge; memory of one step, whatever the number
+    of iterations. Source: Bai et al., arXiv 1909.01377, theorem 1.
 
-    solver: for the adjoint equation. None: the exact reverse sweep if the map offers it (whatever the
-        forward solver), else the forward's solver, tolerances and cap. `Direct()` asks for the sweep.
+    solver: for the adjoint equation. None: the exact reverse sweep if the map offers it (whatever
+        the forward solver), else the forward's solver, tolerances and cap. `Direct()` asks for the
+        sweep.
     The adjoint's own solve is reported in `stats.backward`, and warned about like the forward one.
     """
 
@@ -166,10 +180,27 @@ class ImplicitAdjoint(Adjoint):
             )
         y = solution.value.detach().requires_grad_()
         tracked = problem.f(y)
-        if not tracked.requires_grad:
+        if not _depends_on_another(tracked, y):
             return solution
         adjoint = _AdjointSolve(problem, self.solver or problem.solver, y, tracked, solution.stats)
-        return replace(solution, value=_ImplicitGrad.apply(tracked, y.detach(), adjoint))
+        return replace(solution, value=_attach_implicit(tracked, y.detach(), adjoint))
+
+
+def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
+    """Whether a leaf other than y wants the gradient of `tracked`."""
+    if not tracked.requires_grad:
+        return False
+    seen: set[torch.autograd.graph.Node] = set()
+    found: list[torch.autograd.graph.Node | None] = [get_gradient_edge(tracked).node]
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", y) is not y:
+            return True
+        found.extend(following for following, _ in node.next_functions)
+    return False
 
 
 class _AdjointMap:
@@ -236,9 +267,10 @@ class _AdjointSolve:
 @strict_options
 @dataclass(frozen=True)
 class OneStepAdjoint(Adjoint):
-    """vjp of one step at y*: w = g (arXiv 2503.10799, theorem 3.3; Jacobian-free, arXiv 2103.12803).
+    """vjp of one step at y*: w = g ("Jacobian-free").
 
     Cheap and biased: a descent direction where F contracts enough. Memory of one step.
+    Source: arXiv 2503.10799, theorem 3.3; arXiv 2103.12803.
     """
 
     def apply(self, problem: Problem) -> Solution:
@@ -250,9 +282,9 @@ class OneStepAdjoint(Adjoint):
 class PhantomAdjoint(Adjoint):
     """`num_steps` damped differentiable steps from y* (phantom gradient, arXiv 2111.05177).
 
-    y <- (1 - damping) y + damping F(y): between one step and the exact gradient; memory of num_steps
-    steps, whatever the number of iterations. The value stays y*. Raises ValueError for num_steps < 1
-    or damping outside (0, 1].
+    y <- (1 - damping) y + damping F(y): between one step and the exact gradient; memory of
+    num_steps steps, whatever the number of iterations. The value stays y*. Raises ValueError for
+    num_steps < 1 or damping outside (0, 1].
     """
 
     num_steps: int = 4
@@ -272,7 +304,7 @@ class PhantomAdjoint(Adjoint):
         for _ in range(self.num_steps):
             f_y = problem.f(y)
             y = f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)
-        return replace(solution, value=_Attach.apply(y, y_star))
+        return replace(solution, value=_attach(y, y_star))
 
 
 @strict_options
@@ -293,4 +325,4 @@ class UnrolledAdjoint(Adjoint):
         solution = problem.run(unroll=True)
         if not torch.is_grad_enabled():
             return solution
-        return replace(solution, value=_Attach.apply(solution.value, solution.value.detach()))
+        return replace(solution, value=_attach(solution.value, solution.value.detach()))

@@ -66,8 +66,8 @@ class TriangularMap(Protocol):
     def __call__(self, y: Tensor) -> Tensor: ...
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
-        """Solve token after token. Its gradient is the exact implicit one, which reports into `cell`,
-        or with `unroll` that of back-propagation through the loop."""
+        """Solve token after token. Its gradient is the exact implicit one, which reports into
+        `cell`, or with `unroll` that of back-propagation through the loop."""
 
 
 class Measurement(NamedTuple):
@@ -101,11 +101,9 @@ def strict_options(cls: SolverT) -> SolverT:
 def unknown_option(owner: str, name: str, valid: list[str]) -> str:
     """The message for an option that `owner` does not have."""
     near = difflib.get_close_matches(name, valid, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
+    guess = f"; did you mean {near[0]!r}?" if near else "."
     options = ", ".join(valid) if valid else "no options at all"
-    return f"{owner} has no option {name!r}{guess} Valid: {options}" if guess else (
-        f"{owner} has no option {name!r}. Valid: {options}"
-    )
+    return f"{owner} has no option {name!r}{guess} Valid: {options}"
 
 
 def check_number(name: str, value: float, low: float, high: float, *, open_low: bool) -> None:
@@ -127,7 +125,7 @@ class Solver(ABC):
     def solve(
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
     ) -> Solution:
-        """Solve from y0 (b, ...). With `unroll` the value carries the gradient of the loop itself."""
+        """Solve from y0 (b, ...). With `unroll` the value carries the gradient of the loop."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,9 @@ class Iteration:
 class IterativeSolver(Solver):
     """A solver that improves all tokens at once, one evaluation of the map a step.
 
-    defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has converged
-    when defect_s < atol + rtol * scale_s for all s <= t; it keeps the y at which that was measured.
+    defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has
+    converged when defect_s < atol + rtol * scale_s for all s <= t; it keeps the y at which that was
+    measured.
     """
 
     rtol: float
@@ -265,7 +264,7 @@ def _begin(y: Tensor) -> Iteration:
 
 
 def _first_open_token_is_nonfinite(frozen: Tensor, scale: Tensor) -> Tensor:
-    """(b,): a later token may be Inf while the iteration is under way, the first open one may not."""
+    """(b,): a later token may be Inf while the iteration is under way, the first open one not."""
     last = frozen.shape[1] - 1
     first_open = frozen.sum(1, keepdim=True).clamp(max=last)
     return ~torch.isfinite(scale).gather(1, first_open).squeeze(1) & ~frozen.all(1)

@@ -21,7 +21,7 @@ class Cap(ABC):
 
     @abstractmethod
     def draw(self, index: int) -> int:
-        """The cap of training call number `index`, a function of the cap's fields and `index` alone."""
+        """The cap of training call number `index`: a function of the cap's fields and `index`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FixedCap(Cap):
 
 @dataclass(frozen=True)
 class GammaCap(Cap):
-    """ceil(Gamma(shape, scale)) steps in training, at least 1 and at most `limit`; `limit` in evaluation.
+    """ceil(Gamma(shape, scale)) steps in training, between 1 and `limit`; `limit` in evaluation.
 
     Draw i depends on (seed, i) alone, so all ranks of a data-parallel run draw the same cap, and a
     resumed run draws what the uninterrupted one would have. Gamma(4, 1) is the paper's choice
@@ -56,7 +56,7 @@ class GammaCap(Cap):
 
     shape: float = 4.0
     scale: float = 1.0
-    limit: int = 100  # type: ignore[misc]  # a field implements the abstract property
+    limit: int = 100  # a field implements the abstract property
     seed: int = 0
 
     def __post_init__(self) -> None:

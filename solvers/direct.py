@@ -26,9 +26,9 @@ from bedouin.solvers.solution import (
 )
 
 ROUNDING = 1e4
-"""`converged` after a sweep: defect_t <= ROUNDING eps times the largest of the terms that F(y)_s sums,
-s <= t. Woodbury with a pivoted k x k system is backward stable; sums over d channels and the growth
-factor of the elimination leave three digits or so."""
+"""`converged` after a sweep: defect_t <= ROUNDING eps times the largest of the terms that F(y)_s
+sums, s <= t. Woodbury with a pivoted k x k system is backward stable; sums over d channels and the
+growth factor of the elimination leave three digits or so."""
 
 
 @strict_options

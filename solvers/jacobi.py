@@ -21,10 +21,10 @@ from bedouin.solvers.base import (
 class Jacobi(IterativeSolver):
     """y <- G(y), where G solves every token's local equation from the other tokens of y.
 
-    The error operator is strictly lower triangular in time, so the iteration is exact after at most t
-    steps from any start, for any Q, contractive or not; one more certifies it. Fewer are needed where
-    memory decays fast or feedback is off. Convergence is judged on G: |G(y)_s - y_s| < atol + rtol
-    max_{r<=s} |G(y)_r| for all s <= t. Needs a map with `block_solve`: TypeError otherwise.
+    The error operator is strictly lower triangular in time, so the iteration is exact after at most
+    t steps from any start, for any Q, contractive or not; one more certifies it. Fewer are needed
+    where memory decays fast or feedback is off. Convergence is judged on G: |G(y)_s - y_s| < atol +
+    rtol max_{r<=s} |G(y)_r| for all s <= t. Needs a map with `block_solve`: TypeError otherwise.
     """
 
     rtol: float = 1e-4

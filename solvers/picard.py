@@ -18,7 +18,7 @@ StopRule = Literal["prefix", "paper"]
 
 
 class _Damping(NamedTuple):
-    """Per sample, (b,): the present factor, the lowest defect, and the steps since it was reached."""
+    """Per sample, (b,): the present factor, the lowest defect, the steps since it was reached."""
 
     factor: Tensor
     lowest: Tensor
@@ -37,9 +37,9 @@ class Picard(IterativeSolver):
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
         s <= t. The tolerance bounds the defect, not the error.
     damping: in (0, 1]; 1 is the plain iteration.
-    patience: with an int, a sample whose largest defect has not reached a new low for this many steps
-        multiplies its damping factor by `shrink` (adaptive damping, arXiv 2503.10799, section 4).
-        It looks at the whole sequence, so the output is then causal only to tolerance.
+    patience: with an int, a sample whose largest defect has not reached a new low for this many
+        steps multiplies its damping factor by `shrink` (adaptive damping, arXiv 2503.10799,
+        section 4). It looks at the whole sequence, so the output is then causal only to tolerance.
     stop_rule: "prefix" as above, causal bit for bit; "paper" stops a sample when
         |f(y) - y| < atol + rtol |f(y)| in the max norm over its whole sequence: not causal, since
         later tokens decide how far earlier ones are iterated.

@@ -125,8 +125,8 @@ class _TorchDEQSolver(Solver):
     ) -> Solution:
         if not can_read_device(y0):
             raise RuntimeError(
-                f"{type(self).__name__} reads the device at every step and cannot run under "
-                "torch.compile, torch.func transforms or graph capture: use Direct, Jacobi or Picard"
+                f"{type(self).__name__} reads the device at every step and cannot run under torch."
+                "compile, torch.func transforms or graph capture: use Direct, Jacobi or Picard"
             )
         y = _as_tokens(y0, time_dim)
         if y.numel() == 0:
@@ -152,10 +152,10 @@ class _TorchDEQSolver(Solver):
 class Anderson(_TorchDEQSolver):
     """Anderson acceleration: the next iterate mixes the last `memory` ones.
 
-    For general maps (an ordinary DEQ) that contract slowly. On a Bedouin layer with feedback it does
-    worse than Picard, because F is nilpotent in time rather than slowly contracting; use Direct or
-    Jacobi there. It mixes tokens: an output is causal, and independent of its neighbours in the
-    batch, only to tolerance.
+    For general maps (an ordinary DEQ) that contract slowly. On a Bedouin layer with feedback it
+    does worse than Picard, because F is nilpotent in time rather than slowly contracting; use
+    Direct or Jacobi there. It mixes tokens: an output is causal, and independent of its neighbours
+    in the batch, only to tolerance.
 
     rtol, atol: a sample has converged when every token has (see `Picard`).
     memory: iterates mixed; regularization: relative to the residual at the start of a round;
@@ -189,7 +189,7 @@ class Anderson(_TorchDEQSolver):
                 lam=self.regularization,
                 tau=self.damping,
             )
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             # one sample's residuals are all alike: the others go on from their best iterates
             return
 

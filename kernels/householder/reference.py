@@ -43,9 +43,9 @@ def wy_factor(
 ) -> Tensor:  # (..., k, k)
     """T, upper triangular, with H_1 H_2 ... H_k = I - U^T T U (compact WY form).
 
-    T_ii = beta_i and T_{:i,i} = -beta_i T_{:i,:i} U_{:i} u_i. In closed form T = (I + N)^-1 diag(beta)
-    with N = diag(beta) striu(U U^T), and since N is nilpotent (N^k = 0) the inverse is the finite
-    product (I - N)(I + N^2)(I + N^4)...
+    T_ii = beta_i and T_{:i,i} = -beta_i T_{:i,:i} U_{:i} u_i. In closed form
+    T = (I + N)^-1 diag(beta) with N = diag(beta) striu(U U^T), and since N is nilpotent (N^k = 0)
+    the inverse is the finite product (I - N)(I + N^2)(I + N^4)...
     """
     k = U.shape[-2]
     N = beta.unsqueeze(-1) * torch.triu(U @ U.mT, diagonal=1)

@@ -82,6 +82,7 @@ def _check_shapes(
     if A.dim() != 2 or A.shape[0] != d:
         raise ValueError(f"A must have shape (d, n) = ({d}, n), got {tuple(A.shape)}")
     n = A.shape[1]
+    expected: dict[str, tuple[Tensor, tuple[int, ...]]]
     expected = {"delta": (delta, (b, t, d)), "B": (B, (b, t, n)), "C": (C, (b, t, n))}
     if h0 is not None:
         expected["h0"] = (h0, (b, d, n))

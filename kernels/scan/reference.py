@@ -46,7 +46,7 @@ def discretize_vjp(
     if input_scale == "one_minus_decay":
         sign = decay.sign() if eigenvalues == "full" else 1.0
         grad_decay = grad_decay - sign * grad_scale
-    # d lambda / d(A delta) = exp(A delta); for "full" that is lambda' + 1, which has the factor 2 in it
+    # d lambda / d(A delta): lambda itself, or for "full" lambda' + 1 = 2 exp(A delta)
     grad_exponent = grad_decay * (decay + 1 if eigenvalues == "full" else decay)
     grad_delta = (grad_exponent * A).sum(-1)
     grad_A = (grad_exponent * delta.unsqueeze(-1)).sum(0)

@@ -32,13 +32,13 @@ from bedouin.kernels.direct import (
 from bedouin.kernels.householder import apply_complement, apply_complement_transposed
 from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
 from bedouin.mixers import ChannelMixer
+from bedouin.solvers.direct import ROUNDING
 from bedouin.solvers.solution import (
     BackwardStats,
     SolveStats,
     can_read_device,
     relative_residual,
 )
-from bedouin.solvers.direct import ROUNDING
 
 
 class ScanInputs(NamedTuple):

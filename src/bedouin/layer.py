@@ -57,7 +57,7 @@ class FixedPointLayer(nn.Module):
     """
 
     components: ClassVar[tuple[str, ...]]
-    """Names of the raw components, in the order of the fused projection; the gate comes after them."""
+    """Names of the raw components, in the order of the fused projection; the gate is last."""
 
     stats: SolveStats | None
     """Statistics of the last call, None before any. Under torch.func transforms they are the
@@ -107,7 +107,7 @@ class FixedPointLayer(nn.Module):
         self._draws = 0
         self._deferred = DeferredWarning()
 
-        d, factory = self.d_inner, {"device": device, "dtype": dtype}
+        d, factory = self.d_inner, _factory(device, dtype)
         self._sizes = self._component_sizes()
         fed = sum(self._sizes[name] for name in self.feedback)
         branches = 1 if output == "paper" else 2
@@ -163,8 +163,8 @@ class FixedPointLayer(nn.Module):
             self.norm.reset_parameters()
 
     def _x_bias(self) -> Tensor:
-        """The bias of the fused projection: Delta's own, then that of the other components and gate."""
-        rest = self.raw_bias
+        """The bias of the fused projection: Delta's own, then that of the others and gate."""
+        rest: Tensor | None = self.raw_bias
         if rest is None:
             rest = self.dt_bias.new_zeros(self.raw_size)
         return torch.cat([self.dt_bias, rest])
@@ -191,8 +191,8 @@ class FixedPointLayer(nn.Module):
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
 
         A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
-        rounding. Raises TypeError for integer or foreign dtypes, ValueError for wrong shapes, devices
-        and states, ConvergenceError with on_unconverged="raise".
+        rounding. Raises TypeError for integer or foreign dtypes, ValueError for wrong shapes,
+        devices and states, ConvergenceError with on_unconverged="raise".
         """
         self._check_input(x, rank=3)
         output, new_state = self._run(x, state, self.solver, return_state)
@@ -321,8 +321,8 @@ class FixedPointLayer(nn.Module):
         weight = self.x_proj.weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
-                f"x must have the layer's dtype {weight.dtype}, got {x.dtype}: convert one of them, "
-                "or use torch.autocast"
+                f"x must have the layer's dtype {weight.dtype}, got {x.dtype}: convert one of "
+                "them, or use torch.autocast"
             )
         if x.device != weight.device:
             raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
@@ -353,13 +353,13 @@ class Bedouin(FixedPointLayer):
         h_t  = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T;   y_t = h_t C_t
         out  = out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t))
 
-    Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is that paper's
+    Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
     exact parameterization; the defaults here are those that trained best in our measurements.
 
     Args:
         d_model: m. d_state: n. expand: d = expand * m.
-        num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder, beta_max);
-            2 and 1.0 unless given.
+        num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
+            beta_max); 2 and 1.0 unless given.
         mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer.
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
@@ -367,11 +367,12 @@ class Bedouin(FixedPointLayer):
             1 - |lambda|. With mamba decay and "delta" the gain is unbounded and local systems can
             become singular in training; see SolveStats.conditioning.
         eigenvalues: of the decay: "positive": lambda; "full": 2 lambda - 1 in [-1, 1].
-        feedback: which of "delta", "B", "C", "mixer" see y_{t-1}; () switches feedback off, the gate's
-            included.
+        feedback: which of "delta", "B", "C", "mixer" see y_{t-1}; () switches feedback off, the
+            gate's included.
         feedback_norm: RMSNorm on y_{t-1} before W^y. feedback_init: factor on W^y at the start.
         norm_eps: of the output norm.
-        solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else Picard.
+        solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
+            Picard.
         adjoint: a gradient object; None: ImplicitAdjoint(), exact.
         max_steps: an int or a Cap. backend: "auto", "triton" or "reference".
         on_unconverged: "warn", "raise" or "ignore".
@@ -384,6 +385,9 @@ class Bedouin(FixedPointLayer):
     """
 
     components = ("delta", "B", "C", "mixer")
+
+    A_log: nn.Parameter
+    omega: nn.Parameter
 
     def __init__(
         self,
@@ -438,7 +442,7 @@ class Bedouin(FixedPointLayer):
             device=device,
             dtype=dtype,
         )
-        d, n, factory = self.d_inner, self.d_state, {"device": device, "dtype": dtype}
+        d, n, factory = self.d_inner, self.d_state, _factory(device, dtype)
         name = "A_log" if decay == "mamba" else "omega"
         self.register_parameter(name, nn.Parameter(torch.empty(d, n, **factory)))
         self.get_parameter(name)._no_weight_decay = True  # type: ignore[attr-defined]
@@ -459,11 +463,11 @@ class Bedouin(FixedPointLayer):
     ) -> Self:
         """The seed paper's FP-Mamba (arXiv 2503.10799, section 5.3), exactly.
 
-        Griffin decay, input scale Delta, beta = 2 sigmoid(alpha), feedback in B, C, mixer and gate but
-        not in Delta, no feedback norm, output gate * SiLU(y* + D x) without norm, bias on Delta only;
-        solver None: Picard with the paper's stop rule at 0.1; adjoint None: the one-step gradient.
-        Pass max_steps=GammaCap(4.0, 1.0, 100) for its random caps. `options` are Bedouin's other
-        options, and may not contradict the above (TypeError).
+        Griffin decay, input scale Delta, beta = 2 sigmoid(alpha), feedback in B, C, mixer and gate
+        but not in Delta, no feedback norm, output gate * SiLU(y* + D x) without norm, bias on Delta
+        only; solver None: Picard with the paper's stop rule at 0.1; adjoint None: the one-step
+        gradient. Pass max_steps=GammaCap(4.0, 1.0, 100) for its random caps. `options` are other
+        options of Bedouin, and may not contradict the above (TypeError).
         """
         return cls(
             d_model,
@@ -515,16 +519,18 @@ class FixedPointRNN(FixedPointLayer):
         h_t = lambda_t * h_{t-1} + (1 - lambda_t) * (Q_t (b_t * x_t - h_t) + h_t)
 
     with b_t = SiLU(W_b x_t), Q_t from (x_t, h_{t-1}), and Bedouin's gated, normalized output stage.
-    Source: Fixed-Point RNNs (arXiv 2503.10799), section 4. Shapes, calls, state (n = 1) and the options
-    not listed here are those of `Bedouin`.
+    Source: Fixed-Point RNNs (arXiv 2503.10799), section 4. Shapes, calls, state (n = 1) and the
+    options not listed here are those of `Bedouin`.
 
     Args:
-        decay: "sigmoid": lambda = sigmoid(W x_t); "griffin": lambda = exp(-8 softplus(omega) Delta),
-            Delta = sigmoid(W x_t).
+        decay: "sigmoid": lambda = sigmoid(W x_t); "griffin": lambda = exp(-8 softplus(omega)
+            Delta), Delta = sigmoid(W x_t).
         feedback: ("mixer",), or () to switch feedback off.
     """
 
     components = ("decay", "mixer")
+
+    omega: nn.Parameter
 
     def __init__(
         self,
@@ -576,7 +582,7 @@ class FixedPointRNN(FixedPointLayer):
             device=device,
             dtype=dtype,
         )
-        d, factory = self.d_inner, {"device": device, "dtype": dtype}
+        d, factory = self.d_inner, _factory(device, dtype)
         self.b_proj = nn.Linear(d, d, bias=False, **factory)
         if decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, 1, **factory))
@@ -656,6 +662,10 @@ def _reject(cls: type[FixedPointLayer], unknown: dict[str, Any]) -> NoReturn:
     raise TypeError(unknown_option(cls.__name__, name, valid))
 
 
+def _factory(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    return {"device": device, "dtype": dtype}
+
+
 def _positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int >= 1, got {value!r}")
@@ -678,9 +688,7 @@ def _one_of(name: str, value: OptionT, valid: Sequence[str]) -> OptionT:
     return value
 
 
-def _ordered_subset(
-    name: str, values: Collection[str], valid: tuple[str, ...]
-) -> tuple[str, ...]:
+def _ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(values, str) or not set(values) <= set(valid):
         raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
     return tuple(v for v in valid if v in values)

@@ -45,12 +45,13 @@ class StructuredMixer(ChannelMixer):
 
 
 class HouseholderProduct(StructuredMixer):
-    """Q = H_1 H_2 ... H_k with H_i = I - beta_i u_i u_i^T, beta_i = beta_max sigmoid(alpha_i), u_i unit.
+    """Q = H_1 H_2 ... H_k with H_i = I - beta_i u_i u_i^T, u_i unit.
 
-    beta_max = 1 gives every H_i eigenvalues in [0, 1]; 2 allows reflections, and singular local systems
-    (see `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha.
-    Source: arXiv 2503.10799, section 4; arXiv 2502.10297. Raises ValueError for num_householder < 1 or
-    beta_max outside (0, 2].
+    beta_i = beta_max sigmoid(alpha_i). beta_max = 1 gives every H_i eigenvalues in [0, 1]; 2 allows
+    reflections, and singular local systems (see `SolveStats.conditioning`). Raw values of a
+    token: k d for u, then k for alpha.
+    Source: arXiv 2503.10799, section 4; arXiv 2502.10297. Raises ValueError for num_householder < 1
+    or beta_max outside (0, 2].
     """
 
     def __init__(self, num_householder: int = 2, beta_max: float = 1.0) -> None:
@@ -77,7 +78,8 @@ class LowRank(StructuredMixer):
     """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part.
 
     I - Q has full rank (e = 1, M = -diag(alpha)); the local systems can be singular where the input
-    gain reaches 1. Raw values of a token: k d for u, then k for alpha. Raises ValueError for rank < 1.
+    gain reaches 1. Raw values of a token: k d for u, then k for alpha. Raises ValueError for
+    rank < 1.
     """
 
     def __init__(self, rank: int = 2) -> None:

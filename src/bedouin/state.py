@@ -24,7 +24,7 @@ class BedouinState(NamedTuple):
         return BedouinState(self.ssm.to(*args, **options), self.y.to(*args, **options))
 
     def __getitem__(self, index: Any) -> "BedouinState":  # type: ignore[override]
-        """Samples of the batch: state[2:5], state[mask]; state[i] is one sample without batch axis."""
+        """Samples of the batch: state[2:5], state[mask]; state[i] is one, without batch axis."""
         return BedouinState(self.ssm[index], self.y[index])
 
 

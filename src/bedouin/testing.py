@@ -230,7 +230,7 @@ def gradient_cosine(
     Parameters outside the fixed point (the output stage) count, too. NaN where a gradient is 0.
     """
     a, b = (_flat(layer_gradients(layer, x, adjoint)) for adjoint in (adjoint_a, adjoint_b))
-    return (a @ b / (a.norm() * b.norm())).item()
+    return float(a @ b / (a.norm() * b.norm()))
 
 
 def _flat(gradients: dict[str, Tensor]) -> Tensor:

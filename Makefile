@@ -1,0 +1,77 @@
+# Needs Python >= 3.11, make and git; everything else is installed into $(VENV).
+PYTHON ?= python3
+VENV   ?= .venv
+# Installed first and by itself: from the open range in pyproject.toml pip may take another build.
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+# Absolute, because `build` runs it from another folder.
+ENV_PYTHON := $(abspath $(VENV))/bin/python
+STAMP      := $(VENV)/installed
+WHEEL_ENV  := build/wheel-env
+
+.DEFAULT_GOAL := help
+# `check` ends with the tests, so that their summary is the last thing to be read.
+.NOTPARALLEL:
+.PHONY: help env a5 copy test lint types check build wheel clean
+
+help:
+	@echo "make a5      train on the A5 word problem        (options: make a5 ARGS=\"--seed 1\")"
+	@echo "make copy    train on copying                    (options: as above)"
+	@echo "make test    run the tests                       (options: make test ARGS=\"-m 'not slow'\")"
+	@echo "make check   lint, types, build, test"
+	@echo "make lint    ruff check and ruff format --check"
+	@echo "make types   mypy --strict over the library, tests and examples"
+	@echo "make build   sdist and wheel in dist/, then the wheel in an empty environment"
+	@echo "make env     the environment only                (PYTHON=, VENV=, TORCH=torch==2.11.0)"
+	@echo "make clean   remove build products, keep $(VENV) and runs/"
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@echo "== env: $(VENV) with $(TORCH), a few minutes"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: needs Python >= 3.11, found $$($(PYTHON) --version 2>&1); set PYTHON=..." >&2; exit 1; }
+	test -x $(ENV_PYTHON) || $(PYTHON) -m venv $(VENV)
+	$(ENV_PYTHON) -m pip install --quiet "$(TORCH)"
+	$(ENV_PYTHON) -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+a5: $(STAMP)
+	$(ENV_PYTHON) examples/train_a5.py $(ARGS)
+
+copy: $(STAMP)
+	$(ENV_PYTHON) examples/train_copy.py $(ARGS)
+
+# -P keeps the repository root, and with it `kernels` and `solvers`, off sys.path.
+test: $(STAMP)
+	@echo "== test"
+	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP)
+	@echo "== lint"
+	$(ENV_PYTHON) -m ruff check
+	$(ENV_PYTHON) -m ruff format --check
+
+# Type checkers do not follow the import hook of an editable install, but they do follow links.
+types: $(STAMP)
+	@echo "== types"
+	rm -rf build/tree && mkdir -p build/tree/bedouin
+	ln -s $(CURDIR)/src/bedouin/* $(CURDIR)/kernels $(CURDIR)/solvers build/tree/bedouin/
+	$(ENV_PYTHON) -P -m mypy
+
+build: $(STAMP)
+	@echo "== build"
+	rm -rf dist $(WHEEL_ENV)
+	$(ENV_PYTHON) -P -m build --quiet --outdir dist
+	$(PYTHON) -m venv $(WHEEL_ENV)
+	$(WHEEL_ENV)/bin/python -m pip install --quiet "$(TORCH)" dist/*.whl
+	cd $(WHEEL_ENV) && bin/python -I -W error $(CURDIR)/tests/smoke_wheel.py
+
+wheel: build
+
+check: lint types build test
+
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src kernels solvers tests examples -name __pycache__ -prune -exec rm -rf {} +

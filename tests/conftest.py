@@ -1,0 +1,70 @@
+"""What every test gets: one thread, fixed seeds, NaN in uninitialized memory, skipped GPU tests."""
+
+import os
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor
+
+# Deterministic mode needs it before the first cuBLAS call.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+class _TorchRandom:
+    """torch's global generator as hypothesis seeds and restores it around every example."""
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def getstate(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+# Held by a name because hypothesis keeps a weak reference only.
+_TORCH_RANDOM = _TorchRandom()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The tensors of the tests are small, and the workers share the cores.
+    torch.set_num_threads(1)
+    hypothesis.register_random(_TORCH_RANDOM)
+    # No deadline: the first example pays for imports and for a busy machine.
+    hypothesis.settings.register_profile("bedouin", deadline=None, print_blob=True)
+    ci = hypothesis.settings(hypothesis.settings.get_profile("bedouin"), derandomize=True)
+    hypothesis.settings.register_profile("bedouin-ci", ci)
+    hypothesis.settings.load_profile("bedouin-ci" if os.environ.get("CI") else "bedouin")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def default_seeds() -> None:
+    """Seed the global generators; a test that cares draws from its own."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nan_in_uninitialized_memory() -> Iterator[None]:
+    """Fill what torch.empty and its kin return with NaN, or with the largest integer.
+
+    Deterministic mode does this below Python, for allocations inside torch's operators too, and
+    under vmap and torch.compile, where a patched torch.empty would not be seen.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.set_deterministic_debug_mode(mode)

@@ -1,0 +1,107 @@
+"""The command line of the training scripts."""
+
+import dataclasses
+
+import pytest
+
+import train_a5
+import train_copy
+from bedouin.solvers import Anderson, Broyden, Direct, Jacobi, PhantomAdjoint, Picard
+from common.options import (
+    TrainConfig,
+    automatic_preset,
+    build_adjoint,
+    build_model,
+    build_solver,
+    parse_config,
+)
+
+
+def parse_a5(*args: str) -> train_a5.WordProblemConfig:
+    return parse_config(train_a5.PRESETS, args)
+
+
+def test_preset_gives_the_defaults_and_flags_override_them() -> None:
+    config = parse_a5("--preset", "paper", "--d-model", "96", "--eval-lengths", "3", "5")
+    expected = dataclasses.replace(train_a5.PAPER, d_model=96, eval_lengths=(3, 5))
+    assert config == expected
+    assert parse_a5("--preset=gpu") == train_a5.GPU
+
+
+def test_auto_is_the_preset_of_the_machine_and_recorded_as_such() -> None:
+    assert parse_a5() == train_a5.PRESETS[automatic_preset()]
+    assert parse_a5("--preset", "auto").preset in ("cpu", "gpu")
+
+
+def test_presets_carry_their_own_name() -> None:
+    for presets in (train_a5.PRESETS, train_copy.PRESETS):
+        assert {name: config.preset for name, config in presets.items()} == {
+            name: name for name in ("cpu", "gpu", "paper")
+        }
+
+
+@pytest.mark.parametrize(
+    ("flag", "suggestion"),
+    [("--lrr", "--lr"), ("--d-modle", "--d-model"), ("--num-housholder", "--num-house")],
+)
+def test_unknown_flag_exits_and_suggests(
+    flag: str, suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_a5(flag, "3")
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert flag in message and suggestion in message
+
+
+def test_wrong_choice_exits_and_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_a5("--preset", "tpu")
+    assert stop.value.code == 2
+    assert "paper" in capsys.readouterr().err
+
+
+def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_a5("--help")
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(train_a5.WordProblemConfig):
+        assert f"--{field.name.replace('_', '-')}" in text
+    assert "Optimizer steps" in text and "(default:" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be positive, got 0"),
+        ({"seed": -1}, "seed must be in"),
+        ({"eval_lengths": (4, 0)}, "lengths to evaluate must be positive, got 0"),
+        ({"layer": "paper", "solver": "direct"}, "layer 'paper' fixes solver"),
+    ],
+)
+def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TrainConfig(), **change)  # type: ignore[arg-type]
+
+
+def test_solver_flags_build_the_solver_with_its_tolerances() -> None:
+    base = TrainConfig(rtol=1e-3, atol=1e-7)
+    assert build_solver(base) == "auto"
+    assert build_solver(dataclasses.replace(base, solver="direct")) == Direct()
+    for name, solver in (("picard", Picard), ("jacobi", Jacobi)):
+        config = dataclasses.replace(base, solver=name)  # type: ignore[arg-type]
+        assert build_solver(config) == solver(rtol=1e-3, atol=1e-7)
+    anderson = build_solver(dataclasses.replace(base, solver="anderson"))
+    broyden = build_solver(dataclasses.replace(base, solver="broyden"))
+    assert isinstance(anderson, Anderson) and anderson.rtol == 1e-3
+    assert isinstance(broyden, Broyden) and broyden.atol == 1e-7
+    assert isinstance(build_adjoint(dataclasses.replace(base, adjoint="phantom")), PhantomAdjoint)
+
+
+def test_model_is_a_function_of_the_seed() -> None:
+    def weights(seed: int) -> list[float]:
+        model = build_model(TrainConfig(seed=seed, d_model=8, d_state=2), 7, 5)
+        return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+    assert weights(3) == weights(3)
+    assert weights(3) != weights(4)

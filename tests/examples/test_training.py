@@ -1,0 +1,224 @@
+"""The training scripts: what they write, and that a cut run continues bit for bit."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import train_a5
+import train_copy
+from bedouin.solvers import ConvergenceWarning
+from common import training
+from common.evaluation import stop_accuracy
+from common.options import TrainConfig, build_model
+from common.training import learning_rate
+
+SMALL: dict[str, Any] = {
+    **{"device": "cpu", "d_model": 16, "d_state": 2, "num_householder": 1, "batch_size": 8},
+    **{"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3, "checkpoint_every": 2},
+    **{"eval_rows": 16, "final_rows": 32, "eval_batch_size": 16, "final_lengths": (2,)},
+}
+
+
+def a5_config(out: Path, **changes: Any) -> train_a5.WordProblemConfig:
+    values = {**SMALL, "length": 3, "eval_lengths": (3, 5), "out": out, **changes}
+    return train_a5.WordProblemConfig(**values)
+
+
+def copy_config(out: Path, **changes: Any) -> train_copy.CopyingConfig:
+    lengths = {"min_length": 2, "max_length": 3, "context_len": 16, "eval_lengths": (3, 6)}
+    return train_copy.CopyingConfig(**{**SMALL, **lengths, "out": out, **changes})
+
+
+def read_metrics(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    return content
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return content
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    one, two = checkpoint(first), checkpoint(second)
+    assert one["step"] == two["step"] and one["history"] == two["history"]
+    for name in one["model"]:
+        assert torch.equal(one["model"][name], two["model"][name]), name
+    for index, state in one["optimizer"]["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, two["optimizer"]["state"][index][name])
+    assert torch.equal(one["random"][0]["data"], two["random"][0]["data"])
+    assert read_metrics(first)["accuracy"] == read_metrics(second)["accuracy"]
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the run die in the middle of a step."""
+    original = training.train_step
+
+    def dying(job: Any, run: Any, batch: Any) -> Tensor:
+        if run.step == step:
+            raise KeyboardInterrupt
+        return original(job, run, batch)
+
+    monkeypatch.setattr(training, "train_step", dying)
+
+
+def test_a5_writes_metrics_figure_and_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_a5.main(a5_config(tmp_path, seed=3))
+    metrics = read_metrics(tmp_path)
+    for name in ("accuracy", "sequence_accuracy", "num_steps", "residual"):
+        assert list(metrics[name]) == ["2", "3", "5"]
+    assert 0 <= metrics["accuracy"]["5"] < 0.5 and metrics["seconds"] > 0
+    assert metrics["seed"] == 3 and metrics["config"]["d_model"] == 16
+    assert [entry["step"] for entry in metrics["history"]] == [3, 6]
+    assert metrics["history"][0]["loss"] == pytest.approx(4.1, abs=1.0)
+    assert metrics["versions"]["torch"] == torch.__version__ and "cpu" in metrics["device"]
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    weights, saved = load_file(tmp_path / "model.safetensors"), checkpoint(tmp_path)["model"]
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    printed = capsys.readouterr().out
+    assert "step 3  loss" in printed and "sequence_accuracy" in printed
+
+
+def test_copy_writes_its_accuracies_under_both_names(tmp_path: Path) -> None:
+    train_copy.main(copy_config(tmp_path))
+    metrics = read_metrics(tmp_path)
+    assert list(metrics["character_accuracy"]) == ["2", "3", "6"]
+    assert metrics["character_accuracy"] == metrics["accuracy"]
+    assert metrics["string_accuracy"] == metrics["sequence_accuracy"]
+
+
+def test_interrupted_run_continues_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_a5.main(a5_config(tmp_path / "whole"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(5, patch)
+        train_a5.main(a5_config(tmp_path / "cut"))
+    assert checkpoint(tmp_path / "cut")["step"] == 4
+    torch.manual_seed(99)
+    train_a5.main(a5_config(tmp_path / "cut", resume=True))
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_killed_process_continues_bit_for_bit(tmp_path: Path) -> None:
+    shape = ["--preset=cpu", "--d-model=16", "--d-state=2", "--batch-size=8", "--threads=1"]
+    shape += ["--steps=60", "--eval-every=30", "--checkpoint-every=10", "--final-rows=64"]
+    script = Path(train_a5.__file__)
+
+    def command(out: str, *extra: str) -> list[str]:
+        return [sys.executable, str(script), *shape, f"--out={tmp_path / out}", *extra]
+
+    killed = subprocess.Popen(command("cut"), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "cut" / "checkpoint.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert checkpoint(tmp_path / "cut")["step"] < 60
+    subprocess.run(command("cut", "--resume"), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command("whole"), check=True, stdout=subprocess.DEVNULL)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_checkpoint_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_a5.main(a5_config(tmp_path))
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+
+    def full_disk(content: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="disk full"):
+        train_a5.main(a5_config(tmp_path))
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+def test_resume_without_checkpoint_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint .*start without --resume"):
+        train_a5.main(a5_config(tmp_path, resume=True))
+
+
+def test_resume_with_other_options_names_the_option(tmp_path: Path) -> None:
+    train_a5.main(a5_config(tmp_path))
+    with pytest.raises(ValueError, match=r"written with lr 0.001, got 0.1; .*--out"):
+        train_a5.main(a5_config(tmp_path, resume=True, lr=0.1))
+
+
+def test_starting_over_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_a5.main(a5_config(tmp_path, steps=1))
+    train_a5.main(a5_config(tmp_path, steps=1))
+    assert "holds an earlier run" in capsys.readouterr().out
+
+
+def test_early_stop_is_off_by_default_and_ends_the_run_when_reached(tmp_path: Path) -> None:
+    train_a5.main(a5_config(tmp_path, stop_at_accuracy=0.0))
+    metrics = read_metrics(tmp_path)
+    assert metrics["steps"] == 3 and checkpoint(tmp_path)["stopped"] is True
+    assert TrainConfig().stop_at_accuracy is None
+
+
+def test_longest_training_length_is_always_evaluated(tmp_path: Path) -> None:
+    train_a5.main(a5_config(tmp_path, steps=1, eval_lengths=(), final_lengths=()))
+    assert list(read_metrics(tmp_path)["accuracy"]) == ["3"]
+
+
+def test_early_stop_looks_at_training_lengths_only(tmp_path: Path) -> None:
+    config = copy_config(tmp_path)
+    job = training.start_job(train_copy.copying(config), config)
+    accuracy = {"3": 0.75, "6": 0.125}
+    assert stop_accuracy(job, {"accuracy": accuracy}) == 0.75
+
+
+def test_nonfinite_loss_stops_with_a_message(tmp_path: Path) -> None:
+    config = a5_config(tmp_path, lr=float("inf"), warmup_steps=0)
+    with (
+        pytest.warns(ConvergenceWarning, match="not finite"),
+        pytest.raises(FloatingPointError, match="lower --lr"),
+    ):
+        train_a5.main(config)
+
+
+def test_default_folder_is_named_after_task_and_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(a5_config(tmp_path, steps=1, seed=2, group="Z5"), out=None)
+    train_a5.main(config)
+    assert (tmp_path / "runs" / "z5-seed2" / "metrics.json").exists()
+
+
+def test_learning_rate_warms_up_and_falls_to_zero() -> None:
+    config = TrainConfig(steps=110, warmup_steps=10, lr=2.0)
+    assert learning_rate(0, config) == pytest.approx(0.2)
+    assert learning_rate(9, config) == learning_rate(10, config) == 2.0
+    assert learning_rate(60, config) == pytest.approx(1.0)
+    assert learning_rate(110, config) == pytest.approx(0.0)
+    linear = dataclasses.replace(config, schedule="linear")
+    assert learning_rate(35, linear) == pytest.approx(1.5)
+
+
+def test_marked_parameters_are_not_decayed(tmp_path: Path) -> None:
+    model = build_model(a5_config(tmp_path), 60, 60)
+    groups = training.build_optimizer(model, a5_config(tmp_path, weight_decay=0.5)).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    spared = [names[id(p)].split(".")[-1] for p in groups[1]["params"]]
+    assert "A_log" in spared and groups[1]["weight_decay"] == 0.0
+    assert groups[0]["weight_decay"] == 0.5
+    assert len(groups[0]["params"]) + len(groups[1]["params"]) == len(names)

@@ -1,0 +1,139 @@
+"""Products of Householder matrices against the matrices themselves.
+
+Letters: b batch, d channels, k reflections.
+"""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bedouin.kernels.householder import (
+    apply_complement,
+    apply_complement_transposed,
+    householder_product,
+    unit,
+    wy_factor,
+)
+
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}
+DTYPES = list(TOLERANCE)
+
+
+def _unit_rows(k: int, d: int, dtype: torch.dtype = torch.float64, b: int = 3) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(b, k, d, dtype=dtype), dim=-1)
+
+
+def _dense_product(U: Tensor, beta: Tensor) -> Tensor:  # (b, k, d), (b, k) -> (b, d, d)
+    """H_1 H_2 ... H_k, matrix by matrix."""
+    eye = torch.eye(U.shape[-1], dtype=U.dtype)
+    outer = torch.einsum("bkd,bke->bkde", U, U)
+    factors = (eye - beta[:, :, None, None] * outer).unbind(1)
+    return functools.reduce(torch.matmul, factors)
+
+
+def _from_wy(U: Tensor, beta: Tensor) -> Tensor:
+    return torch.eye(U.shape[-1], dtype=U.dtype) - U.mT @ wy_factor(U, beta) @ U
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("beta_value", [0.0, 1.0, 2.0])
+def test_wy_form_is_the_product_of_the_matrices(
+    k: int, beta_value: float, dtype: torch.dtype
+) -> None:
+    U, beta = _unit_rows(k, 11, dtype), torch.full((3, k), beta_value, dtype=dtype)
+    tolerance = TOLERANCE[dtype] * 4**k if beta_value == 2 else TOLERANCE[dtype] * 2**k
+    torch.testing.assert_close(
+        _from_wy(U, beta), _dense_product(U, beta), rtol=0, atol=min(tolerance, 1e-3)
+    )
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_wy_form_holds_for_mixed_beta_and_fewer_channels_than_reflections(k: int) -> None:
+    U, beta = _unit_rows(k, 2), 2 * torch.rand(3, k, dtype=torch.float64)
+    torch.testing.assert_close(_from_wy(U, beta), _dense_product(U, beta), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_wy_factor_obeys_its_recurrence(k: int) -> None:
+    U, beta = _unit_rows(k, 7), torch.rand(3, k, dtype=torch.float64)
+    T = wy_factor(U, beta)
+    assert torch.equal(T, T.triu())
+    for i in range(k):
+        column = T[:, :i, :i] @ (U[:, :i] @ U[:, i, :, None])
+        torch.testing.assert_close(T[:, i, i], beta[:, i])
+        torch.testing.assert_close(T[:, :i, i], -beta[:, i, None] * column[..., 0])
+
+
+def test_beta_0_is_the_identity() -> None:
+    U = _unit_rows(4, 6)
+    assert torch.equal(wy_factor(U, torch.zeros(3, 4, dtype=U.dtype)), U.new_zeros(3, 4, 4))
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+def test_reflections_are_orthogonal(k: int) -> None:
+    U = _unit_rows(k, 9)
+    Q = _from_wy(U, torch.full((3, k), 2.0, dtype=U.dtype))
+    identity = torch.eye(9, dtype=U.dtype).expand(3, 9, 9)
+    torch.testing.assert_close(Q @ Q.mT, identity, rtol=0, atol=1e-11)
+    determinant = torch.linalg.det(Q)
+    torch.testing.assert_close(determinant, torch.full_like(determinant, (-1.0) ** k))
+
+
+def test_one_reflection_with_beta_1_is_a_projection() -> None:
+    Q = _from_wy(_unit_rows(1, 5), torch.ones(3, 1, dtype=torch.float64))
+    torch.testing.assert_close(Q @ Q, Q)
+
+
+@settings(max_examples=30)
+@given(k=st.integers(1, 8), d=st.integers(1, 12), beta_max=st.floats(0, 2))
+def test_householder_product_and_wy_form_agree(k: int, d: int, beta_max: float) -> None:
+    u, v = torch.randn(2, k, d, dtype=torch.float64), torch.randn(2, d, dtype=torch.float64)
+    beta = beta_max * torch.rand(2, k, dtype=torch.float64)
+    U = unit(u)
+    complement = apply_complement(v, torch.zeros(2, 1, dtype=v.dtype), U, wy_factor(U, beta))
+    torch.testing.assert_close(v - complement, householder_product(v, u, beta))
+
+
+def test_complement_is_diagonal_plus_low_rank() -> None:
+    v, e = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    U, M = _unit_rows(2, 6), torch.randn(3, 2, 2, dtype=torch.float64)
+    dense = torch.diag_embed(e) + U.mT @ M @ U
+    torch.testing.assert_close(apply_complement(v, e, U, M), (dense @ v[..., None])[..., 0])
+    transposed = (dense.mT @ v[..., None])[..., 0]
+    torch.testing.assert_close(apply_complement_transposed(v, e, U, M), transposed)
+
+
+def test_unit_has_length_one_up_to_its_eps() -> None:
+    v = 3 * torch.randn(4, 50, dtype=torch.float64)
+    expected = (v.square().sum(-1) / (v.square().sum(-1) + 50e-6)).sqrt()
+    torch.testing.assert_close(unit(v).norm(dim=-1), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 7, 512])
+def test_unit_at_the_zero_vector_has_a_moderate_gradient(length: int, dtype: torch.dtype) -> None:
+    v = torch.zeros(length, dtype=dtype, requires_grad=True)
+    out = unit(v)
+    assert torch.equal(out, torch.zeros_like(out))
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(grad, torch.full_like(grad, (length * 1e-6) ** -0.5))
+
+
+def test_a_zero_direction_reflects_nothing() -> None:
+    v = torch.randn(2, 5, dtype=torch.float64)
+    u, beta = torch.zeros(2, 3, 5, dtype=v.dtype), torch.full((2, 3), 2.0, dtype=v.dtype)
+    assert torch.equal(householder_product(v, u, beta), v)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_gradients(k: int) -> None:
+    v = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    u = torch.randn(2, k, 4, dtype=torch.float64, requires_grad=True)
+    beta = torch.rand(2, k, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(householder_product, (v, u, beta))
+    assert torch.autograd.gradcheck(lambda u, beta: wy_factor(unit(u), beta), (u, beta))

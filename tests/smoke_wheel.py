@@ -1,0 +1,46 @@
+"""Import the installed wheel and run one layer: `make build` does it in an empty environment.
+
+A script, not a test: that environment has the wheel and its dependencies, and no pytest.
+"""
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import torch
+
+import bedouin
+from bedouin import Bedouin
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def require_installed() -> None:
+    sources = (ROOT / "src", ROOT / "kernels", ROOT / "solvers")
+    here = Path(bedouin.__file__).resolve()
+    if any(here.is_relative_to(folder) for folder in sources):
+        raise RuntimeError(f"expected the installed wheel, got the sources: {here}")
+
+
+def import_everything() -> int:
+    names = [module.name for module in pkgutil.walk_packages(bedouin.__path__, "bedouin.")]
+    for name in names:
+        importlib.import_module(name)
+    return len(names)
+
+
+def run_layer() -> tuple[int, ...]:
+    layer = Bedouin(16)
+    y = layer(torch.randn(2, 5, 16))  # (b, t, m)
+    y.square().mean().backward()
+    if not all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters()):
+        raise RuntimeError("a parameter of Bedouin(16) has no finite gradient")
+    return tuple(y.shape)
+
+
+if __name__ == "__main__":
+    require_installed()
+    count = import_everything()
+    shape = run_layer()
+    # The one line of `make build` that says the wheel works.
+    print(f"wheel: {count} modules imported, Bedouin(16) gives {shape}")  # noqa: T201

@@ -1,0 +1,312 @@
+"""Gradients at a fixed point: exact ones agree, cheap ones point the same way.
+
+Letters: b batch, c values of a sample.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Broyden,
+    ConvergenceError,
+    ConvergenceWarning,
+    Direct,
+    ImplicitAdjoint,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solution,
+    Solver,
+    UnrolledAdjoint,
+    solve,
+)
+from bedouin.solvers.base import Map
+
+EXACT = Picard(rtol=1e-14, atol=1e-15)
+SOLVERS: list[Solver] = [EXACT, Anderson(1e-13, 1e-15), Broyden(1e-13, 1e-15)]
+ADJOINTS: list[Adjoint] = [
+    ImplicitAdjoint(),
+    OneStepAdjoint(),
+    PhantomAdjoint(),
+    UnrolledAdjoint(),
+]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """y -> tanh(W y + U x): a DEQ with parameters W (c, c), U (c, c) and input x (b, c)."""
+
+    W: Tensor
+    U: Tensor
+    x: Tensor
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.W, self.U, self.x
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return torch.tanh(y @ self.W.T + self.x @ self.U.T)
+
+
+def _cell(b: int = 3, c: int = 5, gain: float = 0.7) -> Cell:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    W, U, x = draw(c, c), draw(c, c), draw(b, c)
+    W = gain * W / torch.linalg.matrix_norm(W, 2)
+    return Cell(*(v.requires_grad_() for v in (W, U, x)))
+
+
+def _solve(f: Cell, solver: Solver, adjoint: Adjoint | None, **options: Any) -> Solution:
+    options = {"max_steps": 500} | options
+    return solve(f, torch.zeros_like(f.x), solver, adjoint=adjoint, **options)
+
+
+def _loss(y: Tensor) -> Tensor:
+    return (y * torch.arange(1.0, 1 + y.numel(), dtype=y.dtype).reshape(y.shape).cos()).sum()
+
+
+def _gradients(solver: Solver, adjoint: Adjoint | None, **options: Any) -> tuple[Tensor, ...]:
+    f = _cell()
+    return torch.autograd.grad(_loss(_solve(f, solver, adjoint, **options).value), f.parameters)
+
+
+def _cosine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> float:
+    flat_a, flat_b = (torch.cat([v.flatten() for v in vs]) for vs in (a, b))
+    return float(flat_a @ flat_b / (flat_a.norm() * flat_b.norm()))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_implicit_after_every_solver_is_unrolled(solver: Solver) -> None:
+    expected = _gradients(EXACT, UnrolledAdjoint())
+    torch.testing.assert_close(_gradients(solver, None), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("backward", SOLVERS)
+def test_the_adjoint_may_have_its_own_solver(solver: Solver, backward: Solver) -> None:
+    expected = _gradients(EXACT, UnrolledAdjoint())
+    actual = _gradients(solver, ImplicitAdjoint(backward))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("adjoint", [ImplicitAdjoint(), UnrolledAdjoint()])
+def test_exact_adjoints_agree_with_finite_differences(adjoint: Adjoint) -> None:
+    f = _cell(b=2, c=3)
+
+    def fixed_point(*parameters: Tensor) -> Tensor:
+        return _solve(Cell(*parameters), EXACT, adjoint).value
+
+    assert torch.autograd.gradcheck(fixed_point, f.parameters, rtol=1e-6, atol=1e-7)
+
+
+def test_cheap_adjoints_differ_and_point_the_same_way() -> None:
+    exact = _gradients(EXACT, ImplicitAdjoint())
+    one_step = _cosine(_gradients(EXACT, OneStepAdjoint()), exact)
+    phantom = _cosine(_gradients(EXACT, PhantomAdjoint()), exact)
+    assert 0.7 < one_step < phantom < 1 - 1e-6
+    assert phantom > 0.95
+
+
+def test_one_phantom_step_without_damping_is_the_one_step_gradient() -> None:
+    one_step = _gradients(EXACT, OneStepAdjoint())
+    assert all(map(torch.equal, _gradients(EXACT, PhantomAdjoint(1, 1.0)), one_step))
+
+
+def test_many_phantom_steps_are_exact() -> None:
+    exact = _gradients(EXACT, ImplicitAdjoint())
+    phantom = _gradients(EXACT, PhantomAdjoint(200, 0.9))
+    torch.testing.assert_close(phantom, exact, rtol=1e-9, atol=1e-10)
+
+
+def test_one_step_is_the_vjp_at_the_fixed_point() -> None:
+    f = _cell()
+    y_star = _solve(f, EXACT, OneStepAdjoint()).value.detach()
+    expected = torch.autograd.grad(_loss(f(y_star)), f.parameters)
+    torch.testing.assert_close(_gradients(EXACT, OneStepAdjoint()), expected)
+
+
+def test_too_few_unrolled_steps_give_the_gradient_of_those_steps() -> None:
+    f = _cell()
+    options: dict[str, Any] = {"max_steps": 3, "on_unconverged": "ignore"}
+    value = _solve(f, Picard(), UnrolledAdjoint(), **options).value
+    unrolled = f(f(f(torch.zeros_like(f.x))))
+    assert torch.equal(value, unrolled)
+    expected = torch.autograd.grad(_loss(unrolled), f.parameters)
+    torch.testing.assert_close(torch.autograd.grad(_loss(value), f.parameters), expected)
+
+
+@pytest.mark.parametrize("adjoint", ADJOINTS)
+def test_the_value_does_not_depend_on_the_adjoint(adjoint: Adjoint) -> None:
+    f = _cell()
+    value = _solve(f, Picard(), adjoint).value
+    assert torch.equal(value, _solve(f, Picard(), None).value)
+    with torch.no_grad():
+        assert torch.equal(value, _solve(f, Picard(), adjoint).value)
+
+
+@pytest.mark.parametrize("adjoint", ADJOINTS)
+def test_without_gradients_nothing_is_tracked(adjoint: Adjoint) -> None:
+    f = _cell()
+    with torch.no_grad():
+        assert not _solve(f, Picard(), adjoint).value.requires_grad
+    constant = Cell(*(v.detach() for v in f.parameters))
+    assert not _solve(constant, Picard(), adjoint).value.requires_grad
+
+
+@pytest.mark.parametrize("adjoint", [ImplicitAdjoint(), OneStepAdjoint(), UnrolledAdjoint()])
+def test_a_map_that_ignores_its_argument_has_the_gradient_of_its_value(adjoint: Adjoint) -> None:
+    parameter = torch.ones(2, 3, requires_grad=True)
+    for f, expected in ((lambda y: parameter, 1.0), (lambda y: (2 * parameter).sin().asin(), 2.0)):
+        value = solve(f, torch.zeros(2, 3), Picard(), adjoint=adjoint).value
+        (grad,) = torch.autograd.grad(value.sum(), parameter)
+        torch.testing.assert_close(grad.abs(), torch.full((2, 3), expected))
+
+
+def test_gradients_reach_what_is_upstream_of_the_map() -> None:
+    x = torch.full((2, 3), 0.5, requires_grad=True)
+    upstream = (4 * x).square()
+    value = solve(lambda y: 0.5 * y + upstream, torch.zeros(2, 3), Picard(1e-6)).value
+    (grad,) = torch.autograd.grad(value.sum(), x)
+    torch.testing.assert_close(grad, torch.full((2, 3), 2 * 16.0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("adjoint", ADJOINTS)
+def test_a_random_cap_in_training_only_changes_the_value(adjoint: Adjoint) -> None:
+    """Drawn or not, a solve of the same length has the same gradient."""
+    options: dict[str, Any] = {"max_steps": 4, "on_unconverged": "ignore"}
+    evaluated = _gradients(Picard(), adjoint, **options)
+    drawn = _gradients(Picard(), adjoint, draw=7, **options)
+    assert all(map(torch.equal, evaluated, drawn))
+
+
+def test_backward_statistics_are_none_before_and_there_after() -> None:
+    f = _cell()
+    solution = _solve(f, EXACT, ImplicitAdjoint(Picard(1e-6)))
+    assert solution.stats.backward is None
+    _loss(solution.value).backward()
+    backward = solution.stats.backward
+    assert backward is not None
+    assert bool(backward.converged.all()) and backward.num_steps.shape == (3,)
+    assert 1e-14 < backward.residual.max() < 1e-6
+
+
+@pytest.mark.parametrize("adjoint", [OneStepAdjoint(), PhantomAdjoint(), UnrolledAdjoint()])
+def test_adjoints_without_a_solve_report_none(adjoint: Adjoint) -> None:
+    f = _cell()
+    solution = _solve(f, Picard(), adjoint)
+    _loss(solution.value).backward()
+    assert solution.stats.backward is None
+
+
+def _unconverged_backward(policy: str) -> Callable[[], None]:
+    """A forward solve that is at its fixed point from the start, with a slow adjoint."""
+    rate = torch.tensor(0.99, dtype=torch.float64, requires_grad=True)
+    options: dict[str, Any] = {"max_steps": 5, "on_unconverged": policy, "subject": "layer 1"}
+    y0 = torch.zeros(2, 3, dtype=torch.float64)
+    solution = solve(lambda y: rate * y, y0, Picard(), **options)
+    return solution.value.sum().backward
+
+
+def test_an_unconverged_backward_warns() -> None:
+    message = "layer 1, adjoint solve: 2 of 2 samples did not converge in 5 steps"
+    with pytest.warns(ConvergenceWarning, match=message):
+        _unconverged_backward("warn")()
+
+
+def test_an_unconverged_backward_raises_on_request() -> None:
+    with pytest.raises(ConvergenceError, match="adjoint solve"):
+        _unconverged_backward("raise")()
+
+
+def test_an_unconverged_backward_is_ignored_on_request() -> None:
+    _unconverged_backward("ignore")()
+
+
+@pytest.mark.parametrize("adjoint", ADJOINTS)
+@pytest.mark.parametrize("loss", [_loss, lambda y: _loss(y.square())])
+def test_the_second_derivative_raises_however_it_is_asked_for(
+    adjoint: Adjoint, loss: Callable[[Tensor], Tensor]
+) -> None:
+    f = _cell()
+    value = _solve(f, Picard(), adjoint).value
+    grads = torch.autograd.grad(loss(value), f.parameters, create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="once differentiable"):
+            torch.autograd.grad(grad.square().sum(), f.parameters, retain_graph=True)
+    with pytest.raises(RuntimeError, match="once differentiable"):
+        grads[0].sum().backward()
+
+
+def test_a_nan_sample_leaves_the_gradients_of_the_others_alone() -> None:
+    clean = _gradients(EXACT, None)[-1]
+    f = _cell()
+    x = f.x.detach().clone()
+    x[1] = torch.nan
+    f = Cell(f.W, f.U, x.requires_grad_())
+    value = _solve(f, EXACT, None, on_unconverged="ignore").value
+    (grad,) = torch.autograd.grad(_loss(value), x)
+    torch.testing.assert_close(grad[[0, 2]], clean[[0, 2]], rtol=1e-10, atol=1e-12)
+
+
+def test_a_direct_adjoint_needs_a_reverse_sweep() -> None:
+    f = _cell()
+    message = r"ImplicitAdjoint\(solver=Direct\(\)\) needs a map with a reverse sweep, got Cell"
+    with pytest.raises(TypeError, match=message):
+        _solve(f, Picard(), ImplicitAdjoint(Direct()))
+
+
+def test_an_iterative_adjoint_cannot_run_under_a_transform() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return solve(lambda y: 0.5 * y + x, torch.zeros_like(x), Picard()).value.sum()
+
+    with pytest.raises(RuntimeError, match="cannot run under torch.compile, torch.func transforms"):
+        torch.func.grad(loss)(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("adjoint", [OneStepAdjoint(), PhantomAdjoint(), UnrolledAdjoint()])
+def test_the_other_adjoints_run_under_vmap_of_grad(adjoint: Adjoint) -> None:
+    def loss(x: Tensor) -> Tensor:
+        f: Map = lambda y: 0.5 * torch.sin(y) + x  # noqa: E731
+        return _loss(solve(f, torch.zeros_like(x), Picard(1e-10), adjoint=adjoint).value)
+
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    vmapped = torch.func.vmap(torch.func.grad(loss))(x)
+    looped = [torch.autograd.functional.vjp(loss, v)[1] for v in x]
+    torch.testing.assert_close(vmapped, torch.stack(looped), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "message"),
+    [
+        (
+            ImplicitAdjoint,
+            {"solver": "picard"},
+            TypeError,
+            "solver must be a Solver or None, got s",
+        ),
+        (ImplicitAdjoint, {"solver": Picard}, TypeError, "solver must be a Solver or None"),
+        (ImplicitAdjoint, {"solvr": 1}, TypeError, "no option 'solvr'; did you mean 'solver'"),
+        (OneStepAdjoint, {"steps": 1}, TypeError, "OneStepAdjoint has no option 'steps'"),
+        (UnrolledAdjoint, {"steps": 1}, TypeError, "Valid: no options at all"),
+        (PhantomAdjoint, {"num_steps": 0}, ValueError, "num_steps must be an int >= 1, got 0"),
+        (PhantomAdjoint, {"num_steps": 2.0}, ValueError, "num_steps must be an int >= 1, got 2.0"),
+        (PhantomAdjoint, {"damping": 0.0}, ValueError, r"damping must lie in \(0, 1\], got 0.0"),
+        (PhantomAdjoint, {"damping": 1.1}, ValueError, r"damping must lie in \(0, 1\], got 1.1"),
+        (PhantomAdjoint, {"damp": 1.0}, TypeError, "did you mean 'damping'"),
+    ],
+)
+def test_wrong_options(
+    kind: type[Adjoint], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kind(**options)

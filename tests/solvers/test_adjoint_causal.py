@@ -1,0 +1,123 @@
+"""Gradients of maps that are causal in time: Jacobi backward in time, and the reverse sweep.
+
+Letters: b batch, t time, c values of a token.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Direct,
+    ImplicitAdjoint,
+    Jacobi,
+    Picard,
+    Solver,
+    solve,
+)
+from bedouin.solvers.solution import BackwardStats, SolveStats
+
+EXACT = Picard(rtol=1e-14, atol=1e-15)
+
+
+def _loss(y: Tensor) -> Tensor:
+    return (y * torch.arange(1.0, 1 + y.numel(), dtype=y.dtype).reshape(y.shape).cos()).sum()
+
+
+class _ToyMap:
+    """F(y)_t = a y_t + sin(y_{t-1}) w + x_t, with the local solve that Jacobi needs, both ways."""
+
+    def __init__(self, a: Tensor, w: Tensor, x: Tensor) -> None:
+        self.a, self.w, self.x = a, w, x
+
+    def _past(self, y: Tensor) -> Tensor:
+        before = torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], 1)
+        return torch.sin(before) * self.w + self.x
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.a * y + self._past(y)
+
+    def loop(self) -> Tensor:
+        """The fixed point token by token, differentiable."""
+        y = self.x[:, 0] / (1 - self.a)
+        tokens = [y]
+        for x_t in self.x.unbind(1)[1:]:
+            y = (torch.sin(y) * self.w + x_t) / (1 - self.a)
+            tokens.append(y)
+        return torch.stack(tokens, 1)
+
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self._past(y) / (1 - self.a), y.new_ones(y.shape[0])
+
+    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
+        a = self.a.detach()
+        return (lambda w: a * w), (lambda r: r / (1 - a))
+
+
+class _ExactToyMap(_ToyMap):
+    """The same with a reverse sweep, which reports one step."""
+
+    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:
+        value = self.loop()
+
+        def report(grad: Tensor) -> None:
+            one = torch.ones(y_star.shape[0])
+            cell.stats = SolveStats(one.long(), 0 * one, one.bool())
+
+        value.register_hook(report)
+        return value
+
+
+def _toy(kind: type[_ToyMap], a: float = -2.0) -> tuple[_ToyMap, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 6, 3), (3,)))
+    inputs = [v.requires_grad_() for v in (torch.tensor(a, dtype=torch.float64), w, x)]
+    return kind(*inputs), inputs
+
+
+def _toy_gradients(
+    kind: type[_ToyMap], solver: Solver, adjoint: Adjoint | None, a: float = -2.0
+) -> tuple[tuple[Tensor, ...], SolveStats]:
+    f, inputs = _toy(kind, a)
+    y0 = torch.zeros_like(f.x)
+    solution = solve(f, y0, solver, adjoint=adjoint, time_dim=1)
+    grads = torch.autograd.grad(_loss(solution.value), inputs)
+    backward = solution.stats.backward
+    assert backward is not None
+    return grads, backward
+
+
+def _toy_reference(a: float = -2.0) -> tuple[Tensor, ...]:
+    f, inputs = _toy(_ToyMap, a)
+    return torch.autograd.grad(_loss(f.loop()), inputs)
+
+
+def test_jacobi_backward_in_time_ends_within_t_plus_1_steps() -> None:
+    grads, backward = _toy_gradients(_ToyMap, Jacobi(1e-13, 0.0), None)
+    torch.testing.assert_close(grads, _toy_reference())
+    assert int(backward.num_steps.max()) <= 7
+
+
+@pytest.mark.parametrize("backward", [EXACT, Anderson(1e-13, 0.0), Jacobi(1e-13, 0.0)])
+def test_causal_maps_have_exact_gradients_by_every_adjoint_solver(backward: Solver) -> None:
+    grads, _ = _toy_gradients(_ToyMap, EXACT, ImplicitAdjoint(backward), a=0.4)
+    torch.testing.assert_close(grads, _toy_reference(0.4), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("adjoint", [None, ImplicitAdjoint(), ImplicitAdjoint(Direct())])
+@pytest.mark.parametrize("solver", [Jacobi(1e-13, 0.0), Picard(1e-13, 0.0)])
+def test_a_reverse_sweep_is_used_after_every_solver(
+    solver: Solver, adjoint: Adjoint | None
+) -> None:
+    grads, backward = _toy_gradients(_ExactToyMap, solver, adjoint, a=0.4)
+    torch.testing.assert_close(grads, _toy_reference(0.4))
+    assert backward.num_steps.tolist() == [1, 1]
+
+
+def test_another_adjoint_solver_is_honoured_despite_the_reverse_sweep() -> None:
+    _, backward = _toy_gradients(_ExactToyMap, EXACT, ImplicitAdjoint(EXACT), a=0.4)
+    assert int(backward.num_steps.min()) > 1

@@ -1,0 +1,284 @@
+"""Picard: what it returns, when it stops, and what a sample or a token may not see.
+
+Letters: b batch, t tokens, c values of a token.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bedouin.solvers import Picard, Result, Solution, solve
+from bedouin.solvers.base import Map
+
+NEVER = Picard(rtol=0.0, atol=0.0)
+
+
+def _run(f: Map, y0: Tensor, solver: Picard, max_steps: int = 100, **options: Any) -> Solution:
+    return solve(f, y0, solver, max_steps=max_steps, on_unconverged="ignore", **options)
+
+
+def _rates(*rates: float) -> Map:
+    """A contraction that is faster for some samples than for others; fixed point 1 / (1 - rate)."""
+    rate = torch.tensor(rates, dtype=torch.float64)[:, None]
+    return lambda y: rate * y + 1
+
+
+def _causal_map(x: Tensor) -> Map:  # (b, t, c)
+    """Each token sees itself and its past, elementwise, so that equal inputs give equal bits."""
+
+    def f(y: Tensor) -> Tensor:
+        before = torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], 1)
+        return torch.tanh(0.4 * y - 1.3 * before + x)
+
+    return f
+
+
+def _solve_causal(x: Tensor, solver: Picard | None = None) -> Solution:
+    return _run(_causal_map(x), torch.zeros_like(x), solver or Picard(1e-6), time_dim=1)
+
+
+def test_each_sample_stops_at_its_own_step_and_keeps_the_measured_value() -> None:
+    f, solver = _rates(0.1, 0.5, 0.9), Picard(rtol=1e-5, atol=1e-7)
+    y0 = torch.zeros(3, 2, dtype=torch.float64)
+    solution = _run(f, y0, solver, max_steps=200)
+    y, values, steps = y0, y0.clone(), [0, 0, 0]
+    for step in range(1, 201):
+        f_y = f(y)
+        small = (f_y - y).abs().amax(1) < 1e-7 + 1e-5 * f_y.abs().amax(1)
+        for i in range(3):
+            if small[i] and not steps[i]:
+                steps[i], values[i] = step, y[i]
+        y = f_y
+    assert len(set(steps)) == 3
+    assert solution.stats.num_steps.tolist() == steps
+    assert torch.equal(solution.value, values)
+
+
+def test_the_residual_is_that_of_the_returned_value() -> None:
+    for max_steps in (1, 4, 100):
+        f = _rates(0.3, 0.8)
+        solution = _run(f, torch.zeros(2, 3, dtype=torch.float64), Picard(), max_steps)
+        f_y = f(solution.value)
+        residual = (f_y - solution.value).abs().amax(1) / f_y.abs().amax(1)
+        torch.testing.assert_close(solution.stats.residual, residual, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 7])
+def test_without_convergence_there_are_exactly_max_steps_updates(max_steps: int) -> None:
+    f, y = _rates(0.5), torch.zeros(1, 1, dtype=torch.float64)
+    solution = _run(f, y, NEVER, max_steps)
+    for _ in range(max_steps):
+        y = f(y)
+    assert torch.equal(solution.value, y)
+    assert solution.stats.num_steps.tolist() == [max_steps]
+    assert solution.result is Result.max_steps_reached
+
+
+def test_zero_tolerances_never_stop_early_even_at_the_exact_fixed_point() -> None:
+    solution = _run(lambda y: y, torch.ones(2, 3), NEVER, 17)
+    assert solution.stats.num_steps.tolist() == [17, 17]
+    assert solution.stats.residual.tolist() == [0.0, 0.0]
+    assert not bool(solution.stats.converged.any())
+
+
+def test_a_start_at_the_fixed_point_takes_one_step() -> None:
+    solution = _run(_rates(0.5), torch.full((1, 4), 2.0, dtype=torch.float64), Picard())
+    assert solution.stats.num_steps.tolist() == [1]
+    assert solution.result is Result.converged
+
+
+def test_damping_is_the_weight_of_the_new_value() -> None:
+    f, y0 = _rates(0.5), torch.zeros(1, 1, dtype=torch.float64)
+    solution = _run(f, y0, Picard(0.0, 0.0, damping=0.25), max_steps=2)
+    assert solution.value.tolist() == [[0.25 + 0.25 * (1 + 0.5 * 0.25 - 0.25)]]
+
+
+def _oscillating(y: Tensor) -> Tensor:
+    return -1.2 * y + 1.1
+
+
+def test_adaptive_damping_tames_an_oscillation_where_plain_picard_diverges() -> None:
+    y0 = torch.zeros(2, 3, dtype=torch.float64)
+    plain = _run(_oscillating, y0, Picard(), 60)
+    assert not bool(plain.stats.converged.any())
+    assert plain.value.abs().min() > 1e3
+    adaptive = _run(_oscillating, y0, Picard(patience=2, shrink=0.5), 60)
+    assert adaptive.result is Result.converged
+    torch.testing.assert_close(adaptive.value, torch.full_like(y0, 0.5), rtol=1e-3, atol=0)
+
+
+def test_adaptive_damping_shrinks_after_patience_steps_without_a_new_low() -> None:
+    y0 = torch.zeros(1, 1, dtype=torch.float64)
+    solver = Picard(0.0, 0.0, patience=3, shrink=0.5)
+    # the first defect is the lowest, so the fourth update is the first damped one
+    y = y0
+    for factor in (1.0, 1.0, 1.0, 0.5):
+        y = torch.lerp(y, _oscillating(y), factor)
+    torch.testing.assert_close(_run(_oscillating, y0, solver, 4).value, y)
+
+
+def test_adaptive_damping_does_not_touch_a_sample_that_improves() -> None:
+    rates, y0 = (0.5, -1.2), torch.zeros(2, 1, dtype=torch.float64)
+    adaptive = Picard(1e-6, 0.0, patience=2, shrink=0.5)
+    together = _run(_rates(*rates), y0, adaptive)
+    assert together.result is Result.converged
+    assert torch.equal(together.value[:1], _run(_rates(rates[0]), y0[:1], Picard(1e-6, 0.0)).value)
+
+
+@pytest.mark.parametrize("solver", [Picard(1e-6), Picard(1e-2), Picard(1e-6, damping=0.7), NEVER])
+@pytest.mark.parametrize("future", [0.0, 1e3, torch.inf, torch.nan])
+def test_a_token_does_not_see_its_future(future: float, solver: Picard) -> None:
+    x = torch.randn(3, 8, 2)
+    changed = x.clone()
+    changed[:, 5:] += future
+    before, after = (_solve_causal(v, solver).value for v in (x, changed))
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert future == 0 or not torch.equal(before[:, 5:], after[:, 5:])
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 99), cut=st.integers(1, 9), rtol=st.sampled_from([1e-1, 1e-3, 1e-6]))
+def test_a_longer_sequence_does_not_change_its_beginning(seed: int, cut: int, rtol: float) -> None:
+    x = torch.randn(2, 10, 3, generator=torch.Generator().manual_seed(seed))
+    whole = _solve_causal(x, Picard(rtol)).value
+    assert torch.equal(whole[:, :cut], _solve_causal(x[:, :cut], Picard(rtol)).value)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 99), rtol=st.sampled_from([1e-1, 1e-3, 1e-6]))
+def test_a_sample_does_not_see_its_neighbours(seed: int, rtol: float) -> None:
+    x = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(seed))
+    together = _solve_causal(x, Picard(rtol))
+    for i in range(4):
+        alone = _solve_causal(x[i : i + 1], Picard(rtol))
+        assert torch.equal(together.value[i : i + 1], alone.value)
+        assert together.stats.num_steps[i] == alone.stats.num_steps[0]
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 99))
+def test_solving_again_from_the_solution_changes_nothing(seed: int) -> None:
+    x = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(seed))
+    first = _solve_causal(x)
+    again = _run(_causal_map(x), first.value, Picard(1e-6), time_dim=1)
+    assert torch.equal(again.value, first.value)
+    assert again.stats.num_steps.tolist() == [1, 1]
+
+
+def test_a_token_waits_for_all_tokens_before_it() -> None:
+    """Token 1 is right from the start, but its past is not: it must not freeze."""
+    y0 = torch.tensor([[[1.0], [0.0]]])
+
+    def f(y: Tensor) -> Tensor:
+        return torch.stack([0.5 * y[:, 0], (y[:, 0] > 0.9).float() * y[:, 1] + y[:, 0]], 1)
+
+    solution = _run(f, y0, Picard(0.0, 1e-3), time_dim=1)
+    assert solution.result is Result.converged
+    assert solution.value.abs().max() < 5e-3
+
+
+def test_scale_is_that_of_the_past_not_of_the_future() -> None:
+    """A large later token must not loosen the tolerance of an earlier one."""
+
+    def f(y: Tensor) -> Tensor:
+        return 0.5 * y + torch.tensor([[[1.0], [1e6]]])
+
+    solution = _run(f, torch.zeros(1, 2, 1), Picard(1e-3, 0.0), time_dim=1)
+    assert abs(solution.value[0, 0, 0].item() - 2) < 4e-3
+
+
+def test_paper_stop_rule_is_the_loop_of_the_paper() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(3, 6, 2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0])[:, None, None]
+    f = _causal_map(x)
+    solver = Picard(0.1, 0.0, stop_rule="paper")
+    solution = _run(f, torch.zeros_like(x), solver, time_dim=1)
+    for i in range(3):
+        f, y, steps = _causal_map(x[i : i + 1]), torch.zeros_like(x[i : i + 1]), 1
+        while (f(y) - y).abs().max() >= 0.1 * f(y).abs().max():
+            y, steps = f(y), steps + 1
+        assert solution.stats.num_steps[i] == steps
+        assert torch.equal(solution.value[i : i + 1], y)
+
+
+def test_paper_stop_rule_keeps_what_comes_before_a_nan() -> None:
+    x = torch.randn(2, 6, 2)
+    x[0, 4] = torch.nan
+    solution = _solve_causal(x, Picard(1e-4, stop_rule="paper"))
+    assert bool(solution.value[0, :4].isfinite().all())
+    assert bool(solution.value[0, 4:].isnan().all())
+    assert solution.stats.converged.tolist() == [False, True]
+
+
+def test_a_nan_fails_its_sample_from_its_token_on() -> None:
+    x = torch.randn(3, 6, 2)
+    clean = _solve_causal(x)
+    x[1, 2] = torch.nan
+    solution = _solve_causal(x)
+    assert torch.equal(solution.value[[0, 2]], clean.value[[0, 2]])
+    assert torch.equal(solution.value[1, :2], clean.value[1, :2])
+    assert bool(solution.value[1, 2:].isnan().all())
+    assert solution.stats.converged.tolist() == [True, False, True]
+    assert solution.stats.residual.isnan().tolist() == [False, True, False]
+    assert solution.result is Result.nonfinite
+
+
+def test_an_infinity_on_the_way_does_not_fail_a_later_token() -> None:
+    """Token 1 overflows until token 0, which it divides by, has left zero."""
+
+    def f(y: Tensor) -> Tensor:
+        return torch.stack([torch.ones_like(y[:, 0]), 2 / y[:, 0]], 1)
+
+    solution = _run(f, torch.zeros(1, 2, 1), Picard(), time_dim=1)
+    assert solution.value.flatten().tolist() == [1.0, 2.0]
+    assert solution.result is Result.converged
+
+
+def test_a_value_that_becomes_nan_later_is_reported() -> None:
+    solution = _run(torch.log, torch.tensor([[1.0], [2.0]]), Picard())
+    assert bool(solution.value.isnan().all())
+    assert solution.result is Result.nonfinite
+    assert solution.stats.num_steps.max() < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rtol": -1e-3}, r"rtol must lie in \[0, 1000000.0\], got -0.001"),
+        ({"rtol": float("nan")}, "rtol must be a finite number, got nan"),
+        ({"atol": -1}, "atol must lie in"),
+        ({"atol": True}, "atol must be a finite number, got True"),
+        ({"rtol": "1e-3"}, "rtol must be a finite number, got '1e-3'"),
+        ({"damping": 0.0}, r"damping must lie in \(0, 1\], got 0.0"),
+        ({"damping": 1.5}, r"damping must lie in \(0, 1\], got 1.5"),
+        ({"shrink": 0}, r"shrink must lie in \(0, 1\], got 0"),
+        ({"patience": 0}, "patience must be None or an int >= 1, got 0"),
+        ({"patience": 2.5}, "patience must be None or an int >= 1, got 2.5"),
+        ({"stop_rule": "lowest"}, r"stop_rule must be one of \('prefix', 'paper'\), got 'lowest'"),
+    ],
+)
+def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Picard(**options)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        (
+            (),
+            {"tol": 1},
+            r"Picard has no option 'tol'; did you mean '[ar]tol'\? Valid: rtol, atol,",
+        ),
+        ((), {"max_iter": 9}, r"Picard has no option 'max_iter'\. Valid: rtol, atol, damping"),
+        (range(7), {}, r"Picard takes 6 options \['rtol', .*\], got 7"),
+    ],
+)
+def test_unknown_options(args: Sequence[Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Picard(*args, **options)

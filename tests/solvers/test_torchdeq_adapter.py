@@ -1,0 +1,283 @@
+"""Anderson and Broyden through torchdeq: convergence, counting, and what the adapter mends.
+
+Letters: b batch, t tokens, c values of a token.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin.solvers import Anderson, Broyden, Picard, Result, Solution, solve
+from bedouin.solvers.base import Map, Solver
+
+BOTH = [Anderson(), Broyden()]
+TIGHT = [Anderson(rtol=1e-10, atol=0.0), Broyden(rtol=1e-10, atol=0.0)]
+
+
+class _Counted:
+    """tanh(W y + x), the cell of a DEQ, with the number of its evaluations."""
+
+    def __init__(
+        self, b: int = 3, c: int = 20, gain: float = 0.9, dtype: torch.dtype = torch.float64
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        W = torch.randn(c, c, generator=generator, dtype=torch.float64)
+        self.W = (gain * W / torch.linalg.matrix_norm(W, 2)).to(dtype)
+        self.x = torch.randn(b, c, generator=generator, dtype=torch.float64).to(dtype)
+        self.calls = 0
+
+    def __call__(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(y @ self.W.T + self.x)
+
+
+def _run(f: Map, y0: Tensor, solver: Solver, max_steps: int = 100, **options: Any) -> Solution:
+    with torch.no_grad():
+        return solve(f, y0, solver, max_steps=max_steps, on_unconverged="ignore", **options)
+
+
+def _residual(f: Map, y: Tensor) -> Tensor:
+    f_y = f(y)
+    return (f_y - y).abs().amax(1) / f_y.abs().amax(1)
+
+
+@pytest.mark.parametrize("solver", TIGHT)
+def test_a_tight_tolerance_is_met(solver: Solver) -> None:
+    f = _Counted()
+    solution = _run(f, torch.zeros_like(f.x), solver)
+    assert solution.result is Result.converged
+    exact = _run(f, torch.zeros_like(f.x), Picard(1e-14, 0.0), 2000).value
+    torch.testing.assert_close(solution.value, exact, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("solver", TIGHT)
+def test_a_slow_contraction_takes_fewer_steps_than_picard(solver: Solver) -> None:
+    rate = torch.linspace(-0.99, 0.99, 8, dtype=torch.float64)
+
+    def f(y: Tensor) -> Tensor:
+        return rate * y + 1
+
+    y0 = torch.zeros(2, 8, dtype=torch.float64)
+    accelerated = _run(f, y0, solver, 2000)
+    plain = _run(f, y0, Picard(1e-10, 0.0), 5000)
+    assert accelerated.result is plain.result is Result.converged
+    assert 3 * int(accelerated.stats.num_steps.max()) < int(plain.stats.num_steps.min())
+    torch.testing.assert_close(accelerated.value, (1 / (1 - rate)).expand(2, 8), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("solver", BOTH)
+@pytest.mark.parametrize("max_steps", [1, 2, 3])
+def test_few_steps_already_improve_on_the_start(solver: Solver, max_steps: int) -> None:
+    f = _Counted()
+    start = _residual(f, torch.zeros_like(f.x))
+    f.calls = 0
+    solution = _run(f, torch.zeros_like(f.x), solver, max_steps)
+    assert f.calls == max_steps + 1
+    assert solution.stats.num_steps.tolist() == [max_steps] * 3
+    assert bool((solution.stats.residual < 0.7**max_steps * start).all())
+
+
+@pytest.mark.parametrize("solver", BOTH)
+@pytest.mark.parametrize("max_steps", [2, 7, 100])
+def test_the_residual_is_that_of_the_returned_value(solver: Solver, max_steps: int) -> None:
+    f = _Counted(gain=1.5)
+    solution = _run(f, torch.zeros_like(f.x), solver, max_steps)
+    torch.testing.assert_close(solution.stats.residual, _residual(f, solution.value))
+
+
+@pytest.mark.parametrize("solver", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_evaluation_is_spent_after_convergence(solver: Solver, dtype: torch.dtype) -> None:
+    f = _Counted(dtype=dtype)
+    solution = _run(f, torch.zeros_like(f.x), solver)
+    assert solution.result is Result.converged
+    assert f.calls <= int(solution.stats.num_steps.max()) + 1
+    assert solution.value.dtype == dtype
+
+
+@pytest.mark.parametrize("solver", BOTH)
+def test_zero_tolerances_never_stop_early(solver: Any) -> None:
+    f = _Counted()
+    solution = _run(f, torch.zeros_like(f.x), type(solver)(rtol=0.0, atol=0.0), 60)
+    assert f.calls == 61
+    assert solution.stats.num_steps.tolist() == [60] * 3
+    assert solution.stats.residual.max() < 1e-10
+
+
+@pytest.mark.parametrize("solver", BOTH)
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**20])
+def test_the_size_of_the_values_does_not_matter(solver: Any, size: float) -> None:
+    """Anderson's regularization is absolute in torchdeq; here |y| may be anything."""
+    f, solver = _Counted(), type(solver)(rtol=1e-10, atol=0.0)
+    y0 = torch.zeros_like(f.x)
+    plain, scaled = _run(f, y0, solver), _run(lambda y: size * f(y / size), y0, solver)
+    assert scaled.result is Result.converged
+    assert torch.equal(scaled.stats.num_steps, plain.stats.num_steps)
+    torch.testing.assert_close(scaled.value / size, plain.value)
+
+
+def test_anderson_reaches_1e_10_where_values_are_small() -> None:
+    f = _Counted()
+    solution = _run(lambda y: 1e-2 * f(1e2 * y), torch.zeros_like(f.x), Anderson(1e-10, 0.0))
+    assert solution.result is Result.converged
+    assert solution.value.abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("solver", BOTH)
+def test_a_sample_that_converged_is_left_alone(solver: Solver) -> None:
+    rate = torch.tensor([[0.0], [0.98]], dtype=torch.float64) * torch.linspace(
+        -1, 1, 6, dtype=torch.float64
+    )
+    solution = _run(lambda y: rate * y + 1, torch.zeros(2, 6, dtype=torch.float64), solver)
+    fast, slow = solution.stats.num_steps.tolist()
+    assert fast == 2 and slow > 4
+    assert torch.equal(solution.value[0], torch.ones(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("solver", TIGHT)
+@pytest.mark.parametrize("nan_in", ["map", "start"])
+def test_a_nan_sample_leaves_the_others_untouched(solver: Solver, nan_in: str) -> None:
+    f = _Counted(b=4)
+    clean = _run(f, torch.zeros_like(f.x), solver)
+    y0 = torch.zeros_like(f.x)
+    (y0 if nan_in == "start" else f.x)[2] = torch.nan
+    solution = _run(f, y0, solver)
+    others = [0, 1, 3]
+    torch.testing.assert_close(solution.value[others], clean.value[others], rtol=1e-8, atol=1e-9)
+    assert bool(solution.value[2].isnan().all())
+    assert solution.stats.converged.tolist() == [True, True, False, True]
+    assert solution.stats.residual.isnan().tolist() == [False, False, True, False]
+    assert solution.result is Result.nonfinite
+
+
+@pytest.mark.parametrize("solver", TIGHT)
+def test_a_nan_token_leaves_the_tokens_before_it_untouched(solver: Solver) -> None:
+    x = torch.randn(2, 6, 3, dtype=torch.float64)
+
+    def causal(x: Tensor) -> Map:
+        def f(y: Tensor) -> Tensor:
+            before = torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], 1)
+            return torch.tanh(0.3 * y + 0.3 * before + x)
+
+        return f
+
+    clean = _run(causal(x), torch.zeros_like(x), solver, time_dim=1)
+    spoiled = x.clone()
+    spoiled[1, 4] = torch.nan
+    solution = _run(causal(spoiled), torch.zeros_like(x), solver, time_dim=1)
+    torch.testing.assert_close(solution.value[0], clean.value[0], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(solution.value[1, :4], clean.value[1, :4], rtol=1e-8, atol=1e-9)
+    assert bool(solution.value[1, 4:].isnan().all())
+    assert solution.stats.converged.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("solver", BOTH)
+def test_a_sample_that_becomes_nan_on_the_way_is_reported(solver: Solver) -> None:
+    def f(y: Tensor) -> Tensor:
+        return torch.stack([0.5 * y[0] + 1, torch.log(y[1])])
+
+    solution = _run(f, torch.ones(2, 4, dtype=torch.float64), solver)
+    assert solution.stats.converged.tolist() == [True, False]
+    assert (solution.value[0] - 2).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", BOTH)
+def test_more_memory_than_values_does_not_raise(solver: Solver, dtype: torch.dtype) -> None:
+    """One value a sample: the residuals are multiples of each other, a singular least squares."""
+    slope = torch.tensor([[0.5], [-1.2], [2.0]], dtype=dtype)
+    solution = _run(lambda y: slope * y + 1, torch.zeros(3, 1, dtype=dtype), solver)
+    assert solution.result is Result.converged
+    torch.testing.assert_close(solution.value, 1 / (1 - slope), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_neighbour_with_singular_normal_equations_costs_no_steps(dtype: torch.dtype) -> None:
+    rate = torch.linspace(-0.9, 0.95, 6, dtype=dtype)
+
+    def f(y: Tensor) -> Tensor:
+        return torch.stack([rate * y[0] + 1, y[1] + 1])
+
+    y0, solver = torch.zeros(2, 6, dtype=dtype), Anderson(1e-5, 0.0)
+    together = _run(f, y0, solver)
+    alone = _run(lambda y: rate * y + 1, y0, solver)
+    assert together.stats.num_steps[0] == alone.stats.num_steps[0]
+    torch.testing.assert_close(together.value[0], alone.value[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", TIGHT)
+def test_a_map_without_a_fixed_point_does_not_raise(solver: Solver, dtype: torch.dtype) -> None:
+    shift = torch.tensor([[1.0], [0.0]], dtype=dtype)
+
+    def f(y: Tensor) -> Tensor:
+        return torch.where(shift > 0, y + shift, 0.5 * y + 1)
+
+    solution = _run(f, torch.zeros(2, 1, dtype=dtype), solver, 40)
+    assert solution.stats.converged.tolist()[1]
+    assert abs(solution.value[1, 0].item() - 2) < 1e-5
+
+
+@pytest.mark.parametrize("solver", BOTH)
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0, 2)])
+def test_an_empty_batch_is_solved(solver: Solver, shape: tuple[int, ...]) -> None:
+    solution = _run(lambda y: 0.5 * y, torch.zeros(shape), solver)
+    assert solution.value.shape == shape
+    assert solution.result is Result.converged
+    assert solution.stats.num_steps.tolist() == [0] * shape[0]
+
+
+@pytest.mark.parametrize("solver", BOTH)
+def test_a_transform_is_refused(solver: Solver) -> None:
+    message = f"{type(solver).__name__} reads the device at every step and cannot run under"
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.vmap(lambda y: _run(lambda v: 0.5 * v, y, solver).value)(torch.ones(2, 3, 1))
+
+
+def test_anderson_honours_its_damping() -> None:
+    """With two evaluations per round the damped step is the only one taken."""
+    f = _Counted()
+    damped = _run(f, torch.zeros_like(f.x), Anderson(memory=2, damping=0.5), 3)
+    plain = _run(f, torch.zeros_like(f.x), Anderson(memory=2), 3)
+    assert not torch.equal(damped.value, plain.value)
+
+
+def test_broyden_converges_with_few_updates_kept() -> None:
+    f = _Counted(gain=0.5)
+    solution = _run(f, torch.zeros_like(f.x), Broyden(1e-8, 0.0, max_rank=5))
+    assert solution.result is Result.converged
+    assert int(solution.stats.num_steps.min()) > 6
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Anderson, {"rtol": -1.0}, "rtol must lie in"),
+        (Anderson, {"atol": float("nan")}, "atol must be a finite number"),
+        (Anderson, {"memory": 1}, "memory must be an int >= 2, got 1"),
+        (Anderson, {"memory": 4.0}, r"memory must be an int >= 2, got 4\.0"),
+        (Anderson, {"regularization": 0.0}, r"regularization must lie in \(0, .*\], got 0.0"),
+        (Anderson, {"damping": 0.0}, r"damping must lie in \(0, 1\], got 0.0"),
+        (Broyden, {"rtol": "1"}, "rtol must be a finite number, got '1'"),
+        (Broyden, {"atol": -1}, "atol must lie in"),
+        (Broyden, {"max_rank": 0}, "max_rank must be None or an int >= 1, got 0"),
+    ],
+)
+def test_values_out_of_range(make: type[Solver], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "message"),
+    [
+        (Anderson, "max_iter", "Anderson has no option 'max_iter'. Valid: rtol, atol, memory"),
+        (Anderson, "memry", "Anderson has no option 'memry'; did you mean 'memory'?"),
+        (Broyden, "rank", "Broyden has no option 'rank'; did you mean 'max_rank'?"),
+    ],
+)
+def test_unknown_options(make: type[Solver], option: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message.replace("?", r"\?")):
+        make(**{option: 3})

@@ -1,0 +1,159 @@
+"""Group tables against permutations composed by hand, and the group laws."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedouin.tasks import Group, alternating, cyclic, dihedral, direct_product, symmetric
+from bedouin.tasks.group import compose
+
+NAMES = ("S1", "S3", "S4", "A3", "A4", "A5", "Z1", "Z2", "Z12", "D3", "D8", "A4xZ5", "S3xZ2xZ2")
+groups = st.sampled_from(NAMES).map(Group.from_name)
+
+
+def test_s3_by_hand() -> None:
+    group = symmetric(3)
+    assert group.permutations == (
+        (0, 1, 2),
+        (0, 2, 1),
+        (1, 0, 2),
+        (1, 2, 0),
+        (2, 0, 1),
+        (2, 1, 0),
+    )
+    by_hand = [
+        [0, 1, 2, 3, 4, 5],
+        [1, 0, 3, 2, 5, 4],
+        [2, 4, 0, 5, 1, 3],
+        [3, 5, 1, 4, 0, 2],
+        [4, 2, 5, 0, 3, 1],
+        [5, 3, 4, 1, 2, 0],
+    ]
+    assert group.table.tolist() == by_hand
+    assert group.num_moved == (0, 2, 2, 3, 3, 2)
+
+
+@pytest.mark.parametrize("name", ["S4", "A5", "D5", "A4xZ5"])
+def test_table_is_composition_from_left_to_right(name: str) -> None:
+    group = Group.from_name(name)
+    numbers = {p: i for i, p in enumerate(group.permutations)}
+    for (i, g), (j, h) in itertools.product(enumerate(group.permutations), repeat=2):
+        assert int(group.table[i, j]) == numbers[compose(g, h)]
+
+
+@pytest.mark.parametrize(
+    ("group", "order"),
+    [
+        (symmetric(1), 1),
+        (symmetric(2), 2),
+        (symmetric(5), 120),
+        (alternating(3), 3),
+        (alternating(5), 60),
+        (alternating(6), 360),
+        (cyclic(1), 1),
+        (cyclic(60), 60),
+        (dihedral(3), 6),
+        (dihedral(8), 16),
+        (alternating(4) * cyclic(5), 60),
+    ],
+    ids=lambda value: value.name if isinstance(value, Group) else "",
+)
+def test_orders(group: Group, order: int) -> None:
+    assert group.order == order
+    assert group.table.shape == (order, order)
+    assert group.table.dtype == torch.int64
+
+
+def test_cyclic_is_addition() -> None:
+    i = torch.arange(7)
+    assert torch.equal(cyclic(7).table, (i[:, None] + i) % 7)
+
+
+def test_direct_product_multiplies_by_component() -> None:
+    g, h = symmetric(3), cyclic(4)
+    product = direct_product(g, h)
+    number = torch.arange(product.order)
+    left, right = number // h.order, number % h.order
+    expected = g.table[left[:, None], left] * h.order + h.table[right[:, None], right]
+    assert product.name == "S3xZ4"
+    assert torch.equal(product.table, expected)
+
+
+@given(groups, st.data())
+def test_associative(group: Group, data: st.DataObject) -> None:
+    element = st.integers(0, group.order - 1)
+    a, b, c = data.draw(element), data.draw(element), data.draw(element)
+    table = group.table
+    assert table[table[a, b], c] == table[a, table[b, c]]
+
+
+@given(groups)
+def test_identity_closure_and_inverses(group: Group) -> None:
+    everyone = torch.arange(group.order)
+    assert torch.equal(group.table[0], everyone)
+    assert torch.equal(group.table[:, 0], everyone)
+    for rows in (group.table, group.table.T):  # each element once in every row and column
+        assert torch.equal(rows.sort(-1).values, everyone.expand(group.order, -1))
+
+
+@given(groups, st.integers(0, 9), st.integers(0, 40), st.integers(0, 99))
+def test_prefix_products_are_running_products(group: Group, b: int, t: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    elements = torch.randint(group.order, (b, t), generator=generator)
+    products = group.prefix_products(elements)
+    assert products.shape == (b, t)
+    running = torch.zeros(b, dtype=torch.int64)
+    for step in range(t):
+        running = group.table[running, elements[:, step]]
+        assert torch.equal(products[:, step], running)
+
+
+@pytest.mark.parametrize("name", ["A4xZ5", "A4_x_Z5", "A4*Z5"])
+def test_product_names(name: str) -> None:
+    group = Group.from_name(name)
+    assert group == direct_product(alternating(4), cyclic(5))
+    assert group.name == "A4xZ5"
+    assert hash(group) == hash(Group.from_name("A4xZ5"))
+
+
+@pytest.mark.parametrize("name", ["", "A", "a5", "B5", "A5x", "xA5", "A5 x Z2", "A-5", "A5y"])
+def test_bad_names_list_the_forms(name: str) -> None:
+    with pytest.raises(ValueError, match="must be of the form S5, A5, Z60, D8 .* A4xZ5, got"):
+        Group.from_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("S0", r"n of symmetric\(n\) must be at least 1, got 0"),
+        ("A2", r"n of alternating\(n\) must be at least 3, got 2"),
+        ("Z0", r"n of cyclic\(n\) must be at least 1, got 0"),
+        ("D2", r"n of dihedral\(n\) must be at least 3, got 2"),
+        ("S7", "group S7 must have at most 1024 elements"),
+    ],
+)
+def test_bad_sizes(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Group.from_name(name)
+
+
+@pytest.mark.parametrize(
+    ("generators", "message"),
+    [
+        ((), "generators must hold at least one permutation"),
+        (((0, 0),), "must be permutations of 0 … 1"),
+        (((1, 0), (0, 1, 2)), r"got \(0, 1, 2\)"),
+    ],
+)
+def test_bad_generators(generators: tuple[tuple[int, ...], ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Group("mine", generators)
+
+
+def test_own_generators() -> None:
+    klein = Group("V4", ((1, 0, 3, 2), (2, 3, 0, 1)))
+    assert klein.order == 4
+    assert torch.equal(klein.table.diagonal(), torch.zeros(4, dtype=torch.int64))

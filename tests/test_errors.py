@@ -1,0 +1,208 @@
+"""Every public error path of layers, mixers and states, by its message."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin.solvers import Anderson, UnrolledAdjoint
+
+Bad = tuple[dict[str, Any], type[Exception], str]
+
+OPTIONS: list[Bad] = [
+    ({"d_conv": 4}, TypeError, "has no short convolution: feedback replaces it"),
+    ({"num_householders": 2}, TypeError,
+     "has no option 'num_householders'; did you mean 'num_householder'?"),
+    ({"foo": 2}, TypeError, "has no option 'foo'. Valid: d_model, "),
+    ({"expand": 0}, ValueError, "expand must lie in (0, 1000.0], got 0"),
+    ({"expand": "2"}, ValueError, "expand must be a finite number, got '2'"),
+    ({"expand": 0.1}, ValueError, "expand * d_model must be at least 1, got 0.1 * 4"),
+    ({"num_householder": 0}, ValueError, "num_householder must be at least 1, got 0"),
+    ({"num_householder": 1.5}, TypeError, "num_householder must be an int >= 1, got 1.5"),
+    ({"beta_max": 0}, ValueError, "beta_max must lie in (0, 2], got 0"),
+    ({"beta_max": 2.5}, ValueError, "beta_max must lie in (0, 2], got 2.5"),
+    ({"mixer": LowRank(1), "num_householder": 2}, ValueError,
+     "num_householder is shorthand for mixer=HouseholderProduct(...): give it or mixer, not both"),
+    ({"mixer": HouseholderProduct(1), "beta_max": 2.0}, ValueError, "beta_max is shorthand for"),
+    ({"mixer": "householder"}, TypeError,
+     "mixer must be a ChannelMixer such as LowRank(2), got 'householder'"),
+    ({"decay": "mamba2"}, ValueError, "decay must be one of ("),
+    ({"eigenvalues": "negative"}, ValueError,
+     "eigenvalues must be one of ('positive', 'full'), got 'negative'"),
+    ({"feedback": ("delta", "z")}, ValueError, "feedback must be a collection of names from ("),
+    ({"feedback": "mixer"}, ValueError, "feedback must be a collection of names from ("),
+    ({"feedback_init": -1}, ValueError, "feedback_init must lie in [0, 1000.0], got -1"),
+    ({"norm_eps": 0.0}, ValueError, "norm_eps must lie in (0, 1], got 0.0"),
+    ({"solver": "direct"}, TypeError,
+     "solver must be 'auto' or a solver object such as Direct() or Picard(), got 'direct'"),
+    ({"adjoint": "implicit"}, TypeError,
+     "adjoint must be None or an adjoint object such as OneStepAdjoint(), got 'implicit'"),
+    ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),
+    ({"max_steps": 1.5}, TypeError, "max_steps must be an int >= 1 or a Cap, got 1.5"),
+    ({"on_unconverged": "print"}, ValueError,
+     "on_unconverged must be one of ('warn', 'raise', 'ignore'), got 'print'"),
+    ({"backend": "cuda"}, ValueError,
+     "backend must be one of ('auto', 'triton', 'reference'), got 'cuda'"),
+]  # fmt: skip
+
+BEDOUIN_OPTIONS: list[Bad] = [
+    ({"d_state": 0}, ValueError, "d_state must be at least 1, got 0"),
+    ({"d_state": True}, TypeError, "d_state must be an int >= 1, got True"),
+    ({"input_scale": "tau"}, ValueError,
+     "input_scale must be one of ('delta', 'bounded_delta', 'one_minus_decay'), got 'tau'"),
+    ({"output": "gate"}, ValueError, "output must be one of ('norm', 'paper'), got 'gate'"),
+]  # fmt: skip
+
+
+def raises(kind: type[Exception], message: str) -> Any:
+    return pytest.raises(kind, match=re.escape(message))
+
+
+@pytest.mark.parametrize("layer", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize(("options", "kind", "message"), OPTIONS, ids=lambda v: str(v)[:30])
+def test_options(
+    layer: Callable[..., Any], options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with raises(kind, message):
+        layer(4, **options)
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), BEDOUIN_OPTIONS, ids=lambda v: str(v)[:30])
+def test_options_of_bedouin(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with raises(kind, message):
+        Bedouin(4, **options)
+
+
+@pytest.mark.parametrize("layer", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize(
+    ("d_model", "kind", "message"),
+    [
+        (0, ValueError, "d_model must be at least 1, got 0"),
+        (4.0, TypeError, "d_model must be an int >= 1, got 4.0"),
+    ],
+)
+def test_widths(layer: Any, d_model: Any, kind: type[Exception], message: str) -> None:
+    with raises(kind, message):
+        layer(d_model)
+
+
+def test_unknown_options_name_the_class_and_list_the_valid() -> None:
+    with raises(TypeError, "FixedPointRNN has no option 'd_state'"):
+        FixedPointRNN(4, d_state=4)
+    with raises(TypeError, "FixedPointRNN has no short convolution"):
+        FixedPointRNN(4, d_conv=4)
+    with pytest.raises(TypeError, match="feedback_norm.*solver.*layer_idx.*dtype"):
+        Bedouin(4, foo=1)
+
+
+def test_the_vector_state_has_mixer_feedback_only() -> None:
+    with raises(ValueError, "feedback must be a collection of names from ('mixer',), got ('B',)"):
+        FixedPointRNN(4, feedback=("B",))
+
+
+@pytest.mark.parametrize("name", ["decay", "input_scale", "feedback", "mixer", "output", "bias"])
+def test_from_paper_may_not_be_contradicted(name: str) -> None:
+    from_paper: Callable[..., Bedouin] = Bedouin.from_paper
+    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
+        from_paper(4, **{name: None})
+
+
+MIXERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: HouseholderProduct(0), ValueError, "num_householder must be at least 1, got 0"),
+    (lambda: HouseholderProduct(True), TypeError, "num_householder must be an int >= 1, got True"),
+    (lambda: HouseholderProduct(1, 0), ValueError, "beta_max must lie in (0, 2], got 0"),
+    (lambda: HouseholderProduct(1, float("nan")), ValueError,
+     "beta_max must be a finite number, got nan"),
+    (lambda: LowRank(0), ValueError, "rank must be at least 1, got 0"),
+    (lambda: LowRank("2"), TypeError,  # type: ignore[arg-type]
+     "rank must be an int >= 1, got '2'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "kind", "message"), MIXERS)
+def test_mixers(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with raises(kind, message):
+        make()
+
+
+INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
+    (torch.zeros(2, 4), ValueError, "x must have shape (b, t, m), got (2, 4)"),
+    (torch.zeros(1, 2, 3, 4), ValueError, "x must have shape (b, t, m), got (1, 2, 3, 4)"),
+    (torch.zeros(2, 3, 5), ValueError,
+     "x must have shape (b, t, m) with m = d_model = 4, got (2, 3, 5)"),
+    (torch.zeros(2, 3, 4, dtype=torch.int64), TypeError,
+     "x must have a floating dtype, got torch.int64: embed tokens first"),
+    (torch.zeros(2, 3, 4, dtype=torch.float64), TypeError,
+     "x must have the layer's dtype torch.float32, got torch.float64"),
+    (torch.zeros(2, 3, 4, device="meta"), ValueError,
+     "x must be on the layer's device cpu, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize(("x", "kind", "message"), INPUTS, ids=lambda v: str(v)[:30])
+def test_inputs(layer: Any, x: torch.Tensor, kind: type[Exception], message: str) -> None:
+    with raises(kind, message):
+        layer(4)(x)
+
+
+def test_inputs_of_a_step() -> None:
+    layer = Bedouin(4)
+    with raises(ValueError, "x must have shape (b, m), got (2, 1, 4)"):
+        layer.step(torch.zeros(2, 1, 4), layer.init_state(2))
+    with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 3)"):
+        layer.step(torch.zeros(2, 3), layer.init_state(2))
+
+
+ssm, y = torch.zeros(2, 8, 3), torch.zeros(2, 8)
+STATES: list[tuple[Any, type[Exception], str]] = [
+    ((ssm, y), TypeError, "state must be a BedouinState or None, got tuple"),
+    (BedouinState(ssm[:1], y[:1]), ValueError,
+     "state.ssm must have shape (2, 8, 3), got (1, 8, 3): make one with init_state(batch_size)"),
+    (BedouinState(ssm[0], y[0]), ValueError, "state.ssm must have shape (2, 8, 3), got (1, 8, 3)"),
+    (BedouinState(ssm, y[:, :4]), ValueError, "state.y must have shape (2, 8), got (2, 4)"),
+    (BedouinState(ssm[..., :2], y), ValueError,
+     "state.ssm must have shape (2, 8, 3), got (2, 8, 2)"),
+    (BedouinState(ssm.double(), y), ValueError,
+     "state.ssm must have dtype torch.float32, got torch.float64: use state.to(torch.float32)"),
+    (BedouinState(ssm, y.bfloat16()), ValueError,
+     "state.y must have dtype torch.float32, got torch.bfloat16"),
+    (BedouinState(ssm.to("meta"), y), ValueError,
+     "state.ssm must be on cpu, got meta: use state.to(device)"),
+    (BedouinState(ssm, y.to("meta")), ValueError, "state.y must be on cpu, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "kind", "message"), STATES, ids=lambda v: str(v)[:30])
+def test_states(state: Any, kind: type[Exception], message: str) -> None:
+    layer = Bedouin(4, d_state=3)
+    with raises(kind, message):
+        layer(torch.zeros(2, 1, 4), state=state)
+    with raises(kind, message):
+        layer.step(torch.zeros(2, 4), state)
+
+
+@pytest.mark.parametrize("batch_size", [-1, 2.0, "2"])
+def test_batch_sizes(batch_size: Any) -> None:
+    with raises(ValueError, f"batch_size must be an int >= 0, got {batch_size!r}"):
+        Bedouin(4).init_state(batch_size)
+
+
+def test_a_step_needs_a_state() -> None:
+    with raises(TypeError, "missing 1 required positional argument: 'state'"):
+        Bedouin(4).step(torch.zeros(2, 4))  # type: ignore[call-arg]
+
+
+def test_triton_on_a_cpu_tensor() -> None:
+    layer = Bedouin(4, backend="triton")
+    with raises(ValueError, "backend='triton' needs tensors on a CUDA device, got cpu"):
+        layer(torch.zeros(1, 1, 4))
+
+
+def test_unrolling_what_cannot_be_unrolled() -> None:
+    layer = Bedouin(4, solver=Anderson(), adjoint=UnrolledAdjoint())
+    with raises(TypeError, "UnrolledAdjoint cannot differentiate Anderson"):
+        layer(torch.zeros(1, 2, 4))

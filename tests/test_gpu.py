@@ -1,0 +1,116 @@
+"""On a GPU: the numbers of the CPU, graph capture, and warnings that do not wait."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin, FixedPointRNN, LowRank
+from bedouin.solvers import (
+    Anderson,
+    ConvergenceWarning,
+    Direct,
+    FixedCap,
+    ImplicitAdjoint,
+    Jacobi,
+    Picard,
+    Solver,
+)
+
+pytestmark = pytest.mark.gpu
+
+VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
+    (Bedouin, {}),
+    (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay", "eigenvalues": "full"}),
+    (Bedouin, {"mixer": LowRank(3), "feedback": ()}),
+    (Bedouin, {"num_householder": 4, "beta_max": 2.0, "input_scale": "delta"}),
+    (FixedPointRNN, {"num_householder": 1}),
+]
+
+
+def _gradients(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    y = layer(x)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
+    grads = torch.autograd.grad((y * weights).sum(), list(layer.parameters()))
+    # detached: a graph kept alive would tie the next call to this call's stream
+    return y.detach(), list(grads)
+
+
+@pytest.mark.parametrize("kind, options", VARIANTS)
+@pytest.mark.parametrize("solver", [Direct(), Jacobi(rtol=1e-13), Picard(rtol=1e-13)])
+@pytest.mark.parametrize("t", [1, 33])
+def test_values_and_gradients_equal_those_of_the_cpu(
+    kind: type[Bedouin], options: dict[str, Any], solver: Solver, t: int
+) -> None:
+    torch.manual_seed(0)
+    layer = kind(12, dtype=torch.float64, solver=solver, on_unconverged="ignore", **options)
+    x = torch.randn(3, t, 12, dtype=torch.float64)
+    y, grads = _gradients(layer, x)
+    y_gpu, grads_gpu = _gradients(copy.deepcopy(layer).cuda(), x.cuda())
+    for ours, theirs in zip([y_gpu, *grads_gpu], [y, *grads], strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-8, atol=1e-10)
+
+
+def test_torchdeq_solvers_run() -> None:
+    layer = Bedouin(12, solver=Anderson(rtol=1e-3), feedback=(), device="cuda")
+    layer(torch.randn(2, 10, 12, device="cuda")).sum().backward()
+    assert layer.stats is not None and bool(layer.stats.converged.all())
+
+
+@pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
+def test_forward_and_backward_can_be_captured(solver: Solver) -> None:
+    torch.manual_seed(0)
+    layer = Bedouin(16, solver=solver, max_steps=FixedCap(24), device="cuda", on_unconverged="ignore")
+    x = torch.randn(4, 20, 16, device="cuda")
+    expected, expected_grads = _gradients(layer, x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _gradients(layer, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, grads = _gradients(layer, x)
+    for tensor in [y, *grads]:
+        tensor.zero_()
+    graph.replay()
+    for ours, theirs in zip([y, *grads], [expected, *expected_grads], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_direct_never_waits_for_the_gpu_and_warns_one_call_late() -> None:
+    layer = Bedouin(8, device="cuda", adjoint=ImplicitAdjoint())
+    x = torch.randn(2, 5, 8, device="cuda")
+    layer(x)
+    torch.cuda.synchronize()
+    bad = x.clone()
+    bad[0, 2] = torch.nan
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer(bad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    with pytest.warns(ConvergenceWarning, match="1 of 2 samples"):
+        layer(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_state_and_residual_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = Bedouin(32, device="cuda")
+    x = torch.randn(3, 17, 32, device="cuda")
+    expected = layer(x)
+    with torch.autocast("cuda", dtype):
+        y, state = layer(x, return_state=True)
+    y.float().sum().backward()
+    assert layer.stats is not None
+    assert state.ssm.dtype == state.y.dtype == layer.stats.residual.dtype == torch.float32
+    assert bool(layer.stats.converged.all())
+    error = (y.float() - expected).abs().max() / expected.abs().max()
+    assert error < 0.05

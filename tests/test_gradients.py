@@ -1,0 +1,255 @@
+"""Gradients in float64: exact adjoints against unrolling and finite differences; biased ones."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin.layer import FixedPointLayer
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Broyden,
+    Direct,
+    FixedCap,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solver,
+    UnrolledAdjoint,
+)
+from bedouin.testing import assert_close, gradient_cosine, layer_gradients, random_layer
+
+PICARD, JACOBI = Picard(rtol=1e-13, atol=1e-300), Jacobi(rtol=1e-13, atol=1e-300)
+ANDERSON, BROYDEN = Anderson(rtol=1e-10, atol=1e-300), Broyden(rtol=1e-10, atol=1e-300)
+ENDLESS_PICARD, ENDLESS_JACOBI = Picard(rtol=0.0, atol=0.0), Jacobi(rtol=0.0, atol=0.0)
+
+EXACT: list[tuple[Solver, Adjoint]] = [
+    (Direct(), UnrolledAdjoint()),
+    (ENDLESS_PICARD, UnrolledAdjoint()),
+    (ENDLESS_JACOBI, UnrolledAdjoint()),
+    *((solver, ImplicitAdjoint()) for solver in (PICARD, JACOBI, ANDERSON, BROYDEN)),
+    *((Direct(), ImplicitAdjoint(solver)) for solver in (PICARD, JACOBI, ANDERSON, BROYDEN)),
+    (JACOBI, ImplicitAdjoint(Direct())),
+    (PICARD, ImplicitAdjoint(JACOBI)),
+]
+
+
+def problem(layer: FixedPointLayer, b: int, t: int, seed: int = 0) -> tuple[Tensor, BedouinState]:
+    """A random input and a random nonzero incoming state."""
+    g = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"generator": g, "dtype": torch.float64}
+    ssm = torch.randn(b, layer.d_inner, layer.d_state, **options)
+    state = BedouinState(ssm, torch.randn(b, layer.d_inner, **options))
+    return torch.randn(b, t, layer.d_model, **options), state
+
+
+def layers() -> list[FixedPointLayer]:
+    common: dict[str, Any] = {"max_steps": 80, "on_unconverged": "ignore", "dtype": torch.float64}
+    made: list[FixedPointLayer] = [
+        Bedouin(2, d_state=2, expand=1, **common),
+        Bedouin(2, d_state=2, expand=2, decay="griffin", input_scale="one_minus_decay",
+                eigenvalues="full", num_householder=3, feedback_init=1.0, **common),
+        Bedouin(3, d_state=1, expand=1, input_scale="delta", beta_max=2.0, num_householder=1,
+                feedback=("B", "mixer"), feedback_norm=False, **common),
+        Bedouin(2, d_state=2, mixer=LowRank(2), feedback=(), output="paper", bias=False, **common),
+        Bedouin.from_paper(2, d_state=2, num_householder=2, solver=Direct(),
+                           adjoint=ImplicitAdjoint(), **common),
+        FixedPointRNN(2, **common),
+        FixedPointRNN(2, decay="griffin", eigenvalues="full", mixer=LowRank(1), **common),
+    ]  # fmt: skip
+    return made
+
+
+NAMES = ["default", "griffin", "delta", "low-rank", "paper", "rnn", "rnn-griffin"]
+
+
+def assert_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
+    """Each relative to its own largest entry; zero only where zero is expected."""
+    assert actual.keys() == expected.keys()
+    overall = max(g.abs().max().item() for g in expected.values())
+    for name, gradient in expected.items():
+        assert_close(f"gradient of {name}", actual[name], gradient, rtol, atol=1e-9 * overall)
+
+
+def finite_differences(
+    layer: FixedPointLayer, x: Tensor, state: BedouinState, size: float = 1e-5
+) -> dict[str, Tensor]:
+    """Central differences, entry by entry, of the functional that `layer_gradients` takes."""
+    weights = functional_weights(layer, x, state)
+    values = dict(layer.named_parameters()) | {"x": x, "state.ssm": state.ssm, "state.y": state.y}
+
+    def functional() -> float:
+        output, new_state = layer(x, state=state, return_state=True)
+        parts = zip(weights, (output, *new_state), strict=True)
+        return float(sum((w * part).sum().item() for w, part in parts))
+
+    return {name: central_difference(functional, value, size) for name, value in values.items()}
+
+
+def functional_weights(layer: FixedPointLayer, x: Tensor, state: BedouinState) -> list[Tensor]:
+    """As in `bedouin.testing`: of the output, which has the shape of x, and of the state."""
+    g = torch.Generator().manual_seed(0)
+    shapes = [x.shape, state.ssm.shape, state.y.shape]
+    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+
+
+@torch.no_grad()
+def central_difference(functional: Callable[[], float], value: Tensor, size: float) -> Tensor:
+    gradient = torch.zeros_like(value)
+    flat, out = value.detach().view(-1), gradient.view(-1)
+    for i in range(flat.numel()):
+        original = flat[i].item()
+        flat[i] = original + size
+        above = functional()
+        flat[i] = original - size
+        out[i] = (above - functional()) / (2 * size)
+        flat[i] = original
+    return gradient
+
+
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_the_exact_adjoint_is_finite_differences(index: int) -> None:
+    layer = layers()[index]
+    x, state = problem(layer, b=2, t=4)
+    exact = layer_gradients(layer, x, ImplicitAdjoint(), solver=Direct(), state=state)
+    assert {"x", "state.ssm", "state.y", "in_proj.weight", "D", "dt_bias"} <= exact.keys()
+    assert_gradients(exact, finite_differences(layer, x, state), 1e-6)
+
+
+@pytest.mark.parametrize(("solver", "adjoint"), EXACT, ids=lambda v: str(v)[:60])
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_every_exact_adjoint_agrees(index: int, solver: Solver, adjoint: Adjoint) -> None:
+    layer = layers()[index]
+    x, state = problem(layer, b=2, t=5)
+    exact = layer_gradients(layer, x, ImplicitAdjoint(), solver=Direct(), state=state)
+    actual = layer_gradients(layer, x, adjoint, solver=solver, state=state)
+    assert_gradients(actual, exact, 1e-6)
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 7))
+def test_the_reverse_sweep_is_the_unrolled_sweep(rng: random.Random, b: int, t: int) -> None:
+    layer = random_layer(rng, solver=Direct())
+    hypothesis.note(f"{layer} {layer.extra_repr()}")
+    x, state = problem(layer, b, t, seed=rng.randint(0, 99))
+    exact = layer_gradients(layer, x, ImplicitAdjoint(), state=state)
+    unrolled = layer_gradients(layer, x, UnrolledAdjoint(), state=state)
+    assert_gradients(exact, unrolled, 1e-6)
+
+
+@pytest.mark.parametrize("adjoint", [OneStepAdjoint(), PhantomAdjoint(2, 0.5)], ids=str)
+def test_biased_adjoints_point_the_same_way_and_differ(
+    adjoint: Adjoint, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    layer = Bedouin(4, d_state=4, dtype=torch.float64)
+    with torch.no_grad():
+        layer.dt_bias.add_(2.0)
+    x, _ = problem(layer, b=4, t=8)
+    cosine = gradient_cosine(layer, x, adjoint, ImplicitAdjoint())
+    record_testsuite_property(f"cosine of {adjoint} to the exact gradient", cosine)
+    assert 0 < cosine < 1 - 1e-6, cosine
+
+
+def test_phantom_comes_closer_with_more_steps() -> None:
+    layer = Bedouin(4, d_state=4, max_steps=200, dtype=torch.float64)
+    with torch.no_grad():
+        layer.dt_bias.add_(2.0)
+    x, _ = problem(layer, b=4, t=6)
+    steps = (1, 4, 60)
+    cosines = [gradient_cosine(layer, x, PhantomAdjoint(n, 1.0), ImplicitAdjoint()) for n in steps]
+    assert cosines[0] < cosines[1] < cosines[2]
+    assert cosines[2] > 1 - 1e-9
+
+
+def test_one_phantom_step_is_the_one_step_adjoint() -> None:
+    layer = Bedouin(3, dtype=torch.float64)
+    x, state = problem(layer, b=2, t=5)
+    one = layer_gradients(layer, x, OneStepAdjoint(), state=state)
+    phantom = layer_gradients(layer, x, PhantomAdjoint(1, 1.0), state=state)
+    assert_gradients(phantom, one, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "adjoint",
+    [ImplicitAdjoint(), ImplicitAdjoint(PICARD), OneStepAdjoint(), PhantomAdjoint()],
+    ids=str,
+)
+@pytest.mark.parametrize("solver", [Direct(), PICARD], ids=["direct", "picard"])
+def test_eval_gradients_are_training_gradients(solver: Solver, adjoint: Adjoint) -> None:
+    layer = Bedouin(3, solver=solver, adjoint=adjoint, dtype=torch.float64)
+    x, state = problem(layer, b=2, t=5)
+    training = layer_gradients(layer.train(), x, state=state)
+    evaluation = layer_gradients(layer.eval(), x, state=state)
+    assert all(torch.equal(training[name], evaluation[name]) for name in training)
+
+
+@pytest.mark.parametrize("solver", [Direct(), PICARD, JACOBI], ids=["direct", "picard", "jacobi"])
+def test_backward_statistics_come_with_the_backward_pass(solver: Solver) -> None:
+    layer = Bedouin(3, solver=solver, dtype=torch.float64)
+    x, _ = problem(layer, b=2, t=5)
+    output = layer(x)
+    assert layer.stats is not None and layer.stats.backward is None
+    output.sum().backward()
+    backward = layer.stats.backward
+    assert backward is not None and backward.converged.tolist() == [True, True]
+    assert backward.residual.shape == (2,) and backward.residual.max() < 1e-12
+
+
+def test_a_cut_adjoint_solve_is_reported() -> None:
+    layer = Bedouin(
+        3, adjoint=ImplicitAdjoint(PICARD), on_unconverged="ignore", dtype=torch.float64
+    )
+    with torch.no_grad():
+        layer.dt_bias.add_(3.0)
+    layer.cap = FixedCap(2)
+    x, _ = problem(layer, b=2, t=8)
+    layer(x).sum().backward()
+    assert layer.stats is not None and layer.stats.backward is not None
+    assert not layer.stats.backward.converged.any()
+
+
+@pytest.mark.parametrize(
+    "adjoint", [ImplicitAdjoint(), ImplicitAdjoint(PICARD), OneStepAdjoint()], ids=str
+)
+def test_double_backward_raises(adjoint: Adjoint) -> None:
+    layer = Bedouin(3, adjoint=adjoint, dtype=torch.float64)
+    x = torch.randn(1, 3, 3, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once differentiable"):
+        torch.autograd.grad(gradient.sum(), x)
+
+
+def test_gradients_at_zero_tokens_stay_finite() -> None:
+    layer = Bedouin(4, num_householder=3, beta_max=2.0, dtype=torch.float64)
+    x = torch.zeros(2, 6, 4, dtype=torch.float64)
+    gradients = layer_gradients(layer, x)
+    assert all(g.isfinite().all() for g in gradients.values())
+    assert max(g.abs().max().item() for g in gradients.values()) < 1e6
+
+
+def test_a_frozen_layer_gives_input_gradients_only() -> None:
+    layer = Bedouin(3, dtype=torch.float64).requires_grad_(False)
+    x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and x.grad.abs().max() > 0
+    assert all(p.grad is None for p in layer.parameters())
+    assert not layer(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_no_reflection_is_without_gradient(k: int) -> None:
+    layer = Bedouin(4, mixer=HouseholderProduct(k), dtype=torch.float64)
+    gradients = layer_gradients(layer, torch.randn(2, 5, 4, dtype=torch.float64))
+    start, d = layer.d_inner + 2 * layer.d_state, layer.d_inner
+    vectors = gradients["x_proj.weight"][start : start + k * d].unflatten(0, (k, d))
+    assert (vectors.abs().amax((1, 2)) > 0).all()

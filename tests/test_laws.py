@@ -1,0 +1,198 @@
+"""Laws of the fixed point in float64, over drawn shapes, parameterizations and seeds."""
+
+import random
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bedouin import Bedouin, BedouinState, FixedPointRNN
+from bedouin.layer import FixedPointLayer
+from bedouin.mixers import StructuredMixer, WYForm
+from bedouin.solvers import Anderson, Broyden, Direct, FixedCap, Jacobi, Picard, Solver
+from bedouin.testing import assert_close, find_fixed_point, measure_growth, random_layer
+
+RNGS = st.randoms(use_true_random=False)
+SEEDS = st.integers(0, 2**16)
+# Fixed points can be as small as 1e-12, so no absolute tolerance.
+TINY = 1e-300
+
+
+def draw(
+    rng: random.Random, b: int, t: int, seed: int
+) -> tuple[FixedPointLayer, Tensor, BedouinState]:
+    """A layer, its step sizes raised half of the time, an input and an incoming state."""
+    layer = random_layer(rng)
+    layer.cap = FixedCap(300)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        layer.dt_bias.add_(rng.choice((0.0, 3.0)))
+    hypothesis.note(f"{layer} {layer.extra_repr()}")
+    x = torch.randn(b, t, layer.d_model, dtype=torch.float64)
+    ssm = torch.randn(b, layer.d_inner, layer.d_state, dtype=torch.float64)
+    return layer, x, BedouinState(0.1 * ssm, 0.1 * ssm.sum(-1))
+
+
+@settings(max_examples=100)
+@given(RNGS, st.integers(1, 4), st.integers(1, 12), SEEDS)
+def test_direct_solves_to_rounding(rng: random.Random, b: int, t: int, seed: int) -> None:
+    layer, x, state = draw(rng, b, t, seed)
+    found = find_fixed_point(layer, x, solver=Direct(), state=state)
+    pivot = found.stats.conditioning
+    assert pivot is not None
+    # Woodbury loses digits next to a singular token; the pivot says how many
+    assert (found.residual <= 1e-12 / pivot.clamp(max=1)).all(), found.stats
+    # with one channel Q is a number, and all of Q x may cancel
+    if layer.d_inner > 1:
+        assert found.stats.converged[pivot > 0.05].all(), found.stats
+    assert found.stats.num_steps.tolist() == [1] * b
+
+
+SOLVERS: list[tuple[Solver, float]] = [
+    (Picard(rtol=1e-12, atol=TINY), 1e-10),
+    (Picard(rtol=1e-12, atol=TINY, damping=0.7), 1e-10),
+    (Picard(rtol=1e-12, atol=TINY, patience=5), 1e-10),
+    (Jacobi(rtol=1e-12, atol=TINY), 1e-10),
+    (Anderson(rtol=1e-10, atol=TINY), 1e-8),
+    (Broyden(rtol=1e-10, atol=TINY), 1e-8),
+]
+
+
+@pytest.mark.parametrize(("solver", "rtol"), SOLVERS, ids=lambda v: str(v)[:40])
+@settings(max_examples=25)
+@given(RNGS, st.integers(1, 3), st.integers(1, 8), SEEDS)
+def test_every_solver_finds_directs_fixed_point(
+    solver: Solver, rtol: float, rng: random.Random, b: int, t: int, seed: int
+) -> None:
+    """By residual wherever it says it converged, by value where growth and condition allow."""
+    layer, x, state = draw(rng, b, t, seed)
+    exact = find_fixed_point(layer, x, solver=Direct(), state=state)
+    found = find_fixed_point(layer, x, solver=solver, state=state)
+    converged = found.stats.converged
+    assert (found.residual[converged] <= rtol).all()
+    assert (found.stats.residual[converged] <= rtol / 100).all()
+    growth = measure_growth(layer, x, state=state)
+    if growth <= 1e3 and bool(converged.all()):
+        pivot = exact.stats.conditioning
+        assert pivot is not None
+        slack = growth / min(pivot.min().item(), 1.0)
+        assert_close("fixed point", found.y, exact.y, rtol * slack)
+        assert_close("output", found.output, exact.output, rtol * slack)
+
+
+@pytest.mark.parametrize("solver", [s for s, _ in SOLVERS], ids=lambda v: str(v)[:40])
+def test_every_solver_converges_on_the_default_layers(solver: Solver) -> None:
+    """The law above says nothing about a solver that never converges."""
+    for kind in (Bedouin, FixedPointRNN):
+        layer = kind(4, max_steps=200, dtype=torch.float64)
+        found = find_fixed_point(layer, torch.randn(3, 8, 4, dtype=torch.float64), solver=solver)
+        assert found.stats.converged.all(), f"{kind.__name__}: {found.stats}"
+
+
+@settings(max_examples=40)
+@given(RNGS, st.integers(1, 3), st.integers(1, 12), SEEDS)
+def test_jacobi_ends_within_t_plus_one_steps(rng: random.Random, b: int, t: int, seed: int) -> None:
+    layer, x, state = draw(rng, b, t, seed)
+    found = find_fixed_point(layer, x, solver=Jacobi(rtol=1e-9, atol=TINY), state=state)
+    assert found.stats.converged.all()
+    assert found.stats.num_steps.max() <= t + 1
+    assert found.residual.max() <= 1e-6
+
+
+def near_the_reflection_limit(k: int) -> Bedouin:
+    """beta ~ 2 and |sigma| ~ 0.95, so that |sigma| |I - Q| ~ 1.9: no contraction."""
+    layer = Bedouin(
+        4, d_state=1, num_householder=k, beta_max=2.0, decay="griffin", input_scale="delta",
+        max_steps=200, on_unconverged="ignore", dtype=torch.float64,
+    )  # fmt: skip
+    alpha = slice(2 + k * layer.d_inner, 2 + k * (layer.d_inner + 1))
+    with torch.no_grad():
+        layer.dt_bias.fill_(3.0)
+        assert layer.raw_bias is not None
+        layer.raw_bias[alpha] = 12.0
+    return layer
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_jacobi_where_picard_fails(k: int) -> None:
+    layer, t = near_the_reflection_limit(k), 12
+    x = torch.randn(3, t, 4, dtype=torch.float64)
+    exact = find_fixed_point(layer, x, solver=Direct())
+    picard = find_fixed_point(layer, x, solver=Picard(rtol=1e-6, atol=TINY))
+    jacobi = find_fixed_point(layer, x, solver=Jacobi(rtol=1e-10, atol=TINY))
+    assert not picard.stats.converged.any()
+    assert jacobi.stats.converged.all()
+    assert jacobi.stats.num_steps.max() <= t + 1
+    assert jacobi.residual.max() <= 1e-9 and exact.residual.max() <= 1e-12
+    growth = measure_growth(layer, x)
+    if growth <= 1e6:
+        assert_close("fixed point", jacobi.y, exact.y, 1e-10 * growth)
+
+
+class Switch(StructuredMixer):
+    """I - Q = m e_1 e_1^T with m = 1 where the raw value is positive, else 1/2."""
+
+    def raw_size(self, d_inner: int) -> int:
+        return 1
+
+    def forward(self, raw: Tensor) -> WYForm:
+        U = torch.tensor([[1.0, 0.0]], dtype=raw.dtype).expand(*raw.shape[:-1], 1, 2)
+        M = torch.where(raw > 0, 1.0, 0.5).to(raw.dtype).unsqueeze(-1)
+        return WYForm(torch.zeros_like(raw), U, M)
+
+
+def singular_layer() -> FixedPointRNN:
+    """x = u, decay 0 and gain exactly 1; a token with u[0] > 0 has the local matrix diag(0, 1)."""
+    layer = FixedPointRNN(
+        2, expand=1, mixer=Switch(), feedback=(), on_unconverged="ignore", dtype=torch.float64
+    )
+    with torch.no_grad():
+        layer.in_proj.weight.copy_(torch.eye(2).repeat(2, 1))
+        layer.x_proj.weight.zero_()
+        layer.x_proj.weight[2, 0] = 1.0
+        layer.dt_bias.fill_(-1000.0)
+        assert layer.raw_bias is not None
+        layer.raw_bias.zero_()
+    return layer
+
+
+@pytest.mark.parametrize("solver", [Direct(), Jacobi(rtol=1e-12)], ids=str)
+def test_a_singular_token_is_contained_and_reported(solver: Solver) -> None:
+    layer = singular_layer()
+    x = torch.randn(3, 6, 2, dtype=torch.float64)
+    x[..., 0] = -x[..., 0].abs() - 0.1
+    healthy = find_fixed_point(layer, x, solver=solver)
+    assert healthy.stats.converged.all()
+    sick = x.clone()
+    sick[1, 3, 0] = 1.0
+    found = find_fixed_point(layer, sick, solver=solver)
+    assert found.stats.converged.tolist() == [True, False, True]
+    assert found.stats.conditioning is not None
+    assert found.stats.conditioning.tolist() == [0.5, 0.0, 0.5]
+    assert found.y[1, :3].isfinite().all() and not found.y[1, 3:].isfinite().all(-1).any()
+    assert torch.equal(found.y[[0, 2]], healthy.y[[0, 2]])
+    assert torch.equal(found.output[1, :3], healthy.output[1, :3])
+
+
+def test_a_singular_token_spoils_no_other_samples_input_gradient() -> None:
+    layer = singular_layer()
+    x = torch.randn(2, 4, 2, dtype=torch.float64)
+    x[..., 0] = -x[..., 0].abs() - 0.1
+    x[1, 2, 0] = 1.0
+    x.requires_grad_()
+    layer(x)[0].sum().backward()
+    assert x.grad is not None and x.grad[0].isfinite().all()
+
+
+def test_the_fixed_point_does_not_depend_on_the_start() -> None:
+    """Consequence 1 of the triangular structure: one fixed point for the whole sequence."""
+    layer = Bedouin(4, dtype=torch.float64)
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    found = find_fixed_point(layer, x, solver=Direct())
+    y = 10 * torch.randn_like(found.y)
+    for _ in range(60):
+        y = found.f(y)
+    assert_close("from a random start", y, found.y, 1e-10)

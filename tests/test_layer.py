@@ -1,0 +1,275 @@
+"""A layer as a module: shapes, options, statistics, caps, warnings."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bedouin import Bedouin, FixedPointRNN, LowRank
+from bedouin.layer import FixedPointLayer
+from bedouin.solvers import (
+    ConvergenceError,
+    ConvergenceWarning,
+    Direct,
+    FixedCap,
+    GammaCap,
+    Jacobi,
+    Picard,
+    Solver,
+    SolveStats,
+)
+from bedouin.testing import assert_close, parallel_decode_gap
+
+KINDS = [Bedouin, FixedPointRNN]
+SLOW = Picard(rtol=1e-12, atol=0.0)
+"""Not to be reached in the few steps that the tests below allow."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("b", [0, 1, 3])
+@pytest.mark.parametrize("t", [0, 1, 63, 64, 100])
+def test_the_output_has_the_shape_of_the_input(kind: Any, b: int, t: int) -> None:
+    layer = kind(4)
+    x = torch.randn(b, t, 4, requires_grad=True)
+    output = layer(x)
+    assert output.shape == (b, t, 4) and output.dtype == x.dtype
+    assert output.isfinite().all()
+    output.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "solver", [Direct(), Picard(), Jacobi()], ids=["direct", "picard", "jacobi"]
+)
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+def test_nothing_in_nothing_out(solver: Solver, shape: tuple[int, int]) -> None:
+    layer = Bedouin(4, solver=solver)
+    output, state = layer(torch.randn(*shape, 4), return_state=True)
+    assert output.shape == (*shape, 4)
+    assert state.ssm.shape == (shape[0], 8, 16) and state.y.shape == (shape[0], 8)
+    assert layer.stats is not None and layer.stats.converged.all()
+    assert layer.stats.num_steps.shape == shape[:1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"d_state": 1}, {"expand": 1}, {"d_state": 1, "expand": 1}, {"expand": 0.5}, {"expand": 1.5}],
+    ids=str,
+)
+def test_small_and_odd_sizes(options: dict[str, Any]) -> None:
+    layer = Bedouin(4, dtype=torch.float64, **options)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    assert layer(x).shape == x.shape
+    assert layer.d_inner == int(options.get("expand", 2) * 4)
+    assert parallel_decode_gap(layer, x) < 1e-11
+
+
+@torch.no_grad()
+def test_layout_in_memory_does_not_matter() -> None:
+    layer = Bedouin(4, dtype=torch.float64)
+    x = torch.randn(2, 7, 4, dtype=torch.float64)
+    expected, end = layer(x, return_state=True)
+    time_first = x.transpose(0, 1).contiguous().transpose(0, 1)
+    strided = torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+    assert not time_first.is_contiguous() and not strided.is_contiguous()
+    assert_close("time first", layer(time_first), expected, 1e-13)
+    assert_close("strided", layer(strided), expected, 1e-13)
+    turned = end._replace(ssm=end.ssm.mT.contiguous().mT)
+    assert_close("strided state", layer(x, state=turned), layer(x, state=end), 1e-13)
+
+
+def test_auto_is_direct_where_the_mixer_allows_it() -> None:
+    assert Bedouin(4).solver == Direct()
+    assert FixedPointRNN(4, mixer=LowRank(2)).solver == Direct()
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    layer = Bedouin(4)
+    assert (layer.d_inner, layer.d_state, layer.decay) == (8, 16, "mamba")
+    assert layer.feedback == ("delta", "B", "C", "mixer") and layer.feedback_norm
+    assert layer.feedback_init == 0.1 and layer.cap == FixedCap(100)
+    assert layer.adjoint is None and layer.on_unconverged == "warn" and layer.backend == "auto"
+    assert layer.layer_idx is None and Bedouin(4, layer_idx=3).layer_idx == 3
+
+
+def test_initial_values() -> None:
+    layer = Bedouin(32, dtype=torch.float64)
+    delta = nn.functional.softplus(layer.dt_bias)
+    assert delta.min() >= 1e-3 - 1e-9 and delta.max() <= 0.1 + 1e-9
+    A = layer.get_parameter("A_log").exp()
+    assert_close("exp(A_log)", A[5], torch.arange(1, 17, dtype=torch.float64), 1e-6)
+    assert layer.D.eq(1).all()
+    griffin = Bedouin(32, decay="griffin", dtype=torch.float64)
+    decay = torch.exp(-8 * nn.functional.softplus(griffin.get_parameter("omega")))
+    assert decay.min() >= 0.9 - 1e-9 and decay.max() <= 0.999 + 1e-9
+
+
+def test_feedback_init_scales_the_feedback_weights() -> None:
+    def weights(factor: float) -> Tensor:
+        torch.manual_seed(1)
+        y_proj = Bedouin(8, feedback_init=factor, dtype=torch.float64).y_proj
+        assert y_proj is not None
+        return y_proj.weight.detach()
+
+    assert_close("W^y", weights(0.1), 0.1 * weights(1.0), 1e-14)
+    assert not weights(0.0).any()
+
+
+def test_marks_for_optimizers_and_initializers() -> None:
+    layer, griffin = Bedouin(4), FixedPointRNN(4, decay="griffin")
+    marked = {n for n, p in layer.named_parameters() if getattr(p, "_no_weight_decay", False)}
+    assert marked == {"A_log", "D"}
+    marked = {n for n, p in griffin.named_parameters() if getattr(p, "_no_weight_decay", False)}
+    assert marked == {"omega", "D"}
+    assert [n for n, p in layer.named_parameters() if getattr(p, "_no_reinit", False)] == [
+        "dt_bias"
+    ]
+    assert type(layer.out_proj) is nn.Linear
+
+
+# -- statistics
+
+
+def stats_of(layer: FixedPointLayer) -> SolveStats | None:
+    """Read through a function, for a call in between changes them."""
+    return layer.stats
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "solver", [Direct(), Picard(), Jacobi()], ids=["direct", "picard", "jacobi"]
+)
+def test_statistics_of_the_last_call(kind: Any, solver: Solver) -> None:
+    layer: FixedPointLayer = kind(4, solver=solver)
+    assert stats_of(layer) is None
+    layer(torch.randn(3, 5, 4))
+    stats = stats_of(layer)
+    assert stats is not None
+    assert stats.num_steps.shape == stats.residual.shape == stats.converged.shape == (3,)
+    assert stats.num_steps.dtype == torch.int64 and stats.converged.dtype == torch.bool
+    assert stats.residual.dtype == torch.float32
+    assert not stats.residual.requires_grad
+    assert stats.converged.all() and stats.residual.max() < 1e-3
+    if isinstance(solver, Picard):
+        assert stats.conditioning is None
+    else:
+        assert stats.conditioning is not None
+        assert stats.conditioning.shape == (3,) and stats.conditioning.min() > 0
+        assert not stats.conditioning.requires_grad
+
+
+# -- what happens when a solve does not converge
+
+
+def unconverged(**options: Any) -> Bedouin:
+    layer = Bedouin(4, solver=SLOW, max_steps=2, dtype=torch.float64, **options)
+    with torch.no_grad():
+        layer.dt_bias.add_(2.0)
+    return layer
+
+
+X = torch.linspace(-1, 1, 2 * 8 * 4, dtype=torch.float64).view(2, 8, 4)
+
+
+def test_warn_names_the_layer_the_count_and_the_remedy() -> None:
+    message = r"Bedouin: 2 of 2 samples did not converge in 2 steps .*raise max_steps"
+    with pytest.warns(ConvergenceWarning, match=message):
+        unconverged()(X)
+
+
+def test_raise() -> None:
+    with pytest.raises(ConvergenceError, match="Bedouin: 2 of 2 samples did not converge"):
+        unconverged(on_unconverged="raise")(X)
+    assert issubclass(ConvergenceError, RuntimeError)
+
+
+def test_ignore_still_reports() -> None:
+    layer = unconverged(on_unconverged="ignore")
+    layer(X)
+    assert layer.stats is not None and layer.stats.converged.tolist() == [False, False]
+    assert layer.stats.num_steps.tolist() == [2, 2]
+
+
+def test_a_sick_sample_is_warned_about_as_such() -> None:
+    x = X.clone()
+    x[0, 3, 1] = torch.nan
+    with pytest.warns(ConvergenceWarning, match="1 of 2 samples .*NaN or Inf"):
+        Bedouin(4, dtype=torch.float64)(x)
+
+
+def test_a_solve_cut_by_a_random_cap_is_recorded_and_not_warned_about() -> None:
+    layer = unconverged(on_unconverged="raise")
+    layer.cap = GammaCap(1.0, 0.1, limit=3)
+    layer.train()(X)
+    assert layer.stats is not None and not layer.stats.converged.any()
+    with pytest.raises(ConvergenceError, match="in 3 steps"):
+        layer.eval()(X)
+
+
+# -- caps
+
+
+def steps_of(layer: Bedouin, calls: int) -> list[int]:
+    steps = []
+    for _ in range(calls):
+        layer(X)
+        assert layer.stats is not None
+        steps.append(int(layer.stats.num_steps.max()))
+    return steps
+
+
+def gamma_layer(seed: int = 0) -> Bedouin:
+    return Bedouin(
+        4, solver=SLOW, max_steps=GammaCap(4.0, 1.0, 12, seed), on_unconverged="ignore",
+        dtype=torch.float64,
+    )  # fmt: skip
+
+
+def test_caps_are_drawn_in_training_only() -> None:
+    layer, cap = gamma_layer(), GammaCap(4.0, 1.0, 12)
+    with torch.no_grad():
+        layer.dt_bias.add_(2.0)
+    assert steps_of(layer.train(), 6) == [cap.draw(i) for i in range(6)]
+    assert steps_of(layer.eval(), 2) == [12, 12]
+    assert steps_of(layer.train(), 2) == [cap.draw(6), cap.draw(7)]
+
+
+def test_a_resumed_layer_draws_what_the_other_would_have() -> None:
+    layer = gamma_layer(seed=5)
+    with torch.no_grad():
+        layer.dt_bias.add_(2.0)
+    steps_of(layer.train(), 3)
+    resumed = gamma_layer(seed=5)
+    resumed.load_state_dict(layer.state_dict(), strict=True)
+    assert steps_of(resumed.train(), 5) == steps_of(layer, 5)
+
+
+def test_repr_says_what_is_solved_how() -> None:
+    text = repr(Bedouin(4, solver=Picard(), mixer=LowRank(3)))
+    assert "d_inner=8" in text and "solver=Picard(" in text and "LowRank(rank=3)" in text
+
+
+def test_reset_parameters_draws_anew() -> None:
+    layer = Bedouin(4)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    layer.reset_parameters()
+    drawn = {"in_proj.weight", "x_proj.weight", "y_proj.weight", "out_proj.weight", "dt_bias"}
+    changed = {n for n, p in layer.named_parameters() if not torch.equal(p, before[n])}
+    assert drawn <= changed and changed.isdisjoint({"A_log", "D", "norm.weight"})
+
+
+def test_it_fits_a_batch() -> None:
+    """One layer and a head learn random labels by heart, read at the last of six tokens."""
+    layer, head = Bedouin(8, d_state=8), nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW([*layer.parameters(), *head.parameters()], lr=2e-2)
+    x, target = torch.randn(16, 6, 8), torch.arange(16) % 2
+    losses = []
+    for _ in range(60):
+        logits = head(layer(x)[:, -1])[:, 0]
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, target.float())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 0.5 and losses[-1] < 0.1

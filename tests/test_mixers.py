@@ -1,0 +1,205 @@
+"""Channel mixers: the matrices they stand for, and layers that use them."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from bedouin import Bedouin, ChannelMixer, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin.mixers import StructuredMixer
+from bedouin.solvers import (
+    Anderson,
+    Broyden,
+    Direct,
+    ImplicitAdjoint,
+    Jacobi,
+    Picard,
+    Solver,
+    UnrolledAdjoint,
+)
+from bedouin.testing import assert_close, find_fixed_point, layer_gradients
+
+
+def matrix(mixer: ChannelMixer, raw: Tensor, d: int) -> Tensor:
+    """Q (d, d), column by column."""
+    basis = torch.eye(d, dtype=raw.dtype)
+    return basis - torch.stack([mixer.complement(raw, e) for e in basis], 1)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 4), st.integers(1, 7), st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 999))
+def test_householder_product_is_its_definition(k: int, d: int, beta_max: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    mixer = HouseholderProduct(k, beta_max)
+    raw = torch.randn(mixer.raw_size(d), dtype=torch.float64)
+    Q = torch.eye(d, dtype=torch.float64)
+    for i in range(k):
+        u = raw[i * d : (i + 1) * d]
+        u = u / (u.square().sum() + d * 1e-6).sqrt()
+        Q = Q @ (torch.eye(d) - beta_max * torch.sigmoid(raw[k * d + i]) * torch.outer(u, u))
+    assert_close("Q", matrix(mixer, raw, d), Q, 1e-13, atol=1e-14)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 4), st.integers(1, 7), st.integers(0, 999))
+def test_low_rank_is_its_definition(k: int, d: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    mixer = LowRank(k)
+    raw = torch.randn(mixer.raw_size(d), dtype=torch.float64)
+    Q = torch.zeros(d, d, dtype=torch.float64)
+    for i in range(k):
+        u = raw[i * d : (i + 1) * d]
+        u = u / (u.square().sum() + d * 1e-6).sqrt()
+        Q = Q + torch.sigmoid(raw[k * d + i]) * torch.outer(u, u)
+    assert_close("Q", matrix(mixer, raw, d), Q, 1e-13, atol=1e-14)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from([HouseholderProduct(3, 2.0), LowRank(3)]), st.integers(0, 999))
+def test_the_form_is_the_complement(mixer: StructuredMixer, seed: int) -> None:
+    torch.manual_seed(seed)
+    raw = torch.randn(2, 4, mixer.raw_size(5), dtype=torch.float64)
+    e, U, M = mixer(raw)
+    v = torch.randn(2, 4, 5, dtype=torch.float64)
+    dense = torch.diag_embed(e.expand(2, 4, 5)) + U.mT @ M @ U
+    assert_close("(I - Q) v", mixer.complement(raw, v), (dense @ v[..., None])[..., 0], 1e-12)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 4), st.integers(0, 999))
+def test_a_product_never_expands(k: int, seed: int) -> None:
+    """|H_i| <= 1 for beta in [0, 2], so |Q| <= 1."""
+    torch.manual_seed(seed)
+    mixer = HouseholderProduct(k, 2.0)
+    raw = 3 * torch.randn(mixer.raw_size(6), dtype=torch.float64)
+    assert torch.linalg.matrix_norm(matrix(mixer, raw, 6), 2) <= 1 + 1e-12
+
+
+def test_beta_max_2_reaches_a_reflection() -> None:
+    mixer = HouseholderProduct(1, 2.0)
+    raw = torch.tensor([1e3, 0.0, 0.0, 40.0], dtype=torch.float64)
+    expected = torch.diag(torch.tensor([-1.0, 1.0, 1.0], dtype=torch.float64))
+    assert_close("Q", matrix(mixer, raw, 3), expected, 1e-9)
+
+
+def test_mixers_show_their_options() -> None:
+    assert repr(HouseholderProduct(3, 2.0)) == "HouseholderProduct(num_householder=3, beta_max=2.0)"
+    assert repr(LowRank(4)) == "LowRank(rank=4)"
+
+
+def test_shorthand_is_the_mixer() -> None:
+    layer = Bedouin(4, num_householder=3, beta_max=2.0)
+    assert isinstance(layer.mixer, HouseholderProduct)
+    assert (layer.mixer.num_householder, layer.mixer.beta_max) == (3, 2.0)
+    default = FixedPointRNN(4).mixer
+    assert isinstance(default, HouseholderProduct)
+    assert (default.num_householder, default.beta_max) == (2, 1.0)
+
+
+class Dense(ChannelMixer):
+    """I - Q = tanh(raw) W / 2 with one learned dense matrix W for all tokens."""
+
+    def __init__(self, d_inner: int) -> None:
+        super().__init__()
+        weight = torch.linalg.qr(torch.randn(d_inner, d_inner, dtype=torch.float64)).Q
+        self.weight = nn.Parameter(weight)
+
+    def raw_size(self, d_inner: int) -> int:
+        return 1
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(raw) * (v @ self.weight.mT)
+
+
+def dense_layer(**options: object) -> Bedouin:
+    common = {"mixer": Dense(8), "max_steps": 200, "dtype": torch.float64}
+    return Bedouin(4, **(common | options))  # type: ignore[arg-type]
+
+
+def test_an_unstructured_mixer_is_solved_by_picard() -> None:
+    layer = dense_layer()
+    assert layer.solver == Picard()
+    layer(torch.randn(2, 5, 4, dtype=torch.float64))
+    assert layer.stats is not None and layer.stats.converged.all()
+    assert layer.stats.conditioning is None
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [Anderson(rtol=1e-11, atol=1e-300), Broyden(rtol=1e-11, atol=1e-300)],
+    ids=["anderson", "broyden"],
+)
+def test_solvers_agree_on_an_unstructured_mixer(solver: Solver) -> None:
+    layer = dense_layer()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    found = find_fixed_point(layer, x, solver=solver)
+    expected = find_fixed_point(layer, x, solver=Picard(rtol=0.0, atol=0.0))
+    assert found.residual.max() < 1e-10 and expected.residual.max() < 1e-13
+    assert_close("fixed point", found.y, expected.y, 1e-9)
+
+
+def test_the_mixers_own_parameters_have_gradients() -> None:
+    layer = dense_layer(solver=Picard(rtol=1e-13, atol=1e-300))
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    gradient = layer_gradients(layer, x, ImplicitAdjoint())["mixer.weight"]
+    step = torch.randn_like(gradient)
+    change = directional_change(layer, x, step)
+    assert change == pytest.approx((gradient * step).sum().item(), rel=1e-6)
+
+
+def directional_change(layer: Bedouin, x: Tensor, step: Tensor, size: float = 1e-5) -> float:
+    """Central difference of the functional of `layer_gradients` along `step`."""
+    assert isinstance(layer.mixer, Dense)
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            layer.mixer.weight.add_(sign * size * step)
+            output, state = layer(x, return_state=True)
+            layer.mixer.weight.sub_(sign * size * step)
+        g = torch.Generator().manual_seed(0)
+        parts = [output, *state]
+        weights = [torch.randn(p.shape, generator=g, dtype=p.dtype) for p in parts]
+        values.append(sum(float((w * p).sum()) for w, p in zip(weights, parts, strict=True)))
+    return (values[0] - values[1]) / (2 * size)
+
+
+@pytest.mark.parametrize("solver", [Direct(), Jacobi()], ids=str)
+def test_structure_is_required_where_it_is_used(solver: Solver) -> None:
+    layer = dense_layer(solver=solver)
+    with pytest.raises(TypeError, match=f"{type(solver).__name__} needs a map .* use Picard"):
+        layer(torch.randn(1, 2, 4, dtype=torch.float64))
+
+
+class Learned(StructuredMixer):
+    """I - Q = m W^T W with learned rows W: a structured mixer that has parameters."""
+
+    def __init__(self, d_inner: int) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(0.3 * torch.randn(2, d_inner, dtype=torch.float64))
+
+    def raw_size(self, d_inner: int) -> int:
+        return 2
+
+    def forward(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        U = self.rows.expand(*raw.shape[:-1], *self.rows.shape)
+        return torch.zeros_like(raw[..., :1]), U, torch.diag_embed(torch.sigmoid(raw))
+
+
+def test_a_structured_mixer_with_parameters_has_exact_gradients() -> None:
+    layer = Bedouin(4, mixer=Learned(8), dtype=torch.float64)
+    assert layer.solver == Direct()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    exact = layer_gradients(layer, x)
+    unrolled = layer_gradients(layer, x, UnrolledAdjoint())
+    assert exact["mixer.rows"].abs().max() > 0
+    for name, gradient in unrolled.items():
+        assert_close(name, exact[name], gradient, 1e-9)
+
+
+def test_random_orders_of_feedback_names_are_one_layer() -> None:
+    names = ["delta", "B", "C", "mixer"]
+    random.shuffle(names)
+    assert Bedouin(4, feedback=names).feedback == ("delta", "B", "C", "mixer")

@@ -1,0 +1,263 @@
+"""SequenceModel around dummy mixers: shapes, causality, states, ensembles, messages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+
+from bedouin.model import GatedMLP, SequenceModel
+
+D_MODEL = 8
+VOCAB = 11
+
+
+class Leaky(nn.Module):
+    """h_t = a ⊙ h_{t-1} + W x_t, the smallest layer with the interface of ours."""
+
+    def __init__(self, d_model: int = D_MODEL) -> None:
+        super().__init__()
+        self.proj = nn.Linear(d_model, d_model)
+        self.raw_decay = nn.Parameter(torch.randn(d_model))
+        self.stats: str | None = None
+
+    def init_state(self, batch_size: int) -> Tensor:
+        return self.raw_decay.new_zeros(batch_size, len(self.raw_decay))
+
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # (b, m), (b, m)
+        state = self.raw_decay.sigmoid() * state + self.proj(x)
+        return state, state
+
+    def forward(self, x: Tensor, state: Tensor | None = None, return_state: bool = False) -> Any:
+        h = self.init_state(len(x)) if state is None else state
+        outputs = []
+        for x_t in x.unbind(1):
+            y_t, h = self.step(x_t, h)
+            outputs.append(y_t)
+        self.stats = "called"
+        y = torch.stack(outputs, 1) if outputs else x
+        return (y, h) if return_state else y
+
+
+class Foreign(nn.Module):
+    """A GRU that returns (output, None, cache), as flash-linear-attention's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(D_MODEL, D_MODEL, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None, Tensor]:
+        output, cache = self.gru(x)
+        return output, None, cache
+
+
+class Returns(nn.Module):
+    """Returns what it is told to."""
+
+    def __init__(self, output: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, x: Tensor) -> object:
+        return self.output(x)
+
+
+def make(num_layers: int = 2, **options: Any) -> SequenceModel:
+    torch.manual_seed(0)
+    return SequenceModel(
+        VOCAB, D_MODEL, [Leaky() for _ in range(num_layers)], **{"dtype": None, **options}
+    )
+
+
+def ids(b: int, t: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (b, t), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("mixer", [Leaky, Foreign])
+@pytest.mark.parametrize("mlp_expand", [None, 2.5])
+@pytest.mark.parametrize(("b", "t"), [(3, 5), (1, 1), (0, 4)])
+def test_shapes(mixer: type[nn.Module], mlp_expand: float | None, b: int, t: int) -> None:
+    model = SequenceModel(VOCAB, D_MODEL, [mixer()], output_size=7, mlp_expand=mlp_expand)
+    logits = model(ids(b, t))
+    assert logits.shape == (b, t, 7)
+    assert logits.isfinite().all()
+
+
+def test_empty_time() -> None:
+    assert make()(ids(2, 0)).shape == (2, 0, VOCAB)
+
+
+def test_by_hand() -> None:
+    """One block and an MLP, written out with functional calls."""
+    model = make(1, mlp_expand=2.0, norm_eps=1e-3)
+    (mixer,) = model.mixers
+    (mlp,) = (module for module in model.modules() if isinstance(module, GatedMLP))
+
+    def norm(x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+
+    x = model.embedding.weight[ids(2, 6)]
+    x = x + mixer(norm(x))
+    gate, value = F.linear(norm(x), mlp.in_proj.weight).chunk(2, -1)
+    x = x + F.linear(F.silu(gate) * value, mlp.out_proj.weight)
+    torch.testing.assert_close(model(ids(2, 6)), F.linear(norm(x), model.head.weight))
+
+
+@given(st.integers(1, 9), st.data())
+@settings(deadline=None)
+def test_causal(t: int, data: st.DataObject) -> None:
+    """Logits up to a position do not change, bit for bit, with the tokens behind it."""
+    cut = data.draw(st.integers(0, t))
+    model = make(mlp_expand=2.0)
+    tokens, changed = ids(2, t), ids(2, t)
+    changed[:, cut:] = (changed[:, cut:] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :cut], after[:, :cut])
+    assert cut == t or not torch.equal(before[:, cut:], after[:, cut:])
+
+
+@pytest.mark.parametrize("mlp_expand", [None, 2.0])
+def test_steps_and_chunks_are_the_sequence(mlp_expand: float | None) -> None:
+    model = make(mlp_expand=mlp_expand).double()
+    tokens = ids(3, 7)
+    whole, end = model(tokens, return_state=True)
+    first, state = model(tokens[:, :4], return_state=True)
+    rest = model(tokens[:, 4:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole)
+    torch.testing.assert_close(model(tokens), whole)
+
+    state = model.init_state(3)
+    for position in range(7):
+        logits, state = model.step(tokens[:, position], state)
+        torch.testing.assert_close(logits, whole[:, position])
+    torch.testing.assert_close(state, end)
+
+
+def test_stacked_parameters_are_single_models() -> None:
+    """functional_call under vmap: logits and gradients of each model of an ensemble."""
+    models = [make(mlp_expand=2.0).double() for _ in range(3)]
+    for model in models[1:]:
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+    stacked, buffers = stack_module_state(models)
+    tokens = ids(2, 5)
+
+    def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        logits = functional_call(models[0], (parameters, buffers), (tokens,))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    gradients = vmap(grad(loss), in_dims=(0, 0, None))(stacked, buffers, tokens)
+    for index, model in enumerate(models):
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        alone = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        expected = torch.autograd.grad(alone, parameters)
+        for name, gradient in zip(names, expected, strict=True):
+            torch.testing.assert_close(gradients[name][index], gradient)
+
+
+def test_mixers_from_a_function() -> None:
+    asked: list[int] = []
+
+    def make_mixer(index: int) -> nn.Module:
+        asked.append(index)
+        return Leaky()
+
+    model = SequenceModel(VOCAB, D_MODEL, make_mixer, num_layers=3)
+    assert asked == [0, 1, 2]
+    assert len(model.mixers) == 3
+    assert SequenceModel(VOCAB, D_MODEL, nn.ModuleList([Leaky()])).mixers[0].training
+
+
+def test_embedding_std_and_tied_head() -> None:
+    torch.manual_seed(0)
+    model = SequenceModel(500, 64, [Leaky(64)], embedding_std=0.125, tie_embeddings=True)
+    assert model.embedding.weight.std().item() == pytest.approx(0.125, rel=0.02)
+    assert model.head.weight is model.embedding.weight
+    assert SequenceModel(500, 64, [Leaky(64)]).embedding.weight.std().item() == pytest.approx(
+        1.0, rel=0.02
+    )
+
+
+def test_dtype_and_device_are_everything_but_the_mixers() -> None:
+    model = make(dtype=torch.float64, device="meta", mlp_expand=2.0)
+    for name, parameter in model.named_parameters():
+        own = ".mixer." not in name
+        assert parameter.dtype == (torch.float64 if own else torch.float32)
+        assert parameter.is_meta == own
+
+
+def test_stats_are_those_of_the_mixers_that_have_any() -> None:
+    model = SequenceModel(VOCAB, D_MODEL, [Leaky(), Foreign(), Leaky()])
+    assert model.stats == []
+    model(ids(1, 2))
+    assert model.stats == ["called", "called"]
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "message"),
+    [
+        (lambda x: None, TypeError, "mixer Returns must return a tensor .* got NoneType"),
+        (lambda x: (None, x), TypeError, "a tuple that begins with one, got tuple"),
+        (lambda x: (), TypeError, "got tuple"),
+        (lambda x: x[:, :1], ValueError, r"shape of its input, \(2, 3, 8\), got \(2, 1, 8\)"),
+    ],
+)
+def test_bad_outputs(
+    output: Callable[[Tensor], object], error: type[Exception], message: str
+) -> None:
+    model = SequenceModel(VOCAB, D_MODEL, [Returns(output)])
+    with pytest.raises(error, match=message):
+        model(ids(2, 3))
+
+
+def test_mixers_without_states() -> None:
+    model = SequenceModel(VOCAB, D_MODEL, [Foreign()])
+    with pytest.raises(TypeError, match=r"mixer Foreign has no init_state\(\), .*bedouin.Bedouin"):
+        model.init_state(2)
+    with pytest.raises(TypeError, match=r"mixer Foreign has no step\(\)"):
+        model.step(ids(2, 1)[:, 0], (None,))
+    with pytest.raises(TypeError, match=r"mixer Foreign has no init_state\(\)"):
+        model(ids(2, 3), state=(None,))
+    with pytest.raises(TypeError, match=r"mixer Foreign has no init_state\(\)"):
+        model(ids(2, 3), return_state=True)
+
+
+def test_bad_tokens_and_states() -> None:
+    model = make()
+    with pytest.raises(TypeError, match=r"int64 or int32 ids, got torch\.float32"):
+        model(ids(2, 3).float())
+    with pytest.raises(ValueError, match=r"tokens must have shape \(b, t\), got \(2,\)"):
+        model(ids(2, 3)[:, 0])
+    with pytest.raises(ValueError, match=r"tokens must have shape \(b,\), got \(2, 3\)"):
+        model.step(ids(2, 3), model.init_state(2))
+    with pytest.raises(ValueError, match="each of the 2 layers, got 1: start from model.init"):
+        model(ids(2, 3), state=model.init_state(2)[:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"vocab_size": 0}, ValueError, "vocab_size must be positive, got 0"),
+        ({"d_model": -1}, ValueError, "d_model must be positive, got -1"),
+        ({"output_size": 0}, ValueError, "output_size must be positive, got 0"),
+        ({"mlp_expand": 0.0}, ValueError, r"mlp_expand must be positive, got 0\.0"),
+        ({"mixers": []}, ValueError, "mixers must hold at least one layer"),
+        ({"mixers": Leaky()}, TypeError, "got the module Leaky: wrap it in a list"),
+        ({"mixers": ["mamba"]}, TypeError, "mixers must be nn.Modules, got str"),
+        ({"mixers": lambda i: Leaky()}, ValueError, "num_layers must be at least 1 .*got None"),
+        ({"num_layers": 1}, ValueError, "num_layers goes with a function .*got 1 and a list of 1"),
+        (
+            {"output_size": 3, "tie_embeddings": True},
+            ValueError,
+            "tie_embeddings needs output_size = vocab_size = 11, got 3",
+        ),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SequenceModel(**{"vocab_size": VOCAB, "d_model": D_MODEL, "mixers": [Leaky()], **arguments})

@@ -1,0 +1,174 @@
+"""The wheel's list of packages, the names on sys.path, and imports that go one way."""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bedouin.kernels
+import bedouin.solvers
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {
+    "bedouin": ROOT / "src" / "bedouin",
+    "bedouin.kernels": ROOT / "kernels",
+    "bedouin.solvers": ROOT / "solvers",
+}
+# What the modules below a prefix may import of bedouin; the longest prefix decides.
+ALLOWED = {
+    "bedouin": ("bedouin",),
+    "bedouin.tasks": ("bedouin.tasks",),
+    "bedouin.kernels": ("bedouin.kernels",),
+    "bedouin.solvers": ("bedouin.kernels", "bedouin.solvers"),
+}
+
+
+def setuptools_table() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    settings: dict[str, Any] = table["tool"]["setuptools"]
+    return settings
+
+
+def is_below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def dotted(prefix: str, folder: Path, path: Path) -> str:
+    parts = path.relative_to(folder).with_suffix("").parts
+    return ".".join(part for part in (prefix, *parts) if part and part != "__init__")
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Every module of the library: its dotted name and its file."""
+    return [
+        (dotted(prefix, folder, path), path)
+        for prefix, folder in FOLDERS.items()
+        for path in sorted(folder.rglob("*.py"))
+    ]
+
+
+def imports_in(source: str) -> Iterator[str]:
+    """Dotted names that `source` imports at any depth; `from a import b` gives a.b.
+
+    A relative import gives a name that starts with a dot.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def misplaced(module: str, imported: str) -> str | None:
+    """Why `module` must not import `imported`; None if it may."""
+    if imported.startswith(".") or is_below(imported, "kernels") or is_below(imported, "solvers"):
+        return "write imports in full, from bedouin"
+    if is_below(imported, "torchdeq") and module != "bedouin.solvers.torchdeq_adapter":
+        return "only bedouin.solvers.torchdeq_adapter imports torchdeq"
+    triton_names = (module.rpartition(".")[0] + ".triton_kernels", "triton")
+    if module.endswith(".reference") and any(is_below(imported, name) for name in triton_names):
+        return "a reference never imports triton"
+    layer = max((prefix for prefix in ALLOWED if is_below(module, prefix)), key=len)
+    if is_below(imported, "bedouin") and not any(is_below(imported, a) for a in ALLOWED[layer]):
+        return f"{layer} may import of bedouin only {', '.join(ALLOWED[layer])}"
+    return None
+
+
+def test_packages_are_those_with_an_init() -> None:
+    settings = setuptools_table()
+    found = {
+        dotted(prefix, ROOT / folder, init)
+        for prefix, folder in settings["package-dir"].items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert found == set(settings["packages"])
+    assert len(settings["packages"]) == len(set(settings["packages"]))
+
+
+def test_every_module_lies_in_a_package() -> None:
+    lost = [str(path) for _, path in modules() if not (path.parent / "__init__.py").exists()]
+    assert not lost, f"no __init__.py beside them, so no wheel holds them: {lost}"
+
+
+def test_no_folder_of_src_shadows_a_mapped_one() -> None:
+    assert not (ROOT / "src" / "bedouin" / "kernels").exists()
+    assert not (ROOT / "src" / "bedouin" / "solvers").exists()
+
+
+@pytest.mark.parametrize("name", ["kernels", "solvers"])
+def test_no_top_level_module_of_ours(name: str) -> None:
+    loaded = [module for key, module in sys.modules.items() if is_below(key, name)]
+    files = [Path(file).resolve() for m in loaded if (file := getattr(m, "__file__", None))]
+    assert not [file for file in files if file.is_relative_to(ROOT / name)]
+    assert str(ROOT) not in sys.path
+
+
+def test_typed_marker() -> None:
+    assert (FOLDERS["bedouin"] / "py.typed").read_bytes() == b""
+
+
+def test_imports_go_one_way() -> None:
+    errors = [
+        f"{path.relative_to(ROOT)}: {imported}: {reason}"
+        for module, path in modules()
+        for imported in imports_in(path.read_text())
+        if (reason := misplaced(module, imported))
+    ]
+    assert not errors, "\n".join(errors)
+
+
+def test_tasks_import_only_torch() -> None:
+    known = sys.stdlib_module_names | {"bedouin", "torch"}
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (FOLDERS["bedouin"] / "tasks").rglob("*.py")
+        for name in imports_in(path.read_text())
+        if name.partition(".")[0] not in known
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("bedouin.kernels.scan", "from bedouin.solvers import Picard"),
+        ("bedouin.kernels.scan", "from bedouin import solvers"),
+        ("bedouin.kernels.scan", "import bedouin"),
+        ("bedouin.kernels.scan", "from kernels import backend"),
+        ("bedouin.kernels.scan", "from . import reference"),
+        ("bedouin.kernels.scan.reference", "def f():\n    import triton.language as tl"),
+        ("bedouin.kernels.scan.reference", "from bedouin.kernels.scan import triton_kernels"),
+        ("bedouin.solvers.picard", "from bedouin.layer import Bedouin"),
+        ("bedouin.solvers.picard", "import torchdeq"),
+        ("bedouin.tasks.copying", "from bedouin.model import SequenceModel"),
+        ("bedouin.layer", "from solvers.picard import Picard"),
+    ],
+)
+def test_a_misplaced_import_is_found(module: str, source: str) -> None:
+    assert [name for name in imports_in(source) if misplaced(module, name)]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("bedouin.kernels.scan", "from bedouin.kernels.backend import choose"),
+        ("bedouin.kernels.scan.triton_kernels", "import triton"),
+        ("bedouin.solvers.torchdeq_adapter", "from torchdeq.solver import anderson"),
+        ("bedouin.solvers.direct", "from bedouin.kernels.direct import solve_local"),
+        ("bedouin.tasks", "from bedouin.tasks.copying import Copying"),
+        ("bedouin.layer", "from bedouin.solvers.picard import Picard"),
+    ],
+)
+def test_a_proper_import_passes(module: str, source: str) -> None:
+    assert not [name for name in imports_in(source) if misplaced(module, name)]
+
+
+def test_the_mapped_folders_are_the_ones_imported() -> None:
+    for module, folder in ((bedouin.kernels, "kernels"), (bedouin.solvers, "solvers")):
+        assert module.__file__ is not None
+        assert Path(module.__file__).resolve() == ROOT / folder / "__init__.py"

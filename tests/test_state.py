@@ -1,0 +1,205 @@
+"""The recurrent state: chunks, single tokens, selection, conversion."""
+
+import random
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN
+from bedouin.layer import FixedPointLayer
+from bedouin.solvers import Direct, Jacobi, Picard, Solver
+from bedouin.testing import assert_close, measure_growth, parallel_decode_gap, random_layer
+
+RNGS = st.randoms(use_true_random=False)
+
+
+def assert_state_close(actual: BedouinState, expected: BedouinState, rtol: float) -> None:
+    assert_close("state.ssm", actual.ssm, expected.ssm, rtol)
+    assert_close("state.y", actual.y, expected.y, rtol)
+
+
+def draw(rng: random.Random, b: int, t: int) -> tuple[FixedPointLayer, Tensor]:
+    layer = random_layer(rng, solver=Direct())
+    hypothesis.note(f"{layer} {layer.extra_repr()}")
+    torch.manual_seed(rng.randint(0, 999))
+    return layer, torch.randn(b, t, layer.d_model, dtype=torch.float64)
+
+
+def feed(
+    layer: FixedPointLayer, x: Tensor, cuts: list[int], state: BedouinState | None = None
+) -> tuple[Tensor, BedouinState]:
+    """x in the chunks between the cuts."""
+    outputs = []
+    for start, stop in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
+        output, state = layer(x[:, start:stop], state=state, return_state=True)
+        outputs.append(output)
+    assert state is not None
+    return torch.cat(outputs, 1), state
+
+
+@torch.no_grad()
+@settings(max_examples=40)
+@given(RNGS, st.integers(1, 3), st.lists(st.integers(0, 12), max_size=5), st.integers(0, 12))
+def test_chunks_give_what_one_call_gives(
+    rng: random.Random, b: int, cuts: list[int], t: int
+) -> None:
+    """Repeated cuts make empty chunks."""
+    layer, x = draw(rng, b, t)
+    growth = measure_growth(layer, x)
+    whole, end = layer(x, return_state=True)
+    output, state = feed(layer, x, sorted(min(cut, t) for cut in cuts))
+    assert_close("output", output, whole, 1e-10 * growth)
+    assert_state_close(state, end, 1e-10 * growth)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_every_split_in_two(kind: type[FixedPointLayer]) -> None:
+    layer = kind(4, dtype=torch.float64)  # type: ignore[call-arg]
+    x = torch.randn(2, 9, 4, dtype=torch.float64)
+    whole, end = layer(x, return_state=True)
+    for cut in range(10):
+        output, state = feed(layer, x, [cut])
+        assert_close(f"output, cut at {cut}", output, whole, 1e-11)
+        assert_state_close(state, end, 1e-11)
+
+
+@torch.no_grad()
+@settings(max_examples=40)
+@given(RNGS, st.integers(1, 3), st.integers(1, 10))
+def test_steps_give_what_one_call_gives(rng: random.Random, b: int, t: int) -> None:
+    layer, x = draw(rng, b, t)
+    assert parallel_decode_gap(layer, x) <= 1e-10 * measure_growth(layer, x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "solver", [Picard(rtol=1e-12, atol=1e-300), Jacobi(rtol=1e-12, atol=1e-300)], ids=str
+)
+def test_iterated_chunks_and_states(solver: Solver) -> None:
+    layer = Bedouin(4, solver=solver, dtype=torch.float64)
+    x = torch.randn(2, 9, 4, dtype=torch.float64)
+    whole, end = layer(x, return_state=True)
+    output, state = feed(layer, x, [2, 5, 5])
+    assert_close("output", output, whole, 1e-9)
+    assert_state_close(state, end, 1e-9)
+    assert parallel_decode_gap(layer, x) < 1e-9
+
+
+@torch.no_grad()
+def test_a_step_is_exact_whatever_the_solver() -> None:
+    loose = Bedouin(4, solver=Picard(rtol=0.5), dtype=torch.float64)
+    exact = Bedouin(4, dtype=torch.float64)
+    exact.load_state_dict(loose.state_dict())
+    x_t, state = torch.randn(2, 4, dtype=torch.float64), loose.init_state(2)
+    assert torch.equal(loose.step(x_t, state)[0], exact.step(x_t, state)[0])
+    assert loose.stats is not None and loose.stats.residual.max() < 1e-14
+
+
+@torch.no_grad()
+def test_the_start_is_the_zero_state() -> None:
+    layer = Bedouin(4, d_state=3, dtype=torch.float64)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    state = layer.init_state(2)
+    assert state.ssm.shape == (2, 8, 3) and state.y.shape == (2, 8)
+    assert not state.ssm.any() and not state.y.any()
+    assert torch.equal(layer(x, state=state), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_a_state_is_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
+    state = Bedouin(4, dtype=dtype).init_state(1)
+    assert state.ssm.dtype == state.y.dtype == expected
+
+
+@torch.no_grad()
+def test_no_tokens_leave_the_state_alone() -> None:
+    layer = Bedouin(4, dtype=torch.float64)
+    _, state = layer(torch.randn(2, 3, 4, dtype=torch.float64), return_state=True)
+    empty = torch.zeros(2, 0, 4, dtype=torch.float64)
+    output, after = layer(empty, state=state, return_state=True)
+    assert output.shape == (2, 0, 4)
+    assert torch.equal(after.ssm, state.ssm) and torch.equal(after.y, state.y)
+    _, fresh = layer(empty, return_state=True)
+    assert not fresh.ssm.any() and not fresh.y.any() and fresh.ssm.shape == state.ssm.shape
+
+
+@torch.no_grad()
+def test_selected_samples_go_on_alone() -> None:
+    layer = Bedouin(4, dtype=torch.float64)
+    x, x_next = torch.randn(2, 6, 5, 4, dtype=torch.float64)
+    _, state = layer(x, return_state=True)
+    expected = layer(x_next, state=state)
+    assert_close("[2:5]", layer(x_next[2:5], state=state[2:5]), expected[2:5], 1e-12)
+    mask = torch.tensor([True, False, False, True, False, False])
+    assert_close("[mask]", layer(x_next[mask], state=state[mask]), expected[mask], 1e-12)
+    one = state[3]
+    assert one.ssm.shape == state.ssm.shape[1:] and one.y.shape == state.y.shape[1:]
+    assert_close("[3]", layer(x_next[3:4], state=one), expected[3:4], 1e-12)
+
+
+def test_a_state_unpacks_and_compares_by_field() -> None:
+    ssm, y = torch.zeros(1, 2, 3), torch.zeros(1, 2)
+    first, second = BedouinState(ssm, y)
+    assert first is ssm and second is y
+
+
+def test_to_converts_both_tensors() -> None:
+    state = Bedouin(4).init_state(2).to(torch.float64)
+    assert state.ssm.dtype == state.y.dtype == torch.float64
+    moved = state.to("meta")
+    assert moved.ssm.device.type == moved.y.device.type == "meta"
+
+
+def test_detach_truncates_backpropagation() -> None:
+    layer = Bedouin(4, dtype=torch.float64)
+    first = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    second = torch.randn(2, 3, 4, dtype=torch.float64)
+    _, state = layer(first, return_state=True)
+    assert state.ssm.requires_grad and state.y.requires_grad
+    (through,) = torch.autograd.grad(layer(second, state=state).sum(), first)
+    assert through.abs().max() > 0
+    _, state = layer(first, return_state=True)
+    layer(second, state=state.detach()).sum().backward()
+    assert first.grad is None
+    assert not state.detach().ssm.requires_grad
+
+
+def test_gradients_flow_through_chunks_as_through_one_call() -> None:
+    layer = Bedouin(4, dtype=torch.float64)
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    parameters = list(layer.parameters())
+    expected = torch.autograd.grad(layer(x).square().sum(), parameters)
+    actual = torch.autograd.grad(feed(layer, x, [2, 4])[0].square().sum(), parameters)
+    for (name, _), a, e in zip(layer.named_parameters(), actual, expected, strict=True):
+        assert_close(name, a, e, 1e-10)
+
+
+class Half(ChannelMixer):
+    """Q = 1/2, without the form that an exact local solve needs."""
+
+    def raw_size(self, d_inner: int) -> int:
+        return 1
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * v + 0.0 * raw
+
+
+@torch.no_grad()
+def test_a_step_with_an_unstructured_mixer_is_the_layers_own_solve() -> None:
+    solver = Picard(rtol=1e-13, atol=1e-300)
+    layer = Bedouin(4, mixer=Half(), solver=solver, dtype=torch.float64)
+    assert parallel_decode_gap(layer, torch.randn(2, 6, 4, dtype=torch.float64)) < 1e-10
+    assert layer.stats is None

@@ -1,0 +1,183 @@
+"""bedouin.testing: its assertions fail where they should, its measurements measure."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin, FixedPointRNN
+from bedouin.solvers import Direct, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
+from bedouin.testing import (
+    assert_close,
+    assert_same_fixed_point,
+    find_fixed_point,
+    gradient_cosine,
+    layer_gradients,
+    measure_growth,
+    parallel_decode_gap,
+    random_layer,
+    relative_error,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def layer() -> Bedouin:
+    return Bedouin(4, d_state=4, dtype=torch.float64)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 4.0], 0.5),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([1e-3], [0.0], 1e-3),
+        ([NAN, 1.0], [NAN, 1.0], 0.0),
+        ([NAN, 1.0], [1.0, 1.0], INF),
+        ([1.0, 1.0], [NAN, 1.0], INF),
+        ([INF], [INF], 0.0),
+        ([INF], [-INF], INF),
+        ([], [], 0.0),
+    ],
+)
+def test_relative_error(actual: list[float], expected: list[float], error: float) -> None:
+    assert relative_error(torch.tensor(actual), torch.tensor(expected)) == pytest.approx(error)
+
+
+def test_assert_close_names_tensor_error_and_place() -> None:
+    expected = torch.tensor([[1.0, -4.0], [2.0, 3.0]])
+    actual = expected + torch.tensor([[0.0, 0.0], [0.5, 0.0]])
+    message = (
+        r"weights: relative error 1.25e-01 > 1.0e-03 \(.*4.00e\+00\), "
+        r"worst at \(1, 0\): 2.5, expected 2"
+    )
+    with pytest.raises(AssertionError, match=message):
+        assert_close("weights", actual, expected, 1e-3)
+    assert_close("weights", actual, expected, 0.13)
+    assert_close("weights", actual, expected, 0.0, atol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("actual", "message"),
+    [
+        (torch.zeros(3), r"y: shape \(3,\), not \(2,\)"),
+        (torch.zeros(2, dtype=torch.float64), "y: dtype torch.float64, not torch.float32"),
+        (torch.tensor([0.0, NAN]), r"y: relative error inf .*worst at \(1,\): nan"),
+        (torch.tensor([INF, 0.0]), r"y: relative error inf .*worst at \(0,\): inf"),
+    ],
+)
+def test_assert_close_is_not_fooled(actual: Tensor, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_close("y", actual, torch.zeros(2), 1.0)
+
+
+def test_growth_of_a_mild_layer_is_small(layer: Bedouin, x: Tensor) -> None:
+    growth = measure_growth(layer, x)
+    assert 1 <= growth < 50
+    assert measure_growth(layer, x) == growth != measure_growth(layer, x, seed=1)
+
+
+def growths(t: int) -> list[float]:
+    """Of layers with large initial feedback, on t tokens."""
+    found = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        layer = Bedouin(
+            4, d_state=1, num_householder=1, beta_max=2.0, decay="griffin", input_scale="delta",
+            feedback_init=10.0, dtype=torch.float64,
+        )  # fmt: skip
+        x = torch.randn(1, 64, 4, dtype=torch.float64)
+        found.append(measure_growth(layer, x[:, :t]))
+    return found
+
+
+def test_growth_sees_what_feedback_does_over_time() -> None:
+    assert max(growths(64)) > 1e2
+    assert max(growths(1)) < 10
+
+
+def test_growth_takes_any_dtype_and_leaves_the_layer_alone(x: Tensor) -> None:
+    layer = Bedouin(4, solver=Picard(rtol=0.5))
+    growth = measure_growth(layer, x.float())
+    assert 1 <= growth < 50
+    assert (
+        layer.stats is None and layer.D.dtype == torch.float32 and layer.solver == Picard(rtol=0.5)
+    )
+
+
+def test_growth_where_a_result_is_not_finite(layer: Bedouin, x: Tensor) -> None:
+    x[0, 2, 1] = NAN
+    assert measure_growth(layer, x) == INF
+    assert measure_growth(layer, x[:, :0]) == 1.0
+    with pytest.raises(ValueError, match="size must be positive, got 0"):
+        measure_growth(layer, x, size=0)
+
+
+def test_residual_is_measured_on_the_layers_own_map(layer: Bedouin, x: Tensor) -> None:
+    exact = find_fixed_point(layer, x, solver=Direct())
+    loose = find_fixed_point(layer, x, solver=Picard(rtol=0.3))
+    assert exact.residual.max() < 1e-14
+    assert 1e-6 < loose.residual.max() < 0.3
+    assert torch.equal(exact.output, layer(x))
+
+
+def test_same_fixed_point_passes_and_fails(layer: Bedouin, x: Tensor) -> None:
+    tight, loose = Picard(rtol=1e-12, atol=1e-300), Picard(rtol=0.1)
+    assert_same_fixed_point(layer, x, tight)
+    assert_same_fixed_point(layer, x, Jacobi(rtol=1e-12, atol=1e-300), state=layer.init_state(2))
+    with pytest.raises(AssertionError, match=r"Picard\(rtol=0.1.*: residual .* > 1.0e-10"):
+        assert_same_fixed_point(layer, x, loose)
+    assert_same_fixed_point(layer, x, loose, rtol=0.2, growth_limit=0.0)
+    with pytest.raises(AssertionError, match=r"Picard\(rtol=0.1.*: residual"):
+        assert_same_fixed_point(layer, x, tight, reference=loose)
+
+
+def test_cosines(layer: Bedouin, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.dt_bias.add_(2.0)
+    exact = ImplicitAdjoint()
+    assert gradient_cosine(layer, x, exact, exact) == pytest.approx(1.0, abs=1e-12)
+    assert 0 < gradient_cosine(layer, x, OneStepAdjoint(), exact) < 1 - 1e-6
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_gradients_are_those_of_a_fixed_functional(layer: Bedouin, x: Tensor) -> None:
+    first, again = layer_gradients(layer, x), layer_gradients(layer, x)
+    other = layer_gradients(layer, x, seed=1)
+    assert first.keys() == {n for n, _ in layer.named_parameters()} | {"x"}
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["D"], other["D"])
+
+
+def test_decode_gap_sees_a_loose_parallel_solve(layer: Bedouin, x: Tensor) -> None:
+    assert parallel_decode_gap(layer, x) < 1e-12
+    layer.solver = Picard(rtol=0.3)
+    assert parallel_decode_gap(layer, x) > 1e-6
+    assert parallel_decode_gap(layer, x[:, :0]) == 0.0
+
+
+def test_random_layers_cover_the_options() -> None:
+    layers = [random_layer(random.Random(seed)) for seed in range(150)]
+    assert {type(layer) for layer in layers} == {Bedouin, FixedPointRNN}
+    assert {layer.input_scale for layer in layers} == {"delta", "bounded_delta", "one_minus_decay"}
+    assert {layer.eigenvalues for layer in layers} == {"positive", "full"}
+    assert {type(layer.mixer).__name__ for layer in layers} == {"HouseholderProduct", "LowRank"}
+    assert {layer.decay for layer in layers if isinstance(layer, Bedouin)} == {"mamba", "griffin"}
+    assert {layer.feedback for layer in layers} >= {(), ("mixer",)}
+    assert all(layer.D.dtype == torch.float64 for layer in layers)
+
+
+def test_random_layers_follow_their_seed_and_the_fixed_options() -> None:
+    before = torch.get_rng_state()
+    first, second = (random_layer(random.Random(3), kind=Bedouin, d_state=7) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert isinstance(first, Bedouin) and first.d_state == 7
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q)
