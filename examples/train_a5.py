@@ -34,7 +34,7 @@ class WordProblemConfig(TrainConfig):
 CPU = WordProblemConfig(
     preset="cpu",
     device="cpu",
-    steps=4000,
+    steps=3500,
     batch_size=128,
     length=6,
     eval_lengths=(6, 12, 24),

@@ -43,11 +43,26 @@ def factor_local(
 
 
 def solve_local(rhs: Tensor, factors: LocalFactors) -> Tensor:
-    """y with (I - diag(sigma)(I - Q)) y = rhs (..., d); Inf or NaN where the matrix is singular."""
+    """y with (I - diag(sigma)(I - Q)) y = rhs (..., d); Inf or NaN where the matrix is singular.
+
+    One step of iterative refinement keeps the residual at rounding level where K is nearly singular.
+    """
+    y = _woodbury(rhs, factors)
+    return y + _woodbury(rhs - _apply_local(y, factors), factors)
+
+
+def _woodbury(rhs: Tensor, factors: LocalFactors) -> Tensor:
     D, gain, U, M, LU, pivots = factors
     r = rhs / D
     a = M @ torch.linalg.lu_solve(LU, pivots, rows_dot(U, r).unsqueeze(-1))
     return r + gain * combine_rows(a.squeeze(-1), U)
+
+
+def _apply_local(y: Tensor, factors: LocalFactors) -> Tensor:
+    """(I - diag(sigma)(I - Q)) y = D * (y - gain * U^T M U y)."""
+    D, gain, U, M, *_ = factors
+    a = M @ rows_dot(U, y).unsqueeze(-1)
+    return D * (y - gain * combine_rows(a.squeeze(-1), U))
 
 
 def solve_local_transposed(rhs: Tensor, factors: LocalFactors) -> Tensor:

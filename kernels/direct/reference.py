@@ -47,8 +47,8 @@ class SweepOptions:
 class Sweep(NamedTuple):
     """Result of a sweep, max norms: defect_t = |F(y)_t - y_t|, scale_t = |F(y)_t|.
 
-    magnitude_t = |s_t x~_t| bounds the terms whose sum F(y)_t is: where B_t and C_t are nearly
-    orthogonal they cancel, and rounding is relative to them, not to F(y)_t.
+    magnitude_t = |s_t| (|x_t| + |x~_t|) bounds the terms whose sum F(y)_t is: where B_t and C_t are
+    nearly orthogonal, or Q_t x_t nearly 0, they cancel, and rounding is relative to them.
     """
 
     y: Tensor  # (b, t, d)
@@ -105,13 +105,14 @@ def direct_sweep_reference(
         ys.append(y)
         defects.append((F_t - y.detach()).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
-        sizes.append((s * mixed.unsqueeze(-1)).detach().abs().amax((-2, -1)))
+        terms = (x_t.abs() + mixed.abs()).detach().unsqueeze(-1)
+        sizes.append((s.detach().abs() * terms).amax((-2, -1)))
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:
         empty = x.new_zeros(x.shape[:2])
         return Sweep(torch.zeros_like(x), h0, empty, empty, empty, pivot)
-    norms = (torch.stack(values, 1) for values in (defects, scales, sizes))
-    return Sweep(torch.stack(ys, 1), h, *norms, pivot)
+    defect, scale, size = (torch.stack(values, 1) for values in (defects, scales, sizes))
+    return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot)
 
 
 def write_memory(decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.forward import discretize_rows, gain_rows, write_rows
+from bedouin.kernels.direct.forward import decay_rows, gain_rows, scale_rows, write_rows_
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
 from bedouin.kernels.direct.reference import Coefficients, SweepOptions, normalize_feedback
 from bedouin.kernels.householder import (
@@ -54,8 +54,6 @@ class _Chunk(NamedTuple):
     mixed: Tensor  # (b, c, d)
     U_v: Tensor  # (b, c, k)
     h: list[Tensor]  # c + 1 of (b, n, d): before each token, and after the last
-    decay: list[Tensor]  # c of (b, n, d)
-    s: list[Tensor]  # c of (b, 1, d) or (b, n, d)
 
 
 def _prepare(h: Tensor, tokens: slice, inputs: Inputs, A: Tensor, options: SweepOptions) -> _Chunk:
@@ -64,16 +62,15 @@ def _prepare(h: Tensor, tokens: slice, inputs: Inputs, A: Tensor, options: Sweep
     c = options.bind(inputs.full[:, tokens], *inputs.bind_parameters)
     v = y - x
     mixed = x + apply_complement(v, c.e, c.U, c.M)
-    hs, decays, scales, sigmas = [h], [], [], []
+    hs, sigmas = [h], []
     for i in range(x.shape[1]):
-        decay, s = discretize_rows(c.delta[:, i], A, options.input_scale, options.eigenvalues)
-        hs.append(write_rows(decay * hs[-1], s, mixed[:, i], c.B[:, i]))
-        decays.append(decay)
-        scales.append(s)
+        decay = decay_rows(c.delta[:, i], A, options.eigenvalues)
+        s = scale_rows(c.delta[:, i], decay, options.input_scale)
+        hs.append(write_rows_(decay.mul_(hs[-1]), s, mixed[:, i], c.B[:, i]))
         sigmas.append(gain_rows(s, c.B[:, i], c.C[:, i]))
     sigma = torch.stack(sigmas, 1)
     factors = factor_local(sigma, c.e, c.U, c.M)
-    return _Chunk(c, sigma, factors, v, mixed, rows_dot(c.U, v), hs, decays, scales)
+    return _Chunk(c, sigma, factors, v, mixed, rows_dot(c.U, v), hs)
 
 
 def _at(values: tuple[Tensor, ...], i: int) -> list[Tensor]:
@@ -94,22 +91,25 @@ class _Cotangents(NamedTuple):
 def _reverse_token(
     chunk: _Chunk, i: int, g: Tensor, H: Tensor, A: Tensor, options: SweepOptions
 ) -> _Cotangents:
-    """The adjoint of token i of the chunk: from the cotangents of y_t and h_t."""
-    c = Coefficients(*_at(chunk.c, i))
-    s, decay, mixed = chunk.s[i], chunk.decay[i], chunk.mixed[:, i]
+    """The adjoint of token i of the chunk: from the cotangents of y_t and h_t (H is consumed)."""
+    c, mixed = Coefficients(*_at(chunk.c, i)), chunk.mixed[:, i]
+    decay = decay_rows(c.delta, A, options.eigenvalues)
+    s = scale_rows(c.delta, decay, options.input_scale)
     coupled = s.shape[-2] > 1
-    from_memory = combine_rows(c.B, s * H) if coupled else s.squeeze(-2) * combine_rows(c.B, H)
+    B_H = combine_rows(c.B, s * H if coupled else H)
+    from_memory = B_H if coupled else s.squeeze(-2) * B_H
     rhs = g + apply_complement_transposed(from_memory, c.e, c.U, c.M)
     w = solve_local_transposed(rhs, LocalFactors(*_at(chunk.factors, i)))
 
-    H = torch.addcmul(H, c.C.unsqueeze(-1), w.unsqueeze(-2))
+    H = H.add_(c.C.unsqueeze(-1) * w.unsqueeze(-2))
     grad_mixed = from_memory + chunk.sigma[:, i] * w
     if coupled:
         outer = H * mixed.unsqueeze(-2)
         grad_B, grad_s = (outer * s).sum(-1), outer * c.B.unsqueeze(-1)
     else:
         grad_B = rows_dot(H, s.squeeze(-2) * mixed)
-        grad_s = (combine_rows(c.B, H) * mixed).unsqueeze(-2)
+        B_H = B_H + (c.B * c.C).sum(-1, keepdim=True) * w
+        grad_s = (B_H * mixed).unsqueeze(-2)
     grad_C = rows_dot(chunk.h[i + 1], w)
     grad_delta, grad_A = _discretize_vjp(H * chunk.h[i], grad_s, decay, c.delta, A, options)
 
@@ -122,7 +122,7 @@ def _reverse_token(
     grad_e = (grad_mixed * v).sum_to_size(c.e.shape)
     grad_x = grad_mixed - c.e * grad_mixed - combine_rows(M_U_g, c.U)
     coefficients = Coefficients(grad_delta, grad_B, grad_C, grad_e, grad_U, grad_M)
-    return _Cotangents(decay * H, grad_x, coefficients, grad_A, w, rhs)
+    return _Cotangents(H.mul_(decay), grad_x, coefficients, grad_A, w, rhs)
 
 
 def _discretize_vjp(
@@ -133,13 +133,13 @@ def _discretize_vjp(
     A: Tensor,  # (n, d)
     options: SweepOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of delta (b, d) and A (n, d); `discretize_vjp`, state-major."""
+    """Cotangents of delta (b, d) and A (n, d); `discretize_vjp`, state-major. Consumes grad_decay."""
     full = options.eigenvalues == "full"
     if options.input_scale == "one_minus_decay":
-        grad_decay = grad_decay - (decay.sign() * grad_s if full else grad_s)
-    grad_exponent = grad_decay * (decay + 1 if full else decay)
-    grad_A = (grad_exponent * delta.unsqueeze(-2)).sum(0)
+        grad_decay.sub_(decay.sign() * grad_s if full else grad_s)
+    grad_exponent = grad_decay.mul_(decay + 1 if full else decay)
     grad_delta = (grad_exponent * A).sum(-2)
+    grad_A = grad_exponent.mul_(delta.unsqueeze(-2)).sum(0)
     if options.input_scale == "delta":
         grad_delta = grad_delta + grad_s.squeeze(-2)
     elif options.input_scale == "bounded_delta":
@@ -186,7 +186,8 @@ def reverse_sweep(
     """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters."""
     t_end, W_y = inputs.x.shape[1], inputs.W_y
     A = inputs.A.mT.contiguous()
-    H, grad_feedback = grad_h.mT, torch.zeros_like(inputs.x.sum(1))
+    H = torch.zeros_like(inputs.x[:, :1]).sum(1, keepdim=True) + grad_h.mT  # a copy that may be consumed
+    grad_feedback = torch.zeros_like(H[:, 0])
     totals = _Totals(inputs, A)
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
