@@ -1,14 +1,15 @@
-"""Many seeds at once: one process trains a stack of one-layer models on a word problem or on copying.
+"""Many seeds at once: one process trains a stack of one-layer models on a word problem or copying.
 
     python examples/ensemble.py --out runs/a5-five-seeds                # 5 seeds, A5 at length 16
     python examples/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
         --d-state 4 16 --num-householder 2 4 --steps 2000 --out runs/a5-parameterizations
 
-Parameters, optimizer and data of all seeds are stacked and the step is vmapped over them; on a GPU it
-is captured as a CUDA graph, because one small layer is bound by launches. Every combination of the
-options that take several values is trained, one after the other. Results go to OUT/results.json:
-accuracy by length, the history of loss, accuracy and the smallest pivot of the local systems
-(`SolveStats.conditioning`), and the step at which each seed first reached 0.99. Failed seeds stay in.
+Parameters, optimizer and data of all seeds are stacked and the step is vmapped over them; on a GPU
+it is captured as a CUDA graph, because one small layer is bound by launches. Every combination of
+the options that take several values is trained, one after the other. Results go to
+OUT/results.json: accuracy by length, the history of loss, accuracy and the smallest pivot of the
+local systems (`SolveStats.conditioning`), and the step at which each seed first reached 0.99.
+Failed seeds stay in.
 """
 
 import itertools
@@ -131,7 +132,10 @@ class Ensemble:
         }
         self.lr = torch.zeros((), device=device)
         groups = [
-            {"params": [p for n, p in self.params.items() if (n in undecayed) == skip], "weight_decay": wd}
+            {
+                "params": [p for n, p in self.params.items() if (n in undecayed) == skip],
+                "weight_decay": wd,
+            }
             for skip, wd in ((False, config.weight_decay), (True, 0.0))
         ]
         self.optimizer = torch.optim.AdamW(
@@ -145,7 +149,14 @@ class Ensemble:
 
     def _model(self, seed: int) -> SequenceModel:
         torch.manual_seed(seed)
-        layer_options = ("input_scale", "d_state", "num_householder", "decay", "beta_max", "feedback_init")
+        layer_options = (
+            "input_scale",
+            "d_state",
+            "num_householder",
+            "decay",
+            "beta_max",
+            "feedback_init",
+        )
         layer = Bedouin(
             self.config.d_model,
             on_unconverged="ignore",
@@ -295,7 +306,12 @@ def main(config: Config) -> None:
     for values in itertools.product(*(getattr(config, axis) for axis in GRID)):
         rows.append(train(config, dict(zip(GRID, values, strict=True)), device))
         print(describe(rows[-1]), flush=True)
-        report = {"config": asdict(config), "device": label, "torch": torch.__version__, "rows": rows}
+        report = {
+            "config": asdict(config),
+            "device": label,
+            "torch": torch.__version__,
+            "rows": rows,
+        }
         (config.out / "results.json").write_text(json.dumps(report, default=str))
 
 

@@ -38,7 +38,7 @@ class CopyingConfig(TrainConfig):
 CPU = CopyingConfig(
     preset="cpu",
     device="cpu",
-    steps=4000,
+    steps=1200,
     batch_size=64,
     eval_lengths=(4, 8, 16),
     final_lengths=(5, 6, 7, 10, 12, 14),
@@ -49,6 +49,7 @@ GPU = replace(
     CPU,
     preset="gpu",
     device="auto",
+    steps=4000,
     batch_size=128,
     d_model=256,
     min_length=5,

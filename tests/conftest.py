@@ -2,7 +2,9 @@
 
 import os
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import hypothesis
 import pytest
@@ -68,3 +70,20 @@ def nan_in_uninitialized_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.set_deterministic_debug_mode(mode)
+
+
+@contextmanager
+def _no_synchronization() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def no_synchronization() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which waiting for the GPU is an error."""
+    return _no_synchronization

@@ -1,9 +1,9 @@
 """The direct sweep for speed in eager PyTorch: what `direct_sweep_reference` does, laid out for it.
 
 Memory is kept as h (b, n, d), so that sums over the n states run along contiguous channels: a
-contraction is then one batched row-vector product, 4 to 8 times faster on a CPU than over (b, d, n).
-The public layout stays (b, d, n). What is as large as h is computed in place: on a CPU, touching new
-memory costs more than the arithmetic.
+contraction is then one batched row-vector product, 4 to 8 times faster on a CPU than over
+(b, d, n). The public layout stays (b, d, n). What is as large as h is computed in place: on a CPU,
+touching new memory costs more than the arithmetic.
 
 Letters: b batch, t time, d channels, n state per channel.
 """
@@ -25,7 +25,7 @@ from bedouin.kernels.scan import Eigenvalues, InputScale
 
 
 def decay_rows(delta: Tensor, A: Tensor, eigenvalues: Eigenvalues) -> Tensor:
-    """lambda (..., n, d) from delta (..., d) and A (n, d), in one new tensor that the caller owns."""
+    """lambda (..., n, d) from delta (..., d) and A (n, d), in new memory that the caller owns."""
     decay = (delta.unsqueeze(-2) * A).exp_()
     return decay.mul_(2).sub_(1) if eigenvalues == "full" else decay
 

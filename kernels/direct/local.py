@@ -45,7 +45,7 @@ def factor_local(
 def solve_local(rhs: Tensor, factors: LocalFactors) -> Tensor:
     """y with (I - diag(sigma)(I - Q)) y = rhs (..., d); Inf or NaN where the matrix is singular.
 
-    One step of iterative refinement keeps the residual at rounding level where K is nearly singular.
+    One step of iterative refinement keeps the residual at rounding level where K is near singular.
     """
     y = _woodbury(rhs, factors)
     return y + _woodbury(rhs - _apply_local(y, factors), factors)

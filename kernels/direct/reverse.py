@@ -1,15 +1,16 @@
 """The reverse sweep: the exact adjoint of the direct sweep, backward in time.
 
-With w_t the cotangent of F(y)_t, H_t that of h_t from the future, g_t that of y_t (from the loss and
-from the feedback of token t+1), the adjoint equation w = g + (dF/dy)^T w is block upper-triangular:
+With w_t the cotangent of F(y)_t, H_t that of h_t from the future, g_t that of y_t (from the loss
+and the feedback of token t+1), the adjoint equation w = g + (dF/dy)^T w is block upper-triangular:
 
     (I - (I - Q_t)^T diag(sigma_t)) w_t = g_t + (I - Q_t)^T sum_n s_t H_t B_t
     H_{t-1} = lambda_t * (H_t + C_t w_t^T)
 
-What does not depend on the cotangents is computed for a chunk of tokens at once, the gradient of W^y
-in one product after the loop. Memory is laid out as in forward.py: h and H are (b, n, d).
+What does not depend on the cotangents is computed for a chunk of tokens at once, the gradient of
+W^y in one product after the loop. Memory is laid out as in forward.py: h and H are (b, n, d).
 
-Letters: b batch, t time, c tokens of a chunk, d channels, n state per channel, k reflections, r raw.
+Letters: b batch, t time, c tokens of a chunk, d channels, n state per channel, k reflections,
+r raw values.
 """
 
 from collections.abc import Callable, Sequence
@@ -133,7 +134,7 @@ def _discretize_vjp(
     A: Tensor,  # (n, d)
     options: SweepOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of delta (b, d) and A (n, d); `discretize_vjp`, state-major. Consumes grad_decay."""
+    """Cotangents of delta (b, d) and A (n, d): `discretize_vjp`, state-major, in place."""
     full = options.eigenvalues == "full"
     if options.input_scale == "one_minus_decay":
         grad_decay.sub_(decay.sign() * grad_s if full else grad_s)
@@ -186,8 +187,8 @@ def reverse_sweep(
     """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters."""
     t_end, W_y = inputs.x.shape[1], inputs.W_y
     A = inputs.A.mT.contiguous()
-    H = torch.zeros_like(inputs.x[:, :1]).sum(1, keepdim=True) + grad_h.mT  # a copy that may be consumed
-    grad_feedback = torch.zeros_like(H[:, 0])
+    grad_feedback = torch.zeros_like(inputs.x.sum(1))
+    H = grad_feedback.unsqueeze(1) + grad_h.mT  # a copy, which the tokens overwrite
     totals = _Totals(inputs, A)
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
@@ -195,7 +196,7 @@ def reverse_sweep(
         steps = []
         for t in reversed(range(tokens.start, tokens.stop)):
             step = _reverse_token(chunk, t - start, grad_y[:, t] + grad_feedback, H, A, options)
-            _, pull = torch.func.vjp(options.bind, inputs.full[:, t], *inputs.bind_parameters)
+            pull = torch.func.vjp(options.bind, inputs.full[:, t], *inputs.bind_parameters)[1]
             grad_raw, *grad_bind = pull(step.coefficients)
             totals.add(step, grad_raw, grad_bind)
             steps.append(step)

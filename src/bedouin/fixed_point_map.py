@@ -119,23 +119,34 @@ class FixedPointMap:
         )
 
 
+class Bind:
+    """raw (..., r) -> Delta, B, C, e, U, M, with the mixer's parameters as they are given.
+
+    Not a method of the map: an autograd graph holds this object, the map holds a tensor of that
+    graph, and a circle through a graph is never collected.
+    """
+
+    def __init__(self, split: Callable[[Tensor], ScanInputs], mixer: ChannelMixer) -> None:
+        self.split, self.mixer = split, mixer
+        self.names = [name for name, _ in mixer.named_parameters()]
+
+    def __call__(self, raw: Tensor, *mixer_parameters: Tensor) -> Coefficients:
+        delta, B, C, mixer_raw = self.split(raw)
+        if not mixer_parameters:
+            return Coefficients(delta, B, C, *self.mixer(mixer_raw))
+        named = dict(zip(self.names, mixer_parameters, strict=True))
+        form = torch.func.functional_call(self.mixer, named, (mixer_raw,))
+        return Coefficients(delta, B, C, *form)
+
+
 class StructuredMap(FixedPointMap):
     """F with a mixer of the form (e, U, M): Direct, Jacobi and the exact adjoint work on it."""
 
     _swept: Sweep | None = None
 
-    def coefficients(self, raw: Tensor, *mixer_parameters: Tensor) -> Coefficients:
-        """Delta, B, C, e, U, M from raw (..., r), with the mixer's parameters as given."""
-        delta, B, C, mixer_raw = self.split(raw)
-        if not mixer_parameters:
-            return Coefficients(delta, B, C, *self.mixer(mixer_raw))
-        named = dict(zip(self._mixer_names, mixer_parameters, strict=True))
-        form = torch.func.functional_call(self.mixer, named, (mixer_raw,))
-        return Coefficients(delta, B, C, *form)
-
-    @property
-    def _mixer_names(self) -> list[str]:
-        return [name for name, _ in self.mixer.named_parameters()]
+    def coefficients(self, y: Tensor) -> Coefficients:
+        """Delta, B, C, e, U, M of all tokens for the feedback that y gives."""
+        return Bind(self.split, self.mixer)(self.raw(y), *self.mixer.parameters())
 
     @property
     def _sweep_arguments(
@@ -145,7 +156,10 @@ class StructuredMap(FixedPointMap):
     ]:
         i = self.inputs
         options = SweepOptions(
-            self.coefficients, self.input_scale, self.eigenvalues, self.feedback_norm_eps
+            Bind(self.split, self.mixer),
+            self.input_scale,
+            self.eigenvalues,
+            self.feedback_norm_eps,
         )
         return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, tuple(self.mixer.parameters()), options
 
@@ -182,7 +196,7 @@ class StructuredMap(FixedPointMap):
     def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """G(y): each token's local equation solved from what memory and feedback hold in y."""
         x = self.inputs.x
-        delta, B, C, e, U, M = self.coefficients(self.raw(y))
+        delta, B, C, e, U, M = self.coefficients(y)
         mixed = x + apply_complement(y - x, e, U, M)
         p, _ = self._scan(mixed, delta, B, C, exclusive=True)
         sigma = self._input_gain(delta, B, C)
@@ -193,7 +207,7 @@ class StructuredMap(FixedPointMap):
     def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
         """(w -> L^T w, r -> (I - L^T)^-1 r), L_t = diag(sigma_t)(I - Q_t), at y_star."""
         with torch.no_grad():
-            delta, B, C, e, U, M = self.coefficients(self.raw(y_star))
+            delta, B, C, e, U, M = self.coefficients(y_star)
             sigma = self._input_gain(delta, B, C)
             factors = factor_local(sigma, e, U, M)
 

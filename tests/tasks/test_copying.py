@@ -2,6 +2,8 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -131,15 +133,14 @@ def test_accuracies_count_letters_only() -> None:
 
 
 @pytest.mark.gpu
-def test_rows_are_made_on_the_gpu_without_waiting() -> None:
+def test_rows_are_made_on_the_gpu_without_waiting(
+    no_synchronization: Callable[[], AbstractContextManager[None]],
+) -> None:
     task = Copying()
     generator = stream("train", 0, "cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         tokens, labels = task.sample(64, generator)
         task.sample_eval(64, 16, generator)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert tokens.is_cuda
     assert task.decode(labels) == [expected_labels(row) for row in task.decode(tokens)]
 
