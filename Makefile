@@ -7,6 +7,9 @@ ARGS   ?=
 
 # Absolute, because `build` runs it from another folder.
 ENV_PYTHON := $(abspath $(VENV))/bin/python
+# glibc gives freed blocks of some megabytes back to the system at once and takes them again, page by
+# page, at the next step; this keeps them. Without glibc it has no effect.
+KEEP_PAGES := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=33554432
 STAMP      := $(VENV)/installed
 WHEEL_ENV  := build/wheel-env
 
@@ -38,10 +41,10 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 a5: $(STAMP)
-	$(ENV_PYTHON) examples/train_a5.py $(ARGS)
+	$(KEEP_PAGES) $(ENV_PYTHON) examples/train_a5.py $(ARGS)
 
 copy: $(STAMP)
-	$(ENV_PYTHON) examples/train_copy.py $(ARGS)
+	$(KEEP_PAGES) $(ENV_PYTHON) examples/train_copy.py $(ARGS)
 
 # -P keeps the repository root, and with it `kernels` and `solvers`, off sys.path.
 test: $(STAMP)

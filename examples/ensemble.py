@@ -75,17 +75,15 @@ class Config:
     device: Annotated[str, tyro.conf.arg(help="cpu, cuda, or auto")] = field(default="auto")
 
 
-GRID = (
+LAYER_OPTIONS = (
     "input_scale",
     "d_state",
     "num_householder",
     "decay",
     "beta_max",
     "feedback_init",
-    "lr",
-    "batch_size",
-    "steps",
 )
+GRID = (*LAYER_OPTIONS, "lr", "batch_size", "steps")
 
 
 class Data:
@@ -149,18 +147,10 @@ class Ensemble:
 
     def _model(self, seed: int) -> SequenceModel:
         torch.manual_seed(seed)
-        layer_options = (
-            "input_scale",
-            "d_state",
-            "num_householder",
-            "decay",
-            "beta_max",
-            "feedback_init",
-        )
         layer = Bedouin(
             self.config.d_model,
             on_unconverged="ignore",
-            **{name: self.point[name] for name in layer_options},
+            **{name: self.point[name] for name in LAYER_OPTIONS},
         )
         task = self.data.task
         output_size = task.output_size if isinstance(task, WordProblem) else task.vocab_size

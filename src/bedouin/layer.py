@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bedouin.checks import positive_int
 from bedouin.fixed_point_map import FixedPointMap, MapInputs, ScanInputs, StructuredMap
 from bedouin.kernels.backend import Backend, check_backend, choose_backend
 from bedouin.kernels.direct import project_feedback
@@ -88,7 +89,10 @@ class FixedPointLayer(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.d_model, self.d_state = _positive("d_model", d_model), _positive("d_state", d_state)
+        self.d_model, self.d_state = (
+            positive_int("d_model", d_model),
+            positive_int("d_state", d_state),
+        )
         self.d_inner = _inner_size(expand, d_model)
         self.feedback = _ordered_subset("feedback", feedback, self.components)
         self.input_scale = _one_of("input_scale", input_scale, get_args(InputScale))
@@ -664,14 +668,6 @@ def _reject(cls: type[FixedPointLayer], unknown: dict[str, Any]) -> NoReturn:
 
 def _factory(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
     return {"device": device, "dtype": dtype}
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int >= 1, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
 
 
 def _inner_size(expand: float, d_model: int) -> int:

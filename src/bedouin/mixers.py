@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bedouin.checks import positive_int
 from bedouin.kernels.householder import apply_complement, unit, wy_factor
 from bedouin.solvers.base import check_number
 
@@ -56,9 +57,9 @@ class HouseholderProduct(StructuredMixer):
 
     def __init__(self, num_householder: int = 2, beta_max: float = 1.0) -> None:
         super().__init__()
-        _check_positive_int("num_householder", num_householder)
         check_number("beta_max", beta_max, 0, 2, open_low=True)
-        self.num_householder, self.beta_max = num_householder, float(beta_max)
+        self.num_householder = positive_int("num_householder", num_householder)
+        self.beta_max = float(beta_max)
 
     def raw_size(self, d_inner: int) -> int:
         return self.num_householder * (d_inner + 1)
@@ -84,8 +85,7 @@ class LowRank(StructuredMixer):
 
     def __init__(self, rank: int = 2) -> None:
         super().__init__()
-        _check_positive_int("rank", rank)
-        self.rank = rank
+        self.rank = positive_int("rank", rank)
 
     def raw_size(self, d_inner: int) -> int:
         return self.rank * (d_inner + 1)
@@ -98,10 +98,3 @@ class LowRank(StructuredMixer):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}"
-
-
-def _check_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int >= 1, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
