@@ -14,7 +14,6 @@ Failed seeds stay in.
 
 import itertools
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -29,6 +28,7 @@ from torch.nn.functional import cross_entropy
 
 from bedouin import Bedouin, SequenceModel
 from bedouin.tasks import IGNORE, Copying, Group, Stream, WordProblem, stream
+from common.schedule import Schedule, decay
 
 Params = dict[str, Tensor]
 
@@ -58,6 +58,7 @@ class Config:
     beta_max: tuple[float, ...] = (1.0,)
     feedback_init: tuple[float, ...] = (0.1,)
     lr: tuple[float, ...] = (1e-3,)
+    schedule: tuple[Schedule, ...] = ("cosine",)
     batch_size: tuple[int, ...] = (256,)
     steps: tuple[int, ...] = (5000,)
     d_model: int = 128
@@ -83,7 +84,7 @@ LAYER_OPTIONS = (
     "beta_max",
     "feedback_init",
 )
-GRID = (*LAYER_OPTIONS, "lr", "batch_size", "steps")
+GRID = (*LAYER_OPTIONS, "lr", "schedule", "batch_size", "steps")
 
 
 class Data:
@@ -183,9 +184,8 @@ class Ensemble:
         torch.minimum(self.pivot_min, pivot, out=self.pivot_min)
 
     def set_lr(self, step: int) -> None:
-        warm = min(1.0, (step + 1) / self.config.warmup)
-        cosine = 0.5 * (1 + math.cos(math.pi * step / self.point["steps"]))
-        self.lr.fill_(self.point["lr"] * warm * cosine)
+        warmup, steps = self.config.warmup, self.point["steps"]
+        self.lr.fill_(self.point["lr"] * decay(self.point["schedule"], step, warmup, steps))
 
     def refill(self) -> None:
         tokens, labels = self.data.batch(self.point["batch_size"])

@@ -29,6 +29,7 @@ from bedouin.solvers import (
     UnrolledAdjoint,
 )
 from bedouin.tasks.streams import MAX_SEED
+from common.schedule import Schedule
 
 Preset = Literal["auto", "cpu", "gpu", "paper"]
 Feedback = Literal["delta", "B", "C", "mixer"]
@@ -59,8 +60,8 @@ class TrainConfig:
     """Rows of a training batch, in each process."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
-    schedule: Literal["cosine", "linear"] = "cosine"
-    """Decay of the learning rate to zero after the warm-up."""
+    schedule: Schedule = "cosine"
+    """Decay of the learning rate to zero after the warm-up; hold: only over the last 40 %."""
     warmup_steps: int = 100
     """Steps of linear warm-up."""
     weight_decay: float = 0.01

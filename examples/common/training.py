@@ -29,6 +29,7 @@ from common.report import (
     versions,
     write_metrics,
 )
+from common.schedule import decay
 
 
 def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
@@ -104,21 +105,12 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then the schedule down to zero. A function of the step alone, so that a
-    resumed run needs no scheduler state."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    if config.schedule == "linear":
-        return config.lr * (1 - done)
-    return config.lr * (1 + math.cos(math.pi * done)) / 2
-
-
 def train_step(job: Job, run: Run, batch: Batch) -> Tensor:
     """One optimizer step; returns the logits (b, t, v). Reads nothing from the device."""
+    config = job.config
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(run.step, job.config)
+        factor = decay(config.schedule, run.step, config.warmup_steps, config.steps)
+        group["lr"] = config.lr * factor
     logits: Tensor = run.model(batch.tokens)
     loss = cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
     job.accelerator.backward(loss)

@@ -21,7 +21,7 @@ from bedouin.solvers import ConvergenceWarning
 from common import training
 from common.evaluation import stop_accuracy
 from common.options import TrainConfig, build_model
-from common.training import learning_rate
+from common.schedule import Schedule, decay
 
 SMALL: dict[str, Any] = {
     **{"device": "cpu", "d_model": 16, "d_state": 2, "num_householder": 1, "batch_size": 8},
@@ -204,14 +204,25 @@ def test_default_folder_is_named_after_task_and_seed(
     assert (tmp_path / "runs" / "z5-seed2" / "metrics.json").exists()
 
 
-def test_learning_rate_warms_up_and_falls_to_zero() -> None:
-    config = TrainConfig(steps=110, warmup_steps=10, lr=2.0)
-    assert learning_rate(0, config) == pytest.approx(0.2)
-    assert learning_rate(9, config) == learning_rate(10, config) == 2.0
-    assert learning_rate(60, config) == pytest.approx(1.0)
-    assert learning_rate(110, config) == pytest.approx(0.0)
-    linear = dataclasses.replace(config, schedule="linear")
-    assert learning_rate(35, linear) == pytest.approx(1.5)
+@pytest.mark.parametrize(
+    ("schedule", "step", "factor"),
+    [
+        ("cosine", 0, 0.1),
+        ("cosine", 9, 1.0),
+        ("cosine", 10, 1.0),
+        ("cosine", 60, 0.5),
+        ("cosine", 110, 0.0),
+        ("linear", 35, 0.75),
+        ("linear", 110, 0.0),
+        ("hold", 70, 1.0),
+        ("hold", 90, 0.5),
+        ("hold", 110, 0.0),
+    ],
+)
+def test_learning_rate_warms_up_and_falls_to_zero(
+    schedule: Schedule, step: int, factor: float
+) -> None:
+    assert decay(schedule, step, 10, 110) == pytest.approx(factor)
 
 
 def test_marked_parameters_are_not_decayed(tmp_path: Path) -> None:
