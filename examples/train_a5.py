@@ -34,7 +34,7 @@ class WordProblemConfig(TrainConfig):
 CPU = WordProblemConfig(
     preset="cpu",
     device="cpu",
-    steps=3200,
+    steps=4500,
     batch_size=128,
     lr=1.5e-3,
     schedule="hold",

@@ -20,13 +20,16 @@ from bedouin.kernels.direct.reference import (
     SweepOptions,
     project_feedback,
 )
+from bedouin.kernels.direct.scratch import Scratch
 from bedouin.kernels.householder import apply_complement, combine_rows
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 
-def decay_rows(delta: Tensor, A: Tensor, eigenvalues: Eigenvalues) -> Tensor:
-    """lambda (..., n, d) from delta (..., d) and A (n, d), in new memory that the caller owns."""
-    decay = (delta.unsqueeze(-2) * A).exp_()
+def decay_rows(
+    scratch: Scratch, name: str, delta: Tensor, A: Tensor, eigenvalues: Eigenvalues
+) -> Tensor:
+    """lambda (..., n, d) from delta (..., d) and A (n, d), in the buffer `name`."""
+    decay = scratch.product(name, delta.unsqueeze(-2), A).exp_()
     return decay.mul_(2).sub_(1) if eigenvalues == "full" else decay
 
 
@@ -49,10 +52,10 @@ def gain_rows(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
     return s.squeeze(-2) * (B * C).sum(-1, keepdim=True)
 
 
-def write_rows_(decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:
+def write_rows_(scratch: Scratch, decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:
     """h_t (..., n, d) = decayed + B (s * x~), in the memory of `decayed`."""
     # not addcmul_, which vmap has no rule for
-    return decayed.add_((s * mixed.unsqueeze(-2)) * B.unsqueeze(-1))
+    return decayed.add_(scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1)))
 
 
 def term_size(s: Tensor, x: Tensor, mixed: Tensor) -> Tensor:
@@ -74,16 +77,16 @@ def forward_sweep(
 ) -> tuple[Sweep, list[Tensor]]:
     """`direct_sweep_reference`, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, ..."""
     h, y, kept = h0.mT.contiguous(), y0, []
-    A_rows = A.mT.contiguous()
+    A_rows, scratch = A.mT.contiguous(), Scratch(x)
     ys, defects, scales, sizes, pivots = [], [], [], [], []
     for t in range(x.shape[1]):
         if t % keep_every == 0:
-            kept.append(h)
+            kept.append(scratch.keep(h))
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
             raw_t = raw_t + project_feedback(y, W_y, options.feedback_norm_eps)
         delta, B, C, e, U, M = options.bind(raw_t, *bind_parameters)
-        decay = decay_rows(delta, A_rows, options.eigenvalues)
+        decay = decay_rows(scratch, f"h{t % 2}", delta, A_rows, options.eigenvalues)
         s = scale_rows(delta, decay, options.input_scale)
         sigma = gain_rows(s, B, C)
         decayed = decay.mul_(h)
@@ -91,7 +94,7 @@ def forward_sweep(
         rhs = combine_rows(C, decayed) + sigma * (x_t - apply_complement(x_t, e, U, M))
         y = solve_local(rhs, factors)
         mixed = x_t + apply_complement(y - x_t, e, U, M)
-        h = write_rows_(decayed, s, mixed, B)
+        h = write_rows_(scratch, decayed, s, mixed, B)
         F_t = combine_rows(C, h)
         ys.append(y)
         defects.append((F_t - y).abs().amax(-1))
@@ -128,12 +131,13 @@ def remember(
 ) -> tuple[Tensor, list[Tensor]]:
     """The last h (b, d, n), and those that `forward_sweep` keeps, for a known y."""
     h, kept, A_rows = h0.mT.contiguous(), [], A.mT.contiguous()
+    scratch = Scratch(x)
     delta, B, _, e, U, M = coefficients
     mixed = x + apply_complement(y - x, e, U, M)
     for t in range(x.shape[1]):
         if t % keep_every == 0:
-            kept.append(h)
-        decay = decay_rows(delta[:, t], A_rows, options.eigenvalues)
+            kept.append(scratch.keep(h))
+        decay = decay_rows(scratch, f"h{t % 2}", delta[:, t], A_rows, options.eigenvalues)
         s = scale_rows(delta[:, t], decay, options.input_scale)
-        h = write_rows_(decay.mul_(h), s, mixed[:, t], B[:, t])
+        h = write_rows_(scratch, decay.mul_(h), s, mixed[:, t], B[:, t])
     return h.mT, kept

@@ -22,6 +22,7 @@ from torch import Tensor
 from bedouin.kernels.direct.forward import decay_rows, gain_rows, scale_rows, write_rows_
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
 from bedouin.kernels.direct.reference import Coefficients, SweepOptions, normalize_feedback
+from bedouin.kernels.direct.scratch import Scratch
 from bedouin.kernels.householder import (
     apply_complement,
     apply_complement_transposed,
@@ -57,7 +58,14 @@ class _Chunk(NamedTuple):
     h: list[Tensor]  # c + 1 of (b, n, d): before each token, and after the last
 
 
-def _prepare(h: Tensor, tokens: slice, inputs: Inputs, A: Tensor, options: SweepOptions) -> _Chunk:
+def _prepare(
+    h: Tensor,
+    tokens: slice,
+    inputs: Inputs,
+    A: Tensor,
+    options: SweepOptions,
+    scratch: Scratch,
+) -> _Chunk:
     """Replay a chunk from the memory h (b, n, d) before it; A is (n, d)."""
     x, y = inputs.x[:, tokens], inputs.y[:, tokens]
     c = options.bind(inputs.full[:, tokens], *inputs.bind_parameters)
@@ -65,9 +73,9 @@ def _prepare(h: Tensor, tokens: slice, inputs: Inputs, A: Tensor, options: Sweep
     mixed = x + apply_complement(v, c.e, c.U, c.M)
     hs, sigmas = [h], []
     for i in range(x.shape[1]):
-        decay = decay_rows(c.delta[:, i], A, options.eigenvalues)
+        decay = decay_rows(scratch, f"h{i}", c.delta[:, i], A, options.eigenvalues)
         s = scale_rows(c.delta[:, i], decay, options.input_scale)
-        hs.append(write_rows_(decay.mul_(hs[-1]), s, mixed[:, i], c.B[:, i]))
+        hs.append(write_rows_(scratch, decay.mul_(hs[-1]), s, mixed[:, i], c.B[:, i]))
         sigmas.append(gain_rows(s, c.B[:, i], c.C[:, i]))
     sigma = torch.stack(sigmas, 1)
     factors = factor_local(sigma, c.e, c.U, c.M)
@@ -90,11 +98,17 @@ class _Cotangents(NamedTuple):
 
 
 def _reverse_token(
-    chunk: _Chunk, i: int, g: Tensor, H: Tensor, A: Tensor, options: SweepOptions
+    chunk: _Chunk,
+    i: int,
+    g: Tensor,
+    H: Tensor,
+    A: Tensor,
+    options: SweepOptions,
+    scratch: Scratch,
 ) -> _Cotangents:
     """The adjoint of token i of the chunk: from the cotangents of y_t and h_t (H is consumed)."""
     c, mixed = Coefficients(*_at(chunk.c, i)), chunk.mixed[:, i]
-    decay = decay_rows(c.delta, A, options.eigenvalues)
+    decay = decay_rows(scratch, "decay", c.delta, A, options.eigenvalues)
     s = scale_rows(c.delta, decay, options.input_scale)
     coupled = s.shape[-2] > 1
     B_H = combine_rows(c.B, s * H if coupled else H)
@@ -102,17 +116,18 @@ def _reverse_token(
     rhs = g + apply_complement_transposed(from_memory, c.e, c.U, c.M)
     w = solve_local_transposed(rhs, LocalFactors(*_at(chunk.factors, i)))
 
-    H = H.add_(c.C.unsqueeze(-1) * w.unsqueeze(-2))
+    H = H.add_(scratch.product("outer", c.C.unsqueeze(-1), w.unsqueeze(-2)))
     grad_mixed = from_memory + chunk.sigma[:, i] * w
     if coupled:
         outer = H * mixed.unsqueeze(-2)
         grad_B, grad_s = (outer * s).sum(-1), outer * c.B.unsqueeze(-1)
     else:
-        grad_B = rows_dot(H, s.squeeze(-2) * mixed)
+        grad_B = scratch.rows_dot(H, s.squeeze(-2) * mixed)
         B_H = B_H + (c.B * c.C).sum(-1, keepdim=True) * w
         grad_s = (B_H * mixed).unsqueeze(-2)
-    grad_C = rows_dot(chunk.h[i + 1], w)
-    grad_delta, grad_A = _discretize_vjp(H * chunk.h[i], grad_s, decay, c.delta, A, options)
+    grad_C = scratch.rows_dot(chunk.h[i + 1], w)
+    grad_decay = scratch.product("grad", H, chunk.h[i])
+    grad_delta, grad_A = _discretize_vjp(grad_decay, grad_s, decay, c.delta, A, options, scratch)
 
     U_g = rows_dot(c.U, grad_mixed)
     M_U_v = (c.M @ chunk.U_v[:, i].unsqueeze(-1)).squeeze(-1)
@@ -133,13 +148,14 @@ def _discretize_vjp(
     delta: Tensor,  # (b, d)
     A: Tensor,  # (n, d)
     options: SweepOptions,
+    scratch: Scratch,
 ) -> tuple[Tensor, Tensor]:
     """Cotangents of delta (b, d) and A (n, d): `discretize_vjp`, state-major, in place."""
     full = options.eigenvalues == "full"
     if options.input_scale == "one_minus_decay":
         grad_decay.sub_(decay.sign() * grad_s if full else grad_s)
     grad_exponent = grad_decay.mul_(decay + 1 if full else decay)
-    grad_delta = (grad_exponent * A).sum(-2)
+    grad_delta = scratch.product("outer", grad_exponent, A).sum(-2)
     grad_A = grad_exponent.mul_(delta.unsqueeze(-2)).sum(0)
     if options.input_scale == "delta":
         grad_delta = grad_delta + grad_s.squeeze(-2)
@@ -189,13 +205,15 @@ def reverse_sweep(
     A = inputs.A.mT.contiguous()
     grad_feedback = torch.zeros_like(inputs.x.sum(1))
     H = grad_feedback.unsqueeze(1) + grad_h.mT  # a copy, which the tokens overwrite
-    totals = _Totals(inputs, A)
+    totals, scratch = _Totals(inputs, A), Scratch(inputs.x)
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
-        chunk = _prepare(checkpoints[:, start // keep_every], tokens, inputs, A, options)
+        h = checkpoints[:, start // keep_every]
+        chunk = _prepare(h, tokens, inputs, A, options, scratch)
         steps = []
         for t in reversed(range(tokens.start, tokens.stop)):
-            step = _reverse_token(chunk, t - start, grad_y[:, t] + grad_feedback, H, A, options)
+            g = grad_y[:, t] + grad_feedback
+            step = _reverse_token(chunk, t - start, g, H, A, options, scratch)
             pull = torch.func.vjp(options.bind, inputs.full[:, t], *inputs.bind_parameters)[1]
             grad_raw, *grad_bind = pull(step.coefficients)
             totals.add(step, grad_raw, grad_bind)
