@@ -38,7 +38,7 @@ class CopyingConfig(TrainConfig):
 CPU = CopyingConfig(
     preset="cpu",
     device="cpu",
-    steps=1200,
+    steps=1000,
     batch_size=64,
     eval_lengths=(4, 8, 16),
     final_lengths=(5, 6, 7, 10, 12, 14),
