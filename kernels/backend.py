@@ -1,7 +1,5 @@
 """Which implementation of an operation runs: decided here, from the argument and the tensors."""
 
-import sys
-from functools import cache
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -12,6 +10,7 @@ Implementation = Literal["triton", "reference"]
 
 AUTO_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Where "auto" takes Triton; float64 is for checking numbers, which is the reference's task."""
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def check_backend(backend: str) -> None:
@@ -33,31 +32,36 @@ def choose_backend(
     if backend == "triton":
         _check_triton(device)
         return "triton"
-    on_gpu = device.type == "cuda" and dtype in AUTO_DTYPES and _has_triton()
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return "triton" if backend == "auto" and on_gpu and not transformed else "reference"
+    if backend == "reference" or device.type != "cuda" or dtype not in AUTO_DTYPES:
+        return "reference"
+    return "triton" if _HAS_TRITON and not _is_transformed() else "reference"
 
 
 def _check_triton(device: torch.device) -> None:
-    if not _has_triton():
+    if not _HAS_TRITON:
         raise ValueError(
             "backend='triton' needs the package triton: install it, or use backend='auto' or "
             "'reference'"
         )
-    if device.type != "cuda" and not _interpreting():
+    if device.type != "cuda" and not _is_interpreting():
         raise ValueError(
             f"backend='triton' needs tensors on a CUDA device, got {device}: "
             "move the layer and its input there, or use backend='auto' or 'reference'"
         )
 
 
-@cache
-def _has_triton() -> bool:
-    return sys.platform == "linux" and find_spec("triton") is not None
+def _is_transformed() -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the first import)."""
+def _is_interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter.
+
+    TRITON_INTERPRET=1 must be set before Triton is imported for the first time: its own library
+    chooses then, and a knob set later leaves half of it compiled.
+    """
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

@@ -43,7 +43,7 @@ class _SelectiveScan(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor, grad_h: Tensor, unused: Tensor) -> tuple[Any, ...]:
         kept, *operands = ctx.saved_tensors
         with torch.no_grad():
-            grads = scan_backward(grad_y, grad_h, kept, *operands, ctx.options)
+            grads = scan_backward(grad_y, grad_h, kept, *operands, options=ctx.options)
         return (None, None, *refuse_second_derivative(grads, [grad_y, grad_h, *operands]))
 
 

@@ -7,7 +7,7 @@ programs is written in parts and summed by torch, so that results repeat bit for
 Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -286,7 +286,7 @@ def scan_forward(
     """One pass over the sequence; `keep` keeps what `scan_backward` needs. No size may be 0."""
     x, delta, B, C = rows(x, delta, B, C)
     A, h0, skip = A.contiguous(), h0.contiguous(), A if D is None else D.contiguous()
-    layout, acc = plan(x, A.shape[1], CHUNK), options.accumulator
+    layout, acc = plan(x, A.shape[1], CHUNK, reverse=False), options.accumulator
     start = enter_segments(x, delta, A, B, h0, layout, CHUNK, options, reverse=False)
     chunks = triton.cdiv(x.shape[1], CHUNK) if keep else 0
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -317,12 +317,13 @@ def scan_backward(
     C: Tensor,
     h0: Tensor,
     D: Tensor | None,
+    *,
     options: ScanOptions,
 ) -> tuple[Tensor | None, ...]:
     """Cotangents of x, delta, A, B, C, h0 and D, each in the dtype of its operand."""
     grad_y, x, delta, B, C = rows(grad_y, x, delta, B, C)
     A, grad_h, skip = A.contiguous(), grad_h.contiguous(), A if D is None else D.contiguous()
-    layout, acc = plan(x, A.shape[1], CHUNK), options.accumulator
+    layout, acc = plan(x, A.shape[1], CHUNK, reverse=True), options.accumulator
     end = enter_segments(grad_y, delta, A, C, grad_h, layout, CHUNK, options, reverse=True)
     (b, t, d), n, block = x.shape, A.shape[1], layout.block_d * layout.block_n
     work = x.new_empty(layout.programs, CHUNK, block, dtype=acc)

@@ -17,12 +17,14 @@ from torch import Tensor
 from bedouin.kernels.scan.reference import Eigenvalues, InputScale
 
 PROGRAMS = 1024
-"""Programs wanted in one launch: with fewer, blocks get smaller, then the sequence is cut."""
+"""Programs wanted in one launch; with fewer the sequence is cut, in the forward after blocks have
+become smaller. The backward's blocks stay: each writes a part of the cotangents of B and C."""
 SEGMENT = 64
 """Fewest tokens in a segment: a cut scan reads its operands once more and writes its starts."""
-BLOCK = 512
-"""Elements (channels times states) of one program: 16 in each thread of its only warp, so that sums
-over channels and states stay within a warp."""
+WARP = 512
+"""Elements (channels times states) of one warp: 16 in each thread."""
+FORWARD_BLOCK, BACKWARD_BLOCK = WARP, 2 * WARP
+"""Elements of one program: one warp sums over states without a barrier."""
 
 
 @triton.jit
@@ -154,7 +156,6 @@ class ScanOptions:
             "INPUT_SCALE": self.input_scale,
             "FULL": self.eigenvalues == "full",
             "ACC": acc,
-            "num_warps": 1,
         }
 
 
@@ -186,15 +187,18 @@ class Plan:
 
     @property
     def blocks(self) -> dict[str, int]:
-        return {"BLOCK_D": self.block_d, "BLOCK_N": self.block_n}
+        warps = max(1, min(8, self.block_d * self.block_n // WARP))
+        return {"BLOCK_D": self.block_d, "BLOCK_N": self.block_n, "num_warps": warps}
 
 
-def plan(x: Tensor, n: int, chunk: int) -> Plan:
-    """Blocks of BLOCK elements, a quarter of that where programs are few; then segments."""
+def plan(x: Tensor, n: int, chunk: int, *, reverse: bool) -> Plan:
+    """Blocks of channels with all their states, and segments of whole chunks."""
     b, t, d = x.shape
     block_n = triton.next_power_of_2(n)
-    block_d = min(max(1, BLOCK // block_n), triton.next_power_of_2(d))
-    while block_d * block_n > BLOCK // 4 and block_d > 1 and b * triton.cdiv(d, block_d) < PROGRAMS:
+    block = BACKWARD_BLOCK if reverse else FORWARD_BLOCK
+    block_d = min(max(1, block // block_n), triton.next_power_of_2(d))
+    smallest = block_d if reverse else max(1, block_d // 4)
+    while block_d > smallest and b * triton.cdiv(d, block_d) < PROGRAMS:
         block_d //= 2
     wanted = triton.cdiv(PROGRAMS, b * triton.cdiv(d, block_d))
     segments = max(1, min(wanted, t // SEGMENT))
@@ -229,6 +233,9 @@ def enter_segments(
     if layout.segments == 1:
         return entry.unsqueeze(1)
     shape = (layout.b, layout.segments, layout.d, layout.n)
+    product: Tensor
+    local: Tensor
+    carried: Tensor
     product, local, carried = value.new_empty(3, *shape, dtype=options.accumulator)
     _segment_kernel[(layout.programs,)](
         *(value, delta, A, vector, product, local),
@@ -239,11 +246,12 @@ def enter_segments(
         REVERSE=reverse,
         **layout.blocks,
     )
-    size, flags = layout.d * layout.n, {"ACC": options.flags["ACC"], "num_warps": 1}
-    _carry_kernel[(layout.b * triton.cdiv(size, BLOCK),)](
+    size = layout.d * layout.n
+    _carry_kernel[(layout.b * triton.cdiv(size, WARP),)](
         *(entry, product, local, carried, size, layout.segments),
         REVERSE=reverse,
-        BLOCK=BLOCK,
-        **flags,
+        ACC=options.flags["ACC"],
+        BLOCK=WARP,
+        num_warps=1,
     )
     return carried
