@@ -68,7 +68,8 @@ def _forward_kernel(
     program = tl.program_id(0).to(tl.int64)
     block, segment, batch = program % blocks, program // blocks % segments, program // blocks
     batch = batch // segments
-    channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
     in_d, in_n = channel < d, state < n
     cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
@@ -164,7 +165,8 @@ def _backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     block, segment, batch = program % blocks, program // blocks % segments, program // blocks
     batch = batch // segments
-    channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
     in_d, in_n = channel < d, state < n
     cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
@@ -187,25 +189,53 @@ def _backward_kernel(
         h = tl.load(kept, mask=in_cell, other=0.0).to(ACC)
         # The last chunk's walk has read what is overwritten here.
         tl.debug_barrier()
+        t = chunk * CHUNK
+        x_next = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d, ACC)
+        delta_next = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d, ACC)
+        B_next = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n, ACC)
         for i in range(CHUNK):
-            t = chunk * CHUNK + i
+            t = chunk * CHUNK + i + 1
+            x, delta, B = x_next, delta_next, B_next
             end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
-            x = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d, ACC)
-            delta = load_row(
+            x_next = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d, ACC)
+            delta_next = load_row(
                 delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end_d, ACC
             )
-            B = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n, ACC)
+            B_next = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n, ACC)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
             decay = build_decay(delta, A, FULL)
             h = decay * h + build_scale(delta, decay, INPUT_SCALE) * x[:, None] * B[None, :]
         tl.debug_barrier()
+        # x, delta, B and C of a chunk lie in the cache by now; grad_y and the workspace may not.
+        t = chunk * CHUNK + CHUNK - 1
+        before_next = tl.load(slots + (CHUNK - 1) * (BLOCK_D * BLOCK_N))
+        grad_y_next = load_row(
+            grad_y_ptr,
+            batch,
+            t,
+            grad_y_stride_b,
+            grad_y_stride_t,
+            channel,
+            tl.where(t < T, d, 0),
+            ACC,
+        )
         for back_i in range(CHUNK):
             i = CHUNK - 1 - back_i
             t = chunk * CHUNK + i
             end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
-            before = tl.load(slots + i * (BLOCK_D * BLOCK_N))
-            grad_y = load_row(
-                grad_y_ptr, batch, t, grad_y_stride_b, grad_y_stride_t, channel, end_d, ACC
+            before, grad_y = before_next, grad_y_next
+            ahead = tl.maximum(i - 1, 0)
+            before_next = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
+            t_next = chunk * CHUNK + ahead
+            grad_y_next = load_row(
+                grad_y_ptr,
+                batch,
+                t_next,
+                grad_y_stride_b,
+                grad_y_stride_t,
+                channel,
+                tl.where(t_next < T, d, 0),
+                ACC,
             )
             x = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d, ACC)
             delta = load_row(
@@ -224,11 +254,11 @@ def _backward_kernel(
             grad_C = tl.sum(grad_y[:, None] * read, axis=0)
             grad_B = tl.sum(g_written * written, axis=0)
             g_scaled = g_written * B[None, :]
-            grad_x = tl.sum(g_scaled * s, axis=1)
 
             # As `discretize_vjp`: d lambda / d(A delta) is lambda, or lambda + 1 for "full".
             grad_decay = through * before
             if INPUT_SCALE == "one_minus_decay":
+                grad_x = tl.sum(g_scaled * s, axis=1)
                 grad_s = g_scaled * x[:, None]
                 sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)
                 grad_decay -= sign * grad_s
@@ -236,9 +266,13 @@ def _backward_kernel(
             grad_A += grad_exponent * delta[:, None]
             grad_delta = tl.sum(grad_exponent * A, axis=1)
             if INPUT_SCALE == "delta":
-                grad_delta += tl.sum(g_scaled, axis=1) * x
+                pulled = tl.sum(g_scaled, axis=1)
+                grad_x = pulled * delta
+                grad_delta += pulled * x
             if INPUT_SCALE == "bounded_delta":
-                grad_delta += tl.sum(g_scaled, axis=1) * x / ((1 + delta) * (1 + delta))
+                pulled = tl.sum(g_scaled, axis=1) / (1 + delta)
+                grad_x = pulled * delta
+                grad_delta += pulled * x / (1 + delta)
             if HAS_D:
                 grad_x += D * grad_y
                 grad_D += grad_y * x

@@ -86,7 +86,8 @@ def _segment_kernel(
     program = tl.program_id(0).to(tl.int64)
     block, segment, batch = program % blocks, program // blocks % segments, program // blocks
     batch = batch // segments
-    channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
     in_d, in_n = channel < d, state < n
     cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
@@ -128,7 +129,7 @@ def _carry_kernel(
     blocks = tl.cdiv(size, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     batch = program // blocks
-    cell = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    cell = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     mask = cell < size
     carried = tl.load(entry_ptr + batch * size + cell, mask=mask, other=0.0).to(ACC)
     for i in range(segments):
