@@ -47,7 +47,10 @@ copy: $(STAMP)
 	$(KEEP_PAGES) $(ENV_PYTHON) examples/train_copy.py $(ARGS)
 
 # -P keeps the repository root, and with it `kernels` and `solvers`, off sys.path.
+# A process either interprets all Triton kernels or compiles them.
 test: $(STAMP)
+	@echo "== test: Triton kernels, interpreted"
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(ENV_PYTHON) -P -m pytest -n 2 -q -m interpreter
 	@echo "== test"
 	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(ARGS)
 

@@ -44,12 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    missing = {
+        "gpu": not torch.cuda.is_available(),
+        # Read from the environment: Triton decides when it is imported, before any fixture.
+        "interpreter": os.environ.get("TRITON_INTERPRET") != "1",
+    }
+    reason = {"gpu": "needs a CUDA device", "interpreter": "needs TRITON_INTERPRET=1"}
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(skip)
+        for name in (name for name, lacks in missing.items() if lacks):
+            if item.get_closest_marker(name) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason[name]))
 
 
 @pytest.fixture(autouse=True)

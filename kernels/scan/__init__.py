@@ -8,6 +8,7 @@ from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.scan.reference import (
     Eigenvalues,
     InputScale,
+    accumulator,
     contract,
     discretize,
     discretize_vjp,
@@ -44,6 +45,8 @@ def selective_scan(
     lambda_t = exp(A delta_t) and s_t are built inside (`discretize`). Returns y and the last h,
     both differentiable. With `exclusive`, y_t reads memory before token t is written.
     Source: Mamba (arXiv 2312.00752), section 3; Fixed-Point RNNs (arXiv 2503.10799), section 5.
+    Computes in at least float32; y has the dtype of x, the last h that of h0 (without h0 at least
+    float32). The Triton version is once differentiable.
 
     Raises ValueError for shapes that do not fit, unknown option names, or a backend that cannot
     run on the device.
@@ -51,9 +54,11 @@ def selective_scan(
     _check_shapes(x, delta, A, B, C, h0, D)
     _check_name("input_scale", input_scale, get_args(InputScale))
     _check_name("eigenvalues", eigenvalues, get_args(Eigenvalues))
-    choose_backend(backend, x.device)
+    implementation = choose_backend(backend, x.device, x.dtype)
     if h0 is None:
-        h0 = x.new_zeros(x.shape[0], *A.shape)
+        h0 = x.new_zeros(x.shape[0], *A.shape, dtype=accumulator(x.dtype))
+    if implementation == "triton" and x.numel() and A.numel():
+        return _scan_triton(x, delta, A, B, C, h0, D, input_scale, eigenvalues, exclusive)
     y, h = selective_scan_reference(
         x,
         delta,
@@ -66,6 +71,25 @@ def selective_scan(
         exclusive=exclusive,
     )
     return (y if D is None else y + D * x), h
+
+
+def _scan_triton(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor,
+    D: Tensor | None,
+    input_scale: InputScale,
+    eigenvalues: Eigenvalues,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    # Imports Triton, which the reference does without.
+    from bedouin.kernels.scan.autograd import selective_scan_triton
+
+    scales = input_scale, eigenvalues
+    return selective_scan_triton(x, delta, A, B, C, h0, D, *scales, exclusive=exclusive)
 
 
 def _check_name(argument: str, value: str, valid: tuple[str, ...]) -> None:

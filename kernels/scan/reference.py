@@ -12,6 +12,11 @@ InputScale = Literal["delta", "bounded_delta", "one_minus_decay"]
 Eigenvalues = Literal["positive", "full"]
 
 
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which operands of `dtype` are scanned: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def discretize(
     delta: Tensor,  # (..., d)
     A: Tensor,  # (d, n), negative
@@ -80,13 +85,16 @@ def selective_scan_reference(
     """h_t = lambda_t * h_{t-1} + (s_t * x_t) B_t^T; returns the read-outs and the last h.
 
     The read-out is h_t C_t, or with `exclusive` what memory holds before token t is written,
-    p_t = (lambda_t * h_{t-1}) C_t.
+    p_t = (lambda_t * h_{t-1}) C_t. Computes in float32 or float64; y has the dtype of x, the last h
+    that of h0.
     """
-    h, outputs = h0, []
+    dtype, y_dtype, h_dtype = accumulator(x.dtype), x.dtype, h0.dtype
+    x, delta, A, B, C, h = (v.to(dtype) for v in (x, delta, A, B, C, h0))
+    outputs = []
     for t in range(x.shape[1]):
         decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
         decayed = decay * h
         h = decayed + s * x[:, t].unsqueeze(-1) * B[:, t].unsqueeze(-2)
         outputs.append(contract(decayed if exclusive else h, C[:, t]))
     y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(x)
-    return y, h
+    return y.to(y_dtype), h.to(h_dtype)

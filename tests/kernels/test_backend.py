@@ -1,8 +1,13 @@
 """The choice of an implementation: only "auto" chooses, everything else is said or refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from torch import Tensor
 
+import bedouin.kernels.backend as backend_module
 from bedouin.kernels.backend import Backend, check_backend, choose_backend
 
 CPU = torch.device("cpu")
@@ -10,19 +15,60 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("device", [CPU, CUDA])
-def test_the_reference_runs_on_every_device(backend: Backend, device: torch.device) -> None:
-    assert choose_backend(backend, device) == "reference"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_cpu_takes_the_reference(backend: Backend, dtype: torch.dtype) -> None:
+    assert choose_backend(backend, CPU, dtype) == "reference"
 
 
-def test_triton_on_a_cpu_tensor_is_refused_with_the_remedy() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_auto_takes_triton_on_a_gpu(dtype: torch.dtype) -> None:
+    assert choose_backend("auto", CUDA, dtype) == "triton"
+    assert choose_backend("reference", CUDA, dtype) == "reference"
+
+
+def test_auto_leaves_float64_to_the_reference() -> None:
+    assert choose_backend("auto", CUDA, torch.float64) == "reference"
+    assert choose_backend("triton", CUDA, torch.float64) == "triton"
+
+
+def test_auto_takes_the_reference_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "_HAS_TRITON", False)
+    assert choose_backend("auto", CUDA) == "reference"
+    with pytest.raises(ValueError, match="needs the package triton: install it"):
+        choose_backend("triton", CUDA)
+
+
+def test_auto_takes_the_reference_under_a_transform() -> None:
+    seen = []
+
+    def probe(x: Tensor) -> Tensor:
+        seen.append(choose_backend("auto", CUDA))
+        return x
+
+    torch.func.vmap(probe)(torch.zeros(2, 3))
+    assert seen == ["reference"]
+
+
+def test_triton_on_a_cpu_tensor_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "_is_interpreting", lambda: False)
     with pytest.raises(ValueError, match=r"needs tensors on a CUDA device, got cpu: .*'auto'"):
         choose_backend("triton", CPU)
 
 
-def test_triton_on_a_gpu_says_that_there_are_no_kernels_yet() -> None:
-    with pytest.raises(NotImplementedError, match="this version has no Triton kernels; use"):
-        choose_backend("triton", CUDA)
+def test_the_interpreter_takes_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "_is_interpreting", lambda: True)
+    assert choose_backend("triton", CPU) == "triton"
+    assert choose_backend("auto", CPU) == "reference"
+
+
+def test_the_library_and_its_references_do_without_triton() -> None:
+    script = (
+        "import sys, torch; sys.modules['triton'] = None; from bedouin import Bedouin; "
+        "from bedouin.solvers import Picard; "
+        "Bedouin(4, solver=Picard())(torch.zeros(1, 2, 4))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("backend", ["Triton", "", "cuda"])

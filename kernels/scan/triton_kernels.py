@@ -1,0 +1,383 @@
+"""Diagonal selective scan in Triton: forward kernel, backward kernel, launchers.
+
+One program walks one segment of the sequence for one batch element and one block of channels, with
+the memory (block, n) in registers. Memory is kept at every CHUNK-th token; the backward replays
+CHUNK tokens at a time into a workspace and walks back over them. No atomics: what is summed over
+programs is written in parts and summed by torch, so that results repeat bit for bit.
+Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.scan.triton_segments import (
+    ScanOptions,
+    build_decay,
+    build_scale,
+    enter_segments,
+    load_row,
+    plan,
+    rows,
+    strides,
+)
+
+CHUNK = 16
+"""Tokens between two kept h, and in the backward's workspace."""
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,  # (b, t, d)
+    delta_ptr,  # (b, t, d)
+    A_ptr,  # (d, n)
+    B_ptr,  # (b, t, n)
+    C_ptr,  # (b, t, n)
+    start_ptr,  # (b, s, d, n), h before each segment
+    D_ptr,  # (d,)
+    y_ptr,  # (b, t, d)
+    end_ptr,  # (b, d, n), h after the last token
+    kept_ptr,  # (b, ceil(t / CHUNK), d, n), h before each chunk
+    T,
+    d,
+    n,
+    segments,
+    segment_chunks,
+    x_stride_b,
+    x_stride_t,
+    delta_stride_b,
+    delta_stride_t,
+    B_stride_b,
+    B_stride_t,
+    C_stride_b,
+    C_stride_t,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    HAS_D: tl.constexpr,
+    KEEP: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
+    batch = batch // segments
+    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    state = tl.arange(0, BLOCK_N)
+    in_d, in_n = channel < d, state < n
+    cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
+    size, chunks = d * n, tl.cdiv(T, CHUNK)
+
+    A = tl.load(A_ptr + cell, mask=in_cell, other=0.0).to(ACC)
+    h = tl.load(start_ptr + (batch * segments + segment) * size + cell, mask=in_cell, other=0.0)
+    h = h.to(ACC)
+    if HAS_D:
+        D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
+    first = segment * segment_chunks
+    last = tl.minimum(first + segment_chunks, chunks)
+    # The operands of the next token are on their way while this one is computed. A token past the
+    # end is nothing but zeros, and delta = 0 leaves the memory as it is.
+    t = first * CHUNK
+    x_next = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d, ACC)
+    delta_next = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d, ACC)
+    B_next = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n, ACC)
+    C_next = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, n, ACC)
+    for chunk in range(first, last):
+        if KEEP:
+            tl.store(kept_ptr + (batch * chunks + chunk) * size + cell, h, mask=in_cell)
+        for i in range(CHUNK):
+            t = chunk * CHUNK + i
+            x, delta, B, C = x_next, delta_next, B_next, C_next
+            next_d, next_n = tl.where(t + 1 < T, d, 0), tl.where(t + 1 < T, n, 0)
+            x_next = load_row(x_ptr, batch, t + 1, x_stride_b, x_stride_t, channel, next_d, ACC)
+            delta_next = load_row(
+                delta_ptr, batch, t + 1, delta_stride_b, delta_stride_t, channel, next_d, ACC
+            )
+            B_next = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, next_n, ACC)
+            C_next = load_row(C_ptr, batch, t + 1, C_stride_b, C_stride_t, state, next_n, ACC)
+
+            decay = build_decay(delta, A, FULL)
+            decayed = decay * h
+            h = decayed + build_scale(delta, decay, INPUT_SCALE) * x[:, None] * B[None, :]
+            read = decayed if EXCLUSIVE else h
+            y = tl.sum(read * C[None, :], axis=1)
+            if HAS_D:
+                y += D * x
+            out = y_ptr + (batch * T + t) * d + channel
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=channel < tl.where(t < T, d, 0))
+    in_d = channel < tl.where(segment == segments - 1, d, 0)
+    end = end_ptr + batch * size + cell
+    h = h.to(end_ptr.dtype.element_ty)
+    tl.store(end, h, mask=in_d[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _backward_kernel(
+    grad_y_ptr,  # (b, t, d)
+    grad_end_ptr,  # (b, s, d, n), cotangent of h after each segment
+    x_ptr,  # (b, t, d)
+    delta_ptr,  # (b, t, d)
+    A_ptr,  # (d, n)
+    B_ptr,  # (b, t, n)
+    C_ptr,  # (b, t, n)
+    D_ptr,  # (d,)
+    kept_ptr,  # (b, ceil(t / CHUNK), d, n)
+    work_ptr,  # (programs, CHUNK, BLOCK_D, BLOCK_N)
+    grad_x_ptr,  # (b, t, d)
+    grad_delta_ptr,  # (b, t, d)
+    grad_A_ptr,  # (b, s, d, n)
+    grad_B_ptr,  # (b, t, blocks, n)
+    grad_C_ptr,  # (b, t, blocks, n)
+    grad_h0_ptr,  # (b, d, n)
+    grad_D_ptr,  # (b, s, d)
+    T,
+    d,
+    n,
+    segments,
+    segment_chunks,
+    grad_y_stride_b,
+    grad_y_stride_t,
+    x_stride_b,
+    x_stride_t,
+    delta_stride_b,
+    delta_stride_t,
+    B_stride_b,
+    B_stride_t,
+    C_stride_b,
+    C_stride_t,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    HAS_D: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
+    batch = batch // segments
+    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    state = tl.arange(0, BLOCK_N)
+    in_d, in_n = channel < d, state < n
+    cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
+    size, chunks = d * n, tl.cdiv(T, CHUNK)
+    slot = tl.arange(0, BLOCK_D)[:, None] * BLOCK_N + state[None, :]
+    slots = work_ptr + program * (CHUNK * BLOCK_D * BLOCK_N) + slot
+    own = batch * segments + segment
+
+    A = tl.load(A_ptr + cell, mask=in_cell, other=0.0).to(ACC)
+    g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(ACC)
+    grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)
+    if HAS_D:
+        D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
+        grad_D = tl.zeros((BLOCK_D,), dtype=ACC)
+    first = segment * segment_chunks
+    last = tl.minimum(first + segment_chunks, chunks)
+    for back in range(last - first):
+        chunk = last - 1 - back
+        kept = kept_ptr + (batch * chunks + chunk) * size + cell
+        h = tl.load(kept, mask=in_cell, other=0.0).to(ACC)
+        # The last chunk's walk has read what is overwritten here.
+        tl.debug_barrier()
+        t = chunk * CHUNK
+        x_next = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d, ACC)
+        delta_next = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d, ACC)
+        B_next = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n, ACC)
+        for i in range(CHUNK):
+            t = chunk * CHUNK + i + 1
+            x, delta, B = x_next, delta_next, B_next
+            end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
+            x_next = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d, ACC)
+            delta_next = load_row(
+                delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end_d, ACC
+            )
+            B_next = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n, ACC)
+            tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
+            decay = build_decay(delta, A, FULL)
+            h = decay * h + build_scale(delta, decay, INPUT_SCALE) * x[:, None] * B[None, :]
+        tl.debug_barrier()
+        # x, delta, B and C of a chunk lie in the cache by now; grad_y and the workspace may not.
+        t = chunk * CHUNK + CHUNK - 1
+        before_next = tl.load(slots + (CHUNK - 1) * (BLOCK_D * BLOCK_N))
+        grad_y_next = load_row(
+            grad_y_ptr,
+            batch,
+            t,
+            grad_y_stride_b,
+            grad_y_stride_t,
+            channel,
+            tl.where(t < T, d, 0),
+            ACC,
+        )
+        for back_i in range(CHUNK):
+            i = CHUNK - 1 - back_i
+            t = chunk * CHUNK + i
+            end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
+            before, grad_y = before_next, grad_y_next
+            ahead = tl.maximum(i - 1, 0)
+            before_next = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
+            t_next = chunk * CHUNK + ahead
+            grad_y_next = load_row(
+                grad_y_ptr,
+                batch,
+                t_next,
+                grad_y_stride_b,
+                grad_y_stride_t,
+                channel,
+                tl.where(t_next < T, d, 0),
+                ACC,
+            )
+            x = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d, ACC)
+            delta = load_row(
+                delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end_d, ACC
+            )
+            B = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n, ACC)
+            C = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, end_n, ACC)
+
+            decay = build_decay(delta, A, FULL)
+            s = build_scale(delta, decay, INPUT_SCALE)
+            decayed = decay * before
+            written = s * x[:, None]
+            read = decayed if EXCLUSIVE else decayed + written * B[None, :]
+            through = g + grad_y[:, None] * C[None, :]
+            g_written = g if EXCLUSIVE else through
+            grad_C = tl.sum(grad_y[:, None] * read, axis=0)
+            grad_B = tl.sum(g_written * written, axis=0)
+            g_scaled = g_written * B[None, :]
+
+            # As `discretize_vjp`: d lambda / d(A delta) is lambda, or lambda + 1 for "full".
+            grad_decay = through * before
+            if INPUT_SCALE == "one_minus_decay":
+                grad_x = tl.sum(g_scaled * s, axis=1)
+                grad_s = g_scaled * x[:, None]
+                sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)
+                grad_decay -= sign * grad_s
+            grad_exponent = grad_decay * (decay + 1 if FULL else decay)
+            grad_A += grad_exponent * delta[:, None]
+            grad_delta = tl.sum(grad_exponent * A, axis=1)
+            if INPUT_SCALE == "delta":
+                pulled = tl.sum(g_scaled, axis=1)
+                grad_x = pulled * delta
+                grad_delta += pulled * x
+            if INPUT_SCALE == "bounded_delta":
+                pulled = tl.sum(g_scaled, axis=1) / (1 + delta)
+                grad_x = pulled * delta
+                grad_delta += pulled * x / (1 + delta)
+            if HAS_D:
+                grad_x += D * grad_y
+                grad_D += grad_y * x
+            g = decay * through
+
+            token = batch * T + t
+            out = token * d + channel
+            tl.store(grad_x_ptr + out, grad_x.to(grad_x_ptr.dtype.element_ty), mask=channel < end_d)
+            tl.store(
+                grad_delta_ptr + out,
+                grad_delta.to(grad_delta_ptr.dtype.element_ty),
+                mask=channel < end_d,
+            )
+            part = (token * blocks + block) * n + state
+            tl.store(grad_B_ptr + part, grad_B, mask=state < end_n)
+            tl.store(grad_C_ptr + part, grad_C, mask=state < end_n)
+    tl.store(grad_A_ptr + own * size + cell, grad_A, mask=in_cell)
+    if HAS_D:
+        tl.store(grad_D_ptr + own * d + channel, grad_D, mask=in_d)
+    in_d = channel < tl.where(segment == 0, d, 0)
+    grad_h0 = g.to(grad_h0_ptr.dtype.element_ty)
+    tl.store(grad_h0_ptr + batch * size + cell, grad_h0, mask=in_d[:, None] & in_n[None, :])
+
+
+class ScanResult(NamedTuple):
+    """What the forward launcher returns."""
+
+    y: Tensor  # (b, t, d)
+    h: Tensor  # (b, d, n), after the last token
+    kept: Tensor  # (b, ceil(t / CHUNK), d, n), empty unless asked for
+
+
+def scan_forward(
+    x: Tensor,  # (b, t, d)
+    delta: Tensor,  # (b, t, d)
+    A: Tensor,  # (d, n)
+    B: Tensor,  # (b, t, n)
+    C: Tensor,  # (b, t, n)
+    h0: Tensor,  # (b, d, n)
+    D: Tensor | None,  # (d,)
+    options: ScanOptions,
+    *,
+    keep: bool,
+) -> ScanResult:
+    """One pass over the sequence; `keep` keeps what `scan_backward` needs. No size may be 0."""
+    x, delta, B, C = rows(x, delta, B, C)
+    A, h0, skip = A.contiguous(), h0.contiguous(), A if D is None else D.contiguous()
+    layout, acc = plan(x, A.shape[1], CHUNK, reverse=False), options.accumulator
+    start = enter_segments(x, delta, A, B, h0, layout, CHUNK, options, reverse=False)
+    chunks = triton.cdiv(x.shape[1], CHUNK) if keep else 0
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h = torch.empty_like(h0)
+    kept = x.new_empty(x.shape[0], chunks, *A.shape, dtype=acc)
+    _forward_kernel[(layout.programs,)](
+        *(x, delta, A, B, C, start, skip, y, h, kept),
+        *layout.sizes,
+        *strides(x, delta, B, C),
+        **options.flags,
+        EXCLUSIVE=options.exclusive,
+        HAS_D=D is not None,
+        KEEP=keep,
+        CHUNK=CHUNK,
+        **layout.blocks,
+    )
+    return ScanResult(y, h, kept)
+
+
+def scan_backward(
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor,  # (b, d, n)
+    kept: Tensor,  # (b, ceil(t / CHUNK), d, n)
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor,
+    D: Tensor | None,
+    *,
+    options: ScanOptions,
+) -> tuple[Tensor | None, ...]:
+    """Cotangents of x, delta, A, B, C, h0 and D, each in the dtype of its operand."""
+    grad_y, x, delta, B, C = rows(grad_y, x, delta, B, C)
+    A, grad_h, skip = A.contiguous(), grad_h.contiguous(), A if D is None else D.contiguous()
+    layout, acc = plan(x, A.shape[1], CHUNK, reverse=True), options.accumulator
+    end = enter_segments(grad_y, delta, A, C, grad_h, layout, CHUNK, options, reverse=True)
+    (b, t, d), n, block = x.shape, A.shape[1], layout.block_d * layout.block_n
+    work = x.new_empty(layout.programs, CHUNK, block, dtype=acc)
+    grad_x, grad_delta = (x.new_empty(x.shape, dtype=v.dtype) for v in (x, delta))
+    grad_A = A.new_empty(b, layout.segments, d, n, dtype=acc)
+    grad_B, grad_C = x.new_empty(2, b, t, layout.channel_blocks, n, dtype=acc)
+    grad_h0 = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
+    grad_D = A.new_empty(b, layout.segments, d if D is not None else 0, dtype=acc)
+    _backward_kernel[(layout.programs,)](
+        *(grad_y, end, x, delta, A, B, C, skip, kept, work),
+        *(grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0, grad_D),
+        *layout.sizes,
+        *strides(grad_y, x, delta, B, C),
+        **options.flags,
+        EXCLUSIVE=options.exclusive,
+        HAS_D=D is not None,
+        CHUNK=CHUNK,
+        **layout.blocks,
+    )
+    summed_A = grad_A.sum((0, 1)).to(A.dtype)
+    summed_B, summed_C = grad_B.sum(2).to(B.dtype), grad_C.sum(2).to(C.dtype)
+    summed_D = None if D is None else grad_D.sum((0, 1)).to(D.dtype)
+    return grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D

@@ -1,0 +1,258 @@
+"""What the scan's kernels share, and the first pass of a scan that is cut into segments.
+
+Where batch and channels alone cannot fill the chip, the sequence is cut: every segment's total
+decay and what it makes of zero (in parallel), a walk over the segments, and then the kernel proper,
+which finds the right start of each segment. The adjoint is cut in the same way, backward in time.
+Letters: b batch, t time, d channels, n state per channel, s segments.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.scan.reference import Eigenvalues, InputScale
+
+PROGRAMS = 1024
+"""Programs wanted in one launch; with fewer the sequence is cut, in the forward after blocks have
+become smaller. The backward's blocks stay: each writes a part of the cotangents of B and C."""
+SEGMENT = 64
+"""Fewest tokens in a segment: a cut scan reads its operands once more and writes its starts."""
+WARP = 512
+"""Elements (channels times states) of one warp: 16 in each thread."""
+FORWARD_BLOCK, BACKWARD_BLOCK = WARP, 2 * WARP
+"""Elements of one program: one warp sums over states without a barrier."""
+
+
+@triton.jit
+def load_row(pointer, batch, t, stride_b, stride_t, offsets, end, ACC: tl.constexpr):
+    """Entries `offsets` of token t; 0 from `end` on."""
+    row = pointer + batch * stride_b + t * stride_t + offsets
+    return tl.load(row, mask=offsets < end, other=0.0).to(ACC)
+
+
+@triton.jit
+def build_decay(delta, A, FULL: tl.constexpr):
+    """lambda (block, n); a token past the end has delta = 0, so lambda = 1 and s = 0."""
+    decay = tl.exp(delta[:, None] * A)
+    if FULL:
+        decay = 2 * decay - 1
+    return decay
+
+
+@triton.jit
+def build_scale(delta, decay, INPUT_SCALE: tl.constexpr):
+    """s: (block, n) for the coupled scale, else (block, 1)."""
+    if INPUT_SCALE == "one_minus_decay":
+        s = 1 - tl.abs(decay)
+    elif INPUT_SCALE == "bounded_delta":
+        s = (delta / (1 + delta))[:, None]
+    else:
+        s = delta[:, None]
+    return s
+
+
+@triton.jit
+def _segment_kernel(
+    value_ptr,  # (b, t, d), x or the cotangent of y
+    delta_ptr,  # (b, t, d)
+    A_ptr,  # (d, n)
+    vector_ptr,  # (b, t, n), B or C
+    product_ptr,  # (b, s, d, n)
+    local_ptr,  # (b, s, d, n)
+    T,
+    d,
+    n,
+    segments,
+    segment_tokens,
+    value_stride_b,
+    value_stride_t,
+    delta_stride_b,
+    delta_stride_t,
+    vector_stride_b,
+    vector_stride_t,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    REVERSE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Total decay of a segment, and what it makes of zero: h at its end, or g before its start."""
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
+    batch = batch // segments
+    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    state = tl.arange(0, BLOCK_N)
+    in_d, in_n = channel < d, state < n
+    cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
+
+    A = tl.load(A_ptr + cell, mask=in_cell, other=0.0).to(ACC)
+    local = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)
+    product = tl.full((BLOCK_D, BLOCK_N), 1.0, dtype=ACC)
+    first = segment * segment_tokens
+    last = tl.minimum(first + segment_tokens, T)
+    for i in range(last - first):
+        t = last - 1 - i if REVERSE else first + i
+        value = load_row(value_ptr, batch, t, value_stride_b, value_stride_t, channel, d, ACC)
+        delta = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d, ACC)
+        vector = load_row(vector_ptr, batch, t, vector_stride_b, vector_stride_t, state, n, ACC)
+        decay = build_decay(delta, A, FULL)
+        if REVERSE:
+            local = decay * (local + value[:, None] * vector[None, :])
+        else:
+            s = build_scale(delta, decay, INPUT_SCALE)
+            local = decay * local + s * value[:, None] * vector[None, :]
+        product *= decay
+    out = (batch * segments + segment) * (d * n) + cell
+    tl.store(product_ptr + out, product, mask=in_cell)
+    tl.store(local_ptr + out, local, mask=in_cell)
+
+
+@triton.jit
+def _carry_kernel(
+    entry_ptr,  # (b, size), h0 or the cotangent of the last h
+    product_ptr,  # (b, s, size)
+    local_ptr,  # (b, s, size)
+    carried_ptr,  # (b, s, size), what enters each segment
+    size,
+    segments,
+    REVERSE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    blocks = tl.cdiv(size, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    batch = program // blocks
+    cell = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+    mask = cell < size
+    carried = tl.load(entry_ptr + batch * size + cell, mask=mask, other=0.0).to(ACC)
+    for i in range(segments):
+        segment = segments - 1 - i if REVERSE else i
+        at = (batch * segments + segment) * size + cell
+        tl.store(carried_ptr + at, carried, mask=mask)
+        product = tl.load(product_ptr + at, mask=mask, other=0.0)
+        carried = product * carried + tl.load(local_ptr + at, mask=mask, other=0.0)
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """The options of a scan, and the dtype in which it is computed."""
+
+    input_scale: InputScale
+    eigenvalues: Eigenvalues
+    exclusive: bool
+    accumulator: torch.dtype
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """As keyword arguments of a kernel."""
+        acc = tl.float64 if self.accumulator == torch.float64 else tl.float32
+        return {
+            "INPUT_SCALE": self.input_scale,
+            "FULL": self.eigenvalues == "full",
+            "ACC": acc,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one scan is spread over programs."""
+
+    b: int
+    t: int
+    d: int
+    n: int
+    block_d: int
+    block_n: int
+    segments: int
+    segment_chunks: int
+
+    @property
+    def channel_blocks(self) -> int:
+        blocks: int = triton.cdiv(self.d, self.block_d)
+        return blocks
+
+    @property
+    def programs(self) -> int:
+        return self.b * self.segments * self.channel_blocks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.t, self.d, self.n, self.segments, self.segment_chunks
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        warps = max(1, min(8, self.block_d * self.block_n // WARP))
+        return {"BLOCK_D": self.block_d, "BLOCK_N": self.block_n, "num_warps": warps}
+
+
+def plan(x: Tensor, n: int, chunk: int, *, reverse: bool) -> Plan:
+    """Blocks of channels with all their states, and segments of whole chunks."""
+    b, t, d = x.shape
+    block_n = triton.next_power_of_2(n)
+    block = BACKWARD_BLOCK if reverse else FORWARD_BLOCK
+    block_d = min(max(1, block // block_n), triton.next_power_of_2(d))
+    smallest = block_d if reverse else max(1, block_d // 4)
+    while block_d > smallest and b * triton.cdiv(d, block_d) < PROGRAMS:
+        block_d //= 2
+    wanted = triton.cdiv(PROGRAMS, b * triton.cdiv(d, block_d))
+    segments = max(1, min(wanted, t // SEGMENT))
+    segment_chunks = triton.cdiv(triton.cdiv(t, segments), chunk)
+    segments = triton.cdiv(t, segment_chunks * chunk)
+    return Plan(b, t, d, n, block_d, block_n, segments, segment_chunks)
+
+
+def rows(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands, copied only where their last axis is scattered."""
+    return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in operands)
+
+
+def strides(*operands: Tensor) -> tuple[int, ...]:
+    """Strides of the batch and time axes of each operand."""
+    return tuple(v.stride(axis) for v in operands for axis in (0, 1))
+
+
+def enter_segments(
+    value: Tensor,  # (b, t, d), x or the cotangent of y
+    delta: Tensor,  # (b, t, d)
+    A: Tensor,  # (d, n)
+    vector: Tensor,  # (b, t, n), B or C
+    entry: Tensor,  # (b, d, n), h0 or the cotangent of the last h
+    layout: Plan,
+    chunk: int,
+    options: ScanOptions,
+    *,
+    reverse: bool,
+) -> Tensor:
+    """What enters each segment (b, s, d, n): h from its left or, reversed, g from its right."""
+    if layout.segments == 1:
+        return entry.unsqueeze(1)
+    shape = (layout.b, layout.segments, layout.d, layout.n)
+    product: Tensor
+    local: Tensor
+    carried: Tensor
+    product, local, carried = value.new_empty(3, *shape, dtype=options.accumulator)
+    _segment_kernel[(layout.programs,)](
+        *(value, delta, A, vector, product, local),
+        *layout.sizes[:-1],
+        layout.segment_chunks * chunk,
+        *strides(value, delta, vector),
+        **options.flags,
+        REVERSE=reverse,
+        **layout.blocks,
+    )
+    size = layout.d * layout.n
+    _carry_kernel[(layout.b * triton.cdiv(size, WARP),)](
+        *(entry, product, local, carried, size, layout.segments),
+        REVERSE=reverse,
+        ACC=options.flags["ACC"],
+        BLOCK=WARP,
+        num_warps=1,
+    )
+    return carried
