@@ -43,10 +43,13 @@ a5: $(STAMP)
 copy: $(STAMP)
 	$(ENV_PYTHON) examples/train_copy.py $(ARGS)
 
+# Triton reads TRITON_INTERPRET when it is imported: a process of its own.
 # -P keeps the repository root, and with it `kernels` and `solvers`, off sys.path.
 test: $(STAMP)
 	@echo "== test"
 	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(ARGS)
+	@echo "== test: Triton kernels in the interpreter"
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(wildcard tests/kernels/*_triton.py)
 
 lint: $(STAMP)
 	@echo "== lint"

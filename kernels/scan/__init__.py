@@ -51,7 +51,7 @@ def selective_scan(
     _check_shapes(x, delta, A, B, C, h0, D)
     _check_name("input_scale", input_scale, get_args(InputScale))
     _check_name("eigenvalues", eigenvalues, get_args(Eigenvalues))
-    choose_backend(backend, x.device)
+    choose_backend(backend, x.device, "the scan by itself, which has no kernel yet")
     if h0 is None:
         h0 = x.new_zeros(x.shape[0], *A.shape)
     y, h = selective_scan_reference(
