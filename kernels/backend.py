@@ -1,5 +1,7 @@
 """Which implementation of an operation runs: decided here, from the argument and the tensors."""
 
+import os
+import sys
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -20,48 +22,60 @@ def check_backend(backend: str) -> None:
 
 
 def choose_backend(
-    backend: Backend, device: torch.device, dtype: torch.dtype = torch.float32
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    unsupported: str | None = None,
 ) -> Implementation:
     """The implementation for tensors of `dtype` on `device`; only "auto" chooses.
 
-    "auto" is Triton on a GPU, but the reference for float64 and under torch.func transforms, which
-    no Triton operation has rules for. Raises ValueError for an unknown name and for "triton" where
-    it cannot run: without Triton, and on a CPU unless Triton's interpreter is on.
+    "auto" is Triton on a GPU, but the reference for float64, under torch.func transforms, which no
+    Triton operation has rules for, and where the kernels do not cover something: `unsupported` names
+    it, None if they can run. Raises ValueError for an unknown name, and for "triton" where it cannot
+    run: without Triton, with something unsupported, under a transform, and on a CPU unless Triton's
+    interpreter is on.
     """
     check_backend(backend)
+    if unsupported is None and is_transformed():
+        unsupported = "torch.func transforms"
     if backend == "triton":
-        _check_triton(device)
+        _check_triton(device, unsupported)
         return "triton"
     if backend == "reference" or device.type != "cuda" or dtype not in AUTO_DTYPES:
         return "reference"
-    return "triton" if _HAS_TRITON and not _is_transformed() else "reference"
+    return "triton" if _HAS_TRITON and unsupported is None else "reference"
 
 
-def _check_triton(device: torch.device) -> None:
+def _check_triton(device: torch.device, unsupported: str | None) -> None:
     if not _HAS_TRITON:
         raise ValueError(
             "backend='triton' needs the package triton: install it, or use backend='auto' or "
             "'reference'"
         )
-    if device.type != "cuda" and not _is_interpreting():
+    if device.type != "cuda" and not interpreter_is_on():
         raise ValueError(
             f"backend='triton' needs tensors on a CUDA device, got {device}: "
-            "move the layer and its input there, or use backend='auto' or 'reference'"
+            "move the layer and its input there, use backend='auto' or 'reference', or set "
+            "TRITON_INTERPRET=1 before the start to run the kernels in Triton's interpreter"
+        )
+    if unsupported is not None:
+        raise ValueError(
+            f"backend='triton' does not support {unsupported}: use backend='auto' or 'reference'"
         )
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
+    """Whether a torch.func transform such as vmap is at work."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _is_interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter.
+def interpreter_is_on() -> bool:
+    """Whether Triton kernels run in its interpreter, on tensors of any device.
 
-    TRITON_INTERPRET=1 must be set before Triton is imported for the first time: its own library
-    chooses then, and a knob set later leaves half of it compiled.
+    Triton reads TRITON_INTERPRET when it is imported, so the variable has to be set before that.
     """
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+    if "triton" in sys.modules:
+        return bool(sys.modules["triton"].knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

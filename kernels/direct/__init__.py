@@ -9,7 +9,9 @@ from bedouin.kernels.direct.local import (
     solve_local_transposed,
 )
 from bedouin.kernels.direct.reference import (
+    Activation,
     Coefficients,
+    RawLayout,
     Sweep,
     SweepOptions,
     direct_sweep_reference,
@@ -19,8 +21,10 @@ from bedouin.kernels.direct.reference import (
 )
 
 __all__ = [
+    "Activation",
     "Coefficients",
     "LocalFactors",
+    "RawLayout",
     "Sweep",
     "SweepOptions",
     "direct_sweep",

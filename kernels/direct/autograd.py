@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from bedouin.kernels.backend import Backend, Implementation
 from bedouin.kernels.direct.forward import forward_sweep, remember
+from bedouin.kernels.direct.fused import choose_sweep, fused_reverse, fused_sweep
 from bedouin.kernels.direct.reference import Sweep, SweepOptions, project_feedback
 from bedouin.kernels.direct.reverse import Inputs, ReportBackward, reverse_sweep
 from bedouin.kernels.once import refuse_second_derivative
@@ -22,6 +24,7 @@ class _DirectSweep(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        implementation: Implementation,
         options: SweepOptions,
         report: ReportBackward | None,
         y_star: Tensor | None,
@@ -33,6 +36,12 @@ class _DirectSweep(torch.autograd.Function):
         y0: Tensor,
         *bind_parameters: Tensor,
     ) -> tuple[Tensor, ...]:
+        if implementation == "triton":
+            full = raw if y_star is None else _full_raw(y_star, raw, W_y, y0, options)
+            rest = (W_y, A, h0, y0, options, CHUNK, y_star)
+            sweep, checkpoints = fused_sweep(x, full, *rest)
+            y, h, *statistics = sweep
+            return y, h, checkpoints, *(value.clone() for value in statistics)
         if y_star is None:
             sweep, kept = forward_sweep(x, raw, W_y, A, h0, y0, bind_parameters, options, CHUNK)
         else:
@@ -49,11 +58,12 @@ class _DirectSweep(torch.autograd.Function):
     def setup_context(
         ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ) -> None:
-        options, report, _, x, raw, W_y, A, h0, y0, *bind_parameters = inputs
+        implementation, options, report, _, x, raw, W_y, A, h0, y0, *bind_parameters = inputs
         y, _, checkpoints, *statistics = output
         ctx.mark_non_differentiable(checkpoints, *statistics)
         ctx.save_for_backward(y, checkpoints, x, raw, W_y, A, y0, *bind_parameters)
         ctx.options, ctx.report = options, report  # type: ignore[attr-defined]
+        ctx.fused = implementation == "triton"  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_h: Tensor, *unused: Tensor) -> tuple[Any, ...]:
@@ -61,11 +71,12 @@ class _DirectSweep(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             full = _full_raw(y, raw, W_y, y0, ctx.options)
             inputs = Inputs(y, _shift(y, y0), x, full, W_y, A, tuple(bind_parameters))
-            grads = reverse_sweep(
-                grad_y, grad_h, checkpoints, CHUNK, inputs, ctx.options, ctx.report
-            )
+            # vmap may come with the backward only (is_grads_batched)
+            fused = ctx.fused and torch._C._functorch.peek_interpreter_stack() is None
+            reverse = fused_reverse if fused else reverse_sweep
+            grads = reverse(grad_y, grad_h, checkpoints, CHUNK, inputs, ctx.options, ctx.report)
         sources = [grad_y, grad_h, x, raw, W_y, A, y0, *bind_parameters]
-        return (None, None, None, *refuse_second_derivative(grads, sources))
+        return (None, None, None, None, *refuse_second_derivative(grads, sources))
 
 
 def direct_sweep(
@@ -80,15 +91,18 @@ def direct_sweep(
     *,
     y_star: Tensor | None = None,
     report: ReportBackward | None = None,
+    backend: Backend = "auto",
 ) -> Sweep:
     """The exact fixed point with the exact implicit gradient; shapes as `direct_sweep_reference`.
 
     With `y_star`, a fixed point found elsewhere, nothing is solved: the result is y_star with that
     gradient (the statistics are then zero). `report` gets defect and scale of the adjoint equation.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
+    The Triton kernels need `options.layout`; raises ValueError where `backend="triton"` cannot run.
     """
+    implementation = choose_sweep(backend, x, raw, A, bind_parameters, options)
     y, h, _, *statistics = _DirectSweep.apply(
-        options, report, y_star, x, raw, W_y, A, h0, y0, *bind_parameters
+        implementation, options, report, y_star, x, raw, W_y, A, h0, y0, *bind_parameters
     )  # type: ignore[no-untyped-call]
     return Sweep(y, h, *(value.detach() for value in statistics))
 

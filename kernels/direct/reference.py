@@ -12,7 +12,7 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r size
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch.nn.functional import linear
 from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
 from bedouin.kernels.householder import apply_complement
 from bedouin.kernels.scan import Eigenvalues, InputScale, contract, discretize
+
+Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
 
 
 class Coefficients(NamedTuple):
@@ -35,6 +37,25 @@ class Coefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RawLayout:
+    """What a bind does, for kernels that do it themselves: Householder form, e = 0.
+
+    Raw values of a token: [Delta d | B n | C n | u_1 .. u_k k d | alpha k], with Delta =
+    activation(raw), B, C and u_i made unit, beta = beta_max sigmoid(alpha); without `selective`
+    [Delta d | u k d | alpha k] and B = C = 1.
+    """
+
+    activation: Activation
+    selective: bool
+    num_householder: int
+    beta_max: float
+
+    def size(self, d: int, n: int) -> int:
+        """r: raw values a token."""
+        return d + (2 * n if self.selective else 0) + self.num_householder * (d + 1)
+
+
+@dataclass(frozen=True)
 class SweepOptions:
     """The fixed part of a map: how raw values are read, and which parameterization holds."""
 
@@ -42,6 +63,7 @@ class SweepOptions:
     input_scale: InputScale
     eigenvalues: Eigenvalues
     feedback_norm_eps: float | None  # None: the feedback sees y itself
+    layout: RawLayout | None = None  # None: `bind` is all that is known
 
 
 class Sweep(NamedTuple):

@@ -220,7 +220,8 @@ def reverse_sweep(
             steps.append(step)
             H = step.H
             if W_y is not None:
-                grad_feedback = _feedback_vjp(grad_raw, inputs.y_before[:, t], W_y, options)
+                pulled = (grad_raw.to(W_y.dtype) @ W_y).to(grad_raw.dtype)
+                grad_feedback = feedback_vjp(pulled, inputs.y_before[:, t], options)
         totals.check(chunk, steps)
     return _finish(totals, H, grad_feedback, inputs, options, report)
 
@@ -241,13 +242,12 @@ def _finish(
     if report is not None:
         report(torch.cat(totals.defect, 1), torch.cat(totals.scale, 1))
     grad_x, grad_raw = torch.stack(totals.x[::-1], 1), torch.stack(totals.raw[::-1], 1)
-    grad_W_y = _weight_gradient(grad_raw, inputs, options)
+    grad_W_y = weight_gradient(grad_raw, inputs, options)
     return (grad_x, grad_raw, grad_W_y, totals.A.mT, H.mT, grad_feedback, *totals.bind)
 
 
-def _feedback_vjp(grad_raw: Tensor, y: Tensor, W_y: Tensor, options: SweepOptions) -> Tensor:
-    """Cotangent of y_{t-1} (b, d) from that of raw_t (b, r)."""
-    grad = (grad_raw.to(W_y.dtype) @ W_y).to(y.dtype)
+def feedback_vjp(grad: Tensor, y: Tensor, options: SweepOptions) -> Tensor:
+    """Cotangent of y_{t-1} (b, d) from that of norm(y_{t-1}), in the dtype of y."""
     eps = options.feedback_norm_eps
     if eps is None:
         return grad
@@ -255,7 +255,8 @@ def _feedback_vjp(grad_raw: Tensor, y: Tensor, W_y: Tensor, options: SweepOption
     return rms * (grad - y * rms.square() * (grad * y).mean(-1, keepdim=True))
 
 
-def _weight_gradient(grad_raw: Tensor, inputs: Inputs, options: SweepOptions) -> Tensor | None:
+def weight_gradient(grad_raw: Tensor, inputs: Inputs, options: SweepOptions) -> Tensor | None:
+    """Gradient of W_y (r, d) from that of all raw values (b, t, r), in one product."""
     W_y = inputs.W_y
     if W_y is None:
         return None

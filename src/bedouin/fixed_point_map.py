@@ -18,6 +18,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct import (
     Coefficients,
+    RawLayout,
     Sweep,
     SweepOptions,
     direct_sweep,
@@ -75,10 +76,11 @@ class FixedPointMap:
         eigenvalues: Eigenvalues,
         feedback_norm_eps: float | None,
         backend: Backend,
+        layout: RawLayout | None = None,
     ) -> None:
         self.inputs, self.mixer, self.split, self.backend = inputs, mixer, split, backend
         self.input_scale, self.eigenvalues = input_scale, eigenvalues
-        self.feedback_norm_eps = feedback_norm_eps
+        self.feedback_norm_eps, self.layout = feedback_norm_eps, layout
 
     def raw(self, y: Tensor) -> Tensor:
         """raw^x + W^y norm(y_{t-1}) (b, t, r); the first token sees the incoming state."""
@@ -160,6 +162,7 @@ class StructuredMap(FixedPointMap):
             self.input_scale,
             self.eigenvalues,
             self.feedback_norm_eps,
+            self.layout,
         )
         return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, tuple(self.mixer.parameters()), options
 
@@ -168,7 +171,8 @@ class StructuredMap(FixedPointMap):
         if unroll:
             self._swept = direct_sweep_reference(*self._sweep_arguments)
         else:
-            self._swept = direct_sweep(*self._sweep_arguments, report=self._reporter(cell))
+            report = self._reporter(cell)
+            self._swept = direct_sweep(*self._sweep_arguments, report=report, backend=self.backend)
         return self._swept
 
     def memory(self, y: Tensor) -> Tensor:
@@ -180,7 +184,8 @@ class StructuredMap(FixedPointMap):
     def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:
         """y_star with the exact implicit gradient."""
         report = self._reporter(cell)
-        return direct_sweep(*self._sweep_arguments, y_star=y_star, report=report).y
+        arguments = self._sweep_arguments
+        return direct_sweep(*arguments, y_star=y_star, report=report, backend=self.backend).y
 
     def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
         def report(defect: Tensor, scale: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bedouin.checks import positive_int
 from bedouin.fixed_point_map import FixedPointMap, MapInputs, ScanInputs, StructuredMap
 from bedouin.kernels.backend import Backend, check_backend, choose_backend
-from bedouin.kernels.direct import project_feedback
+from bedouin.kernels.direct import Activation, RawLayout, project_feedback
 from bedouin.kernels.householder import unit
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
@@ -139,6 +139,10 @@ class FixedPointLayer(nn.Module):
     @abstractmethod
     def _A(self) -> Tensor:
         """(d, n): the decay is exp(A Delta)."""
+
+    @abstractmethod
+    def _layout(self) -> RawLayout | None:
+        """What `_split` and the mixer do with raw values, if kernels know how to do it."""
 
     def _drive(self, x: Tensor) -> Tensor:
         """What the mixer sees of x (b, t, d)."""
@@ -273,6 +277,7 @@ class FixedPointLayer(nn.Module):
             eigenvalues=self.eigenvalues,
             feedback_norm_eps=self._norm_eps,
             backend=self.backend,
+            layout=self._layout(),
         )
 
     def _solve(self, f: FixedPointMap, x: Tensor, solver: Solver) -> Solution:
@@ -511,6 +516,10 @@ class Bedouin(FixedPointLayer):
         delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
         return ScanInputs(delta, unit(B), unit(C), mixer_raw)
 
+    def _layout(self) -> RawLayout | None:
+        activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
+        return _householder_layout(self.mixer, activation, selective=True)
+
     def _A(self) -> Tensor:
         if self.decay == "mamba":
             return -torch.exp(_at_least_float32(self.A_log))
@@ -615,6 +624,10 @@ class FixedPointRNN(FixedPointLayer):
         ones = torch.ones_like(raw[..., :1])
         return ScanInputs(delta, ones, ones, mixer_raw)
 
+    def _layout(self) -> RawLayout | None:
+        activation: Activation = "softplus_of_minus" if self.decay == "sigmoid" else "sigmoid"
+        return _householder_layout(self.mixer, activation, selective=False)
+
     def _A(self) -> Tensor:
         if self.decay == "sigmoid":
             return -torch.ones_like(_at_least_float32(self.D)).unsqueeze(-1)
@@ -638,6 +651,15 @@ def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
             f"solver must be 'auto' or a solver object such as Direct() or Picard(), got {solver!r}"
         )
     return solver
+
+
+def _householder_layout(
+    mixer: ChannelMixer, activation: Activation, *, selective: bool
+) -> RawLayout | None:
+    # exactly this class: a subclass may read its raw values in another way
+    if type(mixer) is not HouseholderProduct:
+        return None
+    return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max)
 
 
 def _make_mixer(

@@ -50,15 +50,21 @@ def test_auto_takes_the_reference_under_a_transform() -> None:
 
 
 def test_triton_on_a_cpu_tensor_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "_is_interpreting", lambda: False)
+    monkeypatch.setattr(backend_module, "interpreter_is_on", lambda: False)
     with pytest.raises(ValueError, match=r"needs tensors on a CUDA device, got cpu: .*'auto'"):
         choose_backend("triton", CPU)
 
 
 def test_the_interpreter_takes_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "_is_interpreting", lambda: True)
+    monkeypatch.setattr(backend_module, "interpreter_is_on", lambda: True)
     assert choose_backend("triton", CPU) == "triton"
     assert choose_backend("auto", CPU) == "reference"
+
+
+def test_triton_says_what_it_does_not_support() -> None:
+    with pytest.raises(ValueError, match=r"does not support complex numbers: use backend='auto'"):
+        choose_backend("triton", CUDA, unsupported="complex numbers")
+    assert choose_backend("auto", CUDA, unsupported="complex numbers") == "reference"
 
 
 def test_the_library_and_its_references_do_without_triton() -> None:

@@ -1,0 +1,178 @@
+"""What one program of the sweep kernels computes in registers: activations and k x k algebra.
+
+Small matrices are whole tiles, padded to a power of two: rows of U and beta are 0 there, so that
+Gram matrices and T are 0 and K = I - S T is the identity.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(v):
+    """Without overflow on either side."""
+    z = tl.exp(-tl.abs(v))
+    return tl.where(v >= 0, 1 / (1 + z), z / (1 + z))
+
+
+@triton.jit
+def softplus(v):
+    """log(1 + exp(v)), and v itself above 20 as in torch.
+
+    log1p(z) = log(u) z / (u - 1), u = 1 + z rounded: exact to rounding where log(1 + z) is not.
+    """
+    z = tl.exp(-tl.abs(v))
+    u = 1 + z
+    log1p = tl.where(u == 1, z, tl.log(u) * z / tl.where(u == 1, 1.0, u - 1))
+    return tl.where(v > 20, v, tl.maximum(v, 0.0) + log1p)
+
+
+@triton.jit
+def activate(raw, ACTIVATION: tl.constexpr):
+    """Delta from its raw value."""
+    if ACTIVATION == "sigmoid":
+        return sigmoid(raw)
+    elif ACTIVATION == "softplus":
+        return softplus(raw)
+    else:
+        return softplus(-raw)
+
+
+@triton.jit
+def activate_vjp(grad, raw, ACTIVATION: tl.constexpr):
+    """Cotangent of the raw value from that of Delta."""
+    if ACTIVATION == "sigmoid":
+        value = sigmoid(raw)
+        return grad * value * (1 - value)
+    elif ACTIVATION == "softplus":
+        return grad * tl.where(raw > 20, 1.0, sigmoid(raw))
+    else:
+        return -grad * tl.where(raw < -20, 1.0, sigmoid(-raw))
+
+
+@triton.jit
+def decay_tile(delta, A, EIGENVALUES: tl.constexpr):
+    """lambda (n, d) from Delta (d,) and A (n, d)."""
+    decay = tl.exp(A * delta[None, :])
+    if EIGENVALUES == "full":
+        decay = 2 * decay - 1
+    return decay
+
+
+@triton.jit
+def input_scale(delta, INPUT_SCALE: tl.constexpr):
+    """s (d,) of the scales that have no state axis."""
+    if INPUT_SCALE == "bounded_delta":
+        return delta / (1 + delta)
+    else:
+        return delta
+
+
+@triton.jit
+def gram(a, b):
+    """a b^T of two tiles (k, d)."""
+    return tl.sum(a[:, None, :] * b[None, :, :], axis=2)
+
+
+@triton.jit
+def product(a, b):
+    """a b of k x k matrices."""
+    return tl.sum(a[:, :, None] * b[None, :, :], axis=1)
+
+
+@triton.jit
+def product_left_transposed(a, b):
+    """a^T b of k x k matrices."""
+    return tl.sum(a[:, :, None] * b[:, None, :], axis=0)
+
+
+@triton.jit
+def times(a, v):
+    """a v."""
+    return tl.sum(a * v[None, :], axis=1)
+
+
+@triton.jit
+def transposed_times(a, v):
+    """a^T v; for U (k, d) the combination of its rows."""
+    return tl.sum(a * v[:, None], axis=0)
+
+
+@triton.jit
+def diagonal(a, i, j):
+    """The diagonal of a, whose row and column numbers are i (k, 1) and j (1, k)."""
+    return tl.sum(tl.where(i == j, a, 0.0), axis=1)
+
+
+@triton.jit
+def inverse_unipotent(N, identity, BLOCK_K: tl.constexpr):
+    """(I + N)^-1 for a strictly upper triangular N: (I - N)(I + N^2)(I + N^4)..."""
+    inverse = identity - N
+    power = N
+    if BLOCK_K > 2:
+        power = product(power, power)
+        inverse = product(inverse, identity + power)
+    if BLOCK_K > 4:
+        power = product(power, power)
+        inverse = product(inverse, identity + power)
+    return inverse
+
+
+@triton.jit
+def invert(a, identity, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The inverse by elimination with row pivoting, and the smallest pivot; K rows are no padding.
+
+    A pivot of 0 makes Inf or NaN, and nothing else: no branch, no error.
+    """
+    rows = tl.arange(0, BLOCK_K)
+    inverse = identity
+    smallest = tl.sum(tl.where(rows == 0, 1.0, 0.0).to(a.dtype), axis=0)
+    for i in tl.static_range(K):
+        column = tl.sum(tl.where(rows[None, :] == i, a, 0.0), axis=1)
+        # the interpreter's argmax refuses a column of NaN
+        size = tl.where(column == column, tl.abs(column), -1.0)
+        best = tl.argmax(tl.where(rows >= i, size, -2.0), axis=0)
+        chosen = rows[:, None] == best
+        current = rows[:, None] == i
+        pivot = tl.sum(tl.where(rows == best, column, 0.0), axis=0)
+        smallest = tl.minimum(smallest, tl.abs(pivot))
+        top = tl.sum(tl.where(chosen, a, 0.0), axis=0) / pivot
+        top_inverse = tl.sum(tl.where(chosen, inverse, 0.0), axis=0) / pivot
+        # the current row takes the place of the chosen one
+        displaced = tl.sum(tl.where(current, a, 0.0), axis=0)
+        displaced_inverse = tl.sum(tl.where(current, inverse, 0.0), axis=0)
+        a = tl.where(chosen, displaced[None, :], a)
+        inverse = tl.where(chosen, displaced_inverse[None, :], inverse)
+        factor = tl.sum(tl.where(rows[None, :] == i, a, 0.0), axis=1)
+        a = tl.where(current, top[None, :], a - factor[:, None] * top[None, :])
+        inverse = tl.where(
+            current, top_inverse[None, :], inverse - factor[:, None] * top_inverse[None, :]
+        )
+    return inverse, smallest
+
+
+@triton.jit
+def solve_small(matrix, inverse, b):
+    """matrix^-1 b, with one step of refinement: as accurate as a pivoted factorization."""
+    a = times(inverse, b)
+    return a + times(inverse, b - times(matrix, a))
+
+
+@triton.jit
+def solve_small_transposed(matrix, inverse, b):
+    """matrix^-T b, likewise."""
+    a = transposed_times(inverse, b)
+    return a + transposed_times(inverse, b - transposed_times(matrix, a))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def max_norm(v):
+    """max |v|, NaN if there is one: a sample that has left the numbers must show it."""
+    return tl.reduce(tl.abs(v), 0, _larger)

@@ -1,0 +1,347 @@
+"""The Triton kernels of the direct sweep against the plain sweep: values and every gradient.
+
+Two processes: with TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU;
+without it the tests need a CUDA device, where a table of awkward sizes runs, too.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from bedouin import Bedouin, FixedPointRNN, LowRank
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct import (
+    Activation,
+    Coefficients,
+    RawLayout,
+    Sweep,
+    SweepOptions,
+    direct_sweep,
+    direct_sweep_reference,
+)
+from bedouin.kernels.direct.fused import choose_sweep
+from bedouin.kernels.householder import unit, wy_factor
+from bedouin.kernels.scan import Eigenvalues, InputScale
+
+DEVICE = "cpu" if interpreter_is_on() else "cuda"
+
+needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
+compiled = pytest.mark.gpu
+
+SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
+RANGES: tuple[Eigenvalues, ...] = ("positive", "full")
+ACTIVATIONS: tuple[Activation, ...] = ("softplus", "softplus_of_minus", "sigmoid")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Shapes and options of a sweep; the dtype of W_y may be lower than that of the rest."""
+
+    b: int = 2
+    t: int = 4
+    d: int = 6
+    n: int = 3
+    layout: RawLayout = RawLayout("softplus", True, 2, 1.0)
+    input_scale: InputScale = "bounded_delta"
+    eigenvalues: Eigenvalues = "positive"
+    norm_eps: float | None = 1e-5
+    feedback: bool = True
+    dtype: torch.dtype = torch.float64
+    low: torch.dtype | None = None
+
+    def options(self) -> SweepOptions:
+        return SweepOptions(
+            self.bind, self.input_scale, self.eigenvalues, self.norm_eps, self.layout
+        )
+
+    def bind(self, raw: Tensor) -> Coefficients:
+        """What the layout says, in plain torch."""
+        k, d, n = self.layout.num_householder, self.d, self.n
+        states = [n, n] if self.layout.selective else []
+        delta, *BC, u, alpha = raw.split([d, *states, k * d, k], -1)
+        B, C = (unit(v) for v in BC) if BC else [torch.ones_like(raw[..., :1])] * 2
+        U = unit(u.unflatten(-1, (k, d)))
+        T = wy_factor(U, self.layout.beta_max * torch.sigmoid(alpha))
+        return Coefficients(self._activate(delta), B, C, torch.zeros_like(raw[..., :1]), U, T)
+
+    def _activate(self, raw: Tensor) -> Tensor:
+        if self.layout.activation == "sigmoid":
+            return torch.sigmoid(raw)
+        return softplus(raw if self.layout.activation == "softplus" else -raw)
+
+    def operands(self) -> list[Tensor | None]:
+        generator = torch.Generator().manual_seed(1)
+
+        def draw(*shape: int) -> Tensor:
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return values.to(DEVICE, self.dtype)
+
+        b, t, d, n = self.b, self.t, self.d, self.n
+        r = self.layout.size(d, n)
+        W_y = (0.2 * d**-0.5 * draw(r, d)).to(self.low or self.dtype) if self.feedback else None
+        A = -draw(d, n).exp()
+        return [draw(b, t, d), draw(b, t, r), W_y, A, draw(b, d, n), draw(b, d)]
+
+
+def _run(
+    setting: Setting, backend: Any, y_star: Tensor | None = None
+) -> tuple[Sweep, list[Tensor], list[Tensor]]:
+    """Sweep, gradients of a fixed linear function of y and the last h, and the adjoint's report."""
+    operands: Any = [None if v is None else v.requires_grad_() for v in setting.operands()]
+    before = [None if v is None else v.detach().clone() for v in operands]
+    reports: list[Tensor] = []
+    arguments: tuple[Any, ...] = (*operands, (), setting.options())
+    sweep = direct_sweep(
+        *arguments,
+        y_star=y_star,
+        report=lambda *report: reports.extend(report),
+        backend=backend,
+    )
+    generator = torch.Generator().manual_seed(2)
+    total = sweep.h.new_zeros(())
+    for v in (sweep.y, sweep.h):
+        weights = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v)
+        total = total + (v * weights).sum()
+    inputs = [v for v in operands if v is not None]
+    grads = torch.autograd.grad(total, inputs, materialize_grads=True)
+    for value, kept in zip(operands, before, strict=True):
+        assert value is None or kept is not None and torch.equal(value, kept)
+    return sweep, list(grads), reports
+
+
+def _magnitude(setting: Setting) -> Tensor:
+    """Of the reference: forward.py bounds a scale with a state axis by 1."""
+    with torch.no_grad():
+        arguments: tuple[Any, ...] = (*setting.operands(), (), setting.options())
+        return direct_sweep_reference(*arguments).magnitude
+
+
+def _assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
+    if expected.numel() and not torch.equal(actual, expected):
+        scale = 1 + expected.abs().max().double().item()
+        error = (actual.double() - expected.double()).abs().max().item()
+        assert error <= tolerance * scale, f"{name}: error {error:.1e}, scale {scale:.1e}"
+
+
+def _assert_like_the_plain_sweep(setting: Setting) -> None:
+    tolerance = TOLERANCE[setting.low or setting.dtype]
+    expected, expected_grads, expected_report = _run(setting, "reference")
+    actual, grads, report = _run(setting, "triton")
+    for name in ("y", "h", "defect", "scale", "pivot"):
+        _assert_close(name, getattr(actual, name), getattr(expected, name), tolerance)
+    _assert_close("magnitude", actual.magnitude, _magnitude(setting), tolerance)
+    for i, (a, e) in enumerate(zip(grads, expected_grads, strict=True)):
+        _assert_close(f"gradient {i}", a, e, tolerance)
+    for a, e in zip(report, expected_report, strict=True):
+        _assert_close("report", a, e, tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("eigenvalues", RANGES)
+@pytest.mark.parametrize("input_scale", SCALES)
+def test_every_parameterization(
+    input_scale: InputScale, eigenvalues: Eigenvalues, feedback: bool
+) -> None:
+    _assert_like_the_plain_sweep(
+        Setting(input_scale=input_scale, eigenvalues=eigenvalues, feedback=feedback)
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("selective", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_layout(activation: Activation, selective: bool) -> None:
+    layout = RawLayout(activation, selective, 2, 1.0)
+    for scale in SCALES:
+        _assert_like_the_plain_sweep(
+            Setting(t=2, n=3 if selective else 1, layout=layout, input_scale=scale)
+        )
+
+
+@needs_triton
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("beta_max", [1.0, 2.0])
+def test_every_number_of_reflections(k: int, beta_max: float) -> None:
+    _assert_like_the_plain_sweep(
+        Setting(t=2, d=9, n=4, layout=RawLayout("sigmoid", True, k, beta_max), input_scale="delta")
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("t", [1, 15, 16, 17, 40])
+def test_every_length(t: int, feedback: bool) -> None:
+    _assert_like_the_plain_sweep(Setting(b=1, t=t, feedback=feedback))
+
+
+@needs_triton
+@pytest.mark.parametrize(("d", "n"), [(1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16)])
+def test_awkward_sizes(d: int, n: int) -> None:
+    _assert_like_the_plain_sweep(Setting(b=1, t=2, d=d, n=n))
+
+
+@needs_triton
+@pytest.mark.parametrize("feedback", [True, False])
+def test_memory_read_a_few_states_at_a_time(
+    feedback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.direct.triton_kernels.REVERSE_TILE", 16)
+    for scale in SCALES:
+        _assert_like_the_plain_sweep(Setting(n=5, feedback=feedback, input_scale=scale))
+
+
+@needs_triton
+@pytest.mark.parametrize(("b", "t"), [(0, 4), (2, 0), (0, 0)])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_empty_batch_and_time(b: int, t: int, feedback: bool) -> None:
+    _assert_like_the_plain_sweep(Setting(b=b, t=t, feedback=feedback))
+
+
+@needs_triton
+@pytest.mark.parametrize("norm_eps", [None, 1e-5])
+@pytest.mark.parametrize(
+    ("dtype", "low"),
+    [(torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)],
+)
+def test_dtypes(dtype: torch.dtype, low: torch.dtype | None, norm_eps: float | None) -> None:
+    _assert_like_the_plain_sweep(Setting(norm_eps=norm_eps, dtype=dtype, low=low))
+
+
+@needs_triton
+@pytest.mark.parametrize("t", [1, 17])
+def test_a_given_fixed_point_gets_the_same_gradient(t: int) -> None:
+    setting = Setting(b=1, t=t)
+    solved, grads, _ = _run(setting, "triton")
+    attached, attached_grads, _ = _run(setting, "triton", solved.y.detach())
+    assert torch.equal(attached.y, solved.y)
+    _assert_close("h", attached.h, solved.h, 1e-12)
+    for a, e in zip(attached_grads, grads, strict=True):
+        _assert_close("gradient", a, e, 1e-12)
+
+
+@needs_triton
+def test_runs_repeat_to_the_bit() -> None:
+    first, second = (_run(Setting(dtype=torch.float32), "triton") for _ in range(2))
+    for a, b in zip([*first[0], *first[1]], [*second[0], *second[1]], strict=True):
+        assert torch.equal(a, b)
+
+
+@needs_triton
+def test_operands_need_not_be_contiguous() -> None:
+    setting = Setting(feedback=False)
+    x, raw, _, A, h0, y0 = setting.operands()
+    assert x is not None and raw is not None
+    strided: list[Any] = [torch.stack([v, v], -1)[..., 0] for v in (x, raw)]
+    plain: tuple[Any, ...] = (x, raw, None, A, h0, y0, (), setting.options())
+    expected = direct_sweep(*plain, backend="triton").y
+    actual = direct_sweep(*strided, *plain[2:], backend="triton").y
+    assert torch.equal(actual, expected)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on() -> None:
+    setting = Setting(b=3, t=5, feedback=False)
+    x, raw, *rest = setting.operands()
+    assert x is not None and raw is not None
+
+    def sweep(raw: Tensor) -> Sweep:
+        arguments: tuple[Any, ...] = (x, raw, *rest, (), setting.options())
+        return direct_sweep(*arguments, backend="triton")
+
+    spoiled = raw.clone()
+    spoiled[1, 2, 0] = torch.nan
+    swept, clean = sweep(spoiled), sweep(raw)
+    assert torch.equal(swept.y[[0, 2]], clean.y[[0, 2]])
+    assert torch.equal(swept.y[1, :2], clean.y[1, :2])
+    assert not bool(swept.y[1, 2:].isfinite().all(-1).any())
+    assert not bool(swept.scale[1, 2:].isfinite().any())
+    assert bool(swept.scale[[0, 2]].isfinite().all())
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Bedouin, {}),
+        (Bedouin, {"decay": "griffin", "num_householder": 3, "feedback": ()}),
+        (FixedPointRNN, {}),
+        (FixedPointRNN, {"decay": "griffin", "eigenvalues": "full", "beta_max": 2.0}),
+    ],
+)
+def test_a_layer_with_the_kernels_is_the_layer_without(kind: Any, options: dict[str, Any]) -> None:
+    outputs = []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(0)
+        layer = kind(5, dtype=torch.float64, device=DEVICE, backend=backend, **options)
+        x = torch.randn(2, 4, 5, dtype=torch.float64, device=DEVICE)
+        y = layer(x)
+        grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+        assert bool(layer.stats.converged.all()) and bool(layer.stats.backward.converged.all())
+        outputs.append([y, *grads])
+    for actual, expected in zip(outputs[1], outputs[0], strict=True):
+        _assert_close("output or gradient", actual, expected, 1e-10)
+
+
+@needs_triton
+def test_what_the_kernels_do_not_cover_is_said() -> None:
+    x = torch.randn(1, 2, 5, device=DEVICE)
+    with pytest.raises(ValueError, match=r"does not support this mixer \(only HouseholderProduct"):
+        Bedouin(5, mixer=LowRank(2), device=DEVICE, backend="triton")(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": RawLayout("softplus", True, 9, 1.0)}, "9 reflections"),
+        ({"dtype": torch.bfloat16}, "x, raw and A of torch.bfloat16"),
+        ({"n": 4097, "d": 6}, "6 channels with 4097 states"),
+        ({"n": 1, "d": 4097, "layout": RawLayout("softplus", True, 4, 1.0)}, "4 reflections of"),
+    ],
+)
+def test_limits_of_the_kernels(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.backend.interpreter_is_on", lambda: True)
+    setting = replace(Setting(b=1, t=1, feedback=False), **change)
+    x, raw, A = (torch.empty(1, 1, setting.d, dtype=setting.dtype) for _ in range(3))
+    raw = torch.empty(1, 1, setting.layout.size(setting.d, setting.n), dtype=setting.dtype)
+    A = torch.empty(setting.d, setting.n, dtype=setting.dtype)
+    with pytest.raises(ValueError, match=f"does not support {message}"):
+        choose_sweep("triton", x, raw, A, (), setting.options())
+    assert choose_sweep("auto", x, raw, A, (), setting.options()) == "reference"
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize(
+    ("dtype", "low"),
+    [(torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize("d", [1, 63, 64, 100])
+@pytest.mark.parametrize("t", [1, 63, 64, 100])
+def test_table_of_awkward_sizes(
+    t: int, d: int, dtype: torch.dtype, low: torch.dtype | None
+) -> None:
+    _assert_like_the_plain_sweep(Setting(b=3, t=t, d=d, n=16, dtype=dtype, low=low))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize(
+    ("d", "n", "k"), [(1024, 16, 4), (2048, 16, 4), (1000, 12, 3), (512, 64, 8)]
+)
+def test_large_sizes(d: int, n: int, k: int) -> None:
+    layout = RawLayout("softplus", True, k, 1.0)
+    for scale in SCALES:
+        _assert_like_the_plain_sweep(
+            Setting(t=18, d=d, n=n, layout=layout, input_scale=scale, dtype=torch.float32)
+        )
