@@ -1,23 +1,21 @@
-"""The direct sweep and its reverse sweep with Triton kernels: the loops around the launches.
+"""The direct sweep and its reverse sweep with Triton kernels: buffers, plans and launches.
 
-Without feedback the forward is one launch. With feedback a token is one product with W^y and one
-launch; all buffers are made before the loop and nothing is read by the host, so that a loop can be
-captured in a CUDA graph. Triton is imported when a sweep runs, not with this module.
+The forward is one launch without feedback, and one persistent launch with it; where that does not
+fit (`plan_sweep`), a token is one product with W^y and one launch. The reverse sweep takes a chunk
+of tokens at a time. Nothing is read by the host, so that a sweep can be captured in a CUDA graph.
+Triton is imported when a sweep runs, not with this module.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.reference import Sweep, SweepOptions, normalize_feedback
-from bedouin.kernels.direct.reverse import (
-    Inputs,
-    ReportBackward,
-    feedback_vjp,
-    weight_gradient,
-)
+from bedouin.kernels.direct.reverse import ReportBackward, feedback_vjp
 
 MAX_STATE = 32768
 """Most elements of a sample's memory, both axes rounded up to a power of two: one program holds it
@@ -50,8 +48,11 @@ def _unsupported(
         return "this mixer (only HouseholderProduct)"
     if not 1 <= layout.num_householder <= MAX_REFLECTIONS:
         return f"{layout.num_householder} reflections (at most {MAX_REFLECTIONS})"
-    if x.dtype not in (torch.float32, torch.float64) or {raw.dtype, A.dtype} != {x.dtype}:
-        return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (all float32 or all float64)"
+    wide = torch.float64 in (x.dtype, raw.dtype, A.dtype)
+    if A.dtype not in (torch.float32, torch.float64) or (
+        wide and {x.dtype, raw.dtype} != {A.dtype}
+    ):
+        return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (A float32, or all float64)"
     if d < 1 or n < 1 or _power_of_two(d) * _power_of_two(n) > MAX_STATE:
         return f"{d} channels with {n} states (at most {MAX_STATE} together)"
     if _power_of_two(d) * _power_of_two(layout.num_householder) > MAX_STATE // 2:
@@ -63,6 +64,42 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+class SweepBuffers(NamedTuple):
+    """Tensors of a sweep; the last axis of x and raw is contiguous, the others are whole."""
+
+    x: Tensor  # (b, t, d)
+    raw: Tensor  # (b, t, r)
+    W_y: Tensor | None  # (r, d)
+    A: Tensor  # (n, d)
+    h: Tensor  # (b, n, d), in place
+    kept: Tensor  # (b, slots, n, d)
+    y: Tensor  # (b, t, d)
+    normed: Tensor  # (b, t + 1, d), in the dtype of W^y, the first token's given
+    statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
+
+
+class KnownBuffers(NamedTuple):
+    """What is known when y is."""
+
+    x: Tensor  # (b, t, d)
+    y: Tensor  # (b, t, d)
+    raw: Tensor  # (b, t, r)
+    fed: Tensor | None  # (b, t, r), W^y norm(y_{t-1})
+    A: Tensor  # (n, d)
+    kept: Tensor  # (b, slots, n, d)
+
+
+class GradBuffers(NamedTuple):
+    """Cotangents, given and wanted."""
+
+    y: Tensor  # (b, t, d)
+    H: Tensor  # (b, n, d), of the last h, in place that of h0
+    x: Tensor  # (b, t, d)
+    raw: Tensor  # (b, t, r), may be the memory of `fed`
+    A: Tensor  # (b, n, d), zeros
+    statistics: Tensor  # (2, b, t): defect and scale
+
+
 def fused_sweep(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
@@ -72,39 +109,38 @@ def fused_sweep(
     y0: Tensor,  # (b, d)
     options: SweepOptions,
     keep_every: int,
-    y_star: Tensor | None,
-) -> tuple[Sweep, Tensor]:
-    """`forward_sweep`, or with y_star, where raw holds the feedback already, `remember`.
+) -> tuple[Sweep, Tensor, Tensor]:
+    """`forward_sweep`; the kept memory (b, ceil(t / keep_every), n, d), norm(y_{t-1}) (b, t, d)."""
+    from bedouin.kernels.direct.triton_launch import launch_sweep
 
-    The kept memory is one tensor (b, ceil(t / keep_every), n, d).
-    """
-    from bedouin.kernels.direct.triton_kernels import SweepBuffers, sweep_forward
-
-    x, y_star = x.contiguous(), None if y_star is None else y_star.contiguous()
-    (b, t_end, d), n, solve = x.shape, A.shape[1], y_star is None
-    kept = x.new_empty(b, -(-t_end // keep_every), n, d)
-    statistics = x.new_zeros(4, b, t_end)
+    (b, t_end, d), n = x.shape, A.shape[1]
+    state = {"dtype": A.dtype, "device": x.device}
+    kept = torch.empty(b, -(-t_end // keep_every), n, d, **state)
+    statistics = torch.zeros(4, b, t_end, **state)
     h = h0.mT.clone(memory_format=torch.contiguous_format)
-    y = torch.empty_like(x) if y_star is None else y_star.clone()
+    y = torch.empty(b, t_end, d, **state)
+    normed = _first_normed(y0, W_y, t_end, options)
     if b and t_end:
-        low = x.dtype if W_y is None else W_y.dtype
-        feeds = solve and W_y is not None
-        # a copy: the kernel writes the next tokens' here
-        normed = normalize_feedback(y0, options.feedback_norm_eps).to(low, copy=True).contiguous()
-        fed_back = x.new_empty(b, raw.shape[-1], dtype=low) if feeds else None
         buffers = SweepBuffers(
-            x, raw.contiguous(), fed_back, A.mT.contiguous(), h, kept, y, normed,
-            statistics,
-        )  # fmt: skip
-        if W_y is None or fed_back is None:
-            every = range(t_end)
-            sweep_forward(buffers, every, options, solve=solve, origin=0, keep_every=keep_every)
-        else:
-            for t in range(t_end):
-                torch.mm(normed, W_y.mT, out=fed_back)
-                one = range(t, t + 1)
-                sweep_forward(buffers, one, options, solve=True, origin=0, keep_every=keep_every)
-    return _as_sweep(y, h, statistics), kept
+            _rows(x), _rows(raw), W_y, A.mT.contiguous(), h, kept, y, normed, statistics
+        )
+        launch_sweep(buffers, options, keep_every)
+    return _as_sweep(y, h, statistics), kept, normed[:, :t_end]
+
+
+def _first_normed(y0: Tensor, W_y: Tensor | None, t_end: int, options: SweepOptions) -> Tensor:
+    """(b, t + 1, d), in the dtype of W^y, with norm(y0) at the first token; (b, 1, d) without."""
+    first = normalize_feedback(y0, options.feedback_norm_eps)
+    if W_y is None:
+        return first.unsqueeze(1)
+    normed = W_y.new_empty(y0.shape[0], t_end + 1, y0.shape[1])
+    normed[:, 0] = first
+    return normed
+
+
+def _rows(v: Tensor) -> Tensor:
+    """v, in the same memory if its last axis is contiguous."""
+    return v if v.stride(-1) == 1 else v.contiguous()
 
 
 def _as_sweep(y: Tensor, h: Tensor, statistics: Tensor) -> Sweep:
@@ -116,55 +152,78 @@ def _as_sweep(y: Tensor, h: Tensor, statistics: Tensor) -> Sweep:
     return Sweep(y, h.mT, defect, scale, magnitude, pivot)
 
 
+def fused_memory(
+    y: Tensor,  # (b, t, d), a fixed point found elsewhere
+    x: Tensor,
+    raw: Tensor,
+    W_y: Tensor | None,
+    A: Tensor,
+    h0: Tensor,
+    y0: Tensor,
+    options: SweepOptions,
+    keep_every: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`remember`: the last h (b, d, n), the kept memory and norm(y_{t-1}), as `fused_sweep`."""
+    from bedouin.kernels.direct.triton_launch import launch_memory
+
+    (b, t_end, d), n = x.shape, A.shape[1]
+    kept = A.new_empty(b, -(-t_end // keep_every), n, d)
+    h = h0.mT.clone(memory_format=torch.contiguous_format)
+    normed = _first_normed(y0, W_y, t_end, options)
+    if W_y is not None:
+        normed[:, 1:] = normalize_feedback(y, options.feedback_norm_eps)
+    normed = normed[:, :t_end]
+    if b and t_end:
+        fed = None if W_y is None else normed @ W_y.mT
+        known = KnownBuffers(_rows(x), y.contiguous(), _rows(raw), fed, A.mT.contiguous(), kept)
+        launch_memory(known, h, options, keep_every)
+    return h.mT, kept, normed
+
+
 def fused_reverse(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor,  # (b, d, n)
-    checkpoints: Tensor,  # (b, ceil(t / keep_every), n, d)
+    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
+    normed: Tensor,  # (b, t, d), norm(y_{t-1})
     keep_every: int,
-    inputs: Inputs,
+    y: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,
+    A: Tensor,  # (d, n)
+    y0: Tensor,  # (b, d)
     options: SweepOptions,
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
     """`reverse_sweep`: gradients of x, raw, W_y, A, h0 and y0.
 
-    A chunk of tokens is replayed from its checkpoint in one launch, into a workspace of keep_every
-    memories, then taken back in one launch, or with feedback in one a token.
+    A chunk of tokens is replayed from the memory kept before it, into a workspace of keep_every
+    memories, then taken back.
     """
-    from bedouin.kernels.direct.triton_kernels import ReverseBuffers, SweepBuffers, sweep_forward
-    from bedouin.kernels.direct.triton_kernels import sweep_reverse as reverse
+    from bedouin.kernels.direct.triton_launch import launch_reverse
 
-    x, full, W_y = inputs.x.contiguous(), inputs.full.contiguous(), inputs.W_y
-    y, A = inputs.y.contiguous(), inputs.A.mT.contiguous()
-    (b, t_end, d), n, r = x.shape, A.shape[0], full.shape[-1]
-    H = torch.zeros_like(A).expand(b, n, d) + grad_h.mT
-    H = H.contiguous()
-    grad_x, grad_raw = torch.empty_like(x), torch.empty_like(full)
-    grad_A, statistics = x.new_zeros(b, n, d), x.new_zeros(2, b, t_end)
-    low = x.dtype if W_y is None else W_y.dtype
-    pulled = None if W_y is None else x.new_zeros(b, d, dtype=low)
-    before = x.new_empty(b, min(keep_every, t_end), n, d)
-    h, grad_low = x.new_empty(b, n, d), x.new_empty(b, r, dtype=low)
-    unused = x.new_empty(1)
-    replay = SweepBuffers(x, full, None, A, h, before, y, unused, unused)
-    back = ReverseBuffers(
-        grad_y.contiguous(), pulled, x, y, full, A, before, H, grad_x, grad_raw, grad_low, grad_A,
-        statistics,
-    )  # fmt: skip
-    for start in reversed(range(0, t_end if b else 0, keep_every)):
-        chunk = range(start, min(start + keep_every, t_end))
-        h.copy_(checkpoints[:, start // keep_every])
-        sweep_forward(replay, chunk, options, solve=False, origin=start, keep_every=1)
-        if W_y is None or pulled is None:
-            reverse(back, chunk, options, origin=start)
-            continue
-        for t in reversed(chunk):
-            reverse(back, range(t, t + 1), options, origin=start)
-            torch.mm(grad_low, W_y, out=pulled)
+    (b, t_end, d), n = x.shape, A.shape[1]
+    A_rows = A.mT.contiguous()
+    H = (torch.zeros_like(A_rows).expand(b, n, d) + grad_h.mT).contiguous()
+    grad_x, statistics = torch.empty_like(x, memory_format=torch.contiguous_format), None
+    grad_A = A_rows.new_zeros(b, n, d)
+    statistics = A.new_zeros(2, b, t_end)
+    fed = None if W_y is None else normed @ W_y.mT
+    # a token's feedback is read before its cotangent is written: one memory for both
+    reuse = fed is not None and fed.dtype == raw.dtype
+    grad_raw = fed if fed is not None and reuse else raw.new_empty(raw.shape)
+    pulled = None
+    if b and t_end:
+        known = KnownBuffers(_rows(x), y, _rows(raw), fed, A_rows, kept)
+        grads = GradBuffers(_rows(grad_y), H, grad_x, grad_raw, grad_A, statistics)
+        pulled = launch_reverse(known, grads, W_y, options, keep_every)
     if report is not None and t_end:
         # last token first, as the reverse sweep meets them
         report(statistics[0].flip(1), statistics[1].flip(1))
-    grad_y0 = x.new_zeros(b, d)
-    if pulled is not None and b and t_end:
-        grad_y0 = feedback_vjp(pulled.to(x.dtype), inputs.y_before[:, 0], options)
-    grad_W_y = weight_gradient(grad_raw, inputs, options)
+    grad_y0 = torch.zeros_like(y0)
+    if pulled is not None:
+        grad_y0 = feedback_vjp(pulled.sum(0), y0, options)
+    grad_W_y = None
+    if W_y is not None:
+        grad_W_y = grad_raw.to(W_y.dtype).flatten(0, 1).mT @ normed.flatten(0, 1)
     return grad_x, grad_raw, grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0

@@ -176,3 +176,14 @@ def _larger(a, b):
 def max_norm(v):
     """max |v|, NaN if there is one: a sample that has left the numbers must show it."""
     return tl.reduce(tl.abs(v), 0, _larger)
+
+
+@triton.jit
+def _larger3(a0, a1, a2, b0, b1, b2):
+    return _larger(a0, b0), _larger(a1, b1), _larger(a2, b2)
+
+
+@triton.jit
+def max_norms(v0, v1, v2):
+    """`max_norm` of three vectors in one reduction."""
+    return tl.reduce((tl.abs(v0), tl.abs(v1), tl.abs(v2)), 0, _larger3)

@@ -189,13 +189,16 @@ def test_awkward_sizes(d: int, n: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("feedback", [True, False])
-def test_memory_read_a_few_states_at_a_time(
-    feedback: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("b", [1, 3])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_every_form_of_the_kernels(
+    b: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.triton_kernels.REVERSE_TILE", 16)
+    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.PERSISTENT", persistent)
     for scale in SCALES:
-        _assert_like_the_plain_sweep(Setting(n=5, feedback=feedback, input_scale=scale))
+        _assert_like_the_plain_sweep(Setting(b=b, n=5, input_scale=scale))
+        # more rows of W^y than one tile has, and a sum over them in two parts
+        _assert_like_the_plain_sweep(Setting(b=b, t=2, d=20, n=5, input_scale=scale))
 
 
 @needs_triton

@@ -1,0 +1,386 @@
+"""The direct sweep as one Triton kernel, in three ways of feeding y_{t-1} back.
+
+* No feedback: one program a sample walks the whole sequence.
+* Persistent: with feedback, one cooperative launch for the whole sequence. Some programs hold a tile
+  of W^y each, in shared memory, and multiply it with norm(y_{t-1}) of all samples; one program a
+  sample holds its memory h in registers and solves the local equation. Two counters in device memory
+  order them: `solved` counts samples whose y_{t-1} is written, `fed` counts tiles of W^y y_{t-1}.
+* A launch a token, around a product made elsewhere: where the persistent kernel does not fit.
+
+The raw values are read as `RawLayout` says. h is (b, n, d), as in forward.py.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.direct.triton_math import activate, input_scale, max_norms, sigmoid
+from bedouin.kernels.direct.triton_small import (
+    combine,
+    eliminate,
+    local_system,
+    products,
+    scale,
+    scale_symmetric,
+    subtract,
+    sums,
+    symmetric_times,
+    upper_times,
+    wy_upper,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def wait_for(counter, target):
+    """Spin until the counter has reached the target; what was written before it is visible then."""
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < target:
+        pass
+
+
+@triton.jit
+def announce(counter):
+    """Count this program, after all its threads have written."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def decay_rows(delta, A_log2, FULL: tl.constexpr):
+    """lambda (n, d) from Delta (d,) and log2(e) A (n, d)."""
+    decay = tl.exp2(A_log2 * delta[None, :])
+    if FULL:
+        decay = 2 * decay - 1
+    return decay
+
+
+@triton.jit
+def tile_product(
+    tile,  # (BLOCK_M, BLOCK_V), rows m0, m0 + 1, ... of the matrix, columns v0, v0 + 1, ...
+    vector_ptr,  # (b, v), rows `vector_stride` apart
+    out_ptr,  # (b, m), rows `out_stride` apart
+    m0,
+    v0,
+    batch,
+    m_end,
+    v_end,
+    vector_stride,
+    out_stride,
+    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """One tile of a matrix times the vectors of all samples."""
+    rows, columns = m0 + tl.arange(0, BLOCK_M), v0 + tl.arange(0, BLOCK_V)
+    for b0 in range(0, batch, BLOCK_B):
+        samples = b0 + tl.arange(0, BLOCK_B)
+        at = samples[None, :].to(tl.int64) * vector_stride + columns[:, None]
+        mask = (columns < v_end)[:, None] & (samples < batch)[None, :]
+        vectors = tl.load(vector_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+        out = tl.dot(tile, vectors.to(DOT), input_precision=PRECISION)
+        at = samples[None, :] * out_stride + rows[:, None]
+        mask = (rows < m_end)[:, None] & (samples < batch)[None, :]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_tile(
+    matrix_ptr,
+    m0,
+    v0,
+    m_end,
+    v_end,
+    stride,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A tile of a matrix (m, v), rows `stride` apart."""
+    rows, columns = m0 + tl.arange(0, BLOCK_M), v0 + tl.arange(0, BLOCK_V)
+    mask = (rows < m_end)[:, None] & (columns < v_end)[None, :]
+    at = rows[:, None].to(tl.int64) * stride + columns[None, :]
+    return tl.load(matrix_ptr + at, mask=mask, other=0.0).to(DOT)
+
+
+@triton.jit
+def _solve_token(
+    h,  # (BLOCK_N, BLOCK_D)
+    sample,
+    t,
+    x_ptr,
+    A_ptr,
+    raw_ptr,
+    fed_ptr,
+    y_ptr,
+    normed_ptr,
+    statistics_ptr,
+    solved_ptr,
+    fed_counter_ptr,
+    fed_target,
+    batch,
+    t_end,
+    d,
+    n,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    fed_stride,
+    normed_stride_b,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """y_t, norm(y_t) and the statistics of token t; returns h_t."""
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    in_n, in_d = rows < n, cols < d
+    # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if SELECTIVE
+    u_at = d + (2 * n if SELECTIVE else 0)
+    raw = raw_ptr + sample * raw_stride_b + t * raw_stride_t
+    fed = fed_ptr + sample * fed_stride
+    token = sample * t_end + t
+    # what does not depend on y is on its way while the program waits for the feedback
+    in_state = in_n[:, None] & in_d[None, :]
+    A = tl.load(A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0).to(ACC)
+    x = tl.load(x_ptr + sample * x_stride_b + t * x_stride_t + cols, mask=in_d, other=0.0).to(ACC)
+    delta = tl.load(raw + cols, mask=in_d, other=0.0).to(ACC)
+    u = ()
+    alpha = ()
+    for i in tl.static_range(K):
+        u = u + (tl.load(raw + u_at + i * d + cols, mask=in_d, other=0.0).to(ACC),)
+        alpha = alpha + (tl.load(raw + u_at + K * d + i).to(ACC),)
+    if SELECTIVE:
+        B = tl.load(raw + d + rows, mask=in_n, other=0.0).to(ACC)
+        C = tl.load(raw + d + n + rows, mask=in_n, other=0.0).to(ACC)
+    if PERSISTENT:
+        wait_for(fed_counter_ptr, fed_target)
+    if FEEDBACK:
+        delta += tl.load(fed + cols, mask=in_d, other=0.0, cache_modifier=".cg").to(ACC)
+        new_u = ()
+        new_alpha = ()
+        for i in tl.static_range(K):
+            more = tl.load(fed + u_at + i * d + cols, mask=in_d, other=0.0, cache_modifier=".cg")
+            new_u = new_u + (u[i] + more.to(ACC),)
+            more = tl.load(fed + u_at + K * d + i, cache_modifier=".cg")
+            new_alpha = new_alpha + (alpha[i] + more.to(ACC),)
+        u = new_u
+        alpha = new_alpha
+        if SELECTIVE:
+            B += tl.load(fed + d + rows, mask=in_n, other=0.0, cache_modifier=".cg").to(ACC)
+            C += tl.load(fed + d + n + rows, mask=in_n, other=0.0, cache_modifier=".cg").to(ACC)
+    if SELECTIVE:
+        B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS)
+        C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS)
+    else:
+        B = tl.where(in_n, 1.0, 0.0).to(ACC)
+        C = B
+    delta = activate(delta, ACTIVATION)
+    decay = decay_rows(delta, A * LOG2_E, FULL)
+    h *= decay  # from here to the write: what has decayed
+
+    # p_t + sigma_t x_t, and the inner products that the local equation needs
+    if INPUT_SCALE == "one_minus_decay":
+        s_rows = 1 - tl.abs(decay)
+        sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
+    else:
+        s = input_scale(delta, INPUT_SCALE)
+        sigma = s * tl.sum(B * C, axis=0)
+    rest = tl.sum(h * C[:, None], axis=0) + sigma * x
+    sigma_u = ()
+    with_x = ()
+    with_rest = ()
+    beta = ()
+    for i in tl.static_range(K):
+        sigma_u = sigma_u + (sigma * u[i],)
+        with_x = with_x + (u[i] * x,)
+        with_rest = with_rest + (u[i] * rest,)
+        beta = beta + (BETA_MAX * sigmoid(alpha[i]),)
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_x + with_rest)
+    inv = ()
+    for i in tl.static_range(K):
+        inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
+    G = scale_symmetric(dots[0:PAIRS], inv, K)
+    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+    U_x = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+    U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
+    T = wy_upper(G, beta, K)
+
+    # a = U y from (I - S T) a = U rhs, rhs = rest - sigma U^T T U x; y = rhs + sigma U^T T a
+    U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_x, K), K), K)
+    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K)
+    mixing = scale(upper_times(T, subtract(a, U_x, K), K), inv, K)
+    y = rest + sigma * combine(mixing, u, K)
+
+    U_y = ()
+    for i in tl.static_range(K):
+        U_y = U_y + (u[i] * y,)
+    dots = sums((y * y,) + U_y)
+    tl.store(y_ptr + token * d + cols, y.to(y_ptr.dtype.element_ty), mask=in_d)
+    if FEEDBACK:
+        normed = y
+        if NORM:
+            normed = y * tl.rsqrt(dots[0] / d + NORM_EPS)
+        at = normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
+        tl.store(at, normed.to(normed_ptr.dtype.element_ty), mask=in_d)
+    if PERSISTENT:
+        announce(solved_ptr)
+
+    # F(y)_t, from the y that is written
+    U_y = scale(dots[1 : K + 1], inv, K)
+    mixing = scale(upper_times(T, subtract(U_y, U_x, K), K), inv, K)
+    mixed = x + combine(mixing, u, K)
+    terms = tl.abs(x) + tl.abs(mixed)
+    if INPUT_SCALE == "one_minus_decay":
+        h += s_rows * mixed[None, :] * B[:, None]
+        terms *= tl.max(s_rows, axis=0)
+    else:
+        h += (s * mixed)[None, :] * B[:, None]
+        terms *= s
+    F = tl.sum(h * C[:, None], axis=0)
+    defect, size, magnitude = max_norms(F - y, F, terms)
+    cell = statistics_ptr + token
+    row = tl.cast(batch, tl.int64) * t_end
+    tl.store(cell, defect)
+    tl.store(cell + row, size)
+    tl.store(cell + 2 * row, magnitude)
+    tl.store(cell + 3 * row, pivot)
+    return h
+
+
+@triton.jit(do_not_specialize=["start", "stop", "t_end", "batch"])
+def sweep_kernel(
+    x_ptr,  # (b, t, d)
+    raw_ptr,  # (b, t, r), from x
+    W_ptr,  # (r, d), W^y
+    A_ptr,  # (n, d)
+    h_ptr,  # (b, n, d), in place
+    kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
+    fed_ptr,  # (b, r): W^y norm(y_{t-1})
+    y_ptr,  # (b, t, d)
+    normed_ptr,  # (b, t + 1, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
+    statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
+    counters_ptr,  # (2,), zeros: solved, fed
+    start,
+    stop,
+    batch,
+    t_end,
+    r,
+    d,
+    n,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    fed_stride,
+    K: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # no program has more than one tile of W^y, which then stays with it
+    RESIDENT: tl.constexpr,  # no program has more than one sample, whose h then stays in registers
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    state = rows[:, None] * d + cols[None, :]
+    in_state = (rows < n)[:, None] & (cols < d)[None, :]
+    slots = tl.cdiv(t_end, KEEP)
+    solved_ptr, fed_counter_ptr = counters_ptr, counters_ptr + 1
+    own = program.to(tl.int64)
+    h = tl.zeros([BLOCK_N, BLOCK_D], dtype=ACC)
+    if RESIDENT:
+        if program < batch:
+            h = tl.load(h_ptr + own * n * d + state, mask=in_state, other=0.0)
+    # samples from the first program on, tiles from the last: few programs have both
+    tiles = 0
+    first_tile = programs - 1 - program
+    if PERSISTENT:
+        tiles = tl.cdiv(r, BLOCK_M)
+        if ONE_TILE:
+            W = load_tile(W_ptr, first_tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_D)
+    for t in range(start, stop):
+        done = t - start
+        if PERSISTENT:
+            if first_tile < tiles:
+                wait_for(solved_ptr, done * batch)
+            if ONE_TILE:
+                if first_tile < tiles:
+                    tile_product(
+                        W, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, first_tile * BLOCK_M, 0,
+                        batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_D,
+                        BLOCK_B,
+                    )  # fmt: skip
+                    announce(fed_counter_ptr)
+            else:
+                for tile in range(first_tile, tiles, programs):
+                    part = load_tile(W_ptr, tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_D)
+                    tile_product(
+                        part, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, tile * BLOCK_M, 0,
+                        batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_D,
+                        BLOCK_B,
+                    )  # fmt: skip
+                    announce(fed_counter_ptr)
+        if RESIDENT:
+            if program < batch:
+                if t % KEEP == 0:
+                    slot = own * slots + t // KEEP
+                    tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
+                h = _solve_token(
+                    h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
+                    solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n,
+                    x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride,
+                    (t_end + 1) * d, K, BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, NORM, NORM_EPS,
+                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ACC,
+                )  # fmt: skip
+        else:
+            for index in range(program, batch, programs):
+                sample = tl.cast(index, tl.int64)
+                memory = h_ptr + sample * n * d + state
+                h = tl.load(memory, mask=in_state, other=0.0)
+                if t % KEEP == 0:
+                    slot = sample * slots + t // KEEP
+                    tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
+                h = _solve_token(
+                    h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr,
+                    statistics_ptr, solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end,
+                    d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride,
+                    (t_end + 1) * d, K, BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, NORM, NORM_EPS,
+                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ACC,
+                )  # fmt: skip
+                tl.store(memory, h, mask=in_state)
+                # the next token reads h, perhaps with other threads than those that wrote it
+                tl.debug_barrier()
+    if RESIDENT:
+        if program < batch:
+            tl.store(h_ptr + own * n * d + state, h, mask=in_state)

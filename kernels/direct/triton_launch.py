@@ -1,0 +1,376 @@
+"""Launches of the direct sweep's Triton kernels, and the plan that chooses between their forms."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct.fused import GradBuffers, KnownBuffers, SweepBuffers
+from bedouin.kernels.direct.reference import SweepOptions
+from bedouin.kernels.direct.triton_forward import sweep_kernel
+from bedouin.kernels.direct.triton_reverse import prepare_kernel, replay_kernel, reverse_kernel
+from bedouin.kernels.householder.reference import UNIT_EPS
+
+PERSISTENT = True
+"""Whether the persistent kernels may be used."""
+
+TILE_BYTES = 128 * 1024
+"""Shared memory for a program's tile of W^y; an SM of an H100 has 227 KB."""
+
+BLOCK_B = 16
+"""Samples that are multiplied with a tile at a time: the smallest that fills a tensor core."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product with W^y is spread over persistent programs."""
+
+    programs: int
+    block_m: int
+    block_v: int
+    splits: int  # parts of the sum over v
+    one_tile: bool
+
+
+def plan_product(m: int, v: int, W: Tensor) -> Plan | None:
+    """The plan for a matrix (m, v), None if it does not fit: then products are made outside.
+
+    Every program keeps one tile in shared memory from token to token. A matrix that would need
+    more tiles than the chip has multiprocessors would be read again for every token: a library
+    product does that better.
+    """
+    if not PERSISTENT or W.dtype == torch.float64 and not interpreter_is_on():
+        return None
+    block_v = max(16, min(1024, triton.next_power_of_2(v)))
+    block_m = max(16, min(64, TILE_BYTES // (block_v * W.element_size())))
+    splits = triton.cdiv(v, block_v)
+    tiles = triton.cdiv(m, block_m) * splits
+    if interpreter_is_on():
+        # programs run one after the other: two that wait for each other would never end
+        return Plan(1, block_m, block_v, splits, tiles == 1)
+    programs = torch.cuda.get_device_properties(W.device).multi_processor_count
+    # in float32 the product is made of scalar operations, unrolled over v
+    too_long = W.dtype == torch.float32 and block_v > 256
+    return None if tiles > programs or too_long else Plan(programs, block_m, block_v, splits, True)
+
+
+def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) -> None:
+    """The whole forward sweep, in place."""
+    b, t_end, d = buffers.x.shape
+    W_y = buffers.W_y
+    if W_y is None:
+        _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b)
+        return
+    r = W_y.shape[0]
+    fed = W_y.new_empty(b, r)
+    # one tile of W^y has all its columns: v is not split
+    plan = plan_product(r, d, W_y) if triton.next_power_of_2(d) <= 1024 else None
+    if plan is not None:
+        _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs)
+        return
+    for t in range(t_end):
+        torch.mm(buffers.normed[:, t], W_y.mT, out=fed)
+        _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b)
+
+
+def _sweep(
+    buffers: SweepBuffers,
+    options: SweepOptions,
+    keep_every: int,
+    tokens: range,
+    fed: Tensor,
+    plan: Plan | None,
+    programs: int,
+) -> None:
+    x, raw, W_y, A, h, kept, y, normed, statistics = buffers
+    b, t_end, d = x.shape
+    sweep_kernel[(programs,)](
+        x,
+        raw,
+        fed if W_y is None else W_y.contiguous(),
+        A,
+        h,
+        kept,
+        fed,
+        y,
+        normed,
+        statistics,
+        _counters(x),
+        tokens.start,
+        tokens.stop,
+        b,
+        t_end,
+        raw.shape[-1],
+        d,
+        A.shape[0],
+        *x.stride()[:2],
+        *raw.stride()[:2],
+        fed.shape[-1],
+        KEEP=keep_every,
+        FEEDBACK=W_y is not None,
+        **_matrix_constants(plan, W_y, b, programs),
+        **_scan_constants(d, A, options),
+        **_norm_constants(options),
+        **_mixer_constants(options),
+        **_launch_options(d, A, plan, b),
+    )
+
+
+def launch_memory(known: KnownBuffers, h: Tensor, options: SweepOptions, keep_every: int) -> None:
+    """Fill `kept`, and h (b, n, d), given before the first token, with that after the last."""
+    b, t_end, d = known.x.shape
+    mixed, small = _chunk_buffers(known, keep_every, options)
+    known.kept[:, 0] = h
+    slots = known.kept.shape[1]
+    for slot in range(slots):
+        chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
+        _prepare(known, mixed, small, chunk, options)
+        last = h if slot + 1 == slots else known.kept[:, slot + 1]
+        _replay(known, mixed, None, last, chunk, slot, options)
+
+
+def launch_reverse(
+    known: KnownBuffers,
+    grads: GradBuffers,
+    W_y: Tensor | None,
+    options: SweepOptions,
+    keep_every: int,
+) -> Tensor | None:
+    """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
+    b, t_end, d = known.x.shape
+    r, n, slots = grads.raw.shape[-1], known.A.shape[0], known.kept.shape[1]
+    mixed, small = _chunk_buffers(known, keep_every, options)
+    before = known.A.new_empty(b, min(keep_every, t_end), n, d)
+    W = None if W_y is None else W_y.mT.contiguous()
+    plan = None if W is None else plan_product(d, r, W)
+    pulled = None
+    if W is not None:
+        pulled = known.A.new_zeros(1 if plan is None else plan.splits, b, d)
+    # pulled in the dtype of the state; outside products are in that of W^y
+    for slot in reversed(range(slots)):
+        chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
+        _prepare(known, mixed, small, chunk, options)
+        _replay(known, mixed, before, None, chunk, slot, options)
+        buffers = (mixed, small, before)
+        if W is None or plan is not None:
+            _reverse(known, grads, W, pulled, buffers, chunk, chunk, plan, options)
+            continue
+        for t in reversed(chunk):
+            _reverse(known, grads, W, pulled, buffers, range(t, t + 1), chunk, None, options)
+            assert pulled is not None and W_y is not None
+            pulled[0] = grads.raw[:, t].to(W_y.dtype) @ W_y
+    return pulled
+
+
+def _chunk_buffers(
+    known: KnownBuffers, keep_every: int, options: SweepOptions
+) -> tuple[Tensor, Tensor]:
+    b, t_end, d = known.x.shape
+    k = _layout(options).num_householder
+    count = min(keep_every, t_end)
+    mixed = known.A.new_empty(b, count, d)
+    return mixed, known.A.new_empty(b, count, 3 * k + 3 * (k * (k + 1) // 2))
+
+
+def _prepare(
+    known: KnownBuffers, mixed: Tensor, small: Tensor, chunk: range, options: SweepOptions
+) -> None:
+    x, y, raw, fed, A, _ = known
+    b, t_end, d = x.shape
+    prepare_kernel[(b * len(chunk),)](
+        x,
+        y,
+        raw,
+        raw if fed is None else fed,
+        A,
+        mixed,
+        small,
+        chunk.start,
+        len(chunk),
+        t_end,
+        d,
+        A.shape[0],
+        *x.stride()[:2],
+        *raw.stride()[:2],
+        *_token_strides(fed),
+        FEEDBACK=fed is not None,
+        **_scan_constants(d, A, options),
+        **_mixer_constants(options),
+        num_warps=_num_warps(d, 1),
+    )
+
+
+def _replay(
+    known: KnownBuffers,
+    mixed: Tensor,
+    before: Tensor | None,
+    last: Tensor | None,
+    chunk: range,
+    slot: int,
+    options: SweepOptions,
+) -> None:
+    x, _, raw, fed, A, kept = known
+    b, _, d = x.shape
+    constants = _scan_constants(d, A, options)
+    constants["BLOCK_D"] = min(128, constants["BLOCK_D"])
+    replay_kernel[(triton.cdiv(d, constants["BLOCK_D"]), b)](
+        mixed,
+        raw,
+        raw if fed is None else fed,
+        A,
+        kept,
+        kept if before is None else before,
+        kept if last is None else last,
+        chunk.start,
+        len(chunk),
+        slot,
+        kept.shape[1],
+        d,
+        A.shape[0],
+        *raw.stride()[:2],
+        *_token_strides(fed),
+        0 if last is None else last.stride(0),
+        KEEP_ALL=before is not None,
+        KEEP_LAST=last is not None,
+        FEEDBACK=fed is not None,
+        **constants,
+        num_warps=4,
+    )
+
+
+def _reverse(
+    known: KnownBuffers,
+    grads: GradBuffers,
+    W: Tensor | None,
+    pulled: Tensor | None,
+    buffers: tuple[Tensor, Tensor, Tensor],
+    tokens: range,
+    chunk: range,
+    plan: Plan | None,
+    options: SweepOptions,
+) -> None:
+    x, y, raw, fed, A, _ = known
+    b, t_end, d = x.shape
+    programs = b if plan is None else plan.programs
+    first = tokens.start - chunk.start
+    mixed, small, before = buffers
+    reverse_kernel[(programs,)](
+        grads.y,
+        grads.H if pulled is None else pulled,
+        x,
+        y,
+        raw,
+        raw if fed is None else fed,
+        raw if W is None else W,
+        A,
+        mixed[:, first:],
+        small[:, first:],
+        before[:, first:],
+        grads.H,
+        grads.x,
+        grads.raw,
+        grads.A,
+        grads.statistics,
+        _counters(x),
+        tokens.start,
+        len(tokens),
+        b,
+        t_end,
+        1 if pulled is None else pulled.shape[0],
+        len(chunk),
+        grads.raw.shape[-1],
+        d,
+        A.shape[0],
+        *grads.y.stride()[:2],
+        *x.stride()[:2],
+        *raw.stride()[:2],
+        *_token_strides(fed),
+        FEEDBACK=fed is not None,
+        **_matrix_constants(plan, W, b, programs),
+        BLOCK_V=16 if plan is None else plan.block_v,
+        **_scan_constants(d, A, options),
+        **_norm_constants(options),
+        **_mixer_constants(options),
+        **_launch_options(d, A, plan, b),
+    )
+
+
+def _counters(like: Tensor) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=like.device)
+
+
+def _token_strides(fed: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if fed is None else fed.stride()[:2]
+
+
+def _matrix_constants(plan: Plan | None, W: Tensor | None, b: int, programs: int) -> dict[str, Any]:
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
+    return {
+        "PERSISTENT": plan is not None,
+        "ONE_TILE": plan is not None and plan.one_tile,
+        "RESIDENT": b <= programs,
+        "BLOCK_M": 16 if plan is None else plan.block_m,
+        "BLOCK_B": BLOCK_B,
+        "PRECISION": "tf32" if tf32 else "ieee",
+        "DOT": _dot_dtype(W),
+    }
+
+
+def _dot_dtype(W: Tensor | None) -> tl.dtype:
+    """The dtype of the factors; the interpreter multiplies bfloat16 and float16 wrongly."""
+    if W is None or W.dtype == torch.float32:
+        return tl.float32
+    if W.dtype == torch.float64:
+        return tl.float64
+    if interpreter_is_on():
+        return tl.float32
+    return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
+
+
+def _layout(options: SweepOptions) -> Any:
+    if options.layout is None:
+        raise ValueError("options.layout must be a RawLayout for the Triton kernels, got None")
+    return options.layout
+
+
+def _scan_constants(d: int, A: Tensor, options: SweepOptions) -> dict[str, Any]:
+    layout = _layout(options)
+    return {
+        "BLOCK_D": triton.next_power_of_2(d),
+        "BLOCK_N": triton.next_power_of_2(A.shape[0]),
+        "ACTIVATION": layout.activation,
+        "SELECTIVE": layout.selective,
+        "INPUT_SCALE": options.input_scale,
+        "FULL": options.eigenvalues == "full",
+        "EPS": UNIT_EPS,
+        "ACC": tl.float64 if A.dtype == torch.float64 else tl.float32,
+    }
+
+
+def _norm_constants(options: SweepOptions) -> dict[str, Any]:
+    eps = options.feedback_norm_eps
+    return {"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps}
+
+
+def _mixer_constants(options: SweepOptions) -> dict[str, Any]:
+    layout = _layout(options)
+    return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}
+
+
+def _num_warps(d: int, rows: int) -> int:
+    """64 registers a thread for a tile (rows, d) of memory, 4 for a row."""
+    elements = triton.next_power_of_2(d) * triton.next_power_of_2(rows)
+    return int(min(16, max(4, elements // 2048, triton.next_power_of_2(d) // 128)))
+
+
+def _launch_options(d: int, A: Tensor, plan: Plan | None, b: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": _num_warps(d, A.shape[0])}
+    if plan is not None:
+        options["num_stages"] = 1 if b <= BLOCK_B else 2
+        if not interpreter_is_on():
+            options["launch_cooperative_grid"] = True
+    return options

@@ -1,0 +1,250 @@
+"""The k x k algebra of one token, in scalars that every thread holds.
+
+Vectors and matrices are tuples of scalars, unrolled when a kernel is compiled: no small tile, no
+shuffle, no barrier. Symmetric and upper triangular matrices are packed: entry (i, j), i <= j, is at
+j (j + 1) / 2 + i. Other matrices are row after row. Letters: d channels, k reflections.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add1(a, b):
+    return a + b
+
+
+@triton.jit
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def sums(values):
+    """The sums of vectors (d,): up to eight in one reduction, which share its barriers."""
+    N: tl.constexpr = len(values)
+    out = ()
+    for i in tl.static_range(N // 8):
+        out = out + tl.reduce(values[8 * i : 8 * i + 8], 0, _add8)
+    DONE8: tl.constexpr = N // 8 * 8
+    if N - DONE8 >= 4:
+        out = out + tl.reduce(values[DONE8 : DONE8 + 4], 0, _add4)
+    DONE4: tl.constexpr = N // 4 * 4
+    if N - DONE4 >= 2:
+        out = out + tl.reduce(values[DONE4 : DONE4 + 2], 0, _add2)
+    if N % 2 == 1:
+        out = out + (tl.reduce(values[N - 1], 0, _add1),)
+    return out
+
+
+@triton.jit
+def products(a, b, K: tl.constexpr):
+    """a_i b_j for i <= j, packed, of two tuples of vectors."""
+    out = ()
+    for j in tl.static_range(K):
+        for i in tl.static_range(K):
+            if i <= j:
+                out = out + (a[i] * b[j],)
+    return out
+
+
+@triton.jit
+def scale(values, factor, K: tl.constexpr):
+    """factor_i values_i."""
+    out = ()
+    for i in tl.static_range(K):
+        out = out + (values[i] * factor[i],)
+    return out
+
+
+@triton.jit
+def scale_symmetric(packed, factor, K: tl.constexpr):
+    """factor_i factor_j packed_ij."""
+    out = ()
+    for j in tl.static_range(K):
+        for i in tl.static_range(K):
+            if i <= j:
+                out = out + (packed[j * (j + 1) // 2 + i] * factor[i] * factor[j],)
+    return out
+
+
+@triton.jit
+def wy_upper(G, beta, K: tl.constexpr):
+    """T, packed: T_jj = beta_j, T_:j,j = -beta_j T_:j,:j G_:j,j (DESIGN 1.3)."""
+    T = ()
+    for j in tl.static_range(K):
+        for i in tl.static_range(K):
+            if i < j:
+                total = T[i * (i + 1) // 2 + i] * G[j * (j + 1) // 2 + i]
+                for m in tl.static_range(K):
+                    if (m > i) and (m < j):
+                        total += T[m * (m + 1) // 2 + i] * G[j * (j + 1) // 2 + m]
+                T = T + (-beta[j] * total,)
+            elif i == j:
+                T = T + (beta[j],)
+    return T
+
+
+@triton.jit
+def upper_times(T, v, K: tl.constexpr):
+    """T v."""
+    out = ()
+    for i in tl.static_range(K):
+        total = T[i * (i + 1) // 2 + i] * v[i]
+        for j in tl.static_range(K):
+            if j > i:
+                total += T[j * (j + 1) // 2 + i] * v[j]
+        out = out + (total,)
+    return out
+
+
+@triton.jit
+def upper_transposed_times(T, v, K: tl.constexpr):
+    """T^T v."""
+    out = ()
+    for j in tl.static_range(K):
+        total = T[j * (j + 1) // 2] * v[0]
+        for i in tl.static_range(K):
+            if (i > 0) and (i <= j):
+                total += T[j * (j + 1) // 2 + i] * v[i]
+        out = out + (total,)
+    return out
+
+
+@triton.jit
+def symmetric_times(S, v, K: tl.constexpr):
+    """S v."""
+    out = ()
+    for i in tl.static_range(K):
+        total = S[i * (i + 1) // 2] * v[0]
+        for j in tl.static_range(K):
+            if j > 0:
+                total += S[(j * (j + 1) // 2 + i) if i <= j else (i * (i + 1) // 2 + j)] * v[j]
+        out = out + (total,)
+    return out
+
+
+@triton.jit
+def _system_entry(S, T, i: tl.constexpr, j: tl.constexpr, K: tl.constexpr):
+    """(I - S T)_ij."""
+    total = S[i * (i + 1) // 2] * T[j * (j + 1) // 2]
+    for m in tl.static_range(K):
+        if (m > 0) and (m <= j):
+            S_im = S[(m * (m + 1) // 2 + i) if i <= m else (i * (i + 1) // 2 + m)]
+            total += S_im * T[j * (j + 1) // 2 + m]
+    if i == j:
+        return 1 - total
+    else:
+        return -total
+
+
+@triton.jit
+def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
+    """I - S T, or its transpose, row after row."""
+    out = ()
+    for row in tl.static_range(K):
+        for column in tl.static_range(K):
+            if TRANSPOSED:
+                out = out + (_system_entry(S, T, column, row, K),)
+            else:
+                out = out + (_system_entry(S, T, row, column, K),)
+    return out
+
+
+@triton.jit
+def eliminate(matrix, b, K: tl.constexpr):
+    """matrix^-1 b by elimination with row pivoting, and the smallest |pivot| (at most 1).
+
+    A pivot of 0 makes Inf or NaN, and nothing else: no branch, no error.
+    """
+    smallest = tl.full([], 1.0, b[0].dtype)
+    for c in tl.static_range(K):
+        best = tl.abs(matrix[c * K + c])
+        chosen = tl.full([], c, tl.int32)
+        for row in tl.static_range(K):
+            if row > c:
+                size = tl.abs(matrix[row * K + c])
+                chosen = tl.where(size > best, row, chosen)
+                best = tl.where(size > best, size, best)
+        # the chosen row takes the place of row c
+        top = ()
+        for column in tl.static_range(K):
+            value = matrix[c * K + column]
+            for row in tl.static_range(K):
+                if row > c:
+                    value = tl.where(chosen == row, matrix[row * K + column], value)
+            top = top + (value,)
+        top_b = b[c]
+        for row in tl.static_range(K):
+            if row > c:
+                top_b = tl.where(chosen == row, b[row], top_b)
+        smallest = tl.minimum(smallest, tl.abs(top[c]))
+        inverse = 1 / top[c]
+        new_matrix = ()
+        new_b = ()
+        for row in tl.static_range(K):
+            if row < c:
+                for column in tl.static_range(K):
+                    new_matrix = new_matrix + (matrix[row * K + column],)
+                new_b = new_b + (b[row],)
+            elif row == c:
+                new_matrix = new_matrix + top
+                new_b = new_b + (top_b,)
+            else:
+                here = chosen == row
+                factor = tl.where(here, matrix[c * K + c], matrix[row * K + c]) * inverse
+                for column in tl.static_range(K):
+                    value = tl.where(here, matrix[c * K + column], matrix[row * K + column])
+                    new_matrix = new_matrix + (value - factor * top[column],)
+                new_b = new_b + (tl.where(here, b[c], b[row]) - factor * top_b,)
+        matrix = new_matrix
+        b = new_b
+    # back substitution, last first
+    out = ()
+    for step in tl.static_range(K):
+        total = b[K - 1 - step]
+        for done in tl.static_range(K):
+            if done < step:
+                total -= matrix[(K - 1 - step) * K + K - 1 - done] * out[step - 1 - done]
+        out = (total / matrix[(K - 1 - step) * K + K - 1 - step],) + out
+    return out, smallest
+
+
+@triton.jit
+def combine(weights, rows, K: tl.constexpr):
+    """sum over i of weights_i rows_i, rows being vectors (d,)."""
+    total = weights[0] * rows[0]
+    for i in tl.static_range(K):
+        if i > 0:
+            total += weights[i] * rows[i]
+    return total
+
+
+@triton.jit
+def add(a, b, K: tl.constexpr):
+    """a + b."""
+    out = ()
+    for i in tl.static_range(K):
+        out = out + (a[i] + b[i],)
+    return out
+
+
+@triton.jit
+def subtract(a, b, K: tl.constexpr):
+    """a - b."""
+    out = ()
+    for i in tl.static_range(K):
+        out = out + (a[i] - b[i],)
+    return out
