@@ -8,6 +8,7 @@ Triton is imported when a sweep runs, not with this module.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ class SweepBuffers(NamedTuple):
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
     W_y: Tensor | None  # (r, d)
-    A: Tensor  # (n, d)
+    A: Tensor  # (n, d), log2(e) A
     h: Tensor  # (b, n, d), in place
     kept: Tensor  # (b, slots, n, d)
     y: Tensor  # (b, t, d)
@@ -85,7 +86,7 @@ class KnownBuffers(NamedTuple):
     y: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
     fed: Tensor | None  # (b, t, r), W^y norm(y_{t-1})
-    A: Tensor  # (n, d)
+    A: Tensor  # (n, d), log2(e) A
     kept: Tensor  # (b, slots, n, d)
 
 
@@ -122,7 +123,7 @@ def fused_sweep(
     normed = _first_normed(y0, W_y, t_end, options)
     if b and t_end:
         buffers = SweepBuffers(
-            _rows(x), _rows(raw), W_y, A.mT.contiguous(), h, kept, y, normed, statistics
+            _rows(x), _rows(raw), W_y, _exponents(A), h, kept, y, normed, statistics
         )
         launch_sweep(buffers, options, keep_every)
     return _as_sweep(y, h, statistics), kept, normed[:, :t_end]
@@ -136,6 +137,11 @@ def _first_normed(y0: Tensor, W_y: Tensor | None, t_end: int, options: SweepOpti
     normed = W_y.new_empty(y0.shape[0], t_end + 1, y0.shape[1])
     normed[:, 0] = first
     return normed
+
+
+def _exponents(A: Tensor) -> Tensor:
+    """log2(e) A (n, d): the decay is 2 to that times Delta."""
+    return (A.mT * math.log2(math.e)).contiguous()
 
 
 def _rows(v: Tensor) -> Tensor:
@@ -175,7 +181,7 @@ def fused_memory(
     normed = normed[:, :t_end]
     if b and t_end:
         fed = None if W_y is None else normed @ W_y.mT
-        known = KnownBuffers(_rows(x), y.contiguous(), _rows(raw), fed, A.mT.contiguous(), kept)
+        known = KnownBuffers(_rows(x), y.contiguous(), _rows(raw), fed, _exponents(A), kept)
         launch_memory(known, h, options, keep_every)
     return h.mT, kept, normed
 
@@ -203,7 +209,7 @@ def fused_reverse(
     from bedouin.kernels.direct.triton_launch import launch_reverse
 
     (b, t_end, d), n = x.shape, A.shape[1]
-    A_rows = A.mT.contiguous()
+    A_rows = _exponents(A)
     H = (torch.zeros_like(A_rows).expand(b, n, d) + grad_h.mT).contiguous()
     grad_x, statistics = torch.empty_like(x, memory_format=torch.contiguous_format), None
     grad_A = A_rows.new_zeros(b, n, d)

@@ -31,13 +31,26 @@ from bedouin.kernels.direct.triton_small import (
     wy_upper,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+@triton.jit
+def _read(counter, COMPILED: tl.constexpr):
+    """The counter, ordered before all later reads of this thread."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "ld.global.acquire.gpu.b32 $0, [$1];",
+            "=r,l",
+            [counter.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
 
 
 @triton.jit
-def wait_for(counter, target):
+def wait_for(counter, target, COMPILED: tl.constexpr):
     """Spin until the counter has reached the target; what was written before it is visible then."""
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < target:
+    while _read(counter, COMPILED) < target:
         pass
 
 
@@ -49,9 +62,20 @@ def announce(counter):
 
 
 @triton.jit
-def decay_rows(delta, A_log2, FULL: tl.constexpr):
+def power_of_two(v, FAST: tl.constexpr):
+    """2^v; FAST: one instruction, float32 in compiled kernels, where what is below 1e-38 is 0."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(v)
+
+
+@triton.jit
+def decay_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
     """lambda (n, d) from Delta (d,) and log2(e) A (n, d)."""
-    decay = tl.exp2(A_log2 * delta[None, :])
+    decay = power_of_two(A_log2 * delta[None, :], FAST)
     if FULL:
         decay = 2 * decay - 1
     return decay
@@ -145,6 +169,9 @@ def _solve_token(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
+    FAST: tl.constexpr,
+    COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
     """y_t, norm(y_t) and the statistics of token t; returns h_t."""
@@ -152,12 +179,12 @@ def _solve_token(
     in_n, in_d = rows < n, cols < d
     # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if SELECTIVE
     u_at = d + (2 * n if SELECTIVE else 0)
-    raw = raw_ptr + sample * raw_stride_b + t * raw_stride_t
-    fed = fed_ptr + sample * fed_stride
+    raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
+    fed = fed_ptr + tl.multiple_of(sample * fed_stride, ALIGNED)
     token = sample * t_end + t
     # what does not depend on y is on its way while the program waits for the feedback
     in_state = in_n[:, None] & in_d[None, :]
-    A = tl.load(A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0).to(ACC)
+    A_log2 = tl.load(A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
     x = tl.load(x_ptr + sample * x_stride_b + t * x_stride_t + cols, mask=in_d, other=0.0).to(ACC)
     delta = tl.load(raw + cols, mask=in_d, other=0.0).to(ACC)
     u = ()
@@ -169,7 +196,7 @@ def _solve_token(
         B = tl.load(raw + d + rows, mask=in_n, other=0.0).to(ACC)
         C = tl.load(raw + d + n + rows, mask=in_n, other=0.0).to(ACC)
     if PERSISTENT:
-        wait_for(fed_counter_ptr, fed_target)
+        wait_for(fed_counter_ptr, fed_target, COMPILED)
     if FEEDBACK:
         delta += tl.load(fed + cols, mask=in_d, other=0.0, cache_modifier=".cg").to(ACC)
         new_u = ()
@@ -191,7 +218,7 @@ def _solve_token(
         B = tl.where(in_n, 1.0, 0.0).to(ACC)
         C = B
     delta = activate(delta, ACTIVATION)
-    decay = decay_rows(delta, A * LOG2_E, FULL)
+    decay = decay_rows(delta, A_log2, FULL, FAST)
     h *= decay  # from here to the write: what has decayed
 
     # p_t + sigma_t x_t, and the inner products that the local equation needs
@@ -224,7 +251,7 @@ def _solve_token(
 
     # a = U y from (I - S T) a = U rhs, rhs = rest - sigma U^T T U x; y = rhs + sigma U^T T a
     U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_x, K), K), K)
-    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K)
+    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1)
     mixing = scale(upper_times(T, subtract(a, U_x, K), K), inv, K)
     y = rest + sigma * combine(mixing, u, K)
 
@@ -254,7 +281,11 @@ def _solve_token(
         h += (s * mixed)[None, :] * B[:, None]
         terms *= s
     F = tl.sum(h * C[:, None], axis=0)
+    # a maximum passes over NaN; a sample that has left the numbers must show it
+    finite = 0 * dots[0]
     defect, size, magnitude = max_norms(F - y, F, terms)
+    defect += finite
+    size += finite
     cell = statistics_ptr + token
     row = tl.cast(batch, tl.int64) * t_end
     tl.store(cell, defect)
@@ -269,7 +300,7 @@ def sweep_kernel(
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), from x
     W_ptr,  # (r, d), W^y
-    A_ptr,  # (n, d)
+    A_ptr,  # (n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
     fed_ptr,  # (b, r): W^y norm(y_{t-1})
@@ -309,6 +340,9 @@ def sweep_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
+    FAST: tl.constexpr,
+    COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -333,7 +367,7 @@ def sweep_kernel(
         done = t - start
         if PERSISTENT:
             if first_tile < tiles:
-                wait_for(solved_ptr, done * batch)
+                wait_for(solved_ptr, done * batch, COMPILED)
             if ONE_TILE:
                 if first_tile < tiles:
                     tile_product(
@@ -361,7 +395,8 @@ def sweep_kernel(
                     solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n,
                     x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride,
                     (t_end + 1) * d, K, BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, NORM, NORM_EPS,
-                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ACC,
+                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
+                    FAST, COMPILED, ACC,
                 )  # fmt: skip
         else:
             for index in range(program, batch, programs):
@@ -376,7 +411,8 @@ def sweep_kernel(
                     statistics_ptr, solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end,
                     d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride,
                     (t_end + 1) * d, K, BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, NORM, NORM_EPS,
-                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ACC,
+                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
+                    FAST, COMPILED, ACC,
                 )  # fmt: skip
                 tl.store(memory, h, mask=in_state)
                 # the next token reads h, perhaps with other threads than those that wrote it

@@ -1,5 +1,6 @@
 """Launches of the direct sweep's Triton kernels, and the plan that chooses between their forms."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ PERSISTENT = True
 
 TILE_BYTES = 128 * 1024
 """Shared memory for a program's tile of W^y; an SM of an H100 has 227 KB."""
+
+STATES_AT_A_TIME = 4
+"""States of a block in the reverse kernel: more at a time do not stay in registers."""
 
 BLOCK_B = 16
 """Samples that are multiplied with a tile at a time: the smallest that fills a tensor core."""
@@ -116,6 +120,7 @@ def _sweep(
         **_scan_constants(d, A, options),
         **_norm_constants(options),
         **_mixer_constants(options),
+        **_alignment(raw, fed),
         **_launch_options(d, A, plan, b),
     )
 
@@ -172,8 +177,9 @@ def _chunk_buffers(
     b, t_end, d = known.x.shape
     k = _layout(options).num_householder
     count = min(keep_every, t_end)
+    scalars = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
     mixed = known.A.new_empty(b, count, d)
-    return mixed, known.A.new_empty(b, count, 3 * k + 3 * (k * (k + 1) // 2))
+    return mixed, known.A.new_empty(b, count, scalars + 2 * known.A.shape[0])
 
 
 def _prepare(
@@ -198,8 +204,10 @@ def _prepare(
         *raw.stride()[:2],
         *_token_strides(fed),
         FEEDBACK=fed is not None,
+        NORM_EPS=options.feedback_norm_eps or 0.0,
         **_scan_constants(d, A, options),
         **_mixer_constants(options),
+        **_alignment(raw, raw if fed is None else fed),
         num_warps=_num_warps(d, 1),
     )
 
@@ -238,6 +246,7 @@ def _replay(
         KEEP_LAST=last is not None,
         FEEDBACK=fed is not None,
         **constants,
+        **_alignment(raw, raw if fed is None else fed),
         num_warps=4,
     )
 
@@ -258,6 +267,9 @@ def _reverse(
     programs = b if plan is None else plan.programs
     first = tokens.start - chunk.start
     mixed, small, before = buffers
+    constants = _scan_constants(d, A, options)
+    constants["BLOCKS"] = triton.cdiv(constants["BLOCK_N"], STATES_AT_A_TIME)
+    constants["BLOCK_N"] //= constants["BLOCKS"]
     reverse_kernel[(programs,)](
         grads.y,
         grads.H if pulled is None else pulled,
@@ -292,9 +304,10 @@ def _reverse(
         FEEDBACK=fed is not None,
         **_matrix_constants(plan, W, b, programs),
         BLOCK_V=16 if plan is None else plan.block_v,
-        **_scan_constants(d, A, options),
+        **constants,
         **_norm_constants(options),
         **_mixer_constants(options),
+        **_alignment(raw, raw if fed is None else fed, grads.raw),
         **_launch_options(d, A, plan, b),
     )
 
@@ -311,6 +324,7 @@ def _matrix_constants(plan: Plan | None, W: Tensor | None, b: int, programs: int
     tf32 = torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
     return {
         "PERSISTENT": plan is not None,
+        "COMPILED": not interpreter_is_on(),
         "ONE_TILE": plan is not None and plan.one_tile,
         "RESIDENT": b <= programs,
         "BLOCK_M": 16 if plan is None else plan.block_m,
@@ -347,6 +361,7 @@ def _scan_constants(d: int, A: Tensor, options: SweepOptions) -> dict[str, Any]:
         "INPUT_SCALE": options.input_scale,
         "FULL": options.eigenvalues == "full",
         "EPS": UNIT_EPS,
+        "FAST": A.dtype == torch.float32 and not interpreter_is_on(),
         "ACC": tl.float64 if A.dtype == torch.float64 else tl.float32,
     }
 
@@ -359,6 +374,15 @@ def _norm_constants(options: SweepOptions) -> dict[str, Any]:
 def _mixer_constants(options: SweepOptions) -> dict[str, Any]:
     layout = _layout(options)
     return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}
+
+
+def _alignment(*rows: Tensor) -> dict[str, int]:
+    """A power of two, at most 8, that divides every stride between rows of raw values."""
+    common = 8
+    for tensor in rows:
+        for stride in tensor.stride()[:-1]:
+            common = math.gcd(common, stride)
+    return {"ALIGNED": common}
 
 
 def _num_warps(d: int, rows: int) -> int:

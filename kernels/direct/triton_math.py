@@ -179,11 +179,22 @@ def max_norm(v):
 
 
 @triton.jit
+def _larger2(a0, a1, b0, b1):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1)
+
+
+@triton.jit
 def _larger3(a0, a1, a2, b0, b1, b2):
-    return _larger(a0, b0), _larger(a1, b1), _larger(a2, b2)
+    return tl.maximum(a0, b0), tl.maximum(a1, b1), tl.maximum(a2, b2)
 
 
 @triton.jit
 def max_norms(v0, v1, v2):
-    """`max_norm` of three vectors in one reduction."""
+    """max |v| of three vectors in one reduction, NaN left out."""
     return tl.reduce((tl.abs(v0), tl.abs(v1), tl.abs(v2)), 0, _larger3)
+
+
+@triton.jit
+def max_norms_of_two(v0, v1):
+    """max |v| of two vectors in one reduction, NaN left out."""
+    return tl.reduce((tl.abs(v0), tl.abs(v1)), 0, _larger2)

@@ -5,8 +5,11 @@ every token of the chunk from the one kept, and `reverse_kernel` walks back: alo
 programs that also multiply with (W^y)^T, ordered by two counters as in triton_forward.py: `pulled`
 counts the tiles of (W^y)^T grad_raw_{t+1}, `left` the samples whose grad_raw_t is written.
 
-What a token's `small` holds, for K reflections and P = K (K + 1) / 2 packed entries:
-[1 / |u_i| K | beta K | U v K | P unit upper P | S = U diag(sigma) U^T P | G = U U^T P], T = P beta.
+Rows u_i of raw values are not made unit: the scalars that stand beside them are scaled instead, by
+E = diag(1 / |u_i|). What a token's `small` holds (v = y - x, P = K (K + 1) / 2 packed entries):
+[E T E P | u diag(sigma) u^T P | u u^T P | E (I - S T)^-T T^T E K K | E T U v K | E^-1 c K | E r K |
+E^2 K | u (sigma y) K | rms, sum B C, 1 / |B|, 1 / |C| | B n | C n] with
+r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and c_i = r_i (1 - beta_i / beta_max).
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -16,7 +19,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.direct.triton_forward import (
-    LOG2_E,
     announce,
     decay_rows,
     load_tile,
@@ -27,7 +29,7 @@ from bedouin.kernels.direct.triton_math import (
     activate,
     activate_vjp,
     input_scale,
-    max_norm,
+    max_norms_of_two,
     sigmoid,
 )
 from bedouin.kernels.direct.triton_small import (
@@ -45,34 +47,6 @@ from bedouin.kernels.direct.triton_small import (
     upper_transposed_times,
     wy_upper,
 )
-
-
-@triton.jit
-def _unit_upper(T, G, beta, K: tl.constexpr):
-    """P of T = P diag(beta), packed, without a division by beta: P_:j,j = -T_:j,:j G_:j,j."""
-    P = ()
-    for j in tl.static_range(K):
-        for i in tl.static_range(K):
-            if i < j:
-                total = T[i * (i + 1) // 2 + i] * G[j * (j + 1) // 2 + i]
-                for m in tl.static_range(K):
-                    if (m > i) and (m < j):
-                        total += T[m * (m + 1) // 2 + i] * G[j * (j + 1) // 2 + m]
-                P = P + (-total,)
-            elif i == j:
-                P = P + (tl.full([], 1.0, G[0].dtype),)
-    return P
-
-
-@triton.jit
-def _columns_times(P, beta, K: tl.constexpr):
-    """T = P diag(beta), packed."""
-    T = ()
-    for j in tl.static_range(K):
-        for i in tl.static_range(K):
-            if i <= j:
-                T = T + (P[j * (j + 1) // 2 + i] * beta[j],)
-    return T
 
 
 @triton.jit
@@ -99,9 +73,9 @@ def prepare_kernel(
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d)
+    A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
-    small_ptr,  # (b, count, 3 K + 3 P)
+    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
     start,
     count,
     t_end,
@@ -122,7 +96,10 @@ def prepare_kernel(
     BETA_MAX: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
+    NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
     sample = (tl.program_id(0) // count).to(tl.int64)
@@ -131,40 +108,48 @@ def prepare_kernel(
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     u_at = d + (2 * n if SELECTIVE else 0)
-    raw = raw_ptr + sample * raw_stride_b + t * raw_stride_t
-    fed = fed_ptr + sample * fed_stride_b + t * fed_stride_t
+    raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
+    fed = fed_ptr + tl.multiple_of(sample * fed_stride_b + t * fed_stride_t, ALIGNED)
     x = tl.load(x_ptr + sample * x_stride_b + t * x_stride_t + cols, mask=in_d, other=0.0).to(ACC)
-    v = tl.load(y_ptr + (sample * t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC) - x
+    y = tl.load(y_ptr + (sample * t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
+    v = y - x
     delta = activate(_load_raw(raw, fed, cols, in_d, FEEDBACK, ACC), ACTIVATION)
     if SELECTIVE:
         B, inv_B = _load_unit(raw, fed, d, rows, in_n, n, FEEDBACK, EPS, ACC)
         C, inv_C = _load_unit(raw, fed, d + n, rows, in_n, n, FEEDBACK, EPS, ACC)
-        BC = B * C * (inv_B * inv_C)
+        B *= inv_B
+        C *= inv_C
     else:
-        BC = tl.where(in_n, 1.0, 0.0).to(ACC)
+        B = tl.where(in_n, 1.0, 0.0).to(ACC)
+        C = B
+        inv_B = tl.full([], 1.0, ACC)
+        inv_C = inv_B
+    BC = B * C
     if INPUT_SCALE == "one_minus_decay":
         in_state = in_n[:, None] & in_d[None, :]
         state = rows[:, None] * d + cols[None, :]
-        A = tl.load(A_ptr + state, mask=in_state, other=0.0).to(ACC)
-        s_rows = 1 - tl.abs(decay_rows(delta, A * LOG2_E, FULL))
+        A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
+        s_rows = 1 - tl.abs(decay_rows(delta, A_log2, FULL, FAST))
         sigma = tl.sum(s_rows * BC[:, None], axis=0)
     else:
         sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
     u = ()
     sigma_u = ()
     with_v = ()
+    with_y = ()
     beta = ()
     for i in tl.static_range(K):
         u_i = _load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC)
         u = u + (u_i,)
         sigma_u = sigma_u + (sigma * u_i,)
         with_v = with_v + (u_i * v,)
+        with_y = with_y + (sigma * u_i * y,)
         alpha = tl.load(raw + u_at + K * d + i).to(ACC)
         if FEEDBACK:
             alpha += tl.load(fed + u_at + K * d + i).to(ACC)
         beta = beta + (BETA_MAX * sigmoid(alpha),)
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_v)
+    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_v + with_y + (y * y,))
     inv = ()
     for i in tl.static_range(K):
         inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
@@ -172,12 +157,45 @@ def prepare_kernel(
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
     U_v = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
     T = wy_upper(G, beta, K)
-    mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
+    T_v = upper_times(T, U_v, K)
+    scaled_T_v = scale(T_v, inv, K)
+    mixed = x + combine(scaled_T_v, u, K)
     token = sample * count + i_token
     tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
-    small = inv + beta + U_v + _unit_upper(T, G, beta, K) + S + G
-    for i in tl.static_range(3 * K + 3 * PAIRS):
-        tl.store(small_ptr + token * (3 * K + 3 * PAIRS) + i, small[i])
+
+    T_rows = ()
+    for i in tl.static_range(K):
+        for j in tl.static_range(K):
+            if j <= i:
+                T_rows = T_rows + (T[i * (i + 1) // 2 + j],)
+            else:
+                T_rows = T_rows + (tl.zeros([], dtype=ACC),)
+    N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K)
+    scaled_N = ()
+    for i in tl.static_range(K):
+        for j in tl.static_range(K):
+            scaled_N = scaled_N + (N[i * K + j] * inv[i] * inv[j],)
+    c = ()
+    r = ()
+    squares = ()
+    for i in tl.static_range(K):
+        r_i = U_v[i]
+        for j in tl.static_range(K):
+            if j > i:
+                r_i -= G[j * (j + 1) // 2 + i] * T_v[j]
+        c = c + (r_i * (1 - beta[i] / BETA_MAX) / inv[i],)
+        r = r + (r_i * inv[i],)
+        squares = squares + (inv[i] * inv[i],)
+    norm = tl.rsqrt(dots[2 * PAIRS + 2 * K] / d + NORM_EPS)
+    small = scale_symmetric(T, inv, K) + dots[PAIRS : 2 * PAIRS] + dots[0:PAIRS] + scaled_N
+    small = small + scaled_T_v + c + r + squares + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
+    small = small + (norm, tl.sum(BC, axis=0), inv_B, inv_C)
+    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
+    row = small_ptr + token * (SIZE + 2 * n)
+    for i in tl.static_range(SIZE):
+        tl.store(row + i, small[i])
+    tl.store(row + SIZE + rows, B, mask=in_n)
+    tl.store(row + SIZE + n + rows, C, mask=in_n)
 
 
 @triton.jit(do_not_specialize=["start", "count", "slot", "slots"])
@@ -185,7 +203,7 @@ def replay_kernel(
     mixed_ptr,  # (b, count, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d)
+    A_ptr,  # (n, d), log2(e) A
     kept_ptr,  # (b, slots, n, d): h before token start is at `slot`
     before_ptr,  # (b, count, n, d): h before every token, if KEEP_ALL
     last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
@@ -210,6 +228,8 @@ def replay_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
     sample = tl.program_id(1).to(tl.int64)
@@ -217,13 +237,14 @@ def replay_kernel(
     in_n, in_d = rows < n, cols < d
     state = rows[:, None] * d + cols[None, :]
     in_state = in_n[:, None] & in_d[None, :]
-    A = tl.load(A_ptr + state, mask=in_state, other=0.0).to(ACC) * LOG2_E
+    A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
     h = tl.load(kept_ptr + (sample * slots + slot) * n * d + state, mask=in_state, other=0.0)
     for i in range(0, count):
         if KEEP_ALL:
             tl.store(before_ptr + (sample * count + i) * n * d + state, h, mask=in_state)
-        raw = raw_ptr + sample * raw_stride_b + (start + i) * raw_stride_t
-        fed = fed_ptr + sample * fed_stride_b + (start + i) * fed_stride_t
+        t = start + i
+        raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
+        fed = fed_ptr + tl.multiple_of(sample * fed_stride_b + t * fed_stride_t, ALIGNED)
         mixed = tl.load(mixed_ptr + (sample * count + i) * d + cols, mask=in_d, other=0.0)
         delta = activate(_load_raw(raw, fed, cols, in_d, FEEDBACK, ACC), ACTIVATION)
         if SELECTIVE:
@@ -231,7 +252,7 @@ def replay_kernel(
             B *= inv_B
         else:
             B = tl.where(in_n, 1.0, 0.0).to(ACC)
-        decay = decay_rows(delta, A, FULL)
+        decay = decay_rows(delta, A_log2, FULL, FAST)
         if INPUT_SCALE == "one_minus_decay":
             h = decay * h + (1 - tl.abs(decay)) * mixed[None, :] * B[:, None]
         else:
@@ -242,7 +263,7 @@ def replay_kernel(
 
 @triton.jit
 def _reverse_token(
-    H,  # (BLOCK_N, BLOCK_D), cotangent of h_t
+    H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
     sample,
     i_token,
     t,
@@ -281,6 +302,7 @@ def _reverse_token(
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
     FEEDBACK: tl.constexpr,
     PERSISTENT: tl.constexpr,
     NORM: tl.constexpr,
@@ -291,32 +313,26 @@ def _reverse_token(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
     """Cotangents of x_t and raw_t; returns that of h_{t-1}."""
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    in_n, in_d = rows < n, cols < d
-    state = rows[:, None] * d + cols[None, :]
-    in_state = in_n[:, None] & in_d[None, :]
+    cols = tl.arange(0, BLOCK_D)
+    in_d = cols < d
     u_at = d + (2 * n if SELECTIVE else 0)
     token = sample * t_end + t
-    raw = raw_ptr + sample * raw_stride_b + t * raw_stride_t
-    fed = fed_ptr + sample * fed_stride_b + t * fed_stride_t
+    raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
+    fed = fed_ptr + tl.multiple_of(sample * fed_stride_b + t * fed_stride_t, ALIGNED)
 
     # all that the later tokens' cotangents of y do not enter, while the program waits for them
     in_chunk = sample * room + i_token
-    small = ()
-    for i in tl.static_range(3 * K + 3 * PAIRS):
-        small = small + (tl.load(small_ptr + in_chunk * (3 * K + 3 * PAIRS) + i),)
-    inv = small[0:K]
-    beta = small[K : 2 * K]
-    U_v = small[2 * K : 3 * K]
-    P = small[3 * K : 3 * K + PAIRS]
-    S = small[3 * K + PAIRS : 3 * K + 2 * PAIRS]
-    G = small[3 * K + 2 * PAIRS : 3 * K + 3 * PAIRS]
-    T = _columns_times(P, beta, K)
+    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
+    row = small_ptr + in_chunk * (SIZE + 2 * n)
+    BC = tl.load(row + SIZE - 3)
     x = tl.load(x_ptr + sample * x_stride_b + t * x_stride_t + cols, mask=in_d, other=0.0).to(ACC)
     y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0).to(ACC)
     mixed = tl.load(mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
@@ -324,58 +340,65 @@ def _reverse_token(
     g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
     raw_delta = _load_raw(raw, fed, cols, in_d, FEEDBACK, ACC)
     delta = activate(raw_delta, ACTIVATION)
-    if SELECTIVE:
-        B, inv_B = _load_unit(raw, fed, d, rows, in_n, n, FEEDBACK, EPS, ACC)
-        C, inv_C = _load_unit(raw, fed, d + n, rows, in_n, n, FEEDBACK, EPS, ACC)
-        B *= inv_B
-        C *= inv_C
-    else:
-        B = tl.where(in_n, 1.0, 0.0).to(ACC)
-        C = B
-    BC = tl.sum(B * C, axis=0)
     u = ()
     for i in tl.static_range(K):
         u = u + (_load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC),)
-    A = tl.load(A_ptr + state, mask=in_state, other=0.0).to(ACC)
-    before = before_ptr + in_chunk * n * d + state
-    h = tl.load(before, mask=in_state, other=0.0)
-    decay = decay_rows(delta, A * LOG2_E, FULL)
-    # h_t = decay * h + written B^T; the exponent's cotangent is (H + w C^T) * reach
-    reach = h
-    if COUPLED:
-        s_rows = 1 - tl.abs(decay)
-        sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
-        from_memory = tl.sum(H * s_rows * B[:, None], axis=0)
-        written = s_rows * mixed[None, :]
-        if FULL:
-            sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)
-            reach = h - sign * mixed[None, :] * B[:, None]
-        else:
-            reach = h - mixed[None, :] * B[:, None]
-    else:
+    if not COUPLED:
         s = input_scale(delta, INPUT_SCALE)
+        written = s * mixed
         sigma = s * BC
-        H_B = tl.sum(H * B[:, None], axis=0)
-        from_memory = s * H_B
-    if FULL:
-        reach *= decay + 1
     else:
-        reach *= decay
-    with_H = tl.sum(H * reach * A, axis=0)
-    with_C = tl.sum(C[:, None] * reach * A, axis=0)
-    h *= decay
+        sigma = tl.zeros([BLOCK_D], dtype=ACC)
+        written = sigma
+    # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
+    from_memory = tl.zeros([BLOCK_D], dtype=ACC)
+    with_H = from_memory
+    with_C = from_memory
+    decayed = ()
+    for block in tl.static_range(BLOCKS):
+        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        state = n_rows[:, None] * d + cols[None, :]
+        in_state = (n_rows < n)[:, None] & in_d[None, :]
+        B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
+        C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
+        A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
+        h = tl.load(before_ptr + in_chunk * n * d + state, mask=in_state, other=0.0)
+        decay = decay_rows(delta, A_log2, FULL, FAST)
+        decayed = decayed + (decay * h,)
+        if COUPLED:
+            s_rows = 1 - tl.abs(decay)
+            sigma += tl.sum(s_rows * (B * C)[:, None], axis=0)
+            from_memory += tl.sum(H[block] * s_rows * B[:, None], axis=0)
+        else:
+            from_memory += tl.sum(H[block] * B[:, None], axis=0)
+        exponent = _reach(h, decay, mixed, B, COUPLED, FULL) * A_log2
+        with_H += tl.sum(H[block] * exponent, axis=0)
+        with_C += tl.sum(C[:, None] * exponent, axis=0)
+    # the cotangent of Delta is linear in w
+    grad_delta = 0.6931471805599453 * with_H
+    grad_delta_w = 0.6931471805599453 * with_C
+    if INPUT_SCALE == "delta":
+        grad_delta += mixed * from_memory
+        grad_delta_w += mixed * BC
+    elif INPUT_SCALE == "bounded_delta":
+        slope = mixed / ((1 + delta) * (1 + delta))
+        grad_delta += slope * from_memory
+        grad_delta_w += slope * BC
+    grad_delta = activate_vjp(grad_delta, raw_delta, ACTIVATION)
+    grad_delta_w = activate_vjp(grad_delta_w, raw_delta, ACTIVATION)
+    if not COUPLED:
+        from_memory *= s
+    v = y - x
     early = ()
     for i in tl.static_range(K):
         early = early + (u[i] * from_memory,)
-    if FEEDBACK and NORM:
-        early = early + (y * y,)
-        for i in tl.static_range(K):
-            early = early + (sigma * u[i] * y,)
-    early = sums(early)
-    U_m = scale(early[0:K], inv, K)
+    U_m = sums(early)
+    T = _scalars(row, 0, PAIRS)
+    S = _scalars(row, PAIRS, PAIRS)
+    N = _scalars(row, 3 * PAIRS, K * K)
 
     if PERSISTENT:
-        wait_for(pulled_counter_ptr, pulled_target)
+        wait_for(pulled_counter_ptr, pulled_target, COMPILED)
     if FEEDBACK:
         pulled = tl.zeros([BLOCK_D], dtype=ACC)
         for split in range(0, splits):
@@ -383,7 +406,7 @@ def _reverse_token(
             part = tl.load(pulled_ptr + at, mask=in_d, other=0.0, cache_modifier=".cg")
             pulled += part.to(ACC)
         if NORM:
-            rms = tl.rsqrt(early[K] / d + NORM_EPS)
+            rms = tl.load(row + SIZE - 4)
             g += rms * pulled
         else:
             g += pulled
@@ -397,101 +420,205 @@ def _reverse_token(
         g -= along_y * y
         U_g_sigma = ()
         for i in tl.static_range(K):
-            U_g_sigma = U_g_sigma + ((late[i] - along_y * early[K + 1 + i]) * inv[i],)
+            sigma_y = tl.load(row + 3 * PAIRS + K * K + 4 * K + i)
+            U_g_sigma = U_g_sigma + (late[i] - along_y * sigma_y,)
     else:
-        U_g_sigma = scale(sums(late), inv, K)
+        U_g_sigma = sums(late)
 
     # w = (I - (I - Q)^T diag(sigma))^-1 rhs, rhs = g + (I - Q)^T from_memory
     T_m = upper_transposed_times(T, U_m, K)
-    rhs = g + combine(scale(T_m, inv, K), u, K)
+    rhs = g + combine(T_m, u, K)
     U_rhs = add(U_g_sigma, symmetric_times(S, T_m, K), K)
-    a, _ = eliminate(
-        local_system(S, T, True, K), upper_transposed_times(T, U_rhs, K), K
-    )  # fmt: skip
-    w = rhs + combine(scale(a, inv, K), u, K)
-    U_w = add(U_rhs, symmetric_times(S, a, K), K)
-
-    # x~ = x + U^T T U v
-    grad_mixed = from_memory + sigma * w
-    U_g = add(U_m, U_w, K)
-    T_v = upper_times(T, U_v, K)
-    T_g = upper_transposed_times(T, U_g, K)
-
-    # T = (I + N)^-1 diag(beta) = P diag(beta), N = diag(beta) striu(G), G = U U^T
-    left = upper_transposed_times(P, U_g, K)
-    grad_raw = grad_raw_ptr + token * r
-    kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    v = y - x
+    a = ()
     for i in tl.static_range(K):
-        grad_beta = left[i] * U_v[i]
-        along = T_v[i] * U_g[i] + T_g[i] * U_v[i]
-        grad_U = T_v[i] * grad_mixed + T_g[i] * v
+        total = N[i * K] * U_rhs[0]
         for j in tl.static_range(K):
-            if j > i:
-                grad_N = -left[i] * T_v[j]
-                grad_beta += grad_N * G[j * (j + 1) // 2 + i]
-                along += beta[i] * grad_N * G[j * (j + 1) // 2 + i]
-                grad_U += (beta[i] * grad_N * inv[j]) * u[j]
-            elif j < i:
-                grad_G = -beta[j] * left[j] * T_v[i]
-                along += grad_G * G[i * (i + 1) // 2 + j]
-                grad_U += (grad_G * inv[j]) * u[j]
-        # u_i enters through its direction: the part along it falls out
-        grad_u = inv[i] * (grad_U - (inv[i] * along) * u[i])
-        tl.store(grad_raw + u_at + i * d + cols, grad_u.to(kind), mask=in_d)
-        grad_alpha = grad_beta * beta[i] * (1 - beta[i] / BETA_MAX)
-        tl.store(grad_raw + u_at + K * d + i, grad_alpha.to(kind))
+            if j > 0:
+                total += N[i * K + j] * U_rhs[j]
+        a = a + (total,)
+    w = rhs + combine(a, u, K)
 
-    grad_delta = with_H + w * with_C
-    if INPUT_SCALE == "delta":
-        grad_delta += mixed * (H_B + BC * w)
-    elif INPUT_SCALE == "bounded_delta":
-        grad_delta += mixed * (H_B + BC * w) / ((1 + delta) * (1 + delta))
-    tl.store(grad_raw + cols, activate_vjp(grad_delta, raw_delta, ACTIVATION).to(kind), mask=in_d)
-    H += C[:, None] * w[None, :]
+    # x~ = x + U^T T U v, one reflection after the other
+    U_g = add(U_m, add(U_rhs, symmetric_times(S, a, K), K), K)
+    T_g = upper_transposed_times(T, U_g, K)
+    grad_mixed = from_memory + sigma * w
+    grad_raw = grad_raw_ptr + tl.multiple_of(token * r, ALIGNED)
+    kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
+    G = _scalars(row, 2 * PAIRS, PAIRS)
+    T_v = _scalars(row, 3 * PAIRS + K * K, K)
+    c = _scalars(row, 3 * PAIRS + K * K + K, K)
+    rest = _scalars(row, 3 * PAIRS + K * K + 2 * K, K)
+    squares = _scalars(row, 3 * PAIRS + K * K + 3 * K, K)
+    for i in tl.static_range(K):
+        if i > 0:
+            v -= T_v[i] * u[i]
+    for i in tl.static_range(K):
+        if i > 0:
+            v += T_v[i] * u[i]
+        along = U_g[i]
+        for j in tl.static_range(K):
+            if j < i:
+                along -= T_g[j] * G[i * (i + 1) // 2 + j]
+        along = squares[i] * T_v[i] * along + T_g[i] * rest[i]
+        # u_i enters through its direction: the part along it falls out
+        grad_u = T_v[i] * grad_mixed + T_g[i] * v - along * u[i]
+        tl.store(grad_raw + u_at + i * d + cols, grad_u.to(kind), mask=in_d)
+        tl.store(grad_raw + u_at + K * d + i, (T_g[i] * c[i]).to(kind))
+        grad_mixed -= T_g[i] * u[i]
+    # what is left of it is the cotangent of x
+
+    tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
     if SELECTIVE:
-        if COUPLED:
-            h += written * B[:, None]
-            grad_B, grad_C = tl.reduce((H * written, h * w[None, :]), 1, _add2)
-        else:
-            h += (s * mixed)[None, :] * B[:, None]
-            grad_B, grad_C = tl.reduce((H * (s * mixed)[None, :], h * w[None, :]), 1, _add2)
-        # B and C are unit vectors of the raw ones
-        grad_B = inv_B * (grad_B - B * tl.sum(grad_B * B, axis=0))
-        grad_C = inv_C * (grad_C - C * tl.sum(grad_C * C, axis=0))
-        tl.store(grad_raw + d + rows, grad_B.to(kind), mask=in_n)
-        tl.store(grad_raw + d + n + rows, grad_C.to(kind), mask=in_n)
+        inv_B = tl.load(row + SIZE - 2)
+        inv_C = tl.load(row + SIZE - 1)
+        _store_state_gradients(
+            H, decayed, w, delta, mixed, written, inv_B, inv_C, row + SIZE, A_ptr, grad_raw + d, d,
+            n, BLOCK_D, BLOCK_N, BLOCKS, COUPLED, FULL, FAST, ACC,
+        )  # fmt: skip
     if PERSISTENT:
         announce(left_ptr)
 
-    grad_x = grad_mixed - combine(scale(T_g, inv, K), u, K)
-    tl.store(grad_x_ptr + token * d + cols, grad_x.to(grad_x_ptr.dtype.element_ty), mask=in_d)
+    tl.store(grad_x_ptr + token * d + cols, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=in_d)
     checks = ()
     for i in tl.static_range(K):
         checks = checks + (sigma * u[i] * w,)
-    checks = upper_transposed_times(T, scale(sums(checks), inv, K), K)
-    applied = rhs + combine(scale(checks, inv, K), u, K)
+    checks = sums(checks)
+    applied = rhs + combine(upper_transposed_times(T, checks, K), u, K)
+    finite = 0 * checks[0]
+    defect, size = max_norms_of_two(applied - w, applied)
     cell = statistics_ptr + token
-    tl.store(cell, max_norm(applied - w))
-    tl.store(cell + tl.cast(batch, tl.int64) * t_end, max_norm(applied))
-    # again, rather than kept over the wait: registers are short
-    A = tl.load(A_ptr + state, mask=in_state, other=0.0).to(ACC)
-    h = tl.load(before, mask=in_state, other=0.0)
-    decay = decay_rows(delta, A * LOG2_E, FULL)
+    tl.store(cell, defect + finite)
+    tl.store(cell + tl.cast(batch, tl.int64) * t_end, size + finite)
+    new_H = ()
+    for block in tl.static_range(BLOCKS):
+        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        state = n_rows[:, None] * d + cols[None, :]
+        in_state = (n_rows < n)[:, None] & in_d[None, :]
+        C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
+        # the decay again, rather than kept over the wait: registers are short
+        A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
+        decay = decay_rows(delta, A_log2, FULL, FAST)
+        total = H[block] + C[:, None] * w[None, :]
+        if COUPLED or FULL:
+            B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
+            h = tl.load(before_ptr + in_chunk * n * d + state, mask=in_state, other=0.0)
+            reach = _reach(h, decay, mixed, B, COUPLED, FULL)
+        else:
+            reach = decayed[block]
+        sum_A = grad_A_ptr + sample * n * d + state
+        grad_A = tl.load(sum_A, mask=in_state, other=0.0) + total * reach * delta[None, :]
+        tl.store(sum_A, grad_A, mask=in_state)
+        new_H = new_H + (total * decay,)
+    return new_H
+
+
+@triton.jit
+def _scalars(row_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Consecutive entries of a token's `small`."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        out = out + (tl.load(row_ptr + FIRST + i),)
+    return out
+
+
+@triton.jit
+def _reach(h, decay, mixed, B, COUPLED: tl.constexpr, FULL: tl.constexpr):
+    """d h_t / d (A Delta), rows of states: through the decay, and through the coupled scale."""
     if COUPLED:
         if FULL:
-            sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)
+            sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(h.dtype)
             h -= sign * mixed[None, :] * B[:, None]
         else:
             h -= mixed[None, :] * B[:, None]
     if FULL:
-        h *= decay + 1
+        return h * (decay + 1)
     else:
-        h *= decay
-    sum_A = grad_A_ptr + sample * n * d + state
-    total = tl.load(sum_A, mask=in_state, other=0.0)
-    tl.store(sum_A, total + H * h * delta[None, :], mask=in_state)
-    return H * decay
+        return h * decay
+
+
+@triton.jit
+def _store_state_gradients(
+    H,
+    decayed,
+    w,
+    delta,
+    mixed,
+    written,
+    inv_B,
+    inv_C,
+    BC_ptr,
+    A_ptr,
+    grad_ptr,
+    d,
+    n,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COUPLED: tl.constexpr,
+    FULL: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Cotangents of the raw B and C, of which the scan sees the directions."""
+    cols = tl.arange(0, BLOCK_D)
+    grads_B = ()
+    grads_C = ()
+    along_B = tl.zeros([], dtype=ACC)
+    along_C = tl.zeros([], dtype=ACC)
+    for block in tl.static_range(BLOCKS):
+        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)
+        C = tl.load(BC_ptr + n + n_rows, mask=n_rows < n, other=0.0)
+        total = H[block] + C[:, None] * w[None, :]
+        if COUPLED:
+            state = n_rows[:, None] * d + cols[None, :]
+            in_state = (n_rows < n)[:, None] & (cols < d)[None, :]
+            A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
+            s_rows = 1 - tl.abs(decay_rows(delta, A_log2, FULL, FAST))
+            tile = s_rows * mixed[None, :]
+        else:
+            tile = written[None, :]
+        h = decayed[block] + tile * B[:, None]
+        grad_B, grad_C = tl.reduce((total * tile, h * w[None, :]), 1, _add2)
+        along_B += tl.sum(grad_B * B, axis=0)
+        along_C += tl.sum(grad_C * C, axis=0)
+        grads_B = grads_B + (grad_B,)
+        grads_C = grads_C + (grad_C,)
+    kind: tl.constexpr = grad_ptr.dtype.element_ty
+    for block in tl.static_range(BLOCKS):
+        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)
+        C = tl.load(BC_ptr + n + n_rows, mask=n_rows < n, other=0.0)
+        grad_B = inv_B * (grads_B[block] - B * along_B)
+        grad_C = inv_C * (grads_C[block] - C * along_C)
+        tl.store(grad_ptr + n_rows, grad_B.to(kind), mask=n_rows < n)
+        tl.store(grad_ptr + n + n_rows, grad_C.to(kind), mask=n_rows < n)
+
+
+@triton.jit
+def _load_blocks(
+    ptr, d, n, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """(n, d) in blocks of states."""
+    cols = tl.arange(0, BLOCK_D)
+    out = ()
+    for block in tl.static_range(BLOCKS):
+        rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (rows < n)[:, None] & (cols < d)[None, :]
+        out = out + (tl.load(ptr + rows[:, None] * d + cols[None, :], mask=mask, other=0.0),)
+    return out
+
+
+@triton.jit
+def _store_blocks(
+    ptr, tiles, d, n, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """(n, d) in blocks of states."""
+    cols = tl.arange(0, BLOCK_D)
+    for block in tl.static_range(BLOCKS):
+        rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (rows < n)[:, None] & (cols < d)[None, :]
+        tl.store(ptr + rows[:, None] * d + cols[None, :], tiles[block], mask=mask)
 
 
 @triton.jit(do_not_specialize=["start", "count", "t_end", "batch"])
@@ -503,9 +630,9 @@ def reverse_kernel(
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
     W_ptr,  # (d, r), (W^y)^T
-    A_ptr,  # (n, d)
+    A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, room, d), from token start on
-    small_ptr,  # (b, room, 3 K + 3 P), likewise
+    small_ptr,  # (b, room, 3 P + K K + 5 K + 4 + 2 n), likewise
     before_ptr,  # (b, room, n, d), likewise
     H_ptr,  # (b, n, d): cotangent of the h after the chunk, in place that of the h before it
     grad_x_ptr,  # (b, t, d)
@@ -532,7 +659,8 @@ def reverse_kernel(
     fed_stride_t,
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # states at a time
+    BLOCKS: tl.constexpr,  # how many times
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -550,18 +678,20 @@ def reverse_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    state = rows[:, None] * d + cols[None, :]
-    in_state = (rows < n)[:, None] & (cols < d)[None, :]
     pulled_counter_ptr, left_ptr = counters_ptr, counters_ptr + 1
     own = program.to(tl.int64)
-    H = tl.zeros([BLOCK_N, BLOCK_D], dtype=ACC)
+    # in blocks of states, so that few registers are in use at a time
+    H = ()
     if RESIDENT:
-        if program < batch:
-            H = tl.load(H_ptr + own * n * d + state, mask=in_state, other=0.0)
+        H = _load_blocks(
+            H_ptr + own * n * d, d, tl.where(program < batch, n, 0), BLOCK_D, BLOCK_N, BLOCKS
+        )
     tiles = 0
     tiles_m = tl.cdiv(d, BLOCK_M)
     first_tile = programs - 1 - program
@@ -581,30 +711,30 @@ def reverse_kernel(
                     statistics_ptr, pulled_counter_ptr, left_ptr, back * tiles, batch, t_end,
                     splits, room, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b,
                     x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D,
-                    BLOCK_N, FEEDBACK, PERSISTENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ACC,
+                    BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
         else:
             for index in range(program, batch, programs):
                 sample = tl.cast(index, tl.int64)
-                cotangent = H_ptr + sample * n * d + state
-                H = tl.load(cotangent, mask=in_state, other=0.0)
-                H = _reverse_token(
-                    H, sample, i_token, t, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr,
+                cotangent = H_ptr + sample * n * d
+                before = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+                after = _reverse_token(
+                    before, sample, i_token, t, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr,
                     A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr,
                     statistics_ptr, pulled_counter_ptr, left_ptr, back * tiles, batch, t_end,
                     splits, room, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b,
                     x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D,
-                    BLOCK_N, FEEDBACK, PERSISTENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ACC,
+                    BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
-                tl.store(cotangent, H, mask=in_state)
+                _store_blocks(cotangent, after, d, n, BLOCK_D, BLOCK_N, BLOCKS)
                 # the next token reads H, perhaps with other threads than those that wrote it
                 tl.debug_barrier()
         if PERSISTENT:
             vectors = grad_raw_ptr + tl.cast(t, tl.int64) * r
             if first_tile < tiles:
-                wait_for(left_ptr, (back + 1) * batch)
+                wait_for(left_ptr, (back + 1) * batch, COMPILED)
             if ONE_TILE:
                 if first_tile < tiles:
                     m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_V
@@ -625,5 +755,5 @@ def reverse_kernel(
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
     if RESIDENT:
-        if program < batch:
-            tl.store(H_ptr + own * n * d + state, H, mask=in_state)
+        rows = tl.where(program < batch, n, 0)
+        _store_blocks(H_ptr + own * n * d, H, d, rows, BLOCK_D, BLOCK_N, BLOCKS)

@@ -164,8 +164,8 @@ def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def eliminate(matrix, b, K: tl.constexpr):
-    """matrix^-1 b by elimination with row pivoting, and the smallest |pivot| (at most 1).
+def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr):
+    """matrix^-1 b for b (k, N) by elimination with row pivoting, and the smallest |pivot| (at most 1).
 
     A pivot of 0 makes Inf or NaN, and nothing else: no branch, no error.
     """
@@ -178,48 +178,62 @@ def eliminate(matrix, b, K: tl.constexpr):
                 size = tl.abs(matrix[row * K + c])
                 chosen = tl.where(size > best, row, chosen)
                 best = tl.where(size > best, size, best)
-        # the chosen row takes the place of row c
-        top = ()
-        for column in tl.static_range(K):
-            value = matrix[c * K + column]
-            for row in tl.static_range(K):
-                if row > c:
-                    value = tl.where(chosen == row, matrix[row * K + column], value)
-            top = top + (value,)
-        top_b = b[c]
-        for row in tl.static_range(K):
-            if row > c:
-                top_b = tl.where(chosen == row, b[row], top_b)
-        smallest = tl.minimum(smallest, tl.abs(top[c]))
-        inverse = 1 / top[c]
+        # the chosen row takes the place of row c; columns before c are 0 by now
+        top = _chosen_row(matrix, chosen, c, c, K, K)
+        top_b = _chosen_row(b, chosen, c, 0, K, N)
+        smallest = tl.minimum(smallest, tl.abs(top[0]))
+        inverse = 1 / top[0]
         new_matrix = ()
         new_b = ()
         for row in tl.static_range(K):
             if row < c:
-                for column in tl.static_range(K):
-                    new_matrix = new_matrix + (matrix[row * K + column],)
-                new_b = new_b + (b[row],)
+                new_matrix = new_matrix + matrix[row * K : (row + 1) * K]
+                new_b = new_b + b[row * N : (row + 1) * N]
             elif row == c:
-                new_matrix = new_matrix + top
-                new_b = new_b + (top_b,)
+                new_matrix = new_matrix + matrix[row * K : row * K + c] + top
+                new_b = new_b + top_b
             else:
                 here = chosen == row
                 factor = tl.where(here, matrix[c * K + c], matrix[row * K + c]) * inverse
+                new_matrix = new_matrix + matrix[row * K : row * K + c + 1]
                 for column in tl.static_range(K):
-                    value = tl.where(here, matrix[c * K + column], matrix[row * K + column])
-                    new_matrix = new_matrix + (value - factor * top[column],)
-                new_b = new_b + (tl.where(here, b[c], b[row]) - factor * top_b,)
+                    if column > c:
+                        value = tl.where(here, matrix[c * K + column], matrix[row * K + column])
+                        new_matrix = new_matrix + (value - factor * top[column - c],)
+                for column in tl.static_range(N):
+                    value = tl.where(here, b[c * N + column], b[row * N + column])
+                    new_b = new_b + (value - factor * top_b[column],)
         matrix = new_matrix
         b = new_b
     # back substitution, last first
     out = ()
     for step in tl.static_range(K):
-        total = b[K - 1 - step]
-        for done in tl.static_range(K):
-            if done < step:
-                total -= matrix[(K - 1 - step) * K + K - 1 - done] * out[step - 1 - done]
-        out = (total / matrix[(K - 1 - step) * K + K - 1 - step],) + out
+        solved = ()
+        for column in tl.static_range(N):
+            total = b[(K - 1 - step) * N + column]
+            for done in tl.static_range(K):
+                if done < step:
+                    entry = matrix[(K - 1 - step) * K + K - 1 - done]
+                    total -= entry * out[(step - 1 - done) * N + column]
+            solved = solved + (total / matrix[(K - 1 - step) * K + K - 1 - step],)
+        out = solved + out
     return out, smallest
+
+
+@triton.jit
+def _chosen_row(
+    matrix, chosen, c: tl.constexpr, first: tl.constexpr, K: tl.constexpr, N: tl.constexpr
+):
+    """Columns from `first` on of the row >= c whose number is `chosen`, of a matrix (k, N)."""
+    out = ()
+    for column in tl.static_range(N):
+        if column >= first:
+            value = matrix[c * N + column]
+            for row in tl.static_range(K):
+                if row > c:
+                    value = tl.where(chosen == row, matrix[row * N + column], value)
+            out = out + (value,)
+    return out
 
 
 @triton.jit
