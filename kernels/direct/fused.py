@@ -23,6 +23,7 @@ MAX_STATE = 32768
 in registers. 2048 channels with 16 states."""
 
 MAX_REFLECTIONS = 8
+ALIGNMENT = 64
 
 
 def choose_sweep(
@@ -85,7 +86,7 @@ class KnownBuffers(NamedTuple):
     x: Tensor  # (b, t, d)
     y: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    fed: Tensor | None  # (b, t, r), W^y norm(y_{t-1})
+    fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1})
     A: Tensor  # (n, d), log2(e) A
     kept: Tensor  # (b, slots, n, d)
 
@@ -96,7 +97,7 @@ class GradBuffers(NamedTuple):
     y: Tensor  # (b, t, d)
     H: Tensor  # (b, n, d), of the last h, in place that of h0
     x: Tensor  # (b, t, d)
-    raw: Tensor  # (b, t, r), may be the memory of `fed`
+    raw: Tensor  # (b, t, r or more), may be the memory of `fed`; zeros from r on
     A: Tensor  # (b, n, d), zeros
     statistics: Tensor  # (2, b, t): defect and scale
 
@@ -137,6 +138,11 @@ def _first_normed(y0: Tensor, W_y: Tensor | None, t_end: int, options: SweepOpti
     normed = W_y.new_empty(y0.shape[0], t_end + 1, y0.shape[1])
     normed[:, 0] = first
     return normed
+
+
+def pad_rows(W: Tensor) -> Tensor:
+    """W^y (r, d) with zero rows up to a multiple of 64, so that rows of r values are aligned."""
+    return torch.nn.functional.pad(W, (0, 0, 0, -W.shape[0] % ALIGNMENT))
 
 
 def _exponents(A: Tensor) -> Tensor:
@@ -180,7 +186,7 @@ def fused_memory(
         normed[:, 1:] = normalize_feedback(y, options.feedback_norm_eps)
     normed = normed[:, :t_end]
     if b and t_end:
-        fed = None if W_y is None else normed @ W_y.mT
+        fed = None if W_y is None else normed @ pad_rows(W_y).mT
         known = KnownBuffers(_rows(x), y.contiguous(), _rows(raw), fed, _exponents(A), kept)
         launch_memory(known, h, options, keep_every)
     return h.mT, kept, normed
@@ -214,10 +220,12 @@ def fused_reverse(
     grad_x, statistics = torch.empty_like(x, memory_format=torch.contiguous_format), None
     grad_A = A_rows.new_zeros(b, n, d)
     statistics = A.new_zeros(2, b, t_end)
-    fed = None if W_y is None else normed @ W_y.mT
+    fed = None if W_y is None else normed @ pad_rows(W_y).mT
     # a token's feedback is read before its cotangent is written: one memory for both
-    reuse = fed is not None and fed.dtype == raw.dtype
-    grad_raw = fed if fed is not None and reuse else raw.new_empty(raw.shape)
+    if fed is None:
+        grad_raw = raw.new_empty(raw.shape)
+    else:
+        grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     pulled = None
     if b and t_end:
         known = KnownBuffers(_rows(x), y, _rows(raw), fed, A_rows, kept)
@@ -232,4 +240,5 @@ def fused_reverse(
     grad_W_y = None
     if W_y is not None:
         grad_W_y = grad_raw.to(W_y.dtype).flatten(0, 1).mT @ normed.flatten(0, 1)
+        grad_raw, grad_W_y = grad_raw[..., : raw.shape[-1]], grad_W_y[: W_y.shape[0]]
     return grad_x, grad_raw, grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0

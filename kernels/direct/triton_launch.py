@@ -10,7 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.fused import GradBuffers, KnownBuffers, SweepBuffers
+from bedouin.kernels.direct.fused import (
+    ALIGNMENT,
+    GradBuffers,
+    KnownBuffers,
+    SweepBuffers,
+    pad_rows,
+)
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_reverse import prepare_kernel, replay_kernel, reverse_kernel
@@ -70,14 +76,14 @@ def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) 
         _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b)
         return
     r = W_y.shape[0]
-    fed = W_y.new_empty(b, r)
+    fed = W_y.new_empty(b, r + -r % ALIGNMENT)
     # one tile of W^y has all its columns: v is not split
     plan = plan_product(r, d, W_y) if triton.next_power_of_2(d) <= 1024 else None
     if plan is not None:
         _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs)
         return
     for t in range(t_end):
-        torch.mm(buffers.normed[:, t], W_y.mT, out=fed)
+        torch.mm(buffers.normed[:, t], W_y.mT, out=fed[:, :r])
         _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b)
 
 
@@ -147,11 +153,11 @@ def launch_reverse(
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     b, t_end, d = known.x.shape
-    r, n, slots = grads.raw.shape[-1], known.A.shape[0], known.kept.shape[1]
+    n, slots = known.A.shape[0], known.kept.shape[1]
     mixed, small = _chunk_buffers(known, keep_every, options)
     before = known.A.new_empty(b, min(keep_every, t_end), n, d)
-    W = None if W_y is None else W_y.mT.contiguous()
-    plan = None if W is None else plan_product(d, r, W)
+    W = None if W_y is None else pad_rows(W_y).mT.contiguous()
+    plan = None if W is None else plan_product(*W.shape, W)
     pulled = None
     if W is not None:
         pulled = known.A.new_zeros(1 if plan is None else plan.splits, b, d)
@@ -166,8 +172,8 @@ def launch_reverse(
             continue
         for t in reversed(chunk):
             _reverse(known, grads, W, pulled, buffers, range(t, t + 1), chunk, None, options)
-            assert pulled is not None and W_y is not None
-            pulled[0] = grads.raw[:, t].to(W_y.dtype) @ W_y
+            assert pulled is not None
+            pulled[0] = grads.raw[:, t].to(W.dtype) @ W.mT
     return pulled
 
 
