@@ -14,19 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bedouin.kernels.scan.options import CHUNK, Cotangents, ScanOptions
 from bedouin.kernels.scan.triton_segments import (
-    ScanOptions,
     build_decay,
     build_scale,
     enter_segments,
+    flags,
     load_row,
     plan,
     rows,
     strides,
 )
-
-CHUNK = 16
-"""Tokens between two kept h, and in the backward's workspace."""
 
 
 @triton.jit
@@ -330,7 +328,7 @@ def scan_forward(
         *(x, delta, A, B, C, start, skip, y, h, kept),
         *layout.sizes,
         *strides(x, delta, B, C),
-        **options.flags,
+        **flags(options),
         EXCLUSIVE=options.exclusive,
         HAS_D=D is not None,
         KEEP=keep,
@@ -353,8 +351,8 @@ def scan_backward(
     D: Tensor | None,
     *,
     options: ScanOptions,
-) -> tuple[Tensor | None, ...]:
-    """Cotangents of x, delta, A, B, C, h0 and D, each in the dtype of its operand."""
+) -> Cotangents:
+    """One pass from the last token to the first. No size may be 0."""
     grad_y, x, delta, B, C = rows(grad_y, x, delta, B, C)
     A, grad_h, skip = A.contiguous(), grad_h.contiguous(), A if D is None else D.contiguous()
     layout, acc = plan(x, A.shape[1], CHUNK, reverse=True), options.accumulator
@@ -371,7 +369,7 @@ def scan_backward(
         *(grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0, grad_D),
         *layout.sizes,
         *strides(grad_y, x, delta, B, C),
-        **options.flags,
+        **flags(options),
         EXCLUSIVE=options.exclusive,
         HAS_D=D is not None,
         CHUNK=CHUNK,
@@ -379,5 +377,5 @@ def scan_backward(
     )
     summed_A = grad_A.sum((0, 1)).to(A.dtype)
     summed_B, summed_C = grad_B.sum(2).to(B.dtype), grad_C.sum(2).to(C.dtype)
-    summed_D = None if D is None else grad_D.sum((0, 1)).to(D.dtype)
+    summed_D = grad_D.sum((0, 1)).to(A.dtype if D is None else D.dtype)
     return grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bedouin.kernels.scan.reference import Eigenvalues, InputScale
+from bedouin.kernels.scan.options import ScanOptions
 
 PROGRAMS = 1024
 """Programs wanted in one launch; with fewer the sequence is cut, in the forward after blocks have
@@ -140,24 +140,14 @@ def _carry_kernel(
         carried = product * carried + tl.load(local_ptr + at, mask=mask, other=0.0)
 
 
-@dataclass(frozen=True)
-class ScanOptions:
-    """The options of a scan, and the dtype in which it is computed."""
-
-    input_scale: InputScale
-    eigenvalues: Eigenvalues
-    exclusive: bool
-    accumulator: torch.dtype
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """As keyword arguments of a kernel."""
-        acc = tl.float64 if self.accumulator == torch.float64 else tl.float32
-        return {
-            "INPUT_SCALE": self.input_scale,
-            "FULL": self.eigenvalues == "full",
-            "ACC": acc,
-        }
+def flags(options: ScanOptions) -> dict[str, Any]:
+    """The options of a scan as keyword arguments of a kernel."""
+    acc = tl.float64 if options.accumulator == torch.float64 else tl.float32
+    return {
+        "INPUT_SCALE": options.input_scale,
+        "FULL": options.eigenvalues == "full",
+        "ACC": acc,
+    }
 
 
 @dataclass(frozen=True)
@@ -243,7 +233,7 @@ def enter_segments(
         *layout.sizes[:-1],
         layout.segment_chunks * chunk,
         *strides(value, delta, vector),
-        **options.flags,
+        **flags(options),
         REVERSE=reverse,
         **layout.blocks,
     )
@@ -251,7 +241,7 @@ def enter_segments(
     _carry_kernel[(layout.b * triton.cdiv(size, WARP),)](
         *(entry, product, local, carried, size, layout.segments),
         REVERSE=reverse,
-        ACC=options.flags["ACC"],
+        ACC=flags(options)["ACC"],
         BLOCK=WARP,
         num_warps=1,
     )
