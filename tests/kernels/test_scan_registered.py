@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.scan import selective_scan
+from bedouin.kernels.scan.options import CHUNK
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -54,8 +55,6 @@ def test_a_compiled_function_without_gradients(device: str) -> None:
 @devices
 @pytest.mark.parametrize("skip", [False, True])
 def test_opcheck(skip: bool, device: str) -> None:
-    from bedouin.kernels.scan.options import CHUNK
-
     operands: list[Any] = draw(device, t=CHUNK + 1, skip=skip)
     if not skip:
         operands.append(None)
@@ -74,8 +73,6 @@ def test_opcheck(skip: bool, device: str) -> None:
 
 @devices
 def test_recording_gradients_without_kept_memory_is_refused(device: str) -> None:
-    import bedouin.kernels.scan.autograd  # noqa: F401
-
     with pytest.raises(ValueError, match="keep must be True where gradients are recorded"):
         torch.ops.bedouin.selective_scan(*draw(device), "delta", "positive", False, False)
 
@@ -96,7 +93,7 @@ def test_a_batch_of_cotangents(device: str) -> None:
 
 def test_registration_imports_neither_triton_nor_the_compiler() -> None:
     script = (
-        "import sys, bedouin.kernels.scan.autograd; "
+        "import sys, bedouin.kernels.scan; "
         "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
