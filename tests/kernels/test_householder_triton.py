@@ -185,11 +185,25 @@ def test_opcheck(name: str, device: str) -> None:
         torch.library.opcheck(ops.householder_factor_backward, (grad, *flat[1:]))
 
 
-def test_more_than_eight_reflections_are_left_to_the_reference() -> None:
-    operands = draw(9, 12)
-    assert torch.equal(product("auto", *operands), product("reference", *operands))
+@devices
+@operations
+def test_more_than_eight_reflections_are_left_to_the_reference(
+    operation: Callable[..., Tensor], device: str
+) -> None:
+    operands = draw(9, 12, device=device, dtype=torch.float32)
+    assert torch.equal(operation("auto", *operands), operation("reference", *operands))
     with pytest.raises(ValueError, match=r"more than 8 reflections: use backend='auto'"):
-        householder_product(*(x.to("meta") for x in operands), backend="triton")
+        operation("triton", *operands)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    v, u, beta = draw(2, 3)
+    with pytest.raises(ValueError, match=r"v must have shape \(2, 3, 3\) for this u"):
+        householder_product(v[0], u, beta)
+    with pytest.raises(ValueError, match=r"beta must have shape \(2, 3, 2\) for this u"):
+        householder_factor(u, beta[..., :1])
+    with pytest.raises(ValueError, match=r"u must have shape \(..., k, d\)"):
+        householder_factor(u[0, 0, 0], beta)
 
 
 @pytest.mark.gpu
