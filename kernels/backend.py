@@ -1,7 +1,6 @@
 """Which implementation of an operation runs: decided here, from the argument and the tensors."""
 
 import os
-import sys
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -73,8 +72,7 @@ def is_transformed() -> bool:
 def interpreter_is_on() -> bool:
     """Whether Triton kernels run in its interpreter, on tensors of any device.
 
-    Triton reads TRITON_INTERPRET when it is imported, so the variable has to be set before that.
+    Triton reads TRITON_INTERPRET when a kernel's module is imported: set it before the start.
+    torch.compile can trace this, unlike Triton's own knob.
     """
-    if "triton" in sys.modules:
-        return bool(sys.modules["triton"].knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

@@ -75,14 +75,39 @@ def apply_complement_transposed(v: Tensor, e: Tensor, U: Tensor, M: Tensor) -> T
     return apply_complement(v, e, U, M.mT)
 
 
-def householder_product(
+def householder_product_reference(
     v: Tensor,  # (..., d)
     u: Tensor,  # (..., k, d), normalized inside
     beta: Tensor,  # (..., k)
+    *,
+    complement: bool = False,
 ) -> Tensor:  # (..., d)
-    """Q v = H_1 (H_2 ( ... (H_k v))), one reflection after the other: the definition."""
-    u_bar = unit(u)
+    """Q v = H_1 (H_2 ( ... (H_k v))), one reflection after the other: the definition.
+
+    With `complement` (I - Q) v, as the sum of what each reflection takes away: no cancellation.
+    """
+    dtype = _accumulator(v, u, beta)
+    rest, u_bar, beta = v.to(dtype), unit(u.to(dtype)), beta.to(dtype)
+    taken = torch.zeros_like(rest)
     for i in reversed(range(u.shape[-2])):
         u_i = u_bar[..., i, :]
-        v = v - beta[..., i : i + 1] * u_i * (u_i * v).sum(-1, keepdim=True)
-    return v
+        step = beta[..., i : i + 1] * u_i * (u_i * rest).sum(-1, keepdim=True)
+        rest, taken = rest - step, taken + step
+    return (taken if complement else rest).to(v.dtype)
+
+
+def householder_factor_reference(
+    u: Tensor,  # (..., k, d), normalized inside
+    beta: Tensor,  # (..., k)
+) -> Tensor:  # (..., k, k)
+    """`wy_factor` of the normalized rows, in at least float32."""
+    dtype = _accumulator(u, beta)
+    with torch.autocast(u.device.type, enabled=False):
+        return wy_factor(unit(u.to(dtype)), beta.to(dtype))
+
+
+def _accumulator(*operands: Tensor) -> torch.dtype:
+    dtype = torch.float32
+    for operand in operands:
+        dtype = torch.promote_types(dtype, operand.dtype)
+    return dtype

@@ -5,6 +5,7 @@ from typing import get_args
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
+from bedouin.kernels.scan.autograd import selective_scan_triton
 from bedouin.kernels.scan.reference import (
     Eigenvalues,
     InputScale,
@@ -58,7 +59,8 @@ def selective_scan(
     if h0 is None:
         h0 = x.new_zeros(x.shape[0], *A.shape, dtype=accumulator(x.dtype))
     if implementation == "triton" and x.numel() and A.numel():
-        return _scan_triton(x, delta, A, B, C, h0, D, input_scale, eigenvalues, exclusive)
+        scales = input_scale, eigenvalues
+        return selective_scan_triton(x, delta, A, B, C, h0, D, *scales, exclusive=exclusive)
     y, h = selective_scan_reference(
         x,
         delta,
@@ -71,25 +73,6 @@ def selective_scan(
         exclusive=exclusive,
     )
     return (y if D is None else y + D * x), h
-
-
-def _scan_triton(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    h0: Tensor,
-    D: Tensor | None,
-    input_scale: InputScale,
-    eigenvalues: Eigenvalues,
-    exclusive: bool,
-) -> tuple[Tensor, Tensor]:
-    # Imports Triton, which the reference does without.
-    from bedouin.kernels.scan.autograd import selective_scan_triton
-
-    scales = input_scale, eigenvalues
-    return selective_scan_triton(x, delta, A, B, C, h0, D, *scales, exclusive=exclusive)
 
 
 def _check_name(argument: str, value: str, valid: tuple[str, ...]) -> None:

@@ -14,19 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bedouin.kernels.scan.options import CHUNK, Cotangents, ScanOptions
 from bedouin.kernels.scan.triton_segments import (
-    ScanOptions,
+    LN2,
     build_decay,
     build_scale,
     enter_segments,
+    flags,
+    load_exponent,
     load_row,
     plan,
     rows,
     strides,
 )
-
-CHUNK = 16
-"""Tokens between two kept h, and in the backward's workspace."""
 
 
 @triton.jit
@@ -75,37 +75,45 @@ def _forward_kernel(
     cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
     size, chunks = d * n, tl.cdiv(T, CHUNK)
 
-    A = tl.load(A_ptr + cell, mask=in_cell, other=0.0).to(ACC)
+    A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
     h = tl.load(start_ptr + (batch * segments + segment) * size + cell, mask=in_cell, other=0.0)
     h = h.to(ACC)
     if HAS_D:
         D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
     first = segment * segment_chunks
     last = tl.minimum(first + segment_chunks, chunks)
-    # The operands of the next token are on their way while this one is computed. A token past the
-    # end is nothing but zeros, and delta = 0 leaves the memory as it is.
+    # x and delta are on their way three tokens ahead, B and C, which many programs share, one. A
+    # token past the end is nothing but zeros, and delta = 0 leaves the memory as it is.
     t = first * CHUNK
-    x_next = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d, ACC)
-    delta_next = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d, ACC)
-    B_next = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n, ACC)
-    C_next = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, n, ACC)
+    x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d)
+    delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
+    B_0 = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n)
+    C_0 = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, n)
+    end_1, end_2 = tl.where(t + 1 < T, d, 0), tl.where(t + 2 < T, d, 0)
+    x_1 = load_row(x_ptr, batch, t + 1, x_stride_b, x_stride_t, channel, end_1)
+    delta_1 = load_row(delta_ptr, batch, t + 1, delta_stride_b, delta_stride_t, channel, end_1)
+    x_2 = load_row(x_ptr, batch, t + 2, x_stride_b, x_stride_t, channel, end_2)
+    delta_2 = load_row(delta_ptr, batch, t + 2, delta_stride_b, delta_stride_t, channel, end_2)
     for chunk in range(first, last):
         if KEEP:
             tl.store(kept_ptr + (batch * chunks + chunk) * size + cell, h, mask=in_cell)
         for i in range(CHUNK):
             t = chunk * CHUNK + i
-            x, delta, B, C = x_next, delta_next, B_next, C_next
-            next_d, next_n = tl.where(t + 1 < T, d, 0), tl.where(t + 1 < T, n, 0)
-            x_next = load_row(x_ptr, batch, t + 1, x_stride_b, x_stride_t, channel, next_d, ACC)
-            delta_next = load_row(
-                delta_ptr, batch, t + 1, delta_stride_b, delta_stride_t, channel, next_d, ACC
+            x, delta, B, C = x_0.to(ACC), delta_0.to(ACC), B_0.to(ACC), C_0.to(ACC)
+            x_0, delta_0, x_1, delta_1 = x_1, delta_1, x_2, delta_2
+            end = tl.where(t + 3 < T, d, 0)
+            x_2 = load_row(x_ptr, batch, t + 3, x_stride_b, x_stride_t, channel, end)
+            delta_2 = load_row(
+                delta_ptr, batch, t + 3, delta_stride_b, delta_stride_t, channel, end
             )
-            B_next = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, next_n, ACC)
-            C_next = load_row(C_ptr, batch, t + 1, C_stride_b, C_stride_t, state, next_n, ACC)
+            end_n = tl.where(t + 1 < T, n, 0)
+            B_0 = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, end_n)
+            C_0 = load_row(C_ptr, batch, t + 1, C_stride_b, C_stride_t, state, end_n)
 
-            decay = build_decay(delta, A, FULL)
+            decay = build_decay(delta, A_log2, FULL)
+            scaled = build_scale(delta, decay, INPUT_SCALE) * x[:, None]
             decayed = decay * h
-            h = decayed + build_scale(delta, decay, INPUT_SCALE) * x[:, None] * B[None, :]
+            h = decayed + scaled * B[None, :]
             read = decayed if EXCLUSIVE else h
             y = tl.sum(read * C[None, :], axis=1)
             if HAS_D:
@@ -175,7 +183,7 @@ def _backward_kernel(
     slots = work_ptr + program * (CHUNK * BLOCK_D * BLOCK_N) + slot
     own = batch * segments + segment
 
-    A = tl.load(A_ptr + cell, mask=in_cell, other=0.0).to(ACC)
+    A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
     g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(ACC)
     grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)
     if HAS_D:
@@ -190,61 +198,55 @@ def _backward_kernel(
         # The last chunk's walk has read what is overwritten here.
         tl.debug_barrier()
         t = chunk * CHUNK
-        x_next = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d, ACC)
-        delta_next = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d, ACC)
-        B_next = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n, ACC)
+        x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d)
+        delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
+        B_0 = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n)
+        end = tl.where(t + 1 < T, d, 0)
+        x_1 = load_row(x_ptr, batch, t + 1, x_stride_b, x_stride_t, channel, end)
+        delta_1 = load_row(delta_ptr, batch, t + 1, delta_stride_b, delta_stride_t, channel, end)
         for i in range(CHUNK):
-            t = chunk * CHUNK + i + 1
-            x, delta, B = x_next, delta_next, B_next
-            end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
-            x_next = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d, ACC)
-            delta_next = load_row(
-                delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end_d, ACC
+            t = chunk * CHUNK + i
+            x, delta, B = x_0.to(ACC), delta_0.to(ACC), B_0.to(ACC)
+            x_0, delta_0 = x_1, delta_1
+            end_d, end_n = tl.where(t + 2 < T, d, 0), tl.where(t + 1 < T, n, 0)
+            x_1 = load_row(x_ptr, batch, t + 2, x_stride_b, x_stride_t, channel, end_d)
+            delta_1 = load_row(
+                delta_ptr, batch, t + 2, delta_stride_b, delta_stride_t, channel, end_d
             )
-            B_next = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n, ACC)
+            B_0 = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, end_n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
-            decay = build_decay(delta, A, FULL)
-            h = decay * h + build_scale(delta, decay, INPUT_SCALE) * x[:, None] * B[None, :]
+            decay = build_decay(delta, A_log2, FULL)
+            scaled = build_scale(delta, decay, INPUT_SCALE) * x[:, None]
+            h = decay * h + scaled * B[None, :]
         tl.debug_barrier()
-        # x, delta, B and C of a chunk lie in the cache by now; grad_y and the workspace may not.
         t = chunk * CHUNK + CHUNK - 1
-        before_next = tl.load(slots + (CHUNK - 1) * (BLOCK_D * BLOCK_N))
-        grad_y_next = load_row(
-            grad_y_ptr,
-            batch,
-            t,
-            grad_y_stride_b,
-            grad_y_stride_t,
-            channel,
-            tl.where(t < T, d, 0),
-            ACC,
-        )
+        end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
+        before_0 = tl.load(slots + (CHUNK - 1) * (BLOCK_D * BLOCK_N))
+        grad_y_0 = load_row(grad_y_ptr, batch, t, grad_y_stride_b, grad_y_stride_t, channel, end_d)
+        x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d)
+        delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end_d)
+        B_0 = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n)
+        C_0 = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, end_n)
         for back_i in range(CHUNK):
             i = CHUNK - 1 - back_i
             t = chunk * CHUNK + i
-            end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
-            before, grad_y = before_next, grad_y_next
+            before, grad_y = before_0, grad_y_0.to(ACC)
+            x, delta, B, C = x_0.to(ACC), delta_0.to(ACC), B_0.to(ACC), C_0.to(ACC)
             ahead = tl.maximum(i - 1, 0)
-            before_next = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
-            t_next = chunk * CHUNK + ahead
-            grad_y_next = load_row(
-                grad_y_ptr,
-                batch,
-                t_next,
-                grad_y_stride_b,
-                grad_y_stride_t,
-                channel,
-                tl.where(t_next < T, d, 0),
-                ACC,
+            before_0 = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
+            t_0 = chunk * CHUNK + ahead
+            end_d, end_n = tl.where(t_0 < T, d, 0), tl.where(t_0 < T, n, 0)
+            grad_y_0 = load_row(
+                grad_y_ptr, batch, t_0, grad_y_stride_b, grad_y_stride_t, channel, end_d
             )
-            x = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d, ACC)
-            delta = load_row(
-                delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end_d, ACC
+            x_0 = load_row(x_ptr, batch, t_0, x_stride_b, x_stride_t, channel, end_d)
+            delta_0 = load_row(
+                delta_ptr, batch, t_0, delta_stride_b, delta_stride_t, channel, end_d
             )
-            B = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n, ACC)
-            C = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, end_n, ACC)
+            B_0 = load_row(B_ptr, batch, t_0, B_stride_b, B_stride_t, state, end_n)
+            C_0 = load_row(C_ptr, batch, t_0, C_stride_b, C_stride_t, state, end_n)
 
-            decay = build_decay(delta, A, FULL)
+            decay = build_decay(delta, A_log2, FULL)
             s = build_scale(delta, decay, INPUT_SCALE)
             decayed = decay * before
             written = s * x[:, None]
@@ -256,15 +258,14 @@ def _backward_kernel(
             g_scaled = g_written * B[None, :]
 
             # As `discretize_vjp`: d lambda / d(A delta) is lambda, or lambda + 1 for "full".
-            grad_decay = through * before
+            grad_exponent = through * (decayed + before if FULL else decayed)
             if INPUT_SCALE == "one_minus_decay":
                 grad_x = tl.sum(g_scaled * s, axis=1)
-                grad_s = g_scaled * x[:, None]
                 sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)
-                grad_decay -= sign * grad_s
-            grad_exponent = grad_decay * (decay + 1 if FULL else decay)
+                grad_s = g_scaled * x[:, None]
+                grad_exponent -= sign * grad_s * (decay + 1 if FULL else decay)
             grad_A += grad_exponent * delta[:, None]
-            grad_delta = tl.sum(grad_exponent * A, axis=1)
+            grad_delta = tl.sum(grad_exponent * A_log2, axis=1) * LN2
             if INPUT_SCALE == "delta":
                 pulled = tl.sum(g_scaled, axis=1)
                 grad_x = pulled * delta
@@ -280,6 +281,7 @@ def _backward_kernel(
 
             token = batch * T + t
             out = token * d + channel
+            end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
             tl.store(grad_x_ptr + out, grad_x.to(grad_x_ptr.dtype.element_ty), mask=channel < end_d)
             tl.store(
                 grad_delta_ptr + out,
@@ -330,7 +332,7 @@ def scan_forward(
         *(x, delta, A, B, C, start, skip, y, h, kept),
         *layout.sizes,
         *strides(x, delta, B, C),
-        **options.flags,
+        **flags(options),
         EXCLUSIVE=options.exclusive,
         HAS_D=D is not None,
         KEEP=keep,
@@ -353,8 +355,8 @@ def scan_backward(
     D: Tensor | None,
     *,
     options: ScanOptions,
-) -> tuple[Tensor | None, ...]:
-    """Cotangents of x, delta, A, B, C, h0 and D, each in the dtype of its operand."""
+) -> Cotangents:
+    """One pass from the last token to the first. No size may be 0."""
     grad_y, x, delta, B, C = rows(grad_y, x, delta, B, C)
     A, grad_h, skip = A.contiguous(), grad_h.contiguous(), A if D is None else D.contiguous()
     layout, acc = plan(x, A.shape[1], CHUNK, reverse=True), options.accumulator
@@ -371,7 +373,7 @@ def scan_backward(
         *(grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0, grad_D),
         *layout.sizes,
         *strides(grad_y, x, delta, B, C),
-        **options.flags,
+        **flags(options),
         EXCLUSIVE=options.exclusive,
         HAS_D=D is not None,
         CHUNK=CHUNK,
@@ -379,5 +381,5 @@ def scan_backward(
     )
     summed_A = grad_A.sum((0, 1)).to(A.dtype)
     summed_B, summed_C = grad_B.sum(2).to(B.dtype), grad_C.sum(2).to(C.dtype)
-    summed_D = None if D is None else grad_D.sum((0, 1)).to(D.dtype)
+    summed_D = grad_D.sum((0, 1)).to(A.dtype if D is None else D.dtype)
     return grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bedouin.kernels.scan.reference import Eigenvalues, InputScale
+from bedouin.kernels.scan.options import ScanOptions
 
 PROGRAMS = 1024
 """Programs wanted in one launch; with fewer the sequence is cut, in the forward after blocks have
@@ -27,17 +27,26 @@ FORWARD_BLOCK, BACKWARD_BLOCK = WARP, 2 * WARP
 """Elements of one program: one warp sums over states without a barrier."""
 
 
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
+
 @triton.jit
-def load_row(pointer, batch, t, stride_b, stride_t, offsets, end, ACC: tl.constexpr):
-    """Entries `offsets` of token t; 0 from `end` on."""
+def load_row(pointer, batch, t, stride_b, stride_t, offsets, end):
+    """Entries `offsets` of token t; 0 from `end` on. Not converted, which would wait for them."""
     row = pointer + batch * stride_b + t * stride_t + offsets
-    return tl.load(row, mask=offsets < end, other=0.0).to(ACC)
+    return tl.load(row, mask=offsets < end, other=0.0)
 
 
 @triton.jit
-def build_decay(delta, A, FULL: tl.constexpr):
+def load_exponent(pointers, mask, ACC: tl.constexpr):
+    """A log2(e): exp2 is the instruction of the device, exp costs four more."""
+    return tl.load(pointers, mask=mask, other=0.0).to(ACC) * LOG2E
+
+
+@triton.jit
+def build_decay(delta, A_log2, FULL: tl.constexpr):
     """lambda (block, n); a token past the end has delta = 0, so lambda = 1 and s = 0."""
-    decay = tl.exp(delta[:, None] * A)
+    decay = tl.exp2(delta[:, None] * A_log2)
     if FULL:
         decay = 2 * decay - 1
     return decay
@@ -84,31 +93,54 @@ def _segment_kernel(
     """Total decay of a segment, and what it makes of zero: h at its end, or g before its start."""
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
-    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
-    batch = batch // segments
+    block, segment, batch = program % blocks, program // blocks, program // blocks
+    # No segment follows the last one (or, reversed, the first), so that none works on it.
+    segment = segment % (segments - 1) + (1 if REVERSE else 0)
+    batch = batch // (segments - 1)
     # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
     in_d, in_n = channel < d, state < n
     cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
 
-    A = tl.load(A_ptr + cell, mask=in_cell, other=0.0).to(ACC)
+    A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
     local = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)
     product = tl.full((BLOCK_D, BLOCK_N), 1.0, dtype=ACC)
+    total = tl.zeros((BLOCK_D,), dtype=ACC)
     first = segment * segment_tokens
     last = tl.minimum(first + segment_tokens, T)
-    for i in range(last - first):
-        t = last - 1 - i if REVERSE else first + i
-        value = load_row(value_ptr, batch, t, value_stride_b, value_stride_t, channel, d, ACC)
-        delta = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d, ACC)
-        vector = load_row(vector_ptr, batch, t, vector_stride_b, vector_stride_t, state, n, ACC)
-        decay = build_decay(delta, A, FULL)
+    # The next token, then the one after it: from the first forward, or from the last backward.
+    step = -1 if REVERSE else 1
+    t = last - 1 if REVERSE else first
+    value_0 = load_row(value_ptr, batch, t, value_stride_b, value_stride_t, channel, d)
+    delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
+    vector_0 = load_row(vector_ptr, batch, t, vector_stride_b, vector_stride_t, state, n)
+    t += step
+    end = tl.where((t >= first) & (t < last), d, 0)
+    value_1 = load_row(value_ptr, batch, t, value_stride_b, value_stride_t, channel, end)
+    delta_1 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end)
+    for _ in range(last - first):
+        value, delta, vector = value_0.to(ACC), delta_0.to(ACC), vector_0.to(ACC)
+        value_0, delta_0 = value_1, delta_1
+        end_n = tl.where((t >= first) & (t < last), n, 0)
+        vector_0 = load_row(vector_ptr, batch, t, vector_stride_b, vector_stride_t, state, end_n)
+        t += step
+        end = tl.where((t >= first) & (t < last), d, 0)
+        value_1 = load_row(value_ptr, batch, t, value_stride_b, value_stride_t, channel, end)
+        delta_1 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end)
+
+        decay = build_decay(delta, A_log2, FULL)
         if REVERSE:
             local = decay * (local + value[:, None] * vector[None, :])
         else:
-            s = build_scale(delta, decay, INPUT_SCALE)
-            local = decay * local + s * value[:, None] * vector[None, :]
-        product *= decay
+            scaled = build_scale(delta, decay, INPUT_SCALE) * value[:, None]
+            local = decay * local + scaled * vector[None, :]
+        if FULL:
+            product *= decay
+        else:
+            total += delta
+    if not FULL:
+        product = build_decay(total, A_log2, FULL)
     out = (batch * segments + segment) * (d * n) + cell
     tl.store(product_ptr + out, product, mask=in_cell)
     tl.store(local_ptr + out, local, mask=in_cell)
@@ -136,28 +168,19 @@ def _carry_kernel(
         segment = segments - 1 - i if REVERSE else i
         at = (batch * segments + segment) * size + cell
         tl.store(carried_ptr + at, carried, mask=mask)
-        product = tl.load(product_ptr + at, mask=mask, other=0.0)
-        carried = product * carried + tl.load(local_ptr + at, mask=mask, other=0.0)
+        follows = cell < tl.where(i + 1 < segments, size, 0)
+        product = tl.load(product_ptr + at, mask=follows, other=0.0)
+        carried = product * carried + tl.load(local_ptr + at, mask=follows, other=0.0)
 
 
-@dataclass(frozen=True)
-class ScanOptions:
-    """The options of a scan, and the dtype in which it is computed."""
-
-    input_scale: InputScale
-    eigenvalues: Eigenvalues
-    exclusive: bool
-    accumulator: torch.dtype
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """As keyword arguments of a kernel."""
-        acc = tl.float64 if self.accumulator == torch.float64 else tl.float32
-        return {
-            "INPUT_SCALE": self.input_scale,
-            "FULL": self.eigenvalues == "full",
-            "ACC": acc,
-        }
+def flags(options: ScanOptions) -> dict[str, Any]:
+    """The options of a scan as keyword arguments of a kernel."""
+    acc = tl.float64 if options.accumulator == torch.float64 else tl.float32
+    return {
+        "INPUT_SCALE": options.input_scale,
+        "FULL": options.eigenvalues == "full",
+        "ACC": acc,
+    }
 
 
 @dataclass(frozen=True)
@@ -238,12 +261,12 @@ def enter_segments(
     local: Tensor
     carried: Tensor
     product, local, carried = value.new_empty(3, *shape, dtype=options.accumulator)
-    _segment_kernel[(layout.programs,)](
+    _segment_kernel[(layout.programs // layout.segments * (layout.segments - 1),)](
         *(value, delta, A, vector, product, local),
         *layout.sizes[:-1],
         layout.segment_chunks * chunk,
         *strides(value, delta, vector),
-        **options.flags,
+        **flags(options),
         REVERSE=reverse,
         **layout.blocks,
     )
@@ -251,7 +274,7 @@ def enter_segments(
     _carry_kernel[(layout.b * triton.cdiv(size, WARP),)](
         *(entry, product, local, carried, size, layout.segments),
         REVERSE=reverse,
-        ACC=options.flags["ACC"],
+        ACC=flags(options)["ACC"],
         BLOCK=WARP,
         num_warps=1,
     )

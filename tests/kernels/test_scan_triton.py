@@ -186,7 +186,7 @@ def test_empty_operands(b: int, t: int, d: int, n: int, device: str) -> None:
 def test_memory_is_kept_for_a_backward_only(
     monkeypatch: pytest.MonkeyPatch, tracked: bool, device: str
 ) -> None:
-    from bedouin.kernels.scan import autograd
+    from bedouin.kernels.scan import triton_kernels
     from bedouin.kernels.scan.triton_kernels import scan_forward
 
     kept = []
@@ -196,7 +196,7 @@ def test_memory_is_kept_for_a_backward_only(
         kept.append(tuple(result.kept.shape))
         return result
 
-    monkeypatch.setattr(autograd, "scan_forward", spy)
+    monkeypatch.setattr(triton_kernels, "scan_forward", spy)
     operands = draw(2, 18, 3, 4, device)
     operands.x.requires_grad_(tracked)
     selective_scan(*operands, backend="triton")

@@ -1,0 +1,181 @@
+"""The k x k factor T of H_1 ... H_k = I - U^T T U in Triton, forward and backward.
+
+One program of one warp takes one token: its Gram matrix, collected over blocks of channels in one
+partial sum per thread, and then small algebra in registers. The backward collects it once more.
+Letters: t tokens, k reflections, d channels.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.direct.triton_math import (
+    diagonal,
+    gram,
+    inverse_unipotent,
+    product_left_transposed,
+)
+from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.householder.triton_kernels import accumulator_of, tokens_first
+
+PARTIALS = 2048
+"""Partial sums of a Gram matrix in one warp: 64 in each thread."""
+
+
+@triton.jit
+def _raw_gram(
+    u_token,
+    u_stride_k,
+    d,
+    K: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """u u^T of one token."""
+    row = tl.arange(0, BLOCK_K)
+    partial = tl.zeros((BLOCK_K, BLOCK_K, BLOCK_D), dtype=ACC)
+    for start in range(0, d, BLOCK_D):
+        channel = start + tl.arange(0, BLOCK_D)
+        mask = (row < K)[:, None] & (channel < d)[None, :]
+        u = tl.load(u_token + row[:, None] * u_stride_k + channel[None, :], mask=mask, other=0.0)
+        u = u.to(ACC)
+        partial += u[:, None, :] * u[None, :, :]
+    return tl.sum(partial, axis=2)
+
+
+@triton.jit
+def _unit_gram(raw, d, i, j, EPS: tl.constexpr, ACC: tl.constexpr):
+    """The rows' inverse lengths, and strictly above the diagonal their normalized products."""
+    length = 1 / tl.sqrt(diagonal(raw, i, j) + d * tl.full((), EPS, ACC))
+    return length, tl.where(i < j, raw * length[:, None] * length[None, :], 0.0)
+
+
+@triton.jit
+def _factor_kernel(
+    u_ptr,  # (t, k, d)
+    beta_ptr,  # (t, k)
+    factor_ptr,  # (t, k, k)
+    d,
+    u_stride_t,
+    u_stride_k,
+    beta_stride_t,
+    beta_stride_k,
+    K: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK_K)
+    i, j = row[:, None], row[None, :]
+    raw = _raw_gram(u_ptr + token * u_stride_t, u_stride_k, d, K, ACC, BLOCK_K, BLOCK_D)
+    _, above = _unit_gram(raw, d, i, j, EPS, ACC)
+    beta = tl.load(beta_ptr + token * beta_stride_t + row * beta_stride_k, mask=row < K, other=0.0)
+    beta = beta.to(ACC)
+    identity = tl.where(i == j, 1.0, 0.0).to(ACC)
+    factor = inverse_unipotent(beta[:, None] * above, identity, BLOCK_K) * beta[None, :]
+    out = factor_ptr + token * (K * K) + i * K + j
+    tl.store(out, factor.to(factor_ptr.dtype.element_ty), mask=(i < K) & (j < K))
+
+
+@triton.jit
+def _factor_backward_kernel(
+    grad_ptr,  # (t, k, k)
+    u_ptr,  # (t, k, d)
+    beta_ptr,  # (t, k)
+    grad_u_ptr,  # (t, k, d)
+    grad_beta_ptr,  # (t, k)
+    d,
+    u_stride_t,
+    u_stride_k,
+    beta_stride_t,
+    beta_stride_k,
+    K: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK_K)
+    i, j = row[:, None], row[None, :]
+    u_token = u_ptr + token * u_stride_t
+    raw = _raw_gram(u_token, u_stride_k, d, K, ACC, BLOCK_K, BLOCK_D)
+    length, above = _unit_gram(raw, d, i, j, EPS, ACC)
+    beta = tl.load(beta_ptr + token * beta_stride_t + row * beta_stride_k, mask=row < K, other=0.0)
+    beta = beta.to(ACC)
+    in_k = (i < K) & (j < K)
+    grad = tl.load(grad_ptr + token * (K * K) + i * K + j, mask=in_k, other=0.0).to(ACC)
+
+    # T = P diag(beta), P = (I + N)^-1, N = diag(beta) above
+    identity = tl.where(i == j, 1.0, 0.0).to(ACC)
+    inverse = inverse_unipotent(beta[:, None] * above, identity, BLOCK_K)
+    grad_beta = tl.sum(grad * inverse, axis=0)
+    grad_N = -gram(product_left_transposed(inverse, grad * beta[None, :]), inverse)
+    grad_N = tl.where(i < j, grad_N, 0.0)
+    grad_beta = tl.sum(tl.where(i == j, grad_beta[None, :], grad_N * above), axis=1)
+    grad_above = beta[:, None] * grad_N
+    both = grad_above + tl.trans(grad_above)
+    # u_i sees the other rows through their products with it, and itself through its length
+    own = -tl.sum(both * raw * length[None, :], axis=1) * length * length * length
+    weights = tl.where(i == j, own[:, None], both * length[:, None] * length[None, :])
+
+    grad_beta_row = grad_beta_ptr + token * K + row
+    tl.store(grad_beta_row, grad_beta.to(grad_beta_ptr.dtype.element_ty), mask=row < K)
+    for start in range(0, d, BLOCK_D):
+        channel = start + tl.arange(0, BLOCK_D)
+        mask = (row < K)[:, None] & (channel < d)[None, :]
+        u = tl.load(u_token + row[:, None] * u_stride_k + channel[None, :], mask=mask, other=0.0)
+        grad_u = tl.sum(weights[:, :, None] * u.to(ACC)[None, :, :], axis=1)
+        out = grad_u_ptr + (token * K + row[:, None]) * d + channel[None, :]
+        tl.store(out, grad_u.to(grad_u_ptr.dtype.element_ty), mask=mask)
+
+
+def factor_forward(
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+) -> Tensor:  # (..., k, k)
+    """T in float32, or float64 for such operands. No size may be 0, and k at most 8."""
+    dtype = torch.promote_types(torch.promote_types(u.dtype, beta.dtype), torch.float32)
+    factor = torch.empty(*beta.shape, beta.shape[-1], dtype=dtype, device=u.device)
+    beta, u = tokens_first(beta, u)
+    t, k, d = u.shape
+    _factor_kernel[(t,)](
+        *(u, beta, factor, d, u.stride(0), u.stride(1), *beta.stride()),
+        K=k,
+        EPS=UNIT_EPS,
+        ACC=accumulator_of(u, beta),
+        **_blocks(k, d),
+    )
+    return factor
+
+
+def factor_backward(
+    grad: Tensor,  # (..., k, k)
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of u and beta; sizes as in `factor_forward`."""
+    grad_u, grad_beta = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (u, beta))
+    grad = grad.contiguous()
+    beta, u = tokens_first(beta, u)
+    t, k, d = u.shape
+    _factor_backward_kernel[(t,)](
+        *(grad, u, beta, grad_u, grad_beta, d, u.stride(0), u.stride(1), *beta.stride()),
+        K=k,
+        EPS=UNIT_EPS,
+        ACC=accumulator_of(u, beta),
+        **_blocks(k, d),
+    )
+    return grad_u, grad_beta
+
+
+def _blocks(k: int, d: int) -> dict[str, int]:
+    block_k = triton.next_power_of_2(k)
+    block_d = min(PARTIALS // block_k**2, triton.next_power_of_2(d), 1024)
+    return {"BLOCK_K": block_k, "BLOCK_D": block_d, "num_warps": 1}
