@@ -1,0 +1,590 @@
+"""The launches of a step of Picard or Jacobi; fused.py says which does what, and why.
+
+Memory and A are (n, d) here, so that a warp's threads are channels and sums over the n states stay
+inside a thread. A token is one row of (b t, ...); `kept` tokens at the start of each sample are
+frozen and left alone.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.direct.reference import SweepOptions
+from bedouin.kernels.direct.triton_math import (
+    activate,
+    diagonal,
+    gram,
+    input_scale,
+    inverse_unipotent,
+    invert,
+    sigmoid,
+    solve_small,
+    times,
+    transposed_times,
+)
+from bedouin.kernels.householder.reference import UNIT_EPS
+
+if TYPE_CHECKING:
+    from bedouin.kernels.iteration.fused import FusedIteration, IterationInputs, IterationRule
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _bits(v):
+    """|v| as an integer: the same order, and NaN is the largest."""
+    if v.dtype == tl.float64:
+        return tl.abs(v).to(tl.int64, bitcast=True)
+    else:
+        return tl.abs(v).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _largest(v, axis: tl.constexpr):
+    """max |v|, NaN if there is one; a warp reduces integers in one instruction."""
+    return tl.max(_bits(v), axis=axis).to(v.dtype, bitcast=True)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def _load_raw(raw_ptr, fed_back_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
+    """raw^x + W^y norm(y_{t-1}) at some columns."""
+    raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(ACC)
+    if FEEDBACK:
+        raw += tl.load(fed_back_ptr + at, mask=mask, other=0.0).to(ACC)
+    return raw
+
+
+@triton.jit(do_not_specialize=["T"])
+def _mix_kernel(
+    x_ptr,  # (b t, d)
+    raw_ptr,  # (b t, r)
+    fed_back_ptr,  # (b t, r)
+    y_ptr,  # (b t, d)
+    kept_ptr,  # (b,)
+    mixed_ptr,  # (b t, d)
+    BC_ptr,  # (b t, 2, n)
+    T,
+    x_stride,
+    raw_stride,
+    r,
+    d,
+    n,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if token % T >= tl.load(kept_ptr + token // T):
+        cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        in_d, in_n = cols < d, states < n
+        raw_ptr += tl.multiple_of(token * raw_stride, ALIGN)
+        fed_back_ptr += tl.multiple_of(token * r, ALIGN)
+        x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
+        v = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0) - x
+        mixed = x
+        u_at = d + (2 * n if SELECTIVE else 0)
+        # (I - H_1 ... H_k) v, the last reflection first
+        for i in tl.static_range(K):
+            at = tl.multiple_of(u_at + (K - 1 - i) * d, ALIGN) + cols
+            u = _load_raw(raw_ptr, fed_back_ptr, at, in_d, FEEDBACK, ACC)
+            alpha_at = u_at + K * d + (K - 1 - i)
+            alpha = _load_raw(raw_ptr, fed_back_ptr, alpha_at, True, FEEDBACK, ACC)
+            size = tl.sum(u * u, axis=0) + d * EPS
+            step = (BETA_MAX * sigmoid(alpha) * tl.sum(u * v, axis=0) / size) * u
+            mixed += step
+            v -= step
+        tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
+        if SELECTIVE:
+            B = _load_raw(raw_ptr, fed_back_ptr, d + states, in_n, FEEDBACK, ACC)
+            C = _load_raw(raw_ptr, fed_back_ptr, d + n + states, in_n, FEEDBACK, ACC)
+            BC_ptr += token * 2 * n + states
+            tl.store(BC_ptr, B * tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS), mask=in_n)
+            tl.store(BC_ptr + n, C * tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS), mask=in_n)
+
+
+@triton.jit
+def _load_vector(BC_ptr, states, end, SELECTIVE: tl.constexpr, ACC: tl.constexpr):
+    """B or C of a token; 0 from `end` on, and 1 before it without selection."""
+    if SELECTIVE:
+        return tl.load(BC_ptr + states, mask=states < end, other=0.0)
+    else:
+        return tl.where(states < end, 1.0, 0.0).to(ACC)
+
+
+@triton.jit(do_not_specialize=["batch", "T", "column_stride"])
+def _scan_kernel(
+    mixed_ptr,  # (b t, d)
+    raw_ptr,  # (b t, r)
+    fed_back_ptr,  # (b t, r)
+    BC_ptr,  # (b t, 2, n)
+    A_ptr,  # (n, d)
+    h0_ptr,  # (b, n, d)
+    y_ptr,  # (b t, d)
+    kept_ptr,  # (b,)
+    out_ptr,  # (b t, d): the next iterate, or with EXCLUSIVE what memory holds before the token
+    gain_ptr,  # (b t, d)
+    parts_ptr,  # (2, b, blocks, t)
+    batch,
+    T,
+    raw_stride,
+    r,
+    d,
+    n,
+    column_stride,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    STORE_GAIN: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    DAMPING: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    sample, block = program // blocks, program % blocks
+    channels = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    states = tl.arange(0, BLOCK_N)
+    in_d = channels < d
+    # column_stride is 1: where the compiler knows, it gives four channels and few states to a
+    # thread, and every sum over states becomes an exchange between threads
+    cells = states[:, None] * d + channels[None, :] * column_stride
+    in_cells = (states < n)[:, None] & in_d[None, :]
+    A = tl.load(A_ptr + cells, mask=in_cells, other=0.0) * LOG2_E
+    h = tl.load(h0_ptr + sample * n * d + cells, mask=in_cells, other=0.0)
+    kept = tl.load(kept_ptr + sample)
+    token = sample * T
+    mixed_ptr += token * d + channels
+    raw_ptr += token * raw_stride
+    fed_back_ptr += token * r
+    y_ptr += token * d + channels
+    out_ptr += token * d + channels
+    gain_ptr += token * d + channels
+    BC_ptr += token * 2 * n
+    parts_ptr += program * T
+    scale_ptr = parts_ptr + tl.cast(batch, tl.int64) * blocks * T
+
+    # the operands of the next token are on their way while this one is computed
+    x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
+    raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
+    B_next = _load_vector(BC_ptr, states, n, SELECTIVE, ACC)
+    C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, ACC)
+    for t in range(T):
+        x, raw, B, C = x_next, raw_next, B_next, C_next
+        if not EXCLUSIVE:
+            y = tl.load(y_ptr, mask=in_d, other=0.0)
+        mixed_ptr += d
+        raw_ptr += raw_stride
+        fed_back_ptr += r
+        BC_ptr += 2 * n
+        more_d, more_n = channels < tl.where(t + 1 < T, d, 0), tl.where(t + 1 < T, n, 0)
+        x_next = tl.load(mixed_ptr, mask=more_d, other=0.0)
+        raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, more_d, FEEDBACK, ACC)
+        B_next = _load_vector(BC_ptr, states, more_n, SELECTIVE, ACC)
+        C_next = _load_vector(BC_ptr + n, states, more_n, SELECTIVE, ACC)
+
+        delta = activate(raw, ACTIVATION)
+        decay = tl.exp2(A * delta[None, :])
+        if FULL:
+            decay = 2 * decay - 1
+        h *= decay
+        if EXCLUSIVE:
+            p = tl.sum(h * C[:, None], axis=0)
+        if INPUT_SCALE == "one_minus_decay":
+            s = 1 - tl.abs(decay)
+            h += s * (x[None, :] * B[:, None])
+            if STORE_GAIN:
+                gain = tl.sum(s * (B * C)[:, None], axis=0)
+                tl.store(gain_ptr, gain, mask=in_d)
+                gain_ptr += d
+        else:
+            h += (input_scale(delta, INPUT_SCALE) * x)[None, :] * B[:, None]
+        moves = channels < tl.where(t >= kept, d, 0)
+        if EXCLUSIVE:
+            tl.store(out_ptr, p, mask=moves)
+        else:
+            F = tl.sum(h * C[:, None], axis=0)
+            if DAMPING == 1:
+                tl.store(out_ptr, F, mask=moves)
+            else:
+                tl.store(out_ptr, y + DAMPING * (F - y), mask=moves)
+            tl.store(parts_ptr + t, _largest(F - y, 0))
+            tl.store(scale_ptr + t, _largest(F, 0))
+        y_ptr += d
+        out_ptr += d
+
+
+@triton.jit
+def _woodbury(rhs, sigma, U, T, K, inverse):
+    """rhs + sigma * U^T T K^-1 U rhs."""
+    a = times(T, solve_small(K, inverse, times(U, rhs)))
+    return rhs + sigma * transposed_times(U, a)
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def _finish_kernel(
+    x_ptr,  # (b t, d)
+    raw_ptr,  # (b t, r)
+    fed_back_ptr,  # (b t, r)
+    BC_ptr,  # (b t, 2, n)
+    gain_ptr,  # (b t, d)
+    y_ptr,  # (b t, d)
+    kept_ptr,  # (b,)
+    out_ptr,  # (b t, d): p, replaced by the next iterate
+    parts_ptr,  # (2, b t)
+    pivots_ptr,  # (b t,)
+    batch,
+    T,
+    x_stride,
+    raw_stride,
+    r,
+    d,
+    n,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if token % T >= tl.load(kept_ptr + token // T):
+        ks, cols, states = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        in_k, in_d = ks < K, cols < d
+        i, j = ks[:, None], ks[None, :]
+        raw_ptr += tl.multiple_of(token * raw_stride, ALIGN)
+        fed_back_ptr += tl.multiple_of(token * r, ALIGN)
+        if INPUT_SCALE == "one_minus_decay":
+            sigma = tl.load(gain_ptr + token * d + cols, mask=in_d, other=0.0)
+        else:
+            raw_delta = _load_raw(raw_ptr, fed_back_ptr, cols, in_d, FEEDBACK, ACC)
+            B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, ACC)
+            C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, ACC)
+            s = input_scale(activate(raw_delta, ACTIVATION), INPUT_SCALE)
+            sigma = s * tl.sum(B * C, axis=0)
+        u_at = tl.multiple_of(d + (2 * n if SELECTIVE else 0), ALIGN)
+        in_u = in_k[:, None] & in_d[None, :]
+        u = _load_raw(raw_ptr, fed_back_ptr, u_at + i * d + cols[None, :], in_u, FEEDBACK, ACC)
+        alpha = _load_raw(raw_ptr, fed_back_ptr, u_at + K * d + ks, in_k, FEEDBACK, ACC)
+        beta = tl.where(in_k, BETA_MAX * sigmoid(alpha), 0.0)
+        x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
+        p = tl.load(out_ptr + token * d + cols, mask=in_d, other=0.0)
+
+        identity = tl.where(i == j, 1.0, 0.0).to(ACC)
+        dots = gram(u, u)
+        inv = tl.rsqrt(diagonal(dots, i, j) + d * EPS)
+        U = u * inv[:, None]
+        N = tl.where(i < j, beta[:, None] * (dots * inv[:, None] * inv[None, :]), 0.0)
+        T_u = inverse_unipotent(N, identity, BLOCK_K) * beta[None, :]
+        S = gram(U * sigma[None, :], U)
+        system = identity - tl.sum(S[:, :, None] * T_u[None, :, :], axis=1)
+        inverse, pivot = invert(system, identity, K, BLOCK_K)
+        rhs = p + sigma * (x - transposed_times(U, times(T_u, times(U, x))))
+        y = _woodbury(rhs, sigma, U, T_u, system, inverse)
+        # one step of refinement, as in solve_local
+        applied = y - sigma * transposed_times(U, times(T_u, times(U, y)))
+        y += _woodbury(rhs - applied, sigma, U, T_u, system, inverse)
+        before = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
+        tl.store(out_ptr + token * d + cols, y, mask=in_d)
+        tl.store(parts_ptr + token, _largest(y - before, 0))
+        tl.store(parts_ptr + tl.cast(batch, tl.int64) * T + token, _largest(y, 0))
+        tl.store(pivots_ptr + token, pivot)
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def _decide_kernel(
+    parts_ptr,  # (2, b, parts, t)
+    norms_ptr,  # (2, b, t)
+    counters_ptr,  # (5, b): kept before, kept, frozen, failed, steps
+    batch,
+    T,
+    parts,
+    ATOL: tl.constexpr,
+    RTOL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    sample = tl.program_id(0).to(tl.int64)
+    counters_ptr += sample
+    kept = tl.load(counters_ptr + batch)
+    frozen = tl.load(counters_ptr + 2 * batch)
+    failed = tl.load(counters_ptr + 3 * batch)
+    rows, cols = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
+    tokens = tl.cast(T, tl.int64)
+    all_norms = tl.cast(batch, tl.int64) * tokens
+    all_parts = all_norms * parts
+    parts_ptr += sample * parts * tokens
+    norms_ptr += sample * tokens
+    # the first token that has not converged, or is not finite
+    end = T
+    largest = tl.full([], 0.0, norms_ptr.dtype.element_ty)
+    worst = largest
+    for start in range(0, T, BLOCK_T):
+        t = start + cols
+        at = rows[:, None] * tokens + t[None, :]
+        mask = (rows < parts)[:, None] & (t < T)[None, :]
+        defect = _largest(tl.load(parts_ptr + at, mask=mask, other=0.0), 0)
+        scale = _largest(tl.load(parts_ptr + all_parts + at, mask=mask, other=0.0), 0)
+        tl.store(norms_ptr + t, defect, mask=t < T)
+        tl.store(norms_ptr + all_norms + t, scale, mask=t < T)
+        if WHOLE:
+            # a token that is not finite, and all after it, must not keep the ones before it going
+            finite = (scale < float("inf")) | (t >= T)
+            end = tl.minimum(end, tl.min(tl.where(finite, T, t), axis=0))
+            worst = _larger(worst, _largest(tl.where(t < end, defect, 0.0), 0))
+            largest = _larger(largest, _largest(tl.where(t < end, scale, 0.0), 0))
+        else:
+            running = _larger(tl.associative_scan(scale, 0, _larger), largest)
+            largest = _larger(largest, _largest(scale, 0))
+            small = (defect < ATOL + RTOL * running) | (t < frozen) | (t >= T)
+            end = tl.minimum(end, tl.min(tl.where(small, T, t), axis=0))
+    if WHOLE:
+        end = tl.where(worst < ATOL + RTOL * largest, tl.maximum(end, frozen), frozen)
+    at = all_parts + rows * tokens + tl.minimum(end, T - 1)
+    scale = _largest(tl.load(parts_ptr + at, mask=rows < parts, other=0.0), 0)
+    fails = (failed != 0) | ((end < T) & ((scale < float("inf")) == 0))
+    tl.store(counters_ptr, kept)
+    tl.store(counters_ptr + batch, tl.where(fails, T, end))
+    tl.store(counters_ptr + 2 * batch, end)
+    tl.store(counters_ptr + 3 * batch, fails.to(tl.int32))
+    if COUNT:
+        active = (frozen < T) & (failed == 0)
+        steps = tl.load(counters_ptr + 4 * batch)
+        tl.store(counters_ptr + 4 * batch, steps + active.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def _settle_kernel(
+    y_ptr,  # (b t, d)
+    next_ptr,  # (b t, d)
+    normed_ptr,  # (b t, d), in the dtype of W^y
+    counters_ptr,  # (5, b): kept before, kept, ...
+    batch,
+    T,
+    d,
+    BLOCK_D: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    t, sample = token % T, token // T
+    cols = tl.arange(0, BLOCK_D)
+    before = tl.load(counters_ptr + sample)
+    kept = tl.load(counters_ptr + batch + sample)
+    if (t >= before) & (t < kept):
+        in_d = cols < d
+        y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
+        tl.store(next_ptr + token * d + cols, y, mask=in_d)
+    if FEEDBACK:
+        if (t >= kept) & (t + 1 < T):
+            in_d = cols < d
+            y = tl.load(next_ptr + token * d + cols, mask=in_d, other=0.0)
+            if NORM:
+                y *= tl.rsqrt(tl.sum(y * y, axis=0) / d + NORM_EPS)
+            normed = y.to(normed_ptr.dtype.element_ty)
+            tl.store(normed_ptr + (token + 1) * d + cols, normed, mask=in_d)
+
+
+TILE = 512
+"""Elements of h of one program of the scan: one warp, 16 a thread."""
+PROGRAMS = 1024
+"""Programs wanted in the scan; with fewer, blocks of channels become smaller."""
+DECIDE_TILE = 8192
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes, strides and constants of all launches of one solve."""
+
+    b: int
+    t: int
+    d: int
+    n: int
+    x_stride: int
+    raw_stride: int
+    r: int
+    block_d: int  # of the scan
+    rule: "IterationRule"
+    options: SweepOptions
+    feedback: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(inputs: "IterationInputs", options: SweepOptions, rule: "IterationRule") -> "Geometry":
+        """From x, raw and A (n, d) as the kernels get them."""
+        (b, t, d), n = inputs.x.shape, inputs.A.shape[0]
+        strides = inputs.x.stride(1), inputs.raw.stride(1), inputs.raw.shape[-1]
+        feedback, block = inputs.W_y is not None, _scan_block(b, d, n)
+        return Geometry(b, t, d, n, *strides, block, rule, options, feedback, inputs.A.dtype)
+
+    @property
+    def jacobi(self) -> bool:
+        return self.rule.method == "jacobi"
+
+    @property
+    def stores_gain(self) -> bool:
+        """Whether the scan leaves sigma, which needs all decays, to the local solve."""
+        return self.jacobi and self.options.input_scale == "one_minus_decay"
+
+    @property
+    def parts(self) -> int:
+        """Parts in which defect and scale of a token are found."""
+        parts: int = 1 if self.jacobi else triton.cdiv(self.d, self.block_d)
+        return parts
+
+    @property
+    def token_constants(self) -> dict[str, Any]:
+        """Of the kernels that take a token a program."""
+        layout = self.options.layout
+        assert layout is not None
+        offsets = (self.raw_stride, self.r, self.d, 2 * self.n if layout.selective else 0)
+        return {
+            "K": layout.num_householder,
+            "BLOCK_D": triton.next_power_of_2(self.d),
+            "BLOCK_N": triton.next_power_of_2(self.n),
+            "FEEDBACK": self.feedback,
+            "SELECTIVE": layout.selective,
+            "BETA_MAX": layout.beta_max,
+            "EPS": UNIT_EPS,
+            "ALIGN": math.gcd(16, *offsets),
+            "ACC": self.accumulator,
+        }
+
+    @property
+    def accumulator(self) -> Any:
+        return tl.float64 if self.dtype == torch.float64 else tl.float32
+
+
+def _scan_block(b: int, d: int, n: int) -> int:
+    """Channels a program of the scan."""
+    block_n = triton.next_power_of_2(n)
+    block = min(max(1, TILE // block_n), triton.next_power_of_2(d))
+    smallest = min(block, max(8, 32 // block_n))
+    while block > smallest and b * triton.cdiv(d, block) < PROGRAMS:
+        block //= 2
+    return int(block)
+
+
+def mix(it: "FusedIteration") -> None:
+    """x~ and unit B and C of all tokens that still move."""
+    g, i = it.geometry, it.inputs
+    _mix_kernel[(g.b * g.t,)](
+        *(i.x, i.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC),
+        *(g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n),
+        **g.token_constants,
+        num_warps=_mix_warps(g.d),
+    )
+
+
+def _mix_warps(d: int) -> int:
+    """Eight channels a thread."""
+    return int(min(8, max(1, triton.next_power_of_2(d) // 256)))
+
+
+def scan(it: "FusedIteration") -> None:
+    """Picard: the next iterate and the parts of defect and scale; Jacobi: p, in its place."""
+    g, i = it.geometry, it.inputs
+    layout, block_n = g.options.layout, triton.next_power_of_2(g.n)
+    assert layout is not None
+    _scan_kernel[(g.b * triton.cdiv(g.d, g.block_d),)](
+        *(it.mixed, i.raw, it.fed_back, it.BC, i.A, i.h0, it.y, it.kept),
+        *(it.y_next, it.gain, it.parts),
+        *(g.b, g.t, g.raw_stride, g.r, g.d, g.n, 1),
+        BLOCK_D=g.block_d,
+        BLOCK_N=block_n,
+        EXCLUSIVE=g.jacobi,
+        STORE_GAIN=g.stores_gain,
+        FEEDBACK=g.feedback,
+        SELECTIVE=layout.selective,
+        ACTIVATION=layout.activation,
+        INPUT_SCALE=g.options.input_scale,
+        FULL=g.options.eigenvalues == "full",
+        DAMPING=g.rule.damping,
+        ACC=g.accumulator,
+        num_warps=max(1, min(8, g.block_d * block_n // TILE)),
+    )
+
+
+def finish(it: "FusedIteration") -> None:
+    """Jacobi: the local solve of all tokens that still move, defect, scale and pivot."""
+    g, i = it.geometry, it.inputs
+    layout = g.options.layout
+    assert layout is not None
+    _finish_kernel[(g.b * g.t,)](
+        *(i.x, i.raw, it.fed_back, it.BC, it.gain, it.y, it.kept),
+        *(it.y_next, it.parts, it.pivots),
+        *(g.b, g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n),
+        BLOCK_K=triton.next_power_of_2(layout.num_householder),
+        ACTIVATION=layout.activation,
+        INPUT_SCALE=g.options.input_scale,
+        **g.token_constants,
+        num_warps=_finish_warps(g.d),
+    )
+
+
+def _finish_warps(d: int) -> int:
+    """Four channels a thread."""
+    return int(min(8, max(1, triton.next_power_of_2(d) // 128)))
+
+
+def decide(it: "FusedIteration", *, count: bool) -> None:
+    """Defect, scale, converged prefix and failure of every sample."""
+    g = it.geometry
+    block_p = triton.next_power_of_2(g.parts)
+    block_t = min(triton.next_power_of_2(g.t), max(32, DECIDE_TILE // block_p))
+    _decide_kernel[(g.b,)](
+        *(it.parts, it.norms, it.counters, g.b, g.t, g.parts),
+        ATOL=g.rule.atol,
+        RTOL=g.rule.rtol,
+        WHOLE=g.rule.whole_sequence,
+        COUNT=count,
+        BLOCK_P=block_p,
+        BLOCK_T=block_t,
+        num_warps=8,
+    )
+
+
+def settle(it: "FusedIteration", y_next: Tensor) -> None:
+    """Undo the last move of tokens that have just frozen; norm(y_next) of the others."""
+    g = it.geometry
+    eps = g.options.feedback_norm_eps
+    block_d = triton.next_power_of_2(g.d)
+    _settle_kernel[(g.b * g.t,)](
+        *(it.y, y_next, it.normed, it.counters, g.b, g.t, g.d),
+        BLOCK_D=block_d,
+        FEEDBACK=g.feedback,
+        NORM=eps is not None,
+        NORM_EPS=0.0 if eps is None else eps,
+        num_warps=int(min(8, max(1, block_d // 256))),
+    )
