@@ -96,8 +96,8 @@ def _mix_kernel(
     if token % T >= tl.load(kept_ptr + token // T):
         cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         in_d, in_n = cols < d, states < n
-        raw_ptr += tl.multiple_of(token * raw_stride, ALIGN)
-        fed_back_ptr += tl.multiple_of(token * r, ALIGN)
+        raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
+        fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
         x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
         v = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0) - x
         mixed = x
@@ -105,20 +105,20 @@ def _mix_kernel(
         # (I - H_1 ... H_k) v, the last reflection first
         for i in tl.static_range(K):
             at = tl.multiple_of(u_at + (K - 1 - i) * d, ALIGN) + cols
-            u = _load_raw(raw_ptr, fed_back_ptr, at, in_d, FEEDBACK, ACC)
+            u = _load_raw(raw_row, fed_row, at, in_d, FEEDBACK, ACC)
             alpha_at = u_at + K * d + (K - 1 - i)
-            alpha = _load_raw(raw_ptr, fed_back_ptr, alpha_at, True, FEEDBACK, ACC)
+            alpha = _load_raw(raw_row, fed_row, alpha_at, True, FEEDBACK, ACC)
             size = tl.sum(u * u, axis=0) + d * EPS
             step = (BETA_MAX * sigmoid(alpha) * tl.sum(u * v, axis=0) / size) * u
             mixed += step
             v -= step
         tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
         if SELECTIVE:
-            B = _load_raw(raw_ptr, fed_back_ptr, d + states, in_n, FEEDBACK, ACC)
-            C = _load_raw(raw_ptr, fed_back_ptr, d + n + states, in_n, FEEDBACK, ACC)
-            BC_ptr += token * 2 * n + states
-            tl.store(BC_ptr, B * tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS), mask=in_n)
-            tl.store(BC_ptr + n, C * tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS), mask=in_n)
+            B = _load_raw(raw_row, fed_row, d + states, in_n, FEEDBACK, ACC)
+            C = _load_raw(raw_row, fed_row, d + n + states, in_n, FEEDBACK, ACC)
+            out = BC_ptr + token * 2 * n + states
+            tl.store(out, B * tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS), mask=in_n)
+            tl.store(out + n, C * tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS), mask=in_n)
 
 
 @triton.jit
@@ -280,20 +280,20 @@ def _finish_kernel(
         ks, cols, states = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         in_k, in_d = ks < K, cols < d
         i, j = ks[:, None], ks[None, :]
-        raw_ptr += tl.multiple_of(token * raw_stride, ALIGN)
-        fed_back_ptr += tl.multiple_of(token * r, ALIGN)
+        raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
+        fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
         if INPUT_SCALE == "one_minus_decay":
             sigma = tl.load(gain_ptr + token * d + cols, mask=in_d, other=0.0)
         else:
-            raw_delta = _load_raw(raw_ptr, fed_back_ptr, cols, in_d, FEEDBACK, ACC)
+            raw_delta = _load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
             B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, ACC)
             C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, ACC)
             s = input_scale(activate(raw_delta, ACTIVATION), INPUT_SCALE)
             sigma = s * tl.sum(B * C, axis=0)
         u_at = tl.multiple_of(d + (2 * n if SELECTIVE else 0), ALIGN)
         in_u = in_k[:, None] & in_d[None, :]
-        u = _load_raw(raw_ptr, fed_back_ptr, u_at + i * d + cols[None, :], in_u, FEEDBACK, ACC)
-        alpha = _load_raw(raw_ptr, fed_back_ptr, u_at + K * d + ks, in_k, FEEDBACK, ACC)
+        u = _load_raw(raw_row, fed_row, u_at + i * d + cols[None, :], in_u, FEEDBACK, ACC)
+        alpha = _load_raw(raw_row, fed_row, u_at + K * d + ks, in_k, FEEDBACK, ACC)
         beta = tl.where(in_k, BETA_MAX * sigmoid(alpha), 0.0)
         x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
         p = tl.load(out_ptr + token * d + cols, mask=in_d, other=0.0)
