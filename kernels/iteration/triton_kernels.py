@@ -122,9 +122,16 @@ def _mix_kernel(
 
 
 @triton.jit
-def _load_vector(BC_ptr, states, end, SELECTIVE: tl.constexpr, ACC: tl.constexpr):
-    """B or C of a token; 0 from `end` on, and 1 before it without selection."""
-    if SELECTIVE:
+def _load_vector(
+    BC_ptr, states, end, SELECTIVE: tl.constexpr, EXACT: tl.constexpr, ACC: tl.constexpr
+):
+    """B or C of a token; 0 from `end` on, and 1 before it without selection.
+
+    EXACT: `end` is the length of `states`. Without a mask nothing is zeroed before each load.
+    """
+    if SELECTIVE and EXACT:
+        return tl.load(BC_ptr + states)
+    elif SELECTIVE:
         return tl.load(BC_ptr + states, mask=states < end, other=0.0)
     else:
         return tl.where(states < end, 1.0, 0.0).to(ACC)
@@ -160,6 +167,8 @@ def _scan_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     DAMPING: tl.constexpr,
+    EXACT: tl.constexpr,
+    UNROLL: tl.constexpr,
     ACC: tl.constexpr,
 ):
     blocks = tl.cdiv(d, BLOCK_D)
@@ -189,21 +198,26 @@ def _scan_kernel(
     # the operands of the next token are on their way while this one is computed
     x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
     raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
-    B_next = _load_vector(BC_ptr, states, n, SELECTIVE, ACC)
-    C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, ACC)
-    for t in range(T):
+    B_next = _load_vector(BC_ptr, states, n, SELECTIVE, EXACT, ACC)
+    C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, EXACT, ACC)
+    if not EXCLUSIVE:
+        y_next = tl.load(y_ptr, mask=in_d, other=0.0)
+    for t in tl.range(0, T, loop_unroll_factor=UNROLL):
         x, raw, B, C = x_next, raw_next, B_next, C_next
+        # after the last token the last one once more: its masks would be set for every token
+        more = tl.where(t + 1 < T, 1, 0)
+        mixed_ptr += more * d
+        raw_ptr += more * raw_stride
+        fed_back_ptr += more * r
+        BC_ptr += more * 2 * n
+        x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
+        raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
+        B_next = _load_vector(BC_ptr, states, n, SELECTIVE, EXACT, ACC)
+        C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, EXACT, ACC)
         if not EXCLUSIVE:
-            y = tl.load(y_ptr, mask=in_d, other=0.0)
-        mixed_ptr += d
-        raw_ptr += raw_stride
-        fed_back_ptr += r
-        BC_ptr += 2 * n
-        more_d, more_n = channels < tl.where(t + 1 < T, d, 0), tl.where(t + 1 < T, n, 0)
-        x_next = tl.load(mixed_ptr, mask=more_d, other=0.0)
-        raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, more_d, FEEDBACK, ACC)
-        B_next = _load_vector(BC_ptr, states, more_n, SELECTIVE, ACC)
-        C_next = _load_vector(BC_ptr + n, states, more_n, SELECTIVE, ACC)
+            y = y_next
+            y_ptr += more * d
+            y_next = tl.load(y_ptr, mask=in_d, other=0.0)
 
         delta = activate(raw, ACTIVATION)
         decay = tl.exp2(A * delta[None, :])
@@ -232,7 +246,6 @@ def _scan_kernel(
                 tl.store(out_ptr, y + DAMPING * (F - y), mask=moves)
             tl.store(parts_ptr + t, _largest(F - y, 0))
             tl.store(scale_ptr + t, _largest(F, 0))
-        y_ptr += d
         out_ptr += d
 
 
@@ -273,6 +286,7 @@ def _finish_kernel(
     BETA_MAX: tl.constexpr,
     EPS: tl.constexpr,
     ALIGN: tl.constexpr,
+    EXACT: tl.constexpr,
     ACC: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -286,8 +300,8 @@ def _finish_kernel(
             sigma = tl.load(gain_ptr + token * d + cols, mask=in_d, other=0.0)
         else:
             raw_delta = _load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
-            B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, ACC)
-            C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, ACC)
+            B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, EXACT, ACC)
+            C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, EXACT, ACC)
             s = input_scale(activate(raw_delta, ACTIVATION), INPUT_SCALE)
             sigma = s * tl.sum(B * C, axis=0)
         u_at = tl.multiple_of(d + (2 * n if SELECTIVE else 0), ALIGN)
@@ -418,6 +432,8 @@ def _settle_kernel(
 
 TILE = 512
 """Elements of h of one program of the scan: one warp, 16 a thread."""
+UNROLL = 4
+"""Tokens of one pass of the scan's loop: unrolled, what is loaded ahead is renamed, not moved."""
 PROGRAMS = 1024
 """Programs wanted in the scan; with fewer, blocks of channels become smaller."""
 DECIDE_TILE = 8192
@@ -531,6 +547,8 @@ def scan(it: "FusedIteration") -> None:
         INPUT_SCALE=g.options.input_scale,
         FULL=g.options.eigenvalues == "full",
         DAMPING=g.rule.damping,
+        EXACT=block_n == g.n,
+        UNROLL=UNROLL,
         ACC=g.accumulator,
         num_warps=max(1, min(8, g.block_d * block_n // TILE)),
     )
@@ -545,6 +563,7 @@ def finish(it: "FusedIteration") -> None:
         *(i.x, i.raw, it.fed_back, it.BC, it.gain, it.y, it.kept),
         *(it.y_next, it.parts, it.pivots),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n),
+        EXACT=triton.next_power_of_2(g.n) == g.n,
         BLOCK_K=triton.next_power_of_2(layout.num_householder),
         ACTIVATION=layout.activation,
         INPUT_SCALE=g.options.input_scale,
