@@ -208,13 +208,13 @@ class IterativeSolver(Solver):
         return _conclude(steps.progress, y0.shape, readable)
 
     def _steps(self, f: Map, y: Tensor, shape: torch.Size, unroll: bool) -> Steps:
+        if y.shape != shape:
+            return _PlainSteps(self, _TokenMap(f, shape, y.shape), y)
         rule = self.rule()
-        if rule is not None and isinstance(f, FusedMap) and not unroll:
-            # the launches of a fused step leave no graph behind
-            fused = None if torch.is_grad_enabled() else f.fuse(y, rule)
-            if fused is not None:
-                return fused
-        return _PlainSteps(self, f if y.shape == shape else _TokenMap(f, shape, y.shape), y)
+        # fused steps leave no graph behind
+        if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
+            return f.fuse(y, rule) or _PlainSteps(self, f, y)
+        return _PlainSteps(self, f, y)
 
 
 class _PlainSteps:
@@ -251,8 +251,8 @@ class _PlainSteps:
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = (~small).cumsum(1) == 0
         failed = before.failed | _first_open_token_is_nonfinite(frozen, scale)
-        norms = {"defect": defect, "scale": scale, "pivot": measured.pivot}
-        return before._replace(frozen=frozen, failed=failed, **norms)
+        norms = defect, scale, measured.pivot
+        return Progress(before.y, frozen, failed, before.num_steps, *norms)
 
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:

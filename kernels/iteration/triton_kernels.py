@@ -436,7 +436,8 @@ UNROLL = 4
 """Tokens of one pass of the scan's loop: unrolled, what is loaded ahead is renamed, not moved."""
 PROGRAMS = 1024
 """Programs wanted in the scan; with fewer, blocks of channels become smaller."""
-DECIDE_TILE = 8192
+DECIDE_TILE, SMALLEST_DECIDE = 8192, 32
+"""Elements of parts that `decide` takes at a time, and the fewest tokens."""
 
 
 @dataclass(frozen=True)
@@ -581,7 +582,7 @@ def decide(it: "FusedIteration", *, count: bool) -> None:
     """Defect, scale, converged prefix and failure of every sample."""
     g = it.geometry
     block_p = triton.next_power_of_2(g.parts)
-    block_t = min(triton.next_power_of_2(g.t), max(32, DECIDE_TILE // block_p))
+    block_t = min(triton.next_power_of_2(g.t), max(SMALLEST_DECIDE, DECIDE_TILE // block_p))
     _decide_kernel[(g.b,)](
         *(it.parts, it.norms, it.counters, g.b, g.t, g.parts),
         ATOL=g.rule.atol,

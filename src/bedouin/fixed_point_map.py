@@ -207,8 +207,8 @@ class StructuredMap(FixedPointMap):
     def fuse(self, y: Tensor, rule: IterationRule) -> FusedIteration | None:
         """Steps on the device alone where the kernels cover this map (HouseholderProduct) and the
         rule; None: the plain loop. Raises ValueError where backend="triton" cannot run them."""
-        *inputs, parameters, options = self._sweep_arguments
-        operands = IterationInputs(*inputs)
+        x, raw, W_y, A, h0, y0, parameters, options = self._sweep_arguments
+        operands = IterationInputs(x, raw, W_y, A, h0, y0)
         if choose_iteration(self.backend, operands, y, parameters, options, rule) == "reference":
             return None
         return FusedIteration(operands, y, options, rule)
