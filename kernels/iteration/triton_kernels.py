@@ -104,7 +104,7 @@ def _mix_kernel(
         u_at = d + (2 * n if SELECTIVE else 0)
         # (I - H_1 ... H_k) v, the last reflection first
         for i in tl.static_range(K):
-            at = tl.multiple_of(u_at + (K - 1 - i) * d, ALIGN) + cols
+            at = tl.multiple_of(u_at + (K - 1 - i) * d + cols, ALIGN)
             u = _load_raw(raw_row, fed_row, at, in_d, FEEDBACK, ACC)
             alpha_at = u_at + K * d + (K - 1 - i)
             alpha = _load_raw(raw_row, fed_row, alpha_at, True, FEEDBACK, ACC)
@@ -304,9 +304,10 @@ def _finish_kernel(
             C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, EXACT, ACC)
             s = input_scale(activate(raw_delta, ACTIVATION), INPUT_SCALE)
             sigma = s * tl.sum(B * C, axis=0)
-        u_at = tl.multiple_of(d + (2 * n if SELECTIVE else 0), ALIGN)
+        u_at = d + (2 * n if SELECTIVE else 0)
         in_u = in_k[:, None] & in_d[None, :]
-        u = _load_raw(raw_row, fed_row, u_at + i * d + cols[None, :], in_u, FEEDBACK, ACC)
+        at = tl.multiple_of(u_at + i * d + cols[None, :], [1, ALIGN])
+        u = _load_raw(raw_row, fed_row, at, in_u, FEEDBACK, ACC)
         alpha = _load_raw(raw_row, fed_row, u_at + K * d + ks, in_k, FEEDBACK, ACC)
         beta = tl.where(in_k, BETA_MAX * sigmoid(alpha), 0.0)
         x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
