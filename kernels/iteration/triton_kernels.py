@@ -18,17 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.direct.reference import SweepOptions
-from bedouin.kernels.direct.triton_math import (
-    activate,
-    diagonal,
-    gram,
-    input_scale,
-    inverse_unipotent,
-    invert,
-    sigmoid,
-    solve_small,
-    times,
-    transposed_times,
+from bedouin.kernels.direct.triton_math import activate, input_scale, sigmoid
+from bedouin.kernels.direct.triton_small import (
+    combine,
+    eliminate,
+    local_system,
+    products,
+    scale,
+    scale_symmetric,
+    subtract,
+    sums,
+    symmetric_times,
+    upper_times,
+    wy_upper,
 )
 from bedouin.kernels.householder.reference import UNIT_EPS
 
@@ -67,6 +69,48 @@ def _load_raw(raw_ptr, fed_back_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.c
     return raw
 
 
+@triton.jit
+def _load_reflections(
+    raw_ptr,
+    fed_back_ptr,
+    u_at,
+    cols,
+    d,
+    K: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """u_1 .. u_k, not yet unit, and beta."""
+    u = ()
+    beta = ()
+    for i in tl.static_range(K):
+        at = tl.multiple_of(u_at + i * d + cols, ALIGN)
+        u = u + (_load_raw(raw_ptr, fed_back_ptr, at, cols < d, FEEDBACK, ACC),)
+        alpha = _load_raw(raw_ptr, fed_back_ptr, u_at + K * d + i, True, FEEDBACK, ACC)
+        beta = beta + (BETA_MAX * sigmoid(alpha),)
+    return u, beta
+
+
+@triton.jit
+def _inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
+    """1 / |u_i|, as `unit` has it, from the packed inner products of the u."""
+    inv = ()
+    for i in tl.static_range(K):
+        inv = inv + (tl.rsqrt(G[i * (i + 1) // 2 + i] + d * EPS),)
+    return inv
+
+
+@triton.jit
+def _rows_times(rows, v, K: tl.constexpr):
+    """rows_i v, elementwise."""
+    out = ()
+    for i in tl.static_range(K):
+        out = out + (rows[i] * v,)
+    return out
+
+
 @triton.jit(do_not_specialize=["T"])
 def _mix_kernel(
     x_ptr,  # (b t, d)
@@ -100,16 +144,19 @@ def _mix_kernel(
         fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
         x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
         v = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0) - x
-        mixed = x
         u_at = d + (2 * n if SELECTIVE else 0)
-        # (I - H_1 ... H_k) v, the last reflection first
+        u, beta = _load_reflections(
+            raw_row, fed_row, u_at, cols, d, K, FEEDBACK, BETA_MAX, ALIGN, ACC
+        )
+        # (I - H_1 ... H_k) v, the last reflection first: k products less than by way of T
+        squares = ()
         for i in tl.static_range(K):
-            at = tl.multiple_of(u_at + (K - 1 - i) * d + cols, ALIGN)
-            u = _load_raw(raw_row, fed_row, at, in_d, FEEDBACK, ACC)
-            alpha_at = u_at + K * d + (K - 1 - i)
-            alpha = _load_raw(raw_row, fed_row, alpha_at, True, FEEDBACK, ACC)
-            size = tl.sum(u * u, axis=0) + d * EPS
-            step = (BETA_MAX * sigmoid(alpha) * tl.sum(u * v, axis=0) / size) * u
+            squares = squares + (u[i] * u[i],)
+        sizes = sums(squares)
+        mixed = x
+        for i in tl.static_range(K):
+            dot = tl.sum(u[K - 1 - i] * v, axis=0)
+            step = (beta[K - 1 - i] * dot / (sizes[K - 1 - i] + d * EPS)) * u[K - 1 - i]
             mixed += step
             v -= step
         tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
@@ -249,13 +296,6 @@ def _scan_kernel(
         out_ptr += d
 
 
-@triton.jit
-def _woodbury(rhs, sigma, U, T, K, inverse):
-    """rhs + sigma * U^T T K^-1 U rhs."""
-    a = times(T, solve_small(K, inverse, times(U, rhs)))
-    return rhs + sigma * transposed_times(U, a)
-
-
 @triton.jit(do_not_specialize=["batch", "T"])
 def _finish_kernel(
     x_ptr,  # (b t, d)
@@ -276,7 +316,6 @@ def _finish_kernel(
     d,
     n,
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FEEDBACK: tl.constexpr,
@@ -291,9 +330,8 @@ def _finish_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     if token % T >= tl.load(kept_ptr + token // T):
-        ks, cols, states = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-        in_k, in_d = ks < K, cols < d
-        i, j = ks[:, None], ks[None, :]
+        cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        in_d = cols < d
         raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
         fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
         if INPUT_SCALE == "one_minus_decay":
@@ -305,28 +343,29 @@ def _finish_kernel(
             s = input_scale(activate(raw_delta, ACTIVATION), INPUT_SCALE)
             sigma = s * tl.sum(B * C, axis=0)
         u_at = d + (2 * n if SELECTIVE else 0)
-        in_u = in_k[:, None] & in_d[None, :]
-        at = tl.multiple_of(u_at + i * d + cols[None, :], [1, ALIGN])
-        u = _load_raw(raw_row, fed_row, at, in_u, FEEDBACK, ACC)
-        alpha = _load_raw(raw_row, fed_row, u_at + K * d + ks, in_k, FEEDBACK, ACC)
-        beta = tl.where(in_k, BETA_MAX * sigmoid(alpha), 0.0)
+        u, beta = _load_reflections(
+            raw_row, fed_row, u_at, cols, d, K, FEEDBACK, BETA_MAX, ALIGN, ACC
+        )
         x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
-        p = tl.load(out_ptr + token * d + cols, mask=in_d, other=0.0)
+        rest = tl.load(out_ptr + token * d + cols, mask=in_d, other=0.0) + sigma * x
 
-        identity = tl.where(i == j, 1.0, 0.0).to(ACC)
-        dots = gram(u, u)
-        inv = tl.rsqrt(diagonal(dots, i, j) + d * EPS)
-        U = u * inv[:, None]
-        N = tl.where(i < j, beta[:, None] * (dots * inv[:, None] * inv[None, :]), 0.0)
-        T_u = inverse_unipotent(N, identity, BLOCK_K) * beta[None, :]
-        S = gram(U * sigma[None, :], U)
-        system = identity - tl.sum(S[:, :, None] * T_u[None, :, :], axis=1)
-        inverse, pivot = invert(system, identity, K, BLOCK_K)
-        rhs = p + sigma * (x - transposed_times(U, times(T_u, times(U, x))))
-        y = _woodbury(rhs, sigma, U, T_u, system, inverse)
-        # one step of refinement, as in solve_local
-        applied = y - sigma * transposed_times(U, times(T_u, times(U, y)))
-        y += _woodbury(rhs - applied, sigma, U, T_u, system, inverse)
+        PAIRS: tl.constexpr = K * (K + 1) // 2
+        dots = sums(
+            products(u, u, K)
+            + products(_rows_times(u, sigma, K), u, K)
+            + _rows_times(u, x, K)
+            + _rows_times(u, rest, K)
+        )
+        inv = _inverse_sizes(dots, d, K, EPS)
+        T_u = wy_upper(scale_symmetric(dots[0:PAIRS], inv, K), beta, K)
+        S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+        U_x = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+        U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
+        # a = U y from (I - S T) a = U rhs, rhs = p + sigma Q x; y = rhs + sigma U^T T a
+        U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T_u, U_x, K), K), K)
+        a, pivot = eliminate(local_system(S, T_u, False, K), U_rhs, K)
+        mixing = upper_times(T_u, subtract(a, U_x, K), K)
+        y = rest + sigma * combine(scale(mixing, inv, K), u, K)
         before = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
         tl.store(out_ptr + token * d + cols, y, mask=in_d)
         tl.store(parts_ptr + token, _largest(y - before, 0))
@@ -566,7 +605,6 @@ def finish(it: "FusedIteration") -> None:
         *(it.y_next, it.parts, it.pivots),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n),
         EXACT=triton.next_power_of_2(g.n) == g.n,
-        BLOCK_K=triton.next_power_of_2(layout.num_householder),
         ACTIVATION=layout.activation,
         INPUT_SCALE=g.options.input_scale,
         **g.token_constants,
@@ -575,8 +613,8 @@ def finish(it: "FusedIteration") -> None:
 
 
 def _finish_warps(d: int) -> int:
-    """Four channels a thread."""
-    return int(min(8, max(1, triton.next_power_of_2(d) // 128)))
+    """Eight channels a thread."""
+    return int(min(8, max(1, triton.next_power_of_2(d) // 256)))
 
 
 def decide(it: "FusedIteration", *, count: bool) -> None:
