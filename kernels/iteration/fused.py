@@ -126,7 +126,7 @@ class FusedIteration:
     def __init__(
         self, inputs: IterationInputs, y: Tensor, options: SweepOptions, rule: IterationRule
     ) -> None:
-        from bedouin.kernels.iteration.triton_kernels import Geometry, settle
+        from bedouin.kernels.iteration.triton_launch import Geometry, settle
 
         self.rule, self.W_y = rule, inputs.W_y
         (b, t), acc = y.shape[:2], y.dtype
@@ -159,7 +159,7 @@ class FusedIteration:
 
     def advance(self) -> None:
         """Evaluate the map at y, freeze what has converged, move the rest."""
-        from bedouin.kernels.iteration.triton_kernels import settle
+        from bedouin.kernels.iteration.triton_launch import settle
 
         self._evaluate(count=True)
         settle(self, self.y_next)
@@ -170,7 +170,7 @@ class FusedIteration:
         self._evaluate(count=False)
 
     def _evaluate(self, *, count: bool) -> None:
-        from bedouin.kernels.iteration.triton_kernels import decide, finish, mix, scan
+        from bedouin.kernels.iteration.triton_launch import decide, finish, mix, scan
 
         if self.W_y is not None:
             r, d = self.W_y.shape

@@ -193,11 +193,11 @@ def test_awkward_sizes(b: int, t: int, d: int, n: int, method: type[Any]) -> Non
 def test_blocks_of_channels_and_of_tokens(
     method: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bedouin.kernels.iteration import triton_kernels
+    from bedouin.kernels.iteration import triton_launch
 
     setting = Setting(t=5, d=20, n=4)
     for name, value in {"TILE": 32, "DECIDE_TILE": 2, "SMALLEST_DECIDE": 2}.items():
-        monkeypatch.setattr(triton_kernels, name, value)
+        monkeypatch.setattr(triton_launch, name, value)
     check(setting, method(rtol=0.2, atol=0.0), 3)
 
 
