@@ -2,5 +2,6 @@
 
 `scan`         diagonal selective scan over time
 `householder`  channel mixing in compact WY form
+`iteration`    Picard and Jacobi: one step of all tokens at once
 `direct`       the local equation of one token, the exact sweep over all tokens, its reverse sweep
 """

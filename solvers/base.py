@@ -9,12 +9,13 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.solvers.solution import (
     BackwardStats,
     Result,
@@ -30,7 +31,8 @@ TimeDim = Literal[1] | None
 
 CHECK_EVERY = 4
 """Evaluations between two looks of the host at a GPU: a look costs a synchronization, an evaluation
-too many costs nothing but itself, since converged tokens stay frozen."""
+too many costs nothing but itself, since converged tokens stay frozen and steps are counted on the
+device. A solve of at most so many steps is never looked at (`Result.unknown`)."""
 
 
 class SweepResult(Protocol):
@@ -68,6 +70,30 @@ class TriangularMap(Protocol):
     def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
         """Solve token after token. Its gradient is the exact implicit one, which reports into
         `cell`, or with `unroll` that of back-propagation through the loop."""
+
+
+class Steps(Protocol):
+    """An iteration under way."""
+
+    def advance(self) -> None:
+        """Evaluate the map at y, freeze what has converged, move the rest, count the evaluation."""
+
+    def certify(self) -> None:
+        """Evaluate the map at y and judge it; y stays, and the evaluation is not counted."""
+
+    def finished(self) -> bool:
+        """Whether every sample has converged or failed; looks at the device."""
+
+    @property
+    def progress(self) -> Progress: ...
+
+
+@runtime_checkable
+class FusedMap(Protocol):
+    """A map that can do whole steps of some solvers: evaluate, judge, freeze and move."""
+
+    def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:
+        """Steps from y (b, t, c); None where the plain loop has to do."""
 
 
 class Measurement(NamedTuple):
@@ -128,16 +154,6 @@ class Solver(ABC):
         """Solve from y0 (b, ...). With `unroll` the value carries the gradient of the loop."""
 
 
-@dataclass(frozen=True)
-class Iteration:
-    """Where an iterative solve stands; masks and norms are (b, t) or (b,)."""
-
-    y: Tensor  # (b, t, c)
-    frozen: Tensor  # (b, t)
-    failed: Tensor  # (b,)
-    num_steps: Tensor  # (b,)
-
-
 class IterativeSolver(Solver):
     """A solver that improves all tokens at once, one evaluation of the map a step.
 
@@ -169,61 +185,83 @@ class IterativeSolver(Solver):
         """Tokens whose own defect is small enough; the prefix rule is applied by the caller."""
         return defect < self.atol + self.rtol * torch.cummax(scale, dim=1).values
 
+    def rule(self) -> IterationRule | None:
+        """What the solver does, for maps that do all of a step themselves; None: nobody knows."""
+        return None
+
     def solve(
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
     ) -> Solution:
         y = _as_tokens(y0, time_dim)
         if y.numel() == 0:
             return _empty_solution(y0)
-        f_tokens = f if y.shape == y0.shape else _TokenMap(f, y0.shape, y.shape)
-        readable = can_read_device(y)
+        steps = self._steps(f, y, y0.shape, unroll)
+        # with so few steps a look saves less than it costs: the caller may look later
+        readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every = CHECK_EVERY if y.is_cuda else 1
-        state = _begin(y)
-        memory = self.start(y)
         for i in range(max_steps):
-            measured = self.evaluate(f_tokens, state.y)
-            y_next, memory = self.update(state.y, measured.f_y, memory)
-            state, defect, scale = self._advance(state, measured.f_y, y_next)
-            if readable and (i + 1) % check_every == 0 and _finished(state):
+            steps.advance()
+            if readable and (i + 1) % check_every == 0 and steps.finished():
                 break
         else:
-            measured = self.evaluate(f_tokens, state.y)
-            state, defect, scale = self._certify(state, measured.f_y)
-        return self._conclude(state, defect, scale, measured.pivot, y0, readable)
+            steps.certify()
+        return _conclude(steps.progress, y0.shape, readable)
 
-    def _advance(
-        self, state: Iteration, f_y: Tensor, y_next: Tensor
-    ) -> tuple[Iteration, Tensor, Tensor]:
-        """Freeze what has converged, move the rest to y_next, count the evaluation."""
-        active = ~state.failed & ~state.frozen.all(1)
-        checked, defect, scale = self._certify(state, f_y)
-        keep = (checked.frozen | checked.failed.unsqueeze(1)).unsqueeze(-1)
-        y = torch.where(keep, state.y, y_next)
-        return Iteration(y, checked.frozen, checked.failed, state.num_steps + active), defect, scale
+    def _steps(self, f: Map, y: Tensor, shape: torch.Size, unroll: bool) -> Steps:
+        if y.shape != shape:
+            return _PlainSteps(self, _TokenMap(f, shape, y.shape), y)
+        rule = self.rule()
+        # fused steps leave no graph behind
+        if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
+            return f.fuse(y, rule) or _PlainSteps(self, f, y)
+        return _PlainSteps(self, f, y)
 
-    def _certify(self, state: Iteration, f_y: Tensor) -> tuple[Iteration, Tensor, Tensor]:
-        defect = (f_y.detach() - state.y.detach()).abs().amax(-1)
-        scale = f_y.detach().abs().amax(-1)
-        small = self.within_tolerance(defect, scale) | state.frozen
+
+class _PlainSteps:
+    """Steps of any solver on any map, differentiable."""
+
+    def __init__(self, solver: IterativeSolver, f: Map, y: Tensor) -> None:
+        self.solver, self.f = solver, f
+        self.memory = solver.start(y)
+        frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
+        failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
+        self.progress = Progress(y, frozen, failed, failed.to(torch.int64), norm, norm, None)
+
+    def advance(self) -> None:
+        before = self.progress
+        active = ~before.failed & ~before.frozen.all(1)
+        measured = self.solver.evaluate(self.f, before.y)
+        y_next, self.memory = self.solver.update(before.y, measured.f_y, self.memory)
+        now = self._judge(before, measured)
+        keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
+        y = torch.where(keep, before.y, y_next)
+        self.progress = now._replace(y=y, num_steps=before.num_steps + active)
+
+    def certify(self) -> None:
+        measured = self.solver.evaluate(self.f, self.progress.y)
+        self.progress = self._judge(self.progress, measured)
+
+    def finished(self) -> bool:
+        return bool((self.progress.failed | self.progress.frozen.all(1)).all())
+
+    def _judge(self, before: Progress, measured: Measurement) -> Progress:
+        f_y = measured.f_y.detach()
+        defect = (f_y - before.y.detach()).abs().amax(-1)
+        scale = f_y.abs().amax(-1)
+        small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = (~small).cumsum(1) == 0
-        failed = state.failed | _first_open_token_is_nonfinite(frozen, scale)
-        return Iteration(state.y, frozen, failed, state.num_steps), defect, scale
+        failed = before.failed | _first_open_token_is_nonfinite(frozen, scale)
+        norms = defect, scale, measured.pivot
+        return Progress(before.y, frozen, failed, before.num_steps, *norms)
 
-    def _conclude(
-        self,
-        state: Iteration,
-        defect: Tensor,
-        scale: Tensor,
-        pivot: Tensor | None,
-        y0: Tensor,
-        readable: bool,
-    ) -> Solution:
-        lost = (state.failed.unsqueeze(1) & ~state.frozen).unsqueeze(-1)
-        value = torch.where(lost, torch.nan, state.y).reshape(y0.shape)
-        residual = relative_residual(defect, scale)
-        residual = torch.where(state.failed, torch.nan, residual)
-        stats = SolveStats(state.num_steps, residual, state.frozen.all(1), pivot)
-        return Solution(value, stats, read_result(stats) if readable else Result.unknown)
+
+def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:
+    lost = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
+    value = torch.where(lost, torch.nan, progress.y).reshape(shape)
+    residual = relative_residual(progress.defect, progress.scale)
+    residual = torch.where(progress.failed, torch.nan, residual)
+    stats = SolveStats(progress.num_steps, residual, progress.frozen.all(1), progress.pivot)
+    return Solution(value, stats, read_result(stats) if readable else Result.unknown)
 
 
 class MapWrapper:
@@ -258,20 +296,11 @@ def _as_tokens(y: Tensor, time_dim: TimeDim) -> Tensor:
     return y.reshape(y.shape[0], 1, math.prod(y.shape[1:]))
 
 
-def _begin(y: Tensor) -> Iteration:
-    frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
-    return Iteration(y, frozen, frozen[:, 0], frozen[:, 0].to(torch.int64))
-
-
 def _first_open_token_is_nonfinite(frozen: Tensor, scale: Tensor) -> Tensor:
     """(b,): a later token may be Inf while the iteration is under way, the first open one not."""
     last = frozen.shape[1] - 1
     first_open = frozen.sum(1, keepdim=True).clamp(max=last)
     return ~torch.isfinite(scale).gather(1, first_open).squeeze(1) & ~frozen.all(1)
-
-
-def _finished(state: Iteration) -> bool:
-    return bool((state.failed | state.frozen.all(1)).all())
 
 
 def empty_stats(y0: Tensor) -> SolveStats:

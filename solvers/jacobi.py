@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import (
     BlockMap,
     IterativeSolver,
@@ -33,6 +34,9 @@ class Jacobi(IterativeSolver):
     def __post_init__(self) -> None:
         check_number("rtol", self.rtol, 0, 1e6, open_low=False)
         check_number("atol", self.atol, 0, 1e6, open_low=False)
+
+    def rule(self) -> IterationRule:
+        return IterationRule("jacobi", self.rtol, self.atol)
 
     def evaluate(self, f: Map, y: Tensor) -> Measurement:
         if not isinstance(f, BlockMap):

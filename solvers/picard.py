@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import (
     IterativeSolver,
     Map,
@@ -64,6 +65,10 @@ class Picard(IterativeSolver):
             raise ValueError(
                 f"stop_rule must be one of {get_args(StopRule)}, got {self.stop_rule!r}"
             )
+
+    def rule(self) -> IterationRule:
+        paper, adaptive = self.stop_rule == "paper", self.patience is not None
+        return IterationRule("picard", self.rtol, self.atol, self.damping, paper, adaptive)
 
     def start(self, y0: Tensor) -> _Damping | None:
         if self.patience is None:

@@ -43,8 +43,8 @@ def solve(
             training call.
         adjoint: None for ImplicitAdjoint().
         on_unconverged: "raise" a ConvergenceError, "warn" with a ConvergenceWarning (on a GPU after
-            Direct: not here, see `Result.unknown`), or "ignore". A solve cut by a random cap is
-            only recorded.
+            Direct or a few steps: not here, see `Result.unknown`), or "ignore". A solve cut by a
+            random cap is only recorded.
         time_dim: 1 if f is causal along axis 1: convergence is then judged token by token. None: a
             sample converges as a whole.
         subject: named in messages.

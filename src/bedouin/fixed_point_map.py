@@ -31,6 +31,12 @@ from bedouin.kernels.direct import (
     solve_local_transposed,
 )
 from bedouin.kernels.householder import apply_complement, apply_complement_transposed
+from bedouin.kernels.iteration import (
+    FusedIteration,
+    IterationInputs,
+    IterationRule,
+    choose_iteration,
+)
 from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
 from bedouin.mixers import ChannelMixer
 from bedouin.solvers.direct import ROUNDING
@@ -197,6 +203,15 @@ class StructuredMap(FixedPointMap):
             cell.stats = SolveStats(steps, residual, converged)
 
         return report
+
+    def fuse(self, y: Tensor, rule: IterationRule) -> FusedIteration | None:
+        """Steps on the device alone where the kernels cover this map (HouseholderProduct) and the
+        rule; None: the plain loop. Raises ValueError where backend="triton" cannot run them."""
+        x, raw, W_y, A, h0, y0, parameters, options = self._sweep_arguments
+        operands = IterationInputs(x, raw, W_y, A, h0, y0)
+        if choose_iteration(self.backend, operands, y, parameters, options, rule) == "reference":
+            return None
+        return FusedIteration(operands, y, options, rule)
 
     def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """G(y): each token's local equation solved from what memory and feedback hold in y."""

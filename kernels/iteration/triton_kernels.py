@@ -1,0 +1,459 @@
+"""The kernels of a step of Picard or Jacobi; fused.py says which does what, and why.
+
+Memory and A are (n, d) here, so that a warp's threads are channels and sums over the n states stay
+inside a thread. A token is one row of (b t, ...); `kept` tokens at the start of each sample are
+frozen and left alone.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.direct.triton_math import activate, input_scale, sigmoid
+from bedouin.kernels.direct.triton_small import (
+    combine,
+    eliminate,
+    local_system,
+    products,
+    scale,
+    scale_symmetric,
+    subtract,
+    sums,
+    symmetric_times,
+    upper_times,
+    wy_upper,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _bits(v):
+    """|v| as an integer: the same order, and NaN is the largest."""
+    if v.dtype == tl.float64:
+        return tl.abs(v).to(tl.int64, bitcast=True)
+    else:
+        return tl.abs(v).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _largest(v, axis: tl.constexpr):
+    """max |v|, NaN if there is one; a warp reduces integers in one instruction."""
+    return tl.max(_bits(v), axis=axis).to(v.dtype, bitcast=True)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def _load_raw(raw_ptr, fed_back_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
+    """raw^x + W^y norm(y_{t-1}) at some columns."""
+    raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(ACC)
+    if FEEDBACK:
+        raw += tl.load(fed_back_ptr + at, mask=mask, other=0.0).to(ACC)
+    return raw
+
+
+@triton.jit
+def _load_reflections(
+    raw_ptr,
+    fed_back_ptr,
+    u_at,
+    cols,
+    d,
+    K: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """u_1 .. u_k, not yet unit, and beta."""
+    u = ()
+    beta = ()
+    for i in tl.static_range(K):
+        at = tl.multiple_of(u_at + i * d + cols, ALIGN)
+        u = u + (_load_raw(raw_ptr, fed_back_ptr, at, cols < d, FEEDBACK, ACC),)
+        alpha = _load_raw(raw_ptr, fed_back_ptr, u_at + K * d + i, True, FEEDBACK, ACC)
+        beta = beta + (BETA_MAX * sigmoid(alpha),)
+    return u, beta
+
+
+@triton.jit
+def _inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
+    """1 / |u_i|, as `unit` has it, from the packed inner products of the u."""
+    inv = ()
+    for i in tl.static_range(K):
+        inv = inv + (tl.rsqrt(G[i * (i + 1) // 2 + i] + d * EPS),)
+    return inv
+
+
+@triton.jit
+def _rows_times(rows, v, K: tl.constexpr):
+    """rows_i v, elementwise."""
+    out = ()
+    for i in tl.static_range(K):
+        out = out + (rows[i] * v,)
+    return out
+
+
+@triton.jit(do_not_specialize=["T"])
+def mix_kernel(
+    x_ptr,  # (b t, d)
+    raw_ptr,  # (b t, r)
+    fed_back_ptr,  # (b t, r)
+    y_ptr,  # (b t, d)
+    kept_ptr,  # (b,)
+    mixed_ptr,  # (b t, d)
+    BC_ptr,  # (b t, 2, n)
+    T,
+    x_stride,
+    raw_stride,
+    r,
+    d,
+    n,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if token % T >= tl.load(kept_ptr + token // T):
+        cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        in_d, in_n = cols < d, states < n
+        raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
+        fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
+        x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
+        v = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0) - x
+        u_at = d + (2 * n if SELECTIVE else 0)
+        u, beta = _load_reflections(
+            raw_row, fed_row, u_at, cols, d, K, FEEDBACK, BETA_MAX, ALIGN, ACC
+        )
+        # (I - H_1 ... H_k) v, the last reflection first: k products less than by way of T
+        squares = ()
+        for i in tl.static_range(K):
+            squares = squares + (u[i] * u[i],)
+        sizes = sums(squares)
+        mixed = x
+        for i in tl.static_range(K):
+            dot = tl.sum(u[K - 1 - i] * v, axis=0)
+            step = (beta[K - 1 - i] * dot / (sizes[K - 1 - i] + d * EPS)) * u[K - 1 - i]
+            mixed += step
+            v -= step
+        tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
+        if SELECTIVE:
+            B = _load_raw(raw_row, fed_row, d + states, in_n, FEEDBACK, ACC)
+            C = _load_raw(raw_row, fed_row, d + n + states, in_n, FEEDBACK, ACC)
+            out = BC_ptr + token * 2 * n + states
+            tl.store(out, B * tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS), mask=in_n)
+            tl.store(out + n, C * tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS), mask=in_n)
+
+
+@triton.jit
+def _load_vector(
+    BC_ptr, states, end, SELECTIVE: tl.constexpr, EXACT: tl.constexpr, ACC: tl.constexpr
+):
+    """B or C of a token; 0 from `end` on, and 1 before it without selection.
+
+    EXACT: `end` is the length of `states`. Without a mask nothing is zeroed before each load.
+    """
+    if SELECTIVE and EXACT:
+        return tl.load(BC_ptr + states)
+    elif SELECTIVE:
+        return tl.load(BC_ptr + states, mask=states < end, other=0.0)
+    else:
+        return tl.where(states < end, 1.0, 0.0).to(ACC)
+
+
+@triton.jit(do_not_specialize=["batch", "T", "column_stride"])
+def scan_kernel(
+    mixed_ptr,  # (b t, d)
+    raw_ptr,  # (b t, r)
+    fed_back_ptr,  # (b t, r)
+    BC_ptr,  # (b t, 2, n)
+    A_ptr,  # (n, d)
+    h0_ptr,  # (b, n, d)
+    y_ptr,  # (b t, d)
+    kept_ptr,  # (b,)
+    out_ptr,  # (b t, d): the next iterate, or with EXCLUSIVE what memory holds before the token
+    gain_ptr,  # (b t, d)
+    parts_ptr,  # (2, b, blocks, t)
+    batch,
+    T,
+    raw_stride,
+    r,
+    d,
+    n,
+    column_stride,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    STORE_GAIN: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    DAMPING: tl.constexpr,
+    EXACT: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    sample, block = program // blocks, program % blocks
+    channels = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    states = tl.arange(0, BLOCK_N)
+    in_d = channels < d
+    # column_stride is 1: where the compiler knows, it gives four channels and few states to a
+    # thread, and every sum over states becomes an exchange between threads
+    cells = states[:, None] * d + channels[None, :] * column_stride
+    in_cells = (states < n)[:, None] & in_d[None, :]
+    A = tl.load(A_ptr + cells, mask=in_cells, other=0.0) * LOG2_E
+    h = tl.load(h0_ptr + sample * n * d + cells, mask=in_cells, other=0.0)
+    kept = tl.load(kept_ptr + sample)
+    token = sample * T
+    mixed_ptr += token * d + channels
+    raw_ptr += token * raw_stride
+    fed_back_ptr += token * r
+    y_ptr += token * d + channels
+    out_ptr += token * d + channels
+    gain_ptr += token * d + channels
+    BC_ptr += token * 2 * n
+    parts_ptr += program * T
+    scale_ptr = parts_ptr + tl.cast(batch, tl.int64) * blocks * T
+
+    # the operands of the next token are on their way while this one is computed
+    x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
+    raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
+    B_next = _load_vector(BC_ptr, states, n, SELECTIVE, EXACT, ACC)
+    C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, EXACT, ACC)
+    if not EXCLUSIVE:
+        y_next = tl.load(y_ptr, mask=in_d, other=0.0)
+    for t in tl.range(0, T, loop_unroll_factor=UNROLL):
+        x, raw, B, C = x_next, raw_next, B_next, C_next
+        # after the last token the last one once more: its masks would be set for every token
+        more = tl.where(t + 1 < T, 1, 0)
+        mixed_ptr += more * d
+        raw_ptr += more * raw_stride
+        fed_back_ptr += more * r
+        BC_ptr += more * 2 * n
+        x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
+        raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
+        B_next = _load_vector(BC_ptr, states, n, SELECTIVE, EXACT, ACC)
+        C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, EXACT, ACC)
+        if not EXCLUSIVE:
+            y = y_next
+            y_ptr += more * d
+            y_next = tl.load(y_ptr, mask=in_d, other=0.0)
+
+        delta = activate(raw, ACTIVATION)
+        decay = tl.exp2(A * delta[None, :])
+        if FULL:
+            decay = 2 * decay - 1
+        h *= decay
+        if EXCLUSIVE:
+            p = tl.sum(h * C[:, None], axis=0)
+        if INPUT_SCALE == "one_minus_decay":
+            s = 1 - tl.abs(decay)
+            h += s * (x[None, :] * B[:, None])
+            if STORE_GAIN:
+                gain = tl.sum(s * (B * C)[:, None], axis=0)
+                tl.store(gain_ptr, gain, mask=in_d)
+                gain_ptr += d
+        else:
+            h += (input_scale(delta, INPUT_SCALE) * x)[None, :] * B[:, None]
+        moves = channels < tl.where(t >= kept, d, 0)
+        if EXCLUSIVE:
+            tl.store(out_ptr, p, mask=moves)
+        else:
+            F = tl.sum(h * C[:, None], axis=0)
+            if DAMPING == 1:
+                tl.store(out_ptr, F, mask=moves)
+            else:
+                tl.store(out_ptr, y + DAMPING * (F - y), mask=moves)
+            tl.store(parts_ptr + t, _largest(F - y, 0))
+            tl.store(scale_ptr + t, _largest(F, 0))
+        out_ptr += d
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def finish_kernel(
+    x_ptr,  # (b t, d)
+    raw_ptr,  # (b t, r)
+    fed_back_ptr,  # (b t, r)
+    BC_ptr,  # (b t, 2, n)
+    gain_ptr,  # (b t, d)
+    y_ptr,  # (b t, d)
+    kept_ptr,  # (b,)
+    out_ptr,  # (b t, d): p, replaced by the next iterate
+    parts_ptr,  # (2, b t)
+    pivots_ptr,  # (b t,)
+    batch,
+    T,
+    x_stride,
+    raw_stride,
+    r,
+    d,
+    n,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    EXACT: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if token % T >= tl.load(kept_ptr + token // T):
+        cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        in_d = cols < d
+        raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
+        fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
+        if INPUT_SCALE == "one_minus_decay":
+            sigma = tl.load(gain_ptr + token * d + cols, mask=in_d, other=0.0)
+        else:
+            raw_delta = _load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
+            B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, EXACT, ACC)
+            C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, EXACT, ACC)
+            s = input_scale(activate(raw_delta, ACTIVATION), INPUT_SCALE)
+            sigma = s * tl.sum(B * C, axis=0)
+        u_at = d + (2 * n if SELECTIVE else 0)
+        u, beta = _load_reflections(
+            raw_row, fed_row, u_at, cols, d, K, FEEDBACK, BETA_MAX, ALIGN, ACC
+        )
+        x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
+        rest = tl.load(out_ptr + token * d + cols, mask=in_d, other=0.0) + sigma * x
+
+        PAIRS: tl.constexpr = K * (K + 1) // 2
+        dots = sums(
+            products(u, u, K)
+            + products(_rows_times(u, sigma, K), u, K)
+            + _rows_times(u, x, K)
+            + _rows_times(u, rest, K)
+        )
+        inv = _inverse_sizes(dots, d, K, EPS)
+        T_u = wy_upper(scale_symmetric(dots[0:PAIRS], inv, K), beta, K)
+        S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+        U_x = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+        U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
+        # a = U y from (I - S T) a = U rhs, rhs = p + sigma Q x; y = rhs + sigma U^T T a
+        U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T_u, U_x, K), K), K)
+        a, pivot = eliminate(local_system(S, T_u, False, K), U_rhs, K)
+        mixing = upper_times(T_u, subtract(a, U_x, K), K)
+        y = rest + sigma * combine(scale(mixing, inv, K), u, K)
+        before = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
+        tl.store(out_ptr + token * d + cols, y, mask=in_d)
+        tl.store(parts_ptr + token, _largest(y - before, 0))
+        tl.store(parts_ptr + tl.cast(batch, tl.int64) * T + token, _largest(y, 0))
+        tl.store(pivots_ptr + token, pivot)
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def decide_kernel(
+    parts_ptr,  # (2, b, parts, t)
+    norms_ptr,  # (2, b, t)
+    counters_ptr,  # (5, b): kept before, kept, frozen, failed, steps
+    batch,
+    T,
+    parts,
+    ATOL: tl.constexpr,
+    RTOL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    sample = tl.program_id(0).to(tl.int64)
+    counters_ptr += sample
+    kept = tl.load(counters_ptr + batch)
+    frozen = tl.load(counters_ptr + 2 * batch)
+    failed = tl.load(counters_ptr + 3 * batch)
+    rows, cols = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
+    tokens = tl.cast(T, tl.int64)
+    all_norms = tl.cast(batch, tl.int64) * tokens
+    all_parts = all_norms * parts
+    parts_ptr += sample * parts * tokens
+    norms_ptr += sample * tokens
+    # the first token that has not converged, or is not finite
+    end = T
+    largest = tl.full([], 0.0, norms_ptr.dtype.element_ty)
+    worst = largest
+    for start in range(0, T, BLOCK_T):
+        t = start + cols
+        at = rows[:, None] * tokens + t[None, :]
+        mask = (rows < parts)[:, None] & (t < T)[None, :]
+        defect = _largest(tl.load(parts_ptr + at, mask=mask, other=0.0), 0)
+        scale = _largest(tl.load(parts_ptr + all_parts + at, mask=mask, other=0.0), 0)
+        tl.store(norms_ptr + t, defect, mask=t < T)
+        tl.store(norms_ptr + all_norms + t, scale, mask=t < T)
+        if WHOLE:
+            # a token that is not finite, and all after it, must not keep the ones before it going
+            finite = (scale < float("inf")) | (t >= T)
+            end = tl.minimum(end, tl.min(tl.where(finite, T, t), axis=0))
+            worst = _larger(worst, _largest(tl.where(t < end, defect, 0.0), 0))
+            largest = _larger(largest, _largest(tl.where(t < end, scale, 0.0), 0))
+        else:
+            running = _larger(tl.associative_scan(scale, 0, _larger), largest)
+            largest = _larger(largest, _largest(scale, 0))
+            small = (defect < ATOL + RTOL * running) | (t < frozen) | (t >= T)
+            end = tl.minimum(end, tl.min(tl.where(small, T, t), axis=0))
+    if WHOLE:
+        end = tl.where(worst < ATOL + RTOL * largest, tl.maximum(end, frozen), frozen)
+    at = all_parts + rows * tokens + tl.minimum(end, T - 1)
+    scale = _largest(tl.load(parts_ptr + at, mask=rows < parts, other=0.0), 0)
+    fails = (failed != 0) | ((end < T) & ((scale < float("inf")) == 0))
+    tl.store(counters_ptr, kept)
+    tl.store(counters_ptr + batch, tl.where(fails, T, end))
+    tl.store(counters_ptr + 2 * batch, end)
+    tl.store(counters_ptr + 3 * batch, fails.to(tl.int32))
+    if COUNT:
+        active = (frozen < T) & (failed == 0)
+        steps = tl.load(counters_ptr + 4 * batch)
+        tl.store(counters_ptr + 4 * batch, steps + active.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def settle_kernel(
+    y_ptr,  # (b t, d)
+    next_ptr,  # (b t, d)
+    normed_ptr,  # (b t, d), in the dtype of W^y
+    counters_ptr,  # (5, b): kept before, kept, ...
+    batch,
+    T,
+    d,
+    BLOCK_D: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    t, sample = token % T, token // T
+    cols = tl.arange(0, BLOCK_D)
+    before = tl.load(counters_ptr + sample)
+    kept = tl.load(counters_ptr + batch + sample)
+    if (t >= before) & (t < kept):
+        in_d = cols < d
+        y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
+        tl.store(next_ptr + token * d + cols, y, mask=in_d)
+    if FEEDBACK:
+        if (t >= kept) & (t + 1 < T):
+            in_d = cols < d
+            y = tl.load(next_ptr + token * d + cols, mask=in_d, other=0.0)
+            if NORM:
+                y *= tl.rsqrt(tl.sum(y * y, axis=0) / d + NORM_EPS)
+            normed = y.to(normed_ptr.dtype.element_ty)
+            tl.store(normed_ptr + (token + 1) * d + cols, normed, mask=in_d)

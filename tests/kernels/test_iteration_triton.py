@@ -1,0 +1,399 @@
+"""The fused iteration against the plain loop on the same map: values, statistics, freezing.
+
+Two processes: with TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU;
+without it the tests need a CUDA device, where a table of awkward sizes runs, too.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin.fixed_point_map import MapInputs, ScanInputs, StructuredMap
+from bedouin.kernels.backend import Backend, interpreter_is_on
+from bedouin.kernels.direct import Activation, RawLayout
+from bedouin.kernels.householder import unit
+from bedouin.kernels.iteration import FusedIteration
+from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.solvers import Jacobi, OneStepAdjoint, Picard, Result, Solution, UnrolledAdjoint, solve
+from bedouin.solvers.base import IterativeSolver
+from bedouin.testing import assert_close
+
+DEVICE = "cpu" if interpreter_is_on() else "cuda"
+
+needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
+compiled = pytest.mark.gpu
+
+SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
+RANGES: tuple[Eigenvalues, ...] = ("positive", "full")
+ACTIVATIONS: tuple[Activation, ...] = ("softplus", "softplus_of_minus", "sigmoid")
+METHODS: list[type[IterativeSolver]] = [Picard, Jacobi]
+# A few steps of an iteration whose feedback amplifies rounding.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Shapes and options of a map; x, raw and W_y may have a lower dtype than the iterates."""
+
+    b: int = 2
+    t: int = 3
+    d: int = 6
+    n: int = 3
+    layout: RawLayout = RawLayout("softplus", True, 2, 1.0)
+    input_scale: InputScale = "bounded_delta"
+    eigenvalues: Eigenvalues = "positive"
+    norm_eps: float | None = 1e-5
+    feedback: float = 0.3
+    dtype: torch.dtype = torch.float64
+    low: torch.dtype | None = None
+
+    def split(self, raw: Tensor) -> ScanInputs:
+        """What the layout says, in plain torch."""
+        states = [self.n, self.n] if self.layout.selective else []
+        mixer = self.layout.num_householder * (self.d + 1)
+        delta, *BC, mixer_raw = raw.split([self.d, *states, mixer], -1)
+        B, C = (unit(v) for v in BC) if BC else [torch.ones_like(raw[..., :1])] * 2
+        if self.layout.activation == "sigmoid":
+            delta = torch.sigmoid(delta)
+        else:
+            delta = softplus(delta if self.layout.activation == "softplus" else -delta)
+        return ScanInputs(delta, B, C, mixer_raw)
+
+    def inputs(self) -> MapInputs:
+        generator = torch.Generator().manual_seed(1)
+
+        def draw(*shape: int) -> Tensor:
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return values.to(DEVICE, self.dtype)
+
+        b, t, d, n = self.b, self.t, self.d, self.n
+        low, r = self.low or self.dtype, self.layout.size(d, n)
+        W_y = (self.feedback * d**-0.5 * draw(r, d)).to(low) if self.feedback else None
+        x, raw, A = draw(b, t, d).to(low), draw(b, t, r).to(low), -draw(d, n).exp()
+        return MapInputs(x, raw, W_y, A, draw(b, d, n), draw(b, d))
+
+    def map(self, inputs: MapInputs, backend: Backend) -> StructuredMap:
+        if backend == "reference":
+            x, raw = inputs.x.to(self.dtype), inputs.raw.to(self.dtype)
+            inputs = replace(inputs, x=x, raw=raw)
+        return StructuredMap(
+            inputs,
+            HouseholderProduct(self.layout.num_householder, self.layout.beta_max),
+            self.split,
+            input_scale=self.input_scale,
+            eigenvalues=self.eigenvalues,
+            feedback_norm_eps=self.norm_eps,
+            backend=backend,
+            layout=self.layout,
+        )
+
+
+def run(
+    setting: Setting,
+    solver: IterativeSolver,
+    backend: Backend,
+    max_steps: int = 2,
+    inputs: MapInputs | None = None,
+    y0: Tensor | None = None,
+) -> Solution:
+    """A solve, by default from a start that is not zero."""
+    f = setting.map(inputs or setting.inputs(), backend)
+    if y0 is None:
+        y0 = setting.inputs().x.to(setting.dtype).cos()
+    start = y0.clone()
+    with torch.no_grad():
+        solution = solve(f, y0, solver, max_steps=max_steps, time_dim=1, on_unconverged="ignore")
+    assert torch.equal(y0, start)
+    return solution
+
+
+def check(
+    setting: Setting, solver: IterativeSolver, max_steps: int = 2, inputs: MapInputs | None = None
+) -> Solution:
+    """Equal values and statistics; returns the fused solution."""
+    theirs = run(setting, solver, "reference", max_steps, inputs)
+    ours = run(setting, solver, "triton", max_steps, inputs)
+    tolerance = TOLERANCE[setting.dtype] if setting.low is None else 3e-2
+    assert_close("value", ours.value, theirs.value, tolerance, atol=tolerance)
+    assert torch.equal(ours.stats.num_steps, theirs.stats.num_steps)
+    assert torch.equal(ours.stats.converged, theirs.stats.converged)
+    residuals = ours.stats.residual, theirs.stats.residual
+    assert_close("residual", *residuals, tolerance, atol=tolerance)
+    if theirs.stats.conditioning is not None:
+        assert ours.stats.conditioning is not None
+        pivots = ours.stats.conditioning, theirs.stats.conditioning
+        assert_close("conditioning", *pivots, tolerance, atol=tolerance)
+    else:
+        assert ours.stats.conditioning is None
+    return ours
+
+
+def never(method: type[Any]) -> IterativeSolver:
+    """The solver that nothing stops but the cap."""
+    solver: IterativeSolver = method(rtol=0.0, atol=0.0)
+    return solver
+
+
+@needs_triton
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("eigenvalues", RANGES)
+@pytest.mark.parametrize("input_scale", SCALES)
+def test_every_parameterization(
+    input_scale: InputScale, eigenvalues: Eigenvalues, method: type[Any]
+) -> None:
+    check(Setting(input_scale=input_scale, eigenvalues=eigenvalues), never(method))
+
+
+@needs_triton
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("selective", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_layout(activation: Activation, selective: bool, method: type[Any]) -> None:
+    layout = RawLayout(activation, selective, 1, 1.0)
+    scale: InputScale = "bounded_delta" if selective else "one_minus_decay"
+    setting = Setting(b=1, n=3 if selective else 1, layout=layout, input_scale=scale)
+    check(setting, never(method))
+
+
+@needs_triton
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("k", [1, 2, 3, 8])
+def test_every_number_of_reflections(k: int, method: type[Any]) -> None:
+    layout = RawLayout("sigmoid", True, k, 2.0)
+    check(Setting(b=1, t=2, d=9, n=4, layout=layout), never(method))
+
+
+@needs_triton
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("feedback", "norm_eps"), [(0.0, 1e-5), (0.3, None)])
+def test_without_feedback_and_without_its_norm(
+    feedback: float, norm_eps: float | None, method: type[Any]
+) -> None:
+    check(Setting(feedback=feedback, norm_eps=norm_eps), never(method))
+
+
+@needs_triton
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("b", "t", "d", "n"), [(1, 1, 1, 1), (1, 2, 70, 1), (1, 7, 3, 17)])
+def test_awkward_sizes(b: int, t: int, d: int, n: int, method: type[Any]) -> None:
+    check(Setting(b, t, d, n), never(method), 1)
+
+
+@needs_triton
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_of_channels_and_of_tokens(
+    method: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bedouin.kernels.iteration import triton_launch
+
+    setting = Setting(t=5, d=20, n=4)
+    for name, value in {"TILE": 32, "DECIDE_TILE": 2, "SMALLEST_DECIDE": 2}.items():
+        monkeypatch.setattr(triton_launch, name, value)
+    check(setting, method(rtol=0.2, atol=0.0), 3)
+
+
+@needs_triton
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16])
+def test_precisions(low: torch.dtype | None, method: type[Any]) -> None:
+    check(Setting(dtype=torch.float32, low=low), never(method))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "solver",
+    [
+        Picard(0.05, 1e-6),
+        Picard(0.1, 1e-6, damping=0.6),
+        Picard(0.2, 0.0, stop_rule="paper"),
+        Jacobi(0.2, 1e-6),
+    ],
+    ids=["plain", "damped", "paper", "jacobi"],
+)
+def test_samples_that_converge_at_different_steps(solver: IterativeSolver) -> None:
+    setting = Setting(b=3, t=4, feedback=0.6)
+    inputs = setting.inputs()
+    inputs.x.mul_(torch.tensor([0.01, 1.0, 4.0], device=DEVICE)[:, None, None])
+    inputs.raw[0].mul_(0.1)
+    solution = check(setting, solver, 12, inputs)
+    assert bool(solution.stats.converged.all())
+    assert len(set(solution.stats.num_steps.tolist())) > 1
+
+
+@needs_triton
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cap_that_freezes_some_tokens_only(method: type[Any]) -> None:
+    setting = Setting(b=1, t=6, feedback=1.0)
+    solution = check(setting, method(1e-3, 0.0), 3)
+    assert solution.stats.converged.tolist() == [False]
+
+
+@needs_triton
+@pytest.mark.parametrize("solver", [Picard(0.1), Jacobi(1e-2)], ids=["picard", "jacobi"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_after_convergence_change_nothing(solver: IterativeSolver, fused: bool) -> None:
+    """So it does not matter how often the host looks."""
+    setting = Setting(t=4)
+    f, y = setting.map(setting.inputs(), "triton" if fused else "reference"), setting.inputs().x
+    with torch.no_grad():
+        steps = solver._steps(f, y, y.shape, False)
+        assert isinstance(steps, FusedIteration) is fused
+        while not steps.finished():
+            steps.advance()
+        before = [v if v is None else v.clone() for v in steps.progress]
+        for _ in range(2):
+            steps.advance()
+    for ours, theirs in zip(steps.progress, before, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)  # type: ignore[arg-type]
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "solver",
+    [Picard(0.1), Picard(0.1, stop_rule="paper"), Jacobi(1e-2)],
+    ids=["picard", "paper", "jacobi"],
+)
+def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
+    solver: IterativeSolver,
+) -> None:
+    setting = Setting(t=4)
+    inputs = setting.inputs()
+    clean = run(setting, solver, "triton", 12, inputs)
+    raw = inputs.raw.clone()
+    raw[1, 2, 0] = torch.nan
+    spoiled = run(setting, solver, "triton", 12, replace(inputs, raw=raw))
+    assert torch.equal(spoiled.value[0], clean.value[0])
+    assert bool(spoiled.value[1, :2].isfinite().all()) and bool(spoiled.value[1, 2:].isnan().all())
+    assert spoiled.stats.converged.tolist() == [True, False]
+    assert spoiled.stats.residual.isnan().tolist() == [False, True]
+    assert spoiled.result is Result.nonfinite
+    theirs = run(setting, solver, "reference", 12, replace(inputs, raw=raw))
+    assert torch.equal(spoiled.stats.num_steps, theirs.stats.num_steps)
+
+
+@needs_triton
+def test_operands_need_not_be_contiguous() -> None:
+    setting = Setting()
+    inputs = setting.inputs()
+    wide = torch.cat([inputs.raw, inputs.x], -1)
+    raw, x = wide.split([inputs.raw.shape[-1], inputs.x.shape[-1]], -1)
+    scattered = torch.stack([inputs.x, inputs.x], -1)[..., 0]
+    y0 = torch.zeros_like(inputs.x)
+    expected = run(setting, Picard(), "triton", 2, inputs, y0).value
+    for other in (replace(inputs, raw=raw, x=x), replace(inputs, x=scattered)):
+        assert torch.equal(run(setting, Picard(), "triton", 2, other, y0).value, expected)
+
+
+@needs_triton
+def test_runs_repeat_to_the_bit() -> None:
+    setting = Setting(dtype=torch.float32, t=4)
+    first, second = (run(setting, Jacobi(1e-2), "triton", 8) for _ in range(2))
+    assert torch.equal(first.value, second.value)
+    assert torch.equal(first.stats.residual, second.stats.residual)
+
+
+@needs_triton
+@pytest.mark.parametrize("solver", [Picard(0.1), Jacobi(1e-2)], ids=["picard", "jacobi"])
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_a_layer_with_the_kernels_is_the_layer_without(kind: Any, solver: Any) -> None:
+    outputs = []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(0)
+        options = {"solver": solver, "adjoint": OneStepAdjoint(), "backend": backend}
+        layer = kind(3, dtype=torch.float64, device=DEVICE, **options)
+        x = torch.randn(1, 3, 3, dtype=torch.float64, device=DEVICE)
+        y = layer(x)
+        outputs.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
+    for ours, theirs in zip(outputs[1], outputs[0], strict=True):
+        assert_close("output or gradient", ours, theirs, 1e-10, atol=1e-12)
+
+
+@needs_triton
+def test_unrolling_takes_the_plain_loop() -> None:
+    grads = []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"adjoint": UnrolledAdjoint(), "backend": backend}
+        layer = Bedouin(3, solver=Picard(0.1), dtype=torch.float64, device=DEVICE, **options)
+        x = torch.randn(1, 2, 3, dtype=torch.float64, device=DEVICE)
+        grads.append(torch.autograd.grad(layer(x).square().sum(), list(layer.parameters())))
+    for ours, theirs in zip(grads[1], grads[0], strict=True):
+        assert_close("gradient", ours, theirs, 1e-10, atol=1e-12)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixer": LowRank(2)}, r"does not support this mixer \(only HouseholderProduct"),
+        ({"solver": Picard(patience=2)}, r"does not support adaptive damping \(patience\)"),
+        ({"num_householder": 9}, "does not support 9 reflections"),
+    ],
+)
+def test_what_the_kernels_do_not_cover_is_said(options: dict[str, Any], message: str) -> None:
+    options = {"solver": Picard()} | options
+    with pytest.raises(ValueError, match=message):
+        Bedouin(5, device=DEVICE, backend="triton", **options)(torch.randn(1, 2, 5, device=DEVICE))
+
+
+@compiled
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dtype", "low"),
+    [(torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize(("t", "d"), list(itertools.product([1, 63, 64, 300], [1, 63, 64, 100])))
+def test_table_of_awkward_sizes(
+    t: int, d: int, dtype: torch.dtype, low: torch.dtype | None, method: type[Any]
+) -> None:
+    check(Setting(b=3, t=t, d=d, n=16, dtype=dtype, low=low), never(method))
+
+
+@compiled
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("d", "n", "k"), [(1024, 16, 4), (2048, 16, 8), (1000, 12, 3), (512, 64, 5)]
+)
+def test_large_sizes(d: int, n: int, k: int, scale: InputScale, method: type[Any]) -> None:
+    layout = RawLayout("softplus", True, k, 1.0)
+    sizes: dict[str, Any] = {"t": 18, "d": d, "n": n, "layout": layout, "input_scale": scale}
+    check(Setting(dtype=torch.float32, **sizes), never(method))
+
+
+@compiled
+@pytest.mark.parametrize("method", METHODS)
+def test_auto_on_a_gpu_is_fused_and_freezes_like_the_plain_loop(method: type[Any]) -> None:
+    setting = Setting(b=5, t=100, d=40, n=16, dtype=torch.float32, feedback=0.1)
+    solver = method(rtol=1e-3, atol=1e-6)
+    f, y = setting.map(setting.inputs(), "auto"), setting.inputs().x
+    with torch.no_grad():
+        assert isinstance(solver._steps(f, y, y.shape, False), FusedIteration)
+    ours, theirs = (run(setting, solver, b, 60) for b in ("auto", "reference"))
+    assert torch.equal(ours.stats.converged, theirs.stats.converged)
+    # a defect within rounding of its bound may be judged one step apart
+    assert int((ours.stats.num_steps - theirs.stats.num_steps).abs().max()) <= 1
+    assert_close("value", ours.value, theirs.value, 5e-3, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("method", METHODS)
+def test_a_few_steps_never_wait_for_the_gpu(
+    method: type[Any], no_synchronization: Callable[[], AbstractContextManager[None]]
+) -> None:
+    layer = Bedouin(8, solver=never(method), max_steps=4, device="cuda", on_unconverged="ignore")
+    x = torch.randn(2, 5, 8, device="cuda")
+    layer(x)
+    with no_synchronization():
+        layer(x)
+    assert layer.stats is not None and layer.stats.num_steps.tolist() == [4, 4]
