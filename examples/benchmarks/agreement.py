@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin
+from bedouin import Bedouin, Decoder
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import Direct, FixedCap, Jacobi, Picard, Solver
 from benchmarks.setting import Setting, Shape
@@ -50,14 +50,16 @@ def scan_agrees(setting: Setting) -> None:
 
 
 def step_agrees(setting: Setting) -> None:
-    """Token by token against one call."""
+    """Token by token, by `step` and by `Decoder`, against one call."""
     layer = setting.layer()
     x = setting.randn(SMALL.b, SMALL.t, setting.m)
     with torch.inference_mode(), setting.autocast():
         expected, state = layer(x), layer.init_state(SMALL.b)
+        decoder = Decoder(layer, SMALL.b)
         for t in range(SMALL.t):
             y_t, state = layer.step(x[:, t], state)
             _close(f"step {t}", y_t, expected[:, t], LOW)
+            _close(f"decoder, token {t}", decoder(x[:, t]), expected[:, t], LOW)
 
 
 def _scan_results(

@@ -1,11 +1,11 @@
 """Measurements with a procedure of their own: one iteration, one decoded token, torch.compile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin
+from bedouin import Bedouin, Decoder
 from bedouin.solvers import FixedCap, Jacobi, Picard
 from bedouin.testing import find_fixed_point
 from benchmarks.cost import iteration_cost, layer_cost, step_cost
@@ -62,36 +62,48 @@ def _replayed_ms(context: Context, call: Callable[[], object]) -> float:
 
 
 def decode(context: Context, shape: Shape) -> Numbers:
-    """Microseconds a layer and token of `step`: one layer again and again, and a stack of four."""
+    """Microseconds a layer and token: `step` of one layer again and again, of a stack of four, and
+    the same with `Decoder`, which keeps the state in place."""
     setting = context.setting
     layers = [setting.layer() for _ in range(STACK)]
     floor_us = 1e3 * step_cost(setting).floor_ms(context.machine)
+    numbers: Numbers = {"floor_us": floor_us}
     # the layers are made outside: tensors born in inference mode do not count their changes
     with torch.inference_mode(), setting.autocast():
-        one = _stretch_us(context, shape, layers[:1])
-        stack = _stretch_us(context, shape, layers)
-    return {
-        "us_a_layer": one,
-        "us_a_layer_in_a_stack": stack,
-        "floor_us": floor_us,
-        "forward_floor_share": floor_us / stack,
-    }
+        for name, chain in (("", layers[:1]), ("_in_a_stack", layers)):
+            steps = [_stepping(layer, shape.b) for layer in chain]
+            numbers[f"us_a_layer{name}"] = _stretch_us(context, shape, steps)
+            decoders = [Decoder(layer, shape.b) for layer in chain]
+            numbers[f"decoder_us{name}"] = _stretch_us(context, shape, decoders)
+    return numbers | {"forward_floor_share": floor_us / numbers["decoder_us_in_a_stack"]}
 
 
-def _stretch_us(context: Context, shape: Shape, layers: list[Bedouin]) -> float:
+def _stepping(layer: Bedouin, b: int) -> Callable[[Tensor], Tensor]:
+    """`step` as a function of the token alone."""
+    state = layer.init_state(b)
+
+    def step(x_t: Tensor) -> Tensor:
+        nonlocal state
+        y_t, state = layer.step(x_t, state)
+        return y_t
+
+    return step
+
+
+def _stretch_us(
+    context: Context, shape: Shape, chain: Sequence[Callable[[Tensor], Tensor]]
+) -> float:
     setting = context.setting
-    states = [layer.init_state(shape.b) for layer in layers]
     tokens = [setting.randn(shape.b, setting.m) for _ in range(TOKENS)]
 
     def stretch(i: int) -> None:
         for token in tokens:
             x = token
-            for index, layer in enumerate(layers):
-                x, states[index] = layer.step(x, states[index])
-                x = x.to(token.dtype)
+            for step in chain:
+                x = step(x).to(token.dtype)
 
     ms = median_ms(stretch, setting.device, context.repeats)
-    return 1e3 * ms / TOKENS / len(layers)
+    return 1e3 * ms / TOKENS / len(chain)
 
 
 def compiled_map_step(context: Context, shape: Shape) -> Numbers:
