@@ -14,18 +14,23 @@ from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepPara
 from bedouin.kernels.direct.triton_math import (
     activate,
     decay_tile,
-    diagonal,
-    gram,
     input_scale,
-    inverse_unipotent,
-    invert,
-    max_norm,
-    product,
+    max_norms,
     sigmoid,
     softplus,
-    solve_small,
-    times,
-    transposed_times,
+)
+from bedouin.kernels.direct.triton_small import (
+    combine,
+    eliminate,
+    local_system,
+    products,
+    scale,
+    scale_symmetric,
+    subtract,
+    sums,
+    symmetric_times,
+    upper_times,
+    wy_upper,
 )
 from bedouin.kernels.householder.reference import UNIT_EPS
 
@@ -38,6 +43,17 @@ def _part(raw_ptr, bias_ptr, fed_ptr, at, mask, kind, BIAS: tl.constexpr, FED: t
         raw += tl.load(bias_ptr + at, mask=mask, other=0.0).to(kind)
     if FED:
         raw += tl.load(fed_ptr + at, mask=mask, other=0.0).to(kind)
+    return raw
+
+
+@triton.jit
+def _scalar(raw_ptr, bias_ptr, fed_ptr, at, kind, BIAS: tl.constexpr, FED: tl.constexpr):
+    """`_part` at one column."""
+    raw = tl.load(raw_ptr + at).to(kind)
+    if BIAS:
+        raw += tl.load(bias_ptr + at).to(kind)
+    if FED:
+        raw += tl.load(fed_ptr + at).to(kind)
     return raw
 
 
@@ -57,13 +73,6 @@ def _decay(
         else:
             A = -SHARPNESS * softplus(A)
     return decay_tile(delta, A, EIGENVALUES)
-
-
-@triton.jit
-def _woodbury(rhs, sigma, U, T, system, inverse):
-    """rhs + sigma * U^T T system^-1 U rhs."""
-    a = times(T, solve_small(system, inverse, times(U, rhs)))
-    return rhs + sigma * transposed_times(U, a)
 
 
 @triton.jit(do_not_specialize=["x_row", "drive_row", "z_row", "raw_row", "fed_row"])
@@ -98,7 +107,6 @@ def _token_kernel(
     fed_u_at,
     fed_gate_at,
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -122,9 +130,8 @@ def _token_kernel(
     EPS: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
-    ks, rows, cols = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    in_k, in_n, in_d = ks < K, rows < n, cols < d
-    i, j = ks[:, None], ks[None, :]
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    in_n, in_d = rows < n, cols < d
     in_state = in_n[:, None] & in_d[None, :]
     kind = h_ptr.dtype.element_ty
     h_ptr += sample * n * d
@@ -150,56 +157,70 @@ def _token_kernel(
         B = tl.where(in_n, 1.0, 0.0).to(kind)
         C = B
     u_raw, u_bias, u_fed = raw_ptr + at, raw_bias_ptr + at - d, fed_ptr + fed_u_at
-    in_u = in_k[:, None] & in_d[None, :]
-    u = _part(u_raw, u_bias, u_fed, i * d + cols[None, :], in_u, kind, BIAS, FED_U)
-    alpha = _part(u_raw, u_bias, u_fed, K * d + ks, in_k, kind, BIAS, FED_U)
-    beta = tl.where(in_k, BETA_MAX * sigmoid(alpha), 0.0)
-    identity = tl.where(i == j, 1.0, 0.0).to(kind)
-    dots = gram(u, u)
-    inv = tl.rsqrt(diagonal(dots, i, j) + d * EPS)
-    U = u * inv[:, None]
-    N = tl.where(i < j, beta[:, None] * dots * inv[:, None] * inv[None, :], 0.0)
-    T = inverse_unipotent(N, identity, BLOCK_K) * beta[None, :]
     gate_at = at + K * (d + 1)
+    u = ()
+    beta = ()
+    for i in tl.static_range(K):
+        u = u + (_part(u_raw, u_bias, u_fed, i * d + cols, in_d, kind, BIAS, FED_U),)
+        alpha = _scalar(u_raw, u_bias, u_fed, K * d + i, kind, BIAS, FED_U)
+        beta = beta + (BETA_MAX * sigmoid(alpha),)
     drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_d, other=0.0).to(kind)
 
-    BC = tl.where(in_n, B * C, 0.0)
-    if INPUT_SCALE == "one_minus_decay":
-        decay = _decay(decay_ptr, delta, rows, cols, in_state, n, DECAY, SHARPNESS, EIGENVALUES)
-        sigma = tl.sum((1 - tl.abs(decay)) * BC[:, None], axis=0)
-    else:
-        sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
-    system = identity - product(gram(U * sigma[None, :], U), T)
-    inverse, pivot = invert(system, identity, K, BLOCK_K)
-    # the (n, d) tiles come as late as they can: fewer registers are held meanwhile
-    if INPUT_SCALE != "one_minus_decay":
-        decay = _decay(decay_ptr, delta, rows, cols, in_state, n, DECAY, SHARPNESS, EIGENVALUES)
-    h = tl.load(h_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
+    decay = _decay(decay_ptr, delta, rows, cols, in_state, n, DECAY, SHARPNESS, EIGENVALUES)
+    at_state = rows[:, None] * d + cols[None, :]
+    h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
     h *= decay  # from here to the write: what has decayed
-    Q_drive = drive - transposed_times(U, times(T, times(U, drive)))
-    rhs = transposed_times(h, C) + sigma * Q_drive
-    y = _woodbury(rhs, sigma, U, T, system, inverse)
-    # one step of refinement, as in the plain local solve
-    applied = y - sigma * transposed_times(U, times(T, times(U, y)))
-    y += _woodbury(rhs - applied, sigma, U, T, system, inverse)
-    mixed = drive + transposed_times(U, times(T, times(U, y - drive)))
 
-    terms = tl.abs(drive) + tl.abs(mixed)
+    # the local equation, as in the direct sweep: rest is what does not depend on Q
     if INPUT_SCALE == "one_minus_decay":
-        scale = 1 - tl.abs(decay)
-        h += scale * mixed[None, :] * B[:, None]
-        terms *= tl.max(tl.where(in_state, scale, 0.0), axis=0)
+        s_rows = 1 - tl.abs(decay)
+        sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
     else:
         s = input_scale(delta, INPUT_SCALE)
-        h += (s * mixed)[None, :] * B[:, None]
-        terms *= s
-    tl.store(h_ptr + rows[:, None] * d + cols[None, :], h, mask=in_state)
+        sigma = s * tl.sum(B * C, axis=0)
+    rest = tl.sum(h * C[:, None], axis=0) + sigma * drive
+    sigma_u = ()
+    with_drive = ()
+    with_rest = ()
+    for i in tl.static_range(K):
+        sigma_u = sigma_u + (sigma * u[i],)
+        with_drive = with_drive + (u[i] * drive,)
+        with_rest = with_rest + (u[i] * rest,)
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
+    inv = ()
+    for i in tl.static_range(K):
+        inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
+    G = scale_symmetric(dots[0:PAIRS], inv, K)
+    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+    U_drive = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+    U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
+    T = wy_upper(G, beta, K)
+    U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_drive, K), K), K)
+    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K)
+    mixing = scale(upper_times(T, subtract(a, U_drive, K), K), inv, K)
+    y = rest + sigma * combine(mixing, u, K)
     tl.store(y_ptr + sample * d + cols, y, mask=in_d)
 
-    F = transposed_times(h, C)
-    defect = max_norm(tl.where(in_d, F - y, 0.0))
-    size = max_norm(tl.where(in_d, F, 0.0))
-    magnitude = max_norm(tl.where(in_d, terms, 0.0))
+    x = tl.load(x_ptr + sample * x_row + cols, mask=in_d, other=0.0).to(kind)
+    v = y + tl.load(D_ptr + cols, mask=in_d, other=0.0).to(kind) * x
+    U_y = ()
+    for i in tl.static_range(K):
+        U_y = U_y + (u[i] * y,)
+    dots = sums((y * y, v * v) + U_y)
+    U_y = scale(dots[2 : K + 2], inv, K)
+    mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
+    mixed = drive + combine(mixing, u, K)
+    terms = tl.abs(drive) + tl.abs(mixed)
+    if INPUT_SCALE == "one_minus_decay":
+        h += s_rows * mixed[None, :] * B[:, None]
+        terms *= tl.max(tl.where(in_state, s_rows, 0.0), axis=0)
+    else:
+        h += (s * mixed)[None, :] * B[:, None]
+        terms *= s
+    tl.store(h_ptr + at_state, h, mask=in_state)
+    F = tl.sum(h * C[:, None], axis=0)
+    defect, size, magnitude = max_norms(F - y, F, terms)
     ratio = tl.where(defect == 0, defect, defect / size)
     # Inf - Inf is NaN: a ratio that is not finite comes out as NaN
     tl.store(residual_ptr + sample, ratio + (ratio - ratio))
@@ -214,11 +235,10 @@ def _token_kernel(
 
     normed = y
     if FEEDBACK_NORM:
-        normed = y * tl.rsqrt(tl.sum(y * y, axis=0) / d + FEEDBACK_NORM_EPS)
+        normed = y * tl.rsqrt(dots[0] / d + FEEDBACK_NORM_EPS)
     normed = normed.to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + sample * d + cols, normed, mask=in_d)
 
-    x = tl.load(x_ptr + sample * x_row + cols, mask=in_d, other=0.0).to(kind)
     gate = _part(
         raw_ptr + gate_at,
         raw_bias_ptr + gate_at - d,
@@ -229,12 +249,11 @@ def _token_kernel(
         BIAS,
         FED_GATE,
     )
-    v = y + tl.load(D_ptr + cols, mask=in_d, other=0.0).to(kind) * x
     if OUTPUT_NORM:
         z = tl.load(z_ptr + sample * z_row + cols, mask=in_d, other=0.0).to(kind)
         weight = tl.load(norm_ptr + cols, mask=in_d, other=0.0).to(kind)
         gate += z
-        hidden = gate * sigmoid(gate) * v * tl.rsqrt(tl.sum(v * v, axis=0) / d + NORM_EPS) * weight
+        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / d + NORM_EPS) * weight
     else:
         hidden = gate * v * sigmoid(v)
     hidden = hidden.to(hidden_ptr.dtype.element_ty)
@@ -267,7 +286,6 @@ def launch_decode_token(
         n,
         *offsets,
         K=k,
-        BLOCK_K=triton.next_power_of_2(k),
         BLOCK_D=triton.next_power_of_2(d),
         BLOCK_N=triton.next_power_of_2(n),
         ACTIVATION=layout.activation,
@@ -289,9 +307,14 @@ def launch_decode_token(
         NORM_EPS=options.norm_eps or 0.0,
         ROUNDING=options.rounding * torch.finfo(o.h.dtype).eps,
         EPS=UNIT_EPS,
-        # two to four channels a thread: a batch of one must be quick, not thrifty
-        num_warps=min(16, max(4, triton.next_power_of_2(d) // 64)),
+        num_warps=_num_warps(d, n),
     )
+
+
+def _num_warps(d: int, n: int) -> int:
+    """At 1024 channels with 16 states eight warps spill nothing, sixteen 216 bytes a thread."""
+    tile = triton.next_power_of_2(d) * triton.next_power_of_2(n)
+    return 4 if tile <= 2048 else 8 if tile <= 16384 else 16
 
 
 def _or(tensor: Tensor | None, unread: Tensor) -> Tensor:
