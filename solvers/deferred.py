@@ -24,6 +24,11 @@ class DeferredWarning:
     def __reduce__(self) -> tuple[type["DeferredWarning"], tuple[()]]:
         return DeferredWarning, ()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether an outcome is on its way; another one is not scheduled until it has been seen."""
+        return self._pending is not None
+
     def schedule(self, stats: SolveStats, subject: str) -> None:
         """Start to copy the outcome (on a CUDA device) to the host."""
         if self._pending is not None:

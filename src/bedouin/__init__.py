@@ -1,5 +1,6 @@
 """Bedouin: sequence layers defined as a fixed point of Householder mixing and a diagonal scan."""
 
+from bedouin.decode import Decoder
 from bedouin.layer import Bedouin, FixedPointRNN
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer, WYForm
 from bedouin.model import SequenceModel
@@ -11,6 +12,7 @@ __all__ = [
     "Bedouin",
     "BedouinState",
     "ChannelMixer",
+    "Decoder",
     "FixedPointRNN",
     "HouseholderProduct",
     "LowRank",

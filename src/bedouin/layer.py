@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import positive_int
+from bedouin.decode import StepGraphs, fused_step, has_graph, takes_fused_step
 from bedouin.fixed_point_map import FixedPointMap, MapInputs, ScanInputs, StructuredMap
 from bedouin.kernels.backend import Backend, check_backend, choose_backend
+from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.direct import Activation, RawLayout, project_feedback
 from bedouin.kernels.householder import unit
 from bedouin.kernels.scan import Eigenvalues, InputScale
@@ -59,6 +61,13 @@ class FixedPointLayer(nn.Module):
 
     components: ClassVar[tuple[str, ...]]
     """Names of the raw components, in the order of the fused projection; the gate is last."""
+
+    _has_fused_step: ClassVar[bool] = False
+    """Declared by a class whose `_split`, `_A` and `_drive` are what the decoding kernel does; not
+    inherited, since a subclass may change them."""
+
+    _has_drive: ClassVar[bool] = False
+    """Whether `_drive` is more than its argument."""
 
     stats: SolveStats | None
     """Statistics of the last call, None before any. Under torch.func transforms they are the
@@ -110,6 +119,7 @@ class FixedPointLayer(nn.Module):
         self.stats = None
         self._draws = 0
         self._deferred = DeferredWarning()
+        self._graphs = StepGraphs()
 
         d, factory = self.d_inner, _factory(device, dtype)
         self._sizes = self._component_sizes()
@@ -139,6 +149,10 @@ class FixedPointLayer(nn.Module):
     @abstractmethod
     def _A(self) -> Tensor:
         """(d, n): the decay is exp(A Delta)."""
+
+    @abstractmethod
+    def _decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
+        """How `_A` comes from which parameter (d, n): kind, sharpness, parameter."""
 
     @abstractmethod
     def _layout(self) -> RawLayout | None:
@@ -210,9 +224,12 @@ class FixedPointLayer(nn.Module):
         """One token: (b, m) -> (b, m), solved exactly whatever the layer's solver.
 
         With a mixer that has no form (e, U, M) the layer's own solver is used, to its tolerance.
-        Raises as `forward` does.
+        On a GPU, without gradients, a token is the replay of a CUDA graph (bedouin.decode), which
+        the first call with a batch size and dtype captures. Raises as `forward` does.
         """
         self._check_input(x_t, rank=2)
+        if takes_fused_step(self, x_t):
+            return (self._graphs.step if has_graph(self, x_t) else fused_step)(self, x_t, state)
         solver = Direct() if isinstance(self.mixer, StructuredMixer) else self.solver
         output, new_state = self._run(x_t.unsqueeze(1), state, solver, True)
         assert new_state is not None
@@ -394,6 +411,7 @@ class Bedouin(FixedPointLayer):
     """
 
     components = ("delta", "B", "C", "mixer")
+    _has_fused_step = True
 
     A_log: nn.Parameter
     omega: nn.Parameter
@@ -520,6 +538,11 @@ class Bedouin(FixedPointLayer):
         activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
         return _householder_layout(self.mixer, activation, selective=True)
 
+    def _decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
+        if self.decay == "mamba":
+            return "exp", 1.0, self.A_log
+        return "softplus", GRIFFIN_SHARPNESS, self.omega
+
     def _A(self) -> Tensor:
         if self.decay == "mamba":
             return -torch.exp(_at_least_float32(self.A_log))
@@ -542,6 +565,8 @@ class FixedPointRNN(FixedPointLayer):
     """
 
     components = ("decay", "mixer")
+    _has_fused_step = True
+    _has_drive = True
 
     omega: nn.Parameter
 
@@ -627,6 +652,11 @@ class FixedPointRNN(FixedPointLayer):
     def _layout(self) -> RawLayout | None:
         activation: Activation = "softplus_of_minus" if self.decay == "sigmoid" else "sigmoid"
         return _householder_layout(self.mixer, activation, selective=False)
+
+    def _decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
+        if self.decay == "sigmoid":
+            return "one", 1.0, None
+        return "softplus", GRIFFIN_SHARPNESS, self.omega
 
     def _A(self) -> Tensor:
         if self.decay == "sigmoid":

@@ -1,0 +1,113 @@
+"""What must hold before a time means anything: every fast path equals the plain reference."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin, Decoder
+from bedouin.kernels.scan import selective_scan
+from bedouin.solvers import Direct, FixedCap, Jacobi, Picard, Solver
+from benchmarks.setting import Setting, Shape
+from benchmarks.subjects import scan_inputs
+
+FLOAT32 = 1e-4
+"""Relative 2-norm: rounding of float32 through twelve tokens of feedback, with a margin."""
+LOW = 0.02
+"""Relative 2-norm in bfloat16, whose eight bits give 0.004 (measured on a CPU), with a margin."""
+SMALL = Shape(2, 12)
+
+
+def direct_agrees(setting: Setting) -> None:
+    """The sweep with and without feedback, values and gradients."""
+    for options in ({}, {"feedback": ()}):
+        _layer_agrees(setting, Direct(), gradients=True, **options)
+
+
+def jacobi_agrees(setting: Setting) -> None:
+    """Exact after t steps, so its gradient, taken at the fixed point, is exact as well."""
+    cap = FixedCap(SMALL.t + 1)
+    _layer_agrees(setting, Jacobi(rtol=0.0, atol=0.0), gradients=True, max_steps=cap)
+
+
+def picard_agrees(setting: Setting) -> None:
+    """Values only: its gradient in the benchmark is the biased one-step gradient."""
+    _layer_agrees(setting, Picard(rtol=1e-6), gradients=False, max_steps=FixedCap(400))
+
+
+def scan_agrees(setting: Setting) -> None:
+    """The scan alone."""
+    small = replace(setting, m=min(64, setting.m), precision="float32")
+    for sizes, tolerance in ((small, FLOAT32), (setting, LOW)):
+        torch.manual_seed(0)
+        inputs = scan_inputs(sizes, SMALL)
+        _, expected = _scan_results(inputs, "reference", torch.float32)
+        names, got = _scan_results(inputs, "auto", sizes.gemm_dtype)
+        for name, ours, theirs in zip(names, got, expected, strict=True):
+            _close(f"scan, {name}", ours, theirs, tolerance)
+
+
+def step_agrees(setting: Setting) -> None:
+    """Token by token, by `step` and by `Decoder`, against one call."""
+    layer = setting.layer()
+    x = setting.randn(SMALL.b, SMALL.t, setting.m)
+    with torch.inference_mode(), setting.autocast():
+        expected, state = layer(x), layer.init_state(SMALL.b)
+        decoder = Decoder(layer, SMALL.b)
+        for t in range(SMALL.t):
+            y_t, state = layer.step(x[:, t], state)
+            _close(f"step {t}", y_t, expected[:, t], LOW)
+            _close(f"decoder, token {t}", decoder(x[:, t]), expected[:, t], LOW)
+
+
+def _scan_results(
+    inputs: tuple[Tensor, ...], backend: Any, dtype: torch.dtype
+) -> tuple[list[str], list[Tensor]]:
+    x, delta, A, B, C = (tensor.detach() for tensor in inputs)
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in (x, delta, B, C)]
+    x, delta, B, C = leaves
+    y, _ = selective_scan(x, delta, A, B, C, input_scale="delta", backend=backend)
+    weight = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
+    grads = torch.autograd.grad(y, leaves, weight)
+    return ["y", "grad x", "grad Delta", "grad B", "grad C"], [y.detach(), *grads]
+
+
+def _layer_agrees(setting: Setting, solver: Solver, *, gradients: bool, **options: Any) -> None:
+    small = replace(setting, m=min(64, setting.m), precision="float32")
+    for sizes, tolerance in ((small, FLOAT32), (setting, LOW)):
+        layer = sizes.layer(solver=solver, **options)
+        reference = copy.deepcopy(layer).float()
+        reference.solver, reference.backend = Direct(), "reference"
+        torch.manual_seed(1)
+        x = sizes.randn(SMALL.b, SMALL.t, sizes.m)
+        with sizes.autocast():
+            got = _results(layer, x, gradients)
+        expected = _results(reference, x.float(), gradients)
+        for name, value in got.items():
+            bound = 2 * tolerance if name != "output" else tolerance
+            _close(f"{solver}, {sizes.precision}, {name}", value, expected[name], bound)
+
+
+def _results(layer: Bedouin, x: Tensor, gradients: bool) -> dict[str, Tensor]:
+    """The output, and the gradients of x and of the two large weights."""
+    x = x.clone().requires_grad_()
+    output: Tensor = layer(x)
+    found = {"output": output.detach()}
+    if gradients:
+        weight = torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output)
+        named = {"x": x, "x_proj": layer.x_proj.weight}
+        if layer.y_proj is not None:
+            named["y_proj"] = layer.y_proj.weight
+        grads = torch.autograd.grad(output, list(named.values()), weight.to(output.dtype))
+        found |= {f"grad {name}": grad for name, grad in zip(named, grads, strict=True)}
+    return found
+
+
+def _close(name: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
+    """AssertionError unless the relative 2-norm of the difference is below the tolerance."""
+    a, e = got.detach().double(), expected.detach().double()
+    error = float((a - e).norm() / e.norm().clamp(min=1e-30))
+    if not error <= tolerance:
+        raise AssertionError(f"{name}: relative error {error:.1e} > {tolerance:.0e}")

@@ -1,0 +1,160 @@
+"""From a function of tensors to a row of numbers: eager and captured, forward and backward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.setting import Setting, Shape
+from benchmarks.timing import (
+    Cost,
+    Machine,
+    capture,
+    median_ms,
+    peak_gib,
+    pool_size,
+    release_memory,
+    replay_ms,
+)
+
+Numbers = dict[str, Any]
+"""What a row holds besides its name: JSON values."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every measurement needs."""
+
+    setting: Setting
+    machine: Machine
+    repeats: int
+    graph: bool
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A differentiable function, what it is applied to, and what it cannot do without."""
+
+    function: Callable[..., Tensor]
+    draw: Callable[[], tuple[Tensor, ...]]
+    """Fresh random inputs, all of which get a gradient."""
+    parameters: tuple[Tensor, ...]
+    forward_cost: Cost
+    both_cost: Cost
+    sequential_steps: int = 0
+    """Steps along time that wait for each other, in a forward pass."""
+    has_graph: bool = True
+    observe: Callable[[], Numbers] = field(default=dict)
+    """Further numbers, read after the measurement."""
+
+
+def measure_subject(context: Context, subject: Subject) -> Numbers:
+    """Forward (no_grad) and forward + backward (gradients of inputs and parameters) in ms."""
+    device, repeats = context.setting.device, context.repeats
+    calls = _Calls(context.setting, subject)
+    numbers: Numbers = {"peak_gib": peak_gib(lambda: calls.both(0), device)}
+    calls.fill_pool()
+    numbers["forward_ms"] = median_ms(calls.forward, device, repeats)
+    numbers["both_ms"] = median_ms(calls.both, device, repeats)
+    if context.graph and subject.has_graph and device.type == "cuda":
+        numbers |= _captured(context, calls)
+    numbers |= _achieved(context.machine, subject, numbers)
+    return numbers | subject.observe()
+
+
+class _Calls:
+    """The two calls that are timed, on inputs that rotate."""
+
+    def __init__(self, setting: Setting, subject: Subject) -> None:
+        self.setting, self.subject = setting, subject
+        self.sets = [subject.draw()]
+        self.grads = [torch.randn_like(self._output(0))]
+
+    def fill_pool(self) -> None:
+        each = sum(t.numel() * t.element_size() for t in (*self.sets[0], self.grads[0]))
+        for _ in range(1, pool_size(each, self.setting.device)):
+            self.sets.append(self.subject.draw())
+            self.grads.append(torch.randn_like(self.grads[0]))
+
+    def _output(self, i: int) -> Tensor:
+        with self.setting.autocast():
+            return self.subject.function(*self.sets[i % len(self.sets)])
+
+    def forward(self, i: int) -> None:
+        with torch.no_grad():
+            self._output(i)
+
+    def both(self, i: int) -> None:
+        j = i % len(self.sets)
+        wanted = [*self.sets[j], *self.subject.parameters]
+        torch.autograd.grad(self._output(j), wanted, self.grads[j])
+
+    @torch.no_grad()
+    def refill(self, i: int) -> None:
+        """Put the inputs of set i where the captured calls read: into set 0."""
+        j = 1 + i % (len(self.sets) - 1)
+        for static, fresh in zip(self.sets[0], self.sets[j], strict=True):
+            static.copy_(fresh)
+        self.grads[0].copy_(self.grads[j])
+
+
+def _captured(context: Context, calls: _Calls) -> Numbers:
+    """Replays of the two calls; the inputs are refilled between replays, uncounted."""
+    numbers: Numbers = {}
+    pairs = (("graph_forward_ms", calls.forward), ("graph_both_ms", calls.both))
+    for name, call in pairs:
+        try:
+            graph = capture(partial(call, 0))
+        except (RuntimeError, ValueError) as error:
+            # the eager numbers stand; the row says why these are missing
+            numbers[name + "_failed"] = first_line(error)
+            torch.cuda.synchronize()
+            continue
+        device, repeats = context.setting.device, context.repeats
+        numbers[name] = replay_ms(graph, device, repeats, before=calls.refill)
+        del graph
+        release_memory()
+    return numbers
+
+
+def _achieved(machine: Machine, subject: Subject, numbers: Numbers) -> Numbers:
+    """Rates and shares of the floor, of the faster of eager and captured."""
+    found: Numbers = {}
+    for name, cost in (("forward", subject.forward_cost), ("both", subject.both_cost)):
+        ms = best_ms(numbers, name)
+        if ms is None:
+            continue
+        floor = cost.floor_ms(machine)
+        found |= {f"{name}_floor_ms": floor, f"{name}_floor_share": floor / ms}
+        found |= {f"{name}_gb_per_s": cost.bytes / ms / 1e6}
+        found |= {f"{name}_tflop_per_s": cost.flops / ms / 1e9}
+        if subject.sequential_steps:
+            found[f"{name}_us_a_token"] = 1e3 * ms / subject.sequential_steps
+    if subject.sequential_steps:
+        found["sequential_steps"] = subject.sequential_steps
+    return found
+
+
+def best_ms(numbers: Numbers, name: str) -> float | None:
+    """The faster of the eager and the captured time, None if neither was taken."""
+    times = [numbers.get(key) for key in (f"{name}_ms", f"graph_{name}_ms")]
+    taken = [time for time in times if time is not None]
+    return min(taken) if taken else None
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else 'no message'}"
+
+
+def inputs_of(setting: Setting, shape: Shape) -> Callable[[], tuple[Tensor, ...]]:
+    """Draws x (b, t, m)."""
+
+    def draw() -> tuple[Tensor, ...]:
+        return (setting.randn(shape.b, shape.t, setting.m).requires_grad_(),)
+
+    return draw

@@ -1,0 +1,91 @@
+"""What is measured on what: sizes of the layer, shapes of its input, facts about the machine.
+
+Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, r raw values.
+"""
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin
+
+Precision = Literal["bf16", "autocast", "float32"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the layer's input without its channels."""
+
+    b: int
+    t: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.b}x{self.t}"
+
+    @property
+    def tokens(self) -> int:
+        return self.b * self.t
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """From e.g. "64x256"; ValueError otherwise."""
+        match = re.fullmatch(r"(\d+)x(\d+)", text)
+        if match is None or not all(int(size) for size in match.groups()):
+            raise ValueError(f"a shape must read BATCHxTIME, such as 64x256, got {text!r}")
+        return cls(*(int(size) for size in match.groups()))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes and precision of everything in one run of the benchmark."""
+
+    device: torch.device
+    precision: Precision = "bf16"
+    m: int = 512
+    expand: int = 2
+    n: int = 16
+    k: int = 4
+
+    @property
+    def d(self) -> int:
+        return self.expand * self.m
+
+    @property
+    def r(self) -> int:
+        return self.d + 2 * self.n + self.k * (self.d + 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and inputs; under autocast both are float32."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def gemm_dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision == "float32" else torch.bfloat16
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around every call; does nothing unless the precision is "autocast"."""
+        if self.precision != "autocast":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def layer(self, **options: Any) -> Bedouin:
+        """One layer of these sizes from a fixed seed; it never looks at its own convergence."""
+        torch.manual_seed(0)
+        return Bedouin(
+            self.m,
+            d_state=self.n,
+            expand=self.expand,
+            num_householder=self.k,
+            on_unconverged="ignore",
+            device=self.device,
+            **({"dtype": self.dtype} | options),
+        )
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)

@@ -1,0 +1,146 @@
+"""Measurements with a procedure of their own: one iteration, one decoded token, torch.compile."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin, Decoder
+from bedouin.solvers import FixedCap, Jacobi, Picard
+from bedouin.testing import find_fixed_point
+from benchmarks.cost import iteration_cost, layer_cost, step_cost
+from benchmarks.measure import Context, Numbers
+from benchmarks.setting import Shape
+from benchmarks.timing import capture, median_ms, release_memory, replay_ms
+
+FEW, MANY = 8, 24
+TOKENS = 64
+"""Decoded tokens in one timed stretch."""
+STACK = 4
+"""Layers decoded one after the other: together larger than the L2 cache of 50 MB."""
+
+
+def one_iteration(context: Context, shape: Shape, *, kind: type[Jacobi] | type[Picard]) -> Numbers:
+    """One fused iteration without its product: the slope of the forward time in the cap.
+
+    Feedback is off, so the raw values are those of x and no product stands in the loop; the
+    tolerances are 0, so that no token freezes. Captured where there is a GPU.
+    """
+    times = [_capped_ms(context, shape, kind, cap) for cap in (FEW, MANY)]
+    ms = (times[1] - times[0]) / (MANY - FEW)
+    cost = iteration_cost(context.setting, shape)
+    floor = cost.floor_ms(context.machine)
+    return {
+        "forward_ms": ms,
+        "forward_floor_ms": floor,
+        "forward_floor_share": floor / ms,
+        "times_floor": ms / floor,
+        "forward_gb_per_s": cost.bytes / ms / 1e6,
+    }
+
+
+@torch.no_grad()
+def _capped_ms(
+    context: Context, shape: Shape, kind: type[Jacobi] | type[Picard], cap: int
+) -> float:
+    setting = context.setting
+    solver = kind(rtol=0.0, atol=0.0)
+    layer = setting.layer(solver=solver, max_steps=FixedCap(cap), feedback=())
+    x = setting.randn(shape.b, shape.t, setting.m)
+    return _replayed_ms(context, lambda: layer(x))
+
+
+def _replayed_ms(context: Context, call: Callable[[], object]) -> float:
+    """Median of a captured call, of the eager call without a GPU or with --no-graph."""
+    setting = context.setting
+    with setting.autocast():
+        if setting.device.type != "cuda" or not context.graph:
+            return median_ms(lambda i: call(), setting.device, context.repeats)
+        ms = replay_ms(capture(call), setting.device, context.repeats)
+    release_memory()
+    return ms
+
+
+def decode(context: Context, shape: Shape) -> Numbers:
+    """Microseconds a layer and token: `step` of one layer again and again, of a stack of four, and
+    the same with `Decoder`, which keeps the state in place."""
+    setting = context.setting
+    layers = [setting.layer() for _ in range(STACK)]
+    floor_us = 1e3 * step_cost(setting).floor_ms(context.machine)
+    numbers: Numbers = {"floor_us": floor_us}
+    # the layers are made outside: tensors born in inference mode do not count their changes
+    with torch.inference_mode(), setting.autocast():
+        for name, chain in (("", layers[:1]), ("_in_a_stack", layers)):
+            steps = [_stepping(layer, shape.b) for layer in chain]
+            numbers[f"us_a_layer{name}"] = _stretch_us(context, shape, steps)
+            decoders = [Decoder(layer, shape.b) for layer in chain]
+            numbers[f"decoder_us{name}"] = _stretch_us(context, shape, decoders)
+    return numbers | {"forward_floor_share": floor_us / numbers["decoder_us_in_a_stack"]}
+
+
+def _stepping(layer: Bedouin, b: int) -> Callable[[Tensor], Tensor]:
+    """`step` as a function of the token alone."""
+    state = layer.init_state(b)
+
+    def step(x_t: Tensor) -> Tensor:
+        nonlocal state
+        y_t, state = layer.step(x_t, state)
+        return y_t
+
+    return step
+
+
+def _stretch_us(
+    context: Context, shape: Shape, chain: Sequence[Callable[[Tensor], Tensor]]
+) -> float:
+    setting = context.setting
+    tokens = [setting.randn(shape.b, setting.m) for _ in range(TOKENS)]
+
+    def stretch(i: int) -> None:
+        for token in tokens:
+            x = token
+            for step in chain:
+                x = step(x).to(token.dtype)
+
+    ms = median_ms(stretch, setting.device, context.repeats)
+    return 1e3 * ms / TOKENS / len(chain)
+
+
+def compiled_map_step(context: Context, shape: Shape) -> Numbers:
+    """F(y) once with feedback, eager and under torch.compile as one whole graph."""
+    setting = context.setting
+    layer = setting.layer()
+    x = setting.randn(shape.b, shape.t, setting.m)
+    with setting.autocast():
+        found = find_fixed_point(layer, x)
+    compiled = torch.compile(lambda y: found.f(y), fullgraph=True)
+    return _compare(context, lambda y: found.f(y), compiled, found.y)
+
+
+def compiled_direct(context: Context, shape: Shape) -> Numbers:
+    """The layer's forward, eager and under torch.compile; graph breaks are counted."""
+    setting = context.setting
+    layer = setting.layer()
+    x = setting.randn(shape.b, shape.t, setting.m)
+    torch._dynamo.utils.counters.clear()
+    numbers = _compare(context, layer, torch.compile(layer), x)
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    cost = layer_cost(setting, shape, feedback=True, backward=False)
+    floor = cost.floor_ms(context.machine)
+    return numbers | {"graph_breaks": breaks, "forward_floor_share": floor / numbers["forward_ms"]}
+
+
+@torch.no_grad()
+def _compare(
+    context: Context,
+    eager: Callable[[Tensor], Tensor],
+    compiled: Callable[[Tensor], Tensor],
+    argument: Tensor,
+) -> Numbers:
+    setting = context.setting
+    with setting.autocast():
+        expected, got = eager(argument), compiled(argument)
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+        eager_ms = median_ms(lambda i: eager(argument), setting.device, context.repeats)
+        ms = median_ms(lambda i: compiled(argument), setting.device, context.repeats)
+    return {"forward_ms": ms, "forward_eager_ms": eager_ms}

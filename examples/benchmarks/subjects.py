@@ -1,0 +1,162 @@
+"""What is measured at a shape: this layer, its scan, and the peers."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bedouin import Bedouin
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.scan import selective_scan
+from bedouin.solvers import FixedCap, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
+from benchmarks.cost import layer_cost, lstm_cost, scan_cost
+from benchmarks.measure import Numbers, Subject, inputs_of
+from benchmarks.setting import Setting, Shape
+from benchmarks.timing import Cost
+
+CAP = 16
+"""Iterations of the parallel solvers: the smaller cap of the paper's times."""
+
+
+def direct(
+    setting: Setting, shape: Shape, *, feedback: bool = True, backend: Backend = "auto"
+) -> Subject:
+    """The layer as it comes: exact sweep, exact gradient."""
+    options: dict[str, Any] = {"backend": backend} | ({} if feedback else {"feedback": ()})
+    return _layer_subject(setting, shape, setting.layer(**options), sequential=True)
+
+
+def jacobi(setting: Setting, shape: Shape) -> Subject:
+    """CAP block-Jacobi iterations, exact gradient."""
+    solver = Jacobi(rtol=0.0, atol=0.0)
+    layer = setting.layer(solver=solver, max_steps=FixedCap(CAP), adjoint=ImplicitAdjoint())
+    return _layer_subject(setting, shape, layer, sequential=False)
+
+
+def picard(setting: Setting, shape: Shape) -> Subject:
+    """CAP Picard iterations and the one-step gradient: the paper's method."""
+    solver = Picard(rtol=0.0, atol=0.0)
+    layer = setting.layer(solver=solver, max_steps=FixedCap(CAP), adjoint=OneStepAdjoint())
+    return _layer_subject(setting, shape, layer, sequential=False)
+
+
+def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:
+    feedback = layer.y_proj is not None
+    return Subject(
+        layer,
+        inputs_of(setting, shape),
+        tuple(layer.parameters()),
+        layer_cost(setting, shape, feedback=feedback, backward=False),
+        layer_cost(setting, shape, feedback=feedback, backward=True),
+        sequential_steps=shape.t if sequential else 0,
+        observe=lambda: solve_numbers(layer),
+    )
+
+
+def solve_numbers(layer: Bedouin) -> Numbers:
+    """What the last solve says about itself."""
+    stats = layer.stats
+    if stats is None:
+        return {}
+    return {
+        "residual": float(stats.residual.max()),
+        "converged": bool(stats.converged.all()),
+        "num_steps": int(stats.num_steps.max()),
+    }
+
+
+def lstm(setting: Setting, shape: Shape) -> Subject:
+    """cuDNN's LSTM from m to d (torch's own on a CPU)."""
+    dtype = setting.gemm_dtype
+    torch.manual_seed(0)
+    module = nn.LSTM(setting.m, setting.d, batch_first=True, device=setting.device, dtype=dtype)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast(setting.device.type, enabled=False):
+            output: Tensor = module(x)[0]
+        return output
+
+    def draw() -> tuple[Tensor, ...]:
+        return (setting.randn(shape.b, shape.t, setting.m, dtype=dtype).requires_grad_(),)
+
+    forward, both = (lstm_cost(setting, shape, backward=backward) for backward in (False, True))
+    return Subject(
+        function, draw, tuple(module.parameters()), forward, both, sequential_steps=shape.t
+    )
+
+
+def scan_inputs(setting: Setting, shape: Shape) -> tuple[Tensor, ...]:
+    """x, Delta (b, t, d), A (d, n), B, C (b, t, n) as Mamba has them."""
+    b, t, d, n, dtype = shape.b, shape.t, setting.d, setting.n, setting.gemm_dtype
+    x, B, C = (setting.randn(b, t, size, dtype=dtype) for size in (d, n, n))
+    delta = torch.nn.functional.softplus(setting.randn(b, t, d, dtype=dtype) - 2)
+    A = -torch.arange(1, n + 1, device=setting.device, dtype=torch.float32).repeat(d, 1)
+    return tuple(tensor.requires_grad_() for tensor in (x, delta, A, B, C))
+
+
+def scan(setting: Setting, shape: Shape) -> Subject:
+    """Our diagonal scan alone."""
+
+    def function(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        return selective_scan(x, delta, A, B, C, input_scale="delta")[0]
+
+    return _scan_subject(setting, shape, function)
+
+
+def mamba_scan(setting: Setting, shape: Shape) -> Subject:
+    """mamba-ssm's CUDA scan alone, in its layout (b, d, t)."""
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    def draw() -> tuple[Tensor, ...]:
+        x, delta, A, B, C = scan_inputs(setting, shape)
+        turned = (tensor.detach().mT.contiguous() for tensor in (x, delta, B, C))
+        x, delta, B, C = (tensor.requires_grad_() for tensor in turned)
+        return x, delta, A, B, C
+
+    forward, both = (scan_cost(setting, shape, backward=backward) for backward in (False, True))
+    return Subject(selective_scan_fn, draw, (), forward, both)
+
+
+def mamba_is_missing() -> str | None:
+    """Why mamba-ssm's scan cannot be measured."""
+    for module in ("mamba_ssm", "selective_scan_cuda"):
+        if find_spec(module) is None:
+            return f"{module} is not installed"
+    return None
+
+
+def _scan_subject(setting: Setting, shape: Shape, function: Any) -> Subject:
+    forward, both = (scan_cost(setting, shape, backward=backward) for backward in (False, True))
+    return Subject(function, lambda: scan_inputs(setting, shape), (), forward, both)
+
+
+def gated_delta_product(setting: Setting, shape: Shape) -> Subject:
+    """flash-linear-attention's operation with d channels in heads of 64 and k reflections."""
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
+
+    size, k, dtype = min(64, setting.d), setting.k, setting.gemm_dtype
+    b, t, heads = shape.b, shape.t, setting.d // size
+
+    def function(q: Tensor, keys: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        output: Tensor = chunk_gated_delta_product(
+            q, keys, v, g.float(), beta, k, use_qk_l2norm_in_kernel=True
+        )[0]
+        return output
+
+    def draw() -> tuple[Tensor, ...]:
+        shapes = ((t, heads, size), (t * k, heads, size), (t * k, heads, size))
+        q, keys, v = (setting.randn(b, *rest, dtype=dtype) for rest in shapes)
+        g = -torch.rand(b, t, heads, device=setting.device, dtype=dtype)
+        beta = torch.rand(b, t * k, heads, device=setting.device, dtype=dtype)
+        return tuple(tensor.requires_grad_() for tensor in (q, keys, v, g, beta))
+
+    # read q, k keys, k values and write the output
+    moved = dtype.itemsize * shape.tokens * setting.d * (2 + 2 * k)
+    cost = Cost(moved, 0)
+    return Subject(function, draw, (), cost, cost * 3)
+
+
+def fla_is_missing() -> str | None:
+    """Why flash-linear-attention cannot be measured."""
+    return None if find_spec("fla") is not None else "fla is not installed"

@@ -1,0 +1,165 @@
+"""Medians of CUDA events (of the clock on a CPU), CUDA-graph capture, peak memory, floors."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+import torch
+
+WARMUP = 3
+CAPTURE_WARMUP = 3
+MAX_POOL = 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the floors are computed from, measured here and now."""
+
+    device: str
+    torch: str
+    triton: str | None
+    cuda: str | None
+    copy_gb_per_s: float
+    """Bytes read and written by a large device copy."""
+    gemm_tflop_per_s: float
+    """Of a large square product in the dtype of the run."""
+
+    @property
+    def facts(self) -> dict[str, str | float | None]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operation cannot do without."""
+
+    bytes: float
+    flops: float
+
+    def floor_ms(self, machine: Machine) -> float:
+        """max(bytes / copy bandwidth, flops / GEMM rate)."""
+        memory = self.bytes / (machine.copy_gb_per_s * 1e9)
+        return 1e3 * max(memory, self.flops / (machine.gemm_tflop_per_s * 1e12))
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+    def __mul__(self, factor: float) -> "Cost":
+        return Cost(self.bytes * factor, self.flops * factor)
+
+
+def median_ms(
+    call: Callable[[int], object],
+    device: torch.device,
+    repeats: int,
+    before: Callable[[int], object] | None = None,
+) -> float:
+    """Median time of call(i) over i < repeats after a warm-up; before(i) is not counted."""
+    for i in range(WARMUP):
+        if before is not None:
+            before(i)
+        call(i)
+    if device.type != "cuda":
+        return statistics.median(_clocked(call, before, i) for i in range(repeats))
+    torch.cuda.synchronize()
+    pairs = []
+    for i in range(repeats):
+        if before is not None:
+            before(i)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call(i)
+        stop.record()
+        pairs.append((start, stop))
+    torch.cuda.synchronize()
+    times: list[float] = [start.elapsed_time(stop) for start, stop in pairs]
+    return statistics.median(times)
+
+
+def _clocked(
+    call: Callable[[int], object], before: Callable[[int], object] | None, i: int
+) -> float:
+    if before is not None:
+        before(i)
+    started = time.perf_counter()
+    call(i)
+    return 1e3 * (time.perf_counter() - started)
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The CUDA graph of one call, after a few on a side stream; what it returns is dropped."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(CAPTURE_WARMUP):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
+    """torch.cuda.max_memory_allocated during a call, in GiB: with all that is alive before it
+    (parameters, inputs, cuBLAS workspaces), nothing subtracted; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def release_memory() -> None:
+    """Give back what earlier measurements left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def pool_size(bytes_each: float, device: torch.device) -> int:
+    """How many sets of inputs to rotate so that none is still in the L2 cache at its next turn."""
+    if device.type != "cuda":
+        return 2
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return int(min(MAX_POOL, max(2, -(-2 * l2 // max(1.0, bytes_each)))))
+
+
+def replay_ms(
+    graph: torch.cuda.CUDAGraph,
+    device: torch.device,
+    repeats: int,
+    before: Callable[[int], object] | None = None,
+) -> float:
+    """Median time of a replay."""
+    return median_ms(lambda i: graph.replay(), device, repeats, before)
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype, size: int) -> Machine:
+    """Copy bandwidth over size^2 16-byte elements and the rate of a size^3 product."""
+    return Machine(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        torch=torch.__version__,
+        triton=metadata.version("triton") if find_spec("triton") is not None else None,
+        cuda=torch.version.cuda if device.type == "cuda" else None,
+        copy_gb_per_s=_copy_bandwidth(device, 16 * size * size),
+        gemm_tflop_per_s=_gemm_rate(device, dtype, size),
+    )
+
+
+def _copy_bandwidth(device: torch.device, size: int) -> float:
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median_ms(lambda i: target.copy_(source), device, 20) / 1e6
+
+
+def _gemm_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / median_ms(lambda i: a @ b, device, 20) / 1e9

@@ -1,0 +1,67 @@
+"""One token after its projections, for decoding: local solve, memory, output stage."""
+
+from bedouin.kernels.backend import Backend, choose_backend
+from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
+from bedouin.kernels.decode.reference import decode_token_reference
+from bedouin.kernels.direct import RawLayout
+
+__all__ = [
+    "DecayKind",
+    "StepOperands",
+    "StepOptions",
+    "StepParameters",
+    "decode_token",
+    "decode_token_reference",
+    "unsupported_token",
+]
+
+MAX_TILE = 32768
+"""Most elements of a tile of one sample, both axes rounded up to a power of two: one program holds
+it in registers. 2048 channels with 16 states."""
+
+MAX_REFLECTIONS = 8
+
+
+def decode_token(
+    operands: StepOperands,
+    parameters: StepParameters,
+    options: StepOptions,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Advance h and y by one token and write what hangs on them, in place; not differentiable.
+
+        raw    = raw^x + bias + fed                      Delta, B, C, Q, gate
+        (I - diag(sigma)(I - Q)) y = (lambda * h) C + sigma * Q drive
+        h      = lambda * h + (s * (drive + (I - Q)(y - drive))) B^T
+        hidden = SiLU(gate + z) * norm(y + D x)
+
+    The statistics are those of `Direct` for one token. Raises ValueError where
+    `backend="triton"` cannot run.
+    """
+    b, n, d = operands.h.shape
+    reason = unsupported_token(d, n, options.layout)
+    implementation = choose_backend(backend, operands.h.device, operands.h.dtype, reason)
+    if implementation == "reference":
+        decode_token_reference(operands, parameters, options)
+    elif b:
+        # imports Triton, which the reference does without
+        from bedouin.kernels.decode.triton_kernels import launch_decode_token
+
+        launch_decode_token(operands, parameters, options)
+
+
+def unsupported_token(d: int, n: int, layout: RawLayout | None) -> str | None:
+    """What the kernel does not cover, in words."""
+    if layout is None:
+        return "this mixer (only HouseholderProduct)"
+    k = layout.num_householder
+    if not 1 <= k <= MAX_REFLECTIONS:
+        return f"{k} reflections (at most {MAX_REFLECTIONS})"
+    if _power_of_two(d) * max(_power_of_two(n), 2 * _power_of_two(k)) > MAX_TILE:
+        return f"{d} channels with {n} states and {k} reflections (at most {MAX_TILE} together)"
+    return None
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

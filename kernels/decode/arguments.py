@@ -1,0 +1,66 @@
+"""What a decoded token is made of.
+
+Letters: b batch, d channels, n state per channel, k reflections, r raw values, f fed-back ones.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from bedouin.kernels.direct import RawLayout
+from bedouin.kernels.scan import Eigenvalues, InputScale
+
+DecayKind = Literal["exp", "softplus", "one"]
+"""A from its parameter p: -exp(p), -sharpness softplus(p), or -1 without one."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The parameterization of a layer, as a decoded token sees it."""
+
+    layout: RawLayout
+    input_scale: InputScale
+    eigenvalues: Eigenvalues
+    decay: DecayKind
+    sharpness: float
+    fed: tuple[bool, bool, bool, bool]
+    """Which of Delta, B, C and the reflections have rows among the fed-back values."""
+    feedback_norm_eps: float | None
+    norm_eps: float | None
+    """Of the output norm; None: the paper's output stage, gate * SiLU(y + D x)."""
+    rounding: float
+    """Times the dtype's eps and the terms: the largest defect that rounding explains."""
+
+    def part_sizes(self, d: int, n: int) -> tuple[int, int, int, int]:
+        """Raw values of Delta, B, C and the reflections."""
+        states = n if self.layout.selective else 0
+        return d, states, states, self.layout.num_householder * (d + 1)
+
+
+class StepParameters(NamedTuple):
+    """Read as they stand, so that a change in place is seen by the next token."""
+
+    decay: Tensor | None  # (d, n)
+    delta_bias: Tensor  # (d,)
+    raw_bias: Tensor | None  # (r,): of all raw values but Delta's, then of the gate
+    D: Tensor  # (d,)
+    norm: Tensor | None  # (d,)
+
+
+class StepOperands(NamedTuple):
+    """Tensors of one token; x, drive, z, raw and fed may be rows of wider tensors."""
+
+    x: Tensor  # (b, d)
+    drive: Tensor  # (b, d): what the mixer sees of x
+    z: Tensor | None  # (b, d)
+    raw: Tensor  # (b, r + d): W^x x without its bias; the gate is last
+    fed: Tensor | None  # (b, f + d): W^y norm(y_{t-1}); the gate is last
+    h: Tensor  # (b, n, d), in place
+    y: Tensor  # (b, d), written
+    normed: Tensor  # (b, d), written: norm(y), in the dtype of W^y
+    hidden: Tensor  # (b, d), written: the output before its projection
+    residual: Tensor  # (b,), written
+    pivot: Tensor  # (b,), written
+    converged: Tensor  # (b,) uint8, written
+    held: Tensor  # (b,) uint8, in place: converged, and so before

@@ -1,0 +1,331 @@
+"""One decoded token as a Triton kernel: one program a sample.
+
+Letters: b batch, d channels, n state per channel, k reflections, r raw values, f fed-back ones.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepParameters
+from bedouin.kernels.direct.triton_math import (
+    activate,
+    decay_tile,
+    input_scale,
+    max_norms,
+    sigmoid,
+    softplus,
+)
+from bedouin.kernels.direct.triton_small import (
+    combine,
+    eliminate,
+    local_system,
+    products,
+    scale,
+    scale_symmetric,
+    subtract,
+    sums,
+    symmetric_times,
+    upper_times,
+    wy_upper,
+)
+from bedouin.kernels.householder.reference import UNIT_EPS
+
+
+@triton.jit
+def _part(raw_ptr, bias_ptr, fed_ptr, at, mask, kind, BIAS: tl.constexpr, FED: tl.constexpr):
+    """raw^x + bias + W^y norm(y_{t-1}) at some columns of a part; the pointers stand at it."""
+    raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(kind)
+    if BIAS:
+        raw += tl.load(bias_ptr + at, mask=mask, other=0.0).to(kind)
+    if FED:
+        raw += tl.load(fed_ptr + at, mask=mask, other=0.0).to(kind)
+    return raw
+
+
+@triton.jit
+def _scalar(raw_ptr, bias_ptr, fed_ptr, at, kind, BIAS: tl.constexpr, FED: tl.constexpr):
+    """`_part` at one column."""
+    raw = tl.load(raw_ptr + at).to(kind)
+    if BIAS:
+        raw += tl.load(bias_ptr + at).to(kind)
+    if FED:
+        raw += tl.load(fed_ptr + at).to(kind)
+    return raw
+
+
+@triton.jit
+def _decay(
+    decay_ptr, delta, rows, cols, mask, n,
+    DECAY: tl.constexpr, SHARPNESS: tl.constexpr, EIGENVALUES: tl.constexpr,
+):  # fmt: skip
+    """lambda (n, d) from Delta (d,) and the parameter (d, n) behind A."""
+    if DECAY == "one":
+        A = tl.where(mask, -1.0, 0.0).to(delta.dtype)
+    else:
+        at = cols[None, :] * n + rows[:, None]
+        A = tl.load(decay_ptr + at, mask=mask, other=0.0).to(delta.dtype)
+        if DECAY == "exp":
+            A = -tl.exp(A)
+        else:
+            A = -SHARPNESS * softplus(A)
+    return decay_tile(delta, A, EIGENVALUES)
+
+
+@triton.jit(do_not_specialize=["x_row", "drive_row", "z_row", "raw_row", "fed_row"])
+def _token_kernel(
+    x_ptr,  # (b, d)
+    drive_ptr,  # (b, d)
+    z_ptr,  # (b, d)
+    raw_ptr,  # (b, r + d)
+    fed_ptr,  # (b, f + d)
+    decay_ptr,  # (d, n)
+    delta_bias_ptr,  # (d,)
+    raw_bias_ptr,  # (r,)
+    D_ptr,  # (d,)
+    norm_ptr,  # (d,)
+    h_ptr,  # (b, n, d), in place
+    y_ptr,  # (b, d)
+    normed_ptr,  # (b, d)
+    hidden_ptr,  # (b, d)
+    residual_ptr,  # (b,)
+    pivot_ptr,  # (b,)
+    converged_ptr,  # (b,)
+    held_ptr,  # (b,)
+    x_row,
+    drive_row,
+    z_row,
+    raw_row,
+    fed_row,
+    d,
+    n,
+    fed_B_at,
+    fed_C_at,
+    fed_u_at,
+    fed_gate_at,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    EIGENVALUES: tl.constexpr,
+    DECAY: tl.constexpr,
+    SHARPNESS: tl.constexpr,
+    BIAS: tl.constexpr,
+    FED_DELTA: tl.constexpr,
+    FED_B: tl.constexpr,
+    FED_C: tl.constexpr,
+    FED_U: tl.constexpr,
+    FED_GATE: tl.constexpr,
+    FEEDBACK_NORM: tl.constexpr,
+    FEEDBACK_NORM_EPS: tl.constexpr,
+    OUTPUT_NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    sample = tl.program_id(0).to(tl.int64)
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    in_n, in_d = rows < n, cols < d
+    in_state = in_n[:, None] & in_d[None, :]
+    kind = h_ptr.dtype.element_ty
+    h_ptr += sample * n * d
+    raw_ptr += sample * raw_row
+    fed_ptr += sample * fed_row
+
+    # raw is [Delta d | B n | C n | u k d | alpha k | gate d], B and C only if SELECTIVE
+    raw = _part(raw_ptr, delta_bias_ptr, fed_ptr, cols, in_d, kind, True, FED_DELTA)
+    delta = activate(raw, ACTIVATION)
+    at = d
+    if SELECTIVE:
+        B = _part(
+            raw_ptr + at, raw_bias_ptr + at - d, fed_ptr + fed_B_at, rows, in_n, kind, BIAS, FED_B
+        )
+        B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS)
+        at += n
+        C = _part(
+            raw_ptr + at, raw_bias_ptr + at - d, fed_ptr + fed_C_at, rows, in_n, kind, BIAS, FED_C
+        )
+        C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS)
+        at += n
+    else:
+        B = tl.where(in_n, 1.0, 0.0).to(kind)
+        C = B
+    u_raw, u_bias, u_fed = raw_ptr + at, raw_bias_ptr + at - d, fed_ptr + fed_u_at
+    gate_at = at + K * (d + 1)
+    u = ()
+    beta = ()
+    for i in tl.static_range(K):
+        u = u + (_part(u_raw, u_bias, u_fed, i * d + cols, in_d, kind, BIAS, FED_U),)
+        alpha = _scalar(u_raw, u_bias, u_fed, K * d + i, kind, BIAS, FED_U)
+        beta = beta + (BETA_MAX * sigmoid(alpha),)
+    drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_d, other=0.0).to(kind)
+
+    decay = _decay(decay_ptr, delta, rows, cols, in_state, n, DECAY, SHARPNESS, EIGENVALUES)
+    at_state = rows[:, None] * d + cols[None, :]
+    h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
+    h *= decay  # from here to the write: what has decayed
+
+    # the local equation, as in the direct sweep: rest is what does not depend on Q
+    if INPUT_SCALE == "one_minus_decay":
+        s_rows = 1 - tl.abs(decay)
+        sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
+    else:
+        s = input_scale(delta, INPUT_SCALE)
+        sigma = s * tl.sum(B * C, axis=0)
+    rest = tl.sum(h * C[:, None], axis=0) + sigma * drive
+    sigma_u = ()
+    with_drive = ()
+    with_rest = ()
+    for i in tl.static_range(K):
+        sigma_u = sigma_u + (sigma * u[i],)
+        with_drive = with_drive + (u[i] * drive,)
+        with_rest = with_rest + (u[i] * rest,)
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
+    inv = ()
+    for i in tl.static_range(K):
+        inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
+    G = scale_symmetric(dots[0:PAIRS], inv, K)
+    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+    U_drive = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+    U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
+    T = wy_upper(G, beta, K)
+    U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_drive, K), K), K)
+    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K)
+    mixing = scale(upper_times(T, subtract(a, U_drive, K), K), inv, K)
+    y = rest + sigma * combine(mixing, u, K)
+    tl.store(y_ptr + sample * d + cols, y, mask=in_d)
+
+    x = tl.load(x_ptr + sample * x_row + cols, mask=in_d, other=0.0).to(kind)
+    v = y + tl.load(D_ptr + cols, mask=in_d, other=0.0).to(kind) * x
+    U_y = ()
+    for i in tl.static_range(K):
+        U_y = U_y + (u[i] * y,)
+    dots = sums((y * y, v * v) + U_y)
+    U_y = scale(dots[2 : K + 2], inv, K)
+    mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
+    mixed = drive + combine(mixing, u, K)
+    terms = tl.abs(drive) + tl.abs(mixed)
+    if INPUT_SCALE == "one_minus_decay":
+        h += s_rows * mixed[None, :] * B[:, None]
+        terms *= tl.max(tl.where(in_state, s_rows, 0.0), axis=0)
+    else:
+        h += (s * mixed)[None, :] * B[:, None]
+        terms *= s
+    tl.store(h_ptr + at_state, h, mask=in_state)
+    F = tl.sum(h * C[:, None], axis=0)
+    defect, size, magnitude = max_norms(F - y, F, terms)
+    ratio = tl.where(defect == 0, defect, defect / size)
+    # Inf - Inf is NaN: a ratio that is not finite comes out as NaN
+    tl.store(residual_ptr + sample, ratio + (ratio - ratio))
+    tl.store(pivot_ptr + sample, tl.where(pivot == pivot, pivot, float("inf")))
+    largest = tl.maximum(size, magnitude)
+    # a comparison with NaN is false; Inf - Inf is NaN
+    finite = (size - size == 0) & (magnitude - magnitude == 0)
+    converged = (finite & (defect <= ROUNDING * largest)).to(tl.uint8)
+    tl.store(converged_ptr + sample, converged)
+    held = tl.load(held_ptr + sample)
+    tl.store(held_ptr + sample, held & converged)
+
+    normed = y
+    if FEEDBACK_NORM:
+        normed = y * tl.rsqrt(dots[0] / d + FEEDBACK_NORM_EPS)
+    normed = normed.to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + sample * d + cols, normed, mask=in_d)
+
+    gate = _part(
+        raw_ptr + gate_at,
+        raw_bias_ptr + gate_at - d,
+        fed_ptr + fed_gate_at,
+        cols,
+        in_d,
+        kind,
+        BIAS,
+        FED_GATE,
+    )
+    if OUTPUT_NORM:
+        z = tl.load(z_ptr + sample * z_row + cols, mask=in_d, other=0.0).to(kind)
+        weight = tl.load(norm_ptr + cols, mask=in_d, other=0.0).to(kind)
+        gate += z
+        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / d + NORM_EPS) * weight
+    else:
+        hidden = gate * v * sigmoid(v)
+    hidden = hidden.to(hidden_ptr.dtype.element_ty)
+    tl.store(hidden_ptr + sample * d + cols, hidden, mask=in_d)
+
+
+def launch_decode_token(
+    operands: StepOperands, parameters: StepParameters, options: StepOptions
+) -> None:
+    """One launch; what is None is passed as a tensor that the kernel does not read."""
+    o, p, layout = operands, parameters, options.layout
+    (b, n, d), k = o.h.shape, options.layout.num_householder
+    z, fed = _or(o.z, o.x), _or(o.fed, o.raw)
+    has_feedback = o.fed is not None
+    offsets, is_fed = _fed_offsets(d, n, options)
+    _token_kernel[(b,)](
+        o.x,
+        o.drive,
+        z,
+        o.raw,
+        fed,
+        _or(p.decay, o.h),
+        p.delta_bias,
+        _or(p.raw_bias, o.raw),
+        p.D,
+        _or(p.norm, p.D),
+        *o[5:],
+        *(tensor.stride(0) for tensor in (o.x, o.drive, z, o.raw, fed)),
+        d,
+        n,
+        *offsets,
+        K=k,
+        BLOCK_D=triton.next_power_of_2(d),
+        BLOCK_N=triton.next_power_of_2(n),
+        ACTIVATION=layout.activation,
+        SELECTIVE=layout.selective,
+        BETA_MAX=layout.beta_max,
+        INPUT_SCALE=options.input_scale,
+        EIGENVALUES=options.eigenvalues,
+        DECAY="one" if p.decay is None else options.decay,
+        SHARPNESS=options.sharpness,
+        BIAS=p.raw_bias is not None,
+        FED_DELTA=has_feedback and is_fed[0],
+        FED_B=has_feedback and is_fed[1],
+        FED_C=has_feedback and is_fed[2],
+        FED_U=has_feedback and is_fed[3],
+        FED_GATE=has_feedback,
+        FEEDBACK_NORM=options.feedback_norm_eps is not None,
+        FEEDBACK_NORM_EPS=options.feedback_norm_eps or 0.0,
+        OUTPUT_NORM=options.norm_eps is not None,
+        NORM_EPS=options.norm_eps or 0.0,
+        ROUNDING=options.rounding * torch.finfo(o.h.dtype).eps,
+        EPS=UNIT_EPS,
+        num_warps=_num_warps(d, n),
+    )
+
+
+def _num_warps(d: int, n: int) -> int:
+    """At 1024 channels with 16 states eight warps spill nothing, sixteen 216 bytes a thread."""
+    tile = triton.next_power_of_2(d) * triton.next_power_of_2(n)
+    return 4 if tile <= 2048 else 8 if tile <= 16384 else 16
+
+
+def _or(tensor: Tensor | None, unread: Tensor) -> Tensor:
+    return unread if tensor is None else tensor
+
+
+def _fed_offsets(d: int, n: int, options: StepOptions) -> tuple[list[int], tuple[bool, ...]]:
+    """Where B, C, the reflections and the gate begin among the fed-back values."""
+    offsets, at = [], 0
+    for size, is_fed in zip(options.part_sizes(d, n), options.fed, strict=True):
+        at += size if is_fed else 0
+        offsets.append(at)
+    return offsets, options.fed

@@ -1,0 +1,412 @@
+"""Decoding: one token at a time from buffers that stay where they are, as a CUDA graph on a GPU.
+
+A token is five launches: three products, the feedback's product, and one kernel for the rest.
+The graph reads the parameters themselves, so a change in place is seen by the next token; a
+parameter, module or storage that is replaced makes a new graph. Letters: b batch, m d_model,
+d d_inner, n d_state, r raw values.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bedouin.kernels.backend import interpreter_is_on, is_transformed
+from bedouin.kernels.decode import (
+    StepOperands,
+    StepOptions,
+    StepParameters,
+    decode_token,
+    unsupported_token,
+)
+from bedouin.kernels.direct.reference import normalize_feedback
+from bedouin.solvers.direct import ROUNDING
+from bedouin.solvers.solution import SolveStats
+from bedouin.state import BedouinState, check_state
+
+if TYPE_CHECKING:
+    from bedouin.layer import FixedPointLayer
+
+MAX_GRAPHS = 8
+"""Graphs that a layer keeps, one for each batch size, dtype, autocast dtype and stream; the one
+unused for longest goes first."""
+
+LOOK_EVERY = 32
+"""Tokens between two asynchronous looks at whether all of them were solved."""
+
+WARMUP = 2
+
+Run = Callable[[], Tensor]
+Capture = Callable[[Run], tuple[Callable[[], object], Tensor]]
+"""Turns a function into (replay, what it returns, at a fixed place)."""
+
+
+class Buffers:
+    """State and statistics of b samples at fixed places, in one block that is copied at once."""
+
+    def __init__(self, layer: "FixedPointLayer", b: int, low: torch.dtype) -> None:
+        d, n = layer.d_inner, layer.d_state
+        state = layer.init_state(0).y
+        self.shape, self.like = (b, n, d), state
+        size = b * n * d + b * d + 2 * b
+        self.block = state.new_zeros(size + -(-b // state.element_size()))
+        self.h, self.y, self.residual, self.pivot, self.converged = self._views(self.block)
+        self.normed = torch.zeros(b, d, dtype=low, device=state.device)
+        self.held = torch.ones(b, dtype=torch.uint8, device=state.device)
+        self.num_steps = torch.ones(b, dtype=torch.int64, device=state.device)
+
+    def _views(self, block: Tensor) -> tuple[Tensor, ...]:
+        """h (b, n, d), y (b, d), residual, pivot (b,) and converged (b,) uint8 in a block."""
+        b, n, d = self.shape
+        y_at = b * n * d
+        at = y_at + b * d
+        return (
+            block[:y_at].view(b, n, d),
+            block[y_at:at].view(b, d),
+            block[at : at + b],
+            block[at + b : at + 2 * b],
+            block[at + 2 * b :].view(torch.uint8)[:b],
+        )
+
+    def load(self, state: BedouinState, norm_eps: float | None) -> None:
+        """Take a state in."""
+        self.h.copy_(state.ssm.mT)
+        self.y.copy_(state.y)
+        self.normed.copy_(normalize_feedback(self.y, norm_eps))
+
+    def copies(self) -> tuple[BedouinState, SolveStats]:
+        """State and statistics, in one new block."""
+        # outside inference mode tensors count their changes, so a state that comes back unchanged
+        # need not be copied in again
+        with torch.inference_mode(False):
+            h, y, residual, pivot, converged = self._views(self.block.clone())
+        return BedouinState(h.mT, y), self._stats(residual, pivot, converged.view(torch.bool))
+
+    def _stats(self, residual: Tensor, pivot: Tensor, converged: Tensor) -> SolveStats:
+        return SolveStats(self.num_steps, residual, converged, pivot)
+
+    def stats_since_last_look(self) -> SolveStats:
+        """Converged says whether all tokens since the last call were solved."""
+        held = self.held.bool()
+        self.held.fill_(1)
+        return self._stats(self.residual.clone(), self.pivot.clone(), held)
+
+
+def unsupported_step(layer: "FixedPointLayer") -> str | None:
+    """What the fused path does not cover, in words."""
+    if not vars(type(layer)).get("_has_fused_step", False):
+        return "subclasses"
+    return unsupported_token(layer.d_inner, layer.d_state, layer._layout())
+
+
+def takes_fused_step(layer: "FixedPointLayer", x_t: Tensor) -> bool:
+    """Whether `step` may take the fused path for x_t (b, m).
+
+    Not where a gradient may be asked for, nor where the host must see every outcome.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+        return False
+    if layer.backend == "reference" or layer.on_unconverged == "raise" or not len(x_t):
+        return False
+    if x_t.is_cuda:
+        # float64 is for checking numbers, which is the plain path's task
+        return layer.D.dtype != torch.float64 and unsupported_step(layer) is None
+    return layer.backend == "triton" and interpreter_is_on() and unsupported_step(layer) is None
+
+
+def advance(layer: "FixedPointLayer", u: Tensor, buffers: Buffers) -> Tensor:
+    """One token: u (b, m) -> (b, m); the buffers move on by it."""
+    d, options = layer.d_inner, step_options(layer)
+    projected = layer.in_proj(u)
+    x = projected[:, :d]
+    raw = F.linear(x, layer.x_proj.weight)
+    with torch.autocast(u.device.type, enabled=False):
+        fed = None
+        if layer.y_proj is not None:
+            fed = F.linear(buffers.normed, layer.y_proj.weight.to(buffers.normed.dtype))
+        drive = layer._drive(x.to(buffers.h.dtype)) if layer._has_drive else x
+        hidden = torch.empty(len(u), d, dtype=u.dtype, device=u.device)
+        operands = StepOperands(
+            x,
+            drive,
+            projected[:, d:] if layer.output == "norm" else None,
+            raw,
+            fed,
+            buffers.h,
+            buffers.y,
+            buffers.normed,
+            hidden,
+            buffers.residual,
+            buffers.pivot,
+            buffers.converged,
+            buffers.held,
+        )
+        decode_token(operands, step_parameters(layer), options, backend=layer.backend)
+    output: Tensor = layer.out_proj(hidden)
+    return output
+
+
+def step_options(layer: "FixedPointLayer") -> StepOptions:
+    """The layer's options as the kernel takes them."""
+    layout = layer._layout()
+    assert layout is not None
+    fed = {name: name in layer.feedback for name in layer.components}
+    first = next(iter(fed.values()))
+    return StepOptions(
+        layout,
+        layer.input_scale,
+        layer.eigenvalues,
+        layer._decay_parameter()[0],
+        layer._decay_parameter()[1],
+        (first, fed.get("B", False), fed.get("C", False), fed["mixer"]),
+        layer._norm_eps,
+        None if layer.norm is None else layer.norm.eps,
+        ROUNDING,
+    )
+
+
+def step_parameters(layer: "FixedPointLayer") -> StepParameters:
+    """The layer's parameters as the kernel takes them."""
+    weight = None if layer.norm is None else layer.norm.weight
+    return StepParameters(
+        layer._decay_parameter()[2], layer.dt_bias, layer.raw_bias, layer.D, weight
+    )
+
+
+def fused_step(
+    layer: "FixedPointLayer", x_t: Tensor, state: BedouinState
+) -> tuple[Tensor, BedouinState]:
+    """One token without a graph of its own: in a capture of the caller's, or interpreted."""
+    buffers = _buffers(layer, x_t)
+    buffers.load(_checked(layer, x_t, state), layer._norm_eps)
+    output = advance(layer, x_t, buffers)
+    layer._draws += layer.training
+    new_state, layer.stats = buffers.copies()
+    return output, new_state
+
+
+def _buffers(layer: "FixedPointLayer", x_t: Tensor) -> Buffers:
+    low = autocast_dtype(x_t) or layer.x_proj.weight.dtype
+    return Buffers(layer, len(x_t), low)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Of x's device, None where autocast is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _checked(layer: "FixedPointLayer", x_t: Tensor, state: BedouinState) -> BedouinState:
+    return check_state(state, len(x_t), layer.d_inner, layer.d_state, layer.init_state(0).y)
+
+
+class Watch:
+    """Notices when a module, parameter or storage below a layer is replaced.
+
+    A change in place needs no notice: a graph reads the parameters where they lie.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._held: list[tuple[dict[str, Any], str, object]] = []
+        self._placed: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        for module in layer.modules():
+            self._held += [(module._modules, *item) for item in module._modules.items()]
+            for owner in (module._parameters, module._buffers):
+                for name, tensor in owner.items():
+                    if tensor is not None:
+                        self._placed.append((owner, name, tensor, tensor.data_ptr()))
+
+    def has_changed(self) -> bool:
+        for owner, name, module in self._held:
+            if owner.get(name) is not module:
+                return True
+        for owner, name, tensor, pointer in self._placed:
+            if owner.get(name) is not tensor or tensor.data_ptr() != pointer:
+                return True
+        return False
+
+
+class Captured:
+    """`advance` on fixed places, ready to be replayed."""
+
+    def __init__(self, layer: "FixedPointLayer", x_t: Tensor, capture: Capture) -> None:
+        device, dtype = x_t.device.type, autocast_dtype(x_t)
+        # tensors born in inference mode could not be written outside it; without the cache of
+        # autocast, whose casts of the weights would be frozen into the graph
+        cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), cast:
+            self.buffers = _buffers(layer, x_t)
+            self.x = torch.zeros_like(x_t, memory_format=torch.contiguous_format)
+            self.replay, self.output = capture(lambda: advance(layer, self.x, self.buffers))
+            self.buffers.held.fill_(1)
+        self._watch = Watch(layer)
+        self._tokens = 0
+        self._last: tuple[Tensor, Tensor, int] | None = None
+
+    def is_stale(self) -> bool:
+        return self._watch.has_changed()
+
+    def load(self, layer: "FixedPointLayer", state: BedouinState) -> None:
+        """Take a state in, unless it is the one that the last token left behind."""
+        last = self._last
+        if last is not None and state.ssm is last[0] and state.y is last[1]:
+            if last[0]._version == last[2]:
+                return
+        self.buffers.load(_checked(layer, self.x, state), layer._norm_eps)
+
+    def run(self, layer: "FixedPointLayer", x_t: Tensor) -> Tensor:
+        """One token from the state in the buffers; the output stays in its place."""
+        layer._deferred.flush()
+        layer._draws += layer.training
+        self.x.copy_(x_t)
+        self.replay()
+        self._last = None
+        self._tokens += 1
+        if self._tokens % LOOK_EVERY == 0 and layer.on_unconverged == "warn":
+            if not layer._deferred.is_pending:
+                stats = self.buffers.stats_since_last_look()
+                layer._deferred.schedule(stats, type(layer).__name__)
+        return self.output
+
+    def copies(self, layer: "FixedPointLayer") -> BedouinState:
+        """The state after the last token; the layer gets its statistics."""
+        state, layer.stats = self.buffers.copies()
+        self._last = state.ssm, state.y, state.ssm._version
+        return state
+
+
+def capture_graph(run: Run) -> tuple[Callable[[], object], Tensor]:
+    """A CUDA graph of `run`, after a few runs on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # other threads may use the device meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = run()
+    return graph.replay, output
+
+
+class StepGraphs:
+    """The graphs of one layer. A copy of the layer starts without any."""
+
+    def __init__(self, capture: Capture = capture_graph) -> None:
+        self._capture = capture
+        self._entries: dict[tuple[Any, ...], Captured] = {}
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepGraphs":
+        return StepGraphs(self._capture)
+
+    def __reduce__(self) -> tuple[type["StepGraphs"], tuple[()]]:
+        return StepGraphs, ()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def step(
+        self, layer: "FixedPointLayer", x_t: Tensor, state: BedouinState
+    ) -> tuple[Tensor, BedouinState]:
+        """One token; nothing that comes out shares memory with what is kept."""
+        with self._lock:
+            captured = self._find(layer, x_t)
+            captured.load(layer, state)
+            output = captured.run(layer, x_t).clone()
+            return output, captured.copies(layer)
+
+    def _find(self, layer: "FixedPointLayer", x_t: Tensor) -> Captured:
+        key = graph_key(x_t)
+        captured = self._entries.pop(key, None)
+        if captured is None or captured.is_stale():
+            captured = Captured(layer, x_t, self._capture)
+        self._entries[key] = captured
+        if len(self._entries) > MAX_GRAPHS:
+            del self._entries[next(iter(self._entries))]
+        return captured
+
+
+def graph_key(x_t: Tensor) -> tuple[Any, ...]:
+    """What a graph is made for."""
+    stream = torch.cuda.current_stream().cuda_stream if x_t.is_cuda else 0
+    return x_t.shape[0], x_t.dtype, autocast_dtype(x_t), stream
+
+
+class Decoder:
+    """A layer that generates: the state of b samples, moved on in place by every call.
+
+        decoder = Decoder(layer, batch_size=1)
+        for _ in range(100):
+            x_t = head(decoder(x_t))
+
+    The same numbers as `layer.step`, without copies of the state between two tokens. On a GPU a
+    call replays a CUDA graph, and the output it returns is overwritten by the next call: clone
+    what must stay. Never differentiable. Where `step` has no fused path (a CPU, a mixer without
+    kernels, backend="reference", on_unconverged="raise") it is `step`.
+
+    Args:
+        layer: a Bedouin or FixedPointRNN.
+        batch_size: samples decoded side by side.
+        state: where to start, for instance from `layer(prompt, return_state=True)`; None: zeros.
+    """
+
+    def __init__(
+        self,
+        layer: "FixedPointLayer",
+        batch_size: int,
+        *,
+        state: BedouinState | None = None,
+        capture: Capture = capture_graph,
+    ) -> None:
+        self.layer, self.batch_size, self._capture = layer, batch_size, capture
+        self._captured: tuple[tuple[Any, ...], Captured] | None = None
+        self.reset(state)
+
+    def reset(self, state: BedouinState | None = None) -> None:
+        """Start anew from `state`, or from zeros."""
+        self._state: BedouinState | None = (
+            self.layer.init_state(self.batch_size) if state is None else state.detach()
+        )
+
+    @property
+    def state(self) -> BedouinState:
+        """A copy of the state after the last token."""
+        if self._state is not None:
+            return BedouinState(self._state.ssm.clone(), self._state.y.clone())
+        assert self._captured is not None
+        return self._captured[1].copies(self.layer)
+
+    @torch.no_grad()
+    def __call__(self, x_t: Tensor) -> Tensor:
+        """(b, m) -> (b, m): one token. Raises as `step` does."""
+        layer = self.layer
+        layer._check_input(x_t, rank=2)
+        if x_t.shape[0] != self.batch_size:
+            raise ValueError(f"x must have batch_size = {self.batch_size} rows, got {len(x_t)}")
+        if not has_graph(layer, x_t) and self._capture is capture_graph:
+            output, self._state = layer.step(x_t, self.state)
+            return output
+        captured = self._find(x_t)
+        if self._state is not None:
+            captured.load(layer, self._state)
+            self._state = None
+        return captured.run(layer, x_t)
+
+    def _find(self, x_t: Tensor) -> Captured:
+        key = graph_key(x_t)
+        if self._captured is None or self._captured[0] != key or self._captured[1].is_stale():
+            self._state = self.state
+            self._captured = key, Captured(self.layer, x_t, self._capture)
+        return self._captured[1]
+
+
+def has_graph(layer: "FixedPointLayer", x_t: Tensor) -> bool:
+    """Whether a token of x_t (b, m) is the replay of a graph."""
+    if not x_t.is_cuda or not takes_fused_step(layer, x_t):
+        return False
+    return not torch.cuda.is_current_stream_capturing()

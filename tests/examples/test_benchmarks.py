@@ -1,0 +1,155 @@
+"""The benchmark: every row runs at toy sizes, a failing one is reported, numbers become tables."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bench
+from bedouin import Bedouin
+from benchmarks import agreement, cases, table
+from benchmarks.cost import iteration_cost, layer_cost, scan_cost
+from benchmarks.measure import Context, Numbers, best_ms
+from benchmarks.setting import Setting, Shape
+from benchmarks.targets import TARGETS, Target
+from benchmarks.timing import Cost, Machine, median_ms, peak_gib
+
+CPU = torch.device("cpu")
+INTERPRETED = tuple(c.name for c in cases.CASES if not c.name.startswith("compiled"))
+"""Rows that need no C++ compiler."""
+
+
+def toy(out: Path, **changes: Any) -> bench.Config:
+    values = {"device": "cpu", "tiny": True, "precision": "float32", "repeats": 1}
+    return bench.Config(**{**values, "shapes": ("2x4",), "out": out / "r.json", **changes})
+
+
+def test_every_row_is_measured_or_says_why_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(toy(tmp_path, rows=INTERPRETED)) == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    status = {row["case"]: row["status"] for row in report["rows"]}
+    assert tuple(status) == INTERPRETED
+    assert {name for name, value in status.items() if value != "measured"} <= {
+        "mamba-scan",
+        "gated-delta-product",
+    }
+    numbers = {row["case"]: row["numbers"] for row in report["rows"]}
+    assert numbers["direct"]["both_ms"] > 0 and numbers["direct"]["sequential_steps"] == 4
+    assert numbers["direct"]["converged"] and numbers["jacobi"]["num_steps"] <= 16
+    assert numbers["decode"]["us_a_layer"] > 0
+    text = capsys.readouterr().out
+    assert "copy moves" in text and "direct-no-feedback" in text
+    markdown = table.markdown(report)
+    assert "| 2x4 | Direct, feedback |" in markdown and torch.__version__ in markdown
+
+
+def test_under_autocast_the_layer_is_timed_too(tmp_path: Path) -> None:
+    assert bench.main(toy(tmp_path, rows=("direct", "lstm"), precision="autocast")) == 0
+
+
+def test_a_failing_row_is_reported_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(setting: Setting) -> None:
+        raise AssertionError("output: relative error 1")
+
+    rows = list(cases.CASES)
+    rows[0] = dataclasses.replace(rows[0], agrees=broken)
+    monkeypatch.setattr(cases, "CASES", tuple(rows))
+    assert bench.main(toy(tmp_path, rows=("direct", "lstm"))) == 1
+    found = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["status"] for row in found] == ["failed", "measured"]
+    assert "not timed, it differs from the reference" in found[0]["reason"]
+    assert "relative error 1" in capsys.readouterr().out
+
+
+def test_no_row_starts_after_the_budget(tmp_path: Path) -> None:
+    assert bench.main(toy(tmp_path, quick=True, budget=0.0)) == 0
+    found = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert {row["status"] for row in found} == {"skipped"}
+
+
+def test_a_row_is_given_up_after_its_limit() -> None:
+    with pytest.raises(TimeoutError, match="gave up after"), bench.time_limit(0.05):
+        while True:
+            pass
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rows must be among"):
+        bench.main(toy(tmp_path, rows=("direkt",)))
+    with pytest.raises(ValueError, match="BATCHxTIME"):
+        bench.main(toy(tmp_path, shapes=("64,256",)))
+    with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
+        toy(tmp_path, repeats=0)
+    with pytest.raises(ValueError, match="quick chooses the rows"):
+        toy(tmp_path, quick=True, rows=("direct",))
+
+
+def test_agreement_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(CPU, "float32", m=8, n=2, k=2)
+    agreement.direct_agrees(setting)
+    true = Bedouin.forward
+
+    def wrong(self: Any, x: torch.Tensor, *rest: Any) -> Any:
+        return true(self, x, *rest) * (1.001 if self.backend == "auto" else 1.0)
+
+    monkeypatch.setattr(Bedouin, "forward", wrong)
+    with pytest.raises(AssertionError, match="output: relative error"):
+        agreement.direct_agrees(setting)
+
+
+def test_floor_is_the_larger_of_memory_and_products() -> None:
+    machine = Machine("x", "2", None, None, copy_gb_per_s=1000.0, gemm_tflop_per_s=100.0)
+    assert Cost(1e9, 1e9).floor_ms(machine) == pytest.approx(1.0)
+    assert Cost(1e6, 1e12).floor_ms(machine) == pytest.approx(10.0)
+
+
+def test_costs_at_the_sizes_of_the_targets() -> None:
+    setting, shape = Setting(CPU, "bf16"), Shape(64, 256)
+    # x, Delta, y of 64 x 256 x 1024 in bf16, and the small ones
+    assert scan_cost(setting, shape, backward=False).bytes == pytest.approx(100.7e6, rel=0.02)
+    # raw (5,156 values) and x in bf16, y read and written in float32
+    assert iteration_cost(setting, shape).bytes == 64 * 256 * (2 * (5156 + 1024) + 8 * 1024)
+    # 2 x 14.2 million weights x 16,384 tokens
+    whole = layer_cost(setting, shape, feedback=True, backward=False)
+    assert whole.flops == pytest.approx(2 * 16384 * 14.2e6, rel=0.02)
+    assert layer_cost(setting, shape, feedback=True, backward=True).flops == 3 * whole.flops
+
+
+def test_times_are_medians_and_the_faster_way_counts() -> None:
+    calls: list[int] = []
+    assert median_ms(calls.append, CPU, 5) >= 0 and calls[-5:] == [0, 1, 2, 3, 4]
+    assert peak_gib(lambda: None, CPU) is None
+    numbers: Numbers = {"both_ms": 3.0, "graph_both_ms": 2.0}
+    assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
+
+
+@pytest.mark.parametrize(
+    ("ms", "verdict"), [(0.5, "aim reached"), (1.2, "met"), (3.0, "missed (2.00x)")]
+)
+def test_verdicts(ms: float, verdict: str) -> None:
+    target = next(t for t in TARGETS if t.case == "direct" and t.shape == "128x16")
+    assert target.verdict({"both_ms": ms}) == verdict
+    assert target.verdict({}) == "not measured"
+
+
+def test_every_target_names_a_row_that_measures_it() -> None:
+    by_name = {case.name: case for case in cases.CASES}
+    for target in TARGETS:
+        assert isinstance(target, Target) and target.shape in by_name[target.case].shapes
+
+
+def test_quick_measures_the_sweep_only() -> None:
+    assert {case.name for case, _ in bench.chosen(bench.Config(quick=True))} == set(cases.QUICK)
+
+
+def test_context_of_a_toy_run(tmp_path: Path) -> None:
+    context = bench.make_context(toy(tmp_path))
+    assert isinstance(context, Context) and context.machine.device == "cpu"
+    assert context.machine.copy_gb_per_s > 0 and context.machine.gemm_tflop_per_s > 0
