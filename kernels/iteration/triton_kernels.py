@@ -352,7 +352,7 @@ def finish_kernel(
         U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
         # a = U y from (I - S T) a = U rhs, rhs = p + sigma Q x; y = rhs + sigma U^T T a
         U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T_u, U_x, K), K), K)
-        a, pivot = eliminate(local_system(S, T_u, False, K), U_rhs, K)
+        a, pivot = eliminate(local_system(S, T_u, False, K), U_rhs, K, 1)
         mixing = upper_times(T_u, subtract(a, U_x, K), K)
         y = rest + sigma * combine(scale(mixing, inv, K), u, K)
         before = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
