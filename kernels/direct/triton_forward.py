@@ -24,7 +24,6 @@ from bedouin.kernels.direct.triton_small import (
     products,
     scale,
     scale_symmetric,
-    subtract,
     sums,
     symmetric_times,
     upper_times,
@@ -33,10 +32,19 @@ from bedouin.kernels.direct.triton_small import (
 
 @triton.jit
 def _read(counter, COMPILED: tl.constexpr):
-    """The counter, ordered before all later reads of this thread."""
+    """The counter, read before all that the program reads after its next barrier."""
     if COMPILED:
+        # One thread reads: all of them would queue up at one address. The others do not wait,
+        # but for the barrier.
         return tl.inline_asm_elementwise(
-            "ld.global.acquire.gpu.b32 $0, [$1];",
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            mov.u32 $0, 0x7fffffff;
+            @first ld.global.acquire.gpu.b32 $0, [$1];
+            }""",
             "=r,l",
             [counter.to(tl.int64)],
             dtype=tl.int32,
@@ -52,6 +60,7 @@ def wait_for(counter, target, COMPILED: tl.constexpr):
     """Spin until the counter has reached the target; what was written before it is visible then."""
     while _read(counter, COMPILED) < target:
         pass
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -230,35 +239,30 @@ def _solve_token(
         sigma = s * tl.sum(B * C, axis=0)
     rest = tl.sum(h * C[:, None], axis=0) + sigma * x
     sigma_u = ()
-    with_x = ()
     with_rest = ()
     beta = ()
     for i in tl.static_range(K):
         sigma_u = sigma_u + (sigma * u[i],)
-        with_x = with_x + (u[i] * x,)
-        with_rest = with_rest + (u[i] * rest,)
+        with_rest = with_rest + (u[i] * (rest - x),)
         beta = beta + (BETA_MAX * sigmoid(alpha[i]),)
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_x + with_rest)
+    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_rest)
     inv = ()
     for i in tl.static_range(K):
         inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-    U_x = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-    U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
     T = wy_upper(G, beta, K)
 
-    # a = U y from (I - S T) a = U rhs, rhs = rest - sigma U^T T U x; y = rhs + sigma U^T T a
-    U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_x, K), K), K)
-    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1)
-    mixing = scale(upper_times(T, subtract(a, U_x, K), K), inv, K)
-    y = rest + sigma * combine(mixing, u, K)
+    # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
+    q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1)
+    y = rest + sigma * combine(scale(upper_times(T, U_v, K), inv, K), u, K)
 
-    U_y = ()
+    with_v = ()
     for i in tl.static_range(K):
-        U_y = U_y + (u[i] * y,)
-    dots = sums((y * y,) + U_y)
+        with_v = with_v + (u[i] * (y - x),)
+    dots = sums((y * y,) + with_v)
     tl.store(y_ptr + token * d + cols, y.to(y_ptr.dtype.element_ty), mask=in_d)
     if FEEDBACK:
         normed = y
@@ -270,9 +274,8 @@ def _solve_token(
         announce(solved_ptr)
 
     # F(y)_t, from the y that is written
-    U_y = scale(dots[1 : K + 1], inv, K)
-    mixing = scale(upper_times(T, subtract(U_y, U_x, K), K), inv, K)
-    mixed = x + combine(mixing, u, K)
+    U_v = scale(dots[1 : K + 1], inv, K)
+    mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
     if INPUT_SCALE == "one_minus_decay":
         h += s_rows * mixed[None, :] * B[:, None]

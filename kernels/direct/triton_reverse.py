@@ -389,14 +389,6 @@ def _reverse_token(
     if not COUPLED:
         from_memory *= s
     v = y - x
-    early = ()
-    for i in tl.static_range(K):
-        early = early + (u[i] * from_memory,)
-    U_m = sums(early)
-    T = _scalars(row, 0, PAIRS)
-    S = _scalars(row, PAIRS, PAIRS)
-    N = _scalars(row, 3 * PAIRS, K * K)
-
     if PERSISTENT:
         wait_for(pulled_counter_ptr, pulled_target, COMPILED)
     if FEEDBACK:
@@ -410,37 +402,32 @@ def _reverse_token(
             g += rms * pulled
         else:
             g += pulled
-    late = ()
+    # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
+    q = ()
     for i in tl.static_range(K):
-        late = late + (sigma * u[i] * g,)
+        q = q + (u[i] * (from_memory + sigma * g),)
     if FEEDBACK and NORM:
-        late = sums(late + (pulled * y,))
+        dots = sums(q + (pulled * y,))
         # the part of the cotangent along y that the norm takes out
-        along_y = rms * rms * rms * late[K] / d
+        along_y = rms * rms * rms * dots[K] / d
         g -= along_y * y
-        U_g_sigma = ()
+        q = ()
         for i in tl.static_range(K):
-            sigma_y = tl.load(row + 3 * PAIRS + K * K + 4 * K + i)
-            U_g_sigma = U_g_sigma + (late[i] - along_y * sigma_y,)
+            q = q + (dots[i] - along_y * tl.load(row + 3 * PAIRS + K * K + 4 * K + i),)
     else:
-        U_g_sigma = sums(late)
-
-    # w = (I - (I - Q)^T diag(sigma))^-1 rhs, rhs = g + (I - Q)^T from_memory
-    T_m = upper_transposed_times(T, U_m, K)
-    rhs = g + combine(T_m, u, K)
-    U_rhs = add(U_g_sigma, symmetric_times(S, T_m, K), K)
-    a = ()
+        q = sums(q)
+    T_g = ()
     for i in tl.static_range(K):
-        total = N[i * K] * U_rhs[0]
+        total = tl.load(row + 3 * PAIRS + i * K) * q[0]
         for j in tl.static_range(K):
             if j > 0:
-                total += N[i * K + j] * U_rhs[j]
-        a = a + (total,)
-    w = rhs + combine(a, u, K)
+                total += tl.load(row + 3 * PAIRS + i * K + j) * q[j]
+        T_g = T_g + (total,)
+    w = g + combine(T_g, u, K)
 
     # x~ = x + U^T T U v, one reflection after the other
-    U_g = add(U_m, add(U_rhs, symmetric_times(S, a, K), K), K)
-    T_g = upper_transposed_times(T, U_g, K)
+    S = _scalars(row, PAIRS, PAIRS)
+    U_g = add(q, symmetric_times(S, T_g, K), K)
     grad_mixed = from_memory + sigma * w
     grad_raw = grad_raw_ptr + tl.multiple_of(token * r, ALIGNED)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
@@ -481,9 +468,10 @@ def _reverse_token(
     tl.store(grad_x_ptr + token * d + cols, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=in_d)
     checks = ()
     for i in tl.static_range(K):
-        checks = checks + (sigma * u[i] * w,)
+        checks = checks + (u[i] * (from_memory + sigma * w),)
     checks = sums(checks)
-    applied = rhs + combine(upper_transposed_times(T, checks, K), u, K)
+    T = _scalars(row, 0, PAIRS)
+    applied = g + combine(upper_transposed_times(T, checks, K), u, K)
     finite = 0 * checks[0]
     defect, size = max_norms_of_two(applied - w, applied)
     cell = statistics_ptr + token
