@@ -97,6 +97,7 @@ def tile_product(
     out_ptr,  # (b, m), rows `out_stride` apart
     m0,
     v0,
+    zero,  # 0, but not for the compiler: or it keeps all addresses in registers from token to token
     batch,
     m_end,
     v_end,
@@ -110,7 +111,7 @@ def tile_product(
 ):
     """One tile of a matrix times the vectors of all samples."""
     rows, columns = m0 + tl.arange(0, BLOCK_M), v0 + tl.arange(0, BLOCK_V)
-    for b0 in range(0, batch, BLOCK_B):
+    for b0 in range(zero, batch, BLOCK_B):
         samples = b0 + tl.arange(0, BLOCK_B)
         at = samples[None, :].to(tl.int64) * vector_stride + columns[:, None]
         mask = (columns < v_end)[:, None] & (samples < batch)[None, :]
@@ -315,9 +316,9 @@ def sweep_kernel(
     stop,
     batch,
     t_end,
-    r,
-    d,
-    n,
+    r: tl.constexpr,
+    d: tl.constexpr,
+    n: tl.constexpr,
     x_stride_b,
     x_stride_t,
     raw_stride_b,
@@ -374,7 +375,7 @@ def sweep_kernel(
             if ONE_TILE:
                 if first_tile < tiles:
                     tile_product(
-                        W, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, first_tile * BLOCK_M, 0,
+                        W, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, first_tile * BLOCK_M, 0, t >> 30,
                         batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_D,
                         BLOCK_B,
                     )  # fmt: skip
@@ -383,7 +384,7 @@ def sweep_kernel(
                 for tile in range(first_tile, tiles, programs):
                     part = load_tile(W_ptr, tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_D)
                     tile_product(
-                        part, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, tile * BLOCK_M, 0,
+                        part, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, tile * BLOCK_M, 0, t >> 30,
                         batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_D,
                         BLOCK_B,
                     )  # fmt: skip

@@ -33,7 +33,6 @@ from bedouin.kernels.direct.triton_math import (
     sigmoid,
 )
 from bedouin.kernels.direct.triton_small import (
-    _add2,
     add,
     combine,
     eliminate,
@@ -389,6 +388,16 @@ def _reverse_token(
     if not COUPLED:
         from_memory *= s
     v = y - x
+    if PERSISTENT and FAST:
+        # or the compiler moves the work behind the loop that waits, and keeps all operands over it
+        pinned = ()
+        for block in tl.static_range(BLOCKS):
+            pinned = pinned + (_pin(decayed[block]),)
+        decayed = pinned
+        from_memory, sigma, v = _pin(from_memory), _pin(sigma), _pin(v)
+        grad_delta, grad_delta_w = _pin(grad_delta), _pin(grad_delta_w)
+        if not COUPLED:
+            written = _pin(written)
     if PERSISTENT:
         wait_for(pulled_counter_ptr, pulled_target, COMPILED)
     if FEEDBACK:
@@ -501,6 +510,14 @@ def _reverse_token(
 
 
 @triton.jit
+def _pin(v):
+    """v, computed here and nowhere later; float32."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [v], dtype=tl.float32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _scalars(row_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """Consecutive entries of a token's `small`."""
     out = ()
@@ -549,10 +566,7 @@ def _store_state_gradients(
 ):
     """Cotangents of the raw B and C, of which the scan sees the directions."""
     cols = tl.arange(0, BLOCK_D)
-    grads_B = ()
-    grads_C = ()
-    along_B = tl.zeros([], dtype=ACC)
-    along_C = tl.zeros([], dtype=ACC)
+    grads = ()
     for block in tl.static_range(BLOCKS):
         n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
         B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)
@@ -567,18 +581,23 @@ def _store_state_gradients(
         else:
             tile = written[None, :]
         h = decayed[block] + tile * B[:, None]
-        grad_B, grad_C = tl.reduce((total * tile, h * w[None, :]), 1, _add2)
-        along_B += tl.sum(grad_B * B, axis=0)
-        along_C += tl.sum(grad_C * C, axis=0)
-        grads_B = grads_B + (grad_B,)
-        grads_C = grads_C + (grad_C,)
+        grads = grads + (total * tile, h * w[None, :])
+    grads = sums(grads, 1)
+    along_B = tl.zeros([], dtype=ACC)
+    along_C = tl.zeros([], dtype=ACC)
+    for block in tl.static_range(BLOCKS):
+        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)
+        C = tl.load(BC_ptr + n + n_rows, mask=n_rows < n, other=0.0)
+        along_B += tl.sum(grads[2 * block] * B, axis=0)
+        along_C += tl.sum(grads[2 * block + 1] * C, axis=0)
     kind: tl.constexpr = grad_ptr.dtype.element_ty
     for block in tl.static_range(BLOCKS):
         n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
         B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)
         C = tl.load(BC_ptr + n + n_rows, mask=n_rows < n, other=0.0)
-        grad_B = inv_B * (grads_B[block] - B * along_B)
-        grad_C = inv_C * (grads_C[block] - C * along_C)
+        grad_B = inv_B * (grads[2 * block] - B * along_B)
+        grad_C = inv_C * (grads[2 * block + 1] - C * along_C)
         tl.store(grad_ptr + n_rows, grad_B.to(kind), mask=n_rows < n)
         tl.store(grad_ptr + n + n_rows, grad_C.to(kind), mask=n_rows < n)
 
@@ -728,7 +747,7 @@ def reverse_kernel(
                     m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_V
                     out = pulled_ptr + (first_tile // tiles_m) * batch * d
                     tile_product(
-                        W, vectors, out, m0, v0, batch, d, r, t_end * r, d, PRECISION, DOT, BLOCK_M,
+                        W, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION, DOT, BLOCK_M,
                         BLOCK_V, BLOCK_B,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
@@ -738,7 +757,7 @@ def reverse_kernel(
                     part = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_V)
                     out = pulled_ptr + (tile // tiles_m) * batch * d
                     tile_product(
-                        part, vectors, out, m0, v0, batch, d, r, t_end * r, d, PRECISION, DOT, BLOCK_M,
+                        part, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION, DOT, BLOCK_M,
                         BLOCK_V, BLOCK_B,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)

@@ -32,20 +32,20 @@ def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
 
 
 @triton.jit
-def sums(values):
-    """The sums of vectors (d,): up to eight in one reduction, which share its barriers."""
+def sums(values, AXIS: tl.constexpr = 0):
+    """Sums of tensors over an axis: up to eight in one reduction, which share its barriers."""
     N: tl.constexpr = len(values)
     out = ()
     for i in tl.static_range(N // 8):
-        out = out + tl.reduce(values[8 * i : 8 * i + 8], 0, _add8)
+        out = out + tl.reduce(values[8 * i : 8 * i + 8], AXIS, _add8)
     DONE8: tl.constexpr = N // 8 * 8
     if N - DONE8 >= 4:
-        out = out + tl.reduce(values[DONE8 : DONE8 + 4], 0, _add4)
+        out = out + tl.reduce(values[DONE8 : DONE8 + 4], AXIS, _add4)
     DONE4: tl.constexpr = N // 4 * 4
     if N - DONE4 >= 2:
-        out = out + tl.reduce(values[DONE4 : DONE4 + 2], 0, _add2)
+        out = out + tl.reduce(values[DONE4 : DONE4 + 2], AXIS, _add2)
     if N % 2 == 1:
-        out = out + (tl.reduce(values[N - 1], 0, _add1),)
+        out = out + (tl.reduce(values[N - 1], AXIS, _add1),)
     return out
 
 
