@@ -1,10 +1,10 @@
 """The direct sweep as one Triton kernel, in three ways of feeding y_{t-1} back.
 
 * No feedback: one program a sample walks the whole sequence.
-* Persistent: with feedback, one cooperative launch for the whole sequence. Some programs hold a tile
-  of W^y each, in shared memory, and multiply it with norm(y_{t-1}) of all samples; one program a
-  sample holds its memory h in registers and solves the local equation. Two counters in device memory
-  order them: `solved` counts samples whose y_{t-1} is written, `fed` counts tiles of W^y y_{t-1}.
+* Persistent: with feedback, one cooperative launch for the whole sequence. Some programs hold a
+  tile of W^y each, in shared memory, and multiply it with norm(y_{t-1}) of all samples; one program
+  a sample holds its memory h in registers and solves the local equation. Two counters in device
+  memory order them: `solved` counts samples whose y_{t-1} is written, `fed` tiles of W^y y_{t-1}.
 * A launch a token, around a product made elsewhere: where the persistent kernel does not fit.
 
 The raw values are read as `RawLayout` says. h is (b, n, d), as in forward.py.
@@ -25,10 +25,10 @@ from bedouin.kernels.direct.triton_small import (
     scale,
     scale_symmetric,
     sums,
-    symmetric_times,
     upper_times,
     wy_upper,
 )
+
 
 @triton.jit
 def _read(counter, COMPILED: tl.constexpr):
@@ -92,12 +92,12 @@ def decay_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def tile_product(
-    tile,  # (BLOCK_M, BLOCK_V), rows m0, m0 + 1, ... of the matrix, columns v0, v0 + 1, ...
+    tiles,  # CHUNKS times (BLOCK_M, BLOCK_K): rows m0, m0 + 1, ... of a matrix, columns from v0 on
     vector_ptr,  # (b, v), rows `vector_stride` apart
     out_ptr,  # (b, m), rows `out_stride` apart
     m0,
     v0,
-    zero,  # 0, but not for the compiler: or it keeps all addresses in registers from token to token
+    zero,  # 0, which the compiler does not know: or it keeps addresses in registers over tokens
     batch,
     m_end,
     v_end,
@@ -106,20 +106,41 @@ def tile_product(
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """One tile of a matrix times the vectors of all samples."""
-    rows, columns = m0 + tl.arange(0, BLOCK_M), v0 + tl.arange(0, BLOCK_V)
+    rows = m0 + tl.arange(0, BLOCK_M)
     for b0 in range(zero, batch, BLOCK_B):
         samples = b0 + tl.arange(0, BLOCK_B)
-        at = samples[None, :].to(tl.int64) * vector_stride + columns[:, None]
-        mask = (columns < v_end)[:, None] & (samples < batch)[None, :]
-        vectors = tl.load(vector_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-        out = tl.dot(tile, vectors.to(DOT), input_precision=PRECISION)
+        row_ptr = vector_ptr + samples.to(tl.int64) * vector_stride
+        vectors = _load_vectors(row_ptr, v0, samples < batch, v_end, BLOCK_K)
+        for chunk in tl.static_range(CHUNKS):
+            if chunk == 0:
+                now = vectors
+            else:
+                now = following
+            if chunk + 1 < CHUNKS:
+                # on its way while this chunk is multiplied
+                at = v0 + (chunk + 1) * BLOCK_K
+                following = _load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K)
+            if chunk == 0:
+                out = tl.dot(tiles[0], now.to(DOT), input_precision=PRECISION)
+            else:
+                out = tl.dot(tiles[chunk], now.to(DOT), out, input_precision=PRECISION)
         at = samples[None, :] * out_stride + rows[:, None]
         mask = (rows < m_end)[:, None] & (samples < batch)[None, :]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_vectors(row_ptr, v0, in_batch, v_end, BLOCK_K: tl.constexpr):
+    """(BLOCK_K, samples), past the first level of cache: others have just written them."""
+    columns = v0 + tl.arange(0, BLOCK_K)
+    mask = (columns < v_end)[:, None] & in_batch[None, :]
+    at = row_ptr[None, :] + columns[:, None]
+    return tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -132,13 +153,18 @@ def load_tile(
     stride,
     DOT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """A tile of a matrix (m, v), rows `stride` apart."""
-    rows, columns = m0 + tl.arange(0, BLOCK_M), v0 + tl.arange(0, BLOCK_V)
-    mask = (rows < m_end)[:, None] & (columns < v_end)[None, :]
-    at = rows[:, None].to(tl.int64) * stride + columns[None, :]
-    return tl.load(matrix_ptr + at, mask=mask, other=0.0).to(DOT)
+    """A tile of a matrix (m, v), rows `stride` apart, in chunks of columns."""
+    rows = m0 + tl.arange(0, BLOCK_M)
+    out = ()
+    for chunk in tl.static_range(CHUNKS):
+        columns = v0 + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = (rows < m_end)[:, None] & (columns < v_end)[None, :]
+        at = rows[:, None].to(tl.int64) * stride + columns[None, :]
+        out = out + (tl.load(matrix_ptr + at, mask=mask, other=0.0).to(DOT),)
+    return out
 
 
 @triton.jit
@@ -329,6 +355,8 @@ def sweep_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
@@ -366,7 +394,7 @@ def sweep_kernel(
     if PERSISTENT:
         tiles = tl.cdiv(r, BLOCK_M)
         if ONE_TILE:
-            W = load_tile(W_ptr, first_tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_D)
+            W = load_tile(W_ptr, first_tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
     for t in range(start, stop):
         done = t - start
         if PERSISTENT:
@@ -375,18 +403,18 @@ def sweep_kernel(
             if ONE_TILE:
                 if first_tile < tiles:
                     tile_product(
-                        W, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, first_tile * BLOCK_M, 0, t >> 30,
-                        batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_D,
-                        BLOCK_B,
+                        W, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, first_tile * BLOCK_M, 0,
+                        t >> 30, batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M,
+                        BLOCK_K, CHUNKS, BLOCK_B,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
             else:
                 for tile in range(first_tile, tiles, programs):
-                    part = load_tile(W_ptr, tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_D)
-                    tile_product(
-                        part, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, tile * BLOCK_M, 0, t >> 30,
-                        batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_D,
-                        BLOCK_B,
+                    part = load_tile(
+                        W_ptr, tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS )
+                        tile_product( part, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, tile *
+                        BLOCK_M, 0, t >> 30, batch, r, d, (t_end + 1) * d, fed_stride, PRECISION,
+                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
         if RESIDENT:

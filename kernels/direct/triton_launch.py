@@ -19,7 +19,12 @@ from bedouin.kernels.direct.fused import (
 )
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.direct.triton_forward import sweep_kernel
-from bedouin.kernels.direct.triton_reverse import prepare_kernel, replay_kernel, reverse_kernel
+from bedouin.kernels.direct.triton_reverse import (
+    prepare_kernel,
+    replay_kernel,
+    reverse_kernel,
+    step_kernel,
+)
 from bedouin.kernels.householder.reference import UNIT_EPS
 
 PERSISTENT = True
@@ -31,8 +36,11 @@ TILE_BYTES = 128 * 1024
 STATES_AT_A_TIME = 4
 """States of a block in the reverse kernel: more at a time do not stay in registers."""
 
-BLOCK_B = 16
-"""Samples that are multiplied with a tile at a time: the smallest that fills a tensor core."""
+VECTOR_BYTES = 64 * 1024
+"""Shared memory for the vectors that are multiplied with the tile, a chunk of their entries."""
+
+REPLAY_CHANNELS = 128
+"""Channels of a block whose memory is replayed."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,16 @@ class Plan:
 
     programs: int
     block_m: int
-    block_v: int
-    splits: int  # parts of the sum over v
+    block_k: int  # columns of a chunk
+    chunks: int  # of a tile
+    block_b: int  # samples at a time
+    splits: int  # parts of the sum over columns
     one_tile: bool
 
 
-def plan_product(m: int, v: int, W: Tensor) -> Plan | None:
-    """The plan for a matrix (m, v), None if it does not fit: then products are made outside.
+def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
+    """The plan for a matrix (m, v) and b vectors, None if it does not fit: then products are made
+    outside.
 
     Every program keeps one tile in shared memory from token to token. A matrix that would need
     more tiles than the chip has multiprocessors would be read again for every token: a library
@@ -55,17 +66,30 @@ def plan_product(m: int, v: int, W: Tensor) -> Plan | None:
     """
     if not PERSISTENT or W.dtype == torch.float64 and not interpreter_is_on():
         return None
+    size = W.element_size()
+    # in float32 the product is made of scalar operations, unrolled over samples and columns
+    block_b = 16 if size > 2 else min(128, max(16, triton.next_power_of_2(b)))
     block_v = max(16, min(1024, triton.next_power_of_2(v)))
-    block_m = max(16, min(64, TILE_BYTES // (block_v * W.element_size())))
+    # in chunks, two of them are there at a time
+    room = VECTOR_BYTES // (block_b * size)
+    block_k = block_v if block_v <= room else room // 2
+    block_m = max(16, min(64, TILE_BYTES // (block_v * size)))
     splits = triton.cdiv(v, block_v)
     tiles = triton.cdiv(m, block_m) * splits
+    sizes = (block_m, block_k, block_v // block_k, block_b, splits)
     if interpreter_is_on():
         # programs run one after the other: two that wait for each other would never end
-        return Plan(1, block_m, block_v, splits, tiles == 1)
-    programs = torch.cuda.get_device_properties(W.device).multi_processor_count
-    # in float32 the product is made of scalar operations, unrolled over v
-    too_long = W.dtype == torch.float32 and block_v > 256
-    return None if tiles > programs or too_long else Plan(programs, block_m, block_v, splits, True)
+        return Plan(1, *sizes, one_tile=tiles == 1)
+    if tiles > _multiprocessors(W.device) or (size > 2 and block_v > 256):
+        return None
+    return Plan(_multiprocessors(W.device), *sizes, one_tile=True)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Programs that run at the same time when each takes a whole multiprocessor."""
+    if interpreter_is_on():
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) -> None:
@@ -78,7 +102,7 @@ def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) 
     r = W_y.shape[0]
     fed = W_y.new_empty(b, r + -r % ALIGNMENT)
     # one tile of W^y has all its columns: v is not split
-    plan = plan_product(r, d, W_y) if triton.next_power_of_2(d) <= 1024 else None
+    plan = plan_product(r, d, W_y, b) if triton.next_power_of_2(d) <= 1024 else None
     if plan is not None:
         _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs)
         return
@@ -127,7 +151,8 @@ def _sweep(
         **_norm_constants(options),
         **_mixer_constants(options),
         **_alignment(raw, fed),
-        **_launch_options(d, A, plan, b),
+        **_launch_options(d, A),
+        **({} if plan is None else _cooperative()),
     )
 
 
@@ -155,24 +180,22 @@ def launch_reverse(
     b, t_end, d = known.x.shape
     n, slots = known.A.shape[0], known.kept.shape[1]
     mixed, small = _chunk_buffers(known, keep_every, options)
-    before = known.A.new_empty(b, min(keep_every, t_end), n, d)
+    buffers = (mixed, small, known.A.new_empty(b, min(keep_every, t_end), n, d))
     W = None if W_y is None else pad_rows(W_y).mT.contiguous()
-    plan = None if W is None else plan_product(*W.shape, W)
+    plan = None if W is None else plan_product(*W.shape, W, b)
     pulled = None
     if W is not None:
         pulled = known.A.new_zeros(1 if plan is None else plan.splits, b, d)
-    # pulled in the dtype of the state; outside products are in that of W^y
+    if W is None or plan is not None:
+        _reverse(known, grads, W, pulled, buffers, plan, options, keep_every)
+        return pulled
+    assert pulled is not None
     for slot in reversed(range(slots)):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         _prepare(known, mixed, small, chunk, options)
-        _replay(known, mixed, before, None, chunk, slot, options)
-        buffers = (mixed, small, before)
-        if W is None or plan is not None:
-            _reverse(known, grads, W, pulled, buffers, chunk, chunk, plan, options)
-            continue
+        _replay(known, mixed, buffers[2], None, chunk, slot, options)
         for t in reversed(chunk):
-            _reverse(known, grads, W, pulled, buffers, range(t, t + 1), chunk, None, options)
-            assert pulled is not None
+            _step(known, grads, pulled, buffers, t, chunk, options)
             pulled[0] = grads.raw[:, t].to(W.dtype) @ W.mT
     return pulled
 
@@ -230,8 +253,8 @@ def _replay(
     x, _, raw, fed, A, kept = known
     b, _, d = x.shape
     constants = _scan_constants(d, A, options)
-    constants["BLOCK_D"] = min(128, constants["BLOCK_D"])
-    replay_kernel[(triton.cdiv(d, constants["BLOCK_D"]), b)](
+    constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
+    replay_kernel[(triton.cdiv(d, constants["BLOCK_D"]) * b,)](
         mixed,
         raw,
         raw if fed is None else fed,
@@ -263,19 +286,14 @@ def _reverse(
     W: Tensor | None,
     pulled: Tensor | None,
     buffers: tuple[Tensor, Tensor, Tensor],
-    tokens: range,
-    chunk: range,
     plan: Plan | None,
     options: SweepOptions,
+    keep_every: int,
 ) -> None:
-    x, y, raw, fed, A, _ = known
+    x, y, raw, fed, A, kept = known
     b, t_end, d = x.shape
-    programs = b if plan is None else plan.programs
-    first = tokens.start - chunk.start
-    mixed, small, before = buffers
-    constants = _scan_constants(d, A, options)
-    constants["BLOCKS"] = triton.cdiv(constants["BLOCK_N"], STATES_AT_A_TIME)
-    constants["BLOCK_N"] //= constants["BLOCKS"]
+    programs = _multiprocessors(x.device) if plan is None else plan.programs
+    constants = _blocked_constants(d, A, options)
     reverse_kernel[(programs,)](
         grads.y,
         grads.H if pulled is None else pulled,
@@ -285,21 +303,17 @@ def _reverse(
         raw if fed is None else fed,
         raw if W is None else W,
         A,
-        mixed[:, first:],
-        small[:, first:],
-        before[:, first:],
+        kept,
+        *buffers,
         grads.H,
         grads.x,
         grads.raw,
         grads.A,
         grads.statistics,
         _counters(x),
-        tokens.start,
-        len(tokens),
         b,
         t_end,
         1 if pulled is None else pulled.shape[0],
-        len(chunk),
         grads.raw.shape[-1],
         d,
         A.shape[0],
@@ -307,19 +321,75 @@ def _reverse(
         *x.stride()[:2],
         *raw.stride()[:2],
         *_token_strides(fed),
+        KEEP=keep_every,
+        REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
         FEEDBACK=fed is not None,
         **_matrix_constants(plan, W, b, programs),
-        BLOCK_V=16 if plan is None else plan.block_v,
         **constants,
         **_norm_constants(options),
         **_mixer_constants(options),
         **_alignment(raw, raw if fed is None else fed, grads.raw),
-        **_launch_options(d, A, plan, b),
+        **_launch_options(d, A),
+        **_cooperative(),
     )
 
 
+def _step(
+    known: KnownBuffers,
+    grads: GradBuffers,
+    pulled: Tensor,
+    buffers: tuple[Tensor, Tensor, Tensor],
+    t: int,
+    chunk: range,
+    options: SweepOptions,
+) -> None:
+    x, y, raw, fed, A, _ = known
+    assert fed is not None
+    b, t_end, d = x.shape
+    step_kernel[(b,)](
+        grads.y,
+        pulled,
+        x,
+        y,
+        raw,
+        fed,
+        A,
+        *buffers,
+        grads.H,
+        grads.x,
+        grads.raw,
+        grads.A,
+        grads.statistics,
+        t - chunk.start,
+        chunk.start,
+        len(chunk),
+        b,
+        t_end,
+        1,
+        grads.raw.shape[-1],
+        d,
+        A.shape[0],
+        *grads.y.stride()[:2],
+        *x.stride()[:2],
+        *raw.stride()[:2],
+        *_token_strides(fed),
+        **_blocked_constants(d, A, options),
+        **_norm_constants(options),
+        **_mixer_constants(options),
+        **_alignment(raw, fed, grads.raw),
+        **_launch_options(d, A),
+    )
+
+
+def _blocked_constants(d: int, A: Tensor, options: SweepOptions) -> dict[str, Any]:
+    constants = _scan_constants(d, A, options)
+    constants["BLOCKS"] = triton.cdiv(constants["BLOCK_N"], STATES_AT_A_TIME)
+    constants["BLOCK_N"] //= constants["BLOCKS"]
+    return constants
+
+
 def _counters(like: Tensor) -> Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=like.device)
+    return torch.zeros(3, dtype=torch.int32, device=like.device)
 
 
 def _token_strides(fed: Tensor | None) -> tuple[int, ...]:
@@ -334,7 +404,9 @@ def _matrix_constants(plan: Plan | None, W: Tensor | None, b: int, programs: int
         "ONE_TILE": plan is not None and plan.one_tile,
         "RESIDENT": b <= programs,
         "BLOCK_M": 16 if plan is None else plan.block_m,
-        "BLOCK_B": BLOCK_B,
+        "BLOCK_K": 16 if plan is None else plan.block_k,
+        "CHUNKS": 1 if plan is None else plan.chunks,
+        "BLOCK_B": 16 if plan is None else plan.block_b,
         "PRECISION": "tf32" if tf32 else "ieee",
         "DOT": _dot_dtype(W),
     }
@@ -397,10 +469,11 @@ def _num_warps(d: int, rows: int) -> int:
     return int(min(16, max(4, elements // 2048, triton.next_power_of_2(d) // 128)))
 
 
-def _launch_options(d: int, A: Tensor, plan: Plan | None, b: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_warps": _num_warps(d, A.shape[0])}
-    if plan is not None:
-        options["num_stages"] = 1 if b <= BLOCK_B else 2
-        if not interpreter_is_on():
-            options["launch_cooperative_grid"] = True
-    return options
+def _launch_options(d: int, A: Tensor) -> dict[str, Any]:
+    # one stage: prefetching of operands is written out in the kernels
+    return {"num_warps": _num_warps(d, A.shape[0]), "num_stages": 1}
+
+
+def _cooperative() -> dict[str, bool]:
+    """All programs run at the same time: they wait for each other."""
+    return {} if interpreter_is_on() else {"launch_cooperative_grid": True}

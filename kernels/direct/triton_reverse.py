@@ -66,8 +66,8 @@ def _load_raw(row_ptr, fed_row_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.co
     return v
 
 
-@triton.jit(do_not_specialize=["start", "count", "t_end"])
-def prepare_kernel(
+@triton.jit
+def _prepare_token(
     x_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
@@ -75,11 +75,12 @@ def prepare_kernel(
     A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
     small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
+    index,
     start,
     count,
     t_end,
-    d,
-    n,
+    d: tl.constexpr,
+    n: tl.constexpr,
     x_stride_b,
     x_stride_t,
     raw_stride_b,
@@ -101,8 +102,9 @@ def prepare_kernel(
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    sample = (tl.program_id(0) // count).to(tl.int64)
-    i_token = tl.program_id(0) % count
+    """`mixed` and `small` of a token of the chunk, the index-th of all samples'."""
+    sample = (index // count).to(tl.int64)
+    i_token = index % count
     t = start + i_token
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
@@ -197,8 +199,51 @@ def prepare_kernel(
     tl.store(row + SIZE + n + rows, C, mask=in_n)
 
 
-@triton.jit(do_not_specialize=["start", "count", "slot", "slots"])
-def replay_kernel(
+@triton.jit(do_not_specialize=["start", "count", "t_end"])
+def prepare_kernel(
+    x_ptr,  # (b, t, d)
+    y_ptr,  # (b, t, d)
+    raw_ptr,  # (b, t, r)
+    fed_ptr,  # (b, t, r)
+    A_ptr,  # (n, d), log2(e) A
+    mixed_ptr,  # (b, count, d): x~
+    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
+    start,
+    count,
+    t_end,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    fed_stride_b,
+    fed_stride_t,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    _prepare_token(
+        x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, tl.program_id(0),
+        start, count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t,
+        fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, FEEDBACK, ACTIVATION, SELECTIVE,
+        BETA_MAX, INPUT_SCALE, FULL, NORM_EPS, EPS, ALIGNED, FAST, ACC,
+    )  # fmt: skip
+
+
+@triton.jit
+def _replay_block(
     mixed_ptr,  # (b, count, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
@@ -206,12 +251,13 @@ def replay_kernel(
     kept_ptr,  # (b, slots, n, d): h before token start is at `slot`
     before_ptr,  # (b, count, n, d): h before every token, if KEEP_ALL
     last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
+    index,
     start,
     count,
     slot,
     slots,
-    d,
-    n,
+    d: tl.constexpr,
+    n: tl.constexpr,
     raw_stride_b,
     raw_stride_t,
     fed_stride_b,
@@ -231,8 +277,10 @@ def replay_kernel(
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    sample = tl.program_id(1).to(tl.int64)
-    rows, cols = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    """The memory of a block of channels through the chunk, the index-th of all samples'."""
+    blocks = tl.cdiv(d, BLOCK_D)
+    sample = (index // blocks).to(tl.int64)
+    rows, cols = tl.arange(0, BLOCK_N), index % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     state = rows[:, None] * d + cols[None, :]
     in_state = in_n[:, None] & in_d[None, :]
@@ -260,12 +308,55 @@ def replay_kernel(
         tl.store(last_ptr + sample * last_stride_b + state, h, mask=in_state)
 
 
+@triton.jit(do_not_specialize=["start", "count", "slot", "slots"])
+def replay_kernel(
+    mixed_ptr,  # (b, count, d)
+    raw_ptr,  # (b, t, r)
+    fed_ptr,  # (b, t, r)
+    A_ptr,  # (n, d), log2(e) A
+    kept_ptr,  # (b, slots, n, d): h before token start is at `slot`
+    before_ptr,  # (b, count, n, d): h before every token, if KEEP_ALL
+    last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
+    start,
+    count,
+    slot,
+    slots,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    raw_stride_b,
+    raw_stride_t,
+    fed_stride_b,
+    fed_stride_t,
+    last_stride_b,
+    KEEP_ALL: tl.constexpr,
+    KEEP_LAST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    _replay_block(
+        mixed_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, last_ptr,
+        tl.program_id(0), start, count, slot, slots, d, n, raw_stride_b, raw_stride_t,
+        fed_stride_b, fed_stride_t, last_stride_b, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N,
+        FEEDBACK, ACTIVATION, SELECTIVE, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, ACC,
+    )  # fmt: skip
+
+
 @triton.jit
 def _reverse_token(
     H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
     sample,
     i_token,
     t,
+    count,  # tokens of the chunk
     grad_y_ptr,
     pulled_ptr,
     x_ptr,
@@ -286,7 +377,6 @@ def _reverse_token(
     batch,
     t_end,
     splits,
-    room,
     r,
     d,
     n,
@@ -328,7 +418,7 @@ def _reverse_token(
     fed = fed_ptr + tl.multiple_of(sample * fed_stride_b + t * fed_stride_t, ALIGNED)
 
     # all that the later tokens' cotangents of y do not enter, while the program waits for them
-    in_chunk = sample * room + i_token
+    in_chunk = sample * count + i_token
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = small_ptr + in_chunk * (SIZE + 2 * n)
     BC = tl.load(row + SIZE - 3)
@@ -603,9 +693,7 @@ def _store_state_gradients(
 
 
 @triton.jit
-def _load_blocks(
-    ptr, d, n, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
-):
+def _load_blocks(ptr, d, n, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr):
     """(n, d) in blocks of states."""
     cols = tl.arange(0, BLOCK_D)
     out = ()
@@ -628,34 +716,32 @@ def _store_blocks(
         tl.store(ptr + rows[:, None] * d + cols[None, :], tiles[block], mask=mask)
 
 
-@triton.jit(do_not_specialize=["start", "count", "t_end", "batch"])
-def reverse_kernel(
+@triton.jit(do_not_specialize=["i_token", "start", "count", "t_end", "batch"])
+def step_kernel(
     grad_y_ptr,  # (b, t, d)
     pulled_ptr,  # (splits, b, d): parts of (W^y)^T grad_raw of the next token, of norm(y_t)
     x_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    W_ptr,  # (d, r), (W^y)^T
     A_ptr,  # (n, d), log2(e) A
-    mixed_ptr,  # (b, room, d), from token start on
-    small_ptr,  # (b, room, 3 P + K K + 5 K + 4 + 2 n), likewise
-    before_ptr,  # (b, room, n, d), likewise
-    H_ptr,  # (b, n, d): cotangent of the h after the chunk, in place that of the h before it
+    mixed_ptr,  # (b, count, d)
+    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
+    before_ptr,  # (b, count, n, d)
+    H_ptr,  # (b, n, d): cotangent of h_t, in place that of h_{t-1}
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
     grad_A_ptr,  # (b, n, d), added to
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
-    counters_ptr,  # (2,), zeros: pulled, left
+    i_token,
     start,
     count,
     batch,
     t_end,
     splits,
-    room,
-    r,
-    d,
-    n,
+    r: tl.constexpr,
+    d: tl.constexpr,
+    n: tl.constexpr,
     grad_y_stride_b,
     grad_y_stride_t,
     x_stride_b,
@@ -668,8 +754,77 @@ def reverse_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The adjoint of token start + i_token alone, of all samples: the products are made outside."""
+    own = tl.program_id(0).to(tl.int64)
+    H = _load_blocks(H_ptr + own * n * d, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+    H = _reverse_token(
+        H, own, i_token, start + i_token, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
+        raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr,
+        grad_raw_ptr, grad_A_ptr, statistics_ptr, statistics_ptr, statistics_ptr, 0, batch,
+        t_end, splits, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t,
+        raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N,
+        BLOCKS, True, False, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE,
+        FULL, EPS, ALIGNED, FAST, False, ACC,
+    )  # fmt: skip
+    tl.debug_barrier()
+    _store_blocks(H_ptr + own * n * d, H, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["t_end", "batch"])
+def reverse_kernel(
+    grad_y_ptr,  # (b, t, d)
+    pulled_ptr,  # (splits, b, d): parts of (W^y)^T grad_raw of the next token, of norm(y_t)
+    x_ptr,  # (b, t, d)
+    y_ptr,  # (b, t, d)
+    raw_ptr,  # (b, t, r)
+    fed_ptr,  # (b, t, r)
+    W_ptr,  # (d, r), (W^y)^T
+    A_ptr,  # (n, d), log2(e) A
+    kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
+    mixed_ptr,  # (b, KEEP, d): x~ of a chunk
+    small_ptr,  # (b, KEEP, 3 P + K K + 5 K + 4 + 2 n)
+    before_ptr,  # (b, KEEP, n, d): h before every token of a chunk
+    H_ptr,  # (b, n, d): cotangent of the last h, in place that of the first
+    grad_x_ptr,  # (b, t, d)
+    grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
+    grad_A_ptr,  # (b, n, d), added to
+    statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
+    counters_ptr,  # (3,), zeros: pulled, left, programs that have come to the end of a phase
+    batch,
+    t_end,
+    splits,
+    r: tl.constexpr,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    grad_y_stride_b,
+    grad_y_stride_t,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    fed_stride_b,
+    fed_stride_t,
+    K: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REPLAY_D: tl.constexpr,  # channels of a block whose memory is replayed
+    BLOCK_N: tl.constexpr,  # states at a time
+    BLOCKS: tl.constexpr,  # how many times
     BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
@@ -690,8 +845,9 @@ def reverse_kernel(
     COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
+    """The adjoint of all tokens, the last first, a chunk of KEEP at a time."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    pulled_counter_ptr, left_ptr = counters_ptr, counters_ptr + 1
+    pulled_counter_ptr, left_ptr, phase_ptr = counters_ptr, counters_ptr + 1, counters_ptr + 2
     own = program.to(tl.int64)
     # in blocks of states, so that few registers are in use at a time
     H = ()
@@ -705,62 +861,97 @@ def reverse_kernel(
     if PERSISTENT:
         tiles = tiles_m * splits
         if ONE_TILE:
-            m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_V
-            W = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_V)
-    for back in range(0, count):
-        i_token = count - 1 - back
-        t = start + i_token
-        if RESIDENT:
-            if program < batch:
-                H = _reverse_token(
-                    H, own, i_token, t, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr,
-                    A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr,
-                    statistics_ptr, pulled_counter_ptr, left_ptr, back * tiles, batch, t_end,
-                    splits, room, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b,
-                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D,
-                    BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
-                )  # fmt: skip
-        else:
-            for index in range(program, batch, programs):
-                sample = tl.cast(index, tl.int64)
-                cotangent = H_ptr + sample * n * d
-                before = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
-                after = _reverse_token(
-                    before, sample, i_token, t, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr,
-                    A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr,
-                    statistics_ptr, pulled_counter_ptr, left_ptr, back * tiles, batch, t_end,
-                    splits, room, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b,
-                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D,
-                    BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
-                )  # fmt: skip
-                _store_blocks(cotangent, after, d, n, BLOCK_D, BLOCK_N, BLOCKS)
-                # the next token reads H, perhaps with other threads than those that wrote it
-                tl.debug_barrier()
-        if PERSISTENT:
-            vectors = grad_raw_ptr + tl.cast(t, tl.int64) * r
-            if first_tile < tiles:
-                wait_for(left_ptr, (back + 1) * batch, COMPILED)
-            if ONE_TILE:
-                if first_tile < tiles:
-                    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_V
-                    out = pulled_ptr + (first_tile // tiles_m) * batch * d
-                    tile_product(
-                        W, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION, DOT, BLOCK_M,
-                        BLOCK_V, BLOCK_B,
+            m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_K * CHUNKS
+            W = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+    slots = tl.cdiv(t_end, KEEP)
+    for done_slots in range(0, slots):
+        slot = slots - 1 - done_slots
+        start = slot * KEEP
+        count = tl.minimum(KEEP, t_end - start)
+        # every program has left the last chunk, whose memory is used again
+        _end_phase(phase_ptr, programs * (3 * done_slots + 1), COMPILED)
+        for index in range(program, batch * count, programs):
+            _prepare_token(
+                x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, index,
+                start, count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b,
+                raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N *
+                BLOCKS, FEEDBACK, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE,
+                FULL, NORM_EPS, EPS, ALIGNED, FAST, ACC,
+            )  # fmt: skip
+        _end_phase(phase_ptr, programs * (3 * done_slots + 2), COMPILED)
+        for index in range(program, batch * tl.cdiv(d, REPLAY_D), programs):
+            _replay_block(
+                mixed_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr,
+                before_ptr, index, start, count, slot, slots, d, n, raw_stride_b,
+                raw_stride_t, fed_stride_b, fed_stride_t, 0, True, False, REPLAY_D,
+                BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION, SELECTIVE, INPUT_SCALE,
+                FULL, EPS, ALIGNED, FAST, ACC,
+            )  # fmt: skip
+        _end_phase(phase_ptr, programs * (3 * done_slots + 3), COMPILED)
+        for back in range(0, count):
+            i_token = count - 1 - back
+            t = start + i_token
+            done = t_end - 1 - t
+            if RESIDENT:
+                if program < batch:
+                    H = _reverse_token(
+                        H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
+                        fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr,
+                        grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, done * tiles,
+                        batch, t_end, splits, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b,
+                        x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K,
+                        BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, NORM, NORM_EPS, ACTIVATION,
+                        SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                     )  # fmt: skip
-                    announce(pulled_counter_ptr)
             else:
-                for tile in range(first_tile, tiles, programs):
-                    m0, v0 = tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_V
-                    part = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_V)
-                    out = pulled_ptr + (tile // tiles_m) * batch * d
-                    tile_product(
-                        part, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION, DOT, BLOCK_M,
-                        BLOCK_V, BLOCK_B,
+                for index in range(program, batch, programs):
+                    sample = tl.cast(index, tl.int64)
+                    cotangent = H_ptr + sample * n * d
+                    before = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+                    after = _reverse_token(
+                        before, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
+                        raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr,
+                        grad_raw_ptr, grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, done
+                        * tiles, batch, t_end, splits, r, d, n, grad_y_stride_b, grad_y_stride_t,
+                        x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b,
+                        fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, NORM,
+                        NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
+                        FAST, COMPILED, ACC,
                     )  # fmt: skip
-                    announce(pulled_counter_ptr)
+                    _store_blocks(cotangent, after, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+                    # the next token reads H, perhaps with other threads than those that wrote it
+                    tl.debug_barrier()
+            if PERSISTENT:
+                vectors = grad_raw_ptr + tl.cast(t, tl.int64) * r
+                if first_tile < tiles:
+                    wait_for(left_ptr, (done + 1) * batch, COMPILED)
+                if ONE_TILE:
+                    if first_tile < tiles:
+                        m0 = first_tile % tiles_m * BLOCK_M
+                        v0 = first_tile // tiles_m * BLOCK_K * CHUNKS
+                        out = pulled_ptr + (first_tile // tiles_m) * batch * d
+                        tile_product(
+                            W, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
+                            DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                        )  # fmt: skip
+                        announce(pulled_counter_ptr)
+                else:
+                    for tile in range(first_tile, tiles, programs):
+                        m0, v0 = tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_K * CHUNKS
+                        part = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+                        out = pulled_ptr + (tile // tiles_m) * batch * d
+                        tile_product(
+                            part, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d,
+                            PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                        )  # fmt: skip
+                        announce(pulled_counter_ptr)
     if RESIDENT:
         rows = tl.where(program < batch, n, 0)
         _store_blocks(H_ptr + own * n * d, H, d, rows, BLOCK_D, BLOCK_N, BLOCKS)
+
+
+@triton.jit
+def _end_phase(counter, target, COMPILED: tl.constexpr):
+    """Wait until all programs have come here."""
+    announce(counter)
+    wait_for(counter, target, COMPILED)

@@ -165,7 +165,7 @@ def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr):
-    """matrix^-1 b for b (k, N) by elimination with row pivoting, and the smallest |pivot| (at most 1).
+    """matrix^-1 b for b (k, N) by elimination with row pivoting, and min(1, smallest |pivot|).
 
     A pivot of 0 makes Inf or NaN, and nothing else: no branch, no error.
     """
