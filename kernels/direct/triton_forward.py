@@ -115,12 +115,9 @@ def tile_product(
     for b0 in range(zero, batch, BLOCK_B):
         samples = b0 + tl.arange(0, BLOCK_B)
         row_ptr = vector_ptr + samples.to(tl.int64) * vector_stride
-        vectors = _load_vectors(row_ptr, v0, samples < batch, v_end, BLOCK_K)
+        following = _load_vectors(row_ptr, v0, samples < batch, v_end, BLOCK_K)
         for chunk in tl.static_range(CHUNKS):
-            if chunk == 0:
-                now = vectors
-            else:
-                now = following
+            now = following
             if chunk + 1 < CHUNKS:
                 # on its way while this chunk is multiplied
                 at = v0 + (chunk + 1) * BLOCK_K
@@ -411,10 +408,12 @@ def sweep_kernel(
             else:
                 for tile in range(first_tile, tiles, programs):
                     part = load_tile(
-                        W_ptr, tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS )
-                        tile_product( part, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, tile *
-                        BLOCK_M, 0, t >> 30, batch, r, d, (t_end + 1) * d, fed_stride, PRECISION,
-                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                        W_ptr, tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS
+                    )
+                    tile_product(
+                        part, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, tile * BLOCK_M, 0,
+                        t >> 30, batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M,
+                        BLOCK_K, CHUNKS, BLOCK_B,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
         if RESIDENT:
