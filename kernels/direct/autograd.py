@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from bedouin.kernels.backend import Backend, is_transformed
+from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.forward import forward_sweep, remember
-from bedouin.kernels.direct.fused import choose_sweep, fused_memory, fused_reverse, fused_sweep
+from bedouin.kernels.direct.fused import choose_sweep
 from bedouin.kernels.direct.reference import Sweep, SweepOptions, project_feedback
+from bedouin.kernels.direct.registered import direct_sweep_triton
 from bedouin.kernels.direct.reverse import Inputs, ReportBackward, reverse_sweep
 from bedouin.kernels.once import refuse_second_derivative
 
@@ -70,53 +71,6 @@ class _DirectSweep(torch.autograd.Function):
         return (None, None, None, *refuse_second_derivative(grads, sources))
 
 
-class _FusedSweep(torch.autograd.Function):
-    """`_DirectSweep` in Triton: y*, last h, norm(y_{t-1}), kept h and the four statistics."""
-
-    @staticmethod
-    def forward(
-        options: SweepOptions,
-        report: ReportBackward | None,
-        y_star: Tensor | None,
-        *operands: Tensor,  # x, raw, W_y or None, A, h0, y0
-    ) -> tuple[Tensor, ...]:
-        if y_star is None:
-            sweep, kept, normed = fused_sweep(*operands, options, CHUNK)
-            y, h, *statistics = sweep
-            return y, h, normed, kept, *(value.clone() for value in statistics)
-        h, kept, normed = fused_memory(y_star, *operands, options, CHUNK)
-        nothing = h.new_zeros(y_star.shape[:2])
-        norms = (nothing.clone() for _ in range(3))
-        return y_star.clone(), h, normed, kept, *norms, h.new_zeros(y_star.shape[:1])
-
-    @staticmethod
-    def setup_context(
-        ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
-    ) -> None:
-        options, report, _, *operands = inputs
-        y, _, *others = output
-        ctx.mark_non_differentiable(*others)
-        ctx.save_for_backward(y, *others[:2], *operands)
-        ctx.options, ctx.report = options, report  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, grad_h: Tensor, *unused: Tensor) -> tuple[Any, ...]:
-        y, normed, kept, x, raw, W_y, A, h0, y0 = ctx.saved_tensors
-        options, report = ctx.options, ctx.report
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            if is_transformed():  # the cotangents alone may be batched: is_grads_batched
-                wide = x.to(A.dtype), raw.to(A.dtype)
-                full = _full_raw(y, wide[1], W_y, y0, options)
-                inputs = Inputs(y, _shift(y, y0), wide[0], full, W_y, A, ())
-                grads = reverse_sweep(grad_y, grad_h, kept, CHUNK, inputs, options, report)
-                grads = (grads[0].to(x.dtype), grads[1].to(raw.dtype), *grads[2:])
-            else:
-                rest = (y, x, raw, W_y, A, y0, options, report)
-                grads = fused_reverse(grad_y, grad_h, kept, normed, CHUNK, *rest)
-        sources = [grad_y, grad_h, x, raw, W_y, A, h0, y0]
-        return (None, None, None, *refuse_second_derivative(grads, sources))
-
-
 def direct_sweep(
     x: Tensor,
     raw: Tensor,
@@ -134,15 +88,14 @@ def direct_sweep(
     """The exact fixed point with the exact implicit gradient; shapes as `direct_sweep_reference`.
 
     With `y_star`, a fixed point found elsewhere, nothing is solved: the result is y_star with that
-    gradient (the statistics are then zero). `report` gets defect and scale of the adjoint equation.
+    gradient (the statistics are then zero). `report` gets defect and scale of the adjoint equation,
+    but not from the Triton version under torch.compile, whose graphs call no Python back.
     The Triton kernels need `options.layout`; raises ValueError where `backend="triton"` cannot run.
     x and raw may have a lower dtype than A, whose dtype the state and the result have.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
     """
     if choose_sweep(backend, x, raw, A, bind_parameters, options) == "triton":
-        operands = (x, raw, W_y, A, h0, y0)
-        y, h, _, _, *statistics = _FusedSweep.apply(options, report, y_star, *operands)  # type: ignore[no-untyped-call]
-        return Sweep(y, h, *(value.detach() for value in statistics))
+        return direct_sweep_triton(x, raw, W_y, A, h0, y0, options, CHUNK, y_star, report)
     x, raw = x.to(A.dtype), raw.to(A.dtype)
     y, h, _, *statistics = _DirectSweep.apply(
         options, report, y_star, x, raw, W_y, A, h0, y0, *bind_parameters

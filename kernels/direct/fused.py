@@ -9,14 +9,14 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
-from bedouin.kernels.direct.reference import Sweep, SweepOptions, normalize_feedback
-from bedouin.kernels.direct.reverse import ReportBackward, feedback_vjp
+from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
+from bedouin.kernels.direct.reverse import feedback_vjp
 
 MAX_STATE = 32768
 """Most elements of a sample's memory, both axes rounded up to a power of two: one program holds it
@@ -44,8 +44,6 @@ def _unsupported(
 ) -> str | None:
     """What the kernels do not cover, in words."""
     layout, (d, n) = options.layout, A.shape
-    if torch.compiler.is_compiling():
-        return "torch.compile"
     if layout is None or bind_parameters or raw.shape[-1] != layout.size(d, n):
         return "this mixer (only HouseholderProduct)"
     if not 1 <= layout.num_householder <= MAX_REFLECTIONS:
@@ -111,12 +109,16 @@ def fused_sweep(
     y0: Tensor,  # (b, d)
     options: SweepOptions,
     keep_every: int,
-) -> tuple[Sweep, Tensor, Tensor]:
-    """`forward_sweep`; the kept memory (b, ceil(t / keep_every), n, d), norm(y_{t-1}) (b, t, d)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`forward_sweep`: y (b, t, d), the last h (b, d, n), norm(y_{t-1}) (b, t, d), the kept memory
+    (b, ceil(t / keep_every), n, d) and the statistics (4, b, t): defect, scale, magnitude, pivot.
+
+    Without feedback norm(y_{t-1}) is (b, 0, d).
+    """
     from bedouin.kernels.direct.triton_launch import launch_sweep
 
     (b, t_end, d), n = x.shape, A.shape[1]
-    state = {"dtype": A.dtype, "device": x.device}
+    state: dict[str, Any] = {"dtype": A.dtype, "device": x.device}
     kept = torch.empty(b, -(-t_end // keep_every), n, d, **state)
     statistics = torch.zeros(4, b, t_end, **state)
     h = h0.mT.clone(memory_format=torch.contiguous_format)
@@ -127,7 +129,7 @@ def fused_sweep(
             _rows(x), _rows(raw), W_y, _exponents(A), h, kept, y, normed, statistics
         )
         launch_sweep(buffers, options, keep_every)
-    return _as_sweep(y, h, statistics), kept, normed[:, :t_end]
+    return y, h.mT, _before(normed, W_y, t_end), kept, statistics
 
 
 def _first_normed(y0: Tensor, W_y: Tensor | None, t_end: int, options: SweepOptions) -> Tensor:
@@ -140,9 +142,21 @@ def _first_normed(y0: Tensor, W_y: Tensor | None, t_end: int, options: SweepOpti
     return normed
 
 
+def _before(normed: Tensor, W_y: Tensor | None, t_end: int) -> Tensor:
+    """What the feedback of each token sees: nothing without feedback."""
+    return (
+        normed.new_empty(normed.shape[0], 0, normed.shape[2]) if W_y is None else normed[:, :t_end]
+    )
+
+
+def padding(r: int) -> int:
+    """Values to add to r for a multiple of 64, so that rows of raw values are aligned."""
+    return -r % ALIGNMENT
+
+
 def pad_rows(W: Tensor) -> Tensor:
-    """W^y (r, d) with zero rows up to a multiple of 64, so that rows of r values are aligned."""
-    return torch.nn.functional.pad(W, (0, 0, 0, -W.shape[0] % ALIGNMENT))
+    """W^y (r, d) with `padding(r)` zero rows."""
+    return torch.nn.functional.pad(W, (0, 0, 0, padding(W.shape[0])))
 
 
 def _exponents(A: Tensor) -> Tensor:
@@ -155,13 +169,12 @@ def _rows(v: Tensor) -> Tensor:
     return v if v.stride(-1) == 1 else v.contiguous()
 
 
-def _as_sweep(y: Tensor, h: Tensor, statistics: Tensor) -> Sweep:
-    defect, scale, magnitude, pivots = statistics
-    if not y.shape[1]:
-        return Sweep(y, h.mT, defect, scale, magnitude, y.new_full(y.shape[:1], torch.inf))
+def smallest_pivots(pivots: Tensor) -> Tensor:
+    """(b,), of all tokens (b, t)."""
+    if not pivots.shape[1]:
+        return pivots.new_full(pivots.shape[:1], torch.inf)
     # NaN after a singular token must not hide its pivot
-    pivot = pivots.nan_to_num(nan=torch.inf).amin(1)
-    return Sweep(y, h.mT, defect, scale, magnitude, pivot)
+    return pivots.nan_to_num(nan=torch.inf).amin(1)
 
 
 def fused_memory(
@@ -175,7 +188,7 @@ def fused_memory(
     options: SweepOptions,
     keep_every: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`remember`: the last h (b, d, n), the kept memory and norm(y_{t-1}), as `fused_sweep`."""
+    """`remember`: the last h (b, d, n), norm(y_{t-1}) and the kept memory, as `fused_sweep`."""
     from bedouin.kernels.direct.triton_launch import launch_memory
 
     (b, t_end, d), n = x.shape, A.shape[1]
@@ -184,12 +197,12 @@ def fused_memory(
     normed = _first_normed(y0, W_y, t_end, options)
     if W_y is not None:
         normed[:, 1:] = normalize_feedback(y, options.feedback_norm_eps)
-    normed = normed[:, :t_end]
+    normed = _before(normed, W_y, t_end)
     if b and t_end:
         fed = None if W_y is None else normed @ pad_rows(W_y).mT
         known = KnownBuffers(_rows(x), y.contiguous(), _rows(raw), fed, _exponents(A), kept)
         launch_memory(known, h, options, keep_every)
-    return h.mT, kept, normed
+    return h.mT, normed, kept
 
 
 def fused_reverse(
@@ -205,9 +218,9 @@ def fused_reverse(
     A: Tensor,  # (d, n)
     y0: Tensor,  # (b, d)
     options: SweepOptions,
-    report: ReportBackward | None,
-) -> tuple[Tensor | None, ...]:
-    """`reverse_sweep`: gradients of x, raw, W_y, A, h0 and y0.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`reverse_sweep`: gradients of x, raw, W_y (empty without feedback), A, h0 and y0, and the
+    statistics (2, b, t) of the adjoint equation: defect and scale.
 
     A chunk of tokens is replayed from the memory kept before it, into a workspace of keep_every
     memories, then taken back.
@@ -217,7 +230,7 @@ def fused_reverse(
     (b, t_end, d), n = x.shape, A.shape[1]
     A_rows = _exponents(A)
     H = (torch.zeros_like(A_rows).expand(b, n, d) + grad_h.mT).contiguous()
-    grad_x, statistics = torch.empty_like(x, memory_format=torch.contiguous_format), None
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     grad_A = A_rows.new_zeros(b, n, d)
     statistics = A.new_zeros(2, b, t_end)
     fed = None if W_y is None else normed @ pad_rows(W_y).mT
@@ -231,14 +244,11 @@ def fused_reverse(
         known = KnownBuffers(_rows(x), y, _rows(raw), fed, A_rows, kept)
         grads = GradBuffers(_rows(grad_y), H, grad_x, grad_raw, grad_A, statistics)
         pulled = launch_reverse(known, grads, W_y, options, keep_every)
-    if report is not None and t_end:
-        # last token first, as the reverse sweep meets them
-        report(statistics[0].flip(1), statistics[1].flip(1))
     grad_y0 = torch.zeros_like(y0)
     if pulled is not None:
         grad_y0 = feedback_vjp(pulled.sum(0), y0, options)
-    grad_W_y = None
+    grad_W_y = A.new_empty(0)
     if W_y is not None:
         grad_W_y = grad_raw.to(W_y.dtype).flatten(0, 1).mT @ normed.flatten(0, 1)
         grad_raw, grad_W_y = grad_raw[..., : raw.shape[-1]], grad_W_y[: W_y.shape[0]]
-    return grad_x, grad_raw, grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0
+    return grad_x, grad_raw, grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0, statistics

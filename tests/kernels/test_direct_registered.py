@@ -1,0 +1,159 @@
+"""The Triton sweep as registered operations: torch.compile keeps one graph, opcheck finds no fault.
+
+Letters: b batch, t time, d channels, n state per channel, r raw values.
+"""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin.kernels.direct import Coefficients, RawLayout, SweepOptions, direct_sweep
+
+INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
+COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
+devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+feedbacks = pytest.mark.parametrize("feedback", [False, True])
+kinds = pytest.mark.parametrize("known", [False, True])
+
+LAYOUT = RawLayout("softplus", True, 1, 1.0)
+FIELDS = ("softplus", True, 1, 1.0, "one_minus_decay", "full", 1e-5, 2)
+"""LAYOUT, input scale, eigenvalues, norm eps and keep_every of an operation."""
+
+
+def _bind(raw: Tensor) -> Coefficients:
+    raise AssertionError("the Triton sweep reads raw values by their layout")
+
+
+OPTIONS = SweepOptions(_bind, "bounded_delta", "full", 1e-5, LAYOUT)
+
+
+def draw(device: str, *, t: int = 3, feedback: bool = True) -> list[Any]:
+    """x, raw, W_y or None, A, h0 and y0, with gradients; b = d = n = 2."""
+    r = LAYOUT.size(2, 2)
+    shapes = [(2, t, 2), (2, t, r), (r, 2), (2, 2), (2, 2, 2), (2, 2)]
+    values: list[Any] = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    values[2], values[3] = 0.1 * values[2], -values[3].exp()
+    values = [v.to(device).requires_grad_() for v in values]
+    return [*values[:2], values[2] if feedback else None, *values[3:]]
+
+
+def run(operands: list[Any], y_star: Tensor | None = None) -> tuple[Tensor, ...]:
+    reports: list[Tensor] = []  # which a graph leaves alone
+    arguments: tuple[Any, ...] = (*operands, (), OPTIONS)
+    *sweep, pivot = direct_sweep(
+        *arguments,
+        y_star=y_star,
+        report=lambda *values: reports.extend(values),
+        backend="triton",
+    )
+    return *sweep, pivot + 1
+
+
+def present(operands: list[Any]) -> list[Tensor]:
+    return [v for v in operands if v is not None]
+
+
+@devices
+@feedbacks
+@kinds
+def test_a_compiled_function_is_one_graph_with_the_same_results(
+    known: bool, feedback: bool, device: str
+) -> None:
+    operands = draw(device, feedback=feedback)
+    y_star = run(operands)[0].detach() if known else None
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, run):
+        y, h, *rest = function(operands, y_star)
+        total = y.sum() + h.square().sum()
+        grads = torch.autograd.grad(total, present(operands), materialize_grads=True)
+        results.append([y, h, *rest, *grads])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs) and ours.requires_grad == theirs.requires_grad
+
+
+@devices
+def test_a_compiled_function_without_gradients(device: str) -> None:
+    operands = draw(device)
+    with torch.no_grad():
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(operands)
+        assert all(torch.equal(*pair) for pair in zip(compiled, run(operands), strict=True))
+
+
+@devices
+@feedbacks
+@kinds
+def test_opcheck(known: bool, feedback: bool, device: str) -> None:
+    operands = draw(device, feedback=feedback)
+    given = [torch.randn_like(operands[0])] if known else []
+    name = "direct_sweep_known" if known else "direct_sweep"
+    operation = getattr(torch.ops.bedouin, name)
+    # the slow one, tracing, once
+    utils: tuple[str, ...] = ("test_schema", "test_faketensor", "test_autograd_registration")
+    if feedback and not known:
+        utils += ("test_aot_dispatch_dynamic",)
+    torch.library.opcheck(operation, (*given, *operands, *FIELDS), test_utils=utils)
+
+
+@devices
+@feedbacks
+def test_opcheck_of_the_reverse_sweep(feedback: bool, device: str) -> None:
+    operands = [None if v is None else v.detach() for v in draw(device, feedback=feedback)]
+    y, h, normed, kept, _ = torch.ops.bedouin.direct_sweep(*operands, *FIELDS)
+    assert kept.shape == (2, 2, 2, 2)
+    x, raw, W_y, A, _, y0 = operands
+    arguments = (y.clone(), h.clone(), y, normed, kept, x, raw, W_y, A, y0, *FIELDS)
+    torch.library.opcheck(torch.ops.bedouin.direct_sweep_backward, arguments)
+
+
+@devices
+@pytest.mark.parametrize("t", [0, 3])
+def test_fake_results_of_low_dtypes_have_the_real_strides(t: int, device: str) -> None:
+    x, raw, W_y, A, h0, y0 = (v.detach() for v in draw(device, t=t))
+    low = x.bfloat16(), raw.bfloat16(), W_y.bfloat16()
+    rest = A.float(), h0.float(), y0.float()
+    utils = ("test_schema", "test_faketensor")
+    operands = (*low, *rest, *FIELDS)
+    torch.library.opcheck(torch.ops.bedouin.direct_sweep, operands, test_utils=utils)
+    y, h, normed, kept, _ = torch.ops.bedouin.direct_sweep(*operands)
+    saved = (y, normed, kept, *low, rest[0], rest[2], *FIELDS)
+    arguments = (y.clone(), h.clone(), *saved)
+    torch.library.opcheck(torch.ops.bedouin.direct_sweep_backward, arguments, test_utils=utils)
+
+
+@devices
+@feedbacks
+def test_a_batch_of_cotangents(feedback: bool, device: str) -> None:
+    operands = draw(device, feedback=feedback)
+    y = run(operands)[0]
+    weights = torch.randn(3, *y.shape, dtype=y.dtype, device=device)
+    inputs = present(operands)
+    batched = torch.autograd.grad(
+        y, inputs, weights, is_grads_batched=True, retain_graph=True, materialize_grads=True
+    )
+    for i, weight in enumerate(weights):
+        single = torch.autograd.grad(y, inputs, weight, retain_graph=True, materialize_grads=True)
+        for ours, theirs in zip(batched, single, strict=True):
+            torch.testing.assert_close(ours[i], theirs)
+
+
+@devices
+def test_a_second_derivative_is_refused(device: str) -> None:
+    operands = draw(device)
+    y = run(operands)[0]
+    (grad,) = torch.autograd.grad(y.square().sum(), operands[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once differentiable"):
+        torch.autograd.grad(grad.sum(), operands[1])
+
+
+def test_registration_imports_neither_triton_nor_the_compiler() -> None:
+    script = (
+        "import sys, bedouin.kernels.direct; "
+        "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
