@@ -71,7 +71,9 @@ class FixedPointLayer(nn.Module):
 
     stats: SolveStats | None
     """Statistics of the last call, None before any. Under torch.func transforms they are the
-    transform's own tensors: return them from the transformed function to read them."""
+    transform's own tensors: return them from the transformed function to read them. Under
+    torch.compile they are outputs of the graph, never looked at (no warning, no error), and
+    stats.backward stays None."""
 
     def __init__(
         self,
@@ -299,9 +301,6 @@ class FixedPointLayer(nn.Module):
 
     def _solve(self, f: FixedPointMap, x: Tensor, solver: Solver) -> Solution:
         choose_backend(self.backend, x.device)
-        draw = self._draws if self.training else None
-        if self.training:
-            self._draws += 1
         subject = type(self).__name__
         solution = solve(
             f,
@@ -311,13 +310,22 @@ class FixedPointLayer(nn.Module):
             adjoint=self.adjoint,
             on_unconverged=self.on_unconverged,
             time_dim=1,
-            draw=draw,
+            draw=self._next_draw(),
             subject=subject,
         )
         self.stats = solution.stats
         if self._must_look_later(solution):
             self._deferred.schedule(solution.stats, subject)
         return solution
+
+    def _next_draw(self) -> int | None:
+        """The number of this training call, which a random cap depends on; None in evaluation."""
+        # a graph that counts would be compiled anew for each call
+        counts = self.cap.is_random or not torch.compiler.is_compiling()
+        if not (self.training and counts):
+            return None
+        self._draws += 1
+        return self._draws - 1
 
     def _must_look_later(self, solution: Solution) -> bool:
         unread = solution.result is Result.unknown and self.on_unconverged == "warn"
