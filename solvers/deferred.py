@@ -39,7 +39,9 @@ class DeferredWarning:
         self._pending = all_converged, event, stats, subject
 
     def flush(self) -> None:
-        """Warn about the scheduled outcome if it has arrived."""
+        """Warn about the scheduled outcome if it has arrived; under torch.compile do nothing."""
+        if torch.compiler.is_compiling():
+            return  # a graph that asks would be compiled anew with every change of the answer
         if self._pending is None or not self._pending[1].query():
             return
         all_converged, _, stats, subject = self._pending
