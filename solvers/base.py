@@ -260,7 +260,9 @@ def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution
     value = torch.where(lost, torch.nan, progress.y).reshape(shape)
     residual = relative_residual(progress.defect, progress.scale)
     residual = torch.where(progress.failed, torch.nan, residual)
-    stats = SolveStats(progress.num_steps, residual, progress.frozen.all(1), progress.pivot)
+    converged = progress.frozen.all(1)
+    # the cell is given because torch.compile cannot trace a default made by a class
+    stats = SolveStats(progress.num_steps, residual, converged, progress.pivot, BackwardStats())
     return Solution(value, stats, read_result(stats) if readable else Result.unknown)
 
 
