@@ -22,14 +22,21 @@ their parts of the sums are small. The same on every device, so that the sums ar
 
 
 @triton.jit
-def _silu(a):
-    return a / (1 + tl.exp(-a))
+def _sigmoid(a):
+    small = tl.exp(-tl.abs(a))  # at most 1: no overflow
+    return tl.where(a >= 0, 1.0, small) / (1 + small)
 
 
 @triton.jit
-def _silu_slope(a):
-    sigmoid = 1 / (1 + tl.exp(-a))
+def _silu_slope(a, sigmoid):
     return sigmoid * (1 + a * (1 - sigmoid))
+
+
+@triton.jit
+def _store(ptr, v, mask):
+    if v.dtype == tl.float64 and ptr.dtype.element_ty != tl.float64:
+        v = v.to(tl.float32)  # Triton's interpreter converts no double to half precision
+    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -72,10 +79,10 @@ def _forward_kernel(
         gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(ACC)
         weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(ACC)
         inverse = tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))
-        out = _silu(gate) * v * inverse[:, None] * weight
+        out = gate * _sigmoid(gate) * v * inverse[:, None] * weight
     else:
-        out = gate * _silu(v)
-    tl.store(out_ptr + token * d + channel, out.to(out_ptr.dtype.element_ty), mask=mask)
+        out = gate * v * _sigmoid(v)
+    _store(out_ptr + token * d + channel, out, mask)
 
 
 @triton.jit
@@ -91,7 +98,7 @@ def _backward_kernel(
     grad_y_ptr,  # (b t, d)
     grad_x_ptr,  # (b t, d)
     grad_gate_ptr,  # (b t, d)
-    sums_ptr,  # (P, 2, d), of D and weight
+    sums_ptr,  # (P, 2, d), of D and weight; (P, 1, d) without weight
     T,
     d,
     grad_stride,
@@ -130,23 +137,25 @@ def _backward_kernel(
             gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(ACC)
             inverse = tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))[:, None]
             normed = v * inverse
-            grad_gate = grad * normed * weight * _silu_slope(gate)
-            gated = grad * _silu(gate)
+            sigmoid = _sigmoid(gate)
+            grad_gate = grad * normed * weight * _silu_slope(gate, sigmoid)
+            gated = grad * gate * sigmoid
             weight_sum += gated * normed
             gated *= weight
             along = tl.sum(gated * normed, axis=1)[:, None] / d
             grad_v = inverse * (gated - normed * along)
         else:
-            grad_gate = grad * _silu(v)
-            grad_v = grad * gate * _silu_slope(v)
+            sigmoid = _sigmoid(v)
+            grad_gate = grad * v * sigmoid
+            grad_v = grad * gate * _silu_slope(v, sigmoid)
         D_sum += grad_v * x
         at = token * d + channel
-        tl.store(grad_y_ptr + at, grad_v.to(grad_y_ptr.dtype.element_ty), mask=mask)
-        tl.store(grad_x_ptr + at, (D * grad_v).to(grad_x_ptr.dtype.element_ty), mask=mask)
-        tl.store(grad_gate_ptr + at, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
+        _store(grad_y_ptr + at, grad_v, mask)
+        _store(grad_x_ptr + at, (D * grad_v), mask)
+        _store(grad_gate_ptr + at, grad_gate, mask)
 
     channels = tl.arange(0, BLOCK_D)
-    sums = sums_ptr + program.to(tl.int64) * 2 * d + channels
+    sums = sums_ptr + program.to(tl.int64) * (2 if NORM else 1) * d + channels
     tl.store(sums, tl.sum(D_sum, axis=0), mask=channels < d)
     if NORM:
         tl.store(sums + d, tl.sum(weight_sum, axis=0), mask=channels < d)
@@ -178,7 +187,7 @@ def _shifted_norm_kernel(
     v += tl.load(y0_ptr + b * y0_stride + channel, mask=mask & (t == 0), other=0.0).to(ACC)
     if NORM:
         v *= tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))[:, None]
-    tl.store(out_ptr + row * d + channel, v.to(out_ptr.dtype.element_ty), mask=mask)
+    _store(out_ptr + row * d + channel, v, mask)
 
 
 @triton.jit
@@ -220,8 +229,8 @@ def _shifted_norm_backward_kernel(
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
     grad_y = grad_y_ptr + (b * t_end + t - 1) * d + channel
-    tl.store(grad_y, grad.to(grad_y_ptr.dtype.element_ty), mask=later)
-    tl.store(grad_y0_ptr + b * d + channel, grad.to(grad_y0_ptr.dtype.element_ty), mask=first)
+    _store(grad_y, grad, later)
+    _store(grad_y0_ptr + b * d + channel, grad, first)
 
 
 def output_forward(
@@ -265,7 +274,10 @@ def output_backward(
     weight: Tensor | None,  # (d,)
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight (2, d)."""
+    """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight (2, d).
+
+    Without weight the last is that of D alone (1, d).
+    """
     grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
     (grad_rows,) = _operands(grad)
     rows = _operands(y, x, gate, fed, z)
