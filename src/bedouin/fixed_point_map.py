@@ -189,8 +189,8 @@ class StructuredMap(FixedPointMap):
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         if unroll:
-            _, _, *rest = self._sweep_arguments
-            self._swept = direct_sweep_reference(*self.wide, *rest)
+            _, _, W_y, A, h0, y0, parameters, options = self._sweep_arguments
+            self._swept = direct_sweep_reference(*self.wide, W_y, A, h0, y0, parameters, options)
         else:
             report = self._reporter(cell)
             self._swept = direct_sweep(*self._sweep_arguments, report=report, backend=self.backend)

@@ -23,6 +23,7 @@ from bedouin.kernels.householder import unit
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
+from bedouin.projection import padded_linear
 from bedouin.solvers import (
     Adjoint,
     Cap,
@@ -193,17 +194,21 @@ class FixedPointLayer(nn.Module):
         others, gate = self.raw_bias.split([rest, self.d_inner])
         return torch.cat([self.dt_bias, others]), gate
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """W^x x: the raw values (b, t, r) and the gate (b, t, d).
+    def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """W^x x: the raw values (b, t, r) and the gate (b, t, d); autocast's `dtype` for kernels.
 
         Two products, so that each result and its cotangent are whole tensors: a split of one
         result would be joined again by a copy of all of it.
         """
-        raw_weight, gate_weight = self.x_proj.weight.split([self.raw_size, self.d_inner])
-        raw_bias, gate_bias = self._x_biases()
+        weights = self.x_proj.weight.split([self.raw_size, self.d_inner])
+        biases = self._x_biases()
         # torch adds the bias within the product where x is a matrix, else by a pass of its own
         rows = x.flatten(0, 1)
-        raw, gate = F.linear(rows, raw_weight, raw_bias), F.linear(rows, gate_weight, gate_bias)
+        if choose_backend(self.backend, x.device, x.dtype) == "triton":
+            raw = padded_linear(*(v.to(dtype) for v in (rows, weights[0], biases[0])))
+        else:
+            raw = F.linear(rows, weights[0], biases[0])
+        gate = F.linear(rows, weights[1], biases[1])
         return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -268,8 +273,9 @@ class FixedPointLayer(nn.Module):
         self._deferred.flush()
         projected = self.in_proj(u)
         x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
-        raw, gate = self._project(x)
         dtype, gemm_dtype = _solve_dtype(x.dtype), _gemm_dtype(u, self.x_proj.weight)
+        low = dtype if dtype == torch.float64 else gemm_dtype
+        raw, gate = self._project(x, low)
         state = self._incoming(state, x.shape[0], x.new_empty(0, dtype=dtype))
         with torch.autocast(u.device.type, enabled=False):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
@@ -277,18 +283,8 @@ class FixedPointLayer(nn.Module):
             solution = self._solve(f, x, dtype, solver)
             y = solution.value
             new_state = self._outgoing(f, y, state) if wants_state else None
-            hidden = gated_output(
-                y,
-                x,
-                self.D,
-                gate,
-                self._fed_gate(y, state, W_gate),
-                z,
-                None if self.norm is None else self.norm.weight,
-                eps=0.0 if self.norm is None or self.norm.eps is None else self.norm.eps,
-                dtype=dtype if dtype == torch.float64 else gemm_dtype,
-                backend=self.backend,
-            )
+            fed = self._fed_gate(y, state, W_gate)
+            hidden = self._output_stage(y, x, gate, fed, z, low)
         output: Tensor = self.out_proj(hidden)
         return output, new_state
 
@@ -298,6 +294,24 @@ class FixedPointLayer(nn.Module):
             return None
         before = shifted_norm(y, state.y, self._norm_eps, dtype=W_gate.dtype, backend=self.backend)
         return F.linear(before, W_gate)
+
+    def _output_stage(
+        self,
+        y: Tensor,
+        x: Tensor,
+        gate: Tensor,
+        fed: Tensor | None,
+        z: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """SiLU(gate + z) * norm(y* + D x), or the paper's gate * SiLU(y* + D x), in `dtype`."""
+        if self.norm is None:
+            return gated_output(y, x, self.D, gate, fed, dtype=dtype, backend=self.backend)
+        weight, eps = self.norm.weight, self.norm.eps
+        assert eps is not None
+        return gated_output(
+            y, x, self.D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=self.backend
+        )
 
     @property
     def _norm_eps(self) -> float | None:
