@@ -4,4 +4,5 @@
 `householder`  channel mixing in compact WY form
 `iteration`    Picard and Jacobi: one step of all tokens at once
 `direct`       the local equation of one token, the exact sweep over all tokens, its reverse sweep
+`output`       the gate's view of the past, the gated and normalized output
 """

@@ -59,7 +59,10 @@ class ScanInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class MapInputs:
-    """Everything that does not change while a layer looks for its fixed point."""
+    """Everything that does not change while a layer looks for its fixed point.
+
+    x and raw may have a lower dtype than A, whose dtype the state and the iterates have.
+    """
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r), from x
@@ -87,20 +90,31 @@ class FixedPointMap:
         self.inputs, self.mixer, self.split, self.backend = inputs, mixer, split, backend
         self.input_scale, self.eigenvalues = input_scale, eigenvalues
         self.feedback_norm_eps, self.layout = feedback_norm_eps, layout
+        self._wide: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def wide(self) -> tuple[Tensor, Tensor]:
+        """x and raw in the dtype of A, for plain torch; the kernels read them as they are."""
+        if self._wide is None:
+            inputs = self.inputs
+            # kept for calls that record gradients, though the first may record none
+            with torch.enable_grad():
+                self._wide = inputs.x.to(inputs.A.dtype), inputs.raw.to(inputs.A.dtype)
+        return self._wide
 
     def raw(self, y: Tensor) -> Tensor:
         """raw^x + W^y norm(y_{t-1}) (b, t, r); the first token sees the incoming state."""
-        inputs = self.inputs
+        inputs, (_, raw) = self.inputs, self.wide
         if inputs.W_y is None or y.shape[1] == 0:
-            return inputs.raw
+            return raw
         before = torch.cat([inputs.y0.unsqueeze(1), y[:, :-1]], dim=1)
-        return inputs.raw + project_feedback(before, inputs.W_y, self.feedback_norm_eps)
+        return raw + project_feedback(before, inputs.W_y, self.feedback_norm_eps)
 
     def evaluate(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """F(y) and the memory after the last token."""
-        inputs = self.inputs
+        x, _ = self.wide
         delta, B, C, mixer_raw = self.split(self.raw(y))
-        mixed = inputs.x + self.mixer.complement(mixer_raw, y - inputs.x)
+        mixed = x + self.mixer.complement(mixer_raw, y - x)
         return self._scan(mixed, delta, B, C, exclusive=False)
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -175,7 +189,8 @@ class StructuredMap(FixedPointMap):
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         if unroll:
-            self._swept = direct_sweep_reference(*self._sweep_arguments)
+            _, _, W_y, A, h0, y0, parameters, options = self._sweep_arguments
+            self._swept = direct_sweep_reference(*self.wide, W_y, A, h0, y0, parameters, options)
         else:
             report = self._reporter(cell)
             self._swept = direct_sweep(*self._sweep_arguments, report=report, backend=self.backend)
@@ -215,7 +230,7 @@ class StructuredMap(FixedPointMap):
 
     def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """G(y): each token's local equation solved from what memory and feedback hold in y."""
-        x = self.inputs.x
+        x, _ = self.wide
         delta, B, C, e, U, M = self.coefficients(y)
         mixed = x + apply_complement(y - x, e, U, M)
         p, _ = self._scan(mixed, delta, B, C, exclusive=True)

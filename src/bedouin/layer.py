@@ -18,10 +18,12 @@ from bedouin.decode import StepGraphs, fused_step, has_graph, takes_fused_step
 from bedouin.fixed_point_map import FixedPointMap, MapInputs, ScanInputs, StructuredMap
 from bedouin.kernels.backend import Backend, check_backend, choose_backend
 from bedouin.kernels.decode import DecayKind
-from bedouin.kernels.direct import Activation, RawLayout, project_feedback
+from bedouin.kernels.direct import Activation, RawLayout
 from bedouin.kernels.householder import unit
+from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
+from bedouin.projection import padded_linear
 from bedouin.solvers import (
     Adjoint,
     Cap,
@@ -186,19 +188,41 @@ class FixedPointLayer(nn.Module):
         if self.norm is not None:
             self.norm.reset_parameters()
 
-    def _x_bias(self) -> Tensor:
-        """The bias of the fused projection: Delta's own, then that of the others and gate."""
-        rest: Tensor | None = self.raw_bias
-        if rest is None:
-            rest = self.dt_bias.new_zeros(self.raw_size)
-        return torch.cat([self.dt_bias, rest])
+    def _x_biases(self) -> tuple[Tensor, Tensor | None]:
+        """The biases of W^x: of the raw values, Delta's own first (r,), and of the gate (d,)."""
+        rest = self.raw_size - self.d_inner
+        if self.raw_bias is None:
+            return F.pad(self.dt_bias, (0, rest)), None
+        others, gate = self.raw_bias.split([rest, self.d_inner])
+        return torch.cat([self.dt_bias, others]), gate
+
+    def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """W^x x: the raw values (b, t, r) and the gate (b, t, d); autocast's `dtype` for kernels.
+
+        Two products, so that each result and its cotangent are whole tensors: a split of one
+        result would be joined again by a copy of all of it.
+        """
+        weights = self.x_proj.weight.split([self.raw_size, self.d_inner])
+        biases = self._x_biases()
+        # torch adds the bias within the product where x is a matrix, else by a pass of its own
+        rows = x.flatten(0, 1)
+        if choose_backend(self.backend, x.device, x.dtype) == "triton":
+            raw = padded_linear(*(v.to(dtype) for v in (rows, weights[0], biases[0])))
+        else:
+            raw = F.linear(rows, weights[0], biases[0])
+        gate = F.linear(rows, weights[1], biases[1])
+        return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """W^y of the loop (r, d), zero rows where nothing is fed back, and of the gate (d, d)."""
         if self.y_proj is None:
             return None, None
+        weight = self.y_proj.weight.to(dtype)
+        if self.feedback == self.components:
+            loop, gate = weight.split([self.raw_size, self.d_inner])
+            return loop, gate
         sizes = [self._sizes[name] for name in self.feedback]
-        *fed, gate = self.y_proj.weight.to(dtype).split([*sizes, self.d_inner])
+        *fed, gate = weight.split([*sizes, self.d_inner])
         rows = dict(zip(self.feedback, fed, strict=True))
         d = self.d_inner
         blocks = [
@@ -251,33 +275,45 @@ class FixedPointLayer(nn.Module):
         self._deferred.flush()
         projected = self.in_proj(u)
         x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
-        raw, gate = F.linear(x, self.x_proj.weight, self._x_bias()).split(
-            [self.raw_size, self.d_inner], -1
-        )
         dtype, gemm_dtype = _solve_dtype(x.dtype), _gemm_dtype(u, self.x_proj.weight)
-        x = x.to(dtype)
-        state = self._incoming(state, x)
+        low = dtype if dtype == torch.float64 else gemm_dtype
+        raw, gate = self._project(x, low)
+        state = self._incoming(state, x.shape[0], x.new_empty(0, dtype=dtype))
         with torch.autocast(u.device.type, enabled=False):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
-            f = self._map(x, raw.to(dtype), W_y, state)
-            solution = self._solve(f, x, solver)
+            f = self._map(x, raw, W_y, state)
+            solution = self._solve(f, x, dtype, solver)
             y = solution.value
             new_state = self._outgoing(f, y, state) if wants_state else None
-            gate = gate.to(dtype)
-            if W_gate is not None and y.shape[1]:
-                before = torch.cat([state.y.unsqueeze(1), y[:, :-1]], dim=1)
-                gate = gate + project_feedback(before, W_gate, self._norm_eps)
-            hidden = self._output_stage(y + self.D.to(dtype) * x, gate, z)
-        output: Tensor = self.out_proj(hidden.to(u.dtype))
+            fed = self._fed_gate(y, state, W_gate)
+            hidden = self._output_stage(y, x, gate, fed, z, low)
+        output: Tensor = self.out_proj(hidden)
         return output, new_state
 
-    def _output_stage(self, y: Tensor, gate: Tensor, z: Tensor | None) -> Tensor:
-        """SiLU(gate + z) * norm(y* + D x), or the paper's gate * SiLU(y* + D x)."""
-        if self.norm is None or z is None:
-            return gate * F.silu(y)
-        weight = self.norm.weight.to(y.dtype)
-        normed = F.rms_norm(y, (self.d_inner,), weight, self.norm.eps)
-        return F.silu(gate + z.to(y.dtype)) * normed
+    def _fed_gate(self, y: Tensor, state: BedouinState, W_gate: Tensor | None) -> Tensor | None:
+        """W^y norm(y_{t-1}) of the gate, in the dtype of W^y."""
+        if W_gate is None or not y.shape[1]:
+            return None
+        before = shifted_norm(y, state.y, self._norm_eps, dtype=W_gate.dtype, backend=self.backend)
+        return F.linear(before, W_gate)
+
+    def _output_stage(
+        self,
+        y: Tensor,
+        x: Tensor,
+        gate: Tensor,
+        fed: Tensor | None,
+        z: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """SiLU(gate + z) * norm(y* + D x), or the paper's gate * SiLU(y* + D x), in `dtype`."""
+        if self.norm is None:
+            return gated_output(y, x, self.D, gate, fed, dtype=dtype, backend=self.backend)
+        weight, eps = self.norm.weight, self.norm.eps
+        assert eps is not None
+        return gated_output(
+            y, x, self.D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=self.backend
+        )
 
     @property
     def _norm_eps(self) -> float | None:
@@ -287,9 +323,10 @@ class FixedPointLayer(nn.Module):
         self, x: Tensor, raw: Tensor, W_y: Tensor | None, state: BedouinState
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
-        A = self._A().to(x.dtype)
+        dtype = _solve_dtype(x.dtype)
+        drive = self._drive(x.to(dtype)) if self._has_drive else x
         return kind(
-            MapInputs(self._drive(x), raw, W_y, A, state.ssm, state.y),
+            MapInputs(drive, raw, W_y, self._A().to(dtype), state.ssm, state.y),
             self.mixer,
             self._split,
             input_scale=self.input_scale,
@@ -299,12 +336,17 @@ class FixedPointLayer(nn.Module):
             layout=self._layout(),
         )
 
-    def _solve(self, f: FixedPointMap, x: Tensor, solver: Solver) -> Solution:
+    def _solve(self, f: FixedPointMap, x: Tensor, dtype: torch.dtype, solver: Solver) -> Solution:
         choose_backend(self.backend, x.device)
         subject = type(self).__name__
+        if isinstance(solver, Direct):
+            # which reads no more of it than its shape
+            start = x.new_zeros((), dtype=dtype).expand(x.shape)
+        else:
+            start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
         solution = solve(
             f,
-            torch.zeros_like(x, requires_grad=False),
+            start,
             solver,
             max_steps=self.cap,
             adjoint=self.adjoint,
@@ -331,11 +373,10 @@ class FixedPointLayer(nn.Module):
         unread = solution.result is Result.unknown and self.on_unconverged == "warn"
         return unread and solution.value.is_cuda and can_read_device(solution.value)
 
-    def _incoming(self, state: BedouinState | None, x: Tensor) -> BedouinState:
-        b = x.shape[0]
+    def _incoming(self, state: BedouinState | None, b: int, like: Tensor) -> BedouinState:
         if state is None:
-            return zero_state(b, self.d_inner, self.d_state, x.dtype, x.device)
-        return check_state(state, b, self.d_inner, self.d_state, x)
+            return zero_state(b, self.d_inner, self.d_state, like.dtype, like.device)
+        return check_state(state, b, self.d_inner, self.d_state, like)
 
     def _outgoing(self, f: FixedPointMap, y: Tensor, state: BedouinState) -> BedouinState:
         if y.shape[1] == 0:

@@ -1,0 +1,45 @@
+"""The output stage in plain torch: the gate's feedback, the gate, the norm.
+
+    n_t   = norm(y_{t-1})                                      what W^y sees of the past
+    out_t = SiLU(gate_t + fed_t + z_t) * norm(y_t + D * x_t)   fed_t = W^y n_t, the gate's rows
+    out_t = (gate_t + fed_t) * SiLU(y_t + D * x_t)             the paper's, without z and norm
+
+Letters: b batch, t time, d channels.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from bedouin.kernels.direct.reference import normalize_feedback
+
+
+def gated_output_reference(
+    y: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    D: Tensor,  # (d,)
+    gate: Tensor,  # (b, t, d)
+    fed: Tensor | None,  # (b, t, d)
+    z: Tensor | None,  # (b, t, d)
+    weight: Tensor | None,  # (d,), of the norm
+    eps: float,
+) -> Tensor:  # (b, t, d), as y
+    """The gated output, computed in the dtype of y; without z and weight the paper's."""
+    dtype = y.dtype
+    gate = gate.to(dtype)
+    if fed is not None:
+        gate = gate + fed.to(dtype)
+    v = y + D.to(dtype) * x.to(dtype)
+    if z is None or weight is None:
+        return gate * silu(v)
+    return silu(gate + z.to(dtype)) * rms_norm(v, v.shape[-1:], weight.to(dtype), eps)
+
+
+def shifted_norm_reference(
+    y: Tensor,  # (b, t, d)
+    y0: Tensor,  # (b, d)
+    eps: float | None,
+) -> Tensor:  # (b, t, d), as y
+    """RMSNorm of y_{t-1}, or y_{t-1} itself for eps None; the first token sees y0."""
+    before = torch.cat([y0.unsqueeze(1), y[:, :-1]], dim=1)
+    return normalize_feedback(before, eps)
