@@ -166,7 +166,7 @@ def launch_memory(known: KnownBuffers, h: Tensor, options: SweepOptions, keep_ev
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         _prepare(known, mixed, small, chunk, options)
         last = h if slot + 1 == slots else known.kept[:, slot + 1]
-        _replay(known, mixed, None, last, chunk, slot, options)
+        _replay(known, mixed, small, None, last, chunk, slot, options)
 
 
 def launch_reverse(
@@ -182,7 +182,7 @@ def launch_reverse(
     mixed, small = _chunk_buffers(known, keep_every, options)
     buffers = (mixed, small, known.A.new_empty(b, min(keep_every, t_end), n, d))
     W = None if W_y is None else pad_rows(W_y).mT.contiguous()
-    plan = None if W is None else plan_product(*W.shape, W, b)
+    plan = None if W is None else plan_product(W.shape[0], W.shape[1], W, b)
     pulled = None
     if W is not None:
         pulled = known.A.new_zeros(1 if plan is None else plan.splits, b, d)
@@ -193,7 +193,7 @@ def launch_reverse(
     for slot in reversed(range(slots)):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         _prepare(known, mixed, small, chunk, options)
-        _replay(known, mixed, buffers[2], None, chunk, slot, options)
+        _replay(known, mixed, small, buffers[2], None, chunk, slot, options)
         for t in reversed(chunk):
             _step(known, grads, pulled, buffers, t, chunk, options)
             pulled[0] = grads.raw[:, t].to(W.dtype) @ W.mT
@@ -244,6 +244,7 @@ def _prepare(
 def _replay(
     known: KnownBuffers,
     mixed: Tensor,
+    small: Tensor,
     before: Tensor | None,
     last: Tensor | None,
     chunk: range,
@@ -253,9 +254,11 @@ def _replay(
     x, _, raw, fed, A, kept = known
     b, _, d = x.shape
     constants = _scan_constants(d, A, options)
+    del constants["EPS"], constants["SELECTIVE"]
     constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
     replay_kernel[(triton.cdiv(d, constants["BLOCK_D"]) * b,)](
         mixed,
+        small,
         raw,
         raw if fed is None else fed,
         A,
@@ -271,6 +274,7 @@ def _replay(
         *raw.stride()[:2],
         *_token_strides(fed),
         0 if last is None else last.stride(0),
+        K=_layout(options).num_householder,
         KEEP_ALL=before is not None,
         KEEP_LAST=last is not None,
         FEEDBACK=fed is not None,

@@ -245,6 +245,7 @@ def prepare_kernel(
 @triton.jit
 def _replay_block(
     mixed_ptr,  # (b, count, d)
+    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
     A_ptr,  # (n, d), log2(e) A
@@ -263,16 +264,15 @@ def _replay_block(
     fed_stride_b,
     fed_stride_t,
     last_stride_b,
+    K: tl.constexpr,
     KEEP_ALL: tl.constexpr,
     KEEP_LAST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FEEDBACK: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
-    EPS: tl.constexpr,
     ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
     ACC: tl.constexpr,
@@ -286,19 +286,25 @@ def _replay_block(
     in_state = in_n[:, None] & in_d[None, :]
     A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
     h = tl.load(kept_ptr + (sample * slots + slot) * n * d + state, mask=in_state, other=0.0)
+    # what a token needs is on its way while the one before it is computed
+    SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
+    mixed_row = mixed_ptr + sample * count * d + cols
+    B_row = small_ptr + sample * count * (SIZE + 2 * n) + SIZE + rows
+    raw_row = raw_ptr + tl.multiple_of(sample * raw_stride_b + start * raw_stride_t, ALIGNED)
+    fed_row = fed_ptr + tl.multiple_of(sample * fed_stride_b + start * fed_stride_t, ALIGNED)
+    mixed_next = tl.load(mixed_row, mask=in_d, other=0.0)
+    delta_next = _load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
+    B_next = tl.load(B_row, mask=in_n, other=0.0)
     for i in range(0, count):
+        mixed, delta, B = mixed_next, activate(delta_next, ACTIVATION), B_next
+        step = tl.minimum(i + 1, count - 1)
+        mixed_next = tl.load(mixed_row + step * d, mask=in_d, other=0.0)
+        raw = raw_row + tl.multiple_of(step * raw_stride_t, ALIGNED)
+        fed = fed_row + tl.multiple_of(step * fed_stride_t, ALIGNED)
+        delta_next = _load_raw(raw, fed, cols, in_d, FEEDBACK, ACC)
+        B_next = tl.load(B_row + step * (SIZE + 2 * n), mask=in_n, other=0.0)
         if KEEP_ALL:
             tl.store(before_ptr + (sample * count + i) * n * d + state, h, mask=in_state)
-        t = start + i
-        raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
-        fed = fed_ptr + tl.multiple_of(sample * fed_stride_b + t * fed_stride_t, ALIGNED)
-        mixed = tl.load(mixed_ptr + (sample * count + i) * d + cols, mask=in_d, other=0.0)
-        delta = activate(_load_raw(raw, fed, cols, in_d, FEEDBACK, ACC), ACTIVATION)
-        if SELECTIVE:
-            B, inv_B = _load_unit(raw, fed, d, rows, in_n, n, FEEDBACK, EPS, ACC)
-            B *= inv_B
-        else:
-            B = tl.where(in_n, 1.0, 0.0).to(ACC)
         decay = decay_rows(delta, A_log2, FULL, FAST)
         if INPUT_SCALE == "one_minus_decay":
             h = decay * h + (1 - tl.abs(decay)) * mixed[None, :] * B[:, None]
@@ -311,6 +317,7 @@ def _replay_block(
 @triton.jit(do_not_specialize=["start", "count", "slot", "slots"])
 def replay_kernel(
     mixed_ptr,  # (b, count, d)
+    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
     A_ptr,  # (n, d), log2(e) A
@@ -328,25 +335,24 @@ def replay_kernel(
     fed_stride_b,
     fed_stride_t,
     last_stride_b,
+    K: tl.constexpr,
     KEEP_ALL: tl.constexpr,
     KEEP_LAST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FEEDBACK: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
-    EPS: tl.constexpr,
     ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
     _replay_block(
-        mixed_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, last_ptr,
+        mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, last_ptr,
         tl.program_id(0), start, count, slot, slots, d, n, raw_stride_b, raw_stride_t,
-        fed_stride_b, fed_stride_t, last_stride_b, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N,
-        FEEDBACK, ACTIVATION, SELECTIVE, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, ACC,
+        fed_stride_b, fed_stride_t, last_stride_b, K, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N,
+        FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
     )  # fmt: skip
 
 
@@ -881,11 +887,11 @@ def reverse_kernel(
         _end_phase(phase_ptr, programs * (3 * done_slots + 2), COMPILED)
         for index in range(program, batch * tl.cdiv(d, REPLAY_D), programs):
             _replay_block(
-                mixed_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr,
+                mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr,
                 before_ptr, index, start, count, slot, slots, d, n, raw_stride_b,
-                raw_stride_t, fed_stride_b, fed_stride_t, 0, True, False, REPLAY_D,
-                BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION, SELECTIVE, INPUT_SCALE,
-                FULL, EPS, ALIGNED, FAST, ACC,
+                raw_stride_t, fed_stride_b, fed_stride_t, 0, K, True, False, REPLAY_D,
+                BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION, INPUT_SCALE,
+                FULL, ALIGNED, FAST, ACC,
             )  # fmt: skip
         _end_phase(phase_ptr, programs * (3 * done_slots + 3), COMPILED)
         for back in range(0, count):
