@@ -389,12 +389,12 @@ def scan_backward(
     work = x.new_empty(layout.programs, CHUNK, block, dtype=acc)
     grad_x, grad_delta = (x.new_empty(x.shape, dtype=v.dtype) for v in (x, delta))
     grad_A = A.new_empty(b, layout.segments, d, n, dtype=acc)
-    grad_B, grad_C = x.new_empty(2, b, t, layout.channel_blocks, n, dtype=acc)
+    grad_BC = x.new_empty(2, b, t, layout.channel_blocks, n, dtype=acc)
     grad_h0 = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
     grad_D = A.new_empty(b, layout.segments, d if D is not None else 0, dtype=acc)
     _backward_kernel[(layout.programs,)](
         *(grad_y, end, x, delta, A, B, C, skip, kept, work),
-        *(grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0, grad_D),
+        *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
         *layout.sizes,
         *strides(grad_y, x, delta, B, C),
         **flags(options),
@@ -404,6 +404,8 @@ def scan_backward(
         **layout.blocks,
     )
     summed_A = grad_A.sum((0, 1)).to(A.dtype)
-    summed_B, summed_C = grad_B.sum(2).to(B.dtype), grad_C.sum(2).to(C.dtype)
-    summed_D = grad_D.sum((0, 1)).to(A.dtype if D is None else D.dtype)
+    # One reduction for both; without a cast to copy them they would share its memory.
+    summed_B, summed_C = grad_BC.sum(3)
+    summed_B, summed_C = summed_B.to(B.dtype, copy=True), summed_C.to(C.dtype, copy=True)
+    summed_D = A.new_empty(0) if D is None else grad_D.sum((0, 1)).to(D.dtype)
     return grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D

@@ -53,7 +53,8 @@ def load_rows(pointer, stride, left, channel, d):
     rows = ()
     for i in tl.static_range(4):
         end = tl.where(i < left, d, 0)
-        rows += (tl.load(pointer + i * stride + channel, mask=channel < end, other=0.0),)
+        row = tl.load(pointer + i * stride + channel, mask=channel < end, other=0.0)
+        rows = rows + (row,)  # type: ignore[assignment]
     return rows
 
 
@@ -278,18 +279,19 @@ def plan(x: Tensor, n: int, chunk: int, *, reverse: bool) -> Plan:
     b, t, d = x.shape
     block_n = triton.next_power_of_2(n)
 
+    whole = int(triton.next_power_of_2(d))
+
     def programs(block_d: int) -> int:
         return b * int(triton.cdiv(d, block_d))
 
-    block_d = _forward_block(d, block_n)
-    wanted = FORWARD_PROGRAMS
     if reverse:
-        twice = min(max(1, 2 * WARP // block_n), triton.next_power_of_2(d))
-        uncut = programs(twice) >= UNCUT_PROGRAMS
-        block_d = twice if uncut else max(1, twice // 2)
-        wanted = programs(block_d) if uncut else BACKWARD_PROGRAMS
-    elif programs(block_d) < wanted:
-        block_d = max(1, block_d // 2)
+        block_d, wanted = min(max(1, 2 * WARP // block_n), whole), 0
+        if programs(block_d) < UNCUT_PROGRAMS:
+            block_d, wanted = min(max(1, WARP // block_n), whole), BACKWARD_PROGRAMS
+    else:
+        block_d, wanted = _forward_block(d, block_n), FORWARD_PROGRAMS
+        if programs(block_d) < wanted:
+            block_d = max(1, block_d // 2)
     segments = max(1, min(triton.cdiv(wanted, programs(block_d)), t // SEGMENT))
     segment_chunks = triton.cdiv(triton.cdiv(t, segments), chunk)
     segments = triton.cdiv(t, segment_chunks * chunk)
