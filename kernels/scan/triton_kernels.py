@@ -21,15 +21,19 @@ from bedouin.kernels.scan.triton_segments import (
     build_scale,
     enter_segments,
     flags,
+    load_columns,
     load_exponent,
     load_row,
+    load_rows,
     plan,
     rows,
+    split_columns,
     strides,
+    write,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "segment_chunks", "state_stride"])
 def _forward_kernel(
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
@@ -46,6 +50,7 @@ def _forward_kernel(
     n,
     segments,
     segment_chunks,
+    state_stride,
     x_stride_b,
     x_stride_t,
     delta_stride_b,
@@ -59,6 +64,7 @@ def _forward_kernel(
     EXCLUSIVE: tl.constexpr,
     HAS_D: tl.constexpr,
     KEEP: tl.constexpr,
+    FAST: tl.constexpr,
     ACC: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -71,59 +77,76 @@ def _forward_kernel(
     # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
-    in_d, in_n = channel < d, state < n
-    cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
+    in_cell = (state < n)[:, None] & (channel < d)[None, :]
+    # state_stride is 1. Where the compiler knows, it gives a thread few states of several channels,
+    # and every sum over states becomes an exchange between threads.
+    scattered = state[:, None] * state_stride + channel[None, :] * n
+    cell = state[:, None] + channel[None, :] * n
     size, chunks = d * n, tl.cdiv(T, CHUNK)
 
-    A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
-    h = tl.load(start_ptr + (batch * segments + segment) * size + cell, mask=in_cell, other=0.0)
-    h = h.to(ACC)
+    A_log2 = load_exponent(A_ptr + scattered, in_cell, ACC)
+    start_ptr += (batch * segments + segment) * size
+    h = tl.load(start_ptr + scattered, mask=in_cell, other=0.0).to(ACC)
     if HAS_D:
-        D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
-    first = segment * segment_chunks
-    last = tl.minimum(first + segment_chunks, chunks)
-    # x and delta are on their way three tokens ahead, B and C, which many programs share, one. A
-    # token past the end is nothing but zeros, and delta = 0 leaves the memory as it is.
-    t = first * CHUNK
-    x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d)
-    delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
-    B_0 = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n)
-    C_0 = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, n)
-    end_1, end_2 = tl.where(t + 1 < T, d, 0), tl.where(t + 2 < T, d, 0)
-    x_1 = load_row(x_ptr, batch, t + 1, x_stride_b, x_stride_t, channel, end_1)
-    delta_1 = load_row(delta_ptr, batch, t + 1, delta_stride_b, delta_stride_t, channel, end_1)
-    x_2 = load_row(x_ptr, batch, t + 2, x_stride_b, x_stride_t, channel, end_2)
-    delta_2 = load_row(delta_ptr, batch, t + 2, delta_stride_b, delta_stride_t, channel, end_2)
-    for chunk in range(first, last):
+        D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(ACC)
+    first = segment * segment_chunks * CHUNK
+    count = (tl.minimum(first + segment_chunks * CHUNK, T) - first).to(tl.int32)
+    x_ptr += batch * x_stride_b + first * x_stride_t
+    delta_ptr += batch * delta_stride_b + first * delta_stride_t
+    B_ptr += batch * B_stride_b + first * B_stride_t
+    C_ptr += batch * C_stride_b + first * C_stride_t
+    y_ptr += (batch * T + first) * d
+    kept_ptr += (batch * chunks + segment * segment_chunks) * size
+    # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
+    # for the exchange of B and C more than it computes.
+    xs = load_rows(x_ptr, x_stride_t, count, channel, d)
+    deltas = load_rows(delta_ptr, delta_stride_t, count, channel, d)
+    Bs = load_columns(B_ptr, B_stride_t, count, state, n)
+    Cs = load_columns(C_ptr, C_stride_t, count, state, n)
+    for done in range(0, count, 4):
         if KEEP:
-            tl.store(kept_ptr + (batch * chunks + chunk) * size + cell, h, mask=in_cell)
-        for i in range(CHUNK):
-            t = chunk * CHUNK + i
-            x, delta, B, C = x_0.to(ACC), delta_0.to(ACC), B_0.to(ACC), C_0.to(ACC)
-            x_0, delta_0, x_1, delta_1 = x_1, delta_1, x_2, delta_2
-            end = tl.where(t + 3 < T, d, 0)
-            x_2 = load_row(x_ptr, batch, t + 3, x_stride_b, x_stride_t, channel, end)
-            delta_2 = load_row(
-                delta_ptr, batch, t + 3, delta_stride_b, delta_stride_t, channel, end
-            )
-            end_n = tl.where(t + 1 < T, n, 0)
-            B_0 = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, end_n)
-            C_0 = load_row(C_ptr, batch, t + 1, C_stride_b, C_stride_t, state, end_n)
-
-            decay = build_decay(delta, A_log2, FULL)
-            scaled = build_scale(delta, decay, INPUT_SCALE) * x[:, None]
-            decayed = decay * h
-            h = decayed + scaled * B[None, :]
-            read = decayed if EXCLUSIVE else h
-            y = tl.sum(read * C[None, :], axis=1)
+            if done % CHUNK == 0:
+                tl.store(kept_ptr + cell, h, mask=in_cell)
+                kept_ptr += size
+        x_4, delta_4 = xs, deltas
+        B_4, C_4 = split_columns(Bs.to(ACC), BLOCK_N), split_columns(Cs.to(ACC), BLOCK_N)
+        x_ptr += 4 * x_stride_t
+        delta_ptr += 4 * delta_stride_t
+        B_ptr += 4 * B_stride_t
+        C_ptr += 4 * C_stride_t
+        left = count - done - 4
+        xs = load_rows(x_ptr, x_stride_t, left, channel, d)
+        deltas = load_rows(delta_ptr, delta_stride_t, left, channel, d)
+        Bs = load_columns(B_ptr, B_stride_t, left, state, n)
+        Cs = load_columns(C_ptr, C_stride_t, left, state, n)
+        for i in tl.static_range(4):
+            x, delta = x_4[i].to(ACC), delta_4[i].to(ACC)
+            decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
+            h *= decay
+            if EXCLUSIVE:
+                y = tl.sum(h * C_4[i][:, None], axis=0)
+                h += write(x, delta, B_4[i], decay, INPUT_SCALE)
+            else:
+                h += write(x, delta, B_4[i], decay, INPUT_SCALE)
+                y = tl.sum(h * C_4[i][:, None], axis=0)
             if HAS_D:
                 y += D * x
-            out = y_ptr + (batch * T + t) * d + channel
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=channel < tl.where(t < T, d, 0))
-    in_d = channel < tl.where(segment == segments - 1, d, 0)
-    end = end_ptr + batch * size + cell
-    h = h.to(end_ptr.dtype.element_ty)
-    tl.store(end, h, mask=in_d[:, None] & in_n[None, :])
+            end = tl.where(done + i < count, d, 0)
+            tl.store(y_ptr + channel, y.to(y_ptr.dtype.element_ty), mask=channel < end)
+            y_ptr += d
+    end = tl.where(segment == segments - 1, d, 0)
+    in_cell = (state < n)[:, None] & (channel < end)[None, :]
+    tl.store(end_ptr + batch * size + cell, h.to(end_ptr.dtype.element_ty), mask=in_cell)
+
+
+@triton.jit
+def _scale_rows(delta, decay, INPUT_SCALE: tl.constexpr):
+    """s: (d, n) for the coupled scale, else (d, 1)."""
+    if INPUT_SCALE == "one_minus_decay":
+        s = 1 - tl.abs(decay)
+    else:
+        s = build_scale(delta, INPUT_SCALE)[:, None]
+    return s
 
 
 @triton.jit
@@ -164,6 +187,7 @@ def _backward_kernel(
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
     HAS_D: tl.constexpr,
+    FAST: tl.constexpr,
     ACC: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -215,9 +239,9 @@ def _backward_kernel(
             )
             B_0 = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, end_n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
-            decay = build_decay(delta, A_log2, FULL)
-            scaled = build_scale(delta, decay, INPUT_SCALE) * x[:, None]
-            h = decay * h + scaled * B[None, :]
+            decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
+            s = _scale_rows(delta, decay, INPUT_SCALE)
+            h = decay * h + s * x[:, None] * B[None, :]
         tl.debug_barrier()
         t = chunk * CHUNK + CHUNK - 1
         end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
@@ -246,8 +270,8 @@ def _backward_kernel(
             B_0 = load_row(B_ptr, batch, t_0, B_stride_b, B_stride_t, state, end_n)
             C_0 = load_row(C_ptr, batch, t_0, C_stride_b, C_stride_t, state, end_n)
 
-            decay = build_decay(delta, A_log2, FULL)
-            s = build_scale(delta, decay, INPUT_SCALE)
+            decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
+            s = _scale_rows(delta, decay, INPUT_SCALE)
             decayed = decay * before
             written = s * x[:, None]
             read = decayed if EXCLUSIVE else decayed + written * B[None, :]
@@ -330,7 +354,7 @@ def scan_forward(
     kept = x.new_empty(x.shape[0], chunks, *A.shape, dtype=acc)
     _forward_kernel[(layout.programs,)](
         *(x, delta, A, B, C, start, skip, y, h, kept),
-        *layout.sizes,
+        *(*layout.sizes, 1),
         *strides(x, delta, B, C),
         **flags(options),
         EXCLUSIVE=options.exclusive,
@@ -365,12 +389,12 @@ def scan_backward(
     work = x.new_empty(layout.programs, CHUNK, block, dtype=acc)
     grad_x, grad_delta = (x.new_empty(x.shape, dtype=v.dtype) for v in (x, delta))
     grad_A = A.new_empty(b, layout.segments, d, n, dtype=acc)
-    grad_B, grad_C = x.new_empty(2, b, t, layout.channel_blocks, n, dtype=acc)
+    grad_BC = x.new_empty(2, b, t, layout.channel_blocks, n, dtype=acc)
     grad_h0 = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
     grad_D = A.new_empty(b, layout.segments, d if D is not None else 0, dtype=acc)
     _backward_kernel[(layout.programs,)](
         *(grad_y, end, x, delta, A, B, C, skip, kept, work),
-        *(grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0, grad_D),
+        *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
         *layout.sizes,
         *strides(grad_y, x, delta, B, C),
         **flags(options),
@@ -380,6 +404,8 @@ def scan_backward(
         **layout.blocks,
     )
     summed_A = grad_A.sum((0, 1)).to(A.dtype)
-    summed_B, summed_C = grad_B.sum(2).to(B.dtype), grad_C.sum(2).to(C.dtype)
-    summed_D = grad_D.sum((0, 1)).to(A.dtype if D is None else D.dtype)
+    # One reduction for both; without a cast to copy them they would share its memory.
+    summed_B, summed_C = grad_BC.sum(3)
+    summed_B, summed_C = summed_B.to(B.dtype, copy=True), summed_C.to(C.dtype, copy=True)
+    summed_D = A.new_empty(0) if D is None else grad_D.sum((0, 1)).to(D.dtype)
     return grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D

@@ -14,18 +14,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.scan.options import ScanOptions
 
-PROGRAMS = 1024
-"""Programs wanted in one launch; with fewer the sequence is cut, in the forward after blocks have
-become smaller. The backward's blocks stay: each writes a part of the cotangents of B and C."""
 SEGMENT = 64
 """Fewest tokens in a segment: a cut scan reads its operands once more and writes its starts."""
 WARP = 512
 """Elements (channels times states) of one warp: 16 in each thread."""
-FORWARD_BLOCK, BACKWARD_BLOCK = WARP, 2 * WARP
-"""Elements of one program: one warp sums over states without a barrier."""
-
+LANES = 32
+"""Most channels of a forward program, one warp: with up to 16 states a thread holds all states of
+one channel, and neither a sum over states nor a row of x crosses threads."""
+FORWARD_PROGRAMS = 512
+"""Programs wanted in a forward launch, one for each scheduler of an H100; with fewer the blocks are
+halved, once, and then the sequence is cut."""
+UNCUT_PROGRAMS, BACKWARD_PROGRAMS = 1024, 4096
+"""The backward takes blocks of two warps where these make that many programs (on an H100, bf16,
+d 1024, n 16, b x t = 64 x 256: 1.14 ms, against 1.18 with one warp and 1.31 with four). Elsewhere
+one warp, cut until there are BACKWARD_PROGRAMS (16 x 1024 in 4 and 16 segments: 1.15 and 1.13 ms,
+64 channels in 4: 1.20; 8 x 4096 in 16: 2.29 and 2.30). More would cost memory: each program has a
+workspace of CHUNK tokens."""
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
@@ -38,33 +45,80 @@ def load_row(pointer, batch, t, stride_b, stride_t, offsets, end):
 
 
 @triton.jit
+def load_rows(pointer, stride, left, channel, d):
+    """x or delta of four tokens, the first at `pointer`; 0 where fewer than four are left.
+
+    A token of zeros leaves the memory as it is.
+    """
+    rows = ()
+    for i in tl.static_range(4):
+        end = tl.where(i < left, d, 0)
+        row = tl.load(pointer + i * stride + channel, mask=channel < end, other=0.0)
+        rows = rows + (row,)  # type: ignore[assignment]
+    return rows
+
+
+@triton.jit
+def load_columns(pointer, stride, left, state, n):
+    """B or C of four tokens (n, 4), the first at `pointer`; 0 where fewer than four are left."""
+    token = tl.arange(0, 4)
+    mask = (state < n)[:, None] & (token < left)[None, :]
+    return tl.load(pointer + state[:, None] + token[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def split_columns(tile, BLOCK_N: tl.constexpr):
+    """The columns of (n, 4): every thread gets its states of four tokens in one exchange."""
+    even, odd = tl.split(tl.reshape(tile, (BLOCK_N, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
 def load_exponent(pointers, mask, ACC: tl.constexpr):
     """A log2(e): exp2 is the instruction of the device, exp costs four more."""
     return tl.load(pointers, mask=mask, other=0.0).to(ACC) * LOG2E
 
 
 @triton.jit
-def build_decay(delta, A_log2, FULL: tl.constexpr):
-    """lambda (block, n); a token past the end has delta = 0, so lambda = 1 and s = 0."""
-    decay = tl.exp2(delta[:, None] * A_log2)
+def build_decay(exponent, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda from log2(e) A delta; a token past the end has delta = 0, so lambda = 1 and s = 0.
+
+    FAST: one instruction, float32 in compiled kernels, where what is below 1e-38 is 0.
+    """
+    if FAST:
+        decay = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        decay = tl.exp2(exponent)
     if FULL:
         decay = 2 * decay - 1
     return decay
 
 
 @triton.jit
-def build_scale(delta, decay, INPUT_SCALE: tl.constexpr):
-    """s: (block, n) for the coupled scale, else (block, 1)."""
-    if INPUT_SCALE == "one_minus_decay":
-        s = 1 - tl.abs(decay)
-    elif INPUT_SCALE == "bounded_delta":
-        s = (delta / (1 + delta))[:, None]
+def build_scale(delta, INPUT_SCALE: tl.constexpr):
+    """s of the scales that are the same for all states."""
+    if INPUT_SCALE == "bounded_delta":
+        s = delta / (1 + delta)
     else:
-        s = delta[:, None]
+        s = delta
     return s
 
 
 @triton.jit
+def write(x, delta, B, decay, INPUT_SCALE: tl.constexpr):
+    """s x B^T (n, d) of one token."""
+    if INPUT_SCALE == "one_minus_decay":
+        written = (1 - tl.abs(decay)) * (x[None, :] * B[:, None])
+    else:
+        written = (build_scale(delta, INPUT_SCALE) * x)[None, :] * B[:, None]
+    return written
+
+
+@triton.jit(do_not_specialize=["T", "segment_tokens", "state_stride"])
 def _segment_kernel(
     value_ptr,  # (b, t, d), x or the cotangent of y
     delta_ptr,  # (b, t, d)
@@ -77,6 +131,7 @@ def _segment_kernel(
     n,
     segments,
     segment_tokens,
+    state_stride,
     value_stride_b,
     value_stride_t,
     delta_stride_b,
@@ -85,6 +140,7 @@ def _segment_kernel(
     vector_stride_t,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
+    FAST: tl.constexpr,
     REVERSE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -97,50 +153,52 @@ def _segment_kernel(
     # No segment follows the last one (or, reversed, the first), so that none works on it.
     segment = segment % (segments - 1) + (1 if REVERSE else 0)
     batch = batch // (segments - 1)
-    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
-    in_d, in_n = channel < d, state < n
-    cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
-
-    A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
-    local = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)
-    product = tl.full((BLOCK_D, BLOCK_N), 1.0, dtype=ACC)
+    in_cell = (state < n)[:, None] & (channel < d)[None, :]
+    # As in `_forward_kernel`: a stride of 1 that the compiler does not know.
+    scattered = state[:, None] * state_stride + channel[None, :] * n
+    A_log2 = load_exponent(A_ptr + scattered, in_cell, ACC)
+    local = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
+    product = tl.full((BLOCK_N, BLOCK_D), 1.0, dtype=ACC)
     total = tl.zeros((BLOCK_D,), dtype=ACC)
-    first = segment * segment_tokens
-    last = tl.minimum(first + segment_tokens, T)
-    # The next token, then the one after it: from the first forward, or from the last backward.
+    start = segment * segment_tokens
+    count = (tl.minimum(start + segment_tokens, T) - start).to(tl.int32)
+    if REVERSE:
+        start += count - 1
+        value_stride_t, delta_stride_t = -value_stride_t, -delta_stride_t
+        vector_stride_t = -vector_stride_t
     step = -1 if REVERSE else 1
-    t = last - 1 if REVERSE else first
-    value_0 = load_row(value_ptr, batch, t, value_stride_b, value_stride_t, channel, d)
-    delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
-    vector_0 = load_row(vector_ptr, batch, t, vector_stride_b, vector_stride_t, state, n)
-    t += step
-    end = tl.where((t >= first) & (t < last), d, 0)
-    value_1 = load_row(value_ptr, batch, t, value_stride_b, value_stride_t, channel, end)
-    delta_1 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end)
-    for _ in range(last - first):
-        value, delta, vector = value_0.to(ACC), delta_0.to(ACC), vector_0.to(ACC)
-        value_0, delta_0 = value_1, delta_1
-        end_n = tl.where((t >= first) & (t < last), n, 0)
-        vector_0 = load_row(vector_ptr, batch, t, vector_stride_b, vector_stride_t, state, end_n)
-        t += step
-        end = tl.where((t >= first) & (t < last), d, 0)
-        value_1 = load_row(value_ptr, batch, t, value_stride_b, value_stride_t, channel, end)
-        delta_1 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end)
-
-        decay = build_decay(delta, A_log2, FULL)
-        if REVERSE:
-            local = decay * (local + value[:, None] * vector[None, :])
-        else:
-            scaled = build_scale(delta, decay, INPUT_SCALE) * value[:, None]
-            local = decay * local + scaled * vector[None, :]
-        if FULL:
-            product *= decay
-        else:
-            total += delta
+    value_ptr += batch * value_stride_b + start * step * value_stride_t
+    delta_ptr += batch * delta_stride_b + start * step * delta_stride_t
+    vector_ptr += batch * vector_stride_b + start * step * vector_stride_t
+    values = load_rows(value_ptr, value_stride_t, count, channel, d)
+    deltas = load_rows(delta_ptr, delta_stride_t, count, channel, d)
+    vectors = load_columns(vector_ptr, vector_stride_t, count, state, n)
+    for done in range(0, count, 4):
+        value_4, delta_4 = values, deltas
+        vector_4 = split_columns(vectors.to(ACC), BLOCK_N)
+        value_ptr += 4 * value_stride_t
+        delta_ptr += 4 * delta_stride_t
+        vector_ptr += 4 * vector_stride_t
+        left = count - done - 4
+        values = load_rows(value_ptr, value_stride_t, left, channel, d)
+        deltas = load_rows(delta_ptr, delta_stride_t, left, channel, d)
+        vectors = load_columns(vector_ptr, vector_stride_t, left, state, n)
+        for i in tl.static_range(4):
+            value, delta, vector = value_4[i].to(ACC), delta_4[i].to(ACC), vector_4[i]
+            decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
+            if REVERSE:
+                local = decay * (local + value[None, :] * vector[:, None])
+            else:
+                local = decay * local + write(value, delta, vector, decay, INPUT_SCALE)
+            if FULL:
+                product *= decay
+            else:
+                total += delta
     if not FULL:
-        product = build_decay(total, A_log2, FULL)
+        product = build_decay(A_log2 * total[None, :], FULL, FAST)
+    cell = channel[None, :] * n + state[:, None]
     out = (batch * segments + segment) * (d * n) + cell
     tl.store(product_ptr + out, product, mask=in_cell)
     tl.store(local_ptr + out, local, mask=in_cell)
@@ -179,6 +237,7 @@ def flags(options: ScanOptions) -> dict[str, Any]:
     return {
         "INPUT_SCALE": options.input_scale,
         "FULL": options.eigenvalues == "full",
+        "FAST": acc == tl.float32 and not interpreter_is_on(),
         "ACC": acc,
     }
 
@@ -219,16 +278,29 @@ def plan(x: Tensor, n: int, chunk: int, *, reverse: bool) -> Plan:
     """Blocks of channels with all their states, and segments of whole chunks."""
     b, t, d = x.shape
     block_n = triton.next_power_of_2(n)
-    block = BACKWARD_BLOCK if reverse else FORWARD_BLOCK
-    block_d = min(max(1, block // block_n), triton.next_power_of_2(d))
-    smallest = block_d if reverse else max(1, block_d // 4)
-    while block_d > smallest and b * triton.cdiv(d, block_d) < PROGRAMS:
-        block_d //= 2
-    wanted = triton.cdiv(PROGRAMS, b * triton.cdiv(d, block_d))
-    segments = max(1, min(wanted, t // SEGMENT))
+
+    whole = int(triton.next_power_of_2(d))
+
+    def programs(block_d: int) -> int:
+        return b * int(triton.cdiv(d, block_d))
+
+    if reverse:
+        block_d, wanted = min(max(1, 2 * WARP // block_n), whole), 0
+        if programs(block_d) < UNCUT_PROGRAMS:
+            block_d, wanted = min(max(1, WARP // block_n), whole), BACKWARD_PROGRAMS
+    else:
+        block_d, wanted = _forward_block(d, block_n), FORWARD_PROGRAMS
+        if programs(block_d) < wanted:
+            block_d = max(1, block_d // 2)
+    segments = max(1, min(triton.cdiv(wanted, programs(block_d)), t // SEGMENT))
     segment_chunks = triton.cdiv(triton.cdiv(t, segments), chunk)
     segments = triton.cdiv(t, segment_chunks * chunk)
     return Plan(b, t, d, n, block_d, block_n, segments, segment_chunks)
+
+
+def _forward_block(d: int, block_n: int) -> int:
+    """Channels of one warp."""
+    return min(max(1, WARP // block_n), LANES, int(triton.next_power_of_2(d)))
 
 
 def rows(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -261,14 +333,17 @@ def enter_segments(
     local: Tensor
     carried: Tensor
     product, local, carried = value.new_empty(3, *shape, dtype=options.accumulator)
-    _segment_kernel[(layout.programs // layout.segments * (layout.segments - 1),)](
+    block_d = _forward_block(layout.d, layout.block_n)
+    blocks = triton.cdiv(layout.d, block_d)
+    _segment_kernel[(layout.b * blocks * (layout.segments - 1),)](
         *(value, delta, A, vector, product, local),
-        *layout.sizes[:-1],
-        layout.segment_chunks * chunk,
+        *(*layout.sizes[:-1], layout.segment_chunks * chunk, 1),
         *strides(value, delta, vector),
         **flags(options),
         REVERSE=reverse,
-        **layout.blocks,
+        BLOCK_D=block_d,
+        BLOCK_N=layout.block_n,
+        num_warps=1,
     )
     size = layout.d * layout.n
     _carry_kernel[(layout.b * triton.cdiv(size, WARP),)](

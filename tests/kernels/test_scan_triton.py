@@ -109,8 +109,7 @@ def test_blocks_of_channels_and_states(
 ) -> None:
     from bedouin.kernels.scan import triton_segments
 
-    monkeypatch.setattr(triton_segments, "BACKWARD_BLOCK", 64)
-    monkeypatch.setattr(triton_segments, "FORWARD_BLOCK", 64)
+    monkeypatch.setattr(triton_segments, "WARP", 32)
     check(draw(b, 5, d, n, device))
     check(draw(b, 5, d, n, device, torch.float32))
 
