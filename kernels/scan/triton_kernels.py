@@ -33,14 +33,14 @@ from bedouin.kernels.scan.triton_segments import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "segment_chunks", "state_stride"])
+@triton.jit(do_not_specialize=["T", "segment_chunks", "zero"])
 def _forward_kernel(
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
-    A_ptr,  # (d, n)
+    A_ptr,  # (n, d)
     B_ptr,  # (b, t, n)
     C_ptr,  # (b, t, n)
-    start_ptr,  # (b, s, d, n), h before each segment
+    start_ptr,  # (b, s, n, d), h before each segment
     D_ptr,  # (d,)
     y_ptr,  # (b, t, d)
     end_ptr,  # (b, d, n), h after the last token
@@ -50,7 +50,7 @@ def _forward_kernel(
     n,
     segments,
     segment_chunks,
-    state_stride,
+    zero,
     x_stride_b,
     x_stride_t,
     delta_stride_b,
@@ -78,15 +78,17 @@ def _forward_kernel(
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
     in_cell = (state < n)[:, None] & (channel < d)[None, :]
-    # state_stride is 1. Where the compiler knows, it gives a thread few states of several channels,
-    # and every sum over states becomes an exchange between threads.
-    scattered = state[:, None] * state_stride + channel[None, :] * n
+    # Neighbours in memory belong to neighbouring threads. `zero`, of which the compiler knows no
+    # alignment, keeps it from giving a thread four of them: then a thread would hold few states of
+    # several channels, and every sum over states would be an exchange between threads. An unknown
+    # stride does not do: Triton 3.6 then spreads the states over threads, 3.9 the channels.
+    lanes = state[:, None] * d + channel[None, :] + zero
     cell = state[:, None] + channel[None, :] * n
     size, chunks = d * n, tl.cdiv(T, CHUNK)
 
-    A_log2 = load_exponent(A_ptr + scattered, in_cell, ACC)
+    A_log2 = load_exponent(A_ptr + lanes, in_cell, ACC)
     start_ptr += (batch * segments + segment) * size
-    h = tl.load(start_ptr + scattered, mask=in_cell, other=0.0).to(ACC)
+    h = tl.load(start_ptr + lanes, mask=in_cell, other=0.0).to(ACC)
     if HAS_D:
         D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(ACC)
     first = segment * segment_chunks * CHUNK
@@ -345,16 +347,17 @@ def scan_forward(
 ) -> ScanResult:
     """One pass over the sequence; `keep` keeps what `scan_backward` needs. No size may be 0."""
     x, delta, B, C = rows(x, delta, B, C)
-    A, h0, skip = A.contiguous(), h0.contiguous(), A if D is None else D.contiguous()
+    by_state, skip = A.mT.contiguous(), A if D is None else D.contiguous()
     layout, acc = plan(x, A.shape[1], CHUNK, reverse=False), options.accumulator
-    start = enter_segments(x, delta, A, B, h0, layout, CHUNK, options, reverse=False)
+    entry = h0.mT.contiguous()
+    start = enter_segments(x, delta, by_state, B, entry, layout, CHUNK, options, reverse=False)
     chunks = triton.cdiv(x.shape[1], CHUNK) if keep else 0
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = torch.empty_like(h0)
+    h = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
     kept = x.new_empty(x.shape[0], chunks, *A.shape, dtype=acc)
     _forward_kernel[(layout.programs,)](
-        *(x, delta, A, B, C, start, skip, y, h, kept),
-        *(*layout.sizes, 1),
+        *(x, delta, by_state, B, C, start, skip, y, h, kept),
+        *(*layout.sizes, 0),
         *strides(x, delta, B, C),
         **flags(options),
         EXCLUSIVE=options.exclusive,
@@ -384,7 +387,8 @@ def scan_backward(
     grad_y, x, delta, B, C = rows(grad_y, x, delta, B, C)
     A, grad_h, skip = A.contiguous(), grad_h.contiguous(), A if D is None else D.contiguous()
     layout, acc = plan(x, A.shape[1], CHUNK, reverse=True), options.accumulator
-    end = enter_segments(grad_y, delta, A, C, grad_h, layout, CHUNK, options, reverse=True)
+    by_state = A.mT.contiguous() if layout.segments > 1 else A
+    end = enter_segments(grad_y, delta, by_state, C, grad_h, layout, CHUNK, options, reverse=True)
     (b, t, d), n, block = x.shape, A.shape[1], layout.block_d * layout.block_n
     work = x.new_empty(layout.programs, CHUNK, block, dtype=acc)
     grad_x, grad_delta = (x.new_empty(x.shape, dtype=v.dtype) for v in (x, delta))

@@ -118,20 +118,20 @@ def write(x, delta, B, decay, INPUT_SCALE: tl.constexpr):
     return written
 
 
-@triton.jit(do_not_specialize=["T", "segment_tokens", "state_stride"])
+@triton.jit(do_not_specialize=["T", "segment_tokens", "zero"])
 def _segment_kernel(
     value_ptr,  # (b, t, d), x or the cotangent of y
     delta_ptr,  # (b, t, d)
-    A_ptr,  # (d, n)
+    A_ptr,  # (n, d)
     vector_ptr,  # (b, t, n), B or C
-    product_ptr,  # (b, s, d, n)
-    local_ptr,  # (b, s, d, n)
+    product_ptr,  # (b, s, n, d) or, reversed, (b, s, d, n), as the kernel proper reads its starts
+    local_ptr,  # the same
     T,
     d,
     n,
     segments,
     segment_tokens,
-    state_stride,
+    zero,
     value_stride_b,
     value_stride_t,
     delta_stride_b,
@@ -156,9 +156,9 @@ def _segment_kernel(
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
     in_cell = (state < n)[:, None] & (channel < d)[None, :]
-    # As in `_forward_kernel`: a stride of 1 that the compiler does not know.
-    scattered = state[:, None] * state_stride + channel[None, :] * n
-    A_log2 = load_exponent(A_ptr + scattered, in_cell, ACC)
+    # As in `_forward_kernel`.
+    lanes = state[:, None] * d + channel[None, :] + zero
+    A_log2 = load_exponent(A_ptr + lanes, in_cell, ACC)
     local = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, dtype=ACC)
     total = tl.zeros((BLOCK_D,), dtype=ACC)
@@ -198,7 +198,7 @@ def _segment_kernel(
                 total += delta
     if not FULL:
         product = build_decay(A_log2 * total[None, :], FULL, FAST)
-    cell = channel[None, :] * n + state[:, None]
+    cell = channel[None, :] * n + state[:, None] if REVERSE else lanes
     out = (batch * segments + segment) * (d * n) + cell
     tl.store(product_ptr + out, product, mask=in_cell)
     tl.store(local_ptr + out, local, mask=in_cell)
@@ -316,19 +316,19 @@ def strides(*operands: Tensor) -> tuple[int, ...]:
 def enter_segments(
     value: Tensor,  # (b, t, d), x or the cotangent of y
     delta: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (n, d), read if there are several segments
     vector: Tensor,  # (b, t, n), B or C
-    entry: Tensor,  # (b, d, n), h0 or the cotangent of the last h
+    entry: Tensor,  # (b, n, d), h0, or (b, d, n), the cotangent of the last h
     layout: Plan,
     chunk: int,
     options: ScanOptions,
     *,
     reverse: bool,
 ) -> Tensor:
-    """What enters each segment (b, s, d, n): h from its left or, reversed, g from its right."""
+    """What enters each segment: h (b, s, n, d) from its left or, reversed, g (b, s, d, n)."""
     if layout.segments == 1:
         return entry.unsqueeze(1)
-    shape = (layout.b, layout.segments, layout.d, layout.n)
+    shape = (layout.b, layout.segments, *entry.shape[1:])
     product: Tensor
     local: Tensor
     carried: Tensor
@@ -337,7 +337,7 @@ def enter_segments(
     blocks = triton.cdiv(layout.d, block_d)
     _segment_kernel[(layout.b * blocks * (layout.segments - 1),)](
         *(value, delta, A, vector, product, local),
-        *(*layout.sizes[:-1], layout.segment_chunks * chunk, 1),
+        *(*layout.sizes[:-1], layout.segment_chunks * chunk, 0),
         *strides(value, delta, vector),
         **flags(options),
         REVERSE=reverse,
