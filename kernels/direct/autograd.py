@@ -17,6 +17,9 @@ from bedouin.kernels.once import refuse_second_derivative
 CHUNK = 16
 """Tokens between two kept h: the backward's workspace is this many (b, d, n) tensors."""
 
+WORKSPACE = 2**20
+"""Elements of h of all samples from which on a chunk of the Triton sweep is half as long."""
+
 
 class _DirectSweep(torch.autograd.Function):
     """y*, last h, kept h, defect, scale, magnitude, pivot; y* is solved, or `y_star` if given."""
@@ -95,12 +98,17 @@ def direct_sweep(
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
     """
     if choose_sweep(backend, x, raw, A, bind_parameters, options) == "triton":
-        return direct_sweep_triton(x, raw, W_y, A, h0, y0, options, CHUNK, y_star, report)
+        return direct_sweep_triton(x, raw, W_y, A, h0, y0, options, _chunk(x, A), y_star, report)
     x, raw = x.to(A.dtype), raw.to(A.dtype)
     y, h, _, *statistics = _DirectSweep.apply(
         options, report, y_star, x, raw, W_y, A, h0, y0, *bind_parameters
     )  # type: ignore[no-untyped-call]
     return Sweep(y, h, *(value.detach() for value in statistics))
+
+
+def _chunk(x: Tensor, A: Tensor) -> int:
+    """Tokens between two kept h in Triton: fewer where the workspace would pass 64 MB (float32)."""
+    return CHUNK if x.shape[0] * A.numel() <= WORKSPACE else CHUNK // 2
 
 
 def _shift(y: Tensor, y0: Tensor) -> Tensor:

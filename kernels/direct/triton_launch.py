@@ -39,6 +39,10 @@ STATES_AT_A_TIME = 4
 VECTOR_BYTES = 64 * 1024
 """Shared memory for the vectors that are multiplied with the tile, a chunk of their entries."""
 
+TOGETHER = 32
+"""Largest batch for which the reverse sweep is one launch: what a chunk needs is then made by the
+persistent programs in one round; for more samples, launches of their own fill the chip better."""
+
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
 
@@ -186,14 +190,19 @@ def launch_reverse(
     pulled = None
     if W is not None:
         pulled = known.A.new_zeros(1 if plan is None else plan.splits, b, d)
-    if W is None or plan is not None:
-        _reverse(known, grads, W, pulled, buffers, plan, options, keep_every)
+    together = b <= TOGETHER
+    if together and (W is None or plan is not None):
+        _reverse(known, grads, W, pulled, buffers, range(slots), plan, options, keep_every)
         return pulled
-    assert pulled is not None
     for slot in reversed(range(slots)):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         _prepare(known, mixed, small, chunk, options)
         _replay(known, mixed, small, buffers[2], None, chunk, slot, options)
+        if W is None or plan is not None:
+            one = range(slot, slot + 1)
+            _reverse(known, grads, W, pulled, buffers, one, plan, options, keep_every)
+            continue
+        assert pulled is not None
         for t in reversed(chunk):
             _step(known, grads, pulled, buffers, t, chunk, options)
             pulled[0] = grads.raw[:, t].to(W.dtype) @ W.mT
@@ -290,13 +299,17 @@ def _reverse(
     W: Tensor | None,
     pulled: Tensor | None,
     buffers: tuple[Tensor, Tensor, Tensor],
+    slots: range,
     plan: Plan | None,
     options: SweepOptions,
     keep_every: int,
 ) -> None:
     x, y, raw, fed, A, kept = known
     b, t_end, d = x.shape
-    programs = _multiprocessors(x.device) if plan is None else plan.programs
+    together = b <= TOGETHER
+    programs = b if plan is None else plan.programs
+    if together:
+        programs = _multiprocessors(x.device)
     constants = _blocked_constants(d, A, options)
     reverse_kernel[(programs,)](
         grads.y,
@@ -315,6 +328,8 @@ def _reverse(
         grads.A,
         grads.statistics,
         _counters(x),
+        slots.start,
+        slots.stop - 1,
         b,
         t_end,
         1 if pulled is None else pulled.shape[0],
@@ -326,6 +341,7 @@ def _reverse(
         *raw.stride()[:2],
         *_token_strides(fed),
         KEEP=keep_every,
+        PREPARE=together,
         REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
         FEEDBACK=fed is not None,
         **_matrix_constants(plan, W, b, programs),
@@ -334,7 +350,7 @@ def _reverse(
         **_mixer_constants(options),
         **_alignment(raw, raw if fed is None else fed, grads.raw),
         **_launch_options(d, A),
-        **_cooperative(),
+        **(_cooperative() if together or plan is not None else {}),
     )
 
 

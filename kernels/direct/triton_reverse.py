@@ -788,7 +788,7 @@ def step_kernel(
     _store_blocks(H_ptr + own * n * d, H, d, n, BLOCK_D, BLOCK_N, BLOCKS)
 
 
-@triton.jit(do_not_specialize=["t_end", "batch"])
+@triton.jit(do_not_specialize=["first_slot", "last_slot", "t_end", "batch"])
 def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     pulled_ptr,  # (splits, b, d): parts of (W^y)^T grad_raw of the next token, of norm(y_t)
@@ -808,6 +808,8 @@ def reverse_kernel(
     grad_A_ptr,  # (b, n, d), added to
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     counters_ptr,  # (3,), zeros: pulled, left, programs that have come to the end of a phase
+    first_slot,
+    last_slot,  # chunks from here back to the first one, in one launch
     batch,
     t_end,
     splits,
@@ -824,6 +826,7 @@ def reverse_kernel(
     fed_stride_t,
     K: tl.constexpr,
     KEEP: tl.constexpr,
+    PREPARE: tl.constexpr,  # all that the chunks need is made here, too
     BLOCK_D: tl.constexpr,
     REPLAY_D: tl.constexpr,  # channels of a block whose memory is replayed
     BLOCK_N: tl.constexpr,  # states at a time
@@ -870,34 +873,36 @@ def reverse_kernel(
             m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_K * CHUNKS
             W = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
     slots = tl.cdiv(t_end, KEEP)
-    for done_slots in range(0, slots):
-        slot = slots - 1 - done_slots
+    top = tl.minimum(last_slot * KEEP + KEEP, t_end)
+    for done_slots in range(0, last_slot - first_slot + 1):
+        slot = last_slot - done_slots
         start = slot * KEEP
         count = tl.minimum(KEEP, t_end - start)
-        # every program has left the last chunk, whose memory is used again
-        _end_phase(phase_ptr, programs * (3 * done_slots + 1), COMPILED)
-        for index in range(program, batch * count, programs):
-            _prepare_token(
-                x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, index,
-                start, count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b,
-                raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N *
-                BLOCKS, FEEDBACK, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE,
-                FULL, NORM_EPS, EPS, ALIGNED, FAST, ACC,
-            )  # fmt: skip
-        _end_phase(phase_ptr, programs * (3 * done_slots + 2), COMPILED)
-        for index in range(program, batch * tl.cdiv(d, REPLAY_D), programs):
-            _replay_block(
-                mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr,
-                before_ptr, index, start, count, slot, slots, d, n, raw_stride_b,
-                raw_stride_t, fed_stride_b, fed_stride_t, 0, K, True, False, REPLAY_D,
-                BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION, INPUT_SCALE,
-                FULL, ALIGNED, FAST, ACC,
-            )  # fmt: skip
-        _end_phase(phase_ptr, programs * (3 * done_slots + 3), COMPILED)
+        if PREPARE:
+            # every program has left the last chunk, whose memory is used again
+            _end_phase(phase_ptr, programs * (3 * done_slots + 1), COMPILED)
+            for index in range(program, batch * count, programs):
+                _prepare_token(
+                    x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, index,
+                    start, count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N *
+                    BLOCKS, FEEDBACK, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE,
+                    FULL, NORM_EPS, EPS, ALIGNED, FAST, ACC,
+                )  # fmt: skip
+            _end_phase(phase_ptr, programs * (3 * done_slots + 2), COMPILED)
+            for index in range(program, batch * tl.cdiv(d, REPLAY_D), programs):
+                _replay_block(
+                    mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr,
+                    before_ptr, index, start, count, slot, slots, d, n, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, 0, K, True, False, REPLAY_D,
+                    BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION, INPUT_SCALE,
+                    FULL, ALIGNED, FAST, ACC,
+                )  # fmt: skip
+            _end_phase(phase_ptr, programs * (3 * done_slots + 3), COMPILED)
         for back in range(0, count):
             i_token = count - 1 - back
             t = start + i_token
-            done = t_end - 1 - t
+            done = top - 1 - t
             if RESIDENT:
                 if program < batch:
                     H = _reverse_token(

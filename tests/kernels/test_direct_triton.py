@@ -199,6 +199,17 @@ def test_awkward_sizes(d: int, n: int) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_reverse_sweep_in_a_launch_a_chunk(
+    feedback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.TOGETHER", 0)
+    monkeypatch.setattr("bedouin.kernels.direct.autograd.WORKSPACE", 0)
+    # chunks of 8 tokens
+    _assert_like_the_plain_sweep(Setting(b=2, t=19, feedback=feedback))
+
+
+@needs_triton
 @pytest.mark.parametrize("b", [1, 3])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_every_form_of_the_kernels(
