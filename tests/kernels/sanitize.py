@@ -1,0 +1,80 @@
+"""Every Triton kernel once at a small shape, for compute-sanitizer; needs a GPU.
+
+compute-sanitizer --tool memcheck python tests/kernels/sanitize.py
+compute-sanitizer --tool racecheck python tests/kernels/sanitize.py
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin
+from bedouin.kernels.householder import householder_product
+from bedouin.kernels.scan import selective_scan
+from bedouin.solvers import Jacobi, Picard
+
+BATCH, TIME, WIDTH = 2, 18, 32
+
+
+def draw(*shape: int) -> Tensor:
+    """Random bfloat16 values with a gradient."""
+    return torch.randn(shape, device="cuda").bfloat16().requires_grad_()
+
+
+def scan() -> None:
+    """The scan and its adjoint."""
+    b, t, d, n = BATCH, 70, 64, 16
+    x, B, C = draw(b, t, d), draw(b, t, n), draw(b, t, n)
+    delta = torch.rand(b, t, d, device="cuda").bfloat16().requires_grad_()
+    A = (-torch.rand(d, n, device="cuda")).requires_grad_()
+    y, h = selective_scan(x, delta, A, B, C, backend="triton")
+    (y.float().sum() + h.sum()).backward()
+
+
+def householder() -> None:
+    """A product of reflections and its adjoint."""
+    beta = torch.rand(BATCH, TIME, 3, device="cuda").bfloat16().requires_grad_()
+    v, u = draw(BATCH, TIME, 64), draw(BATCH, TIME, 3, 64)
+    householder_product(v, u, beta, backend="triton").float().sum().backward()
+
+
+def layer(**options: object) -> Callable[[], None]:
+    """A layer, forward and backward: sweep or iteration, and the output stage."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+        made = Bedouin(WIDTH, device="cuda", dtype=torch.bfloat16, backend="triton", **options)  # type: ignore[arg-type]
+        made(draw(BATCH, TIME, WIDTH)).float().sum().backward()
+
+    return run
+
+
+def decode() -> None:
+    """Tokens one at a time."""
+    made = Bedouin(WIDTH, device="cuda", dtype=torch.bfloat16, backend="triton")
+    state = made.init_state(BATCH)
+    with torch.no_grad():
+        for _ in range(3):
+            _, state = made.step(draw(BATCH, WIDTH), state)
+
+
+def main() -> None:
+    """Run all; the first failing CUDA call raises."""
+    runs: dict[str, Callable[[], None]] = {
+        "scan": scan,
+        "householder": householder,
+        "direct": layer(),
+        "direct without feedback": layer(feedback=()),
+        "picard": layer(solver=Picard(), max_steps=4, on_unconverged="ignore"),
+        "jacobi": layer(solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
+        "decode": decode,
+    }
+    for name, run in runs.items():
+        run()
+        torch.cuda.synchronize()
+        print(name)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
