@@ -47,7 +47,7 @@ Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds for preparing a row, for measuring it, and left for measuring all of them."""
+    """Seconds for a row's check and for its first run, for measuring it, and left for measuring."""
 
     prepare: float
     row: float
@@ -85,7 +85,7 @@ class Config:
     row_limit: float = 60.0
     """Seconds of measuring after which a row is given up."""
     prepare_limit: float = 240.0
-    """Seconds after which a row is given up before it is measured: compiling, its check."""
+    """Seconds after which a row's check, and then its first run, is given up: both compile."""
     out: Path = Path("runs/bench/results.json")
     """The numbers of all rows."""
     readme: Path | None = None
@@ -132,10 +132,9 @@ def warm(config: Config) -> int:
         if case.missing() is not None:
             continue
         try:
-            with time_limit(config.prepare_limit):
-                prepare(context, case, shape, agreed)
-                if case.compiles:
-                    run_once(context, case, shape)
+            prepare(context, case, shape, agreed, config.prepare_limit)
+            if case.compiles:
+                run_once(context, case, shape, config.prepare_limit)
         except Exception as error:  # reported; the kernels of the other rows are still compiled
             print(f"{case.name} {shape.label}: {first_line(error)}", file=sys.stderr)
             failed = True
@@ -191,8 +190,7 @@ def run_row(
     started = time.perf_counter()
     prepared = None
     try:
-        with time_limit(limits.prepare):
-            prepare(context, case, shape, agreed)
+        prepare(context, case, shape, agreed, limits.prepare)
         prepared = time.perf_counter()
         with time_limit(min(limits.row, limits.left)):
             numbers = measure(context, case, shape)
@@ -205,16 +203,18 @@ def run_row(
     return row | {"prepare_seconds": prepared - started, "seconds": ended - prepared}
 
 
-def prepare(context: Context, case: cases.Case, shape: Shape, agreed: Agreed) -> None:
-    """Check the row and run it once, so that everything is compiled."""
-    check_agreement(context.setting, case, shape, agreed)
+def prepare(context: Context, case: cases.Case, shape: Shape, agreed: Agreed, limit: float) -> None:
+    """Check the row and run it once, so that everything is compiled; each within the limit."""
+    with time_limit(limit):
+        check_agreement(context.setting, case, shape, agreed)
     if not case.compiles:
-        run_once(context, case, shape)
+        run_once(context, case, shape, limit)
 
 
-def run_once(context: Context, case: cases.Case, shape: Shape) -> None:
+def run_once(context: Context, case: cases.Case, shape: Shape, limit: float) -> None:
     """Every call of the row, untimed."""
-    case.measure(replace(context, repeats=0, graph=False), shape)
+    with time_limit(limit):
+        case.measure(replace(context, repeats=0, graph=False), shape)
     release_memory()
 
 
