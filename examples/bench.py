@@ -1,13 +1,18 @@
 """Time, memory and share of the floor of the layer, its solvers, its parts and its peers.
 
-    python examples/bench.py                            # all rows at all shapes, under 4 minutes
+    python examples/bench.py                            # every row at its shapes, under 4 minutes
     python examples/bench.py --quick                    # the exact sweep only, under a minute
     python examples/bench.py --rows direct lstm --shapes 64x256
     python examples/bench.py --readme runs/bench/results.json     # an earlier run as Markdown
+    python examples/bench.py --warm --rows direct       # only fill the compiler's cache
     python examples/bench.py --device cpu --tiny        # every row at toy sizes, no GPU
 
 Before a row is timed, its fast path is compared with the plain reference, in float32 and in the
-precision of the run. A time is the median of `--repeats` calls after a warm-up, by CUDA events, on
+precision of the run, and the row is run once: kernels that no earlier run has compiled take
+minutes, which no limit of the measurement counts. `--warm` does only this and prints failures
+alone; several processes can do it side by side, each for other rows or shapes.
+
+A time is the median of `--repeats` calls (plain torch: of 3) after a warm-up, by CUDA events, on
 random inputs that rotate so that none is left in the L2 cache; forward is without gradients,
 forward + backward with those of the input and of all parameters; "graph" is the replay of a CUDA
 graph of the same call. Peak memory is torch.cuda.max_memory_allocated of one call, parameters,
@@ -24,17 +29,33 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 
-from benchmarks import cases, table
-from benchmarks.measure import Context, first_line
+from benchmarks import agreement, cases, table
+from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
+
+Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]
+"""What came of the comparisons made so far: None, or in what they differed."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds for a row's check and for its first run, for measuring it, and left for measuring."""
+
+    prepare: float
+    row: float
+    left: float
+
+    def after(self, row: table.Row) -> "Limits":
+        """What is left once this row is done."""
+        return replace(self, left=self.left - row.get("seconds", 0.0))
 
 
 @dataclass(frozen=True)
@@ -57,10 +78,14 @@ class Config:
     """Timed calls of each kind."""
     graph: bool = True
     """Also time replays of captured calls."""
-    budget: float = 230.0
-    """Seconds after which no further row is started."""
+    warm: bool = False
+    """Only check and run every chosen row once, so that its kernels are compiled."""
+    budget: float = 200.0
+    """Seconds of measuring after which no further row is started."""
     row_limit: float = 60.0
-    """Seconds after which a row is given up."""
+    """Seconds of measuring after which a row is given up."""
+    prepare_limit: float = 240.0
+    """Seconds after which a row's check, and then its first run, is given up: both compile."""
     out: Path = Path("runs/bench/results.json")
     """The numbers of all rows."""
     readme: Path | None = None
@@ -78,21 +103,43 @@ def main(config: Config) -> int:
     if config.readme is not None:
         print(table.markdown(json.loads(config.readme.read_text())))
         return 0
+    if config.warm:
+        return warm(config)
     started = time.perf_counter()
     context = make_context(config)
+    limits = Limits(config.prepare_limit, config.row_limit, config.budget)
     rows: list[table.Row] = []
     report = {"machine": context.machine.facts, "setting": describe(context), "rows": rows}
     print(table.describe_machine(report))
     print(table.text_header(), flush=True)
-    agreed: dict[Any, str | None] = {}
+    agreed: Agreed = {}
     for case, shape in chosen(config):
-        left = config.budget - (time.perf_counter() - started)
-        rows.append(run_row(context, case, shape, agreed, min(left, config.row_limit)))
+        rows.append(run_row(context, case, shape, agreed, limits))
+        limits = limits.after(rows[-1])
         print(table.text_line(rows[-1]), flush=True)
         write(config.out, report)
     print(table.text_targets(rows))
     print(f"{time.perf_counter() - started:.0f} s, numbers in {config.out}")
     return int(any(row["status"] == "failed" for row in rows))
+
+
+def warm(config: Config) -> int:
+    """Check and run every chosen row once; the exit status."""
+    context = make_context(config)
+    agreed: Agreed = {}
+    failed = False
+    for case, shape in chosen(config):
+        if case.missing() is not None:
+            continue
+        try:
+            prepare(context, case, shape, agreed, config.prepare_limit)
+            if case.compiles:
+                run_once(context, case, shape, config.prepare_limit)
+        except Exception as error:  # reported; the kernels of the other rows are still compiled
+            print(f"{case.name} {shape.label}: {first_line(error)}", file=sys.stderr)
+            failed = True
+        release_memory()
+    return int(failed)
 
 
 def chosen(config: Config) -> list[tuple[cases.Case, Shape]]:
@@ -109,7 +156,8 @@ def make_context(config: Config) -> Context:
     device = torch.device(name)
     sizes = {"m": 8, "n": 2, "k": 2} if config.tiny else {}
     setting = Setting(device, config.precision, **sizes)
-    size = 8192 if device.type == "cuda" else 256
+    # nothing is compared with the speed of the machine where nothing is timed
+    size = 8192 if device.type == "cuda" and not config.warm else 256
     machine = measure_machine(device, setting.gemm_dtype, size)
     return Context(setting, machine, config.repeats, config.graph)
 
@@ -129,41 +177,70 @@ def run_row(
     context: Context,
     case: cases.Case,
     shape: Shape,
-    agreed: dict[Any, str | None],
-    limit: float,
+    agreed: Agreed,
+    limits: Limits,
 ) -> table.Row:
     """Measure one row; never raises for what the row does."""
     row: table.Row = {"case": case.name, "title": case.title, "shape": shape.label, "numbers": {}}
     reason = case.missing()
-    if reason is None and limit <= 0:
+    if reason is None and limits.left <= 0:
         reason = "the time budget is spent"
     if reason is not None:
         return row | {"status": "skipped", "reason": reason}
     started = time.perf_counter()
+    prepared = None
     try:
-        with time_limit(limit):
-            check_agreement(context.setting, case, agreed)
-            numbers = case.measure(context, shape)
+        prepare(context, case, shape, agreed, limits.prepare)
+        prepared = time.perf_counter()
+        with time_limit(min(limits.row, limits.left)):
+            numbers = measure(context, case, shape)
         row |= {"status": "measured", "numbers": numbers}
     except Exception as error:  # reported in the row, the table and the exit status
         row |= {"status": "failed", "reason": first_line(error)}
     release_memory()
-    return row | {"seconds": time.perf_counter() - started}
+    ended = time.perf_counter()
+    prepared = ended if prepared is None else prepared
+    return row | {"prepare_seconds": prepared - started, "seconds": ended - prepared}
 
 
-def check_agreement(setting: Setting, case: cases.Case, agreed: dict[Any, str | None]) -> None:
-    """Run the row's comparison with the reference once; AssertionError if it failed, then too."""
+def prepare(context: Context, case: cases.Case, shape: Shape, agreed: Agreed, limit: float) -> None:
+    """Check the row and run it once, so that everything is compiled; each within the limit."""
+    with time_limit(limit):
+        check_agreement(context.setting, case, shape, agreed)
+    if not case.compiles:
+        run_once(context, case, shape, limit)
+
+
+def run_once(context: Context, case: cases.Case, shape: Shape, limit: float) -> None:
+    """Every call of the row, untimed."""
+    with time_limit(limit):
+        case.measure(replace(context, repeats=0, graph=False), shape)
+    release_memory()
+
+
+def measure(context: Context, case: cases.Case, shape: Shape) -> Numbers:
+    """The numbers of a row, with the repeats where they are fewer than asked for."""
+    if case.most_repeats is None or case.most_repeats >= context.repeats:
+        return case.measure(context, shape)
+    fewer = replace(context, repeats=case.most_repeats)
+    return case.measure(fewer, shape) | {"repeats": fewer.repeats}
+
+
+def check_agreement(setting: Setting, case: cases.Case, shape: Shape, agreed: Agreed) -> None:
+    """Make the row's comparisons with the reference, each once; AssertionError if one failed."""
     if case.agrees is None:
         return
-    if case.agrees not in agreed:
-        try:
-            case.agrees(setting)
-            agreed[case.agrees] = None
-        except Exception as error:
-            agreed[case.agrees] = first_line(error)
-    message = agreed[case.agrees]
-    if message is not None:
-        raise AssertionError(f"not timed, it differs from the reference: {message}")
+    for check in agreement.checks(setting, shape):
+        key = (case.agrees, *check)
+        if key not in agreed:
+            try:
+                case.agrees(*check)
+                agreed[key] = None
+            except AssertionError as error:
+                agreed[key] = first_line(error)
+        message = agreed[key]
+        if message is not None:
+            raise AssertionError(f"not timed, it differs from the reference: {message}")
 
 
 @contextmanager

@@ -1,4 +1,9 @@
-"""What must hold before a time means anything: every fast path equals the plain reference."""
+"""What must hold before a time means anything: every fast path equals the plain reference.
+
+Each check is made once in float32 at a small d_model, where the bound is tight, and once in the
+setting and with the batch of the row, so with its own plan and kernels (`checks`). Both are short
+in time: what a sweep does to a token does not depend on how many follow.
+"""
 
 import copy
 from dataclasses import replace
@@ -14,52 +19,65 @@ from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import scan_inputs
 
 FLOAT32 = 1e-4
-"""Relative 2-norm: rounding of float32 through twelve tokens of feedback, with a margin."""
+"""Relative 2-norm: rounding of float32 through TOKENS tokens of feedback, with a margin."""
 LOW = 0.02
 """Relative 2-norm in bfloat16, whose eight bits give 0.004 (measured on a CPU), with a margin."""
-SMALL = Shape(2, 12)
+SMALL, TOKENS = 64, 18
+"""d_model of the float32 check, and tokens of every check: one chunk of the sweep and a bit."""
 
 
-def direct_agrees(setting: Setting) -> None:
-    """The sweep with and without feedback, values and gradients."""
-    for options in ({}, {"feedback": ()}):
-        _layer_agrees(setting, Direct(), gradients=True, **options)
+def checks(setting: Setting, shape: Shape) -> tuple[tuple[Setting, Shape], ...]:
+    """At what the check of a row is made."""
+    small = replace(setting, m=min(SMALL, setting.m), precision="float32")
+    return (small, Shape(3, TOKENS)), (setting, Shape(shape.b, min(shape.t, TOKENS)))
 
 
-def jacobi_agrees(setting: Setting) -> None:
+def _tolerance(setting: Setting) -> float:
+    return FLOAT32 if setting.gemm_dtype == torch.float32 else LOW
+
+
+def direct_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
+    """The sweep, values and gradients."""
+    _layer_agrees(setting, shape, Direct(), gradients=True, **options)
+
+
+def linear_agrees(setting: Setting, shape: Shape) -> None:
+    """The sweep without feedback."""
+    direct_agrees(setting, shape, feedback=())
+
+
+def jacobi_agrees(setting: Setting, shape: Shape) -> None:
     """Exact after t steps, so its gradient, taken at the fixed point, is exact as well."""
-    cap = FixedCap(SMALL.t + 1)
-    _layer_agrees(setting, Jacobi(rtol=0.0, atol=0.0), gradients=True, max_steps=cap)
+    cap = FixedCap(shape.t + 1)
+    _layer_agrees(setting, shape, Jacobi(rtol=0.0, atol=0.0), gradients=True, max_steps=cap)
 
 
-def picard_agrees(setting: Setting) -> None:
+def picard_agrees(setting: Setting, shape: Shape) -> None:
     """Values only: its gradient in the benchmark is the biased one-step gradient."""
-    _layer_agrees(setting, Picard(rtol=1e-6), gradients=False, max_steps=FixedCap(400))
+    _layer_agrees(setting, shape, Picard(rtol=1e-6), gradients=False, max_steps=FixedCap(400))
 
 
-def scan_agrees(setting: Setting) -> None:
+def scan_agrees(setting: Setting, shape: Shape) -> None:
     """The scan alone."""
-    small = replace(setting, m=min(64, setting.m), precision="float32")
-    for sizes, tolerance in ((small, FLOAT32), (setting, LOW)):
-        torch.manual_seed(0)
-        inputs = scan_inputs(sizes, SMALL)
-        _, expected = _scan_results(inputs, "reference", torch.float32)
-        names, got = _scan_results(inputs, "auto", sizes.gemm_dtype)
-        for name, ours, theirs in zip(names, got, expected, strict=True):
-            _close(f"scan, {name}", ours, theirs, tolerance)
+    torch.manual_seed(0)
+    inputs = scan_inputs(setting, shape)
+    _, expected = _scan_results(inputs, "reference", torch.float32)
+    names, got = _scan_results(inputs, "auto", setting.gemm_dtype)
+    for name, ours, theirs in zip(names, got, expected, strict=True):
+        _close(f"scan, {name}", ours, theirs, _tolerance(setting))
 
 
-def step_agrees(setting: Setting) -> None:
-    """Token by token, by `step` and by `Decoder`, against one call."""
-    layer = setting.layer()
-    x = setting.randn(SMALL.b, SMALL.t, setting.m)
+def step_agrees(setting: Setting, shape: Shape) -> None:
+    """Token by token, by `step` and by `Decoder`, against one call, whatever t the row has."""
+    layer, tolerance = setting.layer(), _tolerance(setting)
+    x = setting.randn(shape.b, TOKENS, setting.m)
     with torch.inference_mode(), setting.autocast():
-        expected, state = layer(x), layer.init_state(SMALL.b)
-        decoder = Decoder(layer, SMALL.b)
-        for t in range(SMALL.t):
+        expected, state = layer(x), layer.init_state(shape.b)
+        decoder = Decoder(layer, shape.b)
+        for t in range(TOKENS):
             y_t, state = layer.step(x[:, t], state)
-            _close(f"step {t}", y_t, expected[:, t], LOW)
-            _close(f"decoder, token {t}", decoder(x[:, t]), expected[:, t], LOW)
+            _close(f"step {t}", y_t, expected[:, t], tolerance)
+            _close(f"decoder, token {t}", decoder(x[:, t]), expected[:, t], tolerance)
 
 
 def _scan_results(
@@ -74,20 +92,21 @@ def _scan_results(
     return ["y", "grad x", "grad Delta", "grad B", "grad C"], [y.detach(), *grads]
 
 
-def _layer_agrees(setting: Setting, solver: Solver, *, gradients: bool, **options: Any) -> None:
-    small = replace(setting, m=min(64, setting.m), precision="float32")
-    for sizes, tolerance in ((small, FLOAT32), (setting, LOW)):
-        layer = sizes.layer(solver=solver, **options)
-        reference = copy.deepcopy(layer).float()
-        reference.solver, reference.backend = Direct(), "reference"
-        torch.manual_seed(1)
-        x = sizes.randn(SMALL.b, SMALL.t, sizes.m)
-        with sizes.autocast():
-            got = _results(layer, x, gradients)
-        expected = _results(reference, x.float(), gradients)
-        for name, value in got.items():
-            bound = 2 * tolerance if name != "output" else tolerance
-            _close(f"{solver}, {sizes.precision}, {name}", value, expected[name], bound)
+def _layer_agrees(
+    setting: Setting, shape: Shape, solver: Solver, *, gradients: bool, **options: Any
+) -> None:
+    tolerance = _tolerance(setting)
+    layer = setting.layer(solver=solver, **options)
+    reference = copy.deepcopy(layer).float()
+    reference.solver, reference.backend = Direct(), "reference"
+    torch.manual_seed(1)
+    x = setting.randn(shape.b, shape.t, setting.m)
+    with setting.autocast():
+        got = _results(layer, x, gradients)
+    expected = _results(reference, x.float(), gradients)
+    for name, value in got.items():
+        bound = 2 * tolerance if name != "output" else tolerance
+        _close(f"{solver}, {setting.precision}, {name}", value, expected[name], bound)
 
 
 def _results(layer: Bedouin, x: Tensor, gradients: bool) -> dict[str, Tensor]:

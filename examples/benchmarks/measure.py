@@ -31,6 +31,7 @@ class Context:
     setting: Setting
     machine: Machine
     repeats: int
+    """Timed calls; 0: every call is made once and no time is taken (it is then NaN)."""
     graph: bool
 
 
@@ -51,18 +52,26 @@ class Subject:
     """Further numbers, read after the measurement."""
 
 
-def measure_subject(context: Context, subject: Subject) -> Numbers:
+def measure_subject(context: Context, make: Callable[[], Subject]) -> Numbers:
     """Forward (no_grad) and forward + backward (gradients of inputs and parameters) in ms."""
-    device, repeats = context.setting.device, context.repeats
-    calls = _Calls(context.setting, subject)
-    numbers: Numbers = {"peak_gib": peak_gib(lambda: calls.both(0), device)}
-    calls.fill_pool()
-    numbers["forward_ms"] = median_ms(calls.forward, device, repeats)
-    numbers["both_ms"] = median_ms(calls.both, device, repeats)
-    if context.graph and subject.has_graph and device.type == "cuda":
-        numbers |= _captured(context, calls)
+    subject = make()
+    numbers = _eager(context, subject)
+    if context.graph and subject.has_graph and context.setting.device.type == "cuda":
+        release_memory()
+        numbers |= _captured(context, make)
     numbers |= _achieved(context.machine, subject, numbers)
     return numbers | subject.observe()
+
+
+def _eager(context: Context, subject: Subject) -> Numbers:
+    device, repeats = context.setting.device, context.repeats
+    calls = _Calls(context.setting, subject)
+    numbers: Numbers = {"peak_gib": peak_gib(lambda: calls.both(0), device) if repeats else None}
+    if repeats:
+        calls.fill_pool()
+    numbers["forward_ms"] = median_ms(calls.forward, device, repeats)
+    numbers["both_ms"] = median_ms(calls.both, device, repeats)
+    return numbers
 
 
 class _Calls:
@@ -101,13 +110,23 @@ class _Calls:
         self.grads[0].copy_(self.grads[j])
 
 
-def _captured(context: Context, calls: _Calls) -> Numbers:
-    """Replays of the two calls; the inputs are refilled between replays, uncounted."""
+def _captured(context: Context, make: Callable[[], Subject]) -> Numbers:
+    """Replays of the two calls; the inputs are refilled between replays, uncounted.
+
+    Parameters and inputs are new, made and used on the stream of the capture alone: the node that
+    gathers the gradient of a leaf belongs to the stream of its first use, and a capture that meets
+    another stream fails.
+    """
     numbers: Numbers = {}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls = _Calls(context.setting, make())
+        calls.fill_pool()
+    stream.synchronize()
     pairs = (("graph_forward_ms", calls.forward), ("graph_both_ms", calls.both))
     for name, call in pairs:
         try:
-            graph = capture(partial(call, 0))
+            graph = capture(partial(call, 0), stream)
         except (RuntimeError, ValueError) as error:
             # the eager numbers stand; the row says why these are missing
             numbers[name + "_failed"] = first_line(error)

@@ -26,7 +26,7 @@ FORWARD_ONLY = {"both_gb_per_s": "forward_gb_per_s", "both_floor_share": "forwar
 EXTRA = (
     *("us_a_layer", "us_a_layer_in_a_stack", "decoder_us", "decoder_us_in_a_stack", "floor_us"),
     *("times_floor", "forward_eager_ms"),
-    *("graph_breaks", "residual", "graph_forward_ms_failed", "graph_both_ms_failed"),
+    *("repeats", "graph_breaks", "residual", "graph_forward_ms_failed", "graph_both_ms_failed"),
 )
 
 
@@ -48,6 +48,8 @@ def note(row: Row) -> str:
         return f"{row['status']}: {row['reason']}"
     numbers = row["numbers"]
     found = [f"{key} {_short(numbers[key])}" for key in EXTRA if key in numbers]
+    if row.get("prepare_seconds", 0) >= 1:
+        found.append(f"prepared in {row['prepare_seconds']:.0f} s")
     return ", ".join(found)
 
 

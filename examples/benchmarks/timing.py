@@ -1,6 +1,7 @@
 """Medians of CUDA events (of the clock on a CPU), CUDA-graph capture, peak memory, floors."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -58,7 +59,13 @@ def median_ms(
     repeats: int,
     before: Callable[[int], object] | None = None,
 ) -> float:
-    """Median time of call(i) over i < repeats after a warm-up; before(i) is not counted."""
+    """Median time of call(i) over i < repeats after a warm-up; before(i) is not counted.
+
+    With 0 repeats there is one call, and NaN.
+    """
+    if repeats == 0:
+        call(0)
+        return math.nan
     for i in range(WARMUP):
         if before is not None:
             before(i)
@@ -90,16 +97,18 @@ def _clocked(
     return 1e3 * (time.perf_counter() - started)
 
 
-def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The CUDA graph of one call, after a few on a side stream; what it returns is dropped."""
-    side = torch.cuda.Stream()
+def capture(
+    call: Callable[[], object], stream: torch.cuda.Stream | None = None
+) -> torch.cuda.CUDAGraph:
+    """The CUDA graph of one call, after a few, all on one side stream; its result is dropped."""
+    side = torch.cuda.Stream() if stream is None else stream
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(CAPTURE_WARMUP):
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         call()
     return graph
 

@@ -25,8 +25,7 @@ from bedouin.kernels.direct.triton_small import (
     upper_times,
     wy_upper,
 )
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from bedouin.kernels.scan.triton_segments import build_decay, load_exponent
 
 
 @triton.jit
@@ -173,7 +172,7 @@ def _load_vector(
         return tl.where(states < end, 1.0, 0.0).to(ACC)
 
 
-@triton.jit(do_not_specialize=["batch", "T", "column_stride"])
+@triton.jit(do_not_specialize=["batch", "T", "zero"])
 def scan_kernel(
     mixed_ptr,  # (b t, d)
     raw_ptr,  # (b t, r)
@@ -192,7 +191,7 @@ def scan_kernel(
     r,
     d,
     n,
-    column_stride,
+    zero,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
@@ -205,6 +204,7 @@ def scan_kernel(
     DAMPING: tl.constexpr,
     EXACT: tl.constexpr,
     UNROLL: tl.constexpr,
+    FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
     blocks = tl.cdiv(d, BLOCK_D)
@@ -213,11 +213,12 @@ def scan_kernel(
     channels = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     states = tl.arange(0, BLOCK_N)
     in_d = channels < d
-    # column_stride is 1: where the compiler knows, it gives four channels and few states to a
-    # thread, and every sum over states becomes an exchange between threads
-    cells = states[:, None] * d + channels[None, :] * column_stride
+    # Neighbours in memory belong to neighbouring threads. `zero`, of which the compiler knows no
+    # alignment, keeps it from giving a thread four of them: then a thread would hold few states of
+    # several channels, and every sum over states would be an exchange between threads.
+    cells = states[:, None] * d + channels[None, :] + zero
     in_cells = (states < n)[:, None] & in_d[None, :]
-    A = tl.load(A_ptr + cells, mask=in_cells, other=0.0) * LOG2_E
+    A_log2 = load_exponent(A_ptr + cells, in_cells, ACC)
     h = tl.load(h0_ptr + sample * n * d + cells, mask=in_cells, other=0.0)
     kept = tl.load(kept_ptr + sample)
     token = sample * T
@@ -256,9 +257,7 @@ def scan_kernel(
             y_next = tl.load(y_ptr, mask=in_d, other=0.0)
 
         delta = activate(raw, ACTIVATION)
-        decay = tl.exp2(A * delta[None, :])
-        if FULL:
-            decay = 2 * decay - 1
+        decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
         h *= decay
         if EXCLUSIVE:
             p = tl.sum(h * C[:, None], axis=0)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.iteration.triton_kernels import (
@@ -132,7 +133,7 @@ def scan(it: "FusedIteration") -> None:
     scan_kernel[(g.b * triton.cdiv(g.d, g.block_d),)](
         *(it.mixed, i.raw, it.fed_back, it.BC, i.A, i.h0, it.y, it.kept),
         *(it.y_next, it.gain, it.parts),
-        *(g.b, g.t, g.raw_stride, g.r, g.d, g.n, 1),
+        *(g.b, g.t, g.raw_stride, g.r, g.d, g.n, 0),
         BLOCK_D=g.block_d,
         BLOCK_N=block_n,
         EXCLUSIVE=g.jacobi,
@@ -145,6 +146,7 @@ def scan(it: "FusedIteration") -> None:
         DAMPING=g.rule.damping,
         EXACT=block_n == g.n,
         UNROLL=UNROLL,
+        FAST=g.dtype == torch.float32 and not interpreter_is_on(),
         ACC=g.accumulator,
         num_warps=max(1, min(8, g.block_d * block_n // TILE)),
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_under_autocast_the_layer_is_timed_too(tmp_path: Path) -> None:
 def test_a_failing_row_is_reported_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(setting: Setting) -> None:
+    def broken(setting: Setting, shape: Shape) -> None:
         raise AssertionError("output: relative error 1")
 
     rows = list(cases.CASES)
@@ -72,6 +73,73 @@ def test_no_row_starts_after_the_budget(tmp_path: Path) -> None:
     assert bench.main(toy(tmp_path, quick=True, budget=0.0)) == 0
     found = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert {row["status"] for row in found} == {"skipped"}
+
+
+def test_preparing_a_row_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    context = bench.make_context(toy(tmp_path))
+    shape = Shape(2, 4)
+
+    def compile_slowly(setting: Setting, shape: Shape) -> None:
+        time.sleep(0.2)
+
+    case = dataclasses.replace(cases.CASES[0], agrees=compile_slowly)
+    case = dataclasses.replace(case, measure=lambda context, shape: {"forward_ms": 1.0})
+    row = bench.run_row(context, case, shape, {}, bench.Limits(prepare=60, row=0.1, left=0.1))
+    assert row["status"] == "measured"
+    assert row["prepare_seconds"] >= 0.4  # two checks
+    row = bench.run_row(context, case, shape, {}, bench.Limits(prepare=0.1, row=60, left=60))
+    assert row["status"] == "failed" and row["reason"].startswith("TimeoutError: gave up")
+
+
+def test_warm_runs_every_row_once_and_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[int, bool]] = []
+    direct = cases.CASES[0]
+
+    def measure(context: Context, shape: Shape) -> Numbers:
+        seen.append((context.repeats, context.graph))
+        return direct.measure(context, shape)
+
+    watched = dataclasses.replace(direct, measure=measure)
+    monkeypatch.setattr(cases, "CASES", (watched, *cases.CASES[1:]))
+    assert bench.main(toy(tmp_path, rows=("direct", "decode"), warm=True)) == 0
+    assert seen == [(0, False)]
+    captured = capsys.readouterr()
+    assert not captured.out and not captured.err and not (tmp_path / "r.json").exists()
+
+
+def test_warm_reports_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(context: Context, shape: Shape) -> Numbers:
+        raise RuntimeError("no such kernel")
+
+    first = dataclasses.replace(cases.CASES[0], measure=broken)
+    monkeypatch.setattr(cases, "CASES", (first, *cases.CASES[1:]))
+    assert bench.main(toy(tmp_path, rows=("direct",), warm=True)) == 1
+    assert "direct 2x4: RuntimeError: no such kernel" in capsys.readouterr().err
+
+
+def test_a_row_with_fewer_repeats_says_so(tmp_path: Path) -> None:
+    context = bench.make_context(toy(tmp_path, repeats=4))
+    case = dataclasses.replace(
+        cases.CASES[0], agrees=None, measure=lambda context, shape: {"asked": context.repeats}
+    )
+    few = dataclasses.replace(case, most_repeats=3)
+    assert bench.measure(context, few, Shape(2, 4)) == {"asked": 3, "repeats": 3}
+    assert bench.measure(context, case, Shape(2, 4)) == {"asked": 4}
+    note = table.note({"status": "measured", "numbers": {"repeats": 3}, "prepare_seconds": 12.3})
+    assert note == "repeats 3, prepared in 12 s"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["direct", "direct-no-feedback", "scan", "jacobi"])
+def test_forward_and_backward_are_captured(name: str, tmp_path: Path) -> None:
+    config = toy(tmp_path, rows=(name,), device="cuda", precision="bf16")
+    assert bench.main(config) == 0
+    numbers = json.loads((tmp_path / "r.json").read_text())["rows"][0]["numbers"]
+    assert numbers["graph_forward_ms"] > 0 and numbers["graph_both_ms"] > 0
 
 
 def test_a_row_is_given_up_after_its_limit() -> None:
@@ -93,7 +161,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 
 def test_agreement_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(CPU, "float32", m=8, n=2, k=2)
-    agreement.direct_agrees(setting)
+    agreement.direct_agrees(setting, Shape(2, 12))
     true = Bedouin.forward
 
     def wrong(self: Any, x: torch.Tensor, *rest: Any) -> Any:
@@ -101,7 +169,7 @@ def test_agreement_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Bedouin, "forward", wrong)
     with pytest.raises(AssertionError, match="output: relative error"):
-        agreement.direct_agrees(setting)
+        agreement.direct_agrees(setting, Shape(2, 12))
 
 
 def test_floor_is_the_larger_of_memory_and_products() -> None:
