@@ -17,8 +17,8 @@ from bedouin.kernels.once import refuse_second_derivative
 CHUNK = 16
 """Tokens between two kept h: the backward's workspace is this many (b, d, n) tensors."""
 
-WORKSPACE = 2**20
-"""Elements of h of all samples from which on a chunk of the Triton sweep is half as long."""
+WORKSPACE = 2**23
+"""Most elements of h (32 MB in float32) that the Triton sweep's backward holds for a chunk."""
 
 
 class _DirectSweep(torch.autograd.Function):
@@ -107,8 +107,9 @@ def direct_sweep(
 
 
 def _chunk(x: Tensor, A: Tensor) -> int:
-    """Tokens between two kept h in Triton: fewer where the workspace would pass 64 MB (float32)."""
-    return CHUNK if x.shape[0] * A.numel() <= WORKSPACE else CHUNK // 2
+    """Tokens between two kept h in Triton: fewer than CHUNK, but 4, where WORKSPACE would not do."""
+    fit = (chunk for chunk in (CHUNK, CHUNK // 2) if chunk * x.shape[0] * A.numel() <= WORKSPACE)
+    return next(fit, CHUNK // 4)
 
 
 def _shift(y: Tensor, y0: Tensor) -> Tensor:

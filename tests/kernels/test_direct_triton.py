@@ -205,8 +205,8 @@ def test_a_reverse_sweep_in_a_launch_a_chunk(
 ) -> None:
     monkeypatch.setattr("bedouin.kernels.direct.triton_launch.TOGETHER", 0)
     monkeypatch.setattr("bedouin.kernels.direct.autograd.WORKSPACE", 0)
-    # chunks of 8 tokens
-    _assert_like_the_plain_sweep(Setting(b=2, t=19, feedback=feedback))
+    # chunks of 4 tokens
+    _assert_like_the_plain_sweep(Setting(b=2, t=11, feedback=feedback))
 
 
 @needs_triton
