@@ -29,6 +29,15 @@ def test_solve_example_runs() -> None:
     assert names["solution"].result.message == "every sample converged"
 
 
+def test_decoding_example_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(_blocks()[0], names)
+    names["layer"].requires_grad_(False)
+    exec(_blocks()[2], names)
+    assert names["x_t"].shape == (1, 64)
+    assert names["state"].y.shape == (1, 128)
+
+
 def test_table_of_parameterizations_is_that_of_the_raw_results() -> None:
     rows = json.loads((RESULTS / "a5_parameterizations.json").read_text())["rows"]
     for row in rows:
