@@ -14,6 +14,9 @@ from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, find_fixed_point
 
+# dynamo itself makes an instance of torch.autograd.Function where it traces a class below it
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
