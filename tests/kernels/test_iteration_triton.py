@@ -212,7 +212,7 @@ def test_precisions(low: torch.dtype | None, method: type[Any]) -> None:
 @pytest.mark.parametrize(
     "solver",
     [
-        Picard(0.05, 1e-6),
+        Picard(0.1, 1e-6),
         Picard(0.1, 1e-6, damping=0.6),
         Picard(0.2, 0.0, stop_rule="paper"),
         Jacobi(0.2, 1e-6),
@@ -220,7 +220,7 @@ def test_precisions(low: torch.dtype | None, method: type[Any]) -> None:
     ids=["plain", "damped", "paper", "jacobi"],
 )
 def test_samples_that_converge_at_different_steps(solver: IterativeSolver) -> None:
-    setting = Setting(b=3, t=4, feedback=0.6)
+    setting = Setting(b=3, t=4, layout=RawLayout("softplus", True, 1, 1.0), feedback=0.6)
     inputs = setting.inputs()
     inputs.x.mul_(torch.tensor([0.01, 1.0, 4.0], device=DEVICE)[:, None, None])
     inputs.raw[0].mul_(0.1)
@@ -266,7 +266,7 @@ def test_steps_after_convergence_change_nothing(solver: IterativeSolver, fused: 
 def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
     solver: IterativeSolver,
 ) -> None:
-    setting = Setting(t=4)
+    setting = Setting(t=4, layout=RawLayout("softplus", True, 1, 1.0))
     inputs = setting.inputs()
     clean = run(setting, solver, "triton", 12, inputs)
     raw = inputs.raw.clone()
@@ -296,8 +296,8 @@ def test_operands_need_not_be_contiguous() -> None:
 
 @needs_triton
 def test_runs_repeat_to_the_bit() -> None:
-    setting = Setting(dtype=torch.float32, t=4)
-    first, second = (run(setting, Jacobi(1e-2), "triton", 8) for _ in range(2))
+    setting = Setting(dtype=torch.float32)
+    first, second = (run(setting, Jacobi(1e-2), "triton", 3) for _ in range(2))
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.stats.residual, second.stats.residual)
 
