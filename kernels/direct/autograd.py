@@ -107,7 +107,7 @@ def direct_sweep(
 
 
 def _chunk(x: Tensor, A: Tensor) -> int:
-    """Tokens between two kept h in Triton: fewer than CHUNK, but 4, where WORKSPACE would not do."""
+    """Tokens between two kept h in Triton: down to 4, so that WORKSPACE will do."""
     fit = (chunk for chunk in (CHUNK, CHUNK // 2) if chunk * x.shape[0] * A.numel() <= WORKSPACE)
     return next(fit, CHUNK // 4)
 
