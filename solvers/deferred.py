@@ -33,10 +33,10 @@ class DeferredWarning:
         """Start to copy the outcome (on a CUDA device) to the host."""
         if self._pending is not None:
             return
-        all_converged = stats.converged.all().to("cpu", non_blocking=True)
+        converged = stats.converged.to("cpu", non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending = all_converged, event, stats, subject
+        self._pending = converged, event, stats, subject
 
     def flush(self) -> None:
         """Warn about the scheduled outcome if it has arrived; under torch.compile do nothing."""
@@ -44,8 +44,8 @@ class DeferredWarning:
             return  # a graph that asks would be compiled anew with every change of the answer
         if self._pending is None or not self._pending[1].query():
             return
-        all_converged, _, stats, subject = self._pending
+        converged, _, stats, subject = self._pending
         self._pending = None
-        if not bool(all_converged):
+        if not bool(converged.all()):
             message = describe(stats, read_result(stats), f"{subject} (an earlier call)")
             warnings.warn(message, ConvergenceWarning, stacklevel=4)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bedouin.kernels.direct import ROUNDING, Sweep
 from bedouin.solvers.base import (
     Map,
     Solver,
@@ -24,11 +25,6 @@ from bedouin.solvers.solution import (
     read_result,
     relative_residual,
 )
-
-ROUNDING = 1e4
-"""`converged` after a sweep: defect_t <= ROUNDING eps times the largest of the terms that F(y)_s
-sums, s <= t. Woodbury with a pivoted k x k system is backward stable; sums over d channels and the
-growth factor of the elimination leave three digits or so."""
 
 
 @strict_options
@@ -54,13 +50,18 @@ class Direct(Solver):
         swept = f.sweep(unroll, cell)
         if y0.numel() == 0:
             return Solution(swept.y, empty_stats(y0), Result.converged)
-        residual = relative_residual(swept.defect, swept.scale)
-        converged = self._within_rounding(swept)
+        residual, converged = self._judge(swept)
         steps = torch.ones_like(residual, dtype=torch.int64)
         stats = SolveStats(steps, residual, converged, swept.pivot, cell)
         # a look at a GPU would stop the host once a layer: the caller may look later
         readable = can_read_device(residual) and not residual.is_cuda
         return Solution(swept.y, stats, read_result(stats) if readable else Result.unknown)
+
+    def _judge(self, swept: SweepResult) -> tuple[Tensor, Tensor]:
+        """The residual, and whether rounding explains it, (b,) each."""
+        if isinstance(swept, Sweep) and swept.residual is not None and swept.converged is not None:
+            return swept.residual, swept.converged
+        return relative_residual(swept.defect, swept.scale), self._within_rounding(swept)
 
     def _within_rounding(self, swept: SweepResult) -> Tensor:
         """(b,): finite, and every defect explained by rounding."""

@@ -4,6 +4,7 @@ Letters: b batch, t tokens of a sample.
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -44,7 +45,22 @@ class BackwardStats:
     """The cell that an adjoint fills when it has run its own solve."""
 
     def __init__(self) -> None:
-        self.stats: SolveStats | None = None
+        self._stats: SolveStats | None = None
+        self._pending: Callable[[], SolveStats] | None = None
+
+    @property
+    def stats(self) -> "SolveStats | None":
+        if self._pending is not None:
+            self.stats = self._pending()
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: "SolveStats") -> None:
+        self._stats, self._pending = stats, None
+
+    def defer(self, compute: Callable[[], "SolveStats"]) -> None:
+        """Statistics that are computed when somebody asks for them."""
+        self._pending = compute
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from bedouin.kernels.direct.local import (
     solve_local_transposed,
 )
 from bedouin.kernels.direct.reference import (
+    ROUNDING,
     Activation,
     Coefficients,
     RawLayout,
@@ -17,10 +18,12 @@ from bedouin.kernels.direct.reference import (
     direct_sweep_reference,
     input_gain,
     project_feedback,
+    start_tensors,
     write_memory,
 )
 
 __all__ = [
+    "ROUNDING",
     "Activation",
     "Coefficients",
     "LocalFactors",
@@ -35,5 +38,6 @@ __all__ = [
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",
+    "start_tensors",
     "write_memory",
 ]

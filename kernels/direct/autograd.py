@@ -9,7 +9,12 @@ from torch.autograd.function import FunctionCtx
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.forward import forward_sweep, remember
 from bedouin.kernels.direct.fused import choose_sweep
-from bedouin.kernels.direct.reference import Sweep, SweepOptions, project_feedback
+from bedouin.kernels.direct.reference import (
+    Sweep,
+    SweepOptions,
+    project_feedback,
+    start_tensors,
+)
 from bedouin.kernels.direct.registered import direct_sweep_triton
 from bedouin.kernels.direct.reverse import Inputs, ReportBackward, reverse_sweep
 from bedouin.kernels.once import refuse_second_derivative
@@ -48,7 +53,7 @@ class _DirectSweep(torch.autograd.Function):
             norm, pivot = x.new_zeros(x.shape[:2]), x.new_zeros(x.shape[:1])
             sweep = Sweep(y_star.clone(), h, norm, norm, norm, pivot)
         checkpoints = torch.stack(kept, 1) if kept else h0.mT.unsqueeze(1)[:, :0]
-        y, h, *statistics = sweep
+        y, h, *statistics = sweep[:6]
         return y, h.clone(), checkpoints, *statistics
 
     @staticmethod
@@ -79,8 +84,8 @@ def direct_sweep(
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
-    h0: Tensor,
-    y0: Tensor,
+    h0: Tensor | None,
+    y0: Tensor | None,
     bind_parameters: tuple[Tensor, ...],
     options: SweepOptions,
     *,
@@ -88,7 +93,8 @@ def direct_sweep(
     report: ReportBackward | None = None,
     backend: Backend = "auto",
 ) -> Sweep:
-    """The exact fixed point with the exact implicit gradient; shapes as `direct_sweep_reference`.
+    """The exact fixed point with the exact implicit gradient; shapes as `direct_sweep_reference`,
+    h0 and y0 None for zeros.
 
     With `y_star`, a fixed point found elsewhere, nothing is solved: the result is y_star with that
     gradient (the statistics are then zero). `report` gets defect and scale of the adjoint equation,
@@ -100,6 +106,7 @@ def direct_sweep(
     if choose_sweep(backend, x, raw, A, bind_parameters, options) == "triton":
         return direct_sweep_triton(x, raw, W_y, A, h0, y0, options, _chunk(x, A), y_star, report)
     x, raw = x.to(A.dtype), raw.to(A.dtype)
+    h0, y0 = start_tensors(h0, y0, x, A)
     y, h, _, *statistics = _DirectSweep.apply(
         options, report, y_star, x, raw, W_y, A, h0, y0, *bind_parameters
     )  # type: ignore[no-untyped-call]

@@ -105,8 +105,8 @@ def fused_sweep(
     raw: Tensor,  # (b, t, r)
     W_y: Tensor | None,  # (r, d)
     A: Tensor,  # (d, n)
-    h0: Tensor,  # (b, d, n)
-    y0: Tensor,  # (b, d)
+    h0: Tensor | None,  # (b, d, n); None: zeros
+    y0: Tensor | None,  # (b, d); None: zeros
     options: SweepOptions,
     keep_every: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -120,33 +120,44 @@ def fused_sweep(
     (b, t_end, d), n = x.shape, A.shape[1]
     state: dict[str, Any] = {"dtype": A.dtype, "device": x.device}
     kept = torch.empty(b, -(-t_end // keep_every), n, d, **state)
-    statistics = torch.zeros(4, b, t_end, **state)
-    h = h0.mT.clone(memory_format=torch.contiguous_format)
+    statistics = torch.empty(4, b, t_end, **state)
+    h = _first_memory(h0, b, A)
     y = torch.empty(b, t_end, d, **state)
-    normed = _first_normed(y0, W_y, t_end, options)
+    normed = _first_normed(y0, W_y, (b, t_end, d), options)
     if b and t_end:
         buffers = SweepBuffers(
-            _rows(x), _rows(raw), W_y, _exponents(A), h, kept, y, normed, statistics
+            *(_rows(x), _rows(raw), W_y, _exponents(A), h, kept, y),
+            *(y if normed is None else normed, statistics),
         )
         launch_sweep(buffers, options, keep_every)
-    return y, h.mT, _before(normed, W_y, t_end), kept, statistics
+    return y, h.mT, _before(normed, y), kept, statistics
 
 
-def _first_normed(y0: Tensor, W_y: Tensor | None, t_end: int, options: SweepOptions) -> Tensor:
-    """(b, t + 1, d), in the dtype of W^y, with norm(y0) at the first token; (b, 1, d) without."""
-    first = normalize_feedback(y0, options.feedback_norm_eps)
+def _first_memory(h0: Tensor | None, b: int, A: Tensor) -> Tensor:
+    """(b, n, d), fresh memory."""
+    if h0 is None:
+        return A.new_zeros(b, A.shape[1], A.shape[0])
+    return h0.mT.clone(memory_format=torch.contiguous_format)
+
+
+def _first_normed(
+    y0: Tensor | None, W_y: Tensor | None, shape: tuple[int, int, int], options: SweepOptions
+) -> Tensor | None:
+    """(b, t + 1, d), in the dtype of W^y, with norm(y0) at the first token; None without."""
     if W_y is None:
-        return first.unsqueeze(1)
-    normed = W_y.new_empty(y0.shape[0], t_end + 1, y0.shape[1])
-    normed[:, 0] = first
+        return None
+    b, t_end, d = shape
+    normed = W_y.new_empty(b, t_end + 1, d)
+    if y0 is None:
+        normed[:, 0].zero_()
+    else:
+        normed[:, 0] = normalize_feedback(y0, options.feedback_norm_eps)
     return normed
 
 
-def _before(normed: Tensor, W_y: Tensor | None, t_end: int) -> Tensor:
-    """What the feedback of each token sees: nothing without feedback."""
-    return (
-        normed.new_empty(normed.shape[0], 0, normed.shape[2]) if W_y is None else normed[:, :t_end]
-    )
+def _before(normed: Tensor | None, y: Tensor) -> Tensor:
+    """What the feedback of each token sees (b, t, d): nothing (b, 0, d) without feedback."""
+    return y.new_empty(y.shape[0], 0, y.shape[2]) if normed is None else normed[:, :-1]
 
 
 def padding(r: int) -> int:
@@ -154,14 +165,16 @@ def padding(r: int) -> int:
     return -r % ALIGNMENT
 
 
-def pad_rows(W: Tensor) -> Tensor:
-    """W^y (r, d) with `padding(r)` zero rows."""
-    return torch.nn.functional.pad(W, (0, 0, 0, padding(W.shape[0])))
+def _transposed(W: Tensor) -> Tensor:
+    """(d, r or more), whole: W^y (r, d) transposed, with `padding(r)` columns of zeros."""
+    zeros = padding(W.shape[0])
+    return torch.nn.functional.pad(W.mT, (0, zeros)) if zeros else W.mT.contiguous()
 
 
 def _exponents(A: Tensor) -> Tensor:
     """log2(e) A (n, d): the decay is 2 to that times Delta."""
-    return (A.mT * math.log2(math.e)).contiguous()
+    exponents = A.new_empty(A.shape[1], A.shape[0])
+    return torch.mul(A.mT, math.log2(math.e), out=exponents)
 
 
 def _rows(v: Tensor) -> Tensor:
@@ -169,12 +182,20 @@ def _rows(v: Tensor) -> Tensor:
     return v if v.stride(-1) == 1 else v.contiguous()
 
 
-def smallest_pivots(pivots: Tensor) -> Tensor:
-    """(b,), of all tokens (b, t)."""
-    if not pivots.shape[1]:
-        return pivots.new_full(pivots.shape[:1], torch.inf)
-    # NaN after a singular token must not hide its pivot
-    return pivots.nan_to_num(nan=torch.inf).amin(1)
+def summarize(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """Residual and smallest pivot of the samples (2, b), and whether they converged (b,), from the
+    statistics (4, b, t) of a sweep; as `relative_residual` and `Direct` define them."""
+    _, b, t_end = statistics.shape
+    summary = statistics.new_empty(2, b)
+    converged = torch.empty(b, dtype=torch.bool, device=statistics.device)
+    if not t_end:
+        summary[0], summary[1] = 0.0, math.inf
+        converged.fill_(True)
+    elif b:
+        from bedouin.kernels.direct.triton_summary import launch_summary
+
+        launch_summary(statistics, summary, converged)
+    return summary, converged
 
 
 def fused_memory(
@@ -183,8 +204,8 @@ def fused_memory(
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
-    h0: Tensor,
-    y0: Tensor,
+    h0: Tensor | None,
+    y0: Tensor | None,
     options: SweepOptions,
     keep_every: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,21 +214,21 @@ def fused_memory(
 
     (b, t_end, d), n = x.shape, A.shape[1]
     kept = A.new_empty(b, -(-t_end // keep_every), n, d)
-    h = h0.mT.clone(memory_format=torch.contiguous_format)
-    normed = _first_normed(y0, W_y, t_end, options)
-    if W_y is not None:
+    h = _first_memory(h0, b, A)
+    normed = _first_normed(y0, W_y, (b, t_end, d), options)
+    if normed is not None:
         normed[:, 1:] = normalize_feedback(y, options.feedback_norm_eps)
-    normed = _before(normed, W_y, t_end)
+    before = _before(normed, y)
     if b and t_end:
-        fed = None if W_y is None else normed @ pad_rows(W_y).mT
+        fed = None if W_y is None else before @ _transposed(W_y)
         known = KnownBuffers(_rows(x), y.contiguous(), _rows(raw), fed, _exponents(A), kept)
         launch_memory(known, h, options, keep_every)
-    return h.mT, normed, kept
+    return h.mT, before, kept
 
 
 def fused_reverse(
     grad_y: Tensor,  # (b, t, d)
-    grad_h: Tensor,  # (b, d, n)
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
     kept: Tensor,  # (b, ceil(t / keep_every), n, d)
     normed: Tensor,  # (b, t, d), norm(y_{t-1})
     keep_every: int,
@@ -216,39 +237,53 @@ def fused_reverse(
     raw: Tensor,  # (b, t, r)
     W_y: Tensor | None,
     A: Tensor,  # (d, n)
-    y0: Tensor,  # (b, d)
+    y0: Tensor | None,  # (b, d); None: its gradient is not wanted
     options: SweepOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`reverse_sweep`: gradients of x, raw, W_y (empty without feedback), A, h0 and y0, and the
-    statistics (2, b, t) of the adjoint equation: defect and scale.
+    """`reverse_sweep`: gradients of x, raw, W_y (empty without feedback), A, h0 and y0 (empty if
+    not wanted), and the statistics (2, b, t) of the adjoint equation: defect and scale.
 
     A chunk of tokens is replayed from the memory kept before it, into a workspace of keep_every
     memories, then taken back.
     """
     from bedouin.kernels.direct.triton_launch import launch_reverse
 
-    (b, t_end, d), n = x.shape, A.shape[1]
-    A_rows = _exponents(A)
-    H = (torch.zeros_like(A_rows).expand(b, n, d) + grad_h.mT).contiguous()
+    (b, t_end, d), r = x.shape, raw.shape[2]
+    H, grad_A = _first_cotangents(grad_h, b, A)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    grad_A = A_rows.new_zeros(b, n, d)
-    statistics = A.new_zeros(2, b, t_end)
-    fed = None if W_y is None else normed @ pad_rows(W_y).mT
-    # a token's feedback is read before its cotangent is written: one memory for both
-    if fed is None:
-        grad_raw = raw.new_empty(raw.shape)
-    else:
+    statistics = A.new_empty(2, b, t_end)
+    W, rows = None, normed.reshape(-1, d)
+    grad_raw, fed = raw.new_empty(raw.shape), None
+    if W_y is not None:
+        W = _transposed(W_y)
+        fed = (rows @ W).unflatten(0, (b, t_end))
+        # a token's feedback is read before its cotangent is written: one memory for both
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     pulled = None
     if b and t_end:
-        known = KnownBuffers(_rows(x), y, _rows(raw), fed, A_rows, kept)
+        known = KnownBuffers(_rows(x), y, _rows(raw), fed, _exponents(A), kept)
         grads = GradBuffers(_rows(grad_y), H, grad_x, grad_raw, grad_A, statistics)
-        pulled = launch_reverse(known, grads, W_y, options, keep_every)
-    grad_y0 = torch.zeros_like(y0)
-    if pulled is not None:
-        grad_y0 = feedback_vjp(pulled.sum(0), y0, options)
+        pulled = launch_reverse(known, grads, W, options, keep_every)
+    grad_y0 = _start_cotangent(pulled, y0, A, options)
     grad_W_y = A.new_empty(0)
     if W_y is not None:
-        grad_W_y = grad_raw.to(W_y.dtype).flatten(0, 1).mT @ normed.flatten(0, 1)
-        grad_raw, grad_W_y = grad_raw[..., : raw.shape[-1]], grad_W_y[: W_y.shape[0]]
-    return grad_x, grad_raw, grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0, statistics
+        grad_W_y = (grad_raw.to(W_y.dtype).flatten(0, 1).mT @ rows)[:r]
+    return grad_x, grad_raw[..., :r], grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0, statistics
+
+
+def _first_cotangents(grad_h: Tensor | None, b: int, A: Tensor) -> tuple[Tensor, Tensor]:
+    """That of the last h, and zeros for the parts of that of A: (b, n, d) each."""
+    d, n = A.shape
+    if grad_h is None:
+        H, grad_A = A.new_zeros(2, b, n, d).unbind()
+        return H, grad_A
+    return grad_h.mT.clone(memory_format=torch.contiguous_format), A.new_zeros(b, n, d)
+
+
+def _start_cotangent(
+    pulled: Tensor | None, y0: Tensor | None, A: Tensor, options: SweepOptions
+) -> Tensor:
+    """That of y0 (b, d) from the parts (splits, b, d) of that of norm(y0); (0, d) for None."""
+    if y0 is None:
+        return A.new_empty(0, A.shape[0])
+    return torch.zeros_like(y0) if pulled is None else feedback_vjp(pulled.sum(0), y0, options)

@@ -22,6 +22,11 @@ from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_loc
 from bedouin.kernels.householder import apply_complement
 from bedouin.kernels.scan import Eigenvalues, InputScale, contract, discretize
 
+ROUNDING = 1e4
+"""A sweep has converged where defect_t <= ROUNDING eps times the largest of the terms that F(y)_s
+sums, s <= t. Woodbury with a pivoted k x k system is backward stable; sums over d channels and the
+growth factor of the elimination leave three digits or so."""
+
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
 
 
@@ -79,6 +84,17 @@ class Sweep(NamedTuple):
     scale: Tensor  # (b, t), detached
     magnitude: Tensor  # (b, t), detached
     pivot: Tensor  # (b,), smallest pivot of the sample's local systems, detached
+    residual: Tensor | None = None  # (b,), of SolveStats, where the kernels have reduced it
+    converged: Tensor | None = None  # (b,), likewise
+
+
+def start_tensors(
+    h0: Tensor | None, y0: Tensor | None, x: Tensor, A: Tensor
+) -> tuple[Tensor, Tensor]:
+    """h0 (b, d, n) and y0 (b, d), zeros for None, for x (b, t, d) and A (d, n)."""
+    b = x.shape[0]
+    h0 = A.new_zeros(b, *A.shape) if h0 is None else h0
+    return h0, A.new_zeros(b, A.shape[0]) if y0 is None else y0
 
 
 def normalize_feedback(y: Tensor, eps: float | None) -> Tensor:

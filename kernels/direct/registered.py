@@ -17,16 +17,18 @@ from bedouin.kernels.direct.fused import (
     fused_reverse,
     fused_sweep,
     padding,
-    smallest_pivots,
+    summarize,
 )
 from bedouin.kernels.direct.reference import Activation, RawLayout, Sweep, SweepOptions
 from bedouin.kernels.direct.reverse import ReportBackward
 from bedouin.kernels.once import refuse_second_derivative
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
-Solved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""y (b, t, d), last h (b, d, n), norm(y_{t-1}) (b, t, d), kept h (b, slots, n, d), statistics
-(4, b, t)."""
+Known = tuple[Tensor, Tensor, Tensor, Tensor]
+"""y (b, t, d), last h (b, d, n), norm(y_{t-1}) (b, t, d), kept h (b, slots, n, d)."""
+
+Solved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The same, the statistics (4, b, t), and residual and pivot (2, b) and converged (b,) of them."""
 
 Pulled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
@@ -38,8 +40,8 @@ def _sweep(
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
-    h0: Tensor,
-    y0: Tensor,
+    h0: Tensor | None,
+    y0: Tensor | None,
     activation: str,
     selective: bool,
     num_householder: int,
@@ -51,7 +53,9 @@ def _sweep(
 ) -> Solved:
     layout = _layout(activation, selective, num_householder, beta_max)
     options = _options(layout, input_scale, eigenvalues, norm_eps)
-    return fused_sweep(x, raw, W_y, A, h0, y0, options, keep_every)
+    *solved, statistics = fused_sweep(x, raw, W_y, A, h0, y0, options, keep_every)
+    y, h, normed, kept = solved
+    return y, h, normed, kept, statistics, *summarize(statistics)
 
 
 @_sweep.register_fake
@@ -60,8 +64,8 @@ def _sweep_fake(
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
-    h0: Tensor,
-    y0: Tensor,
+    h0: Tensor | None,
+    y0: Tensor | None,
     activation: str,
     selective: bool,
     num_householder: int,
@@ -72,8 +76,9 @@ def _sweep_fake(
     keep_every: int,
 ) -> Solved:
     b, t, d = x.shape
-    h, normed, kept = _memory_like(x, W_y, A, y0, keep_every)
-    return A.new_empty(b, t, d), h, normed, kept, A.new_empty(4, b, t)
+    h, normed, kept = _memory_like(x, W_y, A, keep_every)
+    summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
+    return A.new_empty(b, t, d), h, normed, kept, A.new_empty(4, b, t), *summary
 
 
 @torch.library.custom_op("bedouin::direct_sweep_known", mutates_args=())
@@ -83,8 +88,8 @@ def _known(
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
-    h0: Tensor,
-    y0: Tensor,
+    h0: Tensor | None,
+    y0: Tensor | None,
     activation: str,
     selective: bool,
     num_householder: int,
@@ -93,12 +98,11 @@ def _known(
     eigenvalues: str,
     norm_eps: float | None,
     keep_every: int,
-) -> Solved:
+) -> Known:
     layout = _layout(activation, selective, num_householder, beta_max)
     options = _options(layout, input_scale, eigenvalues, norm_eps)
     h, normed, kept = fused_memory(y_star, x, raw, W_y, A, h0, y0, options, keep_every)
-    y = y_star.clone(memory_format=torch.contiguous_format)
-    return y, h, normed, kept, A.new_zeros(4, *x.shape[:2])
+    return y_star.clone(memory_format=torch.contiguous_format), h, normed, kept
 
 
 @_known.register_fake
@@ -108,8 +112,8 @@ def _known_fake(
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
-    h0: Tensor,
-    y0: Tensor,
+    h0: Tensor | None,
+    y0: Tensor | None,
     activation: str,
     selective: bool,
     num_householder: int,
@@ -118,24 +122,23 @@ def _known_fake(
     eigenvalues: str,
     norm_eps: float | None,
     keep_every: int,
-) -> Solved:
-    h, normed, kept = _memory_like(x, W_y, A, y0, keep_every)
-    return y_star.new_empty(y_star.shape), h, normed, kept, A.new_empty(4, *x.shape[:2])
+) -> Known:
+    return y_star.new_empty(y_star.shape), *_memory_like(x, W_y, A, keep_every)
 
 
 def _memory_like(
-    x: Tensor, W_y: Tensor | None, A: Tensor, y0: Tensor, keep_every: int
+    x: Tensor, W_y: Tensor | None, A: Tensor, keep_every: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     (b, t, d), n = x.shape, A.shape[1]
     h = A.new_empty(b, n, d).mT
-    normed = y0.new_empty(b, 0, d) if W_y is None else W_y.new_empty(b, t + 1, d)[:, :t]
+    normed = A.new_empty(b, 0, d) if W_y is None else W_y.new_empty(b, t + 1, d)[:, :t]
     return h, normed, A.new_empty(b, (t + keep_every - 1) // keep_every, n, d)
 
 
 @torch.library.custom_op("bedouin::direct_sweep_backward", mutates_args=())
 def _sweep_backward(
     grad_y: Tensor,
-    grad_h: Tensor,
+    grad_h: Tensor | None,
     y: Tensor,
     normed: Tensor,
     kept: Tensor,
@@ -143,7 +146,7 @@ def _sweep_backward(
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
-    y0: Tensor,
+    y0: Tensor | None,
     activation: str,
     selective: bool,
     num_householder: int,
@@ -163,7 +166,7 @@ def _sweep_backward(
 @_sweep_backward.register_fake
 def _sweep_backward_fake(
     grad_y: Tensor,
-    grad_h: Tensor,
+    grad_h: Tensor | None,
     y: Tensor,
     normed: Tensor,
     kept: Tensor,
@@ -171,7 +174,7 @@ def _sweep_backward_fake(
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
-    y0: Tensor,
+    y0: Tensor | None,
     activation: str,
     selective: bool,
     num_householder: int,
@@ -185,40 +188,47 @@ def _sweep_backward_fake(
     rows = r if W_y is None else r + padding(r)
     grad_W_y = A.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
-    then = A.new_empty(n, d).mT, A.new_empty(b, n, d).mT, y0.new_empty(y0.shape)
+    then = A.new_empty(n, d).mT, A.new_empty(b, n, d).mT, A.new_empty(0 if y0 is None else b, d)
     return *first, *then, A.new_empty(2, b, t)
 
 
-def _save(ctx: Any, operands: tuple[Any, ...], options: tuple[Any, ...], output: Solved) -> None:
+def _save(
+    ctx: Any,
+    operands: tuple[Any, ...],
+    options: tuple[Any, ...],
+    output: Known | Solved,
+    wants_y0: bool,
+) -> None:
     y, _, *others = output
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)  # those of the others would be written for nothing
-    ctx.save_for_backward(y, *others[:2], *operands)
+    # the gradient of the start is computed where somebody needs it
+    *tokens, h0, y0 = operands
+    ctx.save_for_backward(y, *others[:2], *tokens, y0 if wants_y0 else None)
+    ctx.has_start = h0 is not None
     ctx.options = options
     ctx.report = None
 
 
 def _save_sweep(ctx: Any, inputs: tuple[Any, ...], output: Solved) -> None:
-    _save(ctx, inputs[:6], inputs[6:], output)
+    _save(ctx, inputs[:6], inputs[6:], output, ctx.needs_input_grad[5])
 
 
-def _save_known(ctx: Any, inputs: tuple[Any, ...], output: Solved) -> None:
-    _save(ctx, inputs[1:7], inputs[7:], output)
+def _save_known(ctx: Any, inputs: tuple[Any, ...], output: Known) -> None:
+    _save(ctx, inputs[1:7], inputs[7:], output, ctx.needs_input_grad[6])
 
 
 def _pull(ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of x, raw, W_y, A, h0 and y0."""
-    y, normed, kept, x, raw, W_y, A, h0, y0 = ctx.saved_tensors
+    y, normed, kept, x, raw, W_y, A, y0 = saved = ctx.saved_tensors
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-    grad_h = torch.zeros_like(h0) if grad_h is None else grad_h
-    saved = (y, normed, kept, x, raw, W_y, A, y0)
     with torch.no_grad():
         *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *ctx.options)
     if ctx.report is not None and y.shape[1] and not is_transformed():
-        # last token first, as the reverse sweep meets them
-        ctx.report(statistics[0].flip(1), statistics[1].flip(1))
-    every = [grad if i != 2 or W_y is not None else None for i, grad in enumerate(grads)]
-    return refuse_second_derivative(every, [grad_y, grad_h, x, raw, W_y, A, h0, y0])
+        ctx.report(*statistics.unbind())
+    wanted = (True, True, W_y is not None, True, ctx.has_start, y0 is not None)
+    every = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+    return refuse_second_derivative(every, [grad_y, grad_h, *saved])
 
 
 def _pull_sweep(
@@ -242,8 +252,8 @@ def direct_sweep_triton(
     raw: Tensor,  # (b, t, r)
     W_y: Tensor | None,  # (r, d)
     A: Tensor,  # (d, n)
-    h0: Tensor,  # (b, d, n)
-    y0: Tensor,  # (b, d)
+    h0: Tensor | None,  # (b, d, n); None: zeros
+    y0: Tensor | None,  # (b, d); None: zeros
     options: SweepOptions,
     keep_every: int,
     y_star: Tensor | None,
@@ -257,16 +267,18 @@ def direct_sweep_triton(
     fields = (layout.activation, layout.selective, layout.num_householder, layout.beta_max)
     scales = (options.input_scale, options.eigenvalues, options.feedback_norm_eps)
     if y_star is None:
-        y, h, _, _, statistics = _sweep(*operands, *fields, *scales, keep_every)
-        pivot = smallest_pivots(statistics[3])
+        y, h, _, _, statistics, summary, converged = _sweep(*operands, *fields, *scales, keep_every)
+        residual, pivot = summary.unbind()
+        defect, scale, magnitude, _ = statistics.unbind()
+        sweep = Sweep(y, h, defect, scale, magnitude, pivot, residual, converged)
     else:
-        y, h, _, _, statistics = _known(y_star, *operands, *fields, *scales, keep_every)
-        pivot = statistics.new_zeros(x.shape[:1])
+        y, h, _, _ = _known(y_star, *operands, *fields, *scales, keep_every)
+        zeros = A.new_zeros(x.shape[:2])
+        sweep = Sweep(y, h, zeros, zeros, zeros, A.new_zeros(x.shape[:1]))
     if report is not None and not torch.compiler.is_compiling() and y.grad_fn is not None:
         # an operation takes no functions: this one is handed to the node that `_pull` gets
         y.grad_fn.report = report
-    defect, scale, magnitude = statistics[:3].unbind()
-    return Sweep(y, h, defect, scale, magnitude, pivot)
+    return sweep
 
 
 def _layout(activation: str, selective: bool, num_householder: int, beta_max: float) -> RawLayout:

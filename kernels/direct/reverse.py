@@ -31,7 +31,7 @@ from bedouin.kernels.householder import (
 )
 
 ReportBackward = Callable[[Tensor, Tensor], None]
-"""Receives defect (b, t) and scale (b, t) of the adjoint equation, tokens in reverse order."""
+"""Receives defect (b, t) and scale (b, t) of the adjoint equation."""
 
 
 class Inputs(NamedTuple):
@@ -240,7 +240,7 @@ def _finish(
         zeros = (torch.zeros_like(inputs.x), torch.zeros_like(inputs.full), no_W_y)
         return (*zeros, totals.A.mT, H.mT, grad_feedback, *totals.bind)
     if report is not None:
-        report(torch.cat(totals.defect, 1), torch.cat(totals.scale, 1))
+        report(torch.cat(totals.defect, 1).flip(1), torch.cat(totals.scale, 1).flip(1))
     grad_x, grad_raw = torch.stack(totals.x[::-1], 1), torch.stack(totals.raw[::-1], 1)
     grad_W_y = weight_gradient(grad_raw, inputs, options)
     return (grad_x, grad_raw, grad_W_y, totals.A.mT, H.mT, grad_feedback, *totals.bind)

@@ -15,7 +15,6 @@ from bedouin.kernels.direct.fused import (
     GradBuffers,
     KnownBuffers,
     SweepBuffers,
-    pad_rows,
 )
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.direct.triton_forward import sweep_kernel
@@ -176,7 +175,7 @@ def launch_memory(known: KnownBuffers, h: Tensor, options: SweepOptions, keep_ev
 def launch_reverse(
     known: KnownBuffers,
     grads: GradBuffers,
-    W_y: Tensor | None,
+    W: Tensor | None,  # (d, r or more), W^y transposed, zeros from r on
     options: SweepOptions,
     keep_every: int,
 ) -> Tensor | None:
@@ -185,7 +184,6 @@ def launch_reverse(
     n, slots = known.A.shape[0], known.kept.shape[1]
     mixed, small = _chunk_buffers(known, keep_every, options)
     buffers = (mixed, small, known.A.new_empty(b, min(keep_every, t_end), n, d))
-    W = None if W_y is None else pad_rows(W_y).mT.contiguous()
     plan = None if W is None else plan_product(W.shape[0], W.shape[1], W, b)
     pulled = None
     if W is not None:

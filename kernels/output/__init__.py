@@ -50,7 +50,7 @@ def gated_output(
 
 def shifted_norm(
     y: Tensor,  # (b, t, d)
-    y0: Tensor,  # (b, d)
+    y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
     *,
     dtype: torch.dtype | None = None,
@@ -64,7 +64,7 @@ def shifted_norm(
     Raises ValueError for shapes that do not fit, or a backend that cannot run.
     """
     _check_tokens(y)
-    if y0.shape != (y.shape[0], y.shape[2]):
+    if y0 is not None and y0.shape != (y.shape[0], y.shape[2]):
         expected = (y.shape[0], y.shape[2])
         raise ValueError(f"y0 must have shape (b, d) = {expected}, got {tuple(y0.shape)}")
     dtype = y.dtype if dtype is None else dtype

@@ -97,7 +97,9 @@ apply_output.register_autograd(_pull_output, setup_context=_save_output)
 
 
 @torch.library.custom_op("bedouin::shifted_norm", mutates_args=())
-def apply_shifted_norm(y: Tensor, y0: Tensor, eps: float | None, dtype: torch.dtype) -> Tensor:
+def apply_shifted_norm(
+    y: Tensor, y0: Tensor | None, eps: float | None, dtype: torch.dtype
+) -> Tensor:
     """norm(y_{t-1}) in `dtype`; shapes as in `shifted_norm_reference`."""
     from bedouin.kernels.output.triton_kernels import shifted_norm_forward
 
@@ -106,14 +108,14 @@ def apply_shifted_norm(y: Tensor, y0: Tensor, eps: float | None, dtype: torch.dt
 
 @apply_shifted_norm.register_fake
 def _apply_shifted_norm_fake(
-    y: Tensor, y0: Tensor, eps: float | None, dtype: torch.dtype
+    y: Tensor, y0: Tensor | None, eps: float | None, dtype: torch.dtype
 ) -> Tensor:
     return y.new_empty(y.shape, dtype=dtype)
 
 
 @torch.library.custom_op("bedouin::shifted_norm_backward", mutates_args=())
 def _shifted_norm_backward(
-    grad: Tensor, y: Tensor, y0: Tensor, eps: float | None
+    grad: Tensor, y: Tensor, y0: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
     from bedouin.kernels.output.triton_kernels import shifted_norm_backward
 
@@ -122,9 +124,9 @@ def _shifted_norm_backward(
 
 @_shifted_norm_backward.register_fake
 def _shifted_norm_backward_fake(
-    grad: Tensor, y: Tensor, y0: Tensor, eps: float | None
+    grad: Tensor, y: Tensor, y0: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), y0.new_empty(y0.shape)
+    return y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)
 
 
 def _save_shifted_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -135,7 +137,8 @@ def _save_shifted_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _pull_shifted_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     operands = ctx.saved_tensors
     with torch.no_grad():
-        grads = _shifted_norm_backward(grad, *operands, ctx.eps)
+        grad_y, grad_y0 = _shifted_norm_backward(grad, *operands, ctx.eps)
+    grads = (grad_y, None if operands[1] is None else grad_y0)
     return *refuse_second_derivative(grads, [grad, *operands]), None, None
 
 

@@ -37,9 +37,10 @@ def gated_output_reference(
 
 def shifted_norm_reference(
     y: Tensor,  # (b, t, d)
-    y0: Tensor,  # (b, d)
+    y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
 ) -> Tensor:  # (b, t, d), as y
     """RMSNorm of y_{t-1}, or y_{t-1} itself for eps None; the first token sees y0."""
-    before = torch.cat([y0.unsqueeze(1), y[:, :-1]], dim=1)
+    first = torch.zeros_like(y[:, 0]) if y0 is None else y0
+    before = torch.cat([first.unsqueeze(1), y[:, :-1]], dim=1)
     return normalize_feedback(before, eps)

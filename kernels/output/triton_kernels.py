@@ -172,6 +172,7 @@ def _shifted_norm_kernel(
     y_stride_b,
     y_stride_t,
     y0_stride,
+    START: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     ACC: tl.constexpr,
@@ -184,7 +185,8 @@ def _shifted_norm_kernel(
     b, t = row // t_end, row % t_end
     before = y_ptr + b * y_stride_b + (t - 1) * y_stride_t + channel
     v = tl.load(before, mask=mask & (t > 0), other=0.0).to(ACC)
-    v += tl.load(y0_ptr + b * y0_stride + channel, mask=mask & (t == 0), other=0.0).to(ACC)
+    if START:
+        v += tl.load(y0_ptr + b * y0_stride + channel, mask=mask & (t == 0), other=0.0).to(ACC)
     if NORM:
         v *= tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))[:, None]
     _store(out_ptr + row * d + channel, v, mask)
@@ -205,6 +207,7 @@ def _shifted_norm_backward_kernel(
     y_stride_b,
     y_stride_t,
     y0_stride,
+    START: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     ACC: tl.constexpr,
@@ -223,14 +226,16 @@ def _shifted_norm_backward_kernel(
     if NORM:
         before = y_ptr + b * y_stride_b + (t - 1) * y_stride_t + channel
         v = tl.load(before, mask=later, other=0.0).to(ACC)
-        v += tl.load(y0_ptr + b * y0_stride + channel, mask=first, other=0.0).to(ACC)
+        if START:
+            v += tl.load(y0_ptr + b * y0_stride + channel, mask=first, other=0.0).to(ACC)
         inverse = tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
     grad_y = grad_y_ptr + (b * t_end + t - 1) * d + channel
     _store(grad_y, grad, later)
-    _store(grad_y0_ptr + b * d + channel, grad, first)
+    if START:
+        _store(grad_y0_ptr + b * d + channel, grad, first)
 
 
 def output_forward(
@@ -301,16 +306,18 @@ def output_backward(
 
 def shifted_norm_forward(
     y: Tensor,  # (b, t, d)
-    y0: Tensor,  # (b, d)
+    y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
     dtype: torch.dtype,
 ) -> Tensor:  # (b, t, d)
     """RMSNorm of y_{t-1} in `dtype`. No size may be 0."""
     out = torch.empty(y.shape, dtype=dtype, device=y.device)
-    y, y0 = _channels_last(y), _channels_last(y0)
+    y = _channels_last(y)
+    first = y if y0 is None else _channels_last(y0)
     (b, t_end, d), blocks = y.shape, _blocks(y)
     _shifted_norm_kernel[(triton.cdiv(b * t_end, blocks["TOKENS"]),)](
-        *(y, y0, out, b * t_end, t_end, d, *y.stride()[:2], y0.stride(0)),
+        *(y, first, out, b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
+        START=y0 is not None,
         NORM=eps is not None,
         EPS=eps or 0.0,
         ACC=accumulator_of(y),
@@ -322,17 +329,19 @@ def shifted_norm_forward(
 def shifted_norm_backward(
     grad: Tensor,  # (b, t, d)
     y: Tensor,  # (b, t, d)
-    y0: Tensor,  # (b, d)
+    y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of y and y0."""
-    grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, y0)]
-    grad, y, y0 = _channels_last(grad), _channels_last(y), _channels_last(y0)
+    """Cotangents of y and y0, the second empty for None."""
+    grads = [y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
+    grad, y = _channels_last(grad), _channels_last(y)
+    first = y if y0 is None else _channels_last(y0)
     (b, t_end, d), blocks = y.shape, _blocks(y)
     rows = b * (t_end + 1)
     _shifted_norm_backward_kernel[(triton.cdiv(rows, blocks["TOKENS"]),)](
-        *(grad, y, y0, *grads, rows, t_end, d),
-        *(*grad.stride()[:2], *y.stride()[:2], y0.stride(0)),
+        *(grad, y, first, *grads, rows, t_end, d),
+        *(*grad.stride()[:2], *y.stride()[:2], first.stride(0)),
+        START=y0 is not None,
         NORM=eps is not None,
         EPS=eps or 0.0,
         ACC=accumulator_of(y),

@@ -22,8 +22,8 @@ from bedouin.kernels.decode import (
     decode_token,
     unsupported_token,
 )
+from bedouin.kernels.direct import ROUNDING
 from bedouin.kernels.direct.reference import normalize_feedback
-from bedouin.solvers.direct import ROUNDING
 from bedouin.solvers.solution import SolveStats
 from bedouin.state import BedouinState, check_state
 

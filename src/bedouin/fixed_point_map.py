@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct import (
+    ROUNDING,
     Coefficients,
     RawLayout,
     Sweep,
@@ -29,6 +30,7 @@ from bedouin.kernels.direct import (
     smallest_pivot,
     solve_local,
     solve_local_transposed,
+    start_tensors,
 )
 from bedouin.kernels.householder import apply_complement, apply_complement_transposed
 from bedouin.kernels.iteration import (
@@ -39,7 +41,6 @@ from bedouin.kernels.iteration import (
 )
 from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
 from bedouin.mixers import ChannelMixer
-from bedouin.solvers.direct import ROUNDING
 from bedouin.solvers.solution import (
     BackwardStats,
     SolveStats,
@@ -68,8 +69,8 @@ class MapInputs:
     raw: Tensor  # (b, t, r), from x
     W_y: Tensor | None  # (r, d)
     A: Tensor  # (d, n)
-    h0: Tensor  # (b, d, n)
-    y0: Tensor  # (b, d)
+    h0: Tensor | None  # (b, d, n); None: zeros
+    y0: Tensor | None  # (b, d); None: zeros
 
 
 class FixedPointMap:
@@ -93,6 +94,12 @@ class FixedPointMap:
         self._wide: tuple[Tensor, Tensor] | None = None
 
     @property
+    def start(self) -> tuple[Tensor, Tensor]:
+        """h0 and y0 as tensors, for those who take no None."""
+        i = self.inputs
+        return start_tensors(i.h0, i.y0, i.x, i.A)
+
+    @property
     def wide(self) -> tuple[Tensor, Tensor]:
         """x and raw in the dtype of A, for plain torch; the kernels read them as they are."""
         if self._wide is None:
@@ -107,7 +114,7 @@ class FixedPointMap:
         inputs, (_, raw) = self.inputs, self.wide
         if inputs.W_y is None or y.shape[1] == 0:
             return raw
-        before = torch.cat([inputs.y0.unsqueeze(1), y[:, :-1]], dim=1)
+        before = torch.cat([self.start[1].unsqueeze(1), y[:, :-1]], dim=1)
         return raw + project_feedback(before, inputs.W_y, self.feedback_norm_eps)
 
     def evaluate(self, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +140,7 @@ class FixedPointMap:
             self.inputs.A,
             B,
             C,
-            self.inputs.h0,
+            self.start[0],
             input_scale=self.input_scale,
             eigenvalues=self.eigenvalues,
             exclusive=exclusive,
@@ -161,6 +168,14 @@ class Bind:
         return Coefficients(delta, B, C, *form)
 
 
+def _reverse_stats(defect: Tensor, scale: Tensor) -> SolveStats:
+    # the reverse sweep meets the last token first
+    with torch.no_grad():
+        residual = relative_residual(defect.flip(1), scale.flip(1))
+        converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
+        return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
+
+
 class StructuredMap(FixedPointMap):
     """F with a mixer of the form (e, U, M): Direct, Jacobi and the exact adjoint work on it."""
 
@@ -174,7 +189,14 @@ class StructuredMap(FixedPointMap):
     def _sweep_arguments(
         self,
     ) -> tuple[
-        Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, tuple[Tensor, ...], SweepOptions
+        Tensor,
+        Tensor,
+        Tensor | None,
+        Tensor,
+        Tensor | None,
+        Tensor | None,
+        tuple[Tensor, ...],
+        SweepOptions,
     ]:
         i = self.inputs
         options = SweepOptions(
@@ -189,8 +211,9 @@ class StructuredMap(FixedPointMap):
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         if unroll:
-            _, _, W_y, A, h0, y0, parameters, options = self._sweep_arguments
-            self._swept = direct_sweep_reference(*self.wide, W_y, A, h0, y0, parameters, options)
+            _, _, W_y, A, _, _, parameters, options = self._sweep_arguments
+            operands = (*self.wide, W_y, A, *self.start)
+            self._swept = direct_sweep_reference(*operands, parameters, options)
         else:
             report = self._reporter(cell)
             self._swept = direct_sweep(*self._sweep_arguments, report=report, backend=self.backend)
@@ -210,20 +233,16 @@ class StructuredMap(FixedPointMap):
 
     def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
         def report(defect: Tensor, scale: Tensor) -> None:
-            if not can_read_device(defect):
-                return
-            residual = relative_residual(defect, scale)
-            converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
-            steps = torch.ones_like(residual, dtype=torch.int64)
-            cell.stats = SolveStats(steps, residual, converged)
+            if can_read_device(defect):
+                cell.defer(lambda: _reverse_stats(defect, scale))
 
         return report
 
     def fuse(self, y: Tensor, rule: IterationRule) -> FusedIteration | None:
         """Steps on the device alone where the kernels cover this map (HouseholderProduct) and the
         rule; None: the plain loop. Raises ValueError where backend="triton" cannot run them."""
-        x, raw, W_y, A, h0, y0, parameters, options = self._sweep_arguments
-        operands = IterationInputs(x, raw, W_y, A, h0, y0)
+        x, raw, W_y, A, _, _, parameters, options = self._sweep_arguments
+        operands = IterationInputs(x, raw, W_y, A, *self.start)
         if choose_iteration(self.backend, operands, y, parameters, options, rule) == "reference":
             return None
         return FusedIteration(operands, y, options, rule)

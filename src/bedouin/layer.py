@@ -278,7 +278,7 @@ class FixedPointLayer(nn.Module):
         dtype, gemm_dtype = _solve_dtype(x.dtype), _gemm_dtype(u, self.x_proj.weight)
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project(x, low)
-        state = self._incoming(state, x.shape[0], x.new_empty(0, dtype=dtype))
+        state = self._incoming(state, x, dtype)
         with torch.autocast(u.device.type, enabled=False):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, W_y, state)
@@ -290,11 +290,14 @@ class FixedPointLayer(nn.Module):
         output: Tensor = self.out_proj(hidden)
         return output, new_state
 
-    def _fed_gate(self, y: Tensor, state: BedouinState, W_gate: Tensor | None) -> Tensor | None:
+    def _fed_gate(
+        self, y: Tensor, state: BedouinState | None, W_gate: Tensor | None
+    ) -> Tensor | None:
         """W^y norm(y_{t-1}) of the gate, in the dtype of W^y."""
         if W_gate is None or not y.shape[1]:
             return None
-        before = shifted_norm(y, state.y, self._norm_eps, dtype=W_gate.dtype, backend=self.backend)
+        first = None if state is None else state.y
+        before = shifted_norm(y, first, self._norm_eps, dtype=W_gate.dtype, backend=self.backend)
         return F.linear(before, W_gate)
 
     def _output_stage(
@@ -320,13 +323,13 @@ class FixedPointLayer(nn.Module):
         return FEEDBACK_NORM_EPS if self.feedback_norm else None
 
     def _map(
-        self, x: Tensor, raw: Tensor, W_y: Tensor | None, state: BedouinState
+        self, x: Tensor, raw: Tensor, W_y: Tensor | None, state: BedouinState | None
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = _solve_dtype(x.dtype)
         drive = self._drive(x.to(dtype)) if self._has_drive else x
         return kind(
-            MapInputs(drive, raw, W_y, self._A().to(dtype), state.ssm, state.y),
+            MapInputs(drive, raw, W_y, self._A().to(dtype), *(state or (None, None))),
             self.mixer,
             self._split,
             input_scale=self.input_scale,
@@ -341,7 +344,7 @@ class FixedPointLayer(nn.Module):
         subject = type(self).__name__
         if isinstance(solver, Direct):
             # which reads no more of it than its shape
-            start = x.new_zeros((), dtype=dtype).expand(x.shape)
+            start = x.new_empty((), dtype=dtype).expand(x.shape)
         else:
             start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
         solution = solve(
@@ -373,13 +376,17 @@ class FixedPointLayer(nn.Module):
         unread = solution.result is Result.unknown and self.on_unconverged == "warn"
         return unread and solution.value.is_cuda and can_read_device(solution.value)
 
-    def _incoming(self, state: BedouinState | None, b: int, like: Tensor) -> BedouinState:
+    def _incoming(
+        self, state: BedouinState | None, x: Tensor, dtype: torch.dtype
+    ) -> BedouinState | None:
+        # without tokens it goes out as it came in
+        b, d, n = x.shape[0], self.d_inner, self.d_state
         if state is None:
-            return zero_state(b, self.d_inner, self.d_state, like.dtype, like.device)
-        return check_state(state, b, self.d_inner, self.d_state, like)
+            return None if x.shape[1] else zero_state(b, d, n, dtype, x.device)
+        return check_state(state, b, d, n, x.new_empty(0, dtype=dtype))
 
-    def _outgoing(self, f: FixedPointMap, y: Tensor, state: BedouinState) -> BedouinState:
-        if y.shape[1] == 0:
+    def _outgoing(self, f: FixedPointMap, y: Tensor, state: BedouinState | None) -> BedouinState:
+        if state is not None and y.shape[1] == 0:
             return state
         return BedouinState(f.memory(y), y[:, -1])
 

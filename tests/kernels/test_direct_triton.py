@@ -300,7 +300,7 @@ def test_a_given_fixed_point_gets_the_same_gradient(t: int) -> None:
 def test_runs_repeat_to_the_bit() -> None:
     first, second = (_run(Setting(t=2, dtype=torch.float32), "triton") for _ in range(2))
     for a, b in zip([*first[0], *first[1]], [*second[0], *second[1]], strict=True):
-        assert torch.equal(a, b)
+        assert a is not None and b is not None and torch.equal(a, b)
 
 
 @needs_triton

@@ -1,0 +1,90 @@
+"""The statistics of a sweep, token by token, as one residual and one verdict a sample: one launch
+instead of thirty.
+
+Letters: b batch, t time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.direct.reference import ROUNDING
+
+MAX_TOKENS = 1024
+"""Tokens that a program takes at a time."""
+
+
+@triton.jit
+def _larger(a, b):
+    # a NaN stays, as in torch.cummax
+    return tl.where((a >= b) | (a != a), a, b)
+
+
+@triton.jit
+def summary_kernel(
+    statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
+    summary_ptr,  # (2, b): residual, pivot
+    converged_ptr,  # (b,)
+    batch,
+    t_end,
+    TOLERANCE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ACC: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    sample = tl.program_id(0)
+    row = statistics_ptr + tl.cast(sample, tl.int64) * t_end
+    plane = tl.cast(batch, tl.int64) * t_end
+    infinity = tl.full((), float("inf"), ACC)
+    scale_so_far = tl.full((), 0.0, ACC)
+    terms_so_far = tl.full((), 0.0, ACC)
+    residual = tl.full((), 0.0, ACC)
+    pivot = infinity
+    nonfinite = tl.full((), 0, tl.int32)
+    unexplained = tl.full((), 0, tl.int32)
+    for start in range(0, t_end, TOKENS):
+        t = start + tl.arange(0, TOKENS)
+        mask = t < t_end
+        defect = tl.load(row + t, mask=mask, other=0.0)
+        scale = tl.load(row + plane + t, mask=mask, other=0.0)
+        magnitude = tl.load(row + 2 * plane + t, mask=mask, other=0.0)
+        pivots = tl.load(row + 3 * plane + t, mask=mask, other=float("inf"))
+        # tokens after the last repeat the one before: they change no maximum
+        scale = _larger(tl.associative_scan(scale, 0, _larger), scale_so_far)
+        terms = _larger(scale, tl.associative_scan(magnitude, 0, _larger))
+        terms = _larger(terms, terms_so_far)
+        divisible = (defect < infinity) & (scale > 0)
+        ratio = tl.where(divisible, defect, 0.0) / tl.where(divisible, scale, 1.0)
+        finite = divisible & (ratio < infinity)
+        nonfinite += tl.sum(tl.where(mask & (defect != 0) & (finite == 0), 1, 0))
+        residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
+        explained = (tl.abs(terms) < infinity) & (defect <= TOLERANCE * terms)
+        unexplained += tl.sum(tl.where(mask & (explained == 0), 1, 0))
+        # NaN after a singular token must not hide its pivot; torch's nan_to_num bounds infinity
+        pivots = tl.where(pivots != pivots, infinity, tl.where(pivots > LARGEST, LARGEST, pivots))
+        pivot = tl.minimum(pivot, tl.min(tl.where(mask, pivots, infinity)))
+        at_end = tl.arange(0, TOKENS) == TOKENS - 1
+        scale_so_far = tl.sum(tl.where(at_end, scale, 0.0))
+        terms_so_far = tl.sum(tl.where(at_end, terms, 0.0))
+    tl.store(summary_ptr + sample, tl.where(nonfinite > 0, float("nan"), residual))
+    tl.store(summary_ptr + batch + sample, pivot)
+    tl.store(converged_ptr + sample, unexplained == 0)
+
+
+def launch_summary(
+    statistics: Tensor,  # (4, b, t)
+    summary: Tensor,  # (2, b)
+    converged: Tensor,  # (b,)
+) -> None:
+    """Fill `summary` and `converged`; no size may be 0."""
+    _, b, t_end = statistics.shape
+    limits = torch.finfo(statistics.dtype)
+    summary_kernel[(b,)](
+        *(statistics, summary, converged, b, t_end),
+        TOLERANCE=ROUNDING * limits.eps,
+        LARGEST=limits.max,
+        ACC=tl.float64 if statistics.dtype == torch.float64 else tl.float32,
+        TOKENS=min(MAX_TOKENS, triton.next_power_of_2(t_end)),
+        num_warps=4 if t_end > 256 else 1,
+    )

@@ -1,0 +1,73 @@
+"""The statistics of a sweep in one launch against their definitions in torch, and the start."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin.kernels.direct import Sweep
+from bedouin.kernels.direct.fused import summarize
+from bedouin.solvers.direct import Direct
+from bedouin.solvers.solution import relative_residual
+
+NAN, INF = math.nan, math.inf
+
+devices = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+
+
+def statistics(dtype: torch.dtype) -> Tensor:
+    """(4, b, t) of samples that each meet another case."""
+    torch.manual_seed(0)
+    b, t = 9, 11
+    values = torch.rand(4, b, t, dtype=dtype)
+    values[0] *= 100 * torch.finfo(dtype).eps
+    defect, scale, magnitude, pivot = values
+    defect[1, 5] = 0.1
+    scale[2, :3], defect[2, :3], magnitude[2, :3] = 0, 0, 0
+    scale[3, :2], magnitude[3, :2] = 0, 0
+    values[:, 4, 6:] = NAN
+    pivot[4, 5] = 1e-9
+    scale[5, 3], pivot[5] = INF, INF
+    defect[6, 10] = INF
+    scale[7, 4], defect[7, 4:] = NAN, 0
+    magnitude[8, 2], pivot[8] = NAN, NAN
+    return values
+
+
+def expected(values: Tensor) -> list[Tensor]:
+    defect, scale, magnitude, pivot = values
+    # plain numbers in place of y, h and pivot: the definitions do not look at them
+    sweep = Sweep(defect, defect, defect, scale, magnitude, defect[:, 0])
+    smallest = pivot.nan_to_num(nan=INF).amin(1)
+    return [relative_residual(defect, scale), smallest, Direct()._within_rounding(sweep)]
+
+
+@devices
+@pytest.mark.parametrize("most", [4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_summary_is_what_the_definitions_say(
+    device: str, most: int, dtype: torch.dtype, monkeypatch: Any
+) -> None:
+    from bedouin.kernels.direct import triton_summary
+
+    monkeypatch.setattr(triton_summary, "MAX_TOKENS", most)
+    values = statistics(dtype).to(device)
+    (residual, pivot), converged = summarize(values)
+    for ours, theirs in zip([residual, pivot, converged], expected(values), strict=True):
+        assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
+    assert converged.tolist()[:5] == [True, False, True, False, False]
+
+
+def test_nothing_is_summed_up_without_tokens_or_samples() -> None:
+    (residual, pivot), converged = summarize(torch.empty(4, 2, 0))
+    assert residual.tolist() == [0, 0] and pivot.tolist() == [INF, INF]
+    assert converged.tolist() == [True, True]
+    assert summarize(torch.empty(4, 0, 3))[0].shape == (2, 0)
