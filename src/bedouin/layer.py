@@ -23,7 +23,7 @@ from bedouin.kernels.householder import unit
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
-from bedouin.projection import padded_linear
+from bedouin.projection import split_linear
 from bedouin.solvers import (
     Adjoint,
     Cap,
@@ -188,13 +188,11 @@ class FixedPointLayer(nn.Module):
         if self.norm is not None:
             self.norm.reset_parameters()
 
-    def _x_biases(self) -> tuple[Tensor, Tensor | None]:
-        """The biases of W^x: of the raw values, Delta's own first (r,), and of the gate (d,)."""
-        rest = self.raw_size - self.d_inner
+    def _x_bias(self) -> Tensor:
+        """The bias of W^x (r + d,): Delta's own first, that of the gate last."""
         if self.raw_bias is None:
-            return F.pad(self.dt_bias, (0, rest)), None
-        others, gate = self.raw_bias.split([rest, self.d_inner])
-        return torch.cat([self.dt_bias, others]), gate
+            return F.pad(self.dt_bias, (0, self.raw_size))
+        return torch.cat([self.dt_bias, self.raw_bias])
 
     def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """W^x x: the raw values (b, t, r) and the gate (b, t, d); autocast's `dtype` for kernels.
@@ -202,15 +200,14 @@ class FixedPointLayer(nn.Module):
         Two products, so that each result and its cotangent are whole tensors: a split of one
         result would be joined again by a copy of all of it.
         """
-        weights = self.x_proj.weight.split([self.raw_size, self.d_inner])
-        biases = self._x_biases()
+        weight, bias, sizes = self.x_proj.weight, self._x_bias(), [self.raw_size, self.d_inner]
         # torch adds the bias within the product where x is a matrix, else by a pass of its own
         rows = x.flatten(0, 1)
         if choose_backend(self.backend, x.device, x.dtype) == "triton":
-            raw = padded_linear(*(v.to(dtype) for v in (rows, weights[0], biases[0])))
+            raw, gate = split_linear(*(v.to(dtype) for v in (rows, weight, bias)), r=sizes[0])
         else:
-            raw = F.linear(rows, weights[0], biases[0])
-        gate = F.linear(rows, weights[1], biases[1])
+            parts = zip(weight.split(sizes), bias.split(sizes), strict=True)
+            raw, gate = (F.linear(rows, *part) for part in parts)
         return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -1,12 +1,15 @@
-"""A product with an awkward number of outputs, as the kernels and the library like it.
+"""A product whose outputs are wanted in two parts, as the kernels and the library like them.
 
 Rows of r values with r no multiple of eight start at addresses that wide loads and the fast paths
-of cuBLAS do not take. So the matrix gets rows of zeros, the result is a view of the wider one, and
-its cotangent is used as it comes: autograd's own view would copy it into a tensor of zeros.
+of cuBLAS do not take. So the first part is a view of a wider product, whose last columns are
+nobody's, and its cotangent is used as it comes: autograd's own view would copy it into a tensor of
+zeros. The gradients of the two halves of the matrix are written where they belong: autograd's own
+split would join them by a copy.
 
-Letters: i rows, d channels, r outputs.
+Letters: i rows, d channels, r outputs of the first part, s of the second.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,34 +19,65 @@ from torch.nn import functional as F
 ALIGNMENT = 64
 
 
-class _PaddedLinear(torch.autograd.Function):
-    """rows W^T + bias (i, r), whose rows lie a multiple of ALIGNMENT apart."""
+class _SplitLinear(torch.autograd.Function):
+    """rows W^T + bias as (i, r), whose rows lie a multiple of ALIGNMENT apart, and (i, s)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, r: int
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows, weight)
-        r = weight.shape[0]
-        zeros = -r % ALIGNMENT
-        return F.linear(rows, F.pad(weight, (0, 0, 0, zeros)), F.pad(bias, (0, zeros)))[:, :r]
+        ctx.r = r
+        wide = r + -r % ALIGNMENT
+        first, first_bias = weight[:wide], bias[:wide]
+        if len(first) < wide:
+            # fewer outputs than columns to fill
+            missing = wide - len(first)
+            first, first_bias = F.pad(first, (0, 0, 0, missing)), F.pad(first_bias, (0, missing))
+        return F.linear(rows, first, first_bias)[:, :r], F.linear(rows, weight[r:], bias[r:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        wants = ctx.needs_input_grad
+        wants, r = ctx.needs_input_grad, ctx.r
+        grads = (grad, grad_rest)
         with torch.autocast(rows.device.type, enabled=False):
-            return (
-                grad @ weight if wants[0] else None,
-                grad.mT @ rows if wants[1] else None,
-                grad.sum(0) if wants[2] else None,
-            )
+            grad_rows = (grad_rest @ weight[r:]).addmm_(grad, weight[:r]) if wants[0] else None
+            grad_weight = _joined(_weight_gradient, grads, rows, weight) if wants[1] else None
+            grad_bias = _joined(_bias_gradient, grads, rows, weight[:, 0]) if wants[2] else None
+        return grad_rows, grad_weight, grad_bias, None
 
 
-def padded_linear(
+def _weight_gradient(grad: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mm(grad.mT, rows, out=out)
+
+
+def _bias_gradient(grad: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.sum(grad, 0, out=out)
+
+
+def _joined(
+    compute: Callable[..., Tensor], grads: tuple[Tensor, Tensor], rows: Tensor, like: Tensor
+) -> Tensor:
+    """Both parts of a gradient, one below the other, in one tensor of the shape of `like`."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        # neither autograd nor a graph takes a given output
+        return torch.cat([compute(grad, rows) for grad in grads])
+    joined = like.new_empty(like.shape)
+    for grad, out in zip(grads, joined.split([v.shape[1] for v in grads]), strict=True):
+        compute(grad, rows, out=out)
+    return joined
+
+
+def split_linear(
     rows: Tensor,  # (i, d)
-    weight: Tensor,  # (r, d)
-    bias: Tensor,  # (r,)
-) -> Tensor:  # (i, r)
-    """`torch.nn.functional.linear` of operands of one dtype; autocast must have cast them."""
+    weight: Tensor,  # (r + s, d)
+    bias: Tensor,  # (r + s,)
+    *,
+    r: int,
+) -> tuple[Tensor, Tensor]:  # (i, r), (i, s)
+    """`torch.nn.functional.linear`, its first r columns and the others, of operands of one dtype;
+    autocast must have cast them."""
     with torch.autocast(rows.device.type, enabled=False):
-        result: Tensor = _PaddedLinear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
-    return result
+        parts: tuple[Tensor, Tensor] = _SplitLinear.apply(rows, weight, bias, r)  # type: ignore[no-untyped-call]
+    return parts
