@@ -725,7 +725,7 @@ def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
 
     Whatever t, b and device: with feedback every iterative method needs about t iterations, each
     over the whole sequence; without it Direct reads once what each iteration reads anew. The
-    measured times are in the README, "Speed".
+    numbers of iterations are in the README.
     """
     if solver == "auto":
         return Direct() if isinstance(mixer, StructuredMixer) else Picard()
