@@ -29,14 +29,15 @@ from bedouin.kernels.householder.reference import UNIT_EPS
 PERSISTENT = True
 """Whether the persistent kernels may be used."""
 
-TILE_BYTES = 128 * 1024
-"""Shared memory for a program's tile of W^y; an SM of an H100 has 227 KB."""
+SHARED_MEMORY = ((128, 64), (128, 32), (64, 32), (32, 16))
+"""Kilobytes for a program's tile of W^y and for the vectors it is multiplied with, the largest
+first: the first of these fits an H100 (227 KB a multiprocessor), the second an A100 (163)."""
+
+REDUCTIONS = 2048
+"""Bytes of shared memory for sums over channels."""
 
 STATES_AT_A_TIME = 4
 """States of a block in the reverse kernel: more at a time do not stay in registers."""
-
-VECTOR_BYTES = 64 * 1024
-"""Shared memory for the vectors that are multiplied with the tile, a chunk of their entries."""
 
 TOGETHER = 32
 """Largest batch for which the reverse sweep is one launch: what a chunk needs is then made by the
@@ -69,14 +70,18 @@ def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
     """
     if not PERSISTENT or W.dtype == torch.float64 and not interpreter_is_on():
         return None
+    shared = _shared_memory(W.device)
+    if shared is None:
+        return None
+    tile_bytes, vector_bytes = shared
     size = W.element_size()
     # in float32 the product is made of scalar operations, unrolled over samples and columns
     block_b = 16 if size > 2 else min(128, max(16, triton.next_power_of_2(b)))
     block_v = max(16, min(1024, triton.next_power_of_2(v)))
     # in chunks, two of them are there at a time
-    room = VECTOR_BYTES // (block_b * size)
+    room = vector_bytes // (block_b * size)
     block_k = block_v if block_v <= room else room // 2
-    block_m = max(16, min(64, TILE_BYTES // (block_v * size)))
+    block_m = max(16, min(64, tile_bytes // (block_v * size)))
     splits = triton.cdiv(v, block_v)
     tiles = triton.cdiv(m, block_m) * splits
     sizes = (block_m, block_k, block_v // block_k, block_b, splits)
@@ -86,6 +91,18 @@ def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
     if tiles > _multiprocessors(W.device) or (size > 2 and block_v > 256):
         return None
     return Plan(_multiprocessors(W.device), *sizes, one_tile=True)
+
+
+def _shared_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes for a tile and for vectors, None on a device with less than the smallest choice."""
+    available = 232448
+    if not interpreter_is_on():
+        properties = torch.cuda.get_device_properties(device)
+        available = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    # reductions take some more
+    fitting = (v for v in SHARED_MEMORY if sum(v) * 1024 + REDUCTIONS <= available)
+    chosen = next(fitting, None)
+    return None if chosen is None else (chosen[0] * 1024, chosen[1] * 1024)
 
 
 def _multiprocessors(device: torch.device) -> int:
