@@ -197,17 +197,16 @@ class FixedPointLayer(nn.Module):
     def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """W^x x: the raw values (b, t, r) and the gate (b, t, d); autocast's `dtype` for kernels.
 
-        Two products, so that each result and its cotangent are whole tensors: a split of one
-        result would be joined again by a copy of all of it.
+        For kernels two products, so that each result and its cotangent are whole tensors: a split
+        of one result would be joined again by a copy of all of it.
         """
-        weight, bias, sizes = self.x_proj.weight, self._x_bias(), [self.raw_size, self.d_inner]
+        weight, bias, r = self.x_proj.weight, self._x_bias(), self.raw_size
+        if choose_backend(self.backend, x.device, x.dtype) != "triton":
+            raw, gate = F.linear(x, weight, bias).split([r, self.d_inner], -1)
+            return raw, gate
         # torch adds the bias within the product where x is a matrix, else by a pass of its own
         rows = x.flatten(0, 1)
-        if choose_backend(self.backend, x.device, x.dtype) == "triton":
-            raw, gate = split_linear(*(v.to(dtype) for v in (rows, weight, bias)), r=sizes[0])
-        else:
-            parts = zip(weight.split(sizes), bias.split(sizes), strict=True)
-            raw, gate = (F.linear(rows, *part) for part in parts)
+        raw, gate = split_linear(*(v.to(dtype) for v in (rows, weight, bias)), r=r)
         return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
