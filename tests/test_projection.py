@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bedouin.projection import ALIGNMENT, split_linear
+from bedouin.kernels.direct.fused import ALIGNMENT
+from bedouin.projection import split_linear
 
 
 def operands(r: int, dtype: torch.dtype = torch.float64, s: int = 4) -> list[Tensor]:

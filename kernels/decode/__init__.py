@@ -4,6 +4,7 @@ from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
 from bedouin.kernels.decode.reference import decode_token_reference
 from bedouin.kernels.direct import RawLayout
+from bedouin.kernels.direct.fused import next_power_of_two
 
 __all__ = [
     "DecayKind",
@@ -58,10 +59,6 @@ def unsupported_token(d: int, n: int, layout: RawLayout | None) -> str | None:
     k = layout.num_householder
     if not 1 <= k <= MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
-    if _power_of_two(d) * max(_power_of_two(n), 2 * _power_of_two(k)) > MAX_TILE:
+    if next_power_of_two(d) * max(next_power_of_two(n), 2 * next_power_of_two(k)) > MAX_TILE:
         return f"{d} channels with {n} states and {k} reflections (at most {MAX_TILE} together)"
     return None
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -1,9 +1,9 @@
 """The direct sweep and its reverse sweep with Triton kernels: buffers, plans and launches.
 
 The forward is one launch without feedback, and one persistent launch with it; where that does not
-fit (`plan_sweep`), a token is one product with W^y and one launch. The reverse sweep takes a chunk
-of tokens at a time. Nothing is read by the host, so that a sweep can be captured in a CUDA graph.
-Triton is imported when a sweep runs, not with this module.
+fit (`plan_product`), a token is one product with W^y and one launch. The reverse sweep takes a
+chunk of tokens at a time. Nothing is read by the host, so that a sweep can be captured in a CUDA
+graph. Triton is imported when a sweep runs, not with this module.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
@@ -53,14 +53,15 @@ def _unsupported(
         wide and {x.dtype, raw.dtype} != {A.dtype}
     ):
         return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (A float32, or all float64)"
-    if d < 1 or n < 1 or _power_of_two(d) * _power_of_two(n) > MAX_STATE:
+    if d < 1 or n < 1 or next_power_of_two(d) * next_power_of_two(n) > MAX_STATE:
         return f"{d} channels with {n} states (at most {MAX_STATE} together)"
-    if _power_of_two(d) * _power_of_two(layout.num_householder) > MAX_STATE // 2:
+    if next_power_of_two(d) * next_power_of_two(layout.num_householder) > MAX_STATE // 2:
         return f"{layout.num_householder} reflections of {d} channels"
     return None
 
 
-def _power_of_two(size: int) -> int:
+def next_power_of_two(size: int) -> int:
+    """As Triton's, which is not imported before a kernel runs."""
     return 1 << (size - 1).bit_length()
 
 

@@ -28,6 +28,7 @@ from bedouin.kernels.direct.triton_small import (
     upper_times,
     wy_upper,
 )
+from bedouin.kernels.scan.triton_segments import build_decay
 
 
 @triton.jit
@@ -71,23 +72,9 @@ def announce(counter):
 
 
 @triton.jit
-def power_of_two(v, FAST: tl.constexpr):
-    """2^v; FAST: one instruction, float32 in compiled kernels, where what is below 1e-38 is 0."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(v)
-
-
-@triton.jit
 def decay_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
     """lambda (n, d) from Delta (d,) and log2(e) A (n, d)."""
-    decay = power_of_two(A_log2 * delta[None, :], FAST)
-    if FULL:
-        decay = 2 * decay - 1
-    return decay
+    return build_decay(A_log2 * delta[None, :], FULL, FAST)
 
 
 @triton.jit

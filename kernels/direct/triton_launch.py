@@ -11,10 +11,10 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.fused import (
-    ALIGNMENT,
     GradBuffers,
     KnownBuffers,
     SweepBuffers,
+    padding,
 )
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.direct.triton_forward import sweep_kernel
@@ -120,7 +120,7 @@ def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) 
         _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b)
         return
     r = W_y.shape[0]
-    fed = W_y.new_empty(b, r + -r % ALIGNMENT)
+    fed = W_y.new_empty(b, r + padding(r))
     # one tile of W^y has all its columns: v is not split
     plan = plan_product(r, d, W_y, b) if triton.next_power_of_2(d) <= 1024 else None
     if plan is not None:

@@ -89,18 +89,6 @@ def product_left_transposed(a, b):
 
 
 @triton.jit
-def times(a, v):
-    """a v."""
-    return tl.sum(a * v[None, :], axis=1)
-
-
-@triton.jit
-def transposed_times(a, v):
-    """a^T v; for U (k, d) the combination of its rows."""
-    return tl.sum(a * v[:, None], axis=0)
-
-
-@triton.jit
 def diagonal(a, i, j):
     """The diagonal of a, whose row and column numbers are i (k, 1) and j (1, k)."""
     return tl.sum(tl.where(i == j, a, 0.0), axis=1)
@@ -118,64 +106,6 @@ def inverse_unipotent(N, identity, BLOCK_K: tl.constexpr):
         power = product(power, power)
         inverse = product(inverse, identity + power)
     return inverse
-
-
-@triton.jit
-def invert(a, identity, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The inverse by elimination with row pivoting, and the smallest pivot; K rows are no padding.
-
-    A pivot of 0 makes Inf or NaN, and nothing else: no branch, no error.
-    """
-    rows = tl.arange(0, BLOCK_K)
-    inverse = identity
-    smallest = tl.sum(tl.where(rows == 0, 1.0, 0.0).to(a.dtype), axis=0)
-    for i in tl.static_range(K):
-        column = tl.sum(tl.where(rows[None, :] == i, a, 0.0), axis=1)
-        # the interpreter's argmax refuses a column of NaN
-        size = tl.where(column == column, tl.abs(column), -1.0)
-        best = tl.argmax(tl.where(rows >= i, size, -2.0), axis=0)
-        chosen = rows[:, None] == best
-        current = rows[:, None] == i
-        pivot = tl.sum(tl.where(rows == best, column, 0.0), axis=0)
-        smallest = tl.minimum(smallest, tl.abs(pivot))
-        top = tl.sum(tl.where(chosen, a, 0.0), axis=0) / pivot
-        top_inverse = tl.sum(tl.where(chosen, inverse, 0.0), axis=0) / pivot
-        # the current row takes the place of the chosen one
-        displaced = tl.sum(tl.where(current, a, 0.0), axis=0)
-        displaced_inverse = tl.sum(tl.where(current, inverse, 0.0), axis=0)
-        a = tl.where(chosen, displaced[None, :], a)
-        inverse = tl.where(chosen, displaced_inverse[None, :], inverse)
-        factor = tl.sum(tl.where(rows[None, :] == i, a, 0.0), axis=1)
-        a = tl.where(current, top[None, :], a - factor[:, None] * top[None, :])
-        inverse = tl.where(
-            current, top_inverse[None, :], inverse - factor[:, None] * top_inverse[None, :]
-        )
-    return inverse, smallest
-
-
-@triton.jit
-def solve_small(matrix, inverse, b):
-    """matrix^-1 b, with one step of refinement: as accurate as a pivoted factorization."""
-    a = times(inverse, b)
-    return a + times(inverse, b - times(matrix, a))
-
-
-@triton.jit
-def solve_small_transposed(matrix, inverse, b):
-    """matrix^-T b, likewise."""
-    a = transposed_times(inverse, b)
-    return a + transposed_times(inverse, b - transposed_times(matrix, a))
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.where((a > b) | (a != a), a, b)
-
-
-@triton.jit
-def max_norm(v):
-    """max |v|, NaN if there is one: a sample that has left the numbers must show it."""
-    return tl.reduce(tl.abs(v), 0, _larger)
 
 
 @triton.jit

@@ -46,6 +46,7 @@ from bedouin.kernels.direct.triton_small import (
     upper_transposed_times,
     wy_upper,
 )
+from bedouin.kernels.scan.triton_segments import LN2
 
 
 @triton.jit
@@ -470,8 +471,8 @@ def _reverse_token(
         with_H += tl.sum(H[block] * exponent, axis=0)
         with_C += tl.sum(C[:, None] * exponent, axis=0)
     # the cotangent of Delta is linear in w
-    grad_delta = 0.6931471805599453 * with_H
-    grad_delta_w = 0.6931471805599453 * with_C
+    grad_delta = LN2 * with_H
+    grad_delta_w = LN2 * with_C
     if INPUT_SCALE == "delta":
         grad_delta += mixed * from_memory
         grad_delta_w += mixed * BC

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.direct.fused import next_power_of_two
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.scan.reference import accumulator
 
@@ -111,13 +112,9 @@ def _unsupported(
         return f"y and A of {y.dtype}, {inputs.A.dtype} (both {accumulator(x.dtype)} for this x)"
     if not 1 <= n <= MAX_STATES:
         return f"{n} states (at most {MAX_STATES})"
-    if _power_of_two(d) * _power_of_two(layout.num_householder) > MAX_TILE:
+    if next_power_of_two(d) * next_power_of_two(layout.num_householder) > MAX_TILE:
         return f"{layout.num_householder} reflections of {d} channels"
     return None
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 class FusedIteration:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ALIGNMENT = 64
+from bedouin.kernels.direct.fused import padding
 
 
 class _SplitLinear(torch.autograd.Function):
-    """rows W^T + bias as (i, r), whose rows lie a multiple of ALIGNMENT apart, and (i, s)."""
+    """rows W^T + bias as (i, r), rows r + padding(r) apart, and (i, s)."""
 
     @staticmethod
     def forward(
@@ -28,7 +28,7 @@ class _SplitLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows, weight)
         ctx.r = r
-        wide = r + -r % ALIGNMENT
+        wide = r + padding(r)
         first, first_bias = weight[:wide], bias[:wide]
         if len(first) < wide:
             # fewer outputs than columns to fill
