@@ -19,9 +19,7 @@ from bedouin.kernels.direct.triton_small import (
     products,
     scale,
     scale_symmetric,
-    subtract,
     sums,
-    symmetric_times,
     upper_times,
     wy_upper,
 )
@@ -38,7 +36,7 @@ def _bits(v):
 
 
 @triton.jit
-def _largest(v, axis: tl.constexpr):
+def max_norm(v, axis: tl.constexpr):
     """max |v|, NaN if there is one; a warp reduces integers in one instruction."""
     return tl.max(_bits(v), axis=axis).to(v.dtype, bitcast=True)
 
@@ -49,7 +47,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def _load_raw(raw_ptr, fed_back_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
+def load_raw(raw_ptr, fed_back_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
     """raw^x + W^y norm(y_{t-1}) at some columns."""
     raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(ACC)
     if FEEDBACK:
@@ -75,14 +73,14 @@ def _load_reflections(
     beta = ()
     for i in tl.static_range(K):
         at = tl.multiple_of(u_at + i * d + cols, ALIGN)
-        u = u + (_load_raw(raw_ptr, fed_back_ptr, at, cols < d, FEEDBACK, ACC),)
-        alpha = _load_raw(raw_ptr, fed_back_ptr, u_at + K * d + i, True, FEEDBACK, ACC)
+        u = u + (load_raw(raw_ptr, fed_back_ptr, at, cols < d, FEEDBACK, ACC),)
+        alpha = load_raw(raw_ptr, fed_back_ptr, u_at + K * d + i, True, FEEDBACK, ACC)
         beta = beta + (BETA_MAX * sigmoid(alpha),)
     return u, beta
 
 
 @triton.jit
-def _inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
+def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
     """1 / |u_i|, as `unit` has it, from the packed inner products of the u."""
     inv = ()
     for i in tl.static_range(K):
@@ -91,7 +89,7 @@ def _inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def _rows_times(rows, v, K: tl.constexpr):
+def rows_times(rows, v, K: tl.constexpr):
     """rows_i v, elementwise."""
     out = ()
     for i in tl.static_range(K):
@@ -149,8 +147,8 @@ def mix_kernel(
             v -= step
         tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
         if SELECTIVE:
-            B = _load_raw(raw_row, fed_row, d + states, in_n, FEEDBACK, ACC)
-            C = _load_raw(raw_row, fed_row, d + n + states, in_n, FEEDBACK, ACC)
+            B = load_raw(raw_row, fed_row, d + states, in_n, FEEDBACK, ACC)
+            C = load_raw(raw_row, fed_row, d + n + states, in_n, FEEDBACK, ACC)
             out = BC_ptr + token * 2 * n + states
             tl.store(out, B * tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS), mask=in_n)
             tl.store(out + n, C * tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS), mask=in_n)
@@ -234,7 +232,7 @@ def scan_kernel(
 
     # the operands of the next token are on their way while this one is computed
     x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
-    raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
+    raw_next = load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
     B_next = _load_vector(BC_ptr, states, n, SELECTIVE, EXACT, ACC)
     C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, EXACT, ACC)
     if not EXCLUSIVE:
@@ -248,7 +246,7 @@ def scan_kernel(
         fed_back_ptr += more * r
         BC_ptr += more * 2 * n
         x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
-        raw_next = _load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
+        raw_next = load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
         B_next = _load_vector(BC_ptr, states, n, SELECTIVE, EXACT, ACC)
         C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, EXACT, ACC)
         if not EXCLUSIVE:
@@ -279,8 +277,8 @@ def scan_kernel(
                 tl.store(out_ptr, F, mask=moves)
             else:
                 tl.store(out_ptr, y + DAMPING * (F - y), mask=moves)
-            tl.store(parts_ptr + t, _largest(F - y, 0))
-            tl.store(scale_ptr + t, _largest(F, 0))
+            tl.store(parts_ptr + t, max_norm(F - y, 0))
+            tl.store(scale_ptr + t, max_norm(F, 0))
         out_ptr += d
 
 
@@ -325,7 +323,7 @@ def finish_kernel(
         if INPUT_SCALE == "one_minus_decay":
             sigma = tl.load(gain_ptr + token * d + cols, mask=in_d, other=0.0)
         else:
-            raw_delta = _load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
+            raw_delta = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
             B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, EXACT, ACC)
             C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, EXACT, ACC)
             s = input_scale(activate(raw_delta, ACTIVATION), INPUT_SCALE)
@@ -340,24 +338,20 @@ def finish_kernel(
         PAIRS: tl.constexpr = K * (K + 1) // 2
         dots = sums(
             products(u, u, K)
-            + products(_rows_times(u, sigma, K), u, K)
-            + _rows_times(u, x, K)
-            + _rows_times(u, rest, K)
+            + products(rows_times(u, sigma, K), u, K)
+            + rows_times(u, rest - x, K)
         )
-        inv = _inverse_sizes(dots, d, K, EPS)
+        inv = inverse_sizes(dots, d, K, EPS)
         T_u = wy_upper(scale_symmetric(dots[0:PAIRS], inv, K), beta, K)
         S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-        U_x = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-        U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
-        # a = U y from (I - S T) a = U rhs, rhs = p + sigma Q x; y = rhs + sigma U^T T a
-        U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T_u, U_x, K), K), K)
-        a, pivot = eliminate(local_system(S, T_u, False, K), U_rhs, K, 1)
-        mixing = upper_times(T_u, subtract(a, U_x, K), K)
-        y = rest + sigma * combine(scale(mixing, inv, K), u, K)
+        q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+        # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
+        U_v, pivot = eliminate(local_system(S, T_u, False, K), q, K, 1)
+        y = rest + sigma * combine(scale(upper_times(T_u, U_v, K), inv, K), u, K)
         before = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
         tl.store(out_ptr + token * d + cols, y, mask=in_d)
-        tl.store(parts_ptr + token, _largest(y - before, 0))
-        tl.store(parts_ptr + tl.cast(batch, tl.int64) * T + token, _largest(y, 0))
+        tl.store(parts_ptr + token, max_norm(y - before, 0))
+        tl.store(parts_ptr + tl.cast(batch, tl.int64) * T + token, max_norm(y, 0))
         tl.store(pivots_ptr + token, pivot)
 
 
@@ -365,7 +359,7 @@ def finish_kernel(
 def decide_kernel(
     parts_ptr,  # (2, b, parts, t)
     norms_ptr,  # (2, b, t)
-    counters_ptr,  # (5, b): kept before, kept, frozen, failed, steps
+    counters_ptr,  # (6, b): kept before, kept, frozen, failed, steps, exchanges
     batch,
     T,
     parts,
@@ -395,30 +389,31 @@ def decide_kernel(
         t = start + cols
         at = rows[:, None] * tokens + t[None, :]
         mask = (rows < parts)[:, None] & (t < T)[None, :]
-        defect = _largest(tl.load(parts_ptr + at, mask=mask, other=0.0), 0)
-        scale = _largest(tl.load(parts_ptr + all_parts + at, mask=mask, other=0.0), 0)
+        defect = max_norm(tl.load(parts_ptr + at, mask=mask, other=0.0), 0)
+        scale = max_norm(tl.load(parts_ptr + all_parts + at, mask=mask, other=0.0), 0)
         tl.store(norms_ptr + t, defect, mask=t < T)
         tl.store(norms_ptr + all_norms + t, scale, mask=t < T)
         if WHOLE:
             # a token that is not finite, and all after it, must not keep the ones before it going
             finite = (scale < float("inf")) | (t >= T)
             end = tl.minimum(end, tl.min(tl.where(finite, T, t), axis=0))
-            worst = _larger(worst, _largest(tl.where(t < end, defect, 0.0), 0))
-            largest = _larger(largest, _largest(tl.where(t < end, scale, 0.0), 0))
+            worst = _larger(worst, max_norm(tl.where(t < end, defect, 0.0), 0))
+            largest = _larger(largest, max_norm(tl.where(t < end, scale, 0.0), 0))
         else:
             running = _larger(tl.associative_scan(scale, 0, _larger), largest)
-            largest = _larger(largest, _largest(scale, 0))
+            largest = _larger(largest, max_norm(scale, 0))
             small = (defect < ATOL + RTOL * running) | (t < frozen) | (t >= T)
             end = tl.minimum(end, tl.min(tl.where(small, T, t), axis=0))
     if WHOLE:
         end = tl.where(worst < ATOL + RTOL * largest, tl.maximum(end, frozen), frozen)
     at = all_parts + rows * tokens + tl.minimum(end, T - 1)
-    scale = _largest(tl.load(parts_ptr + at, mask=rows < parts, other=0.0), 0)
+    scale = max_norm(tl.load(parts_ptr + at, mask=rows < parts, other=0.0), 0)
     fails = (failed != 0) | ((end < T) & ((scale < float("inf")) == 0))
     tl.store(counters_ptr, kept)
     tl.store(counters_ptr + batch, tl.where(fails, T, end))
     tl.store(counters_ptr + 2 * batch, end)
     tl.store(counters_ptr + 3 * batch, fails.to(tl.int32))
+    tl.store(counters_ptr + 5 * batch, 0)
     if COUNT:
         active = (frozen < T) & (failed == 0)
         steps = tl.load(counters_ptr + 4 * batch)
@@ -430,7 +425,7 @@ def settle_kernel(
     y_ptr,  # (b t, d)
     next_ptr,  # (b t, d)
     normed_ptr,  # (b t, d), in the dtype of W^y
-    counters_ptr,  # (5, b): kept before, kept, ...
+    counters_ptr,  # (6, b): kept before, kept, ...
     batch,
     T,
     d,

@@ -15,6 +15,7 @@ from torch import Tensor
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.iteration.triton_group import step_kernel
 from bedouin.kernels.iteration.triton_kernels import (
     decide_kernel,
     finish_kernel,
@@ -34,6 +35,55 @@ PROGRAMS = 1024
 """Programs wanted in the scan; with fewer, blocks of channels become smaller."""
 DECIDE_TILE, SMALLEST_DECIDE = 8192, 32
 """Elements of parts that `decide` takes at a time, and the fewest tokens."""
+FEWEST_GROUPED, GROUPED_A_PROCESSOR = 256, 4
+"""Programs from which on a step is one launch, and how many of them a multiprocessor runs."""
+GROUP_CHANNELS, GROUP_TOKENS, GROUP_REGISTERS = 128, 16, 128
+"""Channels of such a program, a thread each, tokens at a time, registers a thread."""
+GROUP_STATES, GROUP_REFLECTIONS = 16, 4
+"""Sizes up to which the registers suffice."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the samples are spread over groups of programs when a step is one launch."""
+
+    groups: int
+    blocks: int  # programs of a group
+    block_d: int
+
+    @staticmethod
+    def of(inputs: "IterationInputs", options: SweepOptions) -> "Group | None":
+        """None: in several launches."""
+        (b, _, d), n, layout = inputs.x.shape, inputs.A.shape[0], options.layout
+        assert layout is not None
+        block_d = min(GROUP_CHANNELS, triton.next_power_of_2(d))
+        blocks = triton.cdiv(d, block_d)
+        together = _together(inputs.x.device)
+        if n > GROUP_STATES or layout.num_householder > GROUP_REFLECTIONS:
+            return None
+        if inputs.A.dtype == torch.float64 and not interpreter_is_on():
+            return None
+        if b * blocks < FEWEST_GROUPED or blocks > together:
+            return None
+        return Group(min(b, together // blocks), blocks, block_d)
+
+    def sums(self, y: Tensor, k: int, *, jacobi: bool) -> Tensor:
+        """Where a group adds up inner products: two exchanges of every sample."""
+        values = (k * (k + 1) // 2 + k) * (2 if jacobi else 1)
+        return y.new_empty(y.shape[0], 2, values, self.blocks, GROUP_TOKENS)
+
+    def work(self, y: Tensor, n: int, k: int) -> Tensor:
+        """The workspaces of the programs."""
+        a_token = 3 * self.block_d + 2 * triton.next_power_of_2(n) + k * (k + 1) // 2 + k + 1
+        return y.new_empty(self.groups * self.blocks, a_token * GROUP_TOKENS)
+
+
+def _together(device: torch.device) -> int:
+    """Programs of a step in one launch that run at the same time."""
+    if interpreter_is_on():
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(processors) * GROUPED_A_PROCESSOR
 
 
 @dataclass(frozen=True)
@@ -52,14 +102,22 @@ class Geometry:
     options: SweepOptions
     feedback: bool
     dtype: torch.dtype
+    group: Group | None
 
     @staticmethod
     def of(inputs: "IterationInputs", options: SweepOptions, rule: "IterationRule") -> "Geometry":
         """From x, raw and A (n, d) as the kernels get them."""
         (b, t, d), n = inputs.x.shape, inputs.A.shape[0]
         strides = inputs.x.stride(1), inputs.raw.stride(1), inputs.raw.shape[-1]
-        feedback, block = inputs.W_y is not None, _scan_block(b, d, n)
-        return Geometry(b, t, d, n, *strides, block, rule, options, feedback, inputs.A.dtype)
+        group = Group.of(inputs, options)
+        block = _scan_block(b, d, n) if group is None else group.block_d
+        feedback, dtype = inputs.W_y is not None, inputs.A.dtype
+        return Geometry(b, t, d, n, *strides, block, rule, options, feedback, dtype, group)
+
+    @property
+    def k(self) -> int:
+        assert self.options.layout is not None
+        return self.options.layout.num_householder
 
     @property
     def jacobi(self) -> bool:
@@ -68,12 +126,14 @@ class Geometry:
     @property
     def stores_gain(self) -> bool:
         """Whether the scan leaves sigma, which needs all decays, to the local solve."""
-        return self.jacobi and self.options.input_scale == "one_minus_decay"
+        coupled = self.options.input_scale == "one_minus_decay"
+        return self.jacobi and coupled and self.group is None
 
     @property
     def parts(self) -> int:
         """Parts in which defect and scale of a token are found."""
-        parts: int = 1 if self.jacobi else triton.cdiv(self.d, self.block_d)
+        one = self.jacobi and self.group is None
+        parts: int = 1 if one else triton.cdiv(self.d, self.block_d)
         return parts
 
     @property
@@ -95,6 +155,19 @@ class Geometry:
         }
 
     @property
+    def step_constants(self) -> dict[str, Any]:
+        """Of a step in one launch."""
+        constants, layout = self.token_constants, self.options.layout
+        assert layout is not None
+        changes = {
+            "BLOCK_D": self.block_d,
+            "ACTIVATION": layout.activation,
+            "INPUT_SCALE": self.options.input_scale,
+            "FULL": self.options.eigenvalues == "full",
+        }
+        return constants | changes
+
+    @property
     def accumulator(self) -> Any:
         return tl.float64 if self.dtype == torch.float64 else tl.float32
 
@@ -107,6 +180,30 @@ def _scan_block(b: int, d: int, n: int) -> int:
     while block > smallest and b * triton.cdiv(d, block) < PROGRAMS:
         block //= 2
     return int(block)
+
+
+def step(it: "FusedIteration") -> None:
+    """The next iterate and the parts of defect and scale, for Jacobi the pivots, in one launch."""
+    g, i, layout = it.geometry, it.inputs, it.geometry.options.layout
+    assert layout is not None and g.group is not None and it.sums is not None
+    assert it.work is not None
+    fast = g.dtype == torch.float32 and not interpreter_is_on()
+    device: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": GROUP_REGISTERS}
+    step_kernel[(g.group.groups * g.group.blocks,)](
+        *(i.x, i.raw, it.fed_back, i.A, i.h0, it.y, it.kept, it.y_next, it.parts, it.pivots),
+        *(it.counters[-1], it.sums, it.work),
+        *(g.b, g.t, g.group.groups, g.x_stride, g.raw_stride, g.r, g.d, g.n, 0),
+        **g.step_constants,
+        TOKENS=GROUP_TOKENS,
+        PARTS=triton.next_power_of_2(g.group.blocks),
+        WORK=it.work.shape[1],
+        JACOBI=g.jacobi,
+        DAMPING=g.rule.damping,
+        FAST=fast,
+        COMPILED=not interpreter_is_on(),
+        num_warps=max(1, g.group.block_d // 32),
+        **({} if interpreter_is_on() else device),
+    )
 
 
 def mix(it: "FusedIteration") -> None:
