@@ -11,7 +11,7 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import activate, input_scale, sigmoid
+from bedouin.kernels.direct.triton_math import sigmoid
 from bedouin.kernels.direct.triton_small import (
     combine,
     eliminate,
@@ -23,6 +23,7 @@ from bedouin.kernels.direct.triton_small import (
     upper_times,
     wy_upper,
 )
+from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale
 from bedouin.kernels.scan.triton_segments import build_decay, load_exponent
 
 
@@ -254,7 +255,7 @@ def scan_kernel(
             y_ptr += more * d
             y_next = tl.load(y_ptr, mask=in_d, other=0.0)
 
-        delta = activate(raw, ACTIVATION)
+        delta = fast_activate(raw, ACTIVATION, FAST)
         decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
         h *= decay
         if EXCLUSIVE:
@@ -267,7 +268,7 @@ def scan_kernel(
                 tl.store(gain_ptr, gain, mask=in_d)
                 gain_ptr += d
         else:
-            h += (input_scale(delta, INPUT_SCALE) * x)[None, :] * B[:, None]
+            h += (fast_scale(delta, INPUT_SCALE, FAST) * x)[None, :] * B[:, None]
         moves = channels < tl.where(t >= kept, d, 0)
         if EXCLUSIVE:
             tl.store(out_ptr, p, mask=moves)
@@ -312,6 +313,7 @@ def finish_kernel(
     EPS: tl.constexpr,
     ALIGN: tl.constexpr,
     EXACT: tl.constexpr,
+    FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -326,7 +328,7 @@ def finish_kernel(
             raw_delta = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
             B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, EXACT, ACC)
             C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, EXACT, ACC)
-            s = input_scale(activate(raw_delta, ACTIVATION), INPUT_SCALE)
+            s = fast_scale(fast_activate(raw_delta, ACTIVATION, FAST), INPUT_SCALE, FAST)
             sigma = s * tl.sum(B * C, axis=0)
         u_at = d + (2 * n if SELECTIVE else 0)
         u, beta = _load_reflections(
@@ -337,9 +339,7 @@ def finish_kernel(
 
         PAIRS: tl.constexpr = K * (K + 1) // 2
         dots = sums(
-            products(u, u, K)
-            + products(rows_times(u, sigma, K), u, K)
-            + rows_times(u, rest - x, K)
+            products(u, u, K) + products(rows_times(u, sigma, K), u, K) + rows_times(u, rest - x, K)
         )
         inv = inverse_sizes(dots, d, K, EPS)
         T_u = wy_upper(scale_symmetric(dots[0:PAIRS], inv, K), beta, K)
@@ -430,7 +430,6 @@ def settle_kernel(
     T,
     d,
     BLOCK_D: tl.constexpr,
-    FEEDBACK: tl.constexpr,
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
 ):
@@ -443,11 +442,32 @@ def settle_kernel(
         in_d = cols < d
         y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
         tl.store(next_ptr + token * d + cols, y, mask=in_d)
-    if FEEDBACK:
-        if (t >= kept) & (t + 1 < T):
-            in_d = cols < d
-            y = tl.load(next_ptr + token * d + cols, mask=in_d, other=0.0)
-            if NORM:
-                y *= tl.rsqrt(tl.sum(y * y, axis=0) / d + NORM_EPS)
-            normed = y.to(normed_ptr.dtype.element_ty)
-            tl.store(normed_ptr + (token + 1) * d + cols, normed, mask=in_d)
+    if (t >= kept) & (t + 1 < T):
+        in_d = cols < d
+        y = tl.load(next_ptr + token * d + cols, mask=in_d, other=0.0)
+        if NORM:
+            y *= tl.rsqrt(tl.sum(y * y, axis=0) / d + NORM_EPS)
+        normed = y.to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + (token + 1) * d + cols, normed, mask=in_d)
+
+
+@triton.jit(do_not_specialize=["batch", "T", "programs"])
+def restore_kernel(
+    y_ptr,  # (b t, d)
+    next_ptr,  # (b t, d)
+    counters_ptr,  # (6, b): kept before, kept, ...
+    batch,
+    T,
+    programs,
+    d,
+    BLOCK_D: tl.constexpr,
+):
+    """`settle` without feedback: mostly nothing, so few programs, each for some tokens."""
+    sample = tl.program_id(0) // programs
+    cols = tl.arange(0, BLOCK_D)
+    before = tl.load(counters_ptr + sample)
+    kept = tl.load(counters_ptr + batch + sample)
+    for t in range(before + tl.program_id(0) % programs, kept, programs):
+        at = (tl.cast(sample, tl.int64) * T + t) * d + cols
+        y = tl.load(y_ptr + at, mask=cols < d, other=0.0)
+        tl.store(next_ptr + at, y, mask=cols < d)

@@ -20,6 +20,7 @@ from bedouin.kernels.iteration.triton_kernels import (
     decide_kernel,
     finish_kernel,
     mix_kernel,
+    restore_kernel,
     scan_kernel,
     settle_kernel,
 )
@@ -35,12 +36,16 @@ PROGRAMS = 1024
 """Programs wanted in the scan; with fewer, blocks of channels become smaller."""
 DECIDE_TILE, SMALLEST_DECIDE = 8192, 32
 """Elements of parts that `decide` takes at a time, and the fewest tokens."""
+RESTORERS = 4
+"""Programs a sample that undo the moves of tokens that have just frozen, without feedback."""
 FEWEST_GROUPED, GROUPED_A_PROCESSOR = 256, 4
 """Programs from which on a step is one launch, and how many of them a multiprocessor runs."""
 GROUP_CHANNELS, GROUP_TOKENS, GROUP_REGISTERS = 128, 16, 128
 """Channels of such a program, a thread each, tokens at a time, registers a thread."""
 GROUP_STATES, GROUP_REFLECTIONS = 16, 4
 """Sizes up to which the registers suffice."""
+SMALLEST_PRODUCT = 32
+"""Fewest channels of a program whose inner products are matrix products."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,19 @@ class Group:
 
     def sums(self, y: Tensor, k: int, *, jacobi: bool) -> Tensor:
         """Where a group adds up inner products: two exchanges of every sample."""
-        values = (k * (k + 1) // 2 + k) * (2 if jacobi else 1)
-        return y.new_empty(y.shape[0], 2, values, self.blocks, GROUP_TOKENS)
+        return y.new_zeros(y.shape[0], 2, self.blocks, (2 if jacobi else 1) * _sums_size(k))
 
     def work(self, y: Tensor, n: int, k: int) -> Tensor:
         """The workspaces of the programs."""
-        a_token = 3 * self.block_d + 2 * triton.next_power_of_2(n) + k * (k + 1) // 2 + k + 1
-        return y.new_empty(self.groups * self.blocks, a_token * GROUP_TOKENS)
+        size = 3 * self.block_d + 2 * triton.next_power_of_2(n) + k * (k + 1) // 2 + 2 * k
+        programs = self.groups * self.blocks
+        return y.new_empty(programs, size * GROUP_TOKENS + 2 * _sums_size(k))
+
+
+def _sums_size(k: int) -> int:
+    """Inner products of the tokens that a program takes at a time."""
+    rows: int = triton.next_power_of_2(k)
+    return rows * (rows + 1) * GROUP_TOKENS
 
 
 def _together(device: torch.device) -> int:
@@ -120,6 +131,11 @@ class Geometry:
         return self.options.layout.num_householder
 
     @property
+    def fast(self) -> bool:
+        """Whether the instructions of the device stand for exp2 and the reciprocal."""
+        return self.dtype == torch.float32 and not interpreter_is_on()
+
+    @property
     def jacobi(self) -> bool:
         return self.rule.method == "jacobi"
 
@@ -161,6 +177,9 @@ class Geometry:
         assert layout is not None
         changes = {
             "BLOCK_D": self.block_d,
+            # four channels a thread in all tiles: with another number here and there the compiler
+            # would compute what they share twice
+            "ALIGN": math.gcd(4, constants["ALIGN"], self.x_stride),
             "ACTIVATION": layout.activation,
             "INPUT_SCALE": self.options.input_scale,
             "FULL": self.options.eigenvalues == "full",
@@ -187,23 +206,33 @@ def step(it: "FusedIteration") -> None:
     g, i, layout = it.geometry, it.inputs, it.geometry.options.layout
     assert layout is not None and g.group is not None and it.sums is not None
     assert it.work is not None
-    fast = g.dtype == torch.float32 and not interpreter_is_on()
     device: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": GROUP_REGISTERS}
     step_kernel[(g.group.groups * g.group.blocks,)](
         *(i.x, i.raw, it.fed_back, i.A, i.h0, it.y, it.kept, it.y_next, it.parts, it.pivots),
         *(it.counters[-1], it.sums, it.work),
-        *(g.b, g.t, g.group.groups, g.x_stride, g.raw_stride, g.r, g.d, g.n, 0),
+        *(g.b, g.t, g.group.groups, 0, g.x_stride, g.raw_stride, g.r, g.d, g.n),
         **g.step_constants,
+        K_ROWS=triton.next_power_of_2(g.k),
         TOKENS=GROUP_TOKENS,
+        UNROLL=UNROLL,
         PARTS=triton.next_power_of_2(g.group.blocks),
-        WORK=it.work.shape[1],
+        SUMS=it.sums.shape[-1],
+        WORK=it.work.shape[-1],
+        PIECES=_pieces(i.raw.dtype, feedback=g.feedback, width=g.block_d),
         JACOBI=g.jacobi,
         DAMPING=g.rule.damping,
-        FAST=fast,
+        FAST=g.fast,
         COMPILED=not interpreter_is_on(),
         num_warps=max(1, g.group.block_d // 32),
         **({} if interpreter_is_on() else device),
     )
+
+
+def _pieces(dtype: torch.dtype, *, feedback: bool, width: int) -> int:
+    """Into how many numbers of bfloat16 the products take a u apart; 0: they are sums instead."""
+    if dtype not in (torch.bfloat16, torch.float16) or width < SMALLEST_PRODUCT:
+        return 0
+    return 2 if feedback or dtype == torch.float16 else 1
 
 
 def mix(it: "FusedIteration") -> None:
@@ -243,7 +272,7 @@ def scan(it: "FusedIteration") -> None:
         DAMPING=g.rule.damping,
         EXACT=block_n == g.n,
         UNROLL=UNROLL,
-        FAST=g.dtype == torch.float32 and not interpreter_is_on(),
+        FAST=g.fast,
         ACC=g.accumulator,
         num_warps=max(1, min(8, g.block_d * block_n // TILE)),
     )
@@ -259,6 +288,7 @@ def finish(it: "FusedIteration") -> None:
         *(it.y_next, it.parts, it.pivots),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n),
         EXACT=triton.next_power_of_2(g.n) == g.n,
+        FAST=g.fast,
         ACTIVATION=layout.activation,
         INPUT_SCALE=g.options.input_scale,
         **g.token_constants,
@@ -293,11 +323,19 @@ def settle(it: "FusedIteration", y_next: Tensor) -> None:
     g = it.geometry
     eps = g.options.feedback_norm_eps
     block_d = triton.next_power_of_2(g.d)
+    warps = int(min(8, max(1, block_d // 256)))
+    if not g.feedback:
+        programs = min(g.t, RESTORERS)
+        restore_kernel[(g.b * programs,)](
+            *(it.y, y_next, it.counters, g.b, g.t, programs, g.d),
+            BLOCK_D=block_d,
+            num_warps=warps,
+        )
+        return
     settle_kernel[(g.b * g.t,)](
         *(it.y, y_next, it.normed, it.counters, g.b, g.t, g.d),
         BLOCK_D=block_d,
-        FEEDBACK=g.feedback,
         NORM=eps is not None,
         NORM_EPS=0.0 if eps is None else eps,
-        num_warps=int(min(8, max(1, block_d // 256))),
+        num_warps=warps,
     )

@@ -218,7 +218,9 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
         Setting(),
         Setting(t=18, d=9, n=4, eigenvalues="full", layout=RawLayout("sigmoid", True, 4, 2.0)),
         Setting(t=1, input_scale="one_minus_decay"),
-        Setting(t=17, input_scale="delta", feedback=0.0, layout=RawLayout("softplus", True, 1, 1.0)),
+        Setting(
+            t=17, input_scale="delta", feedback=0.0, layout=RawLayout("softplus", True, 1, 1.0)
+        ),
         Setting(
             n=1,
             input_scale="one_minus_decay",
@@ -226,8 +228,14 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
             layout=RawLayout("softplus_of_minus", False, 3, 1.0),
         ),
         Setting(b=1, t=2, d=70, n=16, dtype=torch.float32, low=torch.bfloat16),
+        Setting(b=1, t=17, d=40, dtype=torch.float32, low=torch.bfloat16, feedback=0.0),
+        Setting(b=1, t=2, d=32, dtype=torch.float32, low=torch.float16, feedback=0.0),
+        Setting(b=1, d=33, dtype=torch.float32, layout=RawLayout("sigmoid", True, 3, 1.0)),
     ],
-    ids=["plain", "two_passes", "one_token", "no_feedback", "not_selective", "low"],
+    ids=[
+        *("plain", "two_passes", "one_token", "no_feedback", "not_selective"),
+        *("bf16_sums", "bf16", "fp16", "fp32"),
+    ],
 )
 def test_a_step_in_one_launch(setting: Setting, method: type[Any]) -> None:
     check(setting, never(method))
