@@ -152,9 +152,7 @@ def load_tile(
 
 
 @triton.jit
-def _load_fed(
-    fed, at, mask, part, SPLITS: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr
-):
+def _load_fed(fed, at, mask, part, SPLITS: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr):
     """W^y norm(y_{t-1}) at some columns, from its parts; rounded as a whole product would be."""
     total = tl.load(fed + at, mask=mask, other=0.0, cache_modifier=".cg").to(ACC)
     for split in tl.static_range(1, SPLITS):
@@ -176,7 +174,6 @@ def _solve_token(
     fed_ptr,
     y_ptr,
     normed_ptr,
-    statistics_ptr,
     solved_ptr,
     fed_counter_ptr,
     fed_target,
@@ -209,7 +206,7 @@ def _solve_token(
     COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """y_t, norm(y_t) and the statistics of token t; returns h_t."""
+    """y_t and norm(y_t), which the feedback waits for; returns what `_finish_token` needs."""
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if SELECTIVE
@@ -300,14 +297,41 @@ def _solve_token(
         tl.store(at, normed.to(normed_ptr.dtype.element_ty), mask=in_d)
     if PERSISTENT:
         announce(solved_ptr)
+    if INPUT_SCALE == "one_minus_decay":
+        s = s_rows
+    return h, s, (x, y), u, B, C, T, inv, dots, pivot
 
+
+@triton.jit
+def _finish_token(
+    h,  # (BLOCK_N, BLOCK_D), what has decayed of h_{t-1}
+    s,  # s_t, with a state axis for "one_minus_decay"
+    vectors,
+    u,
+    B,
+    C,
+    T,
+    inv,
+    dots,
+    pivot,
+    sample,
+    t,
+    statistics_ptr,
+    batch,
+    t_end,
+    K: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+):
+    """h_t and the statistics of token t."""
+    x, y = vectors
+    token = sample * t_end + t
     # F(y)_t, from the y that is written
     U_v = scale(dots[1 : K + 1], inv, K)
     mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
     if INPUT_SCALE == "one_minus_decay":
-        h += s_rows * mixed[None, :] * B[:, None]
-        terms *= tl.max(s_rows, axis=0)
+        h += s * mixed[None, :] * B[:, None]
+        terms *= tl.max(s, axis=0)
     else:
         h += (s * mixed)[None, :] * B[:, None]
         terms *= s
@@ -399,7 +423,7 @@ def _walk(
     for t in range(start, stop):
         done = t - start
         if WITH_TILES:
-            vectors = normed_ptr + tl.cast(t, tl.int64) * d
+            rows_ptr = normed_ptr + tl.cast(t, tl.int64) * d
             if first_tile < tiles:
                 wait_for(solved_ptr, done * batch, COMPILED)
             if ONE_TILE:
@@ -407,7 +431,7 @@ def _walk(
                     m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * COLUMNS
                     out = fed_ptr + (first_tile // tiles_m) * batch * fed_stride
                     tile_product(
-                        W, vectors, out, m0, v0, t >> 30, batch, r, d, (t_end + 1) * d, fed_stride,
+                        W, rows_ptr, out, m0, v0, t >> 30, batch, r, d, (t_end + 1) * d, fed_stride,
                         PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
@@ -417,7 +441,7 @@ def _walk(
                     part = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
                     out = fed_ptr + (tile // tiles_m) * batch * fed_stride
                     tile_product(
-                        part, vectors, out, m0, v0, t >> 30, batch, r, d, (t_end + 1) * d,
+                        part, rows_ptr, out, m0, v0, t >> 30, batch, r, d, (t_end + 1) * d,
                         fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
@@ -426,13 +450,16 @@ def _walk(
                 if t % KEEP == 0:
                     slot = own * slots + t // KEEP
                     tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
-                h = _solve_token(
-                    h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
-                    solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n,
-                    x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride,
-                    (t_end + 1) * d, K, BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS,
-                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
-                    FAST, COMPILED, ACC,
+                h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
+                    h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
+                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
+                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, (t_end + 1) * d, K,
+                    BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
+                    SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
+                h = _finish_token(
+                    h, s, vectors, u, B, C, T, inv, dots, pivot, own, t, statistics_ptr, batch,
+                    t_end, K, INPUT_SCALE,
                 )  # fmt: skip
         if WITH_SAMPLES and not RESIDENT:
             for index in range(program, batch, stride):
@@ -442,13 +469,16 @@ def _walk(
                 if t % KEEP == 0:
                     slot = sample * slots + t // KEEP
                     tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
-                h = _solve_token(
-                    h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr,
-                    statistics_ptr, solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end,
-                    d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride,
-                    (t_end + 1) * d, K, BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS,
-                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
-                    FAST, COMPILED, ACC,
+                h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
+                    h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
+                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
+                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, (t_end + 1) * d, K,
+                    BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
+                    SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
+                h = _finish_token(
+                    h, s, vectors, u, B, C, T, inv, dots, pivot, sample, t, statistics_ptr, batch,
+                    t_end, K, INPUT_SCALE,
                 )  # fmt: skip
                 tl.store(memory, h, mask=in_state)
                 # the next token reads h, perhaps with other threads than those that wrote it

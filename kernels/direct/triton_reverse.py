@@ -358,7 +358,7 @@ def replay_kernel(
 
 
 @triton.jit
-def _reverse_token(
+def _pull_token(
     H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
     sample,
     i_token,
@@ -374,10 +374,7 @@ def _reverse_token(
     mixed_ptr,
     small_ptr,
     before_ptr,
-    grad_x_ptr,
     grad_raw_ptr,
-    grad_A_ptr,
-    statistics_ptr,
     pulled_counter_ptr,
     left_ptr,
     pulled_target,
@@ -414,7 +411,7 @@ def _reverse_token(
     COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Cotangents of x_t and raw_t; returns that of h_{t-1}."""
+    """The cotangent of raw_t, which the feedback waits for; returns what `_finish_token` needs."""
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     cols = tl.arange(0, BLOCK_D)
@@ -570,7 +567,47 @@ def _reverse_token(
         )  # fmt: skip
     if PERSISTENT:
         announce(left_ptr)
+    return (g, w, from_memory, sigma, grad_mixed, delta, mixed), u, decayed
 
+
+@triton.jit
+def _finish_token(
+    H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
+    vectors,  # of `_pull_token`
+    u,
+    decayed,  # decay * h_{t-1}; () if it is to be computed again
+    sample,
+    i_token,
+    t,
+    count,  # tokens of the chunk
+    A_ptr,
+    small_ptr,
+    before_ptr,
+    grad_x_ptr,
+    grad_A_ptr,
+    statistics_ptr,
+    batch,
+    t_end,
+    d,
+    n,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """The cotangent of x_t, the parts of that of A, and the check; returns that of h_{t-1}."""
+    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
+    g, w, from_memory, sigma, grad_mixed, delta, mixed = vectors
+    cols = tl.arange(0, BLOCK_D)
+    in_d = cols < d
+    token = sample * t_end + t
+    in_chunk = sample * count + i_token
+    row = small_ptr + in_chunk * (SIZE + 2 * n)
     tl.store(grad_x_ptr + token * d + cols, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=in_d)
     checks = ()
     for i in tl.static_range(K):
@@ -593,7 +630,7 @@ def _reverse_token(
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
         decay = decay_rows(delta, A_log2, FULL, FAST)
         total = H[block] + C[:, None] * w[None, :]
-        if COUPLED or FULL:
+        if COUPLED or FULL or len(decayed) == 0:
             B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
             h = tl.load(before_ptr + in_chunk * n * d + state, mask=in_state, other=0.0)
             reach = _reach(h, decay, mixed, B, COUPLED, FULL)
@@ -775,14 +812,19 @@ def step_kernel(
     """The adjoint of token start + i_token alone, of all samples: the products are made outside."""
     own = tl.program_id(0).to(tl.int64)
     H = _load_blocks(H_ptr + own * n * d, d, n, BLOCK_D, BLOCK_N, BLOCKS)
-    H = _reverse_token(
-        H, own, i_token, start + i_token, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
-        raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr,
-        grad_raw_ptr, grad_A_ptr, statistics_ptr, statistics_ptr, statistics_ptr, 0, batch,
-        t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t,
-        raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N,
-        BLOCKS, True, False, 1, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE,
-        FULL, EPS, ALIGNED, FAST, False, ACC,
+    t = start + i_token
+    vectors, u, decayed = _pull_token(
+        H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr,
+        mixed_ptr, small_ptr, before_ptr, grad_raw_ptr, statistics_ptr, statistics_ptr, 0, batch,
+        t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+        raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, True, False, 1,
+        NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST,
+        False, ACC,
+    )  # fmt: skip
+    H = _finish_token(
+        H, vectors, u, decayed, own, i_token, t, count, A_ptr, small_ptr, before_ptr, grad_x_ptr,
+        grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D, BLOCK_N, BLOCKS, INPUT_SCALE,
+        FULL, FAST,
     )  # fmt: skip
     tl.debug_barrier()
     _store_blocks(H_ptr + own * n * d, H, d, n, BLOCK_D, BLOCK_N, BLOCKS)
@@ -867,36 +909,60 @@ def _walk_back(
         i_token = count - 1 - back
         t = start + i_token
         if WITH_SAMPLES and RESIDENT:
-            if program < batch:
-                H = _reverse_token(
+            if WITH_TILES:
+                # what the tiles wait for, then the own tile, then what nobody waits for
+                if program < batch:
+                    vectors, u, _ = _pull_token(
+                        H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
+                        fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
+                        pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
+                        grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                        raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS,
+                        FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
+                        BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                    )  # fmt: skip
+                else:
+                    vectors = (tl.zeros([BLOCK_D], dtype=ACC),) * 7
+                    u = (tl.zeros([BLOCK_D], dtype=ACC),) * K
+            elif program < batch:
+                vectors, u, decayed = _pull_token(
                     H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
-                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr,
-                    grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, (done + back) *
-                    tiles, batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b,
-                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D,
-                    BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
-                    SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
+                    pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
+                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS,
+                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
+                H = _finish_token(
+                    H, vectors, u, decayed, own, i_token, t, count, A_ptr, small_ptr, before_ptr,
+                    grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D,
+                    BLOCK_N, BLOCKS, INPUT_SCALE, FULL, FAST,
                 )  # fmt: skip
         if WITH_SAMPLES and not RESIDENT:
             for index in range(program, batch, stride):
                 sample = tl.cast(index, tl.int64)
                 cotangent = H_ptr + sample * n * d
-                before = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
-                after = _reverse_token(
-                    before, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
-                    raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr,
-                    grad_raw_ptr, grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, (done +
-                    back) * tiles, batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t,
-                    x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t,
-                    K, BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS,
-                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST,
-                    COMPILED, ACC,
+                later = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+                vectors, u, decayed = _pull_token(
+                    later, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
+                    raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
+                    pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
+                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS,
+                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
-                _store_blocks(cotangent, after, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+                later = _finish_token(
+                    later, vectors, u, decayed, sample, i_token, t, count, A_ptr, small_ptr,
+                    before_ptr, grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K,
+                    BLOCK_D, BLOCK_N, BLOCKS, INPUT_SCALE, FULL, FAST,
+                )  # fmt: skip
+                _store_blocks(cotangent, later, d, n, BLOCK_D, BLOCK_N, BLOCKS)
                 # the next token reads H, perhaps with other threads than those that wrote it
                 tl.debug_barrier()
         if WITH_TILES:
-            vectors = grad_raw_ptr + tl.cast(t, tl.int64) * r
+            grad_rows = grad_raw_ptr + tl.cast(t, tl.int64) * r
             if first_tile < tiles:
                 wait_for(left_ptr, (done + back + 1) * batch, COMPILED)
             if ONE_TILE:
@@ -904,7 +970,7 @@ def _walk_back(
                     m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * COLUMNS
                     out = pulled_ptr + (first_tile // tiles_m) * batch * d
                     tile_product(
-                        W, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
+                        W, grad_rows, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
                         DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
@@ -914,10 +980,17 @@ def _walk_back(
                     part = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
                     out = pulled_ptr + (tile // tiles_m) * batch * d
                     tile_product(
-                        part, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
+                        part, grad_rows, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
                         DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
+        if WITH_SAMPLES and RESIDENT and WITH_TILES:
+            if program < batch:
+                H = _finish_token(
+                    H, vectors, u, (), own, i_token, t, count, A_ptr, small_ptr, before_ptr,
+                    grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D,
+                    BLOCK_N, BLOCKS, INPUT_SCALE, FULL, FAST,
+                )  # fmt: skip
     return H
 
 
