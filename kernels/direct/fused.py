@@ -253,11 +253,13 @@ def fused_reverse(
     H, grad_A = _first_cotangents(grad_h, b, A)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     statistics = A.new_empty(2, b, t_end)
-    W, rows = None, normed.reshape(-1, d)
-    grad_raw, fed = raw.new_empty(raw.shape), None
-    if W_y is not None:
+    W, fed = None, None
+    if W_y is None:
+        grad_raw = raw.new_empty(raw.shape)
+    else:
         W = _transposed(W_y)
-        fed = (rows @ W).unflatten(0, (b, t_end))
+        # the rows are copied again for the gradient of W^y: they need not live through the sweep
+        fed = (normed.reshape(-1, d) @ W).unflatten(0, (b, t_end))
         # a token's feedback is read before its cotangent is written: one memory for both
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     pulled = None
@@ -268,7 +270,8 @@ def fused_reverse(
     grad_y0 = _start_cotangent(pulled, y0, A, options)
     grad_W_y = A.new_empty(0)
     if W_y is not None:
-        grad_W_y = (grad_raw.to(W_y.dtype).flatten(0, 1).mT @ rows)[:r]
+        del W
+        grad_W_y = (grad_raw.to(W_y.dtype).flatten(0, 1).mT @ normed.reshape(-1, d))[:r]
     return grad_x, grad_raw[..., :r], grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0, statistics
 
 
