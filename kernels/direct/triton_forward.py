@@ -72,6 +72,12 @@ def announce(counter):
 
 
 @triton.jit
+def load_stream(ptr, mask):
+    """Values that are read once: past the first level of cache, where A is to stay."""
+    return tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def decay_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
     """lambda (n, d) from Delta (d,) and log2(e) A (n, d)."""
     return build_decay(A_log2 * delta[None, :], FULL, FAST)
@@ -124,7 +130,7 @@ def _load_vectors(row_ptr, v0, in_batch, v_end, BLOCK_K: tl.constexpr):
     columns = v0 + tl.arange(0, BLOCK_K)
     mask = (columns < v_end)[:, None] & in_batch[None, :]
     at = row_ptr[None, :] + columns[:, None]
-    return tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    return load_stream(at, mask)
 
 
 @triton.jit
@@ -154,10 +160,9 @@ def load_tile(
 @triton.jit
 def _load_fed(fed, at, mask, part, SPLITS: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr):
     """W^y norm(y_{t-1}) at some columns, from its parts; rounded as a whole product would be."""
-    total = tl.load(fed + at, mask=mask, other=0.0, cache_modifier=".cg").to(ACC)
+    total = load_stream(fed + at, mask).to(ACC)
     for split in tl.static_range(1, SPLITS):
-        more = tl.load(fed + split * part + at, mask=mask, other=0.0, cache_modifier=".cg")
-        total += more.to(ACC)
+        total += load_stream(fed + split * part + at, mask).to(ACC)
     if SPLITS > 1:
         total = total.to(ROUND).to(ACC)
     return total
@@ -219,11 +224,11 @@ def _solve_token(
     in_state = in_n[:, None] & in_d[None, :]
     A_log2 = tl.load(A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
     x = tl.load(x_ptr + sample * x_stride_b + t * x_stride_t + cols, mask=in_d, other=0.0).to(ACC)
-    delta = tl.load(raw + cols, mask=in_d, other=0.0).to(ACC)
+    delta = load_stream(raw + cols, in_d).to(ACC)
     u = ()
     alpha = ()
     for i in tl.static_range(K):
-        u = u + (tl.load(raw + u_at + i * d + cols, mask=in_d, other=0.0).to(ACC),)
+        u = u + (load_stream(raw + u_at + i * d + cols, in_d).to(ACC),)
         alpha = alpha + (tl.load(raw + u_at + K * d + i).to(ACC),)
     if SELECTIVE:
         B = tl.load(raw + d + rows, mask=in_n, other=0.0).to(ACC)

@@ -29,9 +29,9 @@ from bedouin.kernels.householder.reference import UNIT_EPS
 PERSISTENT = True
 """Whether the persistent kernels may be used."""
 
-SHARED_MEMORY = ((128, 64), (128, 32), (64, 32), (32, 16))
+SHARED_MEMORY = ((128, 32), (64, 32), (32, 16))
 """Kilobytes for a program's tile of W^y and for the vectors it is multiplied with, the largest
-first: the first of these fits an H100 (227 KB a multiprocessor), the second an A100 (163)."""
+first: the first of these fits an H100 (227 KB a multiprocessor) and an A100 (163)."""
 
 MAX_ROWS = 128
 """Most rows of a tile of W^y: as many as two warpgroups multiply at a time."""
@@ -39,7 +39,7 @@ MAX_ROWS = 128
 REDUCTIONS = 2048
 """Bytes of shared memory for sums over channels."""
 
-STATES_AT_A_TIME = 4
+STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: more at a time do not stay in registers."""
 
 TOGETHER = 32
@@ -83,7 +83,7 @@ def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
     block_b = 16 if size > 2 else min(128, max(16, triton.next_power_of_2(b)))
     # few tiles that are wide for few vectors; for many of them tiles of 128 rows, which the two
     # halves of a program share instead of computing them twice
-    columns = max(16, min(1024 if block_b <= 32 else 512, triton.next_power_of_2(v)))
+    columns = max(16, min(1024 if block_b <= 16 else 512, triton.next_power_of_2(v)))
     # in chunks, two of them are there at a time
     room = vector_bytes // (block_b * size)
     block_k = columns if columns <= room else room // 2

@@ -21,6 +21,7 @@ import triton.language as tl
 from bedouin.kernels.direct.triton_forward import (
     announce,
     decay_rows,
+    load_stream,
     load_tile,
     tile_product,
     wait_for,
@@ -61,9 +62,9 @@ def _load_unit(row_ptr, fed_row_ptr, at, rows, in_n, n, FEEDBACK: tl.constexpr, 
 @triton.jit
 def _load_raw(row_ptr, fed_row_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
     """raw^x + W^y norm(y_{t-1}) at some columns."""
-    v = tl.load(row_ptr + at, mask=mask, other=0.0).to(ACC)
+    v = load_stream(row_ptr + at, mask).to(ACC)
     if FEEDBACK:
-        v += tl.load(fed_row_ptr + at, mask=mask, other=0.0).to(ACC)
+        v += load_stream(fed_row_ptr + at, mask).to(ACC)
     return v
 
 
@@ -455,7 +456,7 @@ def _pull_token(
         B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        h = tl.load(before_ptr + in_chunk * n * d + state, mask=in_state, other=0.0)
+        h = load_stream(before_ptr + in_chunk * n * d + state, in_state)
         decay = decay_rows(delta, A_log2, FULL, FAST)
         decayed = decayed + (decay * h,)
         if COUPLED:
@@ -498,8 +499,7 @@ def _pull_token(
         pulled = tl.zeros([BLOCK_D], dtype=ACC)
         for split in tl.static_range(SPLITS):
             at = (tl.cast(batch, tl.int64) * split + sample) * d + cols
-            part = tl.load(pulled_ptr + at, mask=in_d, other=0.0, cache_modifier=".cg")
-            pulled += part.to(ACC)
+            pulled += load_stream(pulled_ptr + at, in_d).to(ACC)
         if NORM:
             rms = tl.load(row + SIZE - 4)
             g += rms * pulled
@@ -575,7 +575,7 @@ def _finish_token(
     H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
     vectors,  # of `_pull_token`
     u,
-    decayed,  # decay * h_{t-1}; () if it is to be computed again
+    decayed,  # decay * h_{t-1}, of which the decay may be computed again
     sample,
     i_token,
     t,
@@ -630,14 +630,14 @@ def _finish_token(
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
         decay = decay_rows(delta, A_log2, FULL, FAST)
         total = H[block] + C[:, None] * w[None, :]
-        if COUPLED or FULL or len(decayed) == 0:
+        if COUPLED or FULL:
             B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
-            h = tl.load(before_ptr + in_chunk * n * d + state, mask=in_state, other=0.0)
+            h = load_stream(before_ptr + in_chunk * n * d + state, in_state)
             reach = _reach(h, decay, mixed, B, COUPLED, FULL)
         else:
             reach = decayed[block]
         sum_A = grad_A_ptr + sample * n * d + state
-        grad_A = tl.load(sum_A, mask=in_state, other=0.0) + total * reach * delta[None, :]
+        grad_A = load_stream(sum_A, in_state) + total * reach * delta[None, :]
         tl.store(sum_A, grad_A, mask=in_state)
         new_H = new_H + (total * decay,)
     return new_H
@@ -909,22 +909,7 @@ def _walk_back(
         i_token = count - 1 - back
         t = start + i_token
         if WITH_SAMPLES and RESIDENT:
-            if WITH_TILES:
-                # what the tiles wait for, then the own tile, then what nobody waits for
-                if program < batch:
-                    vectors, u, _ = _pull_token(
-                        H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
-                        fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
-                        pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
-                        grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-                        raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS,
-                        FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
-                        BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
-                    )  # fmt: skip
-                else:
-                    vectors = (tl.zeros([BLOCK_D], dtype=ACC),) * 7
-                    u = (tl.zeros([BLOCK_D], dtype=ACC),) * K
-            elif program < batch:
+            if program < batch:
                 vectors, u, decayed = _pull_token(
                     H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
                     fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
@@ -984,13 +969,6 @@ def _walk_back(
                         DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
-        if WITH_SAMPLES and RESIDENT and WITH_TILES:
-            if program < batch:
-                H = _finish_token(
-                    H, vectors, u, (), own, i_token, t, count, A_ptr, small_ptr, before_ptr,
-                    grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D,
-                    BLOCK_N, BLOCKS, INPUT_SCALE, FULL, FAST,
-                )  # fmt: skip
     return H
 
 
