@@ -102,19 +102,27 @@ def tile_product(
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     """One tile of a matrix times the vectors of all samples."""
+    AHEAD: tl.constexpr = 4
     rows = m0 + tl.arange(0, BLOCK_M)
     for b0 in range(zero, batch, BLOCK_B):
         samples = b0 + tl.arange(0, BLOCK_B)
         row_ptr = vector_ptr + samples.to(tl.int64) * vector_stride
-        following = _load_vectors(row_ptr, v0, samples < batch, v_end, BLOCK_K)
+        # all on their way at once: chunk after chunk would cost as many latencies
+        coming = ()
+        for chunk in tl.static_range(min(AHEAD, CHUNKS)):
+            at = v0 + chunk * BLOCK_K
+            coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
         for chunk in tl.static_range(CHUNKS):
-            now = following
-            if chunk + 1 < CHUNKS:
-                # on its way while this chunk is multiplied
-                at = v0 + (chunk + 1) * BLOCK_K
-                following = _load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K)
+            now = coming[chunk]
+            if CHUNKS > 1 and COMPILED and vector_ptr.dtype.element_ty.primitive_bitwidth == 16:
+                # in registers until its turn: shared memory holds one chunk, not all
+                now = _pin_half(now)
+            if chunk + AHEAD < CHUNKS:
+                at = v0 + (chunk + AHEAD) * BLOCK_K
+                coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
             if chunk == 0:
                 out = tl.dot(tiles[0], now.to(DOT), input_precision=PRECISION)
             else:
@@ -122,6 +130,14 @@ def tile_product(
         at = samples[None, :] * out_stride + rows[:, None]
         mask = (rows < m_end)[:, None] & (samples < batch)[None, :]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pin_half(v):
+    """v, of a dtype of two bytes, in registers here."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=2
+    )
 
 
 @triton.jit
@@ -299,7 +315,8 @@ def _solve_token(
         if NORM:
             normed = y * tl.rsqrt(dots[0] / d + NORM_EPS)
         at = normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
-        tl.store(at, normed.to(normed_ptr.dtype.element_ty), mask=in_d)
+        in_time = cols < tl.where(t + 1 < t_end, d, 0)
+        tl.store(at, normed.to(normed_ptr.dtype.element_ty), mask=in_time)
     if PERSISTENT:
         announce(solved_ptr)
     if INPUT_SCALE == "one_minus_decay":
@@ -373,7 +390,7 @@ def _walk(
     kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
     fed_ptr,  # (splits, b, r): parts of W^y norm(y_{t-1})
     y_ptr,  # (b, t, d)
-    normed_ptr,  # (b, t + 1, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
+    normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     counters_ptr,  # (2,), zeros: solved, fed
     start,
@@ -436,8 +453,8 @@ def _walk(
                     m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * COLUMNS
                     out = fed_ptr + (first_tile // tiles_m) * batch * fed_stride
                     tile_product(
-                        W, rows_ptr, out, m0, v0, t >> 30, batch, r, d, (t_end + 1) * d, fed_stride,
-                        PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                        W, rows_ptr, out, m0, v0, t >> 30, batch, r, d, t_end * d, fed_stride,
+                        PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
             else:
@@ -446,8 +463,8 @@ def _walk(
                     part = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
                     out = fed_ptr + (tile // tiles_m) * batch * fed_stride
                     tile_product(
-                        part, rows_ptr, out, m0, v0, t >> 30, batch, r, d, (t_end + 1) * d,
-                        fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                        part, rows_ptr, out, m0, v0, t >> 30, batch, r, d, t_end * d,
+                        fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
         if WITH_SAMPLES and RESIDENT:
@@ -458,7 +475,7 @@ def _walk(
                 h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
                     h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
                     fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
-                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, (t_end + 1) * d, K,
+                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, t_end * d, K,
                     BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
                     SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
@@ -477,7 +494,7 @@ def _walk(
                 h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
                     h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
                     fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
-                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, (t_end + 1) * d, K,
+                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, t_end * d, K,
                     BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
                     SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
@@ -501,7 +518,7 @@ def sweep_kernel(
     kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
     fed_ptr,  # (splits, b, r): parts of W^y norm(y_{t-1})
     y_ptr,  # (b, t, d)
-    normed_ptr,  # (b, t + 1, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
+    normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     counters_ptr,  # (2,), zeros: solved, fed
     start,

@@ -268,7 +268,8 @@ def _prepare(
         **_scan_constants(d, A, options),
         **_mixer_constants(options),
         **_alignment(raw, raw if fed is None else fed),
-        num_warps=_num_warps(d, 1),
+        # half as many as a sweep takes: every warp repeats the k x k algebra
+        num_warps=max(4, _num_warps(d, 1) // 2),
     )
 
 

@@ -956,7 +956,7 @@ def _walk_back(
                     out = pulled_ptr + (first_tile // tiles_m) * batch * d
                     tile_product(
                         W, grad_rows, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
-                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
             else:
@@ -966,7 +966,7 @@ def _walk_back(
                     out = pulled_ptr + (tile // tiles_m) * batch * d
                     tile_product(
                         part, grad_rows, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
-                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
     return H
