@@ -97,6 +97,39 @@ def test_nothing_returned_changes_later_and_old_states_branch() -> None:
     assert not start.ssm.any() and not start.y.any()
 
 
+@torch.no_grad()
+def test_statistics_are_cut_out_when_they_are_asked_for_and_copy() -> None:
+    layer, graphs, x = make(), StepGraphs(Fake()), tokens()
+    _, state = graphs.step(layer, x[:, 0], layer.init_state(3))
+    stats = layer.stats
+    assert stats is not None and stats.conditioning is not None and stats.backward is None
+    graphs.step(layer, x[:, 1], state)
+    for copied in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
+        assert torch.equal(copied.residual, stats.residual)
+        assert copied.conditioning is not None
+        assert torch.equal(copied.conditioning, stats.conditioning)
+        assert copied.converged.tolist() == [True] * 3
+    assert "residual=tensor" in repr(stats)
+
+
+@torch.no_grad()
+def test_a_kept_graph_is_replayed_without_other_checks() -> None:
+    layer, graphs, x = make(), StepGraphs(Fake()), tokens()
+    state = layer.init_state(3)
+    assert graphs.replay(layer, x[:, 0], state) is None
+    expected, _ = graphs.step(layer, x[:, 0], state)
+    found = graphs.replay(layer, x[:, 0], state)
+    assert found is not None and torch.equal(found[0], expected)
+    for other in (x[:2, 0], x[:, 0].float(), x[:, :1]):
+        assert graphs.replay(layer, other, state) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert graphs.replay(layer, x[:, 0], state) is None
+    with pytest.raises(TypeError, match="state must be a BedouinState"):
+        graphs.replay(layer, x[:, 0], tuple(state))  # type: ignore[arg-type]
+    _parameter(layer)
+    assert graphs.replay(layer, x[:, 0], state) is None
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_state_changed_in_place_is_read_again(
     mode: Callable[[], AbstractContextManager[Any]],

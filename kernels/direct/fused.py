@@ -75,7 +75,7 @@ class SweepBuffers(NamedTuple):
     h: Tensor  # (b, n, d), in place
     kept: Tensor  # (b, slots, n, d)
     y: Tensor  # (b, t, d)
-    normed: Tensor  # (b, t + 1, d), in the dtype of W^y, the first token's given
+    normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, the first token's given
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
 
@@ -144,21 +144,21 @@ def _first_memory(h0: Tensor | None, b: int, A: Tensor) -> Tensor:
 def _first_normed(
     y0: Tensor | None, W_y: Tensor | None, shape: tuple[int, int, int], options: SweepOptions
 ) -> Tensor | None:
-    """(b, t + 1, d), in the dtype of W^y, with norm(y0) at the first token; None without."""
+    """(b, t, d), in the dtype of W^y, with norm(y0) at the first token; None without."""
     if W_y is None:
         return None
     b, t_end, d = shape
-    normed = W_y.new_empty(b, t_end + 1, d)
+    normed = W_y.new_empty(b, t_end, d)
     if y0 is None:
-        normed[:, 0].zero_()
+        normed[:, :1].zero_()
     else:
-        normed[:, 0] = normalize_feedback(y0, options.feedback_norm_eps)
+        normed[:, :1] = normalize_feedback(y0, options.feedback_norm_eps).unsqueeze(1)
     return normed
 
 
 def _before(normed: Tensor | None, y: Tensor) -> Tensor:
     """What the feedback of each token sees (b, t, d): nothing (b, 0, d) without feedback."""
-    return y.new_empty(y.shape[0], 0, y.shape[2]) if normed is None else normed[:, :-1]
+    return y.new_empty(y.shape[0], 0, y.shape[2]) if normed is None else normed
 
 
 def padding(r: int) -> int:
@@ -218,7 +218,7 @@ def fused_memory(
     h = _first_memory(h0, b, A)
     normed = _first_normed(y0, W_y, (b, t_end, d), options)
     if normed is not None:
-        normed[:, 1:] = normalize_feedback(y, options.feedback_norm_eps)
+        normed[:, 1:] = normalize_feedback(y[:, :-1], options.feedback_norm_eps)
     before = _before(normed, y)
     if b and t_end:
         fed = None if W_y is None else before @ _transposed(W_y)
@@ -253,11 +253,13 @@ def fused_reverse(
     H, grad_A = _first_cotangents(grad_h, b, A)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     statistics = A.new_empty(2, b, t_end)
-    W, rows = None, normed.reshape(-1, d)
-    grad_raw, fed = raw.new_empty(raw.shape), None
-    if W_y is not None:
+    W, fed = None, None
+    if W_y is None:
+        # rows as far apart as cuBLAS and wide stores like them
+        grad_raw = raw.new_empty(b, t_end, r + padding(r))
+    else:
         W = _transposed(W_y)
-        fed = (rows @ W).unflatten(0, (b, t_end))
+        fed = (normed.reshape(-1, d) @ W).unflatten(0, (b, t_end))
         # a token's feedback is read before its cotangent is written: one memory for both
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     pulled = None
@@ -268,7 +270,8 @@ def fused_reverse(
     grad_y0 = _start_cotangent(pulled, y0, A, options)
     grad_W_y = A.new_empty(0)
     if W_y is not None:
-        grad_W_y = (grad_raw.to(W_y.dtype).flatten(0, 1).mT @ rows)[:r]
+        del W
+        grad_W_y = (grad_raw.to(W_y.dtype).flatten(0, 1).mT @ normed.reshape(-1, d))[:r]
     return grad_x, grad_raw[..., :r], grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0, statistics
 
 

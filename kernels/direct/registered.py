@@ -131,7 +131,7 @@ def _memory_like(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (b, t, d), n = x.shape, A.shape[1]
     h = A.new_empty(b, n, d).mT
-    normed = A.new_empty(b, 0, d) if W_y is None else W_y.new_empty(b, t + 1, d)[:, :t]
+    normed = A.new_empty(b, 0, d) if W_y is None else W_y.new_empty(b, t, d)
     return h, normed, A.new_empty(b, (t + keep_every - 1) // keep_every, n, d)
 
 
@@ -185,7 +185,7 @@ def _sweep_backward_fake(
     keep_every: int,
 ) -> Pulled:
     (b, t, d), n, r = x.shape, A.shape[1], raw.shape[2]
-    rows = r if W_y is None else r + padding(r)
+    rows = r + padding(r)
     grad_W_y = A.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(n, d).mT, A.new_empty(b, n, d).mT, A.new_empty(0 if y0 is None else b, d)

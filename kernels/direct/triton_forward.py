@@ -72,6 +72,12 @@ def announce(counter):
 
 
 @triton.jit
+def load_stream(ptr, mask):
+    """Values that are read once: past the first level of cache, where A is to stay."""
+    return tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def decay_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
     """lambda (n, d) from Delta (d,) and log2(e) A (n, d)."""
     return build_decay(A_log2 * delta[None, :], FULL, FAST)
@@ -96,19 +102,27 @@ def tile_product(
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     """One tile of a matrix times the vectors of all samples."""
+    AHEAD: tl.constexpr = 4
     rows = m0 + tl.arange(0, BLOCK_M)
     for b0 in range(zero, batch, BLOCK_B):
         samples = b0 + tl.arange(0, BLOCK_B)
         row_ptr = vector_ptr + samples.to(tl.int64) * vector_stride
-        following = _load_vectors(row_ptr, v0, samples < batch, v_end, BLOCK_K)
+        # all on their way at once: chunk after chunk would cost as many latencies
+        coming = ()
+        for chunk in tl.static_range(min(AHEAD, CHUNKS)):
+            at = v0 + chunk * BLOCK_K
+            coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
         for chunk in tl.static_range(CHUNKS):
-            now = following
-            if chunk + 1 < CHUNKS:
-                # on its way while this chunk is multiplied
-                at = v0 + (chunk + 1) * BLOCK_K
-                following = _load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K)
+            now = coming[chunk]
+            if CHUNKS > 1 and COMPILED and vector_ptr.dtype.element_ty.primitive_bitwidth == 16:
+                # in registers until its turn: shared memory holds one chunk, not all
+                now = _pin_half(now)
+            if chunk + AHEAD < CHUNKS:
+                at = v0 + (chunk + AHEAD) * BLOCK_K
+                coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
             if chunk == 0:
                 out = tl.dot(tiles[0], now.to(DOT), input_precision=PRECISION)
             else:
@@ -119,12 +133,20 @@ def tile_product(
 
 
 @triton.jit
+def _pin_half(v):
+    """v, of a dtype of two bytes, in registers here."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=2
+    )
+
+
+@triton.jit
 def _load_vectors(row_ptr, v0, in_batch, v_end, BLOCK_K: tl.constexpr):
     """(BLOCK_K, samples), past the first level of cache: others have just written them."""
     columns = v0 + tl.arange(0, BLOCK_K)
     mask = (columns < v_end)[:, None] & in_batch[None, :]
     at = row_ptr[None, :] + columns[:, None]
-    return tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    return load_stream(at, mask)
 
 
 @triton.jit
@@ -152,6 +174,17 @@ def load_tile(
 
 
 @triton.jit
+def _load_fed(fed, at, mask, part, SPLITS: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr):
+    """W^y norm(y_{t-1}) at some columns, from its parts; rounded as a whole product would be."""
+    total = load_stream(fed + at, mask).to(ACC)
+    for split in tl.static_range(1, SPLITS):
+        total += load_stream(fed + split * part + at, mask).to(ACC)
+    if SPLITS > 1:
+        total = total.to(ROUND).to(ACC)
+    return total
+
+
+@triton.jit
 def _solve_token(
     h,  # (BLOCK_N, BLOCK_D)
     sample,
@@ -162,7 +195,6 @@ def _solve_token(
     fed_ptr,
     y_ptr,
     normed_ptr,
-    statistics_ptr,
     solved_ptr,
     fed_counter_ptr,
     fed_target,
@@ -181,6 +213,7 @@ def _solve_token(
     BLOCK_N: tl.constexpr,
     FEEDBACK: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    SPLITS: tl.constexpr,
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -194,23 +227,24 @@ def _solve_token(
     COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """y_t, norm(y_t) and the statistics of token t; returns h_t."""
+    """y_t and norm(y_t), which the feedback waits for; returns what `_finish_token` needs."""
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if SELECTIVE
     u_at = d + (2 * n if SELECTIVE else 0)
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
     fed = fed_ptr + tl.multiple_of(sample * fed_stride, ALIGNED)
+    ROUND: tl.constexpr = normed_ptr.dtype.element_ty
     token = sample * t_end + t
     # what does not depend on y is on its way while the program waits for the feedback
     in_state = in_n[:, None] & in_d[None, :]
     A_log2 = tl.load(A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
     x = tl.load(x_ptr + sample * x_stride_b + t * x_stride_t + cols, mask=in_d, other=0.0).to(ACC)
-    delta = tl.load(raw + cols, mask=in_d, other=0.0).to(ACC)
+    delta = load_stream(raw + cols, in_d).to(ACC)
     u = ()
     alpha = ()
     for i in tl.static_range(K):
-        u = u + (tl.load(raw + u_at + i * d + cols, mask=in_d, other=0.0).to(ACC),)
+        u = u + (load_stream(raw + u_at + i * d + cols, in_d).to(ACC),)
         alpha = alpha + (tl.load(raw + u_at + K * d + i).to(ACC),)
     if SELECTIVE:
         B = tl.load(raw + d + rows, mask=in_n, other=0.0).to(ACC)
@@ -218,19 +252,20 @@ def _solve_token(
     if PERSISTENT:
         wait_for(fed_counter_ptr, fed_target, COMPILED)
     if FEEDBACK:
-        delta += tl.load(fed + cols, mask=in_d, other=0.0, cache_modifier=".cg").to(ACC)
+        part = tl.cast(batch, tl.int64) * fed_stride
+        delta += _load_fed(fed, cols, in_d, part, SPLITS, ROUND, ACC)
         new_u = ()
         new_alpha = ()
         for i in tl.static_range(K):
-            more = tl.load(fed + u_at + i * d + cols, mask=in_d, other=0.0, cache_modifier=".cg")
-            new_u = new_u + (u[i] + more.to(ACC),)
-            more = tl.load(fed + u_at + K * d + i, cache_modifier=".cg")
-            new_alpha = new_alpha + (alpha[i] + more.to(ACC),)
+            more = _load_fed(fed, u_at + i * d + cols, in_d, part, SPLITS, ROUND, ACC)
+            new_u = new_u + (u[i] + more,)
+            more = _load_fed(fed, u_at + K * d + i, True, part, SPLITS, ROUND, ACC)
+            new_alpha = new_alpha + (alpha[i] + more,)
         u = new_u
         alpha = new_alpha
         if SELECTIVE:
-            B += tl.load(fed + d + rows, mask=in_n, other=0.0, cache_modifier=".cg").to(ACC)
-            C += tl.load(fed + d + n + rows, mask=in_n, other=0.0, cache_modifier=".cg").to(ACC)
+            B += _load_fed(fed, d + rows, in_n, part, SPLITS, ROUND, ACC)
+            C += _load_fed(fed, d + n + rows, in_n, part, SPLITS, ROUND, ACC)
     if SELECTIVE:
         B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS)
         C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS)
@@ -280,17 +315,45 @@ def _solve_token(
         if NORM:
             normed = y * tl.rsqrt(dots[0] / d + NORM_EPS)
         at = normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
-        tl.store(at, normed.to(normed_ptr.dtype.element_ty), mask=in_d)
+        in_time = cols < tl.where(t + 1 < t_end, d, 0)
+        tl.store(at, normed.to(normed_ptr.dtype.element_ty), mask=in_time)
     if PERSISTENT:
         announce(solved_ptr)
+    if INPUT_SCALE == "one_minus_decay":
+        s = s_rows
+    return h, s, (x, y), u, B, C, T, inv, dots, pivot
 
+
+@triton.jit
+def _finish_token(
+    h,  # (BLOCK_N, BLOCK_D), what has decayed of h_{t-1}
+    s,  # s_t, with a state axis for "one_minus_decay"
+    vectors,
+    u,
+    B,
+    C,
+    T,
+    inv,
+    dots,
+    pivot,
+    sample,
+    t,
+    statistics_ptr,
+    batch,
+    t_end,
+    K: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+):
+    """h_t and the statistics of token t."""
+    x, y = vectors
+    token = sample * t_end + t
     # F(y)_t, from the y that is written
     U_v = scale(dots[1 : K + 1], inv, K)
     mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
     if INPUT_SCALE == "one_minus_decay":
-        h += s_rows * mixed[None, :] * B[:, None]
-        terms *= tl.max(s_rows, axis=0)
+        h += s * mixed[None, :] * B[:, None]
+        terms *= tl.max(s, axis=0)
     else:
         h += (s * mixed)[None, :] * B[:, None]
         terms *= s
@@ -309,17 +372,25 @@ def _solve_token(
     return h
 
 
-@triton.jit(do_not_specialize=["start", "stop", "t_end", "batch"])
-def sweep_kernel(
+@triton.jit
+def _walk(
+    h,  # of the program's own sample, if RESIDENT
+    W,
+    program,
+    first_tile,
+    tiles,
+    stride,  # from one of the program's samples to its next
+    WITH_TILES: tl.constexpr,
+    WITH_SAMPLES: tl.constexpr,
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), from x
     W_ptr,  # (r, d), W^y
     A_ptr,  # (n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
-    fed_ptr,  # (b, r): W^y norm(y_{t-1})
+    fed_ptr,  # (splits, b, r): parts of W^y norm(y_{t-1})
     y_ptr,  # (b, t, d)
-    normed_ptr,  # (b, t + 1, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
+    normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     counters_ptr,  # (2,), zeros: solved, fed
     start,
@@ -342,11 +413,141 @@ def sweep_kernel(
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    SPLITS: tl.constexpr,  # tiles that share a row of W^y
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     FEEDBACK: tl.constexpr,
     PERSISTENT: tl.constexpr,
     ONE_TILE: tl.constexpr,  # no program has more than one tile of W^y, which then stays with it
+    APART: tl.constexpr,  # no program has a tile and samples: their loops share no registers
+    RESIDENT: tl.constexpr,  # no program has more than one sample, whose h then stays in registers
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
+    FAST: tl.constexpr,
+    COMPILED: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """All tokens: the program's tile, its samples, or both."""
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    state = rows[:, None] * d + cols[None, :]
+    in_state = (rows < n)[:, None] & (cols < d)[None, :]
+    slots = tl.cdiv(t_end, KEEP)
+    solved_ptr, fed_counter_ptr = counters_ptr, counters_ptr + 1
+    own = program.to(tl.int64)
+    tiles_m, COLUMNS = tl.cdiv(r, BLOCK_M), BLOCK_K * CHUNKS
+    for t in range(start, stop):
+        done = t - start
+        if WITH_TILES:
+            rows_ptr = normed_ptr + tl.cast(t, tl.int64) * d
+            if first_tile < tiles:
+                wait_for(solved_ptr, done * batch, COMPILED)
+            if ONE_TILE:
+                if first_tile < tiles:
+                    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * COLUMNS
+                    out = fed_ptr + (first_tile // tiles_m) * batch * fed_stride
+                    tile_product(
+                        W, rows_ptr, out, m0, v0, t >> 30, batch, r, d, t_end * d, fed_stride,
+                        PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
+                    )  # fmt: skip
+                    announce(fed_counter_ptr)
+            else:
+                for tile in range(first_tile, tiles, tl.num_programs(0)):
+                    m0, v0 = tile % tiles_m * BLOCK_M, tile // tiles_m * COLUMNS
+                    part = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+                    out = fed_ptr + (tile // tiles_m) * batch * fed_stride
+                    tile_product(
+                        part, rows_ptr, out, m0, v0, t >> 30, batch, r, d, t_end * d,
+                        fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
+                    )  # fmt: skip
+                    announce(fed_counter_ptr)
+        if WITH_SAMPLES and RESIDENT:
+            if program < batch:
+                if t % KEEP == 0:
+                    slot = own * slots + t // KEEP
+                    tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
+                h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
+                    h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
+                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
+                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, t_end * d, K,
+                    BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
+                    SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
+                h = _finish_token(
+                    h, s, vectors, u, B, C, T, inv, dots, pivot, own, t, statistics_ptr, batch,
+                    t_end, K, INPUT_SCALE,
+                )  # fmt: skip
+        if WITH_SAMPLES and not RESIDENT:
+            for index in range(program, batch, stride):
+                sample = tl.cast(index, tl.int64)
+                memory = h_ptr + sample * n * d + state
+                h = tl.load(memory, mask=in_state, other=0.0)
+                if t % KEEP == 0:
+                    slot = sample * slots + t // KEEP
+                    tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
+                h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
+                    h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
+                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
+                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, t_end * d, K,
+                    BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
+                    SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
+                h = _finish_token(
+                    h, s, vectors, u, B, C, T, inv, dots, pivot, sample, t, statistics_ptr, batch,
+                    t_end, K, INPUT_SCALE,
+                )  # fmt: skip
+                tl.store(memory, h, mask=in_state)
+                # the next token reads h, perhaps with other threads than those that wrote it
+                tl.debug_barrier()
+    return h
+
+
+@triton.jit(do_not_specialize=["start", "stop", "t_end", "batch"])
+def sweep_kernel(
+    x_ptr,  # (b, t, d)
+    raw_ptr,  # (b, t, r), from x
+    W_ptr,  # (r, d), W^y
+    A_ptr,  # (n, d), log2(e) A
+    h_ptr,  # (b, n, d), in place
+    kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
+    fed_ptr,  # (splits, b, r): parts of W^y norm(y_{t-1})
+    y_ptr,  # (b, t, d)
+    normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
+    statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
+    counters_ptr,  # (2,), zeros: solved, fed
+    start,
+    stop,
+    batch,
+    t_end,
+    r: tl.constexpr,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    fed_stride,
+    K: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    SPLITS: tl.constexpr,  # tiles that share a row of W^y
+    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # no program has more than one tile of W^y, which then stays with it
+    APART: tl.constexpr,  # no program has a tile and samples: their loops share no registers
     RESIDENT: tl.constexpr,  # no program has more than one sample, whose h then stays in registers
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
@@ -365,76 +566,50 @@ def sweep_kernel(
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     state = rows[:, None] * d + cols[None, :]
     in_state = (rows < n)[:, None] & (cols < d)[None, :]
-    slots = tl.cdiv(t_end, KEEP)
-    solved_ptr, fed_counter_ptr = counters_ptr, counters_ptr + 1
     own = program.to(tl.int64)
     h = tl.zeros([BLOCK_N, BLOCK_D], dtype=ACC)
     if RESIDENT:
         if program < batch:
             h = tl.load(h_ptr + own * n * d + state, mask=in_state, other=0.0)
     # samples from the first program on, tiles from the last: few programs have both
-    tiles = 0
     first_tile = programs - 1 - program
-    if PERSISTENT:
-        tiles = tl.cdiv(r, BLOCK_M)
-        if ONE_TILE:
-            W = load_tile(W_ptr, first_tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
-    for t in range(start, stop):
-        done = t - start
-        if PERSISTENT:
-            if first_tile < tiles:
-                wait_for(solved_ptr, done * batch, COMPILED)
-            if ONE_TILE:
-                if first_tile < tiles:
-                    tile_product(
-                        W, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, first_tile * BLOCK_M, 0,
-                        t >> 30, batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M,
-                        BLOCK_K, CHUNKS, BLOCK_B,
-                    )  # fmt: skip
-                    announce(fed_counter_ptr)
-            else:
-                for tile in range(first_tile, tiles, programs):
-                    part = load_tile(
-                        W_ptr, tile * BLOCK_M, 0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS
-                    )
-                    tile_product(
-                        part, normed_ptr + tl.cast(t, tl.int64) * d, fed_ptr, tile * BLOCK_M, 0,
-                        t >> 30, batch, r, d, (t_end + 1) * d, fed_stride, PRECISION, DOT, BLOCK_M,
-                        BLOCK_K, CHUNKS, BLOCK_B,
-                    )  # fmt: skip
-                    announce(fed_counter_ptr)
-        if RESIDENT:
-            if program < batch:
-                if t % KEEP == 0:
-                    slot = own * slots + t // KEEP
-                    tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
-                h = _solve_token(
-                    h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
-                    solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n,
-                    x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride,
-                    (t_end + 1) * d, K, BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, NORM, NORM_EPS,
-                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
-                    FAST, COMPILED, ACC,
-                )  # fmt: skip
+    tiles_m = tl.cdiv(r, BLOCK_M)
+    tiles = tiles_m * SPLITS if PERSISTENT else 0
+    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_K * CHUNKS
+    stride = programs - tiles if APART else programs
+    if APART:
+        if first_tile < tiles:
+            W = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+            _walk(
+                h, W, program, first_tile, tiles, stride, True, False, x_ptr, raw_ptr,
+                W_ptr, A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
+                counters_ptr, start, stop, batch, t_end, r, d, n, x_stride_b, x_stride_t,
+                raw_stride_b, raw_stride_t, fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK,
+                PERSISTENT, ONE_TILE, APART, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
+                BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+            )  # fmt: skip
         else:
-            for index in range(program, batch, programs):
-                sample = tl.cast(index, tl.int64)
-                memory = h_ptr + sample * n * d + state
-                h = tl.load(memory, mask=in_state, other=0.0)
-                if t % KEEP == 0:
-                    slot = sample * slots + t // KEEP
-                    tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
-                h = _solve_token(
-                    h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr,
-                    statistics_ptr, solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end,
-                    d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride,
-                    (t_end + 1) * d, K, BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, NORM, NORM_EPS,
-                    ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
-                    FAST, COMPILED, ACC,
-                )  # fmt: skip
-                tl.store(memory, h, mask=in_state)
-                # the next token reads h, perhaps with other threads than those that wrote it
-                tl.debug_barrier()
+            h = _walk(
+                h, (), program, first_tile, tiles, stride, False, True, x_ptr, raw_ptr, W_ptr,
+                A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr, counters_ptr,
+                start, stop, batch, t_end, r, d, n, x_stride_b, x_stride_t, raw_stride_b,
+                raw_stride_t, fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K,
+                CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT,
+                ONE_TILE, APART, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+            )  # fmt: skip
+    else:
+        W = ()
+        if PERSISTENT and ONE_TILE:
+            W = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+        h = _walk(
+            h, W, program, first_tile, tiles, stride, PERSISTENT, True, x_ptr, raw_ptr,
+            W_ptr, A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
+            counters_ptr, start, stop, batch, t_end, r, d, n, x_stride_b, x_stride_t, raw_stride_b,
+            raw_stride_t, fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE, APART,
+            RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS,
+            ALIGNED, FAST, COMPILED, ACC,
+        )  # fmt: skip
     if RESIDENT:
         if program < batch:
             tl.store(h_ptr + own * n * d + state, h, mask=in_state)

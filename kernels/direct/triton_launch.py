@@ -29,14 +29,17 @@ from bedouin.kernels.householder.reference import UNIT_EPS
 PERSISTENT = True
 """Whether the persistent kernels may be used."""
 
-SHARED_MEMORY = ((128, 64), (128, 32), (64, 32), (32, 16))
+SHARED_MEMORY = ((128, 32), (64, 32), (32, 16))
 """Kilobytes for a program's tile of W^y and for the vectors it is multiplied with, the largest
-first: the first of these fits an H100 (227 KB a multiprocessor), the second an A100 (163)."""
+first: the first of these fits an H100 (227 KB a multiprocessor) and an A100 (163)."""
+
+MAX_ROWS = 128
+"""Most rows of a tile of W^y: as many as two warpgroups multiply at a time."""
 
 REDUCTIONS = 2048
 """Bytes of shared memory for sums over channels."""
 
-STATES_AT_A_TIME = 4
+STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: more at a time do not stay in registers."""
 
 TOGETHER = 32
@@ -58,6 +61,7 @@ class Plan:
     block_b: int  # samples at a time
     splits: int  # parts of the sum over columns
     one_tile: bool
+    apart: bool  # no program has a tile and samples
 
 
 def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
@@ -77,20 +81,23 @@ def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
     size = W.element_size()
     # in float32 the product is made of scalar operations, unrolled over samples and columns
     block_b = 16 if size > 2 else min(128, max(16, triton.next_power_of_2(b)))
-    block_v = max(16, min(1024, triton.next_power_of_2(v)))
+    # few tiles that are wide for few vectors; for many of them tiles of 128 rows, which the two
+    # halves of a program share instead of computing them twice
+    columns = max(16, min(1024 if block_b <= 16 else 512, triton.next_power_of_2(v)))
     # in chunks, two of them are there at a time
     room = vector_bytes // (block_b * size)
-    block_k = block_v if block_v <= room else room // 2
-    block_m = max(16, min(64, tile_bytes // (block_v * size)))
-    splits = triton.cdiv(v, block_v)
+    block_k = columns if columns <= room else room // 2
+    block_m = max(16, min(MAX_ROWS, tile_bytes // (columns * size)))
+    splits = triton.cdiv(v, columns)
     tiles = triton.cdiv(m, block_m) * splits
-    sizes = (block_m, block_k, block_v // block_k, block_b, splits)
+    sizes = (block_m, block_k, columns // block_k, block_b, splits)
     if interpreter_is_on():
         # programs run one after the other: two that wait for each other would never end
-        return Plan(1, *sizes, one_tile=tiles == 1)
-    if tiles > _multiprocessors(W.device) or (size > 2 and block_v > 256):
+        return Plan(1, *sizes, one_tile=tiles == 1, apart=False)
+    programs = _multiprocessors(W.device)
+    if tiles > programs or (size > 2 and columns > 256):
         return None
-    return Plan(_multiprocessors(W.device), *sizes, one_tile=True)
+    return Plan(programs, *sizes, one_tile=True, apart=tiles + b <= programs)
 
 
 def _shared_memory(device: torch.device) -> tuple[int, int] | None:
@@ -120,14 +127,14 @@ def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) 
         _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b)
         return
     r = W_y.shape[0]
-    fed = W_y.new_empty(b, r + padding(r))
-    # one tile of W^y has all its columns: v is not split
-    plan = plan_product(r, d, W_y, b) if triton.next_power_of_2(d) <= 1024 else None
+    plan = plan_product(r, d, W_y, b)
+    parts = 1 if plan is None else plan.splits
+    fed = (W_y if parts == 1 else buffers.A).new_empty(parts, b, r + padding(r))
     if plan is not None:
         _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs)
         return
     for t in range(t_end):
-        torch.mm(buffers.normed[:, t], W_y.mT, out=fed[:, :r])
+        torch.mm(buffers.normed[:, t], W_y.mT, out=fed[0, :, :r])
         _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b)
 
 
@@ -261,7 +268,8 @@ def _prepare(
         **_scan_constants(d, A, options),
         **_mixer_constants(options),
         **_alignment(raw, raw if fed is None else fed),
-        num_warps=_num_warps(d, 1),
+        # half as many as a sweep takes: every warp repeats the k x k algebra
+        num_warps=max(4, _num_warps(d, 1) // 2),
     )
 
 
@@ -347,7 +355,6 @@ def _reverse(
         slots.stop - 1,
         b,
         t_end,
-        1 if pulled is None else pulled.shape[0],
         grads.raw.shape[-1],
         d,
         A.shape[0],
@@ -400,7 +407,6 @@ def _step(
         len(chunk),
         b,
         t_end,
-        1,
         grads.raw.shape[-1],
         d,
         A.shape[0],
@@ -437,11 +443,13 @@ def _matrix_constants(plan: Plan | None, W: Tensor | None, b: int, programs: int
         "PERSISTENT": plan is not None,
         "COMPILED": not interpreter_is_on(),
         "ONE_TILE": plan is not None and plan.one_tile,
+        "APART": plan is not None and plan.apart,
         "RESIDENT": b <= programs,
         "BLOCK_M": 16 if plan is None else plan.block_m,
         "BLOCK_K": 16 if plan is None else plan.block_k,
         "CHUNKS": 1 if plan is None else plan.chunks,
         "BLOCK_B": 16 if plan is None else plan.block_b,
+        "SPLITS": 1 if plan is None else plan.splits,
         "PRECISION": "tf32" if tf32 else "ieee",
         "DOT": _dot_dtype(W),
     }

@@ -14,19 +14,38 @@ import triton.language as tl
 def sigmoid(v):
     """Without overflow on either side."""
     z = tl.exp(-tl.abs(v))
-    return tl.where(v >= 0, 1 / (1 + z), z / (1 + z))
+    inverse = 1 / (1 + z)
+    return tl.where(v >= 0, inverse, z * inverse)
+
+
+@triton.jit
+def log1p_of_fraction(z):
+    """log(1 + z) for 0 <= z <= 1: a polynomial times z, relative error below 2e-7 in float32."""
+    value = 0.005232673138380051 * z - 0.029505159705877304
+    value = value * z + 0.07822583615779877
+    value = value * z - 0.13663236796855927
+    value = value * z + 0.19106003642082214
+    value = value * z - 0.2484298199415207
+    value = value * z + 0.3331909775733948
+    value = value * z - 0.4999949336051941
+    value = value * z + 0.9999999403953552
+    return value * z
 
 
 @triton.jit
 def softplus(v):
-    """log(1 + exp(v)), and v itself above 20 as in torch.
+    """log(1 + exp(v)); in float64 v itself above 20, as in torch (in float32 that is the same).
 
-    log1p(z) = log(u) z / (u - 1), u = 1 + z rounded: exact to rounding where log(1 + z) is not.
+    In float64 log1p(z) = log(u) z / (u - 1), u = 1 + z rounded: exact to rounding where log(1 + z)
+    is not. In float32 a polynomial is as exact and takes a tenth of the instructions.
     """
     z = tl.exp(-tl.abs(v))
-    u = 1 + z
-    log1p = tl.where(u == 1, z, tl.log(u) * z / tl.where(u == 1, 1.0, u - 1))
-    return tl.where(v > 20, v, tl.maximum(v, 0.0) + log1p)
+    if v.dtype == tl.float64:
+        u = 1 + z
+        log1p = tl.where(u == 1, z, tl.log(u) * z / tl.where(u == 1, 1.0, u - 1))
+        return tl.where(v > 20, v, tl.maximum(v, 0.0) + log1p)
+    else:
+        return tl.maximum(v, 0.0) + log1p_of_fraction(z)
 
 
 @triton.jit

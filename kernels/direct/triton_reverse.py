@@ -21,6 +21,7 @@ import triton.language as tl
 from bedouin.kernels.direct.triton_forward import (
     announce,
     decay_rows,
+    load_stream,
     load_tile,
     tile_product,
     wait_for,
@@ -61,9 +62,9 @@ def _load_unit(row_ptr, fed_row_ptr, at, rows, in_n, n, FEEDBACK: tl.constexpr, 
 @triton.jit
 def _load_raw(row_ptr, fed_row_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
     """raw^x + W^y norm(y_{t-1}) at some columns."""
-    v = tl.load(row_ptr + at, mask=mask, other=0.0).to(ACC)
+    v = load_stream(row_ptr + at, mask).to(ACC)
     if FEEDBACK:
-        v += tl.load(fed_row_ptr + at, mask=mask, other=0.0).to(ACC)
+        v += load_stream(fed_row_ptr + at, mask).to(ACC)
     return v
 
 
@@ -358,7 +359,7 @@ def replay_kernel(
 
 
 @triton.jit
-def _reverse_token(
+def _pull_token(
     H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
     sample,
     i_token,
@@ -374,16 +375,12 @@ def _reverse_token(
     mixed_ptr,
     small_ptr,
     before_ptr,
-    grad_x_ptr,
     grad_raw_ptr,
-    grad_A_ptr,
-    statistics_ptr,
     pulled_counter_ptr,
     left_ptr,
     pulled_target,
     batch,
     t_end,
-    splits,
     r,
     d,
     n,
@@ -401,6 +398,7 @@ def _reverse_token(
     BLOCKS: tl.constexpr,
     FEEDBACK: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    SPLITS: tl.constexpr,
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -414,7 +412,7 @@ def _reverse_token(
     COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Cotangents of x_t and raw_t; returns that of h_{t-1}."""
+    """The cotangent of raw_t, which the feedback waits for; returns what `_finish_token` needs."""
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     cols = tl.arange(0, BLOCK_D)
@@ -458,7 +456,7 @@ def _reverse_token(
         B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        h = tl.load(before_ptr + in_chunk * n * d + state, mask=in_state, other=0.0)
+        h = load_stream(before_ptr + in_chunk * n * d + state, in_state)
         decay = decay_rows(delta, A_log2, FULL, FAST)
         decayed = decayed + (decay * h,)
         if COUPLED:
@@ -499,10 +497,9 @@ def _reverse_token(
         wait_for(pulled_counter_ptr, pulled_target, COMPILED)
     if FEEDBACK:
         pulled = tl.zeros([BLOCK_D], dtype=ACC)
-        for split in range(0, splits):
-            at = (split * batch + sample) * d + cols
-            part = tl.load(pulled_ptr + at, mask=in_d, other=0.0, cache_modifier=".cg")
-            pulled += part.to(ACC)
+        for split in tl.static_range(SPLITS):
+            at = (tl.cast(batch, tl.int64) * split + sample) * d + cols
+            pulled += load_stream(pulled_ptr + at, in_d).to(ACC)
         if NORM:
             rms = tl.load(row + SIZE - 4)
             g += rms * pulled
@@ -570,7 +567,47 @@ def _reverse_token(
         )  # fmt: skip
     if PERSISTENT:
         announce(left_ptr)
+    return (g, w, from_memory, sigma, grad_mixed, delta, mixed), u, decayed
 
+
+@triton.jit
+def _finish_token(
+    H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
+    vectors,  # of `_pull_token`
+    u,
+    decayed,  # decay * h_{t-1}, of which the decay may be computed again
+    sample,
+    i_token,
+    t,
+    count,  # tokens of the chunk
+    A_ptr,
+    small_ptr,
+    before_ptr,
+    grad_x_ptr,
+    grad_A_ptr,
+    statistics_ptr,
+    batch,
+    t_end,
+    d,
+    n,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """The cotangent of x_t, the parts of that of A, and the check; returns that of h_{t-1}."""
+    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
+    g, w, from_memory, sigma, grad_mixed, delta, mixed = vectors
+    cols = tl.arange(0, BLOCK_D)
+    in_d = cols < d
+    token = sample * t_end + t
+    in_chunk = sample * count + i_token
+    row = small_ptr + in_chunk * (SIZE + 2 * n)
     tl.store(grad_x_ptr + token * d + cols, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=in_d)
     checks = ()
     for i in tl.static_range(K):
@@ -595,12 +632,12 @@ def _reverse_token(
         total = H[block] + C[:, None] * w[None, :]
         if COUPLED or FULL:
             B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
-            h = tl.load(before_ptr + in_chunk * n * d + state, mask=in_state, other=0.0)
+            h = load_stream(before_ptr + in_chunk * n * d + state, in_state)
             reach = _reach(h, decay, mixed, B, COUPLED, FULL)
         else:
             reach = decayed[block]
         sum_A = grad_A_ptr + sample * n * d + state
-        grad_A = tl.load(sum_A, mask=in_state, other=0.0) + total * reach * delta[None, :]
+        grad_A = load_stream(sum_A, in_state) + total * reach * delta[None, :]
         tl.store(sum_A, grad_A, mask=in_state)
         new_H = new_H + (total * decay,)
     return new_H
@@ -745,7 +782,6 @@ def step_kernel(
     count,
     batch,
     t_end,
-    splits,
     r: tl.constexpr,
     d: tl.constexpr,
     n: tl.constexpr,
@@ -776,17 +812,164 @@ def step_kernel(
     """The adjoint of token start + i_token alone, of all samples: the products are made outside."""
     own = tl.program_id(0).to(tl.int64)
     H = _load_blocks(H_ptr + own * n * d, d, n, BLOCK_D, BLOCK_N, BLOCKS)
-    H = _reverse_token(
-        H, own, i_token, start + i_token, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
-        raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr,
-        grad_raw_ptr, grad_A_ptr, statistics_ptr, statistics_ptr, statistics_ptr, 0, batch,
-        t_end, splits, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t,
-        raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N,
-        BLOCKS, True, False, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE,
-        FULL, EPS, ALIGNED, FAST, False, ACC,
+    t = start + i_token
+    vectors, u, decayed = _pull_token(
+        H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr,
+        mixed_ptr, small_ptr, before_ptr, grad_raw_ptr, statistics_ptr, statistics_ptr, 0, batch,
+        t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+        raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, True, False, 1,
+        NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST,
+        False, ACC,
+    )  # fmt: skip
+    H = _finish_token(
+        H, vectors, u, decayed, own, i_token, t, count, A_ptr, small_ptr, before_ptr, grad_x_ptr,
+        grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D, BLOCK_N, BLOCKS, INPUT_SCALE,
+        FULL, FAST,
     )  # fmt: skip
     tl.debug_barrier()
     _store_blocks(H_ptr + own * n * d, H, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+
+
+@triton.jit
+def _walk_back(
+    H,  # of the program's own sample, if RESIDENT
+    W,
+    program,
+    first_tile,
+    tiles,
+    stride,  # from one of the program's samples to its next
+    start,
+    count,
+    done,  # tokens before this chunk, in the order of the walk
+    pulled_counter_ptr,
+    left_ptr,
+    WITH_TILES: tl.constexpr,
+    WITH_SAMPLES: tl.constexpr,
+    grad_y_ptr,  # (b, t, d)
+    pulled_ptr,  # (splits, b, d): parts of (W^y)^T grad_raw of the next token, of norm(y_t)
+    x_ptr,  # (b, t, d)
+    y_ptr,  # (b, t, d)
+    raw_ptr,  # (b, t, r)
+    fed_ptr,  # (b, t, r)
+    W_ptr,  # (d, r), (W^y)^T
+    A_ptr,  # (n, d), log2(e) A
+    mixed_ptr,  # (b, KEEP, d): x~ of a chunk
+    small_ptr,  # (b, KEEP, 3 P + K K + 5 K + 4 + 2 n)
+    before_ptr,  # (b, KEEP, n, d): h before every token of a chunk
+    H_ptr,  # (b, n, d): cotangent of the last h, in place that of the first
+    grad_x_ptr,  # (b, t, d)
+    grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
+    grad_A_ptr,  # (b, n, d), added to
+    statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
+    batch,
+    t_end,
+    r: tl.constexpr,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    grad_y_stride_b,
+    grad_y_stride_t,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    fed_stride_b,
+    fed_stride_t,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # states at a time
+    BLOCKS: tl.constexpr,  # how many times
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    SPLITS: tl.constexpr,  # tiles that share a row of (W^y)^T
+    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    COMPILED: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The tokens of a chunk, the last first: the program's tile, its samples, or both."""
+    own = program.to(tl.int64)
+    tiles_m, COLUMNS = tl.cdiv(d, BLOCK_M), BLOCK_K * CHUNKS
+    for back in range(0, count):
+        i_token = count - 1 - back
+        t = start + i_token
+        if WITH_SAMPLES and RESIDENT:
+            if program < batch:
+                vectors, u, decayed = _pull_token(
+                    H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
+                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
+                    pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
+                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS,
+                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
+                H = _finish_token(
+                    H, vectors, u, decayed, own, i_token, t, count, A_ptr, small_ptr, before_ptr,
+                    grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D,
+                    BLOCK_N, BLOCKS, INPUT_SCALE, FULL, FAST,
+                )  # fmt: skip
+        if WITH_SAMPLES and not RESIDENT:
+            for index in range(program, batch, stride):
+                sample = tl.cast(index, tl.int64)
+                cotangent = H_ptr + sample * n * d
+                later = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+                vectors, u, decayed = _pull_token(
+                    later, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
+                    raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
+                    pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
+                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS,
+                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
+                later = _finish_token(
+                    later, vectors, u, decayed, sample, i_token, t, count, A_ptr, small_ptr,
+                    before_ptr, grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K,
+                    BLOCK_D, BLOCK_N, BLOCKS, INPUT_SCALE, FULL, FAST,
+                )  # fmt: skip
+                _store_blocks(cotangent, later, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+                # the next token reads H, perhaps with other threads than those that wrote it
+                tl.debug_barrier()
+        if WITH_TILES:
+            grad_rows = grad_raw_ptr + tl.cast(t, tl.int64) * r
+            if first_tile < tiles:
+                wait_for(left_ptr, (done + back + 1) * batch, COMPILED)
+            if ONE_TILE:
+                if first_tile < tiles:
+                    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * COLUMNS
+                    out = pulled_ptr + (first_tile // tiles_m) * batch * d
+                    tile_product(
+                        W, grad_rows, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
+                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
+                    )  # fmt: skip
+                    announce(pulled_counter_ptr)
+            else:
+                for tile in range(first_tile, tiles, tl.num_programs(0)):
+                    m0, v0 = tile % tiles_m * BLOCK_M, tile // tiles_m * COLUMNS
+                    part = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+                    out = pulled_ptr + (tile // tiles_m) * batch * d
+                    tile_product(
+                        part, grad_rows, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
+                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
+                    )  # fmt: skip
+                    announce(pulled_counter_ptr)
+    return H
 
 
 @triton.jit(do_not_specialize=["first_slot", "last_slot", "t_end", "batch"])
@@ -813,7 +996,6 @@ def reverse_kernel(
     last_slot,  # chunks from here back to the first one, in one launch
     batch,
     t_end,
-    splits,
     r: tl.constexpr,
     d: tl.constexpr,
     n: tl.constexpr,
@@ -836,11 +1018,13 @@ def reverse_kernel(
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    SPLITS: tl.constexpr,  # tiles that share a row of (W^y)^T
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     FEEDBACK: tl.constexpr,
     PERSISTENT: tl.constexpr,
     ONE_TILE: tl.constexpr,
+    APART: tl.constexpr,  # no program has a tile and samples: their loops share no registers
     RESIDENT: tl.constexpr,
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
@@ -859,20 +1043,19 @@ def reverse_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     pulled_counter_ptr, left_ptr, phase_ptr = counters_ptr, counters_ptr + 1, counters_ptr + 2
     own = program.to(tl.int64)
-    # in blocks of states, so that few registers are in use at a time
-    H = ()
-    if RESIDENT:
-        H = _load_blocks(
-            H_ptr + own * n * d, d, tl.where(program < batch, n, 0), BLOCK_D, BLOCK_N, BLOCKS
-        )
-    tiles = 0
     tiles_m = tl.cdiv(d, BLOCK_M)
+    tiles = tiles_m * SPLITS if PERSISTENT else 0
+    stride = programs - tiles if APART else programs
     first_tile = programs - 1 - program
-    if PERSISTENT:
-        tiles = tiles_m * splits
-        if ONE_TILE:
-            m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_K * CHUNKS
-            W = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_K * CHUNKS
+    W = ()
+    if PERSISTENT and ONE_TILE:
+        W = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+    # in blocks of states, so that few registers are in use at a time
+    own_n = tl.where(program < batch, n, 0)
+    H = ()
+    if RESIDENT and not APART:
+        H = _load_blocks(H_ptr + own * n * d, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)
     slots = tl.cdiv(t_end, KEEP)
     top = tl.minimum(last_slot * KEEP + KEEP, t_end)
     for done_slots in range(0, last_slot - first_slot + 1):
@@ -900,66 +1083,50 @@ def reverse_kernel(
                     FULL, ALIGNED, FAST, ACC,
                 )  # fmt: skip
             _end_phase(phase_ptr, programs * (3 * done_slots + 3), COMPILED)
-        for back in range(0, count):
-            i_token = count - 1 - back
-            t = start + i_token
-            done = top - 1 - t
-            if RESIDENT:
-                if program < batch:
-                    H = _reverse_token(
-                        H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
-                        fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr,
-                        grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, done * tiles,
-                        batch, t_end, splits, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b,
-                        x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K,
-                        BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, NORM, NORM_EPS, ACTIVATION,
-                        SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
-                    )  # fmt: skip
+        if APART:
+            if first_tile < tiles:
+                _walk_back(
+                    (), W, program, first_tile, tiles, stride, start, count, top - start - count,
+                    pulled_counter_ptr, left_ptr, True, False, grad_y_ptr, pulled_ptr, x_ptr,
+                    y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, H_ptr,
+                    grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r, d, n,
+                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M,
+                    BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT,
+                    ONE_TILE, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
             else:
-                for index in range(program, batch, programs):
-                    sample = tl.cast(index, tl.int64)
-                    cotangent = H_ptr + sample * n * d
-                    before = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
-                    after = _reverse_token(
-                        before, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
-                        raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr,
-                        grad_raw_ptr, grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, done
-                        * tiles, batch, t_end, splits, r, d, n, grad_y_stride_b, grad_y_stride_t,
-                        x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b,
-                        fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK, PERSISTENT, NORM,
-                        NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
-                        FAST, COMPILED, ACC,
-                    )  # fmt: skip
-                    _store_blocks(cotangent, after, d, n, BLOCK_D, BLOCK_N, BLOCKS)
-                    # the next token reads H, perhaps with other threads than those that wrote it
-                    tl.debug_barrier()
-            if PERSISTENT:
-                vectors = grad_raw_ptr + tl.cast(t, tl.int64) * r
-                if first_tile < tiles:
-                    wait_for(left_ptr, (done + 1) * batch, COMPILED)
-                if ONE_TILE:
-                    if first_tile < tiles:
-                        m0 = first_tile % tiles_m * BLOCK_M
-                        v0 = first_tile // tiles_m * BLOCK_K * CHUNKS
-                        out = pulled_ptr + (first_tile // tiles_m) * batch * d
-                        tile_product(
-                            W, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
-                            DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
-                        )  # fmt: skip
-                        announce(pulled_counter_ptr)
-                else:
-                    for tile in range(first_tile, tiles, programs):
-                        m0, v0 = tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_K * CHUNKS
-                        part = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
-                        out = pulled_ptr + (tile // tiles_m) * batch * d
-                        tile_product(
-                            part, vectors, out, m0, v0, t >> 30, batch, d, r, t_end * r, d,
-                            PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
-                        )  # fmt: skip
-                        announce(pulled_counter_ptr)
-    if RESIDENT:
-        rows = tl.where(program < batch, n, 0)
-        _store_blocks(H_ptr + own * n * d, H, d, rows, BLOCK_D, BLOCK_N, BLOCKS)
+                held = ()
+                if RESIDENT:
+                    held = _load_blocks(H_ptr + own * n * d, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)
+                held = _walk_back(
+                    held, (), program, first_tile, tiles, stride, start, count, top - start -
+                    count, pulled_counter_ptr, left_ptr, False, True, grad_y_ptr, pulled_ptr,
+                    x_ptr, y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr,
+                    H_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r,
+                    d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M,
+                    BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT,
+                    ONE_TILE, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                )  # fmt: skip
+                if RESIDENT:
+                    _store_blocks(H_ptr + own * n * d, held, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)
+        else:
+            H = _walk_back(
+                H, W, program, first_tile, tiles, stride, start, count, top - start - count,
+                pulled_counter_ptr, left_ptr, PERSISTENT, True, grad_y_ptr, pulled_ptr, x_ptr,
+                y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, H_ptr,
+                grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r, d, n,
+                grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M,
+                BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE,
+                RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS,
+                ALIGNED, FAST, COMPILED, ACC,
+            )  # fmt: skip
+    if RESIDENT and not APART:
+        _store_blocks(H_ptr + own * n * d, H, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)
 
 
 @triton.jit

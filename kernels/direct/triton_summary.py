@@ -22,6 +22,16 @@ def _larger(a, b):
 
 
 @triton.jit
+def _quotient(a, b, ACC: tl.constexpr):
+    # rounded as torch rounds it: compiled, a plain float32 division is off by an ulp or two
+    if ACC == tl.float32:
+        ratio = tl.div_rn(a, b)
+    else:
+        ratio = a / b
+    return ratio
+
+
+@triton.jit
 def summary_kernel(
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     summary_ptr,  # (2, b): residual, pivot
@@ -55,7 +65,7 @@ def summary_kernel(
         terms = _larger(scale, tl.associative_scan(magnitude, 0, _larger))
         terms = _larger(terms, terms_so_far)
         divisible = (defect < infinity) & (scale > 0)
-        ratio = tl.where(divisible, defect, 0.0) / tl.where(divisible, scale, 1.0)
+        ratio = _quotient(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0), ACC)
         finite = divisible & (ratio < infinity)
         nonfinite += tl.sum(tl.where(mask & (defect != 0) & (finite == 0), 1, 0))
         residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))

@@ -19,8 +19,15 @@ from bedouin.kernels.scan.options import ScanOptions
 
 SEGMENT = 64
 """Fewest tokens in a segment: a cut scan reads its operands once more and writes its starts."""
+BACKWARD_SEGMENT = 256
+"""Fewest tokens in a segment of the backward, whose programs each have a workspace of 16: a
+sixteenth of what all states would take."""
 WARP = 512
 """Elements (channels times states) of one warp: 16 in each thread."""
+MOST_WARPS = 8
+BACKWARD_CHANNELS = 16
+"""Fewest channels of a backward program, as far as MOST_WARPS hold their states: each block of
+channels has its own part of the gradients of B and C, (b, t, n) each."""
 LANES = 32
 """Most channels of a forward program, one warp: with up to 16 states a thread holds all states of
 one channel, and neither a sum over states nor a row of x crosses threads."""
@@ -30,9 +37,8 @@ halved, once, and then the sequence is cut."""
 UNCUT_PROGRAMS, BACKWARD_PROGRAMS = 1024, 4096
 """The backward takes blocks of two warps where these make that many programs (on an H100, bf16,
 d 1024, n 16, b x t = 64 x 256: 1.14 ms, against 1.18 with one warp and 1.31 with four). Elsewhere
-one warp, cut until there are BACKWARD_PROGRAMS (16 x 1024 in 4 and 16 segments: 1.15 and 1.13 ms,
-64 channels in 4: 1.20; 8 x 4096 in 16: 2.29 and 2.30). More would cost memory: each program has a
-workspace of CHUNK tokens."""
+one warp, cut until there are BACKWARD_PROGRAMS or the segments are at their shortest (16 x 1024 in
+4 and 16 segments: 1.15 and 1.13 ms, 64 channels in 4: 1.20; 8 x 4096 in 16: 2.29 and 2.30)."""
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
@@ -270,7 +276,7 @@ class Plan:
 
     @property
     def blocks(self) -> dict[str, int]:
-        warps = max(1, min(8, self.block_d * self.block_n // WARP))
+        warps = max(1, min(MOST_WARPS, self.block_d * self.block_n // WARP))
         return {"BLOCK_D": self.block_d, "BLOCK_N": self.block_n, "num_warps": warps}
 
 
@@ -279,20 +285,18 @@ def plan(x: Tensor, n: int, chunk: int, *, reverse: bool) -> Plan:
     b, t, d = x.shape
     block_n = triton.next_power_of_2(n)
 
-    whole = int(triton.next_power_of_2(d))
-
     def programs(block_d: int) -> int:
         return b * int(triton.cdiv(d, block_d))
 
     if reverse:
-        block_d, wanted = min(max(1, 2 * WARP // block_n), whole), 0
+        shortest, wanted, block_d = BACKWARD_SEGMENT, 0, _backward_block(d, block_n, warps=2)
         if programs(block_d) < UNCUT_PROGRAMS:
-            block_d, wanted = min(max(1, WARP // block_n), whole), BACKWARD_PROGRAMS
+            wanted, block_d = BACKWARD_PROGRAMS, _backward_block(d, block_n, warps=1)
     else:
-        block_d, wanted = _forward_block(d, block_n), FORWARD_PROGRAMS
+        shortest, wanted, block_d = SEGMENT, FORWARD_PROGRAMS, _forward_block(d, block_n)
         if programs(block_d) < wanted:
             block_d = max(1, block_d // 2)
-    segments = max(1, min(triton.cdiv(wanted, programs(block_d)), t // SEGMENT))
+    segments = max(1, min(triton.cdiv(wanted, programs(block_d)), t // shortest))
     segment_chunks = triton.cdiv(triton.cdiv(t, segments), chunk)
     segments = triton.cdiv(t, segment_chunks * chunk)
     return Plan(b, t, d, n, block_d, block_n, segments, segment_chunks)
@@ -301,6 +305,12 @@ def plan(x: Tensor, n: int, chunk: int, *, reverse: bool) -> Plan:
 def _forward_block(d: int, block_n: int) -> int:
     """Channels of one warp."""
     return min(max(1, WARP // block_n), LANES, int(triton.next_power_of_2(d)))
+
+
+def _backward_block(d: int, block_n: int, warps: int) -> int:
+    """Channels of that many warps, or more for the sake of BACKWARD_CHANNELS."""
+    least = min(BACKWARD_CHANNELS, MOST_WARPS * WARP // block_n)
+    return min(max(1, warps * WARP // block_n, least), int(triton.next_power_of_2(d)))
 
 
 def rows(*operands: Tensor) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ d d_inner, n d_state, r raw values.
 
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from bedouin.kernels.decode import (
 )
 from bedouin.kernels.direct import ROUNDING
 from bedouin.kernels.direct.reference import normalize_feedback
-from bedouin.solvers.solution import SolveStats
+from bedouin.solvers.solution import BackwardStats, SolveStats
 from bedouin.state import BedouinState, check_state
 
 if TYPE_CHECKING:
@@ -44,6 +45,37 @@ Capture = Callable[[Run], tuple[Callable[[], object], Tensor]]
 """Turns a function into (replay, what it returns, at a fixed place)."""
 
 
+class TokenStats(SolveStats):
+    """Statistics of one token: cut out of a copied block when somebody asks, not at every token."""
+
+    def __init__(self, num_steps: Tensor, block: Tensor, at: int) -> None:
+        # past the frozen dataclass, whose other fields are properties here
+        self.__dict__.update(num_steps=num_steps, _source=(block, at), _backward=BackwardStats())
+
+    @cached_property
+    def _cut(self) -> tuple[Tensor, Tensor, Tensor]:
+        block, at = self.__dict__["_source"]
+        return cut_statistics(block, at, len(self.num_steps))
+
+    @property
+    def residual(self) -> Tensor:
+        return self._cut[0]
+
+    @property
+    def conditioning(self) -> Tensor:
+        return self._cut[1]
+
+    @property
+    def converged(self) -> Tensor:
+        return self._cut[2].view(torch.bool)
+
+
+def cut_statistics(block: Tensor, at: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
+    """residual, pivot (b,) and converged (b,) uint8, which stand in a block from `at` on."""
+    end = at + 2 * b
+    return block[at : at + b], block[at + b : end], block[end:].view(torch.uint8)[:b]
+
+
 class Buffers:
     """State and statistics of b samples at fixed places, in one block that is copied at once."""
 
@@ -51,28 +83,25 @@ class Buffers:
         d, n = layer.d_inner, layer.d_state
         state = layer.init_state(0).y
         self.shape, self.like = (b, n, d), state
-        size = b * n * d + b * d + 2 * b
-        self.block = state.new_zeros(size + -(-b // state.element_size()))
-        self.h, self.y, self.residual, self.pivot, self.converged = self._views(self.block)
+        self._end = b * n * d + b * d
+        self.block = state.new_zeros(self._end + 2 * b + -(-b // state.element_size()))
+        h, self.y = self._state(self.block)
+        self.h = h.mT
+        self.residual, self.pivot, self.converged = cut_statistics(self.block, self._end, b)
         self.normed = torch.zeros(b, d, dtype=low, device=state.device)
         self.held = torch.ones(b, dtype=torch.uint8, device=state.device)
         self.num_steps = torch.ones(b, dtype=torch.int64, device=state.device)
 
-    def _views(self, block: Tensor) -> tuple[Tensor, ...]:
-        """h (b, n, d), y (b, d), residual, pivot (b,) and converged (b,) uint8 in a block."""
+    def _state(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """h (b, d, n), which lies state-major, and y (b, d) in a block."""
         b, n, d = self.shape
-        y_at = b * n * d
-        at = y_at + b * d
-        return (
-            block[:y_at].view(b, n, d),
-            block[y_at:at].view(b, d),
-            block[at : at + b],
-            block[at + b : at + 2 * b],
-            block[at + 2 * b :].view(torch.uint8)[:b],
-        )
+        h = block.as_strided((b, d, n), (n * d, 1, d))
+        return h, block.as_strided((b, d), (d, 1), b * n * d)
 
     def load(self, state: BedouinState, norm_eps: float | None) -> None:
-        """Take a state in."""
+        """Take a state in; raises TypeError or ValueError where it does not fit."""
+        b, n, d = self.shape
+        state = check_state(state, b, d, n, self.like)
         self.h.copy_(state.ssm.mT)
         self.y.copy_(state.y)
         self.normed.copy_(normalize_feedback(self.y, norm_eps))
@@ -81,18 +110,16 @@ class Buffers:
         """State and statistics, in one new block."""
         # outside inference mode tensors count their changes, so a state that comes back unchanged
         # need not be copied in again
-        with torch.inference_mode(False):
-            h, y, residual, pivot, converged = self._views(self.block.clone())
-        return BedouinState(h.mT, y), self._stats(residual, pivot, converged.view(torch.bool))
-
-    def _stats(self, residual: Tensor, pivot: Tensor, converged: Tensor) -> SolveStats:
-        return SolveStats(self.num_steps, residual, converged, pivot)
+        with torch._C._InferenceMode(False):
+            block = self.block.clone()
+            h, y = self._state(block)
+        return BedouinState(h, y), TokenStats(self.num_steps, block, self._end)
 
     def stats_since_last_look(self) -> SolveStats:
         """Converged says whether all tokens since the last call were solved."""
         held = self.held.bool()
         self.held.fill_(1)
-        return self._stats(self.residual.clone(), self.pivot.clone(), held)
+        return SolveStats(self.num_steps, self.residual.clone(), held, self.pivot.clone())
 
 
 def unsupported_step(layer: "FixedPointLayer") -> str | None:
@@ -102,14 +129,19 @@ def unsupported_step(layer: "FixedPointLayer") -> str | None:
     return unsupported_token(layer.d_inner, layer.d_state, layer._layout())
 
 
-def takes_fused_step(layer: "FixedPointLayer", x_t: Tensor) -> bool:
-    """Whether `step` may take the fused path for x_t (b, m).
+def asks_for_fused_step(layer: "FixedPointLayer") -> bool:
+    """Whether this call may take the fused path, whatever the layer and its input.
 
     Not where a gradient may be asked for, nor where the host must see every outcome.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         return False
-    if layer.backend == "reference" or layer.on_unconverged == "raise" or not len(x_t):
+    return layer.backend != "reference" and layer.on_unconverged != "raise"
+
+
+def takes_fused_step(layer: "FixedPointLayer", x_t: Tensor) -> bool:
+    """Whether `step` may take the fused path for x_t (b, m)."""
+    if not asks_for_fused_step(layer) or not len(x_t):
         return False
     if x_t.is_cuda:
         # float64 is for checking numbers, which is the plain path's task
@@ -181,7 +213,7 @@ def fused_step(
 ) -> tuple[Tensor, BedouinState]:
     """One token without a graph of its own: in a capture of the caller's, or interpreted."""
     buffers = _buffers(layer, x_t)
-    buffers.load(_checked(layer, x_t, state), layer._norm_eps)
+    buffers.load(state, layer._norm_eps)
     output = advance(layer, x_t, buffers)
     layer._draws += layer.training
     new_state, layer.stats = buffers.copies()
@@ -197,10 +229,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Of x's device, None where autocast is off."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _checked(layer: "FixedPointLayer", x_t: Tensor, state: BedouinState) -> BedouinState:
-    return check_state(state, len(x_t), layer.d_inner, layer.d_state, layer.init_state(0).y)
 
 
 class Watch:
@@ -237,7 +265,7 @@ class Captured:
         # tensors born in inference mode could not be written outside it; without the cache of
         # autocast, whose casts of the weights would be frozen into the graph
         cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
-        with torch.inference_mode(False), torch.no_grad(), cast:
+        with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
             self.buffers = _buffers(layer, x_t)
             self.x = torch.zeros_like(x_t, memory_format=torch.contiguous_format)
             self.replay, self.output = capture(lambda: advance(layer, self.x, self.buffers))
@@ -252,15 +280,17 @@ class Captured:
     def load(self, layer: "FixedPointLayer", state: BedouinState) -> None:
         """Take a state in, unless it is the one that the last token left behind."""
         last = self._last
-        if last is not None and state.ssm is last[0] and state.y is last[1]:
-            if last[0]._version == last[2]:
+        if last is not None and isinstance(state, BedouinState):
+            if state.ssm is last[0] and state.y is last[1] and last[0]._version == last[2]:
                 return
-        self.buffers.load(_checked(layer, self.x, state), layer._norm_eps)
+        self.buffers.load(state, layer._norm_eps)
 
     def run(self, layer: "FixedPointLayer", x_t: Tensor) -> Tensor:
         """One token from the state in the buffers; the output stays in its place."""
         layer._deferred.flush()
-        layer._draws += layer.training
+        if layer.training:
+            # a module's own assignment takes ten times as long
+            vars(layer)["_draws"] += 1
         self.x.copy_(x_t)
         self.replay()
         self._last = None
@@ -271,9 +301,16 @@ class Captured:
                 layer._deferred.schedule(stats, type(layer).__name__)
         return self.output
 
+    def step(
+        self, layer: "FixedPointLayer", x_t: Tensor, state: BedouinState
+    ) -> tuple[Tensor, BedouinState]:
+        """One token; nothing that comes out shares memory with what is kept."""
+        self.load(layer, state)
+        return self.run(layer, x_t).clone(), self.copies(layer)
+
     def copies(self, layer: "FixedPointLayer") -> BedouinState:
         """The state after the last token; the layer gets its statistics."""
-        state, layer.stats = self.buffers.copies()
+        state, vars(layer)["stats"] = self.buffers.copies()
         self._last = state.ssm, state.y, state.ssm._version
         return state
 
@@ -313,28 +350,48 @@ class StepGraphs:
     def step(
         self, layer: "FixedPointLayer", x_t: Tensor, state: BedouinState
     ) -> tuple[Tensor, BedouinState]:
-        """One token; nothing that comes out shares memory with what is kept."""
+        """One token, from a graph that is made if need be; results have memory of their own."""
         with self._lock:
-            captured = self._find(layer, x_t)
-            captured.load(layer, state)
-            output = captured.run(layer, x_t).clone()
-            return output, captured.copies(layer)
+            key = graph_key(x_t)
+            captured = self._kept(key)
+            if captured is None:
+                captured = self._entries[key] = Captured(layer, x_t, self._capture)
+                if len(self._entries) > MAX_GRAPHS:
+                    del self._entries[next(iter(self._entries))]
+            return captured.step(layer, x_t, state)
 
-    def _find(self, layer: "FixedPointLayer", x_t: Tensor) -> Captured:
-        key = graph_key(x_t)
+    def replay(
+        self, layer: "FixedPointLayer", x_t: Tensor, state: BedouinState
+    ) -> tuple[Tensor, BedouinState] | None:
+        """`step` if there is a graph for x_t; it was checked when that was made."""
+        with self._lock:
+            captured = self._kept(graph_key(x_t))
+            return None if captured is None else captured.step(layer, x_t, state)
+
+    def _kept(self, key: tuple[Any, ...]) -> Captured | None:
+        """The graph for a key, which becomes the last to go; None where there is none that fits."""
         captured = self._entries.pop(key, None)
         if captured is None or captured.is_stale():
-            captured = Captured(layer, x_t, self._capture)
+            return None
         self._entries[key] = captured
-        if len(self._entries) > MAX_GRAPHS:
-            del self._entries[next(iter(self._entries))]
         return captured
 
 
 def graph_key(x_t: Tensor) -> tuple[Any, ...]:
-    """What a graph is made for."""
-    stream = torch.cuda.current_stream().cuda_stream if x_t.is_cuda else 0
-    return x_t.shape[0], x_t.dtype, autocast_dtype(x_t), stream
+    """What a graph is made for: an x_t with the same key needs no check but that."""
+    if not x_t.is_cuda:
+        return x_t.shape, x_t.dtype, autocast_dtype(x_t)
+    device = x_t.get_device()
+    # what torch.cuda.current_stream wraps, without the object
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return x_t.shape, x_t.dtype, autocast_dtype(x_t), device, stream
+
+
+def may_replay(layer: "FixedPointLayer", x_t: Tensor) -> bool:
+    """Whether this call replays a graph if there is one for x_t."""
+    if not x_t.is_cuda or not asks_for_fused_step(layer):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
 
 
 class Decoder:
@@ -385,17 +442,22 @@ class Decoder:
     def __call__(self, x_t: Tensor) -> Tensor:
         """(b, m) -> (b, m): one token. Raises as `step` does."""
         layer = self.layer
+        if self._captured is not None and may_replay(layer, x_t):
+            if self._captured[0] == graph_key(x_t) and not self._captured[1].is_stale():
+                return self._run(self._captured[1], x_t)
         layer._check_input(x_t, rank=2)
         if x_t.shape[0] != self.batch_size:
             raise ValueError(f"x must have batch_size = {self.batch_size} rows, got {len(x_t)}")
         if not has_graph(layer, x_t) and self._capture is capture_graph:
             output, self._state = layer.step(x_t, self.state)
             return output
-        captured = self._find(x_t)
+        return self._run(self._find(x_t), x_t)
+
+    def _run(self, captured: Captured, x_t: Tensor) -> Tensor:
         if self._state is not None:
-            captured.load(layer, self._state)
+            captured.load(self.layer, self._state)
             self._state = None
-        return captured.run(layer, x_t)
+        return captured.run(self.layer, x_t)
 
     def _find(self, x_t: Tensor) -> Captured:
         key = graph_key(x_t)
@@ -406,7 +468,5 @@ class Decoder:
 
 
 def has_graph(layer: "FixedPointLayer", x_t: Tensor) -> bool:
-    """Whether a token of x_t (b, m) is the replay of a graph."""
-    if not x_t.is_cuda or not takes_fused_step(layer, x_t):
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+    """Whether a token of x_t (b, m) is the replay of a graph, which may have to be made first."""
+    return may_replay(layer, x_t) and takes_fused_step(layer, x_t)

@@ -34,18 +34,37 @@ class _SplitLinear(torch.autograd.Function):
             # fewer outputs than columns to fill
             missing = wide - len(first)
             first, first_bias = F.pad(first, (0, 0, 0, missing)), F.pad(first_bias, (0, missing))
-        return F.linear(rows, first, first_bias)[:, :r], F.linear(rows, weight[r:], bias[r:])
+        # a copy starts at an aligned address, as the bias of a fast product must
+        rest_bias = bias[r:].clone()
+        return F.linear(rows, first, first_bias)[:, :r], F.linear(rows, weight[r:], rest_bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         wants, r = ctx.needs_input_grad, ctx.r
-        grads = (grad, grad_rest)
+        # the fast products of cuBLAS want a multiple of eight columns: the few others by themselves
+        even = r - r % 8
+        parts = (grad[:, even:], grad[:, :even]) if even < r else (grad,)
+        halves = (weight[even:r], weight[:even]) if even < r else (weight[:r],)
+        grads = (*reversed(parts), grad_rest)
         with torch.autocast(rows.device.type, enabled=False):
-            grad_rows = (grad_rest @ weight[r:]).addmm_(grad, weight[:r]) if wants[0] else None
+            grad_rows = _rows_gradient((grad_rest, *parts), (weight[r:], *halves), wants[0])
             grad_weight = _joined(_weight_gradient, grads, rows, weight) if wants[1] else None
+            grads = (grad, grad_rest)
             grad_bias = _joined(_bias_gradient, grads, rows, weight[:, 0]) if wants[2] else None
         return grad_rows, grad_weight, grad_bias, None
+
+
+def _rows_gradient(
+    grads: tuple[Tensor, ...], weights: tuple[Tensor, ...], wanted: bool
+) -> Tensor | None:
+    """The sum of grads @ weights."""
+    if not wanted:
+        return None
+    total = grads[0] @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total = total.addmm_(grad, weight)
+    return total
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -57,9 +76,9 @@ def _bias_gradient(grad: Tensor, rows: Tensor, out: Tensor | None = None) -> Ten
 
 
 def _joined(
-    compute: Callable[..., Tensor], grads: tuple[Tensor, Tensor], rows: Tensor, like: Tensor
+    compute: Callable[..., Tensor], grads: tuple[Tensor, ...], rows: Tensor, like: Tensor
 ) -> Tensor:
-    """Both parts of a gradient, one below the other, in one tensor of the shape of `like`."""
+    """The parts of a gradient, one below the other, in one tensor of the shape of `like`."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         # neither autograd nor a graph takes a given output
         return torch.cat([compute(grad, rows) for grad in grads])

@@ -73,7 +73,10 @@ def check(operation: Callable[..., Tensor], operands: Operands) -> None:
     names = ("value", "grad v", "grad u", "grad beta")
     tolerance = TOLERANCE[operands[1].dtype]
     for name, ours, theirs in zip(names, actual, expected, strict=True):
-        assert_close(name, ours.double(), theirs, tolerance, atol=tolerance)
+        # The gradient of a direction of one component is what UNIT_EPS leaves of terms that cancel:
+        # their rounding remains, over the direction's length, which is down to 0.04 here.
+        cancels = name == "grad u" and operands[1].shape[-1] == 1
+        assert_close(name, ours.double(), theirs, tolerance, (10 if cancels else 1) * tolerance)
     if operation is not factor:
         assert actual[0].dtype == operands[0].dtype
     assert [x.dtype for x in actual[1:]] == [x.dtype for x in operands]

@@ -126,6 +126,7 @@ def test_a_cut_sequence(
     from bedouin.kernels.scan import triton_segments
 
     monkeypatch.setattr(triton_segments, "SEGMENT", 16)
+    monkeypatch.setattr(triton_segments, "BACKWARD_SEGMENT", 16)
     operands = draw(1, t, 3, 2, device)
     for reverse in (False, True):
         assert triton_segments.plan(operands.x, 2, 16, reverse=reverse).segments == segments
@@ -203,6 +204,33 @@ def test_memory_is_kept_for_a_backward_only(
     operands.x.requires_grad_(tracked)
     selective_scan(*operands, backend="triton")
     assert kept == [(2, 2 if tracked else 0, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("b", "t", "d", "n"),
+    [
+        (128, 16, 1024, 16),
+        (64, 256, 1024, 16),
+        (16, 1024, 1024, 16),
+        (8, 4096, 1024, 16),
+        (2, 4096, 64, 64),
+        (1, 4096, 2048, 128),
+        (1, 300, 1024, 1),
+    ],
+)
+def test_workspaces_are_a_sixteenth_of_all_states_or_sixteen_tokens(
+    b: int, t: int, d: int, n: int
+) -> None:
+    from bedouin.kernels.scan import triton_segments
+
+    x = torch.empty(b, t, d, device="meta")
+    layout = triton_segments.plan(x, n, 16, reverse=True)
+    limit = max(b * t * d * n / 16, b * 16 * d * n)
+    assert layout.programs * 16 * layout.block_d * layout.block_n <= limit
+    assert b * t * layout.channel_blocks * n <= limit, "parts of the gradient of B, and of C"
+    for reverse in (False, True):
+        layout = triton_segments.plan(x, n, 16, reverse=reverse)
+        assert layout.segments == 1 or b * layout.segments * d * n <= limit / 2
 
 
 @pytest.mark.gpu
