@@ -35,10 +35,9 @@ MAX_TILE = 16384
 the local solve holds them in registers."""
 MAX_STATES = 1024
 
-KEPT_BEFORE, KEPT, FROZEN, FAILED, STEPS, EXCHANGES = range(6)
-"""Rows of the counters (6, b): tokens whose y stays, before and after the last decision (the
-converged prefix, or all tokens of a failed sample), the converged prefix, 1 if failed, steps, and
-how often programs of a group have announced sums in this step."""
+KEPT_BEFORE, KEPT, FROZEN, FAILED, STEPS = range(5)
+"""Rows of the counters (5, b): tokens whose y stays, before and after the last decision (the
+converged prefix, or all tokens of a failed sample), the converged prefix, 1 if failed, steps."""
 
 
 @dataclass(frozen=True)
@@ -136,18 +135,12 @@ class FusedIteration:
         )
         self.geometry = Geometry.of(self.inputs, options, rule)
         self.y, self.y_next = y.clone(memory_format=torch.contiguous_format), torch.empty_like(y)
-        group, k = self.geometry.group, self.geometry.k
-        self.sums = self.work = None
-        if group is None:
-            self.mixed = torch.empty_like(self.y)
-            self.BC = y.new_empty(b, t, 2, inputs.A.shape[1])
-            self.gain = torch.empty_like(self.y) if self.geometry.stores_gain else self.mixed
-        else:
-            self.sums = group.sums(y, k, jacobi=rule.method == "jacobi")
-            self.work = group.work(y, inputs.A.shape[1], k)
+        self.mixed = torch.empty_like(self.y)
+        self.BC = y.new_empty(b, t, 2, inputs.A.shape[1])
+        self.gain = torch.empty_like(self.y) if self.geometry.stores_gain else self.mixed
         self.parts = y.new_empty(2, b, self.geometry.parts, t)
         self.norms, self.pivots = y.new_zeros(2, b, t), y.new_zeros(b, t)
-        self.counters = torch.zeros(6, b, dtype=torch.int32, device=y.device)
+        self.counters = torch.zeros(5, b, dtype=torch.int32, device=y.device)
         self.normed, self.fed_back = self._feedback_buffers(options)
         if self.W_y is not None:
             settle(self, self.y)
@@ -174,18 +167,15 @@ class FusedIteration:
         self._evaluate(count=False)
 
     def _evaluate(self, *, count: bool) -> None:
-        from bedouin.kernels.iteration.triton_launch import decide, finish, mix, scan, step
+        from bedouin.kernels.iteration.triton_launch import decide, finish, mix, scan
 
         if self.W_y is not None:
             r, d = self.W_y.shape
             torch.mm(self.normed.view(-1, d), self.W_y.mT, out=self.fed_back.view(-1, r))
-        if self.geometry.group is not None:
-            step(self)
-        else:
-            mix(self)
-            scan(self)
-            if self.rule.method == "jacobi":
-                finish(self)
+        mix(self)
+        scan(self)
+        if self.rule.method == "jacobi":
+            finish(self)
         decide(self, count=count)
 
     @property

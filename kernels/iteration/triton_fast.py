@@ -10,7 +10,7 @@ In float64 these functions are those of kernels/direct.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import activate, input_scale
+from bedouin.kernels.direct.triton_math import activate, input_scale, log1p_of_fraction
 from bedouin.kernels.scan.triton_segments import LOG2E, build_decay
 
 
@@ -23,20 +23,6 @@ def reciprocal(v, FAST: tl.constexpr):
         )
     else:
         return 1 / v
-
-
-@triton.jit
-def log1p_of_fraction(z):
-    """log(1 + z) for 0 <= z <= 1: a polynomial times z, relative error below 2e-7 in float32."""
-    value = 0.005232673138380051 * z - 0.029505159705877304
-    value = value * z + 0.07822583615779877
-    value = value * z - 0.13663236796855927
-    value = value * z + 0.19106003642082214
-    value = value * z - 0.2484298199415207
-    value = value * z + 0.3331909775733948
-    value = value * z - 0.4999949336051941
-    value = value * z + 0.9999999403953552
-    return value * z
 
 
 @triton.jit
@@ -60,3 +46,18 @@ def fast_scale(delta, INPUT_SCALE: tl.constexpr, FAST: tl.constexpr):
         return delta * reciprocal(1 + delta, FAST)
     else:
         return delta
+
+
+@triton.jit
+def _bits(v):
+    """|v| as an integer: the same order, and NaN is the largest."""
+    if v.dtype == tl.float64:
+        return tl.abs(v).to(tl.int64, bitcast=True)
+    else:
+        return tl.abs(v).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def max_norm(v, axis: tl.constexpr):
+    """max |v|, NaN if there is one; a warp reduces integers in one instruction."""
+    return tl.max(_bits(v), axis=axis).to(v.dtype, bitcast=True)

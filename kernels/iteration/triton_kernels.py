@@ -23,23 +23,7 @@ from bedouin.kernels.direct.triton_small import (
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale
-from bedouin.kernels.scan.triton_segments import build_decay, load_exponent
-
-
-@triton.jit
-def _bits(v):
-    """|v| as an integer: the same order, and NaN is the largest."""
-    if v.dtype == tl.float64:
-        return tl.abs(v).to(tl.int64, bitcast=True)
-    else:
-        return tl.abs(v).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def max_norm(v, axis: tl.constexpr):
-    """max |v|, NaN if there is one; a warp reduces integers in one instruction."""
-    return tl.max(_bits(v), axis=axis).to(v.dtype, bitcast=True)
+from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max_norm
 
 
 @triton.jit
@@ -171,118 +155,6 @@ def _load_vector(
         return tl.where(states < end, 1.0, 0.0).to(ACC)
 
 
-@triton.jit(do_not_specialize=["batch", "T", "zero"])
-def scan_kernel(
-    mixed_ptr,  # (b t, d)
-    raw_ptr,  # (b t, r)
-    fed_back_ptr,  # (b t, r)
-    BC_ptr,  # (b t, 2, n)
-    A_ptr,  # (n, d)
-    h0_ptr,  # (b, n, d)
-    y_ptr,  # (b t, d)
-    kept_ptr,  # (b,)
-    out_ptr,  # (b t, d): the next iterate, or with EXCLUSIVE what memory holds before the token
-    gain_ptr,  # (b t, d)
-    parts_ptr,  # (2, b, blocks, t)
-    batch,
-    T,
-    raw_stride,
-    r,
-    d,
-    n,
-    zero,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EXCLUSIVE: tl.constexpr,
-    STORE_GAIN: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    DAMPING: tl.constexpr,
-    EXACT: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FAST: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    blocks = tl.cdiv(d, BLOCK_D)
-    program = tl.program_id(0).to(tl.int64)
-    sample, block = program // blocks, program % blocks
-    channels = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
-    states = tl.arange(0, BLOCK_N)
-    in_d = channels < d
-    # Neighbours in memory belong to neighbouring threads. `zero`, of which the compiler knows no
-    # alignment, keeps it from giving a thread four of them: then a thread would hold few states of
-    # several channels, and every sum over states would be an exchange between threads.
-    cells = states[:, None] * d + channels[None, :] + zero
-    in_cells = (states < n)[:, None] & in_d[None, :]
-    A_log2 = load_exponent(A_ptr + cells, in_cells, ACC)
-    h = tl.load(h0_ptr + sample * n * d + cells, mask=in_cells, other=0.0)
-    kept = tl.load(kept_ptr + sample)
-    token = sample * T
-    mixed_ptr += token * d + channels
-    raw_ptr += token * raw_stride
-    fed_back_ptr += token * r
-    y_ptr += token * d + channels
-    out_ptr += token * d + channels
-    gain_ptr += token * d + channels
-    BC_ptr += token * 2 * n
-    parts_ptr += program * T
-    scale_ptr = parts_ptr + tl.cast(batch, tl.int64) * blocks * T
-
-    # the operands of the next token are on their way while this one is computed
-    x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
-    raw_next = load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
-    B_next = _load_vector(BC_ptr, states, n, SELECTIVE, EXACT, ACC)
-    C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, EXACT, ACC)
-    if not EXCLUSIVE:
-        y_next = tl.load(y_ptr, mask=in_d, other=0.0)
-    for t in tl.range(0, T, loop_unroll_factor=UNROLL):
-        x, raw, B, C = x_next, raw_next, B_next, C_next
-        # after the last token the last one once more: its masks would be set for every token
-        more = tl.where(t + 1 < T, 1, 0)
-        mixed_ptr += more * d
-        raw_ptr += more * raw_stride
-        fed_back_ptr += more * r
-        BC_ptr += more * 2 * n
-        x_next = tl.load(mixed_ptr, mask=in_d, other=0.0)
-        raw_next = load_raw(raw_ptr, fed_back_ptr, channels, in_d, FEEDBACK, ACC)
-        B_next = _load_vector(BC_ptr, states, n, SELECTIVE, EXACT, ACC)
-        C_next = _load_vector(BC_ptr + n, states, n, SELECTIVE, EXACT, ACC)
-        if not EXCLUSIVE:
-            y = y_next
-            y_ptr += more * d
-            y_next = tl.load(y_ptr, mask=in_d, other=0.0)
-
-        delta = fast_activate(raw, ACTIVATION, FAST)
-        decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
-        h *= decay
-        if EXCLUSIVE:
-            p = tl.sum(h * C[:, None], axis=0)
-        if INPUT_SCALE == "one_minus_decay":
-            s = 1 - tl.abs(decay)
-            h += s * (x[None, :] * B[:, None])
-            if STORE_GAIN:
-                gain = tl.sum(s * (B * C)[:, None], axis=0)
-                tl.store(gain_ptr, gain, mask=in_d)
-                gain_ptr += d
-        else:
-            h += (fast_scale(delta, INPUT_SCALE, FAST) * x)[None, :] * B[:, None]
-        moves = channels < tl.where(t >= kept, d, 0)
-        if EXCLUSIVE:
-            tl.store(out_ptr, p, mask=moves)
-        else:
-            F = tl.sum(h * C[:, None], axis=0)
-            if DAMPING == 1:
-                tl.store(out_ptr, F, mask=moves)
-            else:
-                tl.store(out_ptr, y + DAMPING * (F - y), mask=moves)
-            tl.store(parts_ptr + t, max_norm(F - y, 0))
-            tl.store(scale_ptr + t, max_norm(F, 0))
-        out_ptr += d
-
-
 @triton.jit(do_not_specialize=["batch", "T"])
 def finish_kernel(
     x_ptr,  # (b t, d)
@@ -359,7 +231,7 @@ def finish_kernel(
 def decide_kernel(
     parts_ptr,  # (2, b, parts, t)
     norms_ptr,  # (2, b, t)
-    counters_ptr,  # (6, b): kept before, kept, frozen, failed, steps, exchanges
+    counters_ptr,  # (5, b): kept before, kept, frozen, failed, steps
     batch,
     T,
     parts,
@@ -413,7 +285,6 @@ def decide_kernel(
     tl.store(counters_ptr + batch, tl.where(fails, T, end))
     tl.store(counters_ptr + 2 * batch, end)
     tl.store(counters_ptr + 3 * batch, fails.to(tl.int32))
-    tl.store(counters_ptr + 5 * batch, 0)
     if COUNT:
         active = (frozen < T) & (failed == 0)
         steps = tl.load(counters_ptr + 4 * batch)
@@ -425,7 +296,7 @@ def settle_kernel(
     y_ptr,  # (b t, d)
     next_ptr,  # (b t, d)
     normed_ptr,  # (b t, d), in the dtype of W^y
-    counters_ptr,  # (6, b): kept before, kept, ...
+    counters_ptr,  # (5, b): kept before, kept, ...
     batch,
     T,
     d,
@@ -455,7 +326,7 @@ def settle_kernel(
 def restore_kernel(
     y_ptr,  # (b t, d)
     next_ptr,  # (b t, d)
-    counters_ptr,  # (6, b): kept before, kept, ...
+    counters_ptr,  # (5, b): kept before, kept, ...
     batch,
     T,
     programs,

@@ -15,86 +15,58 @@ from torch import Tensor
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.iteration.triton_group import step_kernel
 from bedouin.kernels.iteration.triton_kernels import (
     decide_kernel,
     finish_kernel,
     mix_kernel,
     restore_kernel,
-    scan_kernel,
     settle_kernel,
 )
+from bedouin.kernels.iteration.triton_scan import AHEAD, scan_kernel
 
 if TYPE_CHECKING:
     from bedouin.kernels.iteration.fused import FusedIteration, IterationInputs, IterationRule
 
-TILE = 512
-"""Elements of h of one program of the scan: one warp, 16 a thread."""
-UNROLL = 4
-"""Tokens of one pass of the scan's loop: unrolled, what is loaded ahead is renamed, not moved."""
+STATES, FEWEST_STATES = 16, 4
+"""States of a thread of the scan, and how few they become where there are not enough programs."""
+FEWEST_CHANNELS = 8
+"""Channels of a program of the scan from which on a row is read without waste."""
 PROGRAMS = 1024
-"""Programs wanted in the scan; with fewer, blocks of channels become smaller."""
+"""Programs wanted in the scan, of one warp each."""
 DECIDE_TILE, SMALLEST_DECIDE = 8192, 32
 """Elements of parts that `decide` takes at a time, and the fewest tokens."""
 RESTORERS = 4
 """Programs a sample that undo the moves of tokens that have just frozen, without feedback."""
-FEWEST_GROUPED, GROUPED_A_PROCESSOR = 256, 4
-"""Programs from which on a step is one launch, and how many of them a multiprocessor runs."""
-GROUP_CHANNELS, GROUP_TOKENS, GROUP_REGISTERS = 128, 16, 128
-"""Channels of such a program, a thread each, tokens at a time, registers a thread."""
-GROUP_STATES, GROUP_REFLECTIONS = 16, 4
-"""Sizes up to which the registers suffice."""
-SMALLEST_PRODUCT = 32
-"""Fewest channels of a program whose inner products are matrix products."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """How the samples are spread over groups of programs when a step is one launch."""
+class ScanTile:
+    """What one program of the scan holds: groups of states of some channels, a thread each."""
 
+    states: int  # of a thread
     groups: int
-    blocks: int  # programs of a group
-    block_d: int
+    channels: int
 
     @staticmethod
-    def of(inputs: "IterationInputs", options: SweepOptions) -> "Group | None":
-        """None: in several launches."""
-        (b, _, d), n, layout = inputs.x.shape, inputs.A.shape[0], options.layout
-        assert layout is not None
-        block_d = min(GROUP_CHANNELS, triton.next_power_of_2(d))
-        blocks = triton.cdiv(d, block_d)
-        together = _together(inputs.x.device)
-        if n > GROUP_STATES or layout.num_householder > GROUP_REFLECTIONS:
-            return None
-        if inputs.A.dtype == torch.float64 and not interpreter_is_on():
-            return None
-        if b * blocks < FEWEST_GROUPED or blocks > together:
-            return None
-        return Group(min(b, together // blocks), blocks, block_d)
+    def of(b: int, d: int, n: int) -> "ScanTile":
+        """All states in one thread where that makes enough programs."""
+        tile = ScanTile._from_states(min(STATES, triton.next_power_of_2(n)), n, d)
+        while tile._may_be_halved and b * triton.cdiv(d, tile.channels) < PROGRAMS:
+            tile = ScanTile._from_states(tile.states // 2, n, d)
+        return tile
 
-    def sums(self, y: Tensor, k: int, *, jacobi: bool) -> Tensor:
-        """Where a group adds up inner products: two exchanges of every sample."""
-        return y.new_zeros(y.shape[0], 2, self.blocks, (2 if jacobi else 1) * _sums_size(k))
+    @staticmethod
+    def _from_states(states: int, n: int, d: int) -> "ScanTile":
+        groups = triton.next_power_of_2(n) // states
+        return ScanTile(states, groups, min(max(1, 32 // groups), triton.next_power_of_2(d)))
 
-    def work(self, y: Tensor, n: int, k: int) -> Tensor:
-        """The workspaces of the programs."""
-        size = 3 * self.block_d + 2 * triton.next_power_of_2(n) + k * (k + 1) // 2 + 2 * k
-        programs = self.groups * self.blocks
-        return y.new_empty(programs, size * GROUP_TOKENS + 2 * _sums_size(k))
+    @property
+    def _may_be_halved(self) -> bool:
+        return self.states > FEWEST_STATES and self.channels > FEWEST_CHANNELS
 
-
-def _sums_size(k: int) -> int:
-    """Inner products of the tokens that a program takes at a time."""
-    rows: int = triton.next_power_of_2(k)
-    return rows * (rows + 1) * GROUP_TOKENS
-
-
-def _together(device: torch.device) -> int:
-    """Programs of a step in one launch that run at the same time."""
-    if interpreter_is_on():
-        return 1
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(processors) * GROUPED_A_PROCESSOR
+    @property
+    def warps(self) -> int:
+        return max(1, min(8, self.groups * self.channels // 32))
 
 
 @dataclass(frozen=True)
@@ -108,22 +80,19 @@ class Geometry:
     x_stride: int
     raw_stride: int
     r: int
-    block_d: int  # of the scan
+    tile: ScanTile
     rule: "IterationRule"
     options: SweepOptions
     feedback: bool
     dtype: torch.dtype
-    group: Group | None
 
     @staticmethod
     def of(inputs: "IterationInputs", options: SweepOptions, rule: "IterationRule") -> "Geometry":
         """From x, raw and A (n, d) as the kernels get them."""
         (b, t, d), n = inputs.x.shape, inputs.A.shape[0]
         strides = inputs.x.stride(1), inputs.raw.stride(1), inputs.raw.shape[-1]
-        group = Group.of(inputs, options)
-        block = _scan_block(b, d, n) if group is None else group.block_d
-        feedback, dtype = inputs.W_y is not None, inputs.A.dtype
-        return Geometry(b, t, d, n, *strides, block, rule, options, feedback, dtype, group)
+        feedback, dtype, tile = inputs.W_y is not None, inputs.A.dtype, ScanTile.of(b, d, n)
+        return Geometry(b, t, d, n, *strides, tile, rule, options, feedback, dtype)
 
     @property
     def k(self) -> int:
@@ -143,13 +112,12 @@ class Geometry:
     def stores_gain(self) -> bool:
         """Whether the scan leaves sigma, which needs all decays, to the local solve."""
         coupled = self.options.input_scale == "one_minus_decay"
-        return self.jacobi and coupled and self.group is None
+        return self.jacobi and coupled
 
     @property
     def parts(self) -> int:
         """Parts in which defect and scale of a token are found."""
-        one = self.jacobi and self.group is None
-        parts: int = 1 if one else triton.cdiv(self.d, self.block_d)
+        parts: int = 1 if self.jacobi else triton.cdiv(self.d, self.tile.channels)
         return parts
 
     @property
@@ -171,68 +139,8 @@ class Geometry:
         }
 
     @property
-    def step_constants(self) -> dict[str, Any]:
-        """Of a step in one launch."""
-        constants, layout = self.token_constants, self.options.layout
-        assert layout is not None
-        changes = {
-            "BLOCK_D": self.block_d,
-            # four channels a thread in all tiles: with another number here and there the compiler
-            # would compute what they share twice
-            "ALIGN": math.gcd(4, constants["ALIGN"], self.x_stride),
-            "ACTIVATION": layout.activation,
-            "INPUT_SCALE": self.options.input_scale,
-            "FULL": self.options.eigenvalues == "full",
-        }
-        return constants | changes
-
-    @property
     def accumulator(self) -> Any:
         return tl.float64 if self.dtype == torch.float64 else tl.float32
-
-
-def _scan_block(b: int, d: int, n: int) -> int:
-    """Channels a program of the scan."""
-    block_n = triton.next_power_of_2(n)
-    block = min(max(1, TILE // block_n), triton.next_power_of_2(d))
-    smallest = min(block, max(8, 32 // block_n))
-    while block > smallest and b * triton.cdiv(d, block) < PROGRAMS:
-        block //= 2
-    return int(block)
-
-
-def step(it: "FusedIteration") -> None:
-    """The next iterate and the parts of defect and scale, for Jacobi the pivots, in one launch."""
-    g, i, layout = it.geometry, it.inputs, it.geometry.options.layout
-    assert layout is not None and g.group is not None and it.sums is not None
-    assert it.work is not None
-    device: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": GROUP_REGISTERS}
-    step_kernel[(g.group.groups * g.group.blocks,)](
-        *(i.x, i.raw, it.fed_back, i.A, i.h0, it.y, it.kept, it.y_next, it.parts, it.pivots),
-        *(it.counters[-1], it.sums, it.work),
-        *(g.b, g.t, g.group.groups, 0, g.x_stride, g.raw_stride, g.r, g.d, g.n),
-        **g.step_constants,
-        K_ROWS=triton.next_power_of_2(g.k),
-        TOKENS=GROUP_TOKENS,
-        UNROLL=UNROLL,
-        PARTS=triton.next_power_of_2(g.group.blocks),
-        SUMS=it.sums.shape[-1],
-        WORK=it.work.shape[-1],
-        PIECES=_pieces(i.raw.dtype, feedback=g.feedback, width=g.block_d),
-        JACOBI=g.jacobi,
-        DAMPING=g.rule.damping,
-        FAST=g.fast,
-        COMPILED=not interpreter_is_on(),
-        num_warps=max(1, g.group.block_d // 32),
-        **({} if interpreter_is_on() else device),
-    )
-
-
-def _pieces(dtype: torch.dtype, *, feedback: bool, width: int) -> int:
-    """Into how many numbers of bfloat16 the products take a u apart; 0: they are sums instead."""
-    if dtype not in (torch.bfloat16, torch.float16) or width < SMALLEST_PRODUCT:
-        return 0
-    return 2 if feedback or dtype == torch.float16 else 1
 
 
 def mix(it: "FusedIteration") -> None:
@@ -253,15 +161,16 @@ def _mix_warps(d: int) -> int:
 
 def scan(it: "FusedIteration") -> None:
     """Picard: the next iterate and the parts of defect and scale; Jacobi: p, in its place."""
-    g, i = it.geometry, it.inputs
-    layout, block_n = g.options.layout, triton.next_power_of_2(g.n)
+    g, i, tile = it.geometry, it.inputs, it.geometry.tile
+    layout = g.options.layout
     assert layout is not None
-    scan_kernel[(g.b * triton.cdiv(g.d, g.block_d),)](
+    scan_kernel[(g.b * triton.cdiv(g.d, tile.channels),)](
         *(it.mixed, i.raw, it.fed_back, it.BC, i.A, i.h0, it.y, it.kept),
         *(it.y_next, it.gain, it.parts),
-        *(g.b, g.t, g.raw_stride, g.r, g.d, g.n, 0),
-        BLOCK_D=g.block_d,
-        BLOCK_N=block_n,
+        *(g.b, g.t, g.raw_stride, g.r, g.d, g.n),
+        S=tile.states,
+        GROUPS=tile.groups,
+        BLOCK_D=tile.channels,
         EXCLUSIVE=g.jacobi,
         STORE_GAIN=g.stores_gain,
         FEEDBACK=g.feedback,
@@ -270,11 +179,12 @@ def scan(it: "FusedIteration") -> None:
         INPUT_SCALE=g.options.input_scale,
         FULL=g.options.eigenvalues == "full",
         DAMPING=g.rule.damping,
-        EXACT=block_n == g.n,
-        UNROLL=UNROLL,
+        EXACT=tile.states * tile.groups == g.n,
+        EVEN=g.t % AHEAD.value == 0,
+        WIDE=g.d % tile.channels == 0,
         FAST=g.fast,
         ACC=g.accumulator,
-        num_warps=max(1, min(8, g.block_d * block_n // TILE)),
+        num_warps=tile.warps,
     )
 
 

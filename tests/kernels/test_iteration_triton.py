@@ -196,62 +196,9 @@ def test_blocks_of_channels_and_of_tokens(
     from bedouin.kernels.iteration import triton_launch
 
     setting = Setting(t=5, d=20, n=4)
-    for name, value in {"TILE": 32, "DECIDE_TILE": 2, "SMALLEST_DECIDE": 2}.items():
+    for name, value in {"STATES": 2, "DECIDE_TILE": 2, "SMALLEST_DECIDE": 2}.items():
         monkeypatch.setattr(triton_launch, name, value)
     check(setting, method(rtol=0.2, atol=0.0), 3)
-
-
-@pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is one launch, however few its programs."""
-    from bedouin.kernels.iteration import triton_launch
-
-    monkeypatch.setattr(triton_launch, "FEWEST_GROUPED", 1)
-
-
-@needs_triton
-@pytest.mark.usefixtures("grouped")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(),
-        Setting(t=18, d=9, n=4, eigenvalues="full", layout=RawLayout("sigmoid", True, 4, 2.0)),
-        Setting(t=1, input_scale="one_minus_decay"),
-        Setting(
-            t=17, input_scale="delta", feedback=0.0, layout=RawLayout("softplus", True, 1, 1.0)
-        ),
-        Setting(
-            n=1,
-            input_scale="one_minus_decay",
-            eigenvalues="full",
-            layout=RawLayout("softplus_of_minus", False, 3, 1.0),
-        ),
-        Setting(b=1, t=2, d=70, n=16, dtype=torch.float32, low=torch.bfloat16),
-        Setting(b=1, t=17, d=40, dtype=torch.float32, low=torch.bfloat16, feedback=0.0),
-        Setting(b=1, t=2, d=32, dtype=torch.float32, low=torch.float16, feedback=0.0),
-        Setting(b=1, d=33, dtype=torch.float32, layout=RawLayout("sigmoid", True, 3, 1.0)),
-    ],
-    ids=[
-        *("plain", "two_passes", "one_token", "no_feedback", "not_selective"),
-        *("bf16_sums", "bf16", "fp16", "fp32"),
-    ],
-)
-def test_a_step_in_one_launch(setting: Setting, method: type[Any]) -> None:
-    check(setting, never(method))
-
-
-@needs_triton
-@pytest.mark.usefixtures("grouped")
-@pytest.mark.parametrize(
-    "solver",
-    [Picard(0.1, 1e-6, damping=0.6), Jacobi(0.2, 1e-6)],
-    ids=["damped", "jacobi"],
-)
-def test_one_launch_freezes_what_has_converged(solver: IterativeSolver) -> None:
-    test_samples_that_converge_at_different_steps(solver)
-    test_steps_after_convergence_change_nothing(solver, True)
-    test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(solver)
 
 
 @needs_triton

@@ -1,0 +1,238 @@
+"""The scan of a step: Picard's next iterate and its norms, or what Jacobi's solve starts from.
+
+A warp's threads are channels (and groups of states, where there are many). Memory, decay and
+read-out are tuples with an entry a state of the thread, so that a sum over states stays inside a
+thread. Letters: b batch, t time, d channels, n state per channel, r raw values, g groups of states.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max_norm
+from bedouin.kernels.scan.triton_segments import LOG2E, build_decay
+
+AHEAD = tl.constexpr(4)
+"""How many tokens ahead a row is asked for: with one, at four warps a scheduler, the bytes on their
+way are a third of what keeps the device's memory busy."""
+
+
+@triton.jit
+def _load_cells(pointer, groups, channels, n, d, S: tl.constexpr):
+    """The states of a thread from (n, d): S tiles (g, channels)."""
+    tiles = ()
+    for i in tl.static_range(S):
+        state = groups * S + i
+        mask = channels[None, :] < tl.where(state < n, d, 0)[:, None]
+        tiles = tiles + (tl.load(pointer + state[:, None] * d + channels[None, :], mask, 0.0),)
+    return tiles
+
+
+@triton.jit
+def _load_token(
+    pointers,
+    i: tl.constexpr,
+    left,
+    stride: tl.constexpr,
+    mask,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The row i rows on, or the last one where not so many are left."""
+    row = pointers + (i * stride if EVEN else tl.minimum(i, left) * stride)
+    if WIDE:
+        return tl.load(row)
+    else:
+        return tl.load(row, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_tokens(
+    pointers, left, stride: tl.constexpr, mask, EVEN: tl.constexpr, WIDE: tl.constexpr
+):
+    """The first AHEAD rows. Not converted, which would wait for them."""
+    rows = ()
+    for i in tl.static_range(AHEAD):
+        rows = rows + (_load_token(pointers, i, left, stride, mask, EVEN, WIDE),)
+    return rows
+
+
+@triton.jit
+def _load_vector(
+    pointer,
+    n,
+    S: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    EXACT: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """B or C of a token as S tiles (g, channels), the same for all channels; 0 from n on.
+
+    A thread loads four neighbours at once.
+    """
+    WIDTH: tl.constexpr = S if S < 4 else 4
+    SHAPE: tl.constexpr = (GROUPS, BLOCK_D, WIDTH)
+    first = tl.arange(0, GROUPS)[:, None, None] * S + tl.arange(0, WIDTH)[None, None, :]
+    out = ()
+    for i in tl.static_range(S // WIDTH):
+        state = tl.broadcast_to(first + i * WIDTH, SHAPE)
+        if not SELECTIVE:
+            tile = tl.where(state < n, 1.0, 0.0).to(ACC)
+        elif EXACT:
+            tile = tl.load(pointer + state)
+        else:
+            tile = tl.load(pointer + state, mask=state < n, other=0.0)
+        if WIDTH == 1:
+            out = out + (tl.reshape(tile, (GROUPS, BLOCK_D)),)
+        elif WIDTH == 2:
+            out = out + tl.split(tile)
+        else:
+            even, odd = tl.split(tl.reshape(tile, (GROUPS, BLOCK_D, 2, 2)))
+            first_pair, second_pair = tl.split(even), tl.split(odd)
+            out = out + (first_pair[0], second_pair[0], first_pair[1], second_pair[1])
+    return out
+
+
+@triton.jit
+def _dot(a, b, S: tl.constexpr):
+    """sum over the states of a_i b_i, for each channel."""
+    total = a[0] * b[0]
+    for i in tl.static_range(S):
+        if i > 0:
+            total += a[i] * b[i]
+    return tl.sum(total, axis=0)
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def scan_kernel(
+    mixed_ptr,  # (b t, d)
+    raw_ptr,  # (b t, r)
+    fed_back_ptr,  # (b t, r)
+    BC_ptr,  # (b t, 2, n)
+    A_ptr,  # (n, d)
+    h0_ptr,  # (b, n, d)
+    y_ptr,  # (b t, d)
+    kept_ptr,  # (b,)
+    out_ptr,  # (b t, d): the next iterate, or with EXCLUSIVE what memory holds before the token
+    gain_ptr,  # (b t, d)
+    parts_ptr,  # (2, b, blocks, t)
+    batch,
+    T,
+    raw_stride: tl.constexpr,
+    r: tl.constexpr,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    S: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    STORE_GAIN: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    DAMPING: tl.constexpr,
+    EXACT: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    sample, block = program // blocks, program % blocks
+    channels = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    groups = tl.arange(0, GROUPS)
+    in_d = channels < d
+    lanes = tl.broadcast_to(channels[None, :], (GROUPS, BLOCK_D))
+    in_lanes = lanes < d
+    A = _load_cells(A_ptr, groups, channels, n, d, S)
+    h = _load_cells(h0_ptr + sample * n * d, groups, channels, n, d, S)
+    A_log2 = ()
+    for i in tl.static_range(S):
+        A_log2 = A_log2 + (A[i] * LOG2E,)
+    kept = tl.load(kept_ptr + sample)
+    token = sample * T
+    mixed_ptr += token * d + lanes
+    raw_ptr += token * raw_stride + lanes
+    fed_back_ptr += token * r + lanes
+    y_ptr += token * d + channels
+    out_ptr += token * d + channels
+    gain_ptr += token * d + channels
+    BC_ptr += token * 2 * n
+    parts_ptr += program * T
+    scale_ptr = parts_ptr + tl.cast(batch, tl.int64) * blocks * T
+
+    last = T - 1
+    xs = _load_tokens(mixed_ptr, last, d, in_lanes, EVEN, WIDE)
+    raws = _load_tokens(raw_ptr, last, raw_stride, in_lanes, EVEN, WIDE)
+    feds, ys = raws, xs
+    if FEEDBACK:
+        feds = _load_tokens(fed_back_ptr, last, r, in_lanes, EVEN, WIDE)
+    if not EXCLUSIVE:
+        ys = _load_tokens(y_ptr, last, d, in_d, EVEN, WIDE)
+    B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
+    C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
+    for start in range(0, T, AHEAD):
+        # what is used up is loaded anew at once, AHEAD tokens on, into the same registers
+        more = tl.minimum(AHEAD, tl.maximum(last - start, 0) // AHEAD * AHEAD)
+        left = last - start - more
+        mixed_ptr += more * d
+        raw_ptr += more * raw_stride
+        fed_back_ptr += more * r
+        y_ptr += more * d
+        x_now, raw_now, fed_now, y_now = xs, raws, feds, ys
+        xs, raws, feds, ys = (), (), (), ()
+        for j in tl.static_range(AHEAD):
+            t = start + j
+            B_now, C_now = B, C
+            BC_ptr += tl.where(t < last, 2 * n, 0)
+            B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
+            C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
+            raw = raw_now[j].to(ACC)
+            if FEEDBACK:
+                raw += fed_now[j].to(ACC)
+            delta = fast_activate(raw, ACTIVATION, FAST)
+            x = x_now[j]
+            if INPUT_SCALE != "one_minus_decay":
+                x = fast_scale(delta, INPUT_SCALE, FAST) * x
+            xs = xs + (_load_token(mixed_ptr, j, left, d, in_lanes, EVEN, WIDE),)
+            raws = raws + (_load_token(raw_ptr, j, left, raw_stride, in_lanes, EVEN, WIDE),)
+            if FEEDBACK:
+                feds = feds + (_load_token(fed_back_ptr, j, left, r, in_lanes, EVEN, WIDE),)
+            else:
+                feds = raws
+            before, after, gains = (), (), ()
+            for i in tl.static_range(S):
+                decay = build_decay(A_log2[i] * delta, FULL, FAST)
+                faded = h[i] * decay
+                before = before + (faded,)
+                if INPUT_SCALE == "one_minus_decay":
+                    s = 1 - tl.abs(decay)
+                    after = after + (faded + s * (x * B_now[i]),)
+                    gains = gains + (s * B_now[i],)
+                else:
+                    after = after + (faded + x * B_now[i],)
+            h = after
+            moves = channels < tl.where((t >= kept) & (t < T), d, 0)
+            if STORE_GAIN:
+                inside = channels < tl.where(t < T, d, 0)
+                tl.store(gain_ptr + j * d, _dot(gains, C_now, S), mask=inside)
+            if EXCLUSIVE:
+                tl.store(out_ptr + j * d, _dot(before, C_now, S), mask=moves)
+                ys = xs
+            else:
+                F, y = _dot(h, C_now, S), y_now[j]
+                if DAMPING == 1:
+                    tl.store(out_ptr + j * d, F, mask=moves)
+                else:
+                    tl.store(out_ptr + j * d, y + DAMPING * (F - y), mask=moves)
+                tl.store(parts_ptr + t, max_norm(F - y, 0), mask=t < T)
+                tl.store(scale_ptr + t, max_norm(F, 0), mask=t < T)
+                ys = ys + (_load_token(y_ptr, j, left, d, in_d, EVEN, WIDE),)
+        out_ptr += AHEAD * d
+        gain_ptr += AHEAD * d
