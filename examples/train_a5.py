@@ -13,6 +13,8 @@ model.safetensors holds the weights. `--help` lists all options.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from bedouin.tasks import Batch, Group, Stream, WordProblem, sequence_accuracy, token_accuracy
 from common.job import Problem
 from common.options import TrainConfig, parse_config
@@ -26,7 +28,9 @@ class WordProblemConfig(TrainConfig):
     group: str = "A5"
     """The group, e.g. A5, S5, Z60, D8 or a product like A4xZ5."""
     length: int = 6
-    """Length of the training sequences."""
+    """Length of the training sequences, the longest if there is a shortest."""
+    shortest: int | None = None
+    """None: all have that length. Else every batch has one of its own, uniform from here on."""
     protocol: Literal["plain", "official"] = "plain"
     """official: special tokens and a counted BOS, as in the code of Fixed-Point RNNs."""
 
@@ -86,7 +90,12 @@ def word_problem(config: WordProblemConfig) -> Problem:
     task = WordProblem(group, config.length, protocol=config.protocol)
 
     def train_batch(rows: Stream) -> Batch:
-        return task.sample(config.batch_size, rows)
+        if config.shortest is None:
+            return task.sample(config.batch_size, rows)
+        draw = torch.randint(
+            config.shortest, config.length + 1, (), generator=rows, device=rows.device
+        )
+        return task.sample(config.batch_size, rows, length=int(draw))
 
     def test_batch(length: int, rows: Stream) -> Batch:
         return task.sample(config.eval_batch_size, rows, length=length)
@@ -96,7 +105,7 @@ def word_problem(config: WordProblemConfig) -> Problem:
         title=f"Word problem of {config.group}, trained at length {config.length}",
         vocab_size=task.vocab_size,
         output_size=task.output_size,
-        train_lengths=(config.length,),
+        train_lengths=tuple(range(config.shortest or config.length, config.length + 1)),
         train_batch=train_batch,
         test_batch=test_batch,
         token_accuracy=token_accuracy,

@@ -16,7 +16,7 @@ from bedouin import Bedouin, Decoder
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import Direct, FixedCap, Jacobi, Picard, Solver
 from benchmarks.setting import Setting, Shape
-from benchmarks.subjects import scan_inputs
+from benchmarks.subjects import LINEAR_RTOL, scan_inputs
 
 FLOAT32 = 1e-4
 """Relative 2-norm: rounding of float32 through TOKENS tokens of feedback, with a margin."""
@@ -50,6 +50,11 @@ def jacobi_agrees(setting: Setting, shape: Shape) -> None:
     """Exact after t steps, so its gradient, taken at the fixed point, is exact as well."""
     cap = FixedCap(shape.t + 1)
     _layer_agrees(setting, shape, Jacobi(rtol=0.0, atol=0.0), gradients=True, max_steps=cap)
+
+
+def linear_jacobi_agrees(setting: Setting, shape: Shape) -> None:
+    """Without feedback, to the tolerance of the benchmark."""
+    _layer_agrees(setting, shape, Jacobi(rtol=LINEAR_RTOL, atol=0.0), gradients=True, feedback=())
 
 
 def picard_agrees(setting: Setting, shape: Shape) -> None:

@@ -89,6 +89,12 @@ CASES = (
         agrees=agreement.picard_agrees,
     ),
     Case(
+        "jacobi-no-feedback",
+        "Jacobi, no feedback, rtol 1e-5",
+        _subject(subjects.jacobi_without_feedback),
+        agrees=agreement.linear_jacobi_agrees,
+    ),
+    Case(
         "picard",
         f"Picard, {subjects.CAP} iterations, one-step gradient",
         _subject(subjects.picard),

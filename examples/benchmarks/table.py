@@ -25,8 +25,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 FORWARD_ONLY = {"both_gb_per_s": "forward_gb_per_s", "both_floor_share": "forward_floor_share"}
 EXTRA = (
     *("us_a_layer", "us_a_layer_in_a_stack", "decoder_us", "decoder_us_in_a_stack", "floor_us"),
-    *("times_floor", "forward_eager_ms"),
-    *("repeats", "graph_breaks", "residual", "graph_forward_ms_failed", "graph_both_ms_failed"),
+    *("times_floor", "forward_eager_ms", "repeats", "graph_breaks", "residual", "num_steps"),
+    *("graph_forward_ms_failed", "graph_both_ms_failed"),
 )
 
 

@@ -116,10 +116,7 @@ def tile_product(
             at = v0 + chunk * BLOCK_K
             coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
         for chunk in tl.static_range(CHUNKS):
-            now = coming[chunk]
-            if CHUNKS > 1 and COMPILED and vector_ptr.dtype.element_ty.primitive_bitwidth == 16:
-                # in registers until its turn: shared memory holds one chunk, not all
-                now = _pin_half(now)
+            now = _hold(coming[chunk], CHUNKS > 1 and COMPILED)
             if chunk + AHEAD < CHUNKS:
                 at = v0 + (chunk + AHEAD) * BLOCK_K
                 coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
@@ -133,11 +130,14 @@ def tile_product(
 
 
 @triton.jit
-def _pin_half(v):
-    """v, of a dtype of two bytes, in registers here."""
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=2
-    )
+def _hold(v, HOLD: tl.constexpr):
+    """v, in registers until now: shared memory then holds one chunk, not all that are coming."""
+    if HOLD and v.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=2
+        )
+    else:
+        return v
 
 
 @triton.jit
@@ -463,8 +463,8 @@ def _walk(
                     part = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
                     out = fed_ptr + (tile // tiles_m) * batch * fed_stride
                     tile_product(
-                        part, rows_ptr, out, m0, v0, t >> 30, batch, r, d, t_end * d,
-                        fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
+                        part, rows_ptr, out, m0, v0, t >> 30, batch, r, d, t_end * d, fed_stride,
+                        PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
         if WITH_SAMPLES and RESIDENT:
@@ -474,10 +474,10 @@ def _walk(
                     tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
                 h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
                     h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
-                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
-                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, t_end * d, K,
-                    BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
-                    SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b, x_stride_t,
+                    raw_stride_b, raw_stride_t, fed_stride, t_end * d, K, BLOCK_D, BLOCK_N,
+                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
                 h = _finish_token(
                     h, s, vectors, u, B, C, T, inv, dots, pivot, own, t, statistics_ptr, batch,
@@ -493,10 +493,10 @@ def _walk(
                     tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
                 h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
                     h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
-                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
-                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, t_end * d, K,
-                    BLOCK_D, BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION,
-                    SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b, x_stride_t,
+                    raw_stride_b, raw_stride_t, fed_stride, t_end * d, K, BLOCK_D, BLOCK_N,
+                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
                 h = _finish_token(
                     h, s, vectors, u, B, C, T, inv, dots, pivot, sample, t, statistics_ptr, batch,
@@ -581,34 +581,35 @@ def sweep_kernel(
         if first_tile < tiles:
             W = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
             _walk(
-                h, W, program, first_tile, tiles, stride, True, False, x_ptr, raw_ptr,
-                W_ptr, A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
-                counters_ptr, start, stop, batch, t_end, r, d, n, x_stride_b, x_stride_t,
-                raw_stride_b, raw_stride_t, fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK,
-                PERSISTENT, ONE_TILE, APART, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
-                BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                h, W, program, first_tile, tiles, stride, True, False, x_ptr, raw_ptr, W_ptr, A_ptr,
+                h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr, counters_ptr, start,
+                stop, batch, t_end, r, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t,
+                fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, SPLITS,
+                PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE, APART, RESIDENT, NORM, NORM_EPS,
+                ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED,
+                ACC,
             )  # fmt: skip
         else:
             h = _walk(
                 h, (), program, first_tile, tiles, stride, False, True, x_ptr, raw_ptr, W_ptr,
                 A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr, counters_ptr,
                 start, stop, batch, t_end, r, d, n, x_stride_b, x_stride_t, raw_stride_b,
-                raw_stride_t, fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K,
-                CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT,
-                ONE_TILE, APART, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                raw_stride_t, fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K, CHUNKS,
+                BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE, APART, RESIDENT,
+                NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
+                FAST, COMPILED, ACC,
             )  # fmt: skip
     else:
         W = ()
         if PERSISTENT and ONE_TILE:
             W = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
         h = _walk(
-            h, W, program, first_tile, tiles, stride, PERSISTENT, True, x_ptr, raw_ptr,
-            W_ptr, A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
-            counters_ptr, start, stop, batch, t_end, r, d, n, x_stride_b, x_stride_t, raw_stride_b,
-            raw_stride_t, fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE, APART,
-            RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS,
-            ALIGNED, FAST, COMPILED, ACC,
+            h, W, program, first_tile, tiles, stride, PERSISTENT, True, x_ptr, raw_ptr, W_ptr,
+            A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr, counters_ptr, start,
+            stop, batch, t_end, r, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t,
+            fed_stride, K, KEEP, BLOCK_D, BLOCK_N, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, SPLITS,
+            PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE, APART, RESIDENT, NORM, NORM_EPS,
+            ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
         )  # fmt: skip
     if RESIDENT:
         if program < batch:

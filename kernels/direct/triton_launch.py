@@ -33,6 +33,9 @@ SHARED_MEMORY = ((128, 32), (64, 32), (32, 16))
 """Kilobytes for a program's tile of W^y and for the vectors it is multiplied with, the largest
 first: the first of these fits an H100 (227 KB a multiprocessor) and an A100 (163)."""
 
+MAX_COLUMNS = 1024
+"""Most columns of a tile of W^y for up to 16 samples; half as many for more."""
+
 MAX_ROWS = 128
 """Most rows of a tile of W^y: as many as two warpgroups multiply at a time."""
 
@@ -81,10 +84,11 @@ def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
     size = W.element_size()
     # in float32 the product is made of scalar operations, unrolled over samples and columns
     block_b = 16 if size > 2 else min(128, max(16, triton.next_power_of_2(b)))
-    # few tiles that are wide for few vectors; for many of them tiles of 128 rows, which the two
-    # halves of a program share instead of computing them twice
-    columns = max(16, min(1024 if block_b <= 16 else 512, triton.next_power_of_2(v)))
-    # in chunks, two of them are there at a time
+    # wide tiles make few parts of sums; for many vectors tiles of 128 rows, or both warpgroups of a
+    # program would multiply the same 64 where there are several chunks
+    most = MAX_COLUMNS if block_b <= 16 else MAX_COLUMNS // 2
+    columns = max(16, min(most, triton.next_power_of_2(v)))
+    # a chunk is in shared memory while the next one comes
     room = vector_bytes // (block_b * size)
     block_k = columns if columns <= room else room // 2
     block_m = max(16, min(MAX_ROWS, tile_bytes // (columns * size)))

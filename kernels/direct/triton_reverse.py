@@ -237,10 +237,10 @@ def prepare_kernel(
     ACC: tl.constexpr,
 ):
     _prepare_token(
-        x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, tl.program_id(0),
-        start, count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t,
-        fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, FEEDBACK, ACTIVATION, SELECTIVE,
-        BETA_MAX, INPUT_SCALE, FULL, NORM_EPS, EPS, ALIGNED, FAST, ACC,
+        x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, tl.program_id(0), start, count,
+        t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t,
+        K, BLOCK_D, BLOCK_N, FEEDBACK, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, NORM_EPS,
+        EPS, ALIGNED, FAST, ACC,
     )  # fmt: skip
 
 
@@ -352,9 +352,9 @@ def replay_kernel(
 ):
     _replay_block(
         mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, last_ptr,
-        tl.program_id(0), start, count, slot, slots, d, n, raw_stride_b, raw_stride_t,
-        fed_stride_b, fed_stride_t, last_stride_b, K, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N,
-        FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
+        tl.program_id(0), start, count, slot, slots, d, n, raw_stride_b, raw_stride_t, fed_stride_b,
+        fed_stride_t, last_stride_b, K, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N, FEEDBACK, ACTIVATION,
+        INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
     )  # fmt: skip
 
 
@@ -817,9 +817,9 @@ def step_kernel(
         H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr,
         mixed_ptr, small_ptr, before_ptr, grad_raw_ptr, statistics_ptr, statistics_ptr, 0, batch,
         t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-        raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, True, False, 1,
-        NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST,
-        False, ACC,
+        raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, True, False, 1, NORM,
+        NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, False,
+        ACC,
     )  # fmt: skip
     H = _finish_token(
         H, vectors, u, decayed, own, i_token, t, count, A_ptr, small_ptr, before_ptr, grad_x_ptr,
@@ -915,14 +915,14 @@ def _walk_back(
                     fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
                     pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
                     grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS,
-                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK,
+                    PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
                     INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
                 H = _finish_token(
                     H, vectors, u, decayed, own, i_token, t, count, A_ptr, small_ptr, before_ptr,
-                    grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D,
-                    BLOCK_N, BLOCKS, INPUT_SCALE, FULL, FAST,
+                    grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D, BLOCK_N,
+                    BLOCKS, INPUT_SCALE, FULL, FAST,
                 )  # fmt: skip
         if WITH_SAMPLES and not RESIDENT:
             for index in range(program, batch, stride):
@@ -930,12 +930,12 @@ def _walk_back(
                 cotangent = H_ptr + sample * n * d
                 later = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
                 vectors, u, decayed = _pull_token(
-                    later, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
-                    raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
+                    later, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
+                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
                     pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
                     grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS,
-                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK,
+                    PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
                     INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
                 later = _finish_token(
@@ -1067,28 +1067,26 @@ def reverse_kernel(
             _end_phase(phase_ptr, programs * (3 * done_slots + 1), COMPILED)
             for index in range(program, batch * count, programs):
                 _prepare_token(
-                    x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, index,
-                    start, count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b,
-                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N *
-                    BLOCKS, FEEDBACK, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE,
-                    FULL, NORM_EPS, EPS, ALIGNED, FAST, ACC,
+                    x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, index, start,
+                    count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t,
+                    fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION,
+                    SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, NORM_EPS, EPS, ALIGNED, FAST, ACC,
                 )  # fmt: skip
             _end_phase(phase_ptr, programs * (3 * done_slots + 2), COMPILED)
             for index in range(program, batch * tl.cdiv(d, REPLAY_D), programs):
                 _replay_block(
-                    mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr,
-                    before_ptr, index, start, count, slot, slots, d, n, raw_stride_b,
-                    raw_stride_t, fed_stride_b, fed_stride_t, 0, K, True, False, REPLAY_D,
-                    BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION, INPUT_SCALE,
-                    FULL, ALIGNED, FAST, ACC,
+                    mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, before_ptr,
+                    index, start, count, slot, slots, d, n, raw_stride_b, raw_stride_t,
+                    fed_stride_b, fed_stride_t, 0, K, True, False, REPLAY_D, BLOCK_N * BLOCKS,
+                    FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
                 )  # fmt: skip
             _end_phase(phase_ptr, programs * (3 * done_slots + 3), COMPILED)
         if APART:
             if first_tile < tiles:
                 _walk_back(
                     (), W, program, first_tile, tiles, stride, start, count, top - start - count,
-                    pulled_counter_ptr, left_ptr, True, False, grad_y_ptr, pulled_ptr, x_ptr,
-                    y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, H_ptr,
+                    pulled_counter_ptr, left_ptr, True, False, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
+                    raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, H_ptr,
                     grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r, d, n,
                     grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
                     raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M,
@@ -1101,11 +1099,11 @@ def reverse_kernel(
                 if RESIDENT:
                     held = _load_blocks(H_ptr + own * n * d, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)
                 held = _walk_back(
-                    held, (), program, first_tile, tiles, stride, start, count, top - start -
-                    count, pulled_counter_ptr, left_ptr, False, True, grad_y_ptr, pulled_ptr,
-                    x_ptr, y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr,
-                    H_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r,
-                    d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
+                    held, (), program, first_tile, tiles, stride, start, count, top - start - count,
+                    pulled_counter_ptr, left_ptr, False, True, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
+                    raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, H_ptr,
+                    grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r, d, n,
+                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
                     raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M,
                     BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT,
                     ONE_TILE, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,

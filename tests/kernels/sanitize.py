@@ -39,13 +39,13 @@ def householder() -> None:
     householder_product(v, u, beta, backend="triton").float().sum().backward()
 
 
-def layer(**options: object) -> Callable[[], None]:
+def layer(b: int = BATCH, t: int = TIME, m: int = WIDTH, **options: object) -> Callable[[], None]:
     """A layer, forward and backward: sweep or iteration, and the output stage."""
 
     def run() -> None:
         torch.manual_seed(0)
-        made = Bedouin(WIDTH, device="cuda", dtype=torch.bfloat16, backend="triton", **options)  # type: ignore[arg-type]
-        made(draw(BATCH, TIME, WIDTH)).float().sum().backward()
+        made = Bedouin(m, device="cuda", dtype=torch.bfloat16, backend="triton", **options)  # type: ignore[arg-type]
+        made(draw(b, t, m)).float().sum().backward()
 
     return run
 
@@ -66,6 +66,8 @@ def main() -> None:
         "householder": householder,
         "direct": layer(),
         "direct without feedback": layer(feedback=()),
+        # more samples and tiles than multiprocessors, vectors in chunks, launches for each chunk
+        "direct, many samples": layer(70, 6, 512, num_householder=4),
         "picard": layer(solver=Picard(), max_steps=4, on_unconverged="ignore"),
         "jacobi": layer(solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
         "decode": decode,

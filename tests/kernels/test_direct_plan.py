@@ -40,6 +40,9 @@ def test_a_plan_fits_the_device(
     tiles = -(-r // plan.block_m) * plan.splits
     assert tiles <= plan.programs == device.multi_processor_count
     assert plan.block_k * plan.chunks * plan.splits >= d
+    assert plan.apart == (tiles + b <= plan.programs)
+    # or warpgroups would repeat each other's products
+    assert plan.chunks == 1 or plan.block_m == launch.MAX_ROWS or size > 2
 
 
 def test_the_size_of_the_paper_is_persistent_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:

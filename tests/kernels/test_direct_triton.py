@@ -222,6 +222,19 @@ def test_every_form_of_the_kernels(
 
 
 @needs_triton
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_products_in_parts_and_chunks(
+    low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.MAX_COLUMNS", 16)
+    _assert_like_the_plain_sweep(Setting(t=2, d=40, n=5, low=low, dtype=torch.float32))
+    # 16 samples of 4 bytes: chunks of 16 columns
+    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.MAX_COLUMNS", 64)
+    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.SHARED_MEMORY", ((64, 2),))
+    _assert_like_the_plain_sweep(Setting(t=2, d=40, n=5, low=low, dtype=torch.float32))
+
+
+@needs_triton
 @pytest.mark.parametrize(("b", "t"), [(0, 4), (2, 0), (0, 0)])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_empty_batch_and_time(b: int, t: int, feedback: bool) -> None:
@@ -425,6 +438,16 @@ def test_table_of_awkward_sizes(
     t: int, d: int, dtype: torch.dtype, low: torch.dtype | None
 ) -> None:
     _assert_like_the_plain_sweep(Setting(b=3, t=t, d=d, n=16, dtype=dtype, low=low))
+
+
+@compiled
+@pytest.mark.parametrize("b", [17, 64, 130])
+def test_large_batches(b: int) -> None:
+    layout = RawLayout("softplus", True, 4, 1.0)
+    low = torch.bfloat16
+    _assert_like_the_plain_sweep(
+        Setting(b=b, t=9, d=1024, n=16, layout=layout, dtype=torch.float32, low=low, inputs=low)
+    )
 
 
 @compiled
