@@ -2,17 +2,22 @@
 
 A step is the product with W^y (cuBLAS) and these launches; nothing is read by the host:
 
-    mix      a program a token: x~ = x + (I - Q)(y - x), unit B and C
+    mix      a program a token: x~ = x + (I - Q)(y - x), unit B and C, for Jacobi T
     scan     a program a block of channels, all tokens: memory and read-out. Picard ends here: next
              iterate, and of defect and scale the largest in the block; Jacobi gets p
-    finish   Jacobi, a program a token: the local k x k solve, next iterate, defect, scale
+    finish   Jacobi, a program a token: the local k x k solve, next iterate, defect, scale. Without
+             feedback it knows x~ of the next iterate, too, and only the first step mixes
     decide   a program a sample: running largest scale, converged prefix, failure, step count
     settle   a program a token: what has just frozen goes back to the iterate that was measured;
              norm(y) of the others, one token on, for the next product
 
-They are not one launch because the mixing sums over channels within a token, the scan over tokens
-within a channel, and the freeze over tokens of a sample. Converged tokens are a prefix, so one
-number a sample says it all; frozen tokens are not mixed, solved or written again.
+The mixing sums over channels within a token, the scan over tokens within a channel, and the freeze
+over tokens of a sample. One cooperative launch for mix, scan and finish, whose programs share a
+sample and exchange their sums, was measured on an H100 at 64 x 256 (d 1024, n 16, k 4, bf16, no
+feedback) against separate launches with the same arithmetic: with the best of the shapes tried for
+its programs it took 0.300 ms for Picard against 0.292, and 0.485 for Jacobi against 0.454. So there
+are separate launches only. Converged tokens are a prefix, so one number a sample says it all;
+frozen tokens are not mixed, solved or written again.
 
 Triton is imported when a step runs, not with this module.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
@@ -123,7 +128,7 @@ class FusedIteration:
     def __init__(
         self, inputs: IterationInputs, y: Tensor, options: SweepOptions, rule: IterationRule
     ) -> None:
-        from bedouin.kernels.iteration.triton_launch import Geometry, settle
+        from bedouin.kernels.iteration.triton_launch import Geometry, mix, settle
 
         self.rule, self.W_y = rule, inputs.W_y
         (b, t), acc = y.shape[:2], y.dtype
@@ -138,12 +143,17 @@ class FusedIteration:
         self.mixed = torch.empty_like(self.y)
         self.BC = y.new_empty(b, t, 2, inputs.A.shape[1])
         self.gain = torch.empty_like(self.y) if self.geometry.stores_gain else self.mixed
+        ahead, k = self.geometry.mixes_ahead, self.geometry.k
+        self.mixed_next = torch.empty_like(self.mixed) if ahead else self.mixed
+        self.WY = y.new_empty(b, t, k * (k + 1) // 2 + k)
         self.parts = y.new_empty(2, b, self.geometry.parts, t)
         self.norms, self.pivots = y.new_zeros(2, b, t), y.new_zeros(b, t)
         self.counters = torch.zeros(5, b, dtype=torch.int32, device=y.device)
         self.normed, self.fed_back = self._feedback_buffers(options)
         if self.W_y is not None:
             settle(self, self.y)
+        if ahead:
+            mix(self)
 
     def _feedback_buffers(self, options: SweepOptions) -> tuple[Tensor, Tensor]:
         """norm(y_{t-1}) and its product with W^y, (b, t, d) and (b, t, r), in the dtype of W^y."""
@@ -161,6 +171,7 @@ class FusedIteration:
         self._evaluate(count=True)
         settle(self, self.y_next)
         self.y, self.y_next = self.y_next, self.y
+        self.mixed, self.mixed_next = self.mixed_next, self.mixed
 
     def certify(self) -> None:
         """Evaluate the map at y and judge it; y stays, and the evaluation is not counted."""
@@ -172,7 +183,8 @@ class FusedIteration:
         if self.W_y is not None:
             r, d = self.W_y.shape
             torch.mm(self.normed.view(-1, d), self.W_y.mT, out=self.fed_back.view(-1, r))
-        mix(self)
+        if not self.geometry.mixes_ahead:
+            mix(self)
         scan(self)
         if self.rule.method == "jacobi":
             finish(self)

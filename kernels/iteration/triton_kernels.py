@@ -49,19 +49,38 @@ def _load_reflections(
     d,
     K: tl.constexpr,
     FEEDBACK: tl.constexpr,
-    BETA_MAX: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """u_1 .. u_k, not yet unit, and beta."""
+    """u_1 .. u_k, not yet unit.
+
+    Read once a launch: what the next launch reads had better stay in the cache.
+    """
     u = ()
-    beta = ()
     for i in tl.static_range(K):
         at = tl.multiple_of(u_at + i * d + cols, ALIGN)
-        u = u + (load_raw(raw_ptr, fed_back_ptr, at, cols < d, FEEDBACK, ACC),)
-        alpha = load_raw(raw_ptr, fed_back_ptr, u_at + K * d + i, True, FEEDBACK, ACC)
-        beta = beta + (BETA_MAX * sigmoid(alpha),)
-    return u, beta
+        value = tl.load(raw_ptr + at, cols < d, 0.0, eviction_policy="evict_first").to(ACC)
+        if FEEDBACK:
+            fed_back = tl.load(fed_back_ptr + at, cols < d, 0.0, eviction_policy="evict_first")
+            value += fed_back.to(ACC)
+        u = u + (value,)
+    return u
+
+
+@triton.jit
+def _load_beta(
+    raw_ptr,  # at alpha_1
+    fed_back_ptr,
+    K: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """beta_1 .. beta_k."""
+    beta = ()
+    for i in tl.static_range(K):
+        beta = beta + (BETA_MAX * sigmoid(load_raw(raw_ptr, fed_back_ptr, i, True, FEEDBACK, ACC)),)
+    return beta
 
 
 @triton.jit
@@ -82,7 +101,59 @@ def rows_times(rows, v, K: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def _token_of(program, batch, T):
+    """Sample and time of a program: last tokens first.
+
+    The scan goes forward in time. What it wrote last is still in the cache for the launch that
+    follows, and what that launch wrote last for the next scan.
+    """
+    return program % batch, T - 1 - (program // batch).to(tl.int32)
+
+
+@triton.jit
+def _load_x(row, cols, d, zero, ALIGN: tl.constexpr, ACC: tl.constexpr):
+    """x of a token.
+
+    `zero`, of which the compiler knows nothing, keeps a thread's part of x as wide as that of u:
+    otherwise they are spread over the threads in two ways, and x is moved between them.
+    """
+    return tl.load(row + ALIGN * zero + cols, mask=cols < d, other=0.0).to(ACC)
+
+
+@triton.jit
+def _store_tuple(pointer, values, N: tl.constexpr):
+    """Scalars, one after the other."""
+    for i in tl.static_range(N):
+        tl.store(pointer + i, values[i])
+
+
+@triton.jit
+def _load_tuple(pointer, N: tl.constexpr):
+    """Scalars, one after the other."""
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (tl.load(pointer + i),)
+    return out
+
+
+@triton.jit
+def _reflect(u, beta, v, d, K: tl.constexpr, EPS: tl.constexpr):
+    """(I - H_1 ... H_k) v, the last reflection first: k products less than by way of T."""
+    squares = ()
+    for i in tl.static_range(K):
+        squares = squares + (u[i] * u[i],)
+    sizes = sums(squares)
+    total = tl.zeros_like(v)
+    for i in tl.static_range(K):
+        dot = tl.sum(u[K - 1 - i] * v, axis=0)
+        step = (beta[K - 1 - i] * dot / (sizes[K - 1 - i] + d * EPS)) * u[K - 1 - i]
+        total += step
+        v -= step
+    return total
+
+
+@triton.jit(do_not_specialize=["batch", "T", "zero"])
 def mix_kernel(
     x_ptr,  # (b t, d)
     raw_ptr,  # (b t, r)
@@ -91,12 +162,15 @@ def mix_kernel(
     kept_ptr,  # (b,)
     mixed_ptr,  # (b t, d)
     BC_ptr,  # (b t, 2, n)
+    WY_ptr,  # (b t, k (k + 1) / 2 + k): T, packed, and 1 / |u_i|
+    batch,
     T,
     x_stride,
     raw_stride,
     r,
     d,
     n,
+    zero,
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -105,31 +179,34 @@ def mix_kernel(
     BETA_MAX: tl.constexpr,
     EPS: tl.constexpr,
     ALIGN: tl.constexpr,
+    STORE_WY: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    if token % T >= tl.load(kept_ptr + token // T):
+    sample, t = _token_of(tl.program_id(0), batch, T)
+    if t >= tl.load(kept_ptr + sample):
+        token = sample.to(tl.int64) * T + t
         cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         in_d, in_n = cols < d, states < n
         raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
         fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
-        x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
+        x = _load_x(x_ptr + token * x_stride, cols, d, zero, ALIGN, ACC)
         v = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0) - x
         u_at = d + (2 * n if SELECTIVE else 0)
-        u, beta = _load_reflections(
-            raw_row, fed_row, u_at, cols, d, K, FEEDBACK, BETA_MAX, ALIGN, ACC
-        )
-        # (I - H_1 ... H_k) v, the last reflection first: k products less than by way of T
-        squares = ()
-        for i in tl.static_range(K):
-            squares = squares + (u[i] * u[i],)
-        sizes = sums(squares)
-        mixed = x
-        for i in tl.static_range(K):
-            dot = tl.sum(u[K - 1 - i] * v, axis=0)
-            step = (beta[K - 1 - i] * dot / (sizes[K - 1 - i] + d * EPS)) * u[K - 1 - i]
-            mixed += step
-            v -= step
+        u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN, ACC)
+        alpha_at = u_at + K * d
+        beta = _load_beta(raw_row + alpha_at, fed_row + alpha_at, K, FEEDBACK, BETA_MAX, ACC)
+        if STORE_WY:
+            PAIRS: tl.constexpr = K * (K + 1) // 2
+            dots = sums(products(u, u, K) + rows_times(u, v, K))
+            inv = inverse_sizes(dots, d, K, EPS)
+            upper = wy_upper(scale_symmetric(dots[0:PAIRS], inv, K), beta, K)
+            U_v = scale(dots[PAIRS : PAIRS + K], inv, K)
+            mixed = x + combine(scale(upper_times(upper, U_v, K), inv, K), u, K)
+            WY_row = WY_ptr + token * (PAIRS + K)
+            _store_tuple(WY_row, upper, PAIRS)
+            _store_tuple(WY_row + PAIRS, inv, K)
+        else:
+            mixed = x + _reflect(u, beta, v, d, K, EPS)
         tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
         if SELECTIVE:
             B = load_raw(raw_row, fed_row, d + states, in_n, FEEDBACK, ACC)
@@ -155,16 +232,18 @@ def _load_vector(
         return tl.where(states < end, 1.0, 0.0).to(ACC)
 
 
-@triton.jit(do_not_specialize=["batch", "T"])
+@triton.jit(do_not_specialize=["batch", "T", "zero"])
 def finish_kernel(
     x_ptr,  # (b t, d)
     raw_ptr,  # (b t, r)
     fed_back_ptr,  # (b t, r)
     BC_ptr,  # (b t, 2, n)
+    WY_ptr,  # (b t, k (k + 1) / 2 + k)
     gain_ptr,  # (b t, d)
     y_ptr,  # (b t, d)
     kept_ptr,  # (b,)
     out_ptr,  # (b t, d): p, replaced by the next iterate
+    mixed_ptr,  # (b t, d): with MIX x~ of the next iterate
     parts_ptr,  # (2, b t)
     pivots_ptr,  # (b t,)
     batch,
@@ -174,6 +253,7 @@ def finish_kernel(
     r,
     d,
     n,
+    zero,
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -181,15 +261,15 @@ def finish_kernel(
     SELECTIVE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    EPS: tl.constexpr,
     ALIGN: tl.constexpr,
     EXACT: tl.constexpr,
+    MIX: tl.constexpr,
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    if token % T >= tl.load(kept_ptr + token // T):
+    sample, t = _token_of(tl.program_id(0), batch, T)
+    if t >= tl.load(kept_ptr + sample):
+        token = sample.to(tl.int64) * T + t
         cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         in_d = cols < d
         raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
@@ -203,25 +283,26 @@ def finish_kernel(
             s = fast_scale(fast_activate(raw_delta, ACTIVATION, FAST), INPUT_SCALE, FAST)
             sigma = s * tl.sum(B * C, axis=0)
         u_at = d + (2 * n if SELECTIVE else 0)
-        u, beta = _load_reflections(
-            raw_row, fed_row, u_at, cols, d, K, FEEDBACK, BETA_MAX, ALIGN, ACC
-        )
-        x = tl.load(x_ptr + token * x_stride + cols, mask=in_d, other=0.0).to(ACC)
-        rest = tl.load(out_ptr + token * d + cols, mask=in_d, other=0.0) + sigma * x
+        u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN, ACC)
+        x = _load_x(x_ptr + token * x_stride, cols, d, zero, ALIGN, ACC)
+        memory = tl.load(out_ptr + token * d + cols, mask=in_d, other=0.0)
+        before = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
+        rest = memory + sigma * x
 
         PAIRS: tl.constexpr = K * (K + 1) // 2
-        dots = sums(
-            products(u, u, K) + products(rows_times(u, sigma, K), u, K) + rows_times(u, rest - x, K)
-        )
-        inv = inverse_sizes(dots, d, K, EPS)
-        T_u = wy_upper(scale_symmetric(dots[0:PAIRS], inv, K), beta, K)
-        S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-        q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+        upper = _load_tuple(WY_ptr + token * (PAIRS + K), PAIRS)
+        inv = _load_tuple(WY_ptr + token * (PAIRS + K) + PAIRS, K)
+        dots = sums(products(rows_times(u, sigma, K), u, K) + rows_times(u, rest - x, K))
+        S = scale_symmetric(dots[0:PAIRS], inv, K)
+        q = scale(dots[PAIRS : PAIRS + K], inv, K)
         # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
-        U_v, pivot = eliminate(local_system(S, T_u, False, K), q, K, 1)
-        y = rest + sigma * combine(scale(upper_times(T_u, U_v, K), inv, K), u, K)
-        before = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
+        U_v, pivot = eliminate(local_system(S, upper, False, K), q, K, 1)
+        moved = combine(scale(upper_times(upper, U_v, K), inv, K), u, K)
+        y = rest + sigma * moved
         tl.store(out_ptr + token * d + cols, y, mask=in_d)
+        if MIX:
+            # the same U^T T U (y - x)
+            tl.store(mixed_ptr + token * d + cols, x + moved, mask=in_d)
         tl.store(parts_ptr + token, max_norm(y - before, 0))
         tl.store(parts_ptr + tl.cast(batch, tl.int64) * T + token, max_norm(y, 0))
         tl.store(pivots_ptr + token, pivot)
@@ -326,14 +407,20 @@ def settle_kernel(
 def restore_kernel(
     y_ptr,  # (b t, d)
     next_ptr,  # (b t, d)
+    mixed_ptr,  # (b t, d)
+    mixed_next_ptr,  # (b t, d)
     counters_ptr,  # (5, b): kept before, kept, ...
     batch,
     T,
     programs,
     d,
     BLOCK_D: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
-    """`settle` without feedback: mostly nothing, so few programs, each for some tokens."""
+    """`settle` without feedback: mostly nothing, so few programs, each for some tokens.
+
+    MIXED: x~ goes back, too.
+    """
     sample = tl.program_id(0) // programs
     cols = tl.arange(0, BLOCK_D)
     before = tl.load(counters_ptr + sample)
@@ -342,3 +429,6 @@ def restore_kernel(
         at = (tl.cast(sample, tl.int64) * T + t) * d + cols
         y = tl.load(y_ptr + at, mask=cols < d, other=0.0)
         tl.store(next_ptr + at, y, mask=cols < d)
+        if MIXED:
+            mixed = tl.load(mixed_ptr + at, mask=cols < d, other=0.0)
+            tl.store(mixed_next_ptr + at, mixed, mask=cols < d)

@@ -22,19 +22,24 @@ from bedouin.kernels.iteration.triton_kernels import (
     restore_kernel,
     settle_kernel,
 )
-from bedouin.kernels.iteration.triton_scan import AHEAD, scan_kernel
+from bedouin.kernels.iteration.triton_scan import scan_kernel
 
 if TYPE_CHECKING:
     from bedouin.kernels.iteration.fused import FusedIteration, IterationInputs, IterationRule
 
 STATES, FEWEST_STATES = 16, 4
-"""States of a thread of the scan, and how few they become where there are not enough programs."""
+"""States of a thread of the scan in float32, and how few they become where programs are few."""
 FEWEST_CHANNELS = 8
 """Channels of a program of the scan from which on a row is read without waste."""
 PROGRAMS = 1024
 """Programs wanted in the scan, of one warp each."""
+AHEAD = 4
+"""How many tokens ahead the scan asks for a row: 3 TB/s at 0.7 us take 16 KB on their way to each
+processor, and its 16 warps ask for 5 KB a token."""
 DECIDE_TILE, SMALLEST_DECIDE = 8192, 32
 """Elements of parts that `decide` takes at a time, and the fewest tokens."""
+CHANNELS_A_WARP = 256
+"""Of the kernels that take a token a program."""
 RESTORERS = 4
 """Programs a sample that undo the moves of tokens that have just frozen, without feedback."""
 
@@ -48,9 +53,10 @@ class ScanTile:
     channels: int
 
     @staticmethod
-    def of(b: int, d: int, n: int) -> "ScanTile":
-        """All states in one thread where that makes enough programs."""
-        tile = ScanTile._from_states(min(STATES, triton.next_power_of_2(n)), n, d)
+    def of(b: int, d: int, n: int, dtype: torch.dtype) -> "ScanTile":
+        """All states in one thread where they fit and that makes enough programs."""
+        most = STATES * 4 // dtype.itemsize
+        tile = ScanTile._from_states(min(most, triton.next_power_of_2(n)), n, d)
         while tile._may_be_halved and b * triton.cdiv(d, tile.channels) < PROGRAMS:
             tile = ScanTile._from_states(tile.states // 2, n, d)
         return tile
@@ -91,7 +97,8 @@ class Geometry:
         """From x, raw and A (n, d) as the kernels get them."""
         (b, t, d), n = inputs.x.shape, inputs.A.shape[0]
         strides = inputs.x.stride(1), inputs.raw.stride(1), inputs.raw.shape[-1]
-        feedback, dtype, tile = inputs.W_y is not None, inputs.A.dtype, ScanTile.of(b, d, n)
+        feedback, dtype = inputs.W_y is not None, inputs.A.dtype
+        tile = ScanTile.of(b, d, n, dtype)
         return Geometry(b, t, d, n, *strides, tile, rule, options, feedback, dtype)
 
     @property
@@ -115,6 +122,11 @@ class Geometry:
         return self.jacobi and coupled
 
     @property
+    def mixes_ahead(self) -> bool:
+        """Whether the local solve mixes its result, too: without feedback nothing is missing."""
+        return self.jacobi and not self.feedback
+
+    @property
     def parts(self) -> int:
         """Parts in which defect and scale of a token are found."""
         parts: int = 1 if self.jacobi else triton.cdiv(self.d, self.tile.channels)
@@ -132,8 +144,6 @@ class Geometry:
             "BLOCK_N": triton.next_power_of_2(self.n),
             "FEEDBACK": self.feedback,
             "SELECTIVE": layout.selective,
-            "BETA_MAX": layout.beta_max,
-            "EPS": UNIT_EPS,
             "ALIGN": math.gcd(16, *offsets),
             "ACC": self.accumulator,
         }
@@ -144,19 +154,23 @@ class Geometry:
 
 
 def mix(it: "FusedIteration") -> None:
-    """x~ and unit B and C of all tokens that still move."""
-    g, i = it.geometry, it.inputs
+    """x~ and unit B and C of all tokens that still move, for Jacobi T and 1 / |u_i|."""
+    g, i, layout = it.geometry, it.inputs, it.geometry.options.layout
+    assert layout is not None
     mix_kernel[(g.b * g.t,)](
-        *(i.x, i.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC),
-        *(g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n),
+        *(i.x, i.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC, it.WY),
+        *(g.b, g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n, 0),
+        BETA_MAX=layout.beta_max,
+        EPS=UNIT_EPS,
+        STORE_WY=g.jacobi,
         **g.token_constants,
-        num_warps=_mix_warps(g.d),
+        num_warps=_token_warps(g.d),
     )
 
 
-def _mix_warps(d: int) -> int:
+def _token_warps(d: int) -> int:
     """Eight channels a thread."""
-    return int(min(8, max(1, triton.next_power_of_2(d) // 256)))
+    return int(min(8, max(1, triton.next_power_of_2(d) // CHANNELS_A_WARP)))
 
 
 def scan(it: "FusedIteration") -> None:
@@ -180,7 +194,8 @@ def scan(it: "FusedIteration") -> None:
         FULL=g.options.eigenvalues == "full",
         DAMPING=g.rule.damping,
         EXACT=tile.states * tile.groups == g.n,
-        EVEN=g.t % AHEAD.value == 0,
+        AHEAD=AHEAD,
+        EVEN=g.t % AHEAD == 0,
         WIDE=g.d % tile.channels == 0,
         FAST=g.fast,
         ACC=g.accumulator,
@@ -194,21 +209,17 @@ def finish(it: "FusedIteration") -> None:
     layout = g.options.layout
     assert layout is not None
     finish_kernel[(g.b * g.t,)](
-        *(i.x, i.raw, it.fed_back, it.BC, it.gain, it.y, it.kept),
-        *(it.y_next, it.parts, it.pivots),
-        *(g.b, g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n),
+        *(i.x, i.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
+        *(it.y_next, it.mixed_next, it.parts, it.pivots),
+        *(g.b, g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n, 0),
         EXACT=triton.next_power_of_2(g.n) == g.n,
+        MIX=g.mixes_ahead,
         FAST=g.fast,
         ACTIVATION=layout.activation,
         INPUT_SCALE=g.options.input_scale,
         **g.token_constants,
-        num_warps=_finish_warps(g.d),
+        num_warps=_token_warps(g.d),
     )
-
-
-def _finish_warps(d: int) -> int:
-    """Eight channels a thread."""
-    return int(min(8, max(1, triton.next_power_of_2(d) // 256)))
 
 
 def decide(it: "FusedIteration", *, count: bool) -> None:
@@ -233,13 +244,13 @@ def settle(it: "FusedIteration", y_next: Tensor) -> None:
     g = it.geometry
     eps = g.options.feedback_norm_eps
     block_d = triton.next_power_of_2(g.d)
-    warps = int(min(8, max(1, block_d // 256)))
     if not g.feedback:
         programs = min(g.t, RESTORERS)
         restore_kernel[(g.b * programs,)](
-            *(it.y, y_next, it.counters, g.b, g.t, programs, g.d),
+            *(it.y, y_next, it.mixed, it.mixed_next, it.counters, g.b, g.t, programs, g.d),
             BLOCK_D=block_d,
-            num_warps=warps,
+            MIXED=g.mixes_ahead,
+            num_warps=_token_warps(g.d),
         )
         return
     settle_kernel[(g.b * g.t,)](
@@ -247,5 +258,5 @@ def settle(it: "FusedIteration", y_next: Tensor) -> None:
         BLOCK_D=block_d,
         NORM=eps is not None,
         NORM_EPS=0.0 if eps is None else eps,
-        num_warps=warps,
+        num_warps=_token_warps(g.d),
     )

@@ -13,10 +13,6 @@ import triton.language as tl
 from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max_norm
 from bedouin.kernels.scan.triton_segments import LOG2E, build_decay
 
-AHEAD = tl.constexpr(4)
-"""How many tokens ahead a row is asked for: with one, at four warps a scheduler, the bytes on their
-way are a third of what keeps the device's memory busy."""
-
 
 @triton.jit
 def _load_cells(pointer, groups, channels, n, d, S: tl.constexpr):
@@ -49,7 +45,13 @@ def _load_token(
 
 @triton.jit
 def _load_tokens(
-    pointers, left, stride: tl.constexpr, mask, EVEN: tl.constexpr, WIDE: tl.constexpr
+    pointers,
+    left,
+    stride: tl.constexpr,
+    mask,
+    AHEAD: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """The first AHEAD rows. Not converted, which would wait for them."""
     rows = ()
@@ -137,6 +139,7 @@ def scan_kernel(
     FULL: tl.constexpr,
     DAMPING: tl.constexpr,
     EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
@@ -168,13 +171,13 @@ def scan_kernel(
     scale_ptr = parts_ptr + tl.cast(batch, tl.int64) * blocks * T
 
     last = T - 1
-    xs = _load_tokens(mixed_ptr, last, d, in_lanes, EVEN, WIDE)
-    raws = _load_tokens(raw_ptr, last, raw_stride, in_lanes, EVEN, WIDE)
+    xs = _load_tokens(mixed_ptr, last, d, in_lanes, AHEAD, EVEN, WIDE)
+    raws = _load_tokens(raw_ptr, last, raw_stride, in_lanes, AHEAD, EVEN, WIDE)
     feds, ys = raws, xs
     if FEEDBACK:
-        feds = _load_tokens(fed_back_ptr, last, r, in_lanes, EVEN, WIDE)
+        feds = _load_tokens(fed_back_ptr, last, r, in_lanes, AHEAD, EVEN, WIDE)
     if not EXCLUSIVE:
-        ys = _load_tokens(y_ptr, last, d, in_d, EVEN, WIDE)
+        ys = _load_tokens(y_ptr, last, d, in_d, AHEAD, EVEN, WIDE)
     B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
     C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
     for start in range(0, T, AHEAD):

@@ -230,6 +230,23 @@ def test_samples_that_converge_at_different_steps(solver: IterativeSolver) -> No
 
 
 @needs_triton
+@pytest.mark.parametrize("input_scale", ["delta", "one_minus_decay"])
+@pytest.mark.parametrize(
+    "solver", [Picard(0.1, 1e-6, damping=0.6), Jacobi(1e-3, 1e-6)], ids=["damped", "jacobi"]
+)
+def test_tokens_that_freeze_one_after_the_other_without_feedback(
+    solver: IterativeSolver, input_scale: InputScale
+) -> None:
+    """What the solve has mixed ahead goes back with what it has solved."""
+    setting = Setting(b=2, t=7, feedback=0.0, input_scale=input_scale)
+    inputs = setting.inputs()
+    inputs.A.mul_(0.02)
+    for cap in (2, 5):
+        check(setting, solver, cap, inputs)
+    assert bool(check(setting, solver, 20, inputs).stats.converged.all())
+
+
+@needs_triton
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cap_that_freezes_some_tokens_only(method: type[Any]) -> None:
     setting = Setting(b=1, t=6, feedback=1.0)
