@@ -35,6 +35,14 @@ class WordProblemConfig(TrainConfig):
     protocol: Literal["plain", "official"] = "plain"
     """official: special tokens and a counted BOS, as in the code of Fixed-Point RNNs."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shortest = self.warmup_length
+        if shortest is not None and not 1 <= shortest <= self.length:
+            raise ValueError(
+                f"warmup_length must be from 1 to length = {self.length}, got {shortest}"
+            )
+
 
 CPU = WordProblemConfig(
     preset="cpu",
