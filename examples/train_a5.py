@@ -28,11 +28,20 @@ class WordProblemConfig(TrainConfig):
     group: str = "A5"
     """The group, e.g. A5, S5, Z60, D8 or a product like A4xZ5."""
     length: int = 6
-    """Length of the training sequences, the longest if there is a shortest."""
-    shortest: int | None = None
-    """None: all have that length. Else every batch has one of its own, uniform from here on."""
+    """Length of the training sequences."""
+    warmup_length: int | None = None
+    """If given, the batches of the first third of the steps have lengths drawn from here to
+    `length`: on short products the plateau ends earlier."""
     protocol: Literal["plain", "official"] = "plain"
     """official: special tokens and a counted BOS, as in the code of Fixed-Point RNNs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shortest = self.warmup_length
+        if shortest is not None and not 1 <= shortest <= self.length:
+            raise ValueError(
+                f"warmup_length must be from 1 to length = {self.length}, got {shortest}"
+            )
 
 
 CPU = WordProblemConfig(
@@ -89,12 +98,11 @@ def word_problem(config: WordProblemConfig) -> Problem:
     group = Group.from_name(config.group)
     task = WordProblem(group, config.length, protocol=config.protocol)
 
-    def train_batch(rows: Stream) -> Batch:
-        if config.shortest is None:
+    def train_batch(rows: Stream, step: int) -> Batch:
+        shortest = config.warmup_length
+        if shortest is None or 3 * step >= config.steps:
             return task.sample(config.batch_size, rows)
-        draw = torch.randint(
-            config.shortest, config.length + 1, (), generator=rows, device=rows.device
-        )
+        draw = torch.randint(shortest, config.length + 1, (), generator=rows, device=rows.device)
         return task.sample(config.batch_size, rows, length=int(draw))
 
     def test_batch(length: int, rows: Stream) -> Batch:
@@ -105,7 +113,7 @@ def word_problem(config: WordProblemConfig) -> Problem:
         title=f"Word problem of {config.group}, trained at length {config.length}",
         vocab_size=task.vocab_size,
         output_size=task.output_size,
-        train_lengths=tuple(range(config.shortest or config.length, config.length + 1)),
+        train_lengths=(config.length,),
         train_batch=train_batch,
         test_batch=test_batch,
         token_accuracy=token_accuracy,

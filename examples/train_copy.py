@@ -92,7 +92,7 @@ def copying(config: CopyingConfig) -> Problem:
         protocol=config.protocol,
     )
 
-    def train_batch(rows: Stream) -> Batch:
+    def train_batch(rows: Stream, step: int) -> Batch:
         return task.sample(config.batch_size, rows)
 
     def test_batch(length: int, rows: Stream) -> Batch:

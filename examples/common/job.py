@@ -27,8 +27,8 @@ class Problem:
     vocab_size: int
     output_size: int
     train_lengths: tuple[int, ...]
-    train_batch: Callable[[Stream], Batch]
-    """A training batch."""
+    train_batch: Callable[[Stream, int], Batch]
+    """The training batch of a step."""
     test_batch: Callable[[int, Stream], Batch]
     """A test batch of one length."""
     token_accuracy: Callable[[Tensor, Tensor], Tensor]

@@ -46,7 +46,7 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
     started = time.perf_counter() - run.seconds
     with tqdm(total=config.steps, initial=run.step, disable=hidden(job), unit="step") as bar:
         while run.step < config.steps and not run.stopped:
-            batch = problem.train_batch(run.generator)
+            batch = problem.train_batch(run.generator, run.step)
             logits = train_step(job, run, batch)
             bar.update()
             if due(run, config.log_every, config):

@@ -17,6 +17,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.direct.reverse import feedback_vjp
+from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 MAX_STATE = 32768
 """Most elements of a sample's memory, both axes rounded up to a power of two: one program holds it
@@ -58,11 +59,6 @@ def _unsupported(
     if next_power_of_two(d) * next_power_of_two(layout.num_householder) > MAX_STATE // 2:
         return f"{layout.num_householder} reflections of {d} channels"
     return None
-
-
-def next_power_of_two(size: int) -> int:
-    """As Triton's, which is not imported before a kernel runs."""
-    return 1 << (size - 1).bit_length()
 
 
 class SweepBuffers(NamedTuple):
@@ -120,7 +116,7 @@ def fused_sweep(
 
     (b, t_end, d), n = x.shape, A.shape[1]
     state: dict[str, Any] = {"dtype": A.dtype, "device": x.device}
-    kept = torch.empty(b, -(-t_end // keep_every), n, d, **state)
+    kept = torch.empty(b, ceil_div(t_end, keep_every), n, d, **state)
     statistics = torch.empty(4, b, t_end, **state)
     h = _first_memory(h0, b, A)
     y = torch.empty(b, t_end, d, **state)
@@ -214,7 +210,7 @@ def fused_memory(
     from bedouin.kernels.direct.triton_launch import launch_memory
 
     (b, t_end, d), n = x.shape, A.shape[1]
-    kept = A.new_empty(b, -(-t_end // keep_every), n, d)
+    kept = A.new_empty(b, ceil_div(t_end, keep_every), n, d)
     h = _first_memory(h0, b, A)
     normed = _first_normed(y0, W_y, (b, t_end, d), options)
     if normed is not None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from bedouin.kernels.direct.triton_reverse import (
     step_kernel,
 )
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 PERSISTENT = True
 """Whether the persistent kernels may be used."""
@@ -83,17 +83,17 @@ def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
     tile_bytes, vector_bytes = shared
     size = W.element_size()
     # in float32 the product is made of scalar operations, unrolled over samples and columns
-    block_b = 16 if size > 2 else min(128, max(16, triton.next_power_of_2(b)))
+    block_b = 16 if size > 2 else min(128, max(16, next_power_of_two(b)))
     # wide tiles make few parts of sums; for many vectors tiles of 128 rows, or both warpgroups of a
     # program would multiply the same 64 where there are several chunks
     most = MAX_COLUMNS if block_b <= 16 else MAX_COLUMNS // 2
-    columns = max(16, min(most, triton.next_power_of_2(v)))
+    columns = max(16, min(most, next_power_of_two(v)))
     # a chunk is in shared memory while the next one comes
     room = vector_bytes // (block_b * size)
     block_k = columns if columns <= room else room // 2
     block_m = max(16, min(MAX_ROWS, tile_bytes // (columns * size)))
-    splits = triton.cdiv(v, columns)
-    tiles = triton.cdiv(m, block_m) * splits
+    splits = ceil_div(v, columns)
+    tiles = ceil_div(m, block_m) * splits
     sizes = (block_m, block_k, columns // block_k, block_b, splits)
     if interpreter_is_on():
         # programs run one after the other: two that wait for each other would never end
@@ -292,7 +292,7 @@ def _replay(
     constants = _scan_constants(d, A, options)
     del constants["EPS"], constants["SELECTIVE"]
     constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
-    replay_kernel[(triton.cdiv(d, constants["BLOCK_D"]) * b,)](
+    replay_kernel[(ceil_div(d, constants["BLOCK_D"]) * b,)](
         mixed,
         small,
         raw,
@@ -428,7 +428,7 @@ def _step(
 
 def _blocked_constants(d: int, A: Tensor, options: SweepOptions) -> dict[str, Any]:
     constants = _scan_constants(d, A, options)
-    constants["BLOCKS"] = triton.cdiv(constants["BLOCK_N"], STATES_AT_A_TIME)
+    constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], STATES_AT_A_TIME)
     constants["BLOCK_N"] //= constants["BLOCKS"]
     return constants
 
@@ -479,8 +479,8 @@ def _layout(options: SweepOptions) -> Any:
 def _scan_constants(d: int, A: Tensor, options: SweepOptions) -> dict[str, Any]:
     layout = _layout(options)
     return {
-        "BLOCK_D": triton.next_power_of_2(d),
-        "BLOCK_N": triton.next_power_of_2(A.shape[0]),
+        "BLOCK_D": next_power_of_two(d),
+        "BLOCK_N": next_power_of_two(A.shape[0]),
         "ACTIVATION": layout.activation,
         "SELECTIVE": layout.selective,
         "INPUT_SCALE": options.input_scale,
@@ -512,8 +512,8 @@ def _alignment(*rows: Tensor) -> dict[str, int]:
 
 def _num_warps(d: int, rows: int) -> int:
     """64 registers a thread for a tile (rows, d) of memory, 4 for a row."""
-    elements = triton.next_power_of_2(d) * triton.next_power_of_2(rows)
-    return int(min(16, max(4, elements // 2048, triton.next_power_of_2(d) // 128)))
+    elements = next_power_of_two(d) * next_power_of_two(rows)
+    return int(min(16, max(4, elements // 2048, next_power_of_two(d) // 128)))
 
 
 def _launch_options(d: int, A: Tensor) -> dict[str, Any]:

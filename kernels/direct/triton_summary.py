@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.direct.reference import ROUNDING
+from bedouin.kernels.sizes import next_power_of_two
 
 MAX_TOKENS = 1024
 """Tokens that a program takes at a time."""
@@ -95,6 +96,6 @@ def launch_summary(
         TOLERANCE=ROUNDING * limits.eps,
         LARGEST=limits.max,
         ACC=tl.float64 if statistics.dtype == torch.float64 else tl.float32,
-        TOKENS=min(MAX_TOKENS, triton.next_power_of_2(t_end)),
+        TOKENS=min(MAX_TOKENS, next_power_of_two(t_end)),
         num_warps=4 if t_end > 256 else 1,
     )

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
-from bedouin.kernels.direct.fused import next_power_of_two
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.scan.reference import accumulator
+from bedouin.kernels.sizes import next_power_of_two
 
 MAX_REFLECTIONS = 8
 MAX_TILE = 16384

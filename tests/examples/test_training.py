@@ -18,6 +18,7 @@ from torch import Tensor
 import train_a5
 import train_copy
 from bedouin.solvers import ConvergenceWarning
+from bedouin.tasks import stream
 from common import training
 from common.evaluation import stop_accuracy
 from common.options import TrainConfig, build_model
@@ -165,6 +166,18 @@ def test_starting_over_is_announced(tmp_path: Path, capsys: pytest.CaptureFixtur
     train_a5.main(a5_config(tmp_path, steps=1))
     train_a5.main(a5_config(tmp_path, steps=1))
     assert "holds an earlier run" in capsys.readouterr().out
+
+
+def test_the_first_third_may_have_shorter_products(tmp_path: Path) -> None:
+    config = a5_config(tmp_path, length=5, warmup_length=2, steps=90)
+    problem = train_a5.word_problem(config)
+    rows = stream("train", 0)
+    lengths = [problem.train_batch(rows, step).tokens.shape[1] for step in range(config.steps)]
+    assert set(lengths[:30]) == {2, 3, 4, 5} and set(lengths[30:]) == {5}
+    without = train_a5.word_problem(dataclasses.replace(config, warmup_length=None))
+    assert without.train_batch(rows, 0).tokens.shape[1] == 5
+    with pytest.raises(ValueError, match="warmup_length must be from 1 to length = 5, got 6"):
+        dataclasses.replace(config, warmup_length=6)
 
 
 def test_early_stop_is_off_by_default_and_ends_the_run_when_reached(tmp_path: Path) -> None:
