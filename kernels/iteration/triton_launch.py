@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from bedouin.kernels.iteration.triton_kernels import (
     settle_kernel,
 )
 from bedouin.kernels.iteration.triton_scan import scan_kernel
+from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 if TYPE_CHECKING:
     from bedouin.kernels.iteration.fused import FusedIteration, IterationInputs, IterationRule
@@ -56,15 +56,15 @@ class ScanTile:
     def of(b: int, d: int, n: int, dtype: torch.dtype) -> "ScanTile":
         """All states in one thread where they fit and that makes enough programs."""
         most = STATES * 4 // dtype.itemsize
-        tile = ScanTile._from_states(min(most, triton.next_power_of_2(n)), n, d)
-        while tile._may_be_halved and b * triton.cdiv(d, tile.channels) < PROGRAMS:
+        tile = ScanTile._from_states(min(most, next_power_of_two(n)), n, d)
+        while tile._may_be_halved and b * ceil_div(d, tile.channels) < PROGRAMS:
             tile = ScanTile._from_states(tile.states // 2, n, d)
         return tile
 
     @staticmethod
     def _from_states(states: int, n: int, d: int) -> "ScanTile":
-        groups = triton.next_power_of_2(n) // states
-        return ScanTile(states, groups, min(max(1, 32 // groups), triton.next_power_of_2(d)))
+        groups = next_power_of_two(n) // states
+        return ScanTile(states, groups, min(max(1, 32 // groups), next_power_of_two(d)))
 
     @property
     def _may_be_halved(self) -> bool:
@@ -129,8 +129,7 @@ class Geometry:
     @property
     def parts(self) -> int:
         """Parts in which defect and scale of a token are found."""
-        parts: int = 1 if self.jacobi else triton.cdiv(self.d, self.tile.channels)
-        return parts
+        return 1 if self.jacobi else ceil_div(self.d, self.tile.channels)
 
     @property
     def token_constants(self) -> dict[str, Any]:
@@ -140,8 +139,8 @@ class Geometry:
         offsets = (self.raw_stride, self.r, self.d, 2 * self.n if layout.selective else 0)
         return {
             "K": layout.num_householder,
-            "BLOCK_D": triton.next_power_of_2(self.d),
-            "BLOCK_N": triton.next_power_of_2(self.n),
+            "BLOCK_D": next_power_of_two(self.d),
+            "BLOCK_N": next_power_of_two(self.n),
             "FEEDBACK": self.feedback,
             "SELECTIVE": layout.selective,
             "ALIGN": math.gcd(16, *offsets),
@@ -170,7 +169,7 @@ def mix(it: "FusedIteration") -> None:
 
 def _token_warps(d: int) -> int:
     """Eight channels a thread."""
-    return int(min(8, max(1, triton.next_power_of_2(d) // CHANNELS_A_WARP)))
+    return min(8, max(1, next_power_of_two(d) // CHANNELS_A_WARP))
 
 
 def scan(it: "FusedIteration") -> None:
@@ -178,7 +177,7 @@ def scan(it: "FusedIteration") -> None:
     g, i, tile = it.geometry, it.inputs, it.geometry.tile
     layout = g.options.layout
     assert layout is not None
-    scan_kernel[(g.b * triton.cdiv(g.d, tile.channels),)](
+    scan_kernel[(g.b * ceil_div(g.d, tile.channels),)](
         *(it.mixed, i.raw, it.fed_back, it.BC, i.A, i.h0, it.y, it.kept),
         *(it.y_next, it.gain, it.parts),
         *(g.b, g.t, g.raw_stride, g.r, g.d, g.n),
@@ -212,7 +211,7 @@ def finish(it: "FusedIteration") -> None:
         *(i.x, i.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
         *(it.y_next, it.mixed_next, it.parts, it.pivots),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.r, g.d, g.n, 0),
-        EXACT=triton.next_power_of_2(g.n) == g.n,
+        EXACT=next_power_of_two(g.n) == g.n,
         MIX=g.mixes_ahead,
         FAST=g.fast,
         ACTIVATION=layout.activation,
@@ -225,8 +224,8 @@ def finish(it: "FusedIteration") -> None:
 def decide(it: "FusedIteration", *, count: bool) -> None:
     """Defect, scale, converged prefix and failure of every sample."""
     g = it.geometry
-    block_p = triton.next_power_of_2(g.parts)
-    block_t = min(triton.next_power_of_2(g.t), max(SMALLEST_DECIDE, DECIDE_TILE // block_p))
+    block_p = next_power_of_two(g.parts)
+    block_t = min(next_power_of_two(g.t), max(SMALLEST_DECIDE, DECIDE_TILE // block_p))
     decide_kernel[(g.b,)](
         *(it.parts, it.norms, it.counters, g.b, g.t, g.parts),
         ATOL=g.rule.atol,
@@ -243,7 +242,7 @@ def settle(it: "FusedIteration", y_next: Tensor) -> None:
     """Undo the last move of tokens that have just frozen; norm(y_next) of the others."""
     g = it.geometry
     eps = g.options.feedback_norm_eps
-    block_d = triton.next_power_of_2(g.d)
+    block_d = next_power_of_two(g.d)
     if not g.feedback:
         programs = min(g.t, RESTORERS)
         restore_kernel[(g.b * programs,)](
