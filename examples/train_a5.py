@@ -52,6 +52,7 @@ CPU = WordProblemConfig(
     lr=1.5e-3,
     schedule="hold",
     length=6,
+    warmup_length=2,
     eval_lengths=(6, 12, 24),
     final_lengths=(2, 4, 8, 10, 16, 20),
 )
@@ -67,6 +68,7 @@ GPU = replace(
     schedule="cosine",
     num_householder=4,
     length=16,
+    warmup_length=None,
     eval_lengths=(16, 48, 128),
     final_lengths=(2, 4, 8, 12, 24, 32, 64, 96),
 )
