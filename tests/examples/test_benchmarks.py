@@ -221,3 +221,9 @@ def test_context_of_a_toy_run(tmp_path: Path) -> None:
     context = bench.make_context(toy(tmp_path))
     assert isinstance(context, Context) and context.machine.device == "cpu"
     assert context.machine.copy_gb_per_s > 0 and context.machine.gemm_tflop_per_s > 0
+
+
+def test_the_table_of_the_readme_is_that_of_its_results() -> None:
+    root = Path(__file__).parents[2]
+    report = json.loads((root / "examples/results/h100_benchmark.json").read_text())
+    assert f"<!-- bench -->\n{table.markdown(report)}\n" in (root / "README.md").read_text()
