@@ -16,7 +16,14 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import activate, input_scale, max_norms, sigmoid
+from bedouin.kernels.direct.triton_math import activate, decay_rows, input_scale, max_norms, sigmoid
+from bedouin.kernels.direct.triton_product import (
+    announce,
+    load_stream,
+    load_tile,
+    tile_product,
+    wait_for,
+)
 from bedouin.kernels.direct.triton_small import (
     combine,
     eliminate,
@@ -28,149 +35,6 @@ from bedouin.kernels.direct.triton_small import (
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.scan.triton_segments import build_decay
-
-
-@triton.jit
-def _read(counter, COMPILED: tl.constexpr):
-    """The counter, read before all that the program reads after its next barrier."""
-    if COMPILED:
-        # One thread reads: all of them would queue up at one address. The others do not wait,
-        # but for the barrier.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            mov.u32 $0, 0x7fffffff;
-            @first ld.global.acquire.gpu.b32 $0, [$1];
-            }""",
-            "=r,l",
-            [counter.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        return tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-
-
-@triton.jit
-def wait_for(counter, target, COMPILED: tl.constexpr):
-    """Spin until the counter has reached the target; what was written before it is visible then."""
-    while _read(counter, COMPILED) < target:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def announce(counter):
-    """Count this program, after all its threads have written."""
-    tl.debug_barrier()
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def load_stream(ptr, mask):
-    """Values that are read once: past the first level of cache, where A is to stay."""
-    return tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def decay_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
-    """lambda (n, d) from Delta (d,) and log2(e) A (n, d)."""
-    return build_decay(A_log2 * delta[None, :], FULL, FAST)
-
-
-@triton.jit
-def tile_product(
-    tiles,  # CHUNKS times (BLOCK_M, BLOCK_K): rows m0, m0 + 1, ... of a matrix, columns from v0 on
-    vector_ptr,  # (b, v), rows `vector_stride` apart
-    out_ptr,  # (b, m), rows `out_stride` apart
-    m0,
-    v0,
-    zero,  # 0, which the compiler does not know: or it keeps addresses in registers over tokens
-    batch,
-    m_end,
-    v_end,
-    vector_stride,
-    out_stride,
-    PRECISION: tl.constexpr,
-    DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """One tile of a matrix times the vectors of all samples."""
-    AHEAD: tl.constexpr = 4
-    rows = m0 + tl.arange(0, BLOCK_M)
-    for b0 in range(zero, batch, BLOCK_B):
-        samples = b0 + tl.arange(0, BLOCK_B)
-        row_ptr = vector_ptr + samples.to(tl.int64) * vector_stride
-        # all on their way at once: chunk after chunk would cost as many latencies
-        coming = ()
-        for chunk in tl.static_range(min(AHEAD, CHUNKS)):
-            at = v0 + chunk * BLOCK_K
-            coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
-        for chunk in tl.static_range(CHUNKS):
-            now = _hold(coming[chunk], CHUNKS > 1 and COMPILED)
-            if chunk + AHEAD < CHUNKS:
-                at = v0 + (chunk + AHEAD) * BLOCK_K
-                coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
-            if chunk == 0:
-                out = tl.dot(tiles[0], now.to(DOT), input_precision=PRECISION)
-            else:
-                out = tl.dot(tiles[chunk], now.to(DOT), out, input_precision=PRECISION)
-        at = samples[None, :] * out_stride + rows[:, None]
-        mask = (rows < m_end)[:, None] & (samples < batch)[None, :]
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _hold(v, HOLD: tl.constexpr):
-    """v, in registers until now: shared memory then holds one chunk, not all that are coming."""
-    if HOLD and v.dtype.primitive_bitwidth == 16:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=2
-        )
-    else:
-        return v
-
-
-@triton.jit
-def _load_vectors(row_ptr, v0, in_batch, v_end, BLOCK_K: tl.constexpr):
-    """(BLOCK_K, samples), past the first level of cache: others have just written them."""
-    columns = v0 + tl.arange(0, BLOCK_K)
-    mask = (columns < v_end)[:, None] & in_batch[None, :]
-    at = row_ptr[None, :] + columns[:, None]
-    return load_stream(at, mask)
-
-
-@triton.jit
-def load_tile(
-    matrix_ptr,
-    m0,
-    v0,
-    m_end,
-    v_end,
-    stride,
-    DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """A tile of a matrix (m, v), rows `stride` apart, in chunks of columns."""
-    rows = m0 + tl.arange(0, BLOCK_M)
-    out = ()
-    for chunk in tl.static_range(CHUNKS):
-        columns = v0 + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
-        mask = (rows < m_end)[:, None] & (columns < v_end)[None, :]
-        at = rows[:, None].to(tl.int64) * stride + columns[None, :]
-        out = out + (tl.load(matrix_ptr + at, mask=mask, other=0.0).to(DOT),)
-    return out
 
 
 @triton.jit

@@ -17,12 +17,8 @@ from bedouin.kernels.direct.fused import (
 )
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.direct.triton_forward import sweep_kernel
-from bedouin.kernels.direct.triton_reverse import (
-    prepare_kernel,
-    replay_kernel,
-    reverse_kernel,
-    step_kernel,
-)
+from bedouin.kernels.direct.triton_prepare import prepare_kernel, replay_kernel
+from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.sizes import ceil_div, next_power_of_two
 

@@ -9,6 +9,8 @@ Gram matrices and T are 0 and K = I - S T is the identity.
 import triton
 import triton.language as tl
 
+from bedouin.kernels.scan.triton_segments import build_decay
+
 
 @triton.jit
 def sigmoid(v):
@@ -78,6 +80,12 @@ def decay_tile(delta, A, EIGENVALUES: tl.constexpr):
     if EIGENVALUES == "full":
         decay = 2 * decay - 1
     return decay
+
+
+@triton.jit
+def decay_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda (n, d) from Delta (d,) and log2(e) A (n, d)."""
+    return build_decay(A_log2 * delta[None, :], FULL, FAST)
 
 
 @triton.jit

@@ -5,11 +5,7 @@ every token of the chunk from the one kept, and `reverse_kernel` walks back: alo
 programs that also multiply with (W^y)^T, ordered by two counters as in triton_forward.py: `pulled`
 counts the tiles of (W^y)^T grad_raw_{t+1}, `left` the samples whose grad_raw_t is written.
 
-Rows u_i of raw values are not made unit: the scalars that stand beside them are scaled instead, by
-E = diag(1 / |u_i|). What a token's `small` holds (v = y - x, P = K (K + 1) / 2 packed entries):
-[E T E P | u diag(sigma) u^T P | u u^T P | E (I - S T)^-T T^T E K K | E T U v K | E^-1 c K | E r K |
-E^2 K | u (sigma y) K | rms, sum B C, 1 / |B|, 1 / |C| | B n | C n] with
-r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and c_i = r_i (1 - beta_i / beta_max).
+What a token's `small` holds stands in triton_prepare.py.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -18,344 +14,29 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_forward import (
-    announce,
+from bedouin.kernels.direct.triton_math import (
+    activate,
+    activate_vjp,
     decay_rows,
+    input_scale,
+    max_norms_of_two,
+)
+from bedouin.kernels.direct.triton_prepare import load_raw, prepare_token, replay_block
+from bedouin.kernels.direct.triton_product import (
+    announce,
     load_stream,
     load_tile,
     tile_product,
     wait_for,
 )
-from bedouin.kernels.direct.triton_math import (
-    activate,
-    activate_vjp,
-    input_scale,
-    max_norms_of_two,
-    sigmoid,
-)
 from bedouin.kernels.direct.triton_small import (
     add,
     combine,
-    eliminate,
-    local_system,
-    products,
-    scale,
-    scale_symmetric,
     sums,
     symmetric_times,
-    upper_times,
     upper_transposed_times,
-    wy_upper,
 )
 from bedouin.kernels.scan.triton_segments import LN2
-
-
-@triton.jit
-def _load_unit(row_ptr, fed_row_ptr, at, rows, in_n, n, FEEDBACK: tl.constexpr, EPS, ACC):
-    """The raw vector (n,) at a column, and 1 / its norm."""
-    v = tl.load(row_ptr + at + rows, mask=in_n, other=0.0).to(ACC)
-    if FEEDBACK:
-        v += tl.load(fed_row_ptr + at + rows, mask=in_n, other=0.0).to(ACC)
-    return v, tl.rsqrt(tl.sum(v * v, axis=0) + n * EPS)
-
-
-@triton.jit
-def _load_raw(row_ptr, fed_row_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
-    """raw^x + W^y norm(y_{t-1}) at some columns."""
-    v = load_stream(row_ptr + at, mask).to(ACC)
-    if FEEDBACK:
-        v += load_stream(fed_row_ptr + at, mask).to(ACC)
-    return v
-
-
-@triton.jit
-def _prepare_token(
-    x_ptr,  # (b, t, d)
-    y_ptr,  # (b, t, d)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
-    mixed_ptr,  # (b, count, d): x~
-    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    index,
-    start,
-    count,
-    t_end,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    x_stride_b,
-    x_stride_t,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    EPS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """`mixed` and `small` of a token of the chunk, the index-th of all samples'."""
-    sample = (index // count).to(tl.int64)
-    i_token = index % count
-    t = start + i_token
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    in_n, in_d = rows < n, cols < d
-    u_at = d + (2 * n if SELECTIVE else 0)
-    raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
-    fed = fed_ptr + tl.multiple_of(sample * fed_stride_b + t * fed_stride_t, ALIGNED)
-    x = tl.load(x_ptr + sample * x_stride_b + t * x_stride_t + cols, mask=in_d, other=0.0).to(ACC)
-    y = tl.load(y_ptr + (sample * t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
-    v = y - x
-    delta = activate(_load_raw(raw, fed, cols, in_d, FEEDBACK, ACC), ACTIVATION)
-    if SELECTIVE:
-        B, inv_B = _load_unit(raw, fed, d, rows, in_n, n, FEEDBACK, EPS, ACC)
-        C, inv_C = _load_unit(raw, fed, d + n, rows, in_n, n, FEEDBACK, EPS, ACC)
-        B *= inv_B
-        C *= inv_C
-    else:
-        B = tl.where(in_n, 1.0, 0.0).to(ACC)
-        C = B
-        inv_B = tl.full([], 1.0, ACC)
-        inv_C = inv_B
-    BC = B * C
-    if INPUT_SCALE == "one_minus_decay":
-        in_state = in_n[:, None] & in_d[None, :]
-        state = rows[:, None] * d + cols[None, :]
-        A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        s_rows = 1 - tl.abs(decay_rows(delta, A_log2, FULL, FAST))
-        sigma = tl.sum(s_rows * BC[:, None], axis=0)
-    else:
-        sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
-    u = ()
-    sigma_u = ()
-    with_v = ()
-    with_y = ()
-    beta = ()
-    for i in tl.static_range(K):
-        u_i = _load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC)
-        u = u + (u_i,)
-        sigma_u = sigma_u + (sigma * u_i,)
-        with_v = with_v + (u_i * v,)
-        with_y = with_y + (sigma * u_i * y,)
-        alpha = tl.load(raw + u_at + K * d + i).to(ACC)
-        if FEEDBACK:
-            alpha += tl.load(fed + u_at + K * d + i).to(ACC)
-        beta = beta + (BETA_MAX * sigmoid(alpha),)
-    PAIRS: tl.constexpr = K * (K + 1) // 2
-    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_v + with_y + (y * y,))
-    inv = ()
-    for i in tl.static_range(K):
-        inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
-    G = scale_symmetric(dots[0:PAIRS], inv, K)
-    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-    U_v = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-    T = wy_upper(G, beta, K)
-    T_v = upper_times(T, U_v, K)
-    scaled_T_v = scale(T_v, inv, K)
-    mixed = x + combine(scaled_T_v, u, K)
-    token = sample * count + i_token
-    tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
-
-    T_rows = ()
-    for i in tl.static_range(K):
-        for j in tl.static_range(K):
-            if j <= i:
-                T_rows = T_rows + (T[i * (i + 1) // 2 + j],)
-            else:
-                T_rows = T_rows + (tl.zeros([], dtype=ACC),)
-    N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K)
-    scaled_N = ()
-    for i in tl.static_range(K):
-        for j in tl.static_range(K):
-            scaled_N = scaled_N + (N[i * K + j] * inv[i] * inv[j],)
-    c = ()
-    r = ()
-    squares = ()
-    for i in tl.static_range(K):
-        r_i = U_v[i]
-        for j in tl.static_range(K):
-            if j > i:
-                r_i -= G[j * (j + 1) // 2 + i] * T_v[j]
-        c = c + (r_i * (1 - beta[i] / BETA_MAX) / inv[i],)
-        r = r + (r_i * inv[i],)
-        squares = squares + (inv[i] * inv[i],)
-    norm = tl.rsqrt(dots[2 * PAIRS + 2 * K] / d + NORM_EPS)
-    small = scale_symmetric(T, inv, K) + dots[PAIRS : 2 * PAIRS] + dots[0:PAIRS] + scaled_N
-    small = small + scaled_T_v + c + r + squares + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
-    small = small + (norm, tl.sum(BC, axis=0), inv_B, inv_C)
-    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
-    row = small_ptr + token * (SIZE + 2 * n)
-    for i in tl.static_range(SIZE):
-        tl.store(row + i, small[i])
-    tl.store(row + SIZE + rows, B, mask=in_n)
-    tl.store(row + SIZE + n + rows, C, mask=in_n)
-
-
-@triton.jit(do_not_specialize=["start", "count", "t_end"])
-def prepare_kernel(
-    x_ptr,  # (b, t, d)
-    y_ptr,  # (b, t, d)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
-    mixed_ptr,  # (b, count, d): x~
-    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    start,
-    count,
-    t_end,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    x_stride_b,
-    x_stride_t,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    EPS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    _prepare_token(
-        x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, tl.program_id(0), start, count,
-        t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t,
-        K, BLOCK_D, BLOCK_N, FEEDBACK, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, NORM_EPS,
-        EPS, ALIGNED, FAST, ACC,
-    )  # fmt: skip
-
-
-@triton.jit
-def _replay_block(
-    mixed_ptr,  # (b, count, d)
-    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
-    kept_ptr,  # (b, slots, n, d): h before token start is at `slot`
-    before_ptr,  # (b, count, n, d): h before every token, if KEEP_ALL
-    last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
-    index,
-    start,
-    count,
-    slot,
-    slots,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    last_stride_b,
-    K: tl.constexpr,
-    KEEP_ALL: tl.constexpr,
-    KEEP_LAST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """The memory of a block of channels through the chunk, the index-th of all samples'."""
-    blocks = tl.cdiv(d, BLOCK_D)
-    sample = (index // blocks).to(tl.int64)
-    rows, cols = tl.arange(0, BLOCK_N), index % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    in_n, in_d = rows < n, cols < d
-    state = rows[:, None] * d + cols[None, :]
-    in_state = in_n[:, None] & in_d[None, :]
-    A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-    h = tl.load(kept_ptr + (sample * slots + slot) * n * d + state, mask=in_state, other=0.0)
-    # what a token needs is on its way while the one before it is computed
-    SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
-    mixed_row = mixed_ptr + sample * count * d + cols
-    B_row = small_ptr + sample * count * (SIZE + 2 * n) + SIZE + rows
-    raw_row = raw_ptr + tl.multiple_of(sample * raw_stride_b + start * raw_stride_t, ALIGNED)
-    fed_row = fed_ptr + tl.multiple_of(sample * fed_stride_b + start * fed_stride_t, ALIGNED)
-    mixed_next = tl.load(mixed_row, mask=in_d, other=0.0)
-    delta_next = _load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
-    B_next = tl.load(B_row, mask=in_n, other=0.0)
-    for i in range(0, count):
-        mixed, delta, B = mixed_next, activate(delta_next, ACTIVATION), B_next
-        step = tl.minimum(i + 1, count - 1)
-        mixed_next = tl.load(mixed_row + step * d, mask=in_d, other=0.0)
-        raw = raw_row + tl.multiple_of(step * raw_stride_t, ALIGNED)
-        fed = fed_row + tl.multiple_of(step * fed_stride_t, ALIGNED)
-        delta_next = _load_raw(raw, fed, cols, in_d, FEEDBACK, ACC)
-        B_next = tl.load(B_row + step * (SIZE + 2 * n), mask=in_n, other=0.0)
-        if KEEP_ALL:
-            tl.store(before_ptr + (sample * count + i) * n * d + state, h, mask=in_state)
-        decay = decay_rows(delta, A_log2, FULL, FAST)
-        if INPUT_SCALE == "one_minus_decay":
-            h = decay * h + (1 - tl.abs(decay)) * mixed[None, :] * B[:, None]
-        else:
-            h = decay * h + (input_scale(delta, INPUT_SCALE) * mixed)[None, :] * B[:, None]
-    if KEEP_LAST:
-        tl.store(last_ptr + sample * last_stride_b + state, h, mask=in_state)
-
-
-@triton.jit(do_not_specialize=["start", "count", "slot", "slots"])
-def replay_kernel(
-    mixed_ptr,  # (b, count, d)
-    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
-    kept_ptr,  # (b, slots, n, d): h before token start is at `slot`
-    before_ptr,  # (b, count, n, d): h before every token, if KEEP_ALL
-    last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
-    start,
-    count,
-    slot,
-    slots,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    last_stride_b,
-    K: tl.constexpr,
-    KEEP_ALL: tl.constexpr,
-    KEEP_LAST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    _replay_block(
-        mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, last_ptr,
-        tl.program_id(0), start, count, slot, slots, d, n, raw_stride_b, raw_stride_t, fed_stride_b,
-        fed_stride_t, last_stride_b, K, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N, FEEDBACK, ACTIVATION,
-        INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -432,11 +113,11 @@ def _pull_token(
     mixed = tl.load(mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
     grad_y = grad_y_ptr + sample * grad_y_stride_b + t * grad_y_stride_t
     g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
-    raw_delta = _load_raw(raw, fed, cols, in_d, FEEDBACK, ACC)
+    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC)
     delta = activate(raw_delta, ACTIVATION)
     u = ()
     for i in tl.static_range(K):
-        u = u + (_load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC),)
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC),)
     if not COUPLED:
         s = input_scale(delta, INPUT_SCALE)
         written = s * mixed
@@ -1066,7 +747,7 @@ def reverse_kernel(
             # every program has left the last chunk, whose memory is used again
             _end_phase(phase_ptr, programs * (3 * done_slots + 1), COMPILED)
             for index in range(program, batch * count, programs):
-                _prepare_token(
+                prepare_token(
                     x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, index, start,
                     count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t,
                     fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION,
@@ -1074,7 +755,7 @@ def reverse_kernel(
                 )  # fmt: skip
             _end_phase(phase_ptr, programs * (3 * done_slots + 2), COMPILED)
             for index in range(program, batch * tl.cdiv(d, REPLAY_D), programs):
-                _replay_block(
+                replay_block(
                     mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, before_ptr,
                     index, start, count, slot, slots, d, n, raw_stride_b, raw_stride_t,
                     fed_stride_b, fed_stride_t, 0, K, True, False, REPLAY_D, BLOCK_N * BLOCKS,

@@ -1,0 +1,146 @@
+"""Products of a matrix with the vectors of all samples, spread over persistent programs.
+
+Every program keeps a tile of the matrix in shared memory from token to token. Counters in device
+memory order the programs: who has written `announce`s it, who reads waits for a count.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _read(counter, COMPILED: tl.constexpr):
+    """The counter, read before all that the program reads after its next barrier."""
+    if COMPILED:
+        # One thread reads: all of them would queue up at one address. The others do not wait,
+        # but for the barrier.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            mov.u32 $0, 0x7fffffff;
+            @first ld.global.acquire.gpu.b32 $0, [$1];
+            }""",
+            "=r,l",
+            [counter.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def wait_for(counter, target, COMPILED: tl.constexpr):
+    """Spin until the counter has reached the target; what was written before it is visible then."""
+    while _read(counter, COMPILED) < target:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def announce(counter):
+    """Count this program, after all its threads have written."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def load_stream(ptr, mask):
+    """Values that are read once: past the first level of cache, where A is to stay."""
+    return tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def tile_product(
+    tiles,  # CHUNKS times (BLOCK_M, BLOCK_K): rows m0, m0 + 1, ... of a matrix, columns from v0 on
+    vector_ptr,  # (b, v), rows `vector_stride` apart
+    out_ptr,  # (b, m), rows `out_stride` apart
+    m0,
+    v0,
+    zero,  # 0, which the compiler does not know: or it keeps addresses in registers over tokens
+    batch,
+    m_end,
+    v_end,
+    vector_stride,
+    out_stride,
+    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """One tile of a matrix times the vectors of all samples."""
+    AHEAD: tl.constexpr = 4
+    rows = m0 + tl.arange(0, BLOCK_M)
+    for b0 in range(zero, batch, BLOCK_B):
+        samples = b0 + tl.arange(0, BLOCK_B)
+        row_ptr = vector_ptr + samples.to(tl.int64) * vector_stride
+        # all on their way at once: chunk after chunk would cost as many latencies
+        coming = ()
+        for chunk in tl.static_range(min(AHEAD, CHUNKS)):
+            at = v0 + chunk * BLOCK_K
+            coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
+        for chunk in tl.static_range(CHUNKS):
+            now = _hold(coming[chunk], CHUNKS > 1 and COMPILED)
+            if chunk + AHEAD < CHUNKS:
+                at = v0 + (chunk + AHEAD) * BLOCK_K
+                coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
+            if chunk == 0:
+                out = tl.dot(tiles[0], now.to(DOT), input_precision=PRECISION)
+            else:
+                out = tl.dot(tiles[chunk], now.to(DOT), out, input_precision=PRECISION)
+        at = samples[None, :] * out_stride + rows[:, None]
+        mask = (rows < m_end)[:, None] & (samples < batch)[None, :]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _hold(v, HOLD: tl.constexpr):
+    """v, in registers until now: shared memory then holds one chunk, not all that are coming."""
+    if HOLD and v.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=2
+        )
+    else:
+        return v
+
+
+@triton.jit
+def _load_vectors(row_ptr, v0, in_batch, v_end, BLOCK_K: tl.constexpr):
+    """(BLOCK_K, samples), past the first level of cache: others have just written them."""
+    columns = v0 + tl.arange(0, BLOCK_K)
+    mask = (columns < v_end)[:, None] & in_batch[None, :]
+    at = row_ptr[None, :] + columns[:, None]
+    return load_stream(at, mask)
+
+
+@triton.jit
+def load_tile(
+    matrix_ptr,
+    m0,
+    v0,
+    m_end,
+    v_end,
+    stride,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """A tile of a matrix (m, v), rows `stride` apart, in chunks of columns."""
+    rows = m0 + tl.arange(0, BLOCK_M)
+    out = ()
+    for chunk in tl.static_range(CHUNKS):
+        columns = v0 + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = (rows < m_end)[:, None] & (columns < v_end)[None, :]
+        at = rows[:, None].to(tl.int64) * stride + columns[None, :]
+        out = out + (tl.load(matrix_ptr + at, mask=mask, other=0.0).to(DOT),)
+    return out
