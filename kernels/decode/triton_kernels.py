@@ -34,6 +34,7 @@ from bedouin.kernels.direct.triton_small import (
     wy_upper,
 )
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.sizes import next_power_of_two
 
 
 @triton.jit
@@ -287,8 +288,8 @@ def launch_decode_token(
         n,
         *offsets,
         K=k,
-        BLOCK_D=triton.next_power_of_2(d),
-        BLOCK_N=triton.next_power_of_2(n),
+        BLOCK_D=next_power_of_two(d),
+        BLOCK_N=next_power_of_two(n),
         ACTIVATION=layout.activation,
         SELECTIVE=layout.selective,
         BETA_MAX=layout.beta_max,
@@ -314,7 +315,7 @@ def launch_decode_token(
 
 def _num_warps(d: int, n: int) -> int:
     """At 1024 channels with 16 states eight warps spill nothing, sixteen 216 bytes a thread."""
-    tile = triton.next_power_of_2(d) * triton.next_power_of_2(n)
+    tile = next_power_of_two(d) * next_power_of_two(n)
     return 4 if tile <= 2048 else 8 if tile <= 16384 else 16
 
 

@@ -20,6 +20,7 @@ from bedouin.kernels.direct.triton_math import (
 )
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.householder.triton_kernels import accumulator_of, tokens_first
+from bedouin.kernels.sizes import next_power_of_two
 
 PARTIALS = 2048
 """Partial sums of a Gram matrix in one warp: 64 in each thread."""
@@ -176,6 +177,6 @@ def factor_backward(
 
 
 def _blocks(k: int, d: int) -> dict[str, int]:
-    block_k = triton.next_power_of_2(k)
-    block_d = min(PARTIALS // block_k**2, triton.next_power_of_2(d), 1024)
+    block_k = next_power_of_two(k)
+    block_d = min(PARTIALS // block_k**2, next_power_of_two(d), 1024)
     return {"BLOCK_K": block_k, "BLOCK_D": block_d, "num_warps": 1}

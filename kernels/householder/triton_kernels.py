@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 FORWARD_WARP, BACKWARD_WARP = 1024, 512
 """Channels in one warp, 32 and 16 a thread: more sums without a barrier against more registers, and
@@ -167,7 +168,7 @@ def product_forward(
     v, u, beta = tokens_first(v, u, beta)
     acc = accumulator_of(v, u, beta)
     (t, k, d), blocks = u.shape, _blocks(u, FORWARD_WARP, acc)
-    _forward_kernel[(triton.cdiv(t, blocks["TOKENS"]),)](
+    _forward_kernel[(ceil_div(t, blocks["TOKENS"]),)](
         *(v, u, beta, out, t, d, v.stride(0), u.stride(0), u.stride(1), *beta.stride()),
         K=k,
         COMPLEMENT=complement,
@@ -192,14 +193,14 @@ def product_backward(
     v, u, beta = tokens_first(v, u, beta)
     acc = accumulator_of(v, u, beta)
     (t, k, d), blocks = u.shape, _blocks(u, BACKWARD_WARP, acc)
-    _backward_kernel[(triton.cdiv(t, blocks["TOKENS"]),)](
+    _backward_kernel[(ceil_div(t, blocks["TOKENS"]),)](
         *(grad, v, u, beta, *grads, t, d),
         *(grad.stride(0), v.stride(0), u.stride(0), u.stride(1), *beta.stride()),
         K=k,
         COMPLEMENT=complement,
         EPS=UNIT_EPS,
         ACC=acc,
-        BLOCK_K=triton.next_power_of_2(k),
+        BLOCK_K=next_power_of_two(k),
         **blocks,
     )
     return grads[0], grads[1], grads[2]
@@ -209,7 +210,7 @@ def _blocks(u: Tensor, warp: int, acc: tl.dtype) -> dict[str, int]:
     """How many tokens one program takes, with all their channels, and its warps."""
     if acc == tl.float64:
         warp //= 2
-    block_d = triton.next_power_of_2(u.shape[-1])
+    block_d = next_power_of_two(u.shape[-1])
     tokens = max(1, warp // block_d)
     warps = max(1, min(MAX_WARPS, tokens * block_d // warp))
     return {"TOKENS": tokens, "BLOCK_D": block_d, "num_warps": warps}

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.householder.triton_kernels import accumulator_of
+from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 TILE = 1024
 """Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
@@ -255,7 +256,7 @@ def output_forward(
     norm_weight = D if weight is None else weight.contiguous()
     d, blocks = y.shape[-1], _blocks(y)
     tokens = y.numel() // d
-    _forward_kernel[(triton.cdiv(tokens, blocks["TOKENS"]),)](
+    _forward_kernel[(ceil_div(tokens, blocks["TOKENS"]),)](
         *(rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
         *(tokens, d),
         *(v.stride(0) for v in rows),
@@ -289,7 +290,7 @@ def output_backward(
     norm_weight = D if weight is None else weight.contiguous()
     d, blocks = y.shape[-1], _blocks(y)
     tokens = y.numel() // d
-    programs = min(PROGRAMS, triton.cdiv(tokens, blocks["TOKENS"]))
+    programs = min(PROGRAMS, ceil_div(tokens, blocks["TOKENS"]))
     sums = y.new_empty(programs, 2 if weight is not None else 1, d)
     _backward_kernel[(programs,)](
         *(grad_rows, rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
@@ -315,7 +316,7 @@ def shifted_norm_forward(
     y = _channels_last(y)
     first = y if y0 is None else _channels_last(y0)
     (b, t_end, d), blocks = y.shape, _blocks(y)
-    _shifted_norm_kernel[(triton.cdiv(b * t_end, blocks["TOKENS"]),)](
+    _shifted_norm_kernel[(ceil_div(b * t_end, blocks["TOKENS"]),)](
         *(y, first, out, b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
         START=y0 is not None,
         NORM=eps is not None,
@@ -338,7 +339,7 @@ def shifted_norm_backward(
     first = y if y0 is None else _channels_last(y0)
     (b, t_end, d), blocks = y.shape, _blocks(y)
     rows = b * (t_end + 1)
-    _shifted_norm_backward_kernel[(triton.cdiv(rows, blocks["TOKENS"]),)](
+    _shifted_norm_backward_kernel[(ceil_div(rows, blocks["TOKENS"]),)](
         *(grad, y, first, *grads, rows, t_end, d),
         *(*grad.stride()[:2], *y.stride()[:2], first.stride(0)),
         START=y0 is not None,
@@ -366,7 +367,7 @@ def _channels_last(v: Tensor) -> Tensor:
 
 def _blocks(y: Tensor) -> dict[str, int]:
     """How many tokens one program takes at a time, with all their channels, and its warps."""
-    block_d = triton.next_power_of_2(y.shape[-1])
-    tokens = max(1, min(triton.next_power_of_2(y.numel() // y.shape[-1]), TILE // block_d))
+    block_d = next_power_of_two(y.shape[-1])
+    tokens = max(1, min(next_power_of_two(y.numel() // y.shape[-1]), TILE // block_d))
     warps = max(1, min(MAX_WARPS, tokens * block_d // 256))
     return {"TOKENS": tokens, "BLOCK_D": block_d, "num_warps": warps}

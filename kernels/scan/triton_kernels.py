@@ -31,6 +31,7 @@ from bedouin.kernels.scan.triton_segments import (
     strides,
     write,
 )
+from bedouin.kernels.sizes import ceil_div
 
 
 @triton.jit(do_not_specialize=["T", "segment_chunks", "zero"])
@@ -351,7 +352,7 @@ def scan_forward(
     layout, acc = plan(x, A.shape[1], CHUNK, reverse=False), options.accumulator
     entry = h0.mT.contiguous()
     start = enter_segments(x, delta, by_state, B, entry, layout, CHUNK, options, reverse=False)
-    chunks = triton.cdiv(x.shape[1], CHUNK) if keep else 0
+    chunks = ceil_div(x.shape[1], CHUNK) if keep else 0
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
     kept = x.new_empty(x.shape[0], chunks, *A.shape, dtype=acc)

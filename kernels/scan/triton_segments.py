@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.scan.options import ScanOptions
+from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 SEGMENT = 64
 """Fewest tokens in a segment: a cut scan reads its operands once more and writes its starts."""
@@ -263,7 +264,7 @@ class Plan:
 
     @property
     def channel_blocks(self) -> int:
-        blocks: int = triton.cdiv(self.d, self.block_d)
+        blocks: int = ceil_div(self.d, self.block_d)
         return blocks
 
     @property
@@ -283,10 +284,10 @@ class Plan:
 def plan(x: Tensor, n: int, chunk: int, *, reverse: bool) -> Plan:
     """Blocks of channels with all their states, and segments of whole chunks."""
     b, t, d = x.shape
-    block_n = triton.next_power_of_2(n)
+    block_n = next_power_of_two(n)
 
     def programs(block_d: int) -> int:
-        return b * int(triton.cdiv(d, block_d))
+        return b * ceil_div(d, block_d)
 
     if reverse:
         shortest, wanted, block_d = BACKWARD_SEGMENT, 0, _backward_block(d, block_n, warps=2)
@@ -296,21 +297,21 @@ def plan(x: Tensor, n: int, chunk: int, *, reverse: bool) -> Plan:
         shortest, wanted, block_d = SEGMENT, FORWARD_PROGRAMS, _forward_block(d, block_n)
         if programs(block_d) < wanted:
             block_d = max(1, block_d // 2)
-    segments = max(1, min(triton.cdiv(wanted, programs(block_d)), t // shortest))
-    segment_chunks = triton.cdiv(triton.cdiv(t, segments), chunk)
-    segments = triton.cdiv(t, segment_chunks * chunk)
+    segments = max(1, min(ceil_div(wanted, programs(block_d)), t // shortest))
+    segment_chunks = ceil_div(ceil_div(t, segments), chunk)
+    segments = ceil_div(t, segment_chunks * chunk)
     return Plan(b, t, d, n, block_d, block_n, segments, segment_chunks)
 
 
 def _forward_block(d: int, block_n: int) -> int:
     """Channels of one warp."""
-    return min(max(1, WARP // block_n), LANES, int(triton.next_power_of_2(d)))
+    return min(max(1, WARP // block_n), LANES, next_power_of_two(d))
 
 
 def _backward_block(d: int, block_n: int, warps: int) -> int:
     """Channels of that many warps, or more for the sake of BACKWARD_CHANNELS."""
     least = min(BACKWARD_CHANNELS, MOST_WARPS * WARP // block_n)
-    return min(max(1, warps * WARP // block_n, least), int(triton.next_power_of_2(d)))
+    return min(max(1, warps * WARP // block_n, least), next_power_of_two(d))
 
 
 def rows(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -344,7 +345,7 @@ def enter_segments(
     carried: Tensor
     product, local, carried = value.new_empty(3, *shape, dtype=options.accumulator)
     block_d = _forward_block(layout.d, layout.block_n)
-    blocks = triton.cdiv(layout.d, block_d)
+    blocks = ceil_div(layout.d, block_d)
     _segment_kernel[(layout.b * blocks * (layout.segments - 1),)](
         *(value, delta, A, vector, product, local),
         *(*layout.sizes[:-1], layout.segment_chunks * chunk, 0),
@@ -356,7 +357,7 @@ def enter_segments(
         num_warps=1,
     )
     size = layout.d * layout.n
-    _carry_kernel[(layout.b * triton.cdiv(size, WARP),)](
+    _carry_kernel[(layout.b * ceil_div(size, WARP),)](
         *(entry, product, local, carried, size, layout.segments),
         REVERSE=reverse,
         ACC=flags(options)["ACC"],
