@@ -5,7 +5,7 @@
     python examples/bench.py --rows direct lstm --shapes 64x256
     python examples/bench.py --readme runs/bench/results.json     # an earlier run as Markdown
     python examples/bench.py --warm --rows direct       # only fill the compiler's cache
-    python examples/bench.py --device cpu --tiny        # every row at toy sizes, no GPU
+    python examples/bench.py --device cpu --tiny --precision float32 --repeats 1    # without a GPU
 
 Before a row is timed, its fast path is compared with the plain reference, in float32 and in the
 precision of the run, and the row is run once: kernels that no earlier run has compiled take

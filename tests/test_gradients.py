@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.layer import FixedPointLayer
@@ -253,3 +255,27 @@ def test_no_reflection_is_without_gradient(k: int) -> None:
     start, d = layer.d_inner + 2 * layer.d_state, layer.d_inner
     vectors = gradients["x_proj.weight"][start : start + k * d].unflatten(0, (k, d))
     assert (vectors.abs().amax((1, 2)) > 0).all()
+
+
+def test_a_layer_may_run_again_in_the_backward() -> None:
+    torch.manual_seed(0)
+    layer = Bedouin(4, d_state=2, dtype=torch.float64)
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    kept: list[int] = []
+
+    def count(v: Tensor) -> Tensor:
+        kept[-1] += v.numel()
+        return v
+
+    def gradients(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        kept.append(0)
+        with saved_tensors_hooks(count, lambda v: v):
+            total = call(x).square().sum()
+        return torch.autograd.grad(total, inputs)
+
+    expected = gradients(layer)
+    got = gradients(lambda x: checkpoint(layer, x, use_reentrant=False))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert kept[1] < kept[0] / 10

@@ -57,6 +57,12 @@ CASES = (
         _subject(partial(subjects.direct, feedback=False)),
         agrees=agreement.linear_agrees,
     ),
+    Case(
+        "direct-recomputed",
+        "Direct, feedback, run again in the backward",
+        _subject(subjects.direct_recomputed),
+        agrees=agreement.direct_agrees,
+    ),
     Case("lstm", "LSTM (cuDNN on a GPU)", _subject(subjects.lstm)),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(

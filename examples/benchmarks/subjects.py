@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin
 from bedouin.kernels.backend import Backend
@@ -29,6 +30,18 @@ def direct(
     """The layer as it comes: exact sweep, exact gradient."""
     options: dict[str, Any] = {"backend": backend} | ({} if feedback else {"feedback": ()})
     return _layer_subject(setting, shape, setting.layer(**options), sequential=True)
+
+
+def direct_recomputed(setting: Setting, shape: Shape) -> Subject:
+    """The same, but nothing of the layer's inside is kept for the backward: it runs again."""
+    layer = setting.layer()
+
+    def function(x: Tensor) -> Tensor:
+        # no random numbers are drawn in a layer
+        output: Tensor = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    return replace(_layer_subject(setting, shape, layer, sequential=True), function=function)
 
 
 def jacobi(setting: Setting, shape: Shape) -> Subject:
