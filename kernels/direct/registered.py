@@ -66,17 +66,10 @@ def _sweep_fake(
     A: Tensor,
     h0: Tensor | None,
     y0: Tensor | None,
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    keep_every: int,
+    *options: Any,
 ) -> Solved:
     b, t, d = x.shape
-    h, normed, kept = _memory_like(x, W_y, A, keep_every)
+    h, normed, kept = _memory_like(x, W_y, A, options[-1])
     summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
     return A.new_empty(b, t, d), h, normed, kept, A.new_empty(4, b, t), *summary
 
@@ -114,16 +107,9 @@ def _known_fake(
     A: Tensor,
     h0: Tensor | None,
     y0: Tensor | None,
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    keep_every: int,
+    *options: Any,
 ) -> Known:
-    return y_star.new_empty(y_star.shape), *_memory_like(x, W_y, A, keep_every)
+    return y_star.new_empty(y_star.shape), *_memory_like(x, W_y, A, options[-1])
 
 
 def _memory_like(
@@ -175,14 +161,7 @@ def _sweep_backward_fake(
     W_y: Tensor | None,
     A: Tensor,
     y0: Tensor | None,
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    keep_every: int,
+    *options: Any,
 ) -> Pulled:
     (b, t, d), n, r = x.shape, A.shape[1], raw.shape[2]
     rows = r + padding(r)

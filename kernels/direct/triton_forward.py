@@ -59,6 +59,7 @@ def _solve_token(
     fed_ptr,
     y_ptr,
     normed_ptr,
+    statistics_ptr,
     solved_ptr,
     fed_counter_ptr,
     fed_target,
@@ -91,7 +92,7 @@ def _solve_token(
     COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """y_t and norm(y_t), which the feedback waits for; returns what `_finish_token` needs."""
+    """y_t, norm(y_t) and the statistics of token t; returns h_t."""
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if SELECTIVE
@@ -183,41 +184,14 @@ def _solve_token(
         tl.store(at, normed.to(normed_ptr.dtype.element_ty), mask=in_time)
     if PERSISTENT:
         announce(solved_ptr)
-    if INPUT_SCALE == "one_minus_decay":
-        s = s_rows
-    return h, s, (x, y), u, B, C, T, inv, dots, pivot
 
-
-@triton.jit
-def _finish_token(
-    h,  # (BLOCK_N, BLOCK_D), what has decayed of h_{t-1}
-    s,  # s_t, with a state axis for "one_minus_decay"
-    vectors,
-    u,
-    B,
-    C,
-    T,
-    inv,
-    dots,
-    pivot,
-    sample,
-    t,
-    statistics_ptr,
-    batch,
-    t_end,
-    K: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-):
-    """h_t and the statistics of token t."""
-    x, y = vectors
-    token = sample * t_end + t
     # F(y)_t, from the y that is written
     U_v = scale(dots[1 : K + 1], inv, K)
     mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
     if INPUT_SCALE == "one_minus_decay":
-        h += s * mixed[None, :] * B[:, None]
-        terms *= tl.max(s, axis=0)
+        h += s_rows * mixed[None, :] * B[:, None]
+        terms *= tl.max(s_rows, axis=0)
     else:
         h += (s * mixed)[None, :] * B[:, None]
         terms *= s
@@ -305,7 +279,6 @@ def _walk(
     slots = tl.cdiv(t_end, KEEP)
     solved_ptr, fed_counter_ptr = counters_ptr, counters_ptr + 1
     own = program.to(tl.int64)
-    tiles_m, COLUMNS = tl.cdiv(r, BLOCK_M), BLOCK_K * CHUNKS
     for t in range(start, stop):
         done = t - start
         if WITH_TILES:
@@ -314,20 +287,16 @@ def _walk(
                 wait_for(solved_ptr, done * batch, COMPILED)
             if ONE_TILE:
                 if first_tile < tiles:
-                    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * COLUMNS
-                    out = fed_ptr + (first_tile // tiles_m) * batch * fed_stride
                     tile_product(
-                        W, rows_ptr, out, m0, v0, t >> 30, batch, r, d, t_end * d, fed_stride,
-                        PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
+                        W, first_tile, rows_ptr, fed_ptr, t >> 30, batch, r, d, t_end * d,
+                        fed_stride, PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
             else:
                 for tile in range(first_tile, tiles, tl.num_programs(0)):
-                    m0, v0 = tile % tiles_m * BLOCK_M, tile // tiles_m * COLUMNS
-                    part = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
-                    out = fed_ptr + (tile // tiles_m) * batch * fed_stride
+                    part = load_tile(W_ptr, tile, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
                     tile_product(
-                        part, rows_ptr, out, m0, v0, t >> 30, batch, r, d, t_end * d, fed_stride,
+                        part, tile, rows_ptr, fed_ptr, t >> 30, batch, r, d, t_end * d, fed_stride,
                         PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(fed_counter_ptr)
@@ -336,16 +305,12 @@ def _walk(
                 if t % KEEP == 0:
                     slot = own * slots + t // KEEP
                     tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
-                h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
-                    h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
-                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b, x_stride_t,
-                    raw_stride_b, raw_stride_t, fed_stride, t_end * d, K, BLOCK_D, BLOCK_N,
-                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
-                )  # fmt: skip
-                h = _finish_token(
-                    h, s, vectors, u, B, C, T, inv, dots, pivot, own, t, statistics_ptr, batch,
-                    t_end, K, INPUT_SCALE,
+                h = _solve_token(
+                    h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
+                    solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
+                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, t_end * d, K, BLOCK_D,
+                    BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
+                    BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
         if WITH_SAMPLES and not RESIDENT:
             for index in range(program, batch, stride):
@@ -355,16 +320,12 @@ def _walk(
                 if t % KEEP == 0:
                     slot = sample * slots + t // KEEP
                     tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
-                h, s, vectors, u, B, C, T, inv, dots, pivot = _solve_token(
-                    h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, solved_ptr,
-                    fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b, x_stride_t,
-                    raw_stride_b, raw_stride_t, fed_stride, t_end * d, K, BLOCK_D, BLOCK_N,
-                    FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
-                )  # fmt: skip
-                h = _finish_token(
-                    h, s, vectors, u, B, C, T, inv, dots, pivot, sample, t, statistics_ptr, batch,
-                    t_end, K, INPUT_SCALE,
+                h = _solve_token(
+                    h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
+                    solved_ptr, fed_counter_ptr, (done + 1) * tiles, batch, t_end, d, n, x_stride_b,
+                    x_stride_t, raw_stride_b, raw_stride_t, fed_stride, t_end * d, K, BLOCK_D,
+                    BLOCK_N, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
+                    BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
                 tl.store(memory, h, mask=in_state)
                 # the next token reads h, perhaps with other threads than those that wrote it
@@ -437,13 +398,11 @@ def sweep_kernel(
             h = tl.load(h_ptr + own * n * d + state, mask=in_state, other=0.0)
     # samples from the first program on, tiles from the last: few programs have both
     first_tile = programs - 1 - program
-    tiles_m = tl.cdiv(r, BLOCK_M)
-    tiles = tiles_m * SPLITS if PERSISTENT else 0
-    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_K * CHUNKS
+    tiles = tl.cdiv(r, BLOCK_M) * SPLITS if PERSISTENT else 0
     stride = programs - tiles if APART else programs
     if APART:
         if first_tile < tiles:
-            W = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+            W = load_tile(W_ptr, first_tile, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
             _walk(
                 h, W, program, first_tile, tiles, stride, True, False, x_ptr, raw_ptr, W_ptr, A_ptr,
                 h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr, counters_ptr, start,
@@ -466,7 +425,7 @@ def sweep_kernel(
     else:
         W = ()
         if PERSISTENT and ONE_TILE:
-            W = load_tile(W_ptr, m0, v0, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+            W = load_tile(W_ptr, first_tile, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
         h = _walk(
             h, W, program, first_tile, tiles, stride, PERSISTENT, True, x_ptr, raw_ptr, W_ptr,
             A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr, counters_ptr, start,

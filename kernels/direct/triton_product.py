@@ -57,12 +57,18 @@ def load_stream(ptr, mask):
 
 
 @triton.jit
+def _origin(tile, m_end, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+    """First row, first column and part of the sum over columns of a tile: rows first."""
+    tiles_m = tl.cdiv(m_end, BLOCK_M)
+    return tile % tiles_m * BLOCK_M, tile // tiles_m * COLUMNS, tile // tiles_m
+
+
+@triton.jit
 def tile_product(
-    tiles,  # CHUNKS times (BLOCK_M, BLOCK_K): rows m0, m0 + 1, ... of a matrix, columns from v0 on
+    chunks,  # of the tile, CHUNKS times (BLOCK_M, BLOCK_K)
+    tile,  # its number
     vector_ptr,  # (b, v), rows `vector_stride` apart
-    out_ptr,  # (b, m), rows `out_stride` apart
-    m0,
-    v0,
+    out_ptr,  # (splits, b, m), rows `out_stride` apart
     zero,  # 0, which the compiler does not know: or it keeps addresses in registers over tokens
     batch,
     m_end,
@@ -79,7 +85,9 @@ def tile_product(
 ):
     """One tile of a matrix times the vectors of all samples."""
     AHEAD: tl.constexpr = 4
+    m0, v0, split = _origin(tile, m_end, BLOCK_M, BLOCK_K * CHUNKS)
     rows = m0 + tl.arange(0, BLOCK_M)
+    out_ptr += split * batch * out_stride
     for b0 in range(zero, batch, BLOCK_B):
         samples = b0 + tl.arange(0, BLOCK_B)
         row_ptr = vector_ptr + samples.to(tl.int64) * vector_stride
@@ -94,9 +102,9 @@ def tile_product(
                 at = v0 + (chunk + AHEAD) * BLOCK_K
                 coming = coming + (_load_vectors(row_ptr, at, samples < batch, v_end, BLOCK_K),)
             if chunk == 0:
-                out = tl.dot(tiles[0], now.to(DOT), input_precision=PRECISION)
+                out = tl.dot(chunks[0], now.to(DOT), input_precision=PRECISION)
             else:
-                out = tl.dot(tiles[chunk], now.to(DOT), out, input_precision=PRECISION)
+                out = tl.dot(chunks[chunk], now.to(DOT), out, input_precision=PRECISION)
         at = samples[None, :] * out_stride + rows[:, None]
         mask = (rows < m_end)[:, None] & (samples < batch)[None, :]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -125,8 +133,7 @@ def _load_vectors(row_ptr, v0, in_batch, v_end, BLOCK_K: tl.constexpr):
 @triton.jit
 def load_tile(
     matrix_ptr,
-    m0,
-    v0,
+    tile,
     m_end,
     v_end,
     stride,
@@ -136,6 +143,7 @@ def load_tile(
     CHUNKS: tl.constexpr,
 ):
     """A tile of a matrix (m, v), rows `stride` apart, in chunks of columns."""
+    m0, v0, _ = _origin(tile, m_end, BLOCK_M, BLOCK_K * CHUNKS)
     rows = m0 + tl.arange(0, BLOCK_M)
     out = ()
     for chunk in tl.static_range(CHUNKS):

@@ -40,7 +40,7 @@ from bedouin.kernels.scan.triton_segments import LN2
 
 
 @triton.jit
-def _pull_token(
+def _reverse_token(
     H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
     sample,
     i_token,
@@ -56,7 +56,10 @@ def _pull_token(
     mixed_ptr,
     small_ptr,
     before_ptr,
+    grad_x_ptr,
     grad_raw_ptr,
+    grad_A_ptr,
+    statistics_ptr,
     pulled_counter_ptr,
     left_ptr,
     pulled_target,
@@ -93,7 +96,7 @@ def _pull_token(
     COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The cotangent of raw_t, which the feedback waits for; returns what `_finish_token` needs."""
+    """Cotangents of x_t and raw_t, and the parts of that of A; returns that of h_{t-1}."""
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     cols = tl.arange(0, BLOCK_D)
@@ -248,47 +251,7 @@ def _pull_token(
         )  # fmt: skip
     if PERSISTENT:
         announce(left_ptr)
-    return (g, w, from_memory, sigma, grad_mixed, delta, mixed), u, decayed
 
-
-@triton.jit
-def _finish_token(
-    H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
-    vectors,  # of `_pull_token`
-    u,
-    decayed,  # decay * h_{t-1}, of which the decay may be computed again
-    sample,
-    i_token,
-    t,
-    count,  # tokens of the chunk
-    A_ptr,
-    small_ptr,
-    before_ptr,
-    grad_x_ptr,
-    grad_A_ptr,
-    statistics_ptr,
-    batch,
-    t_end,
-    d,
-    n,
-    K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """The cotangent of x_t, the parts of that of A, and the check; returns that of h_{t-1}."""
-    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
-    PAIRS: tl.constexpr = K * (K + 1) // 2
-    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
-    g, w, from_memory, sigma, grad_mixed, delta, mixed = vectors
-    cols = tl.arange(0, BLOCK_D)
-    in_d = cols < d
-    token = sample * t_end + t
-    in_chunk = sample * count + i_token
-    row = small_ptr + in_chunk * (SIZE + 2 * n)
     tl.store(grad_x_ptr + token * d + cols, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=in_d)
     checks = ()
     for i in tl.static_range(K):
@@ -494,18 +457,13 @@ def step_kernel(
     own = tl.program_id(0).to(tl.int64)
     H = _load_blocks(H_ptr + own * n * d, d, n, BLOCK_D, BLOCK_N, BLOCKS)
     t = start + i_token
-    vectors, u, decayed = _pull_token(
+    H = _reverse_token(
         H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr,
-        mixed_ptr, small_ptr, before_ptr, grad_raw_ptr, statistics_ptr, statistics_ptr, 0, batch,
-        t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-        raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, True, False, 1, NORM,
-        NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, False,
-        ACC,
-    )  # fmt: skip
-    H = _finish_token(
-        H, vectors, u, decayed, own, i_token, t, count, A_ptr, small_ptr, before_ptr, grad_x_ptr,
-        grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D, BLOCK_N, BLOCKS, INPUT_SCALE,
-        FULL, FAST,
+        mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr,
+        statistics_ptr, statistics_ptr, 0, batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t,
+        x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D,
+        BLOCK_N, BLOCKS, True, False, 1, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
+        INPUT_SCALE, FULL, EPS, ALIGNED, FAST, False, ACC,
     )  # fmt: skip
     tl.debug_barrier()
     _store_blocks(H_ptr + own * n * d, H, d, n, BLOCK_D, BLOCK_N, BLOCKS)
@@ -585,44 +543,33 @@ def _walk_back(
 ):
     """The tokens of a chunk, the last first: the program's tile, its samples, or both."""
     own = program.to(tl.int64)
-    tiles_m, COLUMNS = tl.cdiv(d, BLOCK_M), BLOCK_K * CHUNKS
     for back in range(0, count):
         i_token = count - 1 - back
         t = start + i_token
         if WITH_SAMPLES and RESIDENT:
             if program < batch:
-                vectors, u, decayed = _pull_token(
+                H = _reverse_token(
                     H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
-                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
-                    pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
-                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK,
-                    PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
-                )  # fmt: skip
-                H = _finish_token(
-                    H, vectors, u, decayed, own, i_token, t, count, A_ptr, small_ptr, before_ptr,
-                    grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K, BLOCK_D, BLOCK_N,
-                    BLOCKS, INPUT_SCALE, FULL, FAST,
+                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr,
+                    grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, (done + back) * tiles,
+                    batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t,
+                    raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N,
+                    BLOCKS, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
+                    BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
         if WITH_SAMPLES and not RESIDENT:
             for index in range(program, batch, stride):
                 sample = tl.cast(index, tl.int64)
                 cotangent = H_ptr + sample * n * d
                 later = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
-                vectors, u, decayed = _pull_token(
+                later = _reverse_token(
                     later, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
-                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_raw_ptr,
-                    pulled_counter_ptr, left_ptr, (done + back) * tiles, batch, t_end, r, d, n,
-                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, FEEDBACK,
-                    PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
-                )  # fmt: skip
-                later = _finish_token(
-                    later, vectors, u, decayed, sample, i_token, t, count, A_ptr, small_ptr,
-                    before_ptr, grad_x_ptr, grad_A_ptr, statistics_ptr, batch, t_end, d, n, K,
-                    BLOCK_D, BLOCK_N, BLOCKS, INPUT_SCALE, FULL, FAST,
+                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr,
+                    grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, (done + back) * tiles,
+                    batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t,
+                    raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N,
+                    BLOCKS, FEEDBACK, PERSISTENT, SPLITS, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
+                    BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
                 )  # fmt: skip
                 _store_blocks(cotangent, later, d, n, BLOCK_D, BLOCK_N, BLOCKS)
                 # the next token reads H, perhaps with other threads than those that wrote it
@@ -633,21 +580,17 @@ def _walk_back(
                 wait_for(left_ptr, (done + back + 1) * batch, COMPILED)
             if ONE_TILE:
                 if first_tile < tiles:
-                    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * COLUMNS
-                    out = pulled_ptr + (first_tile // tiles_m) * batch * d
                     tile_product(
-                        W, grad_rows, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
-                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
+                        W, first_tile, grad_rows, pulled_ptr, t >> 30, batch, d, r, t_end * r, d,
+                        PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
             else:
                 for tile in range(first_tile, tiles, tl.num_programs(0)):
-                    m0, v0 = tile % tiles_m * BLOCK_M, tile // tiles_m * COLUMNS
-                    part = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
-                    out = pulled_ptr + (tile // tiles_m) * batch * d
+                    part = load_tile(W_ptr, tile, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
                     tile_product(
-                        part, grad_rows, out, m0, v0, t >> 30, batch, d, r, t_end * r, d, PRECISION,
-                        DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
+                        part, tile, grad_rows, pulled_ptr, t >> 30, batch, d, r, t_end * r, d,
+                        PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
                     )  # fmt: skip
                     announce(pulled_counter_ptr)
     return H
@@ -724,14 +667,12 @@ def reverse_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     pulled_counter_ptr, left_ptr, phase_ptr = counters_ptr, counters_ptr + 1, counters_ptr + 2
     own = program.to(tl.int64)
-    tiles_m = tl.cdiv(d, BLOCK_M)
-    tiles = tiles_m * SPLITS if PERSISTENT else 0
+    tiles = tl.cdiv(d, BLOCK_M) * SPLITS if PERSISTENT else 0
     stride = programs - tiles if APART else programs
     first_tile = programs - 1 - program
-    m0, v0 = first_tile % tiles_m * BLOCK_M, first_tile // tiles_m * BLOCK_K * CHUNKS
     W = ()
     if PERSISTENT and ONE_TILE:
-        W = load_tile(W_ptr, m0, v0, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+        W = load_tile(W_ptr, first_tile, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
     # in blocks of states, so that few registers are in use at a time
     own_n = tl.where(program < batch, n, 0)
     H = ()

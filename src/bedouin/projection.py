@@ -42,28 +42,27 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         wants, r = ctx.needs_input_grad, ctx.r
-        # the fast products of cuBLAS want a multiple of eight columns: the few others by themselves
-        even = r - r % 8
-        parts = (grad[:, even:], grad[:, :even]) if even < r else (grad,)
-        halves = (weight[even:r], weight[:even]) if even < r else (weight[:r],)
-        grads = (*reversed(parts), grad_rest)
+        grads, weights = (*_eights(grad, 1), grad_rest), (*_eights(weight[:r], 0), weight[r:])
         with torch.autocast(rows.device.type, enabled=False):
-            grad_rows = _rows_gradient((grad_rest, *parts), (weight[r:], *halves), wants[0])
+            grad_rows = _rows_gradient(grads, weights) if wants[0] else None
             grad_weight = _joined(_weight_gradient, grads, rows, weight) if wants[1] else None
-            grads = (grad, grad_rest)
-            grad_bias = _joined(_bias_gradient, grads, rows, weight[:, 0]) if wants[2] else None
+            halves = (grad, grad_rest)
+            grad_bias = _joined(_bias_gradient, halves, rows, weight[:, 0]) if wants[2] else None
         return grad_rows, grad_weight, grad_bias, None
 
 
-def _rows_gradient(
-    grads: tuple[Tensor, ...], weights: tuple[Tensor, ...], wanted: bool
-) -> Tensor | None:
-    """The sum of grads @ weights."""
-    if not wanted:
-        return None
-    total = grads[0] @ weights[0]
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        total = total.addmm_(grad, weight)
+def _eights(v: Tensor, axis: int) -> tuple[Tensor, ...]:
+    """v, whose last few by themselves: the fast products of cuBLAS want a multiple of eight."""
+    size = v.shape[axis]
+    return v.split([size - size % 8, size % 8], axis) if size % 8 else (v,)
+
+
+def _rows_gradient(grads: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:
+    """The sum of grads @ weights, the last first."""
+    *others, (grad, weight) = zip(grads, weights, strict=True)
+    total = grad @ weight
+    for grad, weight in reversed(others):
+        total.addmm_(grad, weight)
     return total
 
 
