@@ -23,8 +23,10 @@ from bedouin.kernels.direct.triton_math import (
 from bedouin.kernels.direct.triton_small import (
     combine,
     eliminate,
+    inverse_sizes,
     local_system,
     products,
+    rows_times,
     scale,
     scale_symmetric,
     subtract,
@@ -181,18 +183,11 @@ def _token_kernel(
         s = input_scale(delta, INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
     rest = tl.sum(h * C[:, None], axis=0) + sigma * drive
-    sigma_u = ()
-    with_drive = ()
-    with_rest = ()
-    for i in tl.static_range(K):
-        sigma_u = sigma_u + (sigma * u[i],)
-        with_drive = with_drive + (u[i] * drive,)
-        with_rest = with_rest + (u[i] * rest,)
+    sigma_u = rows_times(u, sigma, K)
+    with_drive, with_rest = rows_times(u, drive, K), rows_times(u, rest, K)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
-    inv = ()
-    for i in tl.static_range(K):
-        inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
+    inv = inverse_sizes(dots, d, K, EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
     U_drive = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
@@ -206,10 +201,7 @@ def _token_kernel(
 
     x = tl.load(x_ptr + sample * x_row + cols, mask=in_d, other=0.0).to(kind)
     v = y + tl.load(D_ptr + cols, mask=in_d, other=0.0).to(kind) * x
-    U_y = ()
-    for i in tl.static_range(K):
-        U_y = U_y + (u[i] * y,)
-    dots = sums((y * y, v * v) + U_y)
+    dots = sums((y * y, v * v) + rows_times(u, y, K))
     U_y = scale(dots[2 : K + 2], inv, K)
     mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
     mixed = drive + combine(mixing, u, K)

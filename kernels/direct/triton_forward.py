@@ -27,8 +27,10 @@ from bedouin.kernels.direct.triton_product import (
 from bedouin.kernels.direct.triton_small import (
     combine,
     eliminate,
+    inverse_sizes,
     local_system,
     products,
+    rows_times,
     scale,
     scale_symmetric,
     sums,
@@ -149,18 +151,13 @@ def _solve_token(
         s = input_scale(delta, INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
     rest = tl.sum(h * C[:, None], axis=0) + sigma * x
-    sigma_u = ()
-    with_rest = ()
+    sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
     beta = ()
     for i in tl.static_range(K):
-        sigma_u = sigma_u + (sigma * u[i],)
-        with_rest = with_rest + (u[i] * (rest - x),)
         beta = beta + (BETA_MAX * sigmoid(alpha[i]),)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_rest)
-    inv = ()
-    for i in tl.static_range(K):
-        inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
+    inv = inverse_sizes(dots, d, K, EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
     T = wy_upper(G, beta, K)
@@ -170,10 +167,7 @@ def _solve_token(
     U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1)
     y = rest + sigma * combine(scale(upper_times(T, U_v, K), inv, K), u, K)
 
-    with_v = ()
-    for i in tl.static_range(K):
-        with_v = with_v + (u[i] * (y - x),)
-    dots = sums((y * y,) + with_v)
+    dots = sums((y * y,) + rows_times(u, y - x, K))
     tl.store(y_ptr + token * d + cols, y.to(y_ptr.dtype.element_ty), mask=in_d)
     if FEEDBACK:
         normed = y

@@ -21,10 +21,13 @@ from bedouin.kernels.direct.triton_product import load_stream
 from bedouin.kernels.direct.triton_small import (
     combine,
     eliminate,
+    inverse_sizes,
     local_system,
     products,
+    rows_times,
     scale,
     scale_symmetric,
+    store_tuple,
     sums,
     upper_times,
     wy_upper,
@@ -118,25 +121,19 @@ def prepare_token(
     else:
         sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
     u = ()
-    sigma_u = ()
-    with_v = ()
-    with_y = ()
     beta = ()
     for i in tl.static_range(K):
         u_i = load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC)
         u = u + (u_i,)
-        sigma_u = sigma_u + (sigma * u_i,)
-        with_v = with_v + (u_i * v,)
-        with_y = with_y + (sigma * u_i * y,)
         alpha = tl.load(raw + u_at + K * d + i).to(ACC)
         if FEEDBACK:
             alpha += tl.load(fed + u_at + K * d + i).to(ACC)
         beta = beta + (BETA_MAX * sigmoid(alpha),)
     PAIRS: tl.constexpr = K * (K + 1) // 2
+    sigma_u = rows_times(u, sigma, K)
+    with_v, with_y = rows_times(u, v, K), rows_times(sigma_u, y, K)
     dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_v + with_y + (y * y,))
-    inv = ()
-    for i in tl.static_range(K):
-        inv = inv + (tl.rsqrt(dots[i * (i + 1) // 2 + i] + d * EPS),)
+    inv = inverse_sizes(dots, d, K, EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
     U_v = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
@@ -176,8 +173,7 @@ def prepare_token(
     small = small + (norm, tl.sum(BC, axis=0), inv_B, inv_C)
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = small_ptr + token * (SIZE + 2 * n)
-    for i in tl.static_range(SIZE):
-        tl.store(row + i, small[i])
+    store_tuple(row, small, SIZE)
     tl.store(row + SIZE + rows, B, mask=in_n)
     tl.store(row + SIZE + n + rows, C, mask=in_n)
 

@@ -32,6 +32,8 @@ from bedouin.kernels.direct.triton_product import (
 from bedouin.kernels.direct.triton_small import (
     add,
     combine,
+    load_tuple,
+    rows_times,
     sums,
     symmetric_times,
     upper_transposed_times,
@@ -190,9 +192,7 @@ def _reverse_token(
         else:
             g += pulled
     # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
-    q = ()
-    for i in tl.static_range(K):
-        q = q + (u[i] * (from_memory + sigma * g),)
+    q = rows_times(u, from_memory + sigma * g, K)
     if FEEDBACK and NORM:
         dots = sums(q + (pulled * y,))
         # the part of the cotangent along y that the norm takes out
@@ -213,16 +213,16 @@ def _reverse_token(
     w = g + combine(T_g, u, K)
 
     # x~ = x + U^T T U v, one reflection after the other
-    S = _scalars(row, PAIRS, PAIRS)
+    S = load_tuple(row + PAIRS, PAIRS)
     U_g = add(q, symmetric_times(S, T_g, K), K)
     grad_mixed = from_memory + sigma * w
     grad_raw = grad_raw_ptr + tl.multiple_of(token * r, ALIGNED)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    G = _scalars(row, 2 * PAIRS, PAIRS)
-    T_v = _scalars(row, 3 * PAIRS + K * K, K)
-    c = _scalars(row, 3 * PAIRS + K * K + K, K)
-    rest = _scalars(row, 3 * PAIRS + K * K + 2 * K, K)
-    squares = _scalars(row, 3 * PAIRS + K * K + 3 * K, K)
+    G = load_tuple(row + 2 * PAIRS, PAIRS)
+    T_v = load_tuple(row + 3 * PAIRS + K * K, K)
+    c = load_tuple(row + 3 * PAIRS + K * K + K, K)
+    rest = load_tuple(row + 3 * PAIRS + K * K + 2 * K, K)
+    squares = load_tuple(row + 3 * PAIRS + K * K + 3 * K, K)
     for i in tl.static_range(K):
         if i > 0:
             v -= T_v[i] * u[i]
@@ -253,11 +253,8 @@ def _reverse_token(
         announce(left_ptr)
 
     tl.store(grad_x_ptr + token * d + cols, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=in_d)
-    checks = ()
-    for i in tl.static_range(K):
-        checks = checks + (u[i] * (from_memory + sigma * w),)
-    checks = sums(checks)
-    T = _scalars(row, 0, PAIRS)
+    checks = sums(rows_times(u, from_memory + sigma * w, K))
+    T = load_tuple(row, PAIRS)
     applied = g + combine(upper_transposed_times(T, checks, K), u, K)
     finite = 0 * checks[0]
     defect, size = max_norms_of_two(applied - w, applied)
@@ -293,15 +290,6 @@ def _pin(v):
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [v], dtype=tl.float32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def _scalars(row_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Consecutive entries of a token's `small`."""
-    out = ()
-    for i in tl.static_range(COUNT):
-        out = out + (tl.load(row_ptr + FIRST + i),)
-    return out
 
 
 @triton.jit

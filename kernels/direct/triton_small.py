@@ -70,6 +70,40 @@ def scale(values, factor, K: tl.constexpr):
 
 
 @triton.jit
+def rows_times(rows, v, K: tl.constexpr):
+    """rows_i v, elementwise, of vectors."""
+    out = ()
+    for i in tl.static_range(K):
+        out = out + (rows[i] * v,)
+    return out
+
+
+@triton.jit
+def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
+    """1 / |u_i|, as `unit` has it, from the packed inner products of the u."""
+    inv = ()
+    for i in tl.static_range(K):
+        inv = inv + (tl.rsqrt(G[i * (i + 1) // 2 + i] + d * EPS),)
+    return inv
+
+
+@triton.jit
+def load_tuple(pointer, N: tl.constexpr):
+    """Scalars, one after the other."""
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (tl.load(pointer + i),)
+    return out
+
+
+@triton.jit
+def store_tuple(pointer, values, N: tl.constexpr):
+    """Scalars, one after the other."""
+    for i in tl.static_range(N):
+        tl.store(pointer + i, values[i])
+
+
+@triton.jit
 def scale_symmetric(packed, factor, K: tl.constexpr):
     """factor_i factor_j packed_ij."""
     out = ()

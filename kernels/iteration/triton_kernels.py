@@ -15,10 +15,14 @@ from bedouin.kernels.direct.triton_math import sigmoid
 from bedouin.kernels.direct.triton_small import (
     combine,
     eliminate,
+    inverse_sizes,
+    load_tuple,
     local_system,
     products,
+    rows_times,
     scale,
     scale_symmetric,
+    store_tuple,
     sums,
     upper_times,
     wy_upper,
@@ -84,24 +88,6 @@ def _load_beta(
 
 
 @triton.jit
-def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
-    """1 / |u_i|, as `unit` has it, from the packed inner products of the u."""
-    inv = ()
-    for i in tl.static_range(K):
-        inv = inv + (tl.rsqrt(G[i * (i + 1) // 2 + i] + d * EPS),)
-    return inv
-
-
-@triton.jit
-def rows_times(rows, v, K: tl.constexpr):
-    """rows_i v, elementwise."""
-    out = ()
-    for i in tl.static_range(K):
-        out = out + (rows[i] * v,)
-    return out
-
-
-@triton.jit
 def _token_of(program, batch, T):
     """Sample and time of a program: last tokens first.
 
@@ -119,22 +105,6 @@ def _load_x(row, cols, d, zero, ALIGN: tl.constexpr, ACC: tl.constexpr):
     otherwise they are spread over the threads in two ways, and x is moved between them.
     """
     return tl.load(row + ALIGN * zero + cols, mask=cols < d, other=0.0).to(ACC)
-
-
-@triton.jit
-def _store_tuple(pointer, values, N: tl.constexpr):
-    """Scalars, one after the other."""
-    for i in tl.static_range(N):
-        tl.store(pointer + i, values[i])
-
-
-@triton.jit
-def _load_tuple(pointer, N: tl.constexpr):
-    """Scalars, one after the other."""
-    out = ()
-    for i in tl.static_range(N):
-        out = out + (tl.load(pointer + i),)
-    return out
 
 
 @triton.jit
@@ -203,8 +173,8 @@ def mix_kernel(
             U_v = scale(dots[PAIRS : PAIRS + K], inv, K)
             mixed = x + combine(scale(upper_times(upper, U_v, K), inv, K), u, K)
             WY_row = WY_ptr + token * (PAIRS + K)
-            _store_tuple(WY_row, upper, PAIRS)
-            _store_tuple(WY_row + PAIRS, inv, K)
+            store_tuple(WY_row, upper, PAIRS)
+            store_tuple(WY_row + PAIRS, inv, K)
         else:
             mixed = x + _reflect(u, beta, v, d, K, EPS)
         tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
@@ -290,8 +260,8 @@ def finish_kernel(
         rest = memory + sigma * x
 
         PAIRS: tl.constexpr = K * (K + 1) // 2
-        upper = _load_tuple(WY_ptr + token * (PAIRS + K), PAIRS)
-        inv = _load_tuple(WY_ptr + token * (PAIRS + K) + PAIRS, K)
+        upper = load_tuple(WY_ptr + token * (PAIRS + K), PAIRS)
+        inv = load_tuple(WY_ptr + token * (PAIRS + K) + PAIRS, K)
         dots = sums(products(rows_times(u, sigma, K), u, K) + rows_times(u, rest - x, K))
         S = scale_symmetric(dots[0:PAIRS], inv, K)
         q = scale(dots[PAIRS : PAIRS + K], inv, K)
