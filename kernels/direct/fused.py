@@ -17,7 +17,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.direct.reverse import feedback_vjp
-from bedouin.kernels.sizes import ceil_div, next_power_of_two
+from bedouin.kernels.sizes import next_power_of_two
 
 MAX_STATE = 32768
 """Most elements of a sample's memory, both axes rounded up to a power of two: one program holds it
@@ -69,7 +69,7 @@ class SweepBuffers(NamedTuple):
     W_y: Tensor | None  # (r, d)
     A: Tensor  # (n, d), log2(e) A
     h: Tensor  # (b, n, d), in place
-    kept: Tensor  # (b, slots, n, d)
+    kept: Tensor  # (b, slots - 1, n, d)
     y: Tensor  # (b, t, d)
     normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, the first token's given
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
@@ -83,7 +83,8 @@ class KnownBuffers(NamedTuple):
     raw: Tensor  # (b, t, r)
     fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1})
     A: Tensor  # (n, d), log2(e) A
-    kept: Tensor  # (b, slots, n, d)
+    h0: Tensor  # (b, n, d), the samples perhaps in one memory
+    kept: Tensor  # (b, slots - 1, n, d)
 
 
 class GradBuffers(NamedTuple):
@@ -106,17 +107,15 @@ def fused_sweep(
     y0: Tensor | None,  # (b, d); None: zeros
     options: SweepOptions,
     keep_every: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`forward_sweep`: y (b, t, d), the last h (b, d, n), norm(y_{t-1}) (b, t, d), the kept memory
-    (b, ceil(t / keep_every), n, d) and the statistics (4, b, t): defect, scale, magnitude, pivot.
-
-    Without feedback norm(y_{t-1}) is (b, 0, d).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`forward_sweep`: y (b, t, d), the last h (b, d, n), the kept memory (see `count_kept`, n, d)
+    and the statistics (4, b, t): defect, scale, magnitude, pivot.
     """
     from bedouin.kernels.direct.triton_launch import launch_sweep
 
     (b, t_end, d), n = x.shape, A.shape[1]
     state: dict[str, Any] = {"dtype": A.dtype, "device": x.device}
-    kept = torch.empty(b, ceil_div(t_end, keep_every), n, d, **state)
+    kept = torch.empty(b, count_kept(t_end, keep_every), n, d, **state)
     statistics = torch.empty(4, b, t_end, **state)
     h = _first_memory(h0, b, A)
     y = torch.empty(b, t_end, d, **state)
@@ -127,7 +126,12 @@ def fused_sweep(
             *(y if normed is None else normed, statistics),
         )
         launch_sweep(buffers, options, keep_every)
-    return y, h.mT, _before(normed, y), kept, statistics
+    return y, h.mT, kept, statistics
+
+
+def count_kept(t_end: int, keep_every: int) -> int:
+    """How often h is kept: before tokens keep_every, 2 keep_every, ...; the first one is given."""
+    return max(0, (t_end - 1) // keep_every)
 
 
 def _first_memory(h0: Tensor | None, b: int, A: Tensor) -> Tensor:
@@ -135,6 +139,12 @@ def _first_memory(h0: Tensor | None, b: int, A: Tensor) -> Tensor:
     if h0 is None:
         return A.new_zeros(b, A.shape[1], A.shape[0])
     return h0.mT.clone(memory_format=torch.contiguous_format)
+
+
+def _given_memory(h0: Tensor | None, b: int, A: Tensor) -> Tensor:
+    """h before the first token (b, n, d), zeros of all samples in one memory."""
+    d, n = A.shape
+    return A.new_zeros(n, d).expand(b, n, d) if h0 is None else h0.mT.contiguous()
 
 
 def _first_normed(
@@ -152,20 +162,34 @@ def _first_normed(
     return normed
 
 
-def _before(normed: Tensor | None, y: Tensor) -> Tensor:
-    """What the feedback of each token sees (b, t, d): nothing (b, 0, d) without feedback."""
-    return y.new_empty(y.shape[0], 0, y.shape[2]) if normed is None else normed
-
-
 def padding(r: int) -> int:
     """Values to add to r for a multiple of 64, so that rows of raw values are aligned."""
     return -r % ALIGNMENT
 
 
-def _transposed(W: Tensor) -> Tensor:
-    """(d, r or more), whole: W^y (r, d) transposed, with `padding(r)` columns of zeros."""
-    zeros = padding(W.shape[0])
-    return torch.nn.functional.pad(W.mT, (0, zeros)) if zeros else W.mT.contiguous()
+def in_eights(v: Tensor, axis: int) -> tuple[Tensor, ...]:
+    """v, whose last few by themselves: the fast products of cuBLAS want a multiple of eight."""
+    size = v.shape[axis]
+    return v.split([size - size % 8, size % 8], axis) if size % 8 else (v,)
+
+
+def _past(y: Tensor, y0: Tensor | None, W: Tensor, options: SweepOptions) -> Tensor:
+    """norm(y_{t-1}) (b t, d) in the dtype of W^y."""
+    from bedouin.kernels.output.triton_kernels import shifted_norm_forward
+
+    return shifted_norm_forward(y, y0, options.feedback_norm_eps, W.dtype).flatten(0, 1)
+
+
+def _fed_back(y: Tensor, y0: Tensor | None, W: Tensor, options: SweepOptions) -> Tensor:
+    """W^y norm(y_{t-1}) (b, t, r or more), zeros from r on."""
+    (b, t_end, _), r = y.shape, W.shape[0]
+    fed = W.new_empty(b, t_end, r + padding(r))
+    fed[..., r:].zero_()
+    past = _past(y, y0, W, options)
+    parts = in_eights(fed.flatten(0, 1)[:, :r], 1)
+    for out, rows in zip(parts, in_eights(W, 0), strict=True):
+        torch.mm(past, rows.mT, out=out)
+    return fed
 
 
 def _exponents(A: Tensor) -> Tensor:
@@ -205,69 +229,72 @@ def fused_memory(
     y0: Tensor | None,
     options: SweepOptions,
     keep_every: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`remember`: the last h (b, d, n), norm(y_{t-1}) and the kept memory, as `fused_sweep`."""
+) -> tuple[Tensor, Tensor]:
+    """`remember`: the last h (b, d, n) and the kept memory, as `fused_sweep`."""
     from bedouin.kernels.direct.triton_launch import launch_memory
 
     (b, t_end, d), n = x.shape, A.shape[1]
-    kept = A.new_empty(b, ceil_div(t_end, keep_every), n, d)
+    kept = A.new_empty(b, count_kept(t_end, keep_every), n, d)
     h = _first_memory(h0, b, A)
-    normed = _first_normed(y0, W_y, (b, t_end, d), options)
-    if normed is not None:
-        normed[:, 1:] = normalize_feedback(y[:, :-1], options.feedback_norm_eps)
-    before = _before(normed, y)
     if b and t_end:
-        fed = None if W_y is None else before @ _transposed(W_y)
-        known = KnownBuffers(_rows(x), y.contiguous(), _rows(raw), fed, _exponents(A), kept)
+        y = y.contiguous()
+        fed = None if W_y is None else _fed_back(y, y0, W_y, options)
+        first = _given_memory(h0, b, A)
+        known = KnownBuffers(_rows(x), y, _rows(raw), fed, _exponents(A), first, kept)
         launch_memory(known, h, options, keep_every)
-    return h.mT, before, kept
+    return h.mT, kept
 
 
 def fused_reverse(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
-    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
-    normed: Tensor,  # (b, t, d), norm(y_{t-1})
+    kept: Tensor,  # (b, count_kept(t, keep_every), n, d)
     keep_every: int,
     y: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
     W_y: Tensor | None,
     A: Tensor,  # (d, n)
-    y0: Tensor | None,  # (b, d); None: its gradient is not wanted
+    h0: Tensor | None,  # (b, d, n); None: zeros
+    y0: Tensor | None,  # (b, d); None: zeros
     options: SweepOptions,
+    *,
+    wants_y0: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`reverse_sweep`: gradients of x, raw, W_y (empty without feedback), A, h0 and y0 (empty if
     not wanted), and the statistics (2, b, t) of the adjoint equation: defect and scale.
 
-    A chunk of tokens is replayed from the memory kept before it, into a workspace of keep_every
-    memories, then taken back.
+    A chunk of tokens is replayed from the memory kept before it, into a workspace of keep_every - 1
+    memories, then taken back. norm(y_{t-1}) is made again where it is needed, not kept.
     """
     from bedouin.kernels.direct.triton_launch import launch_reverse
 
-    (b, t_end, d), r = x.shape, raw.shape[2]
+    (b, t_end, _), r = x.shape, raw.shape[2]
     H, grad_A = _first_cotangents(grad_h, b, A)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     statistics = A.new_empty(2, b, t_end)
-    W, fed = None, None
-    if W_y is None:
+    fed = None
+    if W_y is None or not (b and t_end):
         # rows as far apart as cuBLAS and wide stores like them
         grad_raw = raw.new_empty(b, t_end, r + padding(r))
     else:
-        W = _transposed(W_y)
-        fed = (normed.reshape(-1, d) @ W).unflatten(0, (b, t_end))
+        fed = _fed_back(y, y0, W_y, options)
         # a token's feedback is read before its cotangent is written: one memory for both
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     pulled = None
     if b and t_end:
-        known = KnownBuffers(_rows(x), y, _rows(raw), fed, _exponents(A), kept)
+        first = _given_memory(h0, b, A)
+        known = KnownBuffers(_rows(x), y, _rows(raw), fed, _exponents(A), first, kept)
         grads = GradBuffers(_rows(grad_y), H, grad_x, grad_raw, grad_A, statistics)
-        pulled = launch_reverse(known, grads, W, options, keep_every)
-    grad_y0 = _start_cotangent(pulled, y0, A, options)
+        pulled = launch_reverse(known, grads, W_y, options, keep_every)
+    grad_y0 = _start_cotangent(pulled, y0 if wants_y0 else None, A, options)
     grad_W_y = A.new_empty(0)
-    if W_y is not None:
-        del W
-        grad_W_y = (grad_raw.to(W_y.dtype).flatten(0, 1).mT @ normed.reshape(-1, d))[:r]
+    if fed is not None:
+        assert W_y is not None
+        rows = grad_raw.to(W_y.dtype).flatten(0, 1)
+        grad_W_y = (rows.mT @ _past(y, y0, W_y, options))[:r]
+    elif W_y is not None:
+        grad_W_y = torch.zeros_like(W_y)
     return grad_x, grad_raw[..., :r], grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0, statistics
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.direct.fused import (
+    count_kept,
     fused_memory,
     fused_reverse,
     fused_sweep,
@@ -24,10 +25,10 @@ from bedouin.kernels.direct.reverse import ReportBackward
 from bedouin.kernels.once import refuse_second_derivative
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
-Known = tuple[Tensor, Tensor, Tensor, Tensor]
-"""y (b, t, d), last h (b, d, n), norm(y_{t-1}) (b, t, d), kept h (b, slots, n, d)."""
+Known = tuple[Tensor, Tensor, Tensor]
+"""y (b, t, d), last h (b, d, n), kept h (b, `count_kept`, n, d)."""
 
-Solved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Solved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """The same, the statistics (4, b, t), and residual and pivot (2, b) and converged (b,) of them."""
 
 Pulled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -54,8 +55,8 @@ def _sweep(
     layout = _layout(activation, selective, num_householder, beta_max)
     options = _options(layout, input_scale, eigenvalues, norm_eps)
     *solved, statistics = fused_sweep(x, raw, W_y, A, h0, y0, options, keep_every)
-    y, h, normed, kept = solved
-    return y, h, normed, kept, statistics, *summarize(statistics)
+    y, h, kept = solved
+    return y, h, kept, statistics, *summarize(statistics)
 
 
 @_sweep.register_fake
@@ -69,9 +70,8 @@ def _sweep_fake(
     *options: Any,
 ) -> Solved:
     b, t, d = x.shape
-    h, normed, kept = _memory_like(x, W_y, A, options[-1])
     summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
-    return A.new_empty(b, t, d), h, normed, kept, A.new_empty(4, b, t), *summary
+    return A.new_empty(b, t, d), *_memory_like(x, A, options[-1]), A.new_empty(4, b, t), *summary
 
 
 @torch.library.custom_op("bedouin::direct_sweep_known", mutates_args=())
@@ -94,8 +94,8 @@ def _known(
 ) -> Known:
     layout = _layout(activation, selective, num_householder, beta_max)
     options = _options(layout, input_scale, eigenvalues, norm_eps)
-    h, normed, kept = fused_memory(y_star, x, raw, W_y, A, h0, y0, options, keep_every)
-    return y_star.clone(memory_format=torch.contiguous_format), h, normed, kept
+    memory = fused_memory(y_star, x, raw, W_y, A, h0, y0, options, keep_every)
+    return y_star.clone(memory_format=torch.contiguous_format), *memory
 
 
 @_known.register_fake
@@ -109,16 +109,12 @@ def _known_fake(
     y0: Tensor | None,
     *options: Any,
 ) -> Known:
-    return y_star.new_empty(y_star.shape), *_memory_like(x, W_y, A, options[-1])
+    return y_star.new_empty(y_star.shape), *_memory_like(x, A, options[-1])
 
 
-def _memory_like(
-    x: Tensor, W_y: Tensor | None, A: Tensor, keep_every: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _memory_like(x: Tensor, A: Tensor, keep_every: int) -> tuple[Tensor, Tensor]:
     (b, t, d), n = x.shape, A.shape[1]
-    h = A.new_empty(b, n, d).mT
-    normed = A.new_empty(b, 0, d) if W_y is None else W_y.new_empty(b, t, d)
-    return h, normed, A.new_empty(b, (t + keep_every - 1) // keep_every, n, d)
+    return A.new_empty(b, n, d).mT, A.new_empty(b, count_kept(t, keep_every), n, d)
 
 
 @torch.library.custom_op("bedouin::direct_sweep_backward", mutates_args=())
@@ -126,13 +122,14 @@ def _sweep_backward(
     grad_y: Tensor,
     grad_h: Tensor | None,
     y: Tensor,
-    normed: Tensor,
     kept: Tensor,
     x: Tensor,
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
+    h0: Tensor | None,
     y0: Tensor | None,
+    wants_y0: bool,
     activation: str,
     selective: bool,
     num_householder: int,
@@ -144,9 +141,9 @@ def _sweep_backward(
 ) -> Pulled:
     layout = _layout(activation, selective, num_householder, beta_max)
     options = _options(layout, input_scale, eigenvalues, norm_eps)
-    saved = (kept, normed, keep_every, y, x, raw, W_y, A, y0)
+    saved = (kept, keep_every, y, x, raw, W_y, A, h0, y0)
     with torch.autocast(x.device.type, enabled=False):
-        return fused_reverse(grad_y, grad_h, *saved, options)
+        return fused_reverse(grad_y, grad_h, *saved, options, wants_y0=wants_y0)
 
 
 @_sweep_backward.register_fake
@@ -154,20 +151,21 @@ def _sweep_backward_fake(
     grad_y: Tensor,
     grad_h: Tensor | None,
     y: Tensor,
-    normed: Tensor,
     kept: Tensor,
     x: Tensor,
     raw: Tensor,
     W_y: Tensor | None,
     A: Tensor,
+    h0: Tensor | None,
     y0: Tensor | None,
+    wants_y0: bool,
     *options: Any,
 ) -> Pulled:
     (b, t, d), n, r = x.shape, A.shape[1], raw.shape[2]
     rows = r + padding(r)
     grad_W_y = A.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
-    then = A.new_empty(n, d).mT, A.new_empty(b, n, d).mT, A.new_empty(0 if y0 is None else b, d)
+    then = A.new_empty(n, d).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)
 
 
@@ -181,10 +179,9 @@ def _save(
     y, _, *others = output
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)  # those of the others would be written for nothing
+    ctx.save_for_backward(y, others[0], *operands)
     # the gradient of the start is computed where somebody needs it
-    *tokens, h0, y0 = operands
-    ctx.save_for_backward(y, *others[:2], *tokens, y0 if wants_y0 else None)
-    ctx.has_start = h0 is not None
+    ctx.wants_y0 = wants_y0
     ctx.options = options
     ctx.report = None
 
@@ -199,13 +196,13 @@ def _save_known(ctx: Any, inputs: tuple[Any, ...], output: Known) -> None:
 
 def _pull(ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of x, raw, W_y, A, h0 and y0."""
-    y, normed, kept, x, raw, W_y, A, y0 = saved = ctx.saved_tensors
+    y, _, _, _, W_y, _, h0, _ = saved = ctx.saved_tensors
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     with torch.no_grad():
-        *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *ctx.options)
+        *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, ctx.wants_y0, *ctx.options)
     if ctx.report is not None and y.shape[1] and not is_transformed():
         ctx.report(*statistics.unbind())
-    wanted = (True, True, W_y is not None, True, ctx.has_start, y0 is not None)
+    wanted = (True, True, W_y is not None, True, h0 is not None, ctx.wants_y0)
     every = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
     return refuse_second_derivative(every, [grad_y, grad_h, *saved])
 
@@ -246,12 +243,12 @@ def direct_sweep_triton(
     fields = (layout.activation, layout.selective, layout.num_householder, layout.beta_max)
     scales = (options.input_scale, options.eigenvalues, options.feedback_norm_eps)
     if y_star is None:
-        y, h, _, _, statistics, summary, converged = _sweep(*operands, *fields, *scales, keep_every)
+        y, h, _, statistics, summary, converged = _sweep(*operands, *fields, *scales, keep_every)
         residual, pivot = summary.unbind()
         defect, scale, magnitude, _ = statistics.unbind()
         sweep = Sweep(y, h, defect, scale, magnitude, pivot, residual, converged)
     else:
-        y, h, _, _ = _known(y_star, *operands, *fields, *scales, keep_every)
+        y, h, _ = _known(y_star, *operands, *fields, *scales, keep_every)
         zeros = A.new_zeros(x.shape[:2])
         sweep = Sweep(y, h, zeros, zeros, zeros, A.new_zeros(x.shape[:1]))
     if report is not None and not torch.compiler.is_compiling() and y.grad_fn is not None:

@@ -219,7 +219,7 @@ def _walk(
     W_ptr,  # (r, d), W^y
     A_ptr,  # (n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
-    kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
+    kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     fed_ptr,  # (splits, b, r): parts of W^y norm(y_{t-1})
     y_ptr,  # (b, t, d)
     normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
@@ -270,7 +270,7 @@ def _walk(
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     state = rows[:, None] * d + cols[None, :]
     in_state = (rows < n)[:, None] & (cols < d)[None, :]
-    slots = tl.cdiv(t_end, KEEP)
+    slots = tl.cdiv(t_end, KEEP) - 1
     solved_ptr, fed_counter_ptr = counters_ptr, counters_ptr + 1
     own = program.to(tl.int64)
     for t in range(start, stop):
@@ -288,7 +288,7 @@ def _walk(
                     announce(fed_counter_ptr)
             else:
                 for tile in range(first_tile, tiles, tl.num_programs(0)):
-                    part = load_tile(W_ptr, tile, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+                    part = load_tile(W_ptr, tile, r, d, d, 1, DOT, BLOCK_M, BLOCK_K, CHUNKS)
                     tile_product(
                         part, tile, rows_ptr, fed_ptr, t >> 30, batch, r, d, t_end * d, fed_stride,
                         PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
@@ -296,8 +296,8 @@ def _walk(
                     announce(fed_counter_ptr)
         if WITH_SAMPLES and RESIDENT:
             if program < batch:
-                if t % KEEP == 0:
-                    slot = own * slots + t // KEEP
+                if (t > 0) & (t % KEEP == 0):
+                    slot = own * slots + t // KEEP - 1
                     tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
                 h = _solve_token(
                     h, own, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
@@ -311,8 +311,8 @@ def _walk(
                 sample = tl.cast(index, tl.int64)
                 memory = h_ptr + sample * n * d + state
                 h = tl.load(memory, mask=in_state, other=0.0)
-                if t % KEEP == 0:
-                    slot = sample * slots + t // KEEP
+                if (t > 0) & (t % KEEP == 0):
+                    slot = sample * slots + t // KEEP - 1
                     tl.store(kept_ptr + slot * n * d + state, h, mask=in_state)
                 h = _solve_token(
                     h, sample, t, x_ptr, A_ptr, raw_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr,
@@ -334,7 +334,7 @@ def sweep_kernel(
     W_ptr,  # (r, d), W^y
     A_ptr,  # (n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
-    kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
+    kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     fed_ptr,  # (splits, b, r): parts of W^y norm(y_{t-1})
     y_ptr,  # (b, t, d)
     normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
@@ -396,7 +396,7 @@ def sweep_kernel(
     stride = programs - tiles if APART else programs
     if APART:
         if first_tile < tiles:
-            W = load_tile(W_ptr, first_tile, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+            W = load_tile(W_ptr, first_tile, r, d, d, 1, DOT, BLOCK_M, BLOCK_K, CHUNKS)
             _walk(
                 h, W, program, first_tile, tiles, stride, True, False, x_ptr, raw_ptr, W_ptr, A_ptr,
                 h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr, counters_ptr, start,
@@ -419,7 +419,7 @@ def sweep_kernel(
     else:
         W = ()
         if PERSISTENT and ONE_TILE:
-            W = load_tile(W_ptr, first_tile, r, d, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+            W = load_tile(W_ptr, first_tile, r, d, d, 1, DOT, BLOCK_M, BLOCK_K, CHUNKS)
         h = _walk(
             h, W, program, first_tile, tiles, stride, PERSISTENT, True, x_ptr, raw_ptr, W_ptr,
             A_ptr, h_ptr, kept_ptr, fed_ptr, y_ptr, normed_ptr, statistics_ptr, counters_ptr, start,

@@ -13,6 +13,7 @@ from bedouin.kernels.direct.fused import (
     GradBuffers,
     KnownBuffers,
     SweepBuffers,
+    in_eights,
     padding,
 )
 from bedouin.kernels.direct.reference import SweepOptions
@@ -187,28 +188,27 @@ def launch_memory(known: KnownBuffers, h: Tensor, options: SweepOptions, keep_ev
     """Fill `kept`, and h (b, n, d), given before the first token, with that after the last."""
     b, t_end, d = known.x.shape
     mixed, small = _chunk_buffers(known, keep_every, options)
-    known.kept[:, 0] = h
-    slots = known.kept.shape[1]
+    slots = known.kept.shape[1] + 1
     for slot in range(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         _prepare(known, mixed, small, chunk, options)
-        last = h if slot + 1 == slots else known.kept[:, slot + 1]
+        last = h if slot + 1 == slots else known.kept[:, slot]
         _replay(known, mixed, small, None, last, chunk, slot, options)
 
 
 def launch_reverse(
     known: KnownBuffers,
     grads: GradBuffers,
-    W: Tensor | None,  # (d, r or more), W^y transposed, zeros from r on
+    W: Tensor | None,  # (r, d), W^y
     options: SweepOptions,
     keep_every: int,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     b, t_end, d = known.x.shape
-    n, slots = known.A.shape[0], known.kept.shape[1]
+    n, slots = known.A.shape[0], known.kept.shape[1] + 1
     mixed, small = _chunk_buffers(known, keep_every, options)
-    buffers = (mixed, small, known.A.new_empty(b, min(keep_every, t_end), n, d))
-    plan = None if W is None else plan_product(W.shape[0], W.shape[1], W, b)
+    buffers = (mixed, small, known.A.new_empty(b, min(keep_every, t_end) - 1, n, d))
+    plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b)
     pulled = None
     if W is not None:
         pulled = known.A.new_zeros(1 if plan is None else plan.splits, b, d)
@@ -226,9 +226,18 @@ def launch_reverse(
             continue
         assert pulled is not None
         for t in reversed(chunk):
-            _step(known, grads, pulled, buffers, t, chunk, options)
-            pulled[0] = grads.raw[:, t].to(W.dtype) @ W.mT
+            _step(known, grads, pulled, buffers, t, chunk, slot, options)
+            _pull(grads.raw[:, t], W, pulled[0])
     return pulled
+
+
+def _pull(grad_raw: Tensor, W: Tensor, pulled: Tensor) -> None:
+    """(W^y)^T times the cotangents of a token's raw values."""
+    r = W.shape[0]
+    parts = in_eights(grad_raw[:, :r].to(W.dtype), 1), in_eights(W, 0)
+    pulled.zero_()
+    for grad, rows in zip(*parts, strict=True):
+        pulled += grad @ rows
 
 
 def _chunk_buffers(
@@ -245,7 +254,7 @@ def _chunk_buffers(
 def _prepare(
     known: KnownBuffers, mixed: Tensor, small: Tensor, chunk: range, options: SweepOptions
 ) -> None:
-    x, y, raw, fed, A, _ = known
+    x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
     prepare_kernel[(b * len(chunk),)](
         x,
@@ -283,7 +292,7 @@ def _replay(
     slot: int,
     options: SweepOptions,
 ) -> None:
-    x, _, raw, fed, A, kept = known
+    x, _, raw, fed, A, h0, kept = known
     b, _, d = x.shape
     constants = _scan_constants(d, A, options)
     del constants["EPS"], constants["SELECTIVE"]
@@ -294,17 +303,19 @@ def _replay(
         raw,
         raw if fed is None else fed,
         A,
+        h0,
         kept,
         kept if before is None else before,
         kept if last is None else last,
         chunk.start,
         len(chunk),
         slot,
-        kept.shape[1],
+        kept.shape[1] + 1,
         d,
         A.shape[0],
         *raw.stride()[:2],
         *_token_strides(fed),
+        h0.stride(0),
         0 if last is None else last.stride(0),
         K=_layout(options).num_householder,
         KEEP_ALL=before is not None,
@@ -327,7 +338,7 @@ def _reverse(
     options: SweepOptions,
     keep_every: int,
 ) -> None:
-    x, y, raw, fed, A, kept = known
+    x, y, raw, fed, A, h0, kept = known
     b, t_end, d = x.shape
     together = b <= TOGETHER
     programs = b if plan is None else plan.programs
@@ -341,10 +352,12 @@ def _reverse(
         y,
         raw,
         raw if fed is None else fed,
-        raw if W is None else W,
+        raw if W is None else W.contiguous(),
         A,
+        *buffers[:2],
+        h0,
         kept,
-        *buffers,
+        buffers[2],
         grads.H,
         grads.x,
         grads.raw,
@@ -362,6 +375,7 @@ def _reverse(
         *x.stride()[:2],
         *raw.stride()[:2],
         *_token_strides(fed),
+        h0.stride(0),
         KEEP=keep_every,
         PREPARE=together,
         REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
@@ -383,9 +397,10 @@ def _step(
     buffers: tuple[Tensor, Tensor, Tensor],
     t: int,
     chunk: range,
+    slot: int,
     options: SweepOptions,
 ) -> None:
-    x, y, raw, fed, A, _ = known
+    x, y, raw, fed, A, h0, kept = known
     assert fed is not None
     b, t_end, d = x.shape
     step_kernel[(b,)](
@@ -396,7 +411,10 @@ def _step(
         raw,
         fed,
         A,
-        *buffers,
+        *buffers[:2],
+        h0,
+        kept,
+        buffers[2],
         grads.H,
         grads.x,
         grads.raw,
@@ -405,6 +423,8 @@ def _step(
         t - chunk.start,
         chunk.start,
         len(chunk),
+        slot,
+        kept.shape[1] + 1,
         b,
         t_end,
         grads.raw.shape[-1],
@@ -414,6 +434,7 @@ def _step(
         *x.stride()[:2],
         *raw.stride()[:2],
         *_token_strides(fed),
+        h0.stride(0),
         **_blocked_constants(d, A, options),
         **_norm_constants(options),
         **_mixer_constants(options),

@@ -222,14 +222,35 @@ def prepare_kernel(
 
 
 @triton.jit
+def chunk_memory(h0_ptr, h0_stride_b, kept_ptr, sample, slot, slots, d, n):
+    """Where h before the first token of a chunk stands: given, or kept."""
+    memory = h0_ptr + sample * h0_stride_b
+    if slot > 0:
+        memory = kept_ptr + (sample * (slots - 1) + slot - 1) * n * d
+    return memory
+
+
+@triton.jit
+def token_memory(
+    h0_ptr, h0_stride_b, kept_ptr, before_ptr, sample, i_token, count, slot, slots, d, n
+):
+    """Where h before a token of a chunk stands: given, kept, or replayed."""
+    memory = before_ptr + (sample * (count - 1) + i_token - 1) * n * d
+    if i_token == 0:
+        memory = chunk_memory(h0_ptr, h0_stride_b, kept_ptr, sample, slot, slots, d, n)
+    return memory
+
+
+@triton.jit
 def replay_block(
     mixed_ptr,  # (b, count, d)
     small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
     A_ptr,  # (n, d), log2(e) A
-    kept_ptr,  # (b, slots, n, d): h before token start is at `slot`
-    before_ptr,  # (b, count, n, d): h before every token, if KEEP_ALL
+    h0_ptr,  # (b, n, d): h before the first token of all
+    kept_ptr,  # (b, slots - 1, n, d): h before the first token of a chunk, but for the first
+    before_ptr,  # (b, count - 1, n, d): h before the other tokens of the chunk, if KEEP_ALL
     last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
     index,
     start,
@@ -242,6 +263,7 @@ def replay_block(
     raw_stride_t,
     fed_stride_b,
     fed_stride_t,
+    h0_stride_b,
     last_stride_b,
     K: tl.constexpr,
     KEEP_ALL: tl.constexpr,
@@ -264,7 +286,8 @@ def replay_block(
     state = rows[:, None] * d + cols[None, :]
     in_state = in_n[:, None] & in_d[None, :]
     A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-    h = tl.load(kept_ptr + (sample * slots + slot) * n * d + state, mask=in_state, other=0.0)
+    memory = chunk_memory(h0_ptr, h0_stride_b, kept_ptr, sample, slot, slots, d, n)
+    h = tl.load(memory + state, mask=in_state, other=0.0)
     # what a token needs is on its way while the one before it is computed
     SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
     mixed_row = mixed_ptr + sample * count * d + cols
@@ -283,7 +306,8 @@ def replay_block(
         delta_next = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC)
         B_next = tl.load(B_row + step * (SIZE + 2 * n), mask=in_n, other=0.0)
         if KEEP_ALL:
-            tl.store(before_ptr + (sample * count + i) * n * d + state, h, mask=in_state)
+            at = (sample * (count - 1) + i - 1) * n * d + state
+            tl.store(before_ptr + at, h, mask=in_state & (i > 0))
         decay = decay_rows(delta, A_log2, FULL, FAST)
         if INPUT_SCALE == "one_minus_decay":
             h = decay * h + (1 - tl.abs(decay)) * mixed[None, :] * B[:, None]
@@ -300,8 +324,9 @@ def replay_kernel(
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
     A_ptr,  # (n, d), log2(e) A
-    kept_ptr,  # (b, slots, n, d): h before token start is at `slot`
-    before_ptr,  # (b, count, n, d): h before every token, if KEEP_ALL
+    h0_ptr,  # (b, n, d): h before the first token of all
+    kept_ptr,  # (b, slots - 1, n, d): h before the first token of a chunk, but for the first
+    before_ptr,  # (b, count - 1, n, d): h before the other tokens of the chunk, if KEEP_ALL
     last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
     start,
     count,
@@ -313,6 +338,7 @@ def replay_kernel(
     raw_stride_t,
     fed_stride_b,
     fed_stride_t,
+    h0_stride_b,
     last_stride_b,
     K: tl.constexpr,
     KEEP_ALL: tl.constexpr,
@@ -328,8 +354,8 @@ def replay_kernel(
     ACC: tl.constexpr,
 ):
     replay_block(
-        mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, last_ptr,
+        mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, h0_ptr, kept_ptr, before_ptr, last_ptr,
         tl.program_id(0), start, count, slot, slots, d, n, raw_stride_b, raw_stride_t, fed_stride_b,
-        fed_stride_t, last_stride_b, K, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N, FEEDBACK, ACTIVATION,
-        INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
+        fed_stride_t, h0_stride_b, last_stride_b, K, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N,
+        FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
     )  # fmt: skip

@@ -136,19 +136,20 @@ def load_tile(
     tile,
     m_end,
     v_end,
-    stride,
+    stride_m,
+    stride_v,
     DOT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """A tile of a matrix (m, v), rows `stride` apart, in chunks of columns."""
+    """A tile of a matrix (m, v) in chunks of columns."""
     m0, v0, _ = _origin(tile, m_end, BLOCK_M, BLOCK_K * CHUNKS)
     rows = m0 + tl.arange(0, BLOCK_M)
     out = ()
     for chunk in tl.static_range(CHUNKS):
         columns = v0 + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
         mask = (rows < m_end)[:, None] & (columns < v_end)[None, :]
-        at = rows[:, None].to(tl.int64) * stride + columns[None, :]
+        at = rows[:, None].to(tl.int64) * stride_m + columns[None, :].to(tl.int64) * stride_v
         out = out + (tl.load(matrix_ptr + at, mask=mask, other=0.0).to(DOT),)
     return out

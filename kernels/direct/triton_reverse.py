@@ -21,7 +21,12 @@ from bedouin.kernels.direct.triton_math import (
     input_scale,
     max_norms_of_two,
 )
-from bedouin.kernels.direct.triton_prepare import load_raw, prepare_token, replay_block
+from bedouin.kernels.direct.triton_prepare import (
+    load_raw,
+    prepare_token,
+    replay_block,
+    token_memory,
+)
 from bedouin.kernels.direct.triton_product import (
     announce,
     load_stream,
@@ -57,7 +62,7 @@ def _reverse_token(
     A_ptr,
     mixed_ptr,
     small_ptr,
-    before_ptr,
+    memory_ptr,  # (n, d): h before the token
     grad_x_ptr,
     grad_raw_ptr,
     grad_A_ptr,
@@ -142,7 +147,7 @@ def _reverse_token(
         B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        h = load_stream(before_ptr + in_chunk * n * d + state, in_state)
+        h = load_stream(memory_ptr + state, in_state)
         decay = decay_rows(delta, A_log2, FULL, FAST)
         decayed = decayed + (decay * h,)
         if COUPLED:
@@ -273,7 +278,7 @@ def _reverse_token(
         total = H[block] + C[:, None] * w[None, :]
         if COUPLED or FULL:
             B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
-            h = load_stream(before_ptr + in_chunk * n * d + state, in_state)
+            h = load_stream(memory_ptr + state, in_state)
             reach = _reach(h, decay, mixed, B, COUPLED, FULL)
         else:
             reach = decayed[block]
@@ -392,7 +397,7 @@ def _store_blocks(
         tl.store(ptr + rows[:, None] * d + cols[None, :], tiles[block], mask=mask)
 
 
-@triton.jit(do_not_specialize=["i_token", "start", "count", "t_end", "batch"])
+@triton.jit(do_not_specialize=["i_token", "start", "count", "slot", "slots", "t_end", "batch"])
 def step_kernel(
     grad_y_ptr,  # (b, t, d)
     pulled_ptr,  # (splits, b, d): parts of (W^y)^T grad_raw of the next token, of norm(y_t)
@@ -403,7 +408,9 @@ def step_kernel(
     A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, count, d)
     small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    before_ptr,  # (b, count, n, d)
+    h0_ptr,  # (b, n, d)
+    kept_ptr,  # (b, slots - 1, n, d)
+    before_ptr,  # (b, count - 1, n, d)
     H_ptr,  # (b, n, d): cotangent of h_t, in place that of h_{t-1}
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
@@ -412,6 +419,8 @@ def step_kernel(
     i_token,
     start,
     count,
+    slot,
+    slots,
     batch,
     t_end,
     r: tl.constexpr,
@@ -425,6 +434,7 @@ def step_kernel(
     raw_stride_t,
     fed_stride_b,
     fed_stride_t,
+    h0_stride_b,
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # states at a time
@@ -445,9 +455,12 @@ def step_kernel(
     own = tl.program_id(0).to(tl.int64)
     H = _load_blocks(H_ptr + own * n * d, d, n, BLOCK_D, BLOCK_N, BLOCKS)
     t = start + i_token
+    memory = token_memory(
+        h0_ptr, h0_stride_b, kept_ptr, before_ptr, own, i_token, count, slot, slots, d, n
+    )
     H = _reverse_token(
         H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr,
-        mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr,
+        mixed_ptr, small_ptr, memory, grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr,
         statistics_ptr, statistics_ptr, 0, batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t,
         x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D,
         BLOCK_N, BLOCKS, True, False, 1, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
@@ -467,6 +480,8 @@ def _walk_back(
     stride,  # from one of the program's samples to its next
     start,
     count,
+    slot,
+    slots,
     done,  # tokens before this chunk, in the order of the walk
     pulled_counter_ptr,
     left_ptr,
@@ -478,11 +493,13 @@ def _walk_back(
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    W_ptr,  # (d, r), (W^y)^T
+    W_ptr,  # (R, d), W^y; of r columns of grad_raw the last r - R are 0
     A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, KEEP, d): x~ of a chunk
     small_ptr,  # (b, KEEP, 3 P + K K + 5 K + 4 + 2 n)
-    before_ptr,  # (b, KEEP, n, d): h before every token of a chunk
+    h0_ptr,  # (b, n, d): h before token 0
+    kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
+    before_ptr,  # (b, KEEP - 1, n, d): h before the tokens of a chunk but the first
     H_ptr,  # (b, n, d): cotangent of the last h, in place that of the first
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
@@ -501,6 +518,7 @@ def _walk_back(
     raw_stride_t,
     fed_stride_b,
     fed_stride_t,
+    h0_stride_b,
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # states at a time
@@ -530,15 +548,20 @@ def _walk_back(
     ACC: tl.constexpr,
 ):
     """The tokens of a chunk, the last first: the program's tile, its samples, or both."""
+    R: tl.constexpr = d + (2 * n if SELECTIVE else 0) + K * (d + 1)
     own = program.to(tl.int64)
     for back in range(0, count):
         i_token = count - 1 - back
         t = start + i_token
         if WITH_SAMPLES and RESIDENT:
             if program < batch:
+                memory = token_memory(
+                    h0_ptr, h0_stride_b, kept_ptr, before_ptr, own, i_token, count, slot, slots,
+                    d, n,
+                )  # fmt: skip
                 H = _reverse_token(
                     H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
-                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr,
+                    fed_ptr, A_ptr, mixed_ptr, small_ptr, memory, grad_x_ptr, grad_raw_ptr,
                     grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, (done + back) * tiles,
                     batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t,
                     raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N,
@@ -550,9 +573,13 @@ def _walk_back(
                 sample = tl.cast(index, tl.int64)
                 cotangent = H_ptr + sample * n * d
                 later = _load_blocks(cotangent, d, n, BLOCK_D, BLOCK_N, BLOCKS)
+                memory = token_memory(
+                    h0_ptr, h0_stride_b, kept_ptr, before_ptr, sample, i_token, count, slot, slots,
+                    d, n,
+                )  # fmt: skip
                 later = _reverse_token(
                     later, sample, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
-                    fed_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, grad_x_ptr, grad_raw_ptr,
+                    fed_ptr, A_ptr, mixed_ptr, small_ptr, memory, grad_x_ptr, grad_raw_ptr,
                     grad_A_ptr, statistics_ptr, pulled_counter_ptr, left_ptr, (done + back) * tiles,
                     batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t,
                     raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N,
@@ -575,7 +602,7 @@ def _walk_back(
                     announce(pulled_counter_ptr)
             else:
                 for tile in range(first_tile, tiles, tl.num_programs(0)):
-                    part = load_tile(W_ptr, tile, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+                    part = load_tile(W_ptr, tile, d, R, 1, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
                     tile_product(
                         part, tile, grad_rows, pulled_ptr, t >> 30, batch, d, r, t_end * r, d,
                         PRECISION, DOT, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, COMPILED,
@@ -592,12 +619,13 @@ def reverse_kernel(
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    W_ptr,  # (d, r), (W^y)^T
+    W_ptr,  # (R, d), W^y; of r columns of grad_raw the last r - R are 0
     A_ptr,  # (n, d), log2(e) A
-    kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
     mixed_ptr,  # (b, KEEP, d): x~ of a chunk
     small_ptr,  # (b, KEEP, 3 P + K K + 5 K + 4 + 2 n)
-    before_ptr,  # (b, KEEP, n, d): h before every token of a chunk
+    h0_ptr,  # (b, n, d): h before token 0
+    kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
+    before_ptr,  # (b, KEEP - 1, n, d): h before the tokens of a chunk but the first
     H_ptr,  # (b, n, d): cotangent of the last h, in place that of the first
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
@@ -619,6 +647,7 @@ def reverse_kernel(
     raw_stride_t,
     fed_stride_b,
     fed_stride_t,
+    h0_stride_b,
     K: tl.constexpr,
     KEEP: tl.constexpr,
     PREPARE: tl.constexpr,  # all that the chunks need is made here, too
@@ -652,6 +681,7 @@ def reverse_kernel(
     ACC: tl.constexpr,
 ):
     """The adjoint of all tokens, the last first, a chunk of KEEP at a time."""
+    R: tl.constexpr = d + (2 * n if SELECTIVE else 0) + K * (d + 1)
     program, programs = tl.program_id(0), tl.num_programs(0)
     pulled_counter_ptr, left_ptr, phase_ptr = counters_ptr, counters_ptr + 1, counters_ptr + 2
     own = program.to(tl.int64)
@@ -660,7 +690,7 @@ def reverse_kernel(
     first_tile = programs - 1 - program
     W = ()
     if PERSISTENT and ONE_TILE:
-        W = load_tile(W_ptr, first_tile, d, r, r, DOT, BLOCK_M, BLOCK_K, CHUNKS)
+        W = load_tile(W_ptr, first_tile, d, R, 1, d, DOT, BLOCK_M, BLOCK_K, CHUNKS)
     # in blocks of states, so that few registers are in use at a time
     own_n = tl.where(program < batch, n, 0)
     H = ()
@@ -685,53 +715,55 @@ def reverse_kernel(
             _end_phase(phase_ptr, programs * (3 * done_slots + 2), COMPILED)
             for index in range(program, batch * tl.cdiv(d, REPLAY_D), programs):
                 replay_block(
-                    mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, kept_ptr, before_ptr, before_ptr,
-                    index, start, count, slot, slots, d, n, raw_stride_b, raw_stride_t,
-                    fed_stride_b, fed_stride_t, 0, K, True, False, REPLAY_D, BLOCK_N * BLOCKS,
-                    FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
+                    mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, h0_ptr, kept_ptr, before_ptr,
+                    before_ptr, index, start, count, slot, slots, d, n, raw_stride_b, raw_stride_t,
+                    fed_stride_b, fed_stride_t, h0_stride_b, 0, K, True, False, REPLAY_D, BLOCK_N *
+                    BLOCKS, FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
                 )  # fmt: skip
             _end_phase(phase_ptr, programs * (3 * done_slots + 3), COMPILED)
         if APART:
             if first_tile < tiles:
                 _walk_back(
-                    (), W, program, first_tile, tiles, stride, start, count, top - start - count,
-                    pulled_counter_ptr, left_ptr, True, False, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
-                    raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, H_ptr,
-                    grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r, d, n,
-                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M,
-                    BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT,
-                    ONE_TILE, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                    (), W, program, first_tile, tiles, stride, start, count, slot, slots, top -
+                    start - count, pulled_counter_ptr, left_ptr, True, False, grad_y_ptr,
+                    pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr,
+                    h0_ptr, kept_ptr, before_ptr, H_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr,
+                    statistics_ptr, batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t,
+                    x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t,
+                    h0_stride_b, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                    SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE, RESIDENT, NORM,
+                    NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
+                    FAST, COMPILED, ACC,
                 )  # fmt: skip
             else:
                 held = ()
                 if RESIDENT:
                     held = _load_blocks(H_ptr + own * n * d, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)
                 held = _walk_back(
-                    held, (), program, first_tile, tiles, stride, start, count, top - start - count,
-                    pulled_counter_ptr, left_ptr, False, True, grad_y_ptr, pulled_ptr, x_ptr, y_ptr,
-                    raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, H_ptr,
-                    grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r, d, n,
-                    grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-                    raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M,
-                    BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT,
-                    ONE_TILE, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX,
-                    INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
+                    held, (), program, first_tile, tiles, stride, start, count, slot, slots, top -
+                    start - count, pulled_counter_ptr, left_ptr, False, True, grad_y_ptr,
+                    pulled_ptr, x_ptr, y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr,
+                    h0_ptr, kept_ptr, before_ptr, H_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr,
+                    statistics_ptr, batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t,
+                    x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t,
+                    h0_stride_b, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B,
+                    SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE, RESIDENT, NORM,
+                    NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED,
+                    FAST, COMPILED, ACC,
                 )  # fmt: skip
                 if RESIDENT:
                     _store_blocks(H_ptr + own * n * d, held, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)
         else:
             H = _walk_back(
-                H, W, program, first_tile, tiles, stride, start, count, top - start - count,
-                pulled_counter_ptr, left_ptr, PERSISTENT, True, grad_y_ptr, pulled_ptr, x_ptr,
-                y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, before_ptr, H_ptr,
-                grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr, batch, t_end, r, d, n,
-                grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t, raw_stride_b,
-                raw_stride_t, fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N, BLOCKS, BLOCK_M,
-                BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT, FEEDBACK, PERSISTENT, ONE_TILE,
-                RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, EPS,
-                ALIGNED, FAST, COMPILED, ACC,
+                H, W, program, first_tile, tiles, stride, start, count, slot, slots, top - start -
+                count, pulled_counter_ptr, left_ptr, PERSISTENT, True, grad_y_ptr, pulled_ptr,
+                x_ptr, y_ptr, raw_ptr, fed_ptr, W_ptr, A_ptr, mixed_ptr, small_ptr, h0_ptr,
+                kept_ptr, before_ptr, H_ptr, grad_x_ptr, grad_raw_ptr, grad_A_ptr, statistics_ptr,
+                batch, t_end, r, d, n, grad_y_stride_b, grad_y_stride_t, x_stride_b, x_stride_t,
+                raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t, h0_stride_b, K, BLOCK_D,
+                BLOCK_N, BLOCKS, BLOCK_M, BLOCK_K, CHUNKS, BLOCK_B, SPLITS, PRECISION, DOT,
+                FEEDBACK, PERSISTENT, ONE_TILE, RESIDENT, NORM, NORM_EPS, ACTIVATION, SELECTIVE,
+                BETA_MAX, INPUT_SCALE, FULL, EPS, ALIGNED, FAST, COMPILED, ACC,
             )  # fmt: skip
     if RESIDENT and not APART:
         _store_blocks(H_ptr + own * n * d, H, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)

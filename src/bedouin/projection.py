@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.direct.fused import padding
+from bedouin.kernels.direct.fused import in_eights, padding
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -42,19 +42,13 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         wants, r = ctx.needs_input_grad, ctx.r
-        grads, weights = (*_eights(grad, 1), grad_rest), (*_eights(weight[:r], 0), weight[r:])
+        grads, weights = (*in_eights(grad, 1), grad_rest), (*in_eights(weight[:r], 0), weight[r:])
         with torch.autocast(rows.device.type, enabled=False):
             grad_rows = _rows_gradient(grads, weights) if wants[0] else None
             grad_weight = _joined(_weight_gradient, grads, rows, weight) if wants[1] else None
             halves = (grad, grad_rest)
             grad_bias = _joined(_bias_gradient, halves, rows, weight[:, 0]) if wants[2] else None
         return grad_rows, grad_weight, grad_bias, None
-
-
-def _eights(v: Tensor, axis: int) -> tuple[Tensor, ...]:
-    """v, whose last few by themselves: the fast products of cuBLAS want a multiple of eight."""
-    size = v.shape[axis]
-    return v.split([size - size % 8, size % 8], axis) if size % 8 else (v,)
 
 
 def _rows_gradient(grads: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:

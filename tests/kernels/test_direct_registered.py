@@ -103,11 +103,11 @@ def test_opcheck(known: bool, feedback: bool, device: str) -> None:
 @devices
 @feedbacks
 def test_opcheck_of_the_reverse_sweep(feedback: bool, device: str) -> None:
-    operands = [None if v is None else v.detach() for v in draw(device, feedback=feedback)]
-    y, h, normed, kept, *_ = torch.ops.bedouin.direct_sweep(*operands, *FIELDS)
+    drawn = draw(device, t=3, feedback=feedback)
+    operands = [None if v is None else v.detach() for v in drawn]
+    y, h, kept, *_ = torch.ops.bedouin.direct_sweep(*operands, *FIELDS)
     assert kept.shape == (2, 1, 2, 2)
-    x, raw, W_y, A, _, y0 = operands
-    arguments = (y.clone(), h.clone(), y, normed, kept, x, raw, W_y, A, y0, *FIELDS)
+    arguments = (y.clone(), h.clone(), y, kept, *operands, True, *FIELDS)
     torch.library.opcheck(torch.ops.bedouin.direct_sweep_backward, arguments)
 
 
@@ -120,9 +120,8 @@ def test_fake_results_of_low_dtypes_have_the_real_strides(t: int, device: str) -
     utils = ("test_schema", "test_faketensor")
     operands = (*low, *rest, *FIELDS)
     torch.library.opcheck(torch.ops.bedouin.direct_sweep, operands, test_utils=utils)
-    y, h, normed, kept, *_ = torch.ops.bedouin.direct_sweep(*operands)
-    saved = (y, normed, kept, *low, rest[0], rest[2], *FIELDS)
-    arguments = (y.clone(), h.clone(), *saved)
+    y, h, kept, *_ = torch.ops.bedouin.direct_sweep(*operands)
+    arguments = (y.clone(), h.clone(), y, kept, *low, *rest, False, *FIELDS)
     torch.library.opcheck(torch.ops.bedouin.direct_sweep_backward, arguments, test_utils=utils)
 
 
