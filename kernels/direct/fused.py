@@ -17,6 +17,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.direct.reverse import feedback_vjp
+from bedouin.kernels.products import in_eights, padding
 from bedouin.kernels.sizes import next_power_of_two
 
 MAX_STATE = 32768
@@ -24,7 +25,6 @@ MAX_STATE = 32768
 in registers. 2048 channels with 16 states."""
 
 MAX_REFLECTIONS = 8
-ALIGNMENT = 64
 
 
 def choose_sweep(
@@ -160,17 +160,6 @@ def _first_normed(
     else:
         normed[:, :1] = normalize_feedback(y0, options.feedback_norm_eps).unsqueeze(1)
     return normed
-
-
-def padding(r: int) -> int:
-    """Values to add to r for a multiple of 64, so that rows of raw values are aligned."""
-    return -r % ALIGNMENT
-
-
-def in_eights(v: Tensor, axis: int) -> tuple[Tensor, ...]:
-    """v, whose last few by themselves: the fast products of cuBLAS want a multiple of eight."""
-    size = v.shape[axis]
-    return v.split([size - size % 8, size % 8], axis) if size % 8 else (v,)
 
 
 def _past(y: Tensor, y0: Tensor | None, W: Tensor, options: SweepOptions) -> Tensor:

@@ -17,12 +17,12 @@ from bedouin.kernels.direct.fused import (
     fused_memory,
     fused_reverse,
     fused_sweep,
-    padding,
     summarize,
 )
 from bedouin.kernels.direct.reference import Activation, RawLayout, Sweep, SweepOptions
 from bedouin.kernels.direct.reverse import ReportBackward
 from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.products import padding
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 Known = tuple[Tensor, Tensor, Tensor]

@@ -13,14 +13,13 @@ from bedouin.kernels.direct.fused import (
     GradBuffers,
     KnownBuffers,
     SweepBuffers,
-    in_eights,
-    padding,
 )
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import prepare_kernel, replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.products import in_eights, pad_rows, padding
 from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 PERSISTENT = True
@@ -134,8 +133,9 @@ def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) 
     if plan is not None:
         _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs)
         return
+    rows = pad_rows(W_y).mT
     for t in range(t_end):
-        torch.mm(buffers.normed[:, t], W_y.mT, out=fed[0, :, :r])
+        torch.mm(buffers.normed[:, t], rows, out=fed[0])
         _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b)
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
+from bedouin.kernels.products import pad_rows
 from bedouin.kernels.scan.reference import accumulator
 from bedouin.kernels.sizes import next_power_of_two
 
@@ -128,9 +129,9 @@ class FusedIteration:
     def __init__(
         self, inputs: IterationInputs, y: Tensor, options: SweepOptions, rule: IterationRule
     ) -> None:
-        from bedouin.kernels.iteration.triton_launch import Geometry, mix, settle
+        from bedouin.kernels.iteration.triton_launch import AHEAD, Geometry, mix, settle
 
-        self.rule, self.W_y = rule, inputs.W_y
+        self.rule, self.W_y = rule, None if inputs.W_y is None else pad_rows(inputs.W_y)
         (b, t), acc = y.shape[:2], y.dtype
         self.inputs = inputs._replace(
             x=_rows(inputs.x),
@@ -141,7 +142,8 @@ class FusedIteration:
         self.geometry = Geometry.of(self.inputs, options, rule)
         self.y, self.y_next = y.clone(memory_format=torch.contiguous_format), torch.empty_like(y)
         self.mixed = torch.empty_like(self.y)
-        self.BC = y.new_empty(b, t, 2, inputs.A.shape[1])
+        # the scan reads ahead and does not look where the last token is
+        self.BC = y.new_empty(b * t + AHEAD, 2, inputs.A.shape[1])
         self.gain = torch.empty_like(self.y) if self.geometry.stores_gain else self.mixed
         ahead, k = self.geometry.mixes_ahead, self.geometry.k
         self.mixed_next = torch.empty_like(self.mixed) if ahead else self.mixed
@@ -156,7 +158,7 @@ class FusedIteration:
             mix(self)
 
     def _feedback_buffers(self, options: SweepOptions) -> tuple[Tensor, Tensor]:
-        """norm(y_{t-1}) and its product with W^y, (b, t, d) and (b, t, r), in the dtype of W^y."""
+        """norm(y_{t-1}) and its product with W^y, (b, t, d) and (b, t, r or more)."""
         if self.W_y is None:
             return self.y, self.inputs.raw
         normed = torch.empty_like(self.y, dtype=self.W_y.dtype)

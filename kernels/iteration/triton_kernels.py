@@ -126,8 +126,8 @@ def _reflect(u, beta, v, d, K: tl.constexpr, EPS: tl.constexpr):
 @triton.jit(do_not_specialize=["batch", "T", "zero"])
 def mix_kernel(
     x_ptr,  # (b t, d)
-    raw_ptr,  # (b t, r)
-    fed_back_ptr,  # (b t, r)
+    raw_ptr,  # (b t, r), rows `raw_stride` apart
+    fed_back_ptr,  # (b t, r), rows `fed_stride` apart
     y_ptr,  # (b t, d)
     kept_ptr,  # (b,)
     mixed_ptr,  # (b t, d)
@@ -137,7 +137,7 @@ def mix_kernel(
     T,
     x_stride,
     raw_stride,
-    r,
+    fed_stride,
     d,
     n,
     zero,
@@ -158,7 +158,7 @@ def mix_kernel(
         cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         in_d, in_n = cols < d, states < n
         raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
-        fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
+        fed_row = fed_back_ptr + tl.multiple_of(token * fed_stride, ALIGN)
         x = _load_x(x_ptr + token * x_stride, cols, d, zero, ALIGN, ACC)
         v = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0) - x
         u_at = d + (2 * n if SELECTIVE else 0)
@@ -205,8 +205,8 @@ def _load_vector(
 @triton.jit(do_not_specialize=["batch", "T", "zero"])
 def finish_kernel(
     x_ptr,  # (b t, d)
-    raw_ptr,  # (b t, r)
-    fed_back_ptr,  # (b t, r)
+    raw_ptr,  # (b t, r), rows `raw_stride` apart
+    fed_back_ptr,  # (b t, r), rows `fed_stride` apart
     BC_ptr,  # (b t, 2, n)
     WY_ptr,  # (b t, k (k + 1) / 2 + k)
     gain_ptr,  # (b t, d)
@@ -220,7 +220,7 @@ def finish_kernel(
     T,
     x_stride,
     raw_stride,
-    r,
+    fed_stride,
     d,
     n,
     zero,
@@ -243,7 +243,7 @@ def finish_kernel(
         cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         in_d = cols < d
         raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
-        fed_row = fed_back_ptr + tl.multiple_of(token * r, ALIGN)
+        fed_row = fed_back_ptr + tl.multiple_of(token * fed_stride, ALIGN)
         if INPUT_SCALE == "one_minus_decay":
             sigma = tl.load(gain_ptr + token * d + cols, mask=in_d, other=0.0)
         else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.direct.fused import in_eights, padding
+from bedouin.kernels.products import in_eights, padding
 
 
 class _SplitLinear(torch.autograd.Function):
