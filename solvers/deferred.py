@@ -42,7 +42,9 @@ class DeferredWarning:
         """Warn about the scheduled outcome if it has arrived; under torch.compile do nothing."""
         if torch.compiler.is_compiling():
             return  # a graph that asks would be compiled anew with every change of the answer
-        if self._pending is None or not self._pending[1].query():
+        if self._pending is None or torch.cuda.is_current_stream_capturing():
+            return  # a capture ends with an error if an event outside it is asked for
+        if not self._pending[1].query():
             return
         converged, _, stats, subject = self._pending
         self._pending = None

@@ -148,3 +148,21 @@ def test_the_default_compiler_gives_the_same_numbers(
         # in fused code bfloat16 is rounded at other places
         scale = theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)
+
+
+# what it does not fuse or capture is no error
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_the_compiler_may_replay_cuda_graphs() -> None:
+    torch.manual_seed(0)
+    layer = make(Bedouin, "cuda", dtype=torch.float32)
+    call = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):  # the first two calls warm up and record
+        x = torch.randn(2, 20, 3, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            torch.compiler.cudagraph_mark_step_begin()
+            actual = [v.clone() for v in results(layer, call, x)]
+            expected = results(layer, layer, x)
+    for ours, theirs in zip(actual, expected, strict=True):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)

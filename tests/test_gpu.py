@@ -85,6 +85,23 @@ def test_forward_and_backward_can_be_captured(solver: Solver) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+# torch's own graphed backward runs on another stream than the capture
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+def test_torch_can_graph_a_layer_whose_last_outcome_is_still_unread() -> None:
+    torch.manual_seed(0)
+    layer = Bedouin(16, device="cuda")
+    x = torch.randn(4, 20, 16, device="cuda", requires_grad=True)
+    expected, expected_grads = _gradients(layer, x)
+    assert layer._deferred.is_pending
+    sample = (torch.randn_like(x, requires_grad=True),)
+    assert torch.cuda.make_graphed_callables(layer, sample) is layer
+    y, grads = _gradients(layer, x)
+    assert torch.equal(y, expected) and layer.stats is not None
+    assert bool(layer.stats.converged.all())
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_direct_never_waits_for_the_gpu_and_warns_one_call_late(
     no_synchronization: Callable[[], AbstractContextManager[None]],
 ) -> None:
