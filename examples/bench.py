@@ -15,8 +15,9 @@ alone; several processes can do it side by side, each for other rows or shapes.
 A time is the median of `--repeats` calls (plain torch: of 3) after a warm-up, by CUDA events, on
 random inputs that rotate so that none is left in the L2 cache; forward is without gradients,
 forward + backward with those of the input and of all parameters; "graph" is the replay of a CUDA
-graph of the same call. Peak memory is torch.cuda.max_memory_allocated of one call, parameters,
-input and gradients included. The floor is the larger of bytes / copy bandwidth and flops / GEMM
+graph of the same call. Peak memory ("GiB") is torch.cuda.max_memory_allocated of one call,
+parameters, input and gradients included; "kept GiB" is what a forward leaves allocated for its
+backward, its output included. The floor is the larger of bytes / copy bandwidth and flops / GEMM
 rate, both measured at the start (benchmarks/cost.py says what counts).
 
 A row that fails is reported with its message, and the others go on; the exit status is then 1.

@@ -13,6 +13,7 @@ from benchmarks.timing import (
     Cost,
     Machine,
     capture,
+    kept_gib,
     median_ms,
     peak_gib,
     pool_size,
@@ -66,8 +67,10 @@ def measure_subject(context: Context, make: Callable[[], Subject]) -> Numbers:
 def _eager(context: Context, subject: Subject) -> Numbers:
     device, repeats = context.setting.device, context.repeats
     calls = _Calls(context.setting, subject)
-    numbers: Numbers = {"peak_gib": peak_gib(lambda: calls.both(0), device) if repeats else None}
+    numbers: Numbers = {"peak_gib": None, "kept_gib": None}
     if repeats:
+        numbers["peak_gib"] = peak_gib(lambda: calls.both(0), device)
+        numbers["kept_gib"] = kept_gib(lambda: calls.output(0), device)
         calls.fill_pool()
     numbers["forward_ms"] = median_ms(calls.forward, device, repeats)
     numbers["both_ms"] = median_ms(calls.both, device, repeats)
@@ -80,7 +83,7 @@ class _Calls:
     def __init__(self, setting: Setting, subject: Subject) -> None:
         self.setting, self.subject = setting, subject
         self.sets = [subject.draw()]
-        self.grads = [torch.randn_like(self._output(0))]
+        self.grads = [torch.randn_like(self.output(0))]
 
     def fill_pool(self) -> None:
         each = sum(t.numel() * t.element_size() for t in (*self.sets[0], self.grads[0]))
@@ -88,18 +91,18 @@ class _Calls:
             self.sets.append(self.subject.draw())
             self.grads.append(torch.randn_like(self.grads[0]))
 
-    def _output(self, i: int) -> Tensor:
+    def output(self, i: int) -> Tensor:
         with self.setting.autocast():
             return self.subject.function(*self.sets[i % len(self.sets)])
 
     def forward(self, i: int) -> None:
         with torch.no_grad():
-            self._output(i)
+            self.output(i)
 
     def both(self, i: int) -> None:
         j = i % len(self.sets)
         wanted = [*self.sets[j], *self.subject.parameters]
-        torch.autograd.grad(self._output(j), wanted, self.grads[j])
+        torch.autograd.grad(self.output(j), wanted, self.grads[j])
 
     @torch.no_grad()
     def refill(self, i: int) -> None:

@@ -15,6 +15,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("fwd+bwd ms", "both_ms", ".3f"),
     ("f+b graph", "graph_both_ms", ".3f"),
     ("GiB", "peak_gib", ".2f"),
+    ("kept GiB", "kept_gib", ".2f"),
     ("GB/s", "both_gb_per_s", ".0f"),
     ("TFLOP/s", "both_tflop_per_s", ".1f"),
     ("of floor", "both_floor_share", ".1%"),

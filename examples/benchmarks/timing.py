@@ -126,6 +126,19 @@ def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
+def kept_gib(call: Callable[[], object], device: torch.device) -> float | None:
+    """What a call leaves allocated as long as its result lives, in GiB: after a forward, all that
+    waits for the backward, and the result; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    kept = torch.cuda.memory_allocated() - before
+    del result
+    return kept / 2**30
+
+
 def release_memory() -> None:
     """Give back what earlier measurements left behind."""
     gc.collect()

@@ -129,7 +129,7 @@ class FusedIteration:
     def __init__(
         self, inputs: IterationInputs, y: Tensor, options: SweepOptions, rule: IterationRule
     ) -> None:
-        from bedouin.kernels.iteration.triton_launch import AHEAD, Geometry, mix, settle
+        from bedouin.kernels.iteration.triton_launch import Geometry, mix, settle
 
         self.rule, self.W_y = rule, None if inputs.W_y is None else pad_rows(inputs.W_y)
         (b, t), acc = y.shape[:2], y.dtype
@@ -143,7 +143,7 @@ class FusedIteration:
         self.y, self.y_next = y.clone(memory_format=torch.contiguous_format), torch.empty_like(y)
         self.mixed = torch.empty_like(self.y)
         # the scan reads ahead and does not look where the last token is
-        self.BC = y.new_empty(b * t + AHEAD, 2, inputs.A.shape[1])
+        self.BC = y.new_empty(b * t + self.geometry.ahead, 2, inputs.A.shape[1])
         self.gain = torch.empty_like(self.y) if self.geometry.stores_gain else self.mixed
         ahead, k = self.geometry.mixes_ahead, self.geometry.k
         self.mixed_next = torch.empty_like(self.mixed) if ahead else self.mixed

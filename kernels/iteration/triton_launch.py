@@ -34,9 +34,13 @@ FEWEST_CHANNELS = 8
 """Channels of a program of the scan from which on a row is read without waste."""
 PROGRAMS = 1024
 """Programs wanted in the scan, of one warp each."""
-AHEAD = 4
-"""How many tokens ahead the scan asks for a row: 3 TB/s at 0.7 us take 16 KB on their way to each
-processor, and its 16 warps ask for 5 KB a token."""
+AHEAD = {"picard": 2, "jacobi": 4}
+"""How many tokens the scan asks for at once, as many tokens ahead; Picard asks for y, too. Less
+would not hide the latency of memory, more does not stay in registers (64 x 256, microseconds:
+Picard 147 with 2, 156 with 4; Jacobi 165 and 123)."""
+REGISTERS = 128
+"""Of a thread of the scan in float32: 16 programs a multiprocessor. Compiled freely, Picard's would
+take 140, and a last few programs would run alone (274 microseconds for 147)."""
 DECIDE_TILE, SMALLEST_DECIDE = 8192, 32
 """Elements of parts that `decide` takes at a time, and the fewest tokens."""
 CHANNELS_A_WARP = 256
@@ -116,6 +120,11 @@ class Geometry:
     def fast(self) -> bool:
         """Whether the instructions of the device stand for exp2 and the reciprocal."""
         return self.dtype == torch.float32 and not interpreter_is_on()
+
+    @property
+    def ahead(self) -> int:
+        """Tokens that the scan asks for at once."""
+        return AHEAD[self.rule.method]
 
     @property
     def jacobi(self) -> bool:
@@ -199,12 +208,13 @@ def scan(it: "FusedIteration") -> None:
         FULL=g.options.eigenvalues == "full",
         DAMPING=g.rule.damping,
         EXACT=tile.states * tile.groups == g.n,
-        AHEAD=AHEAD,
-        EVEN=g.t % AHEAD == 0,
+        AHEAD=g.ahead,
+        EVEN=g.t % g.ahead == 0,
         WIDE=g.d % tile.channels == 0,
         FAST=g.fast,
         ACC=g.accumulator,
         num_warps=tile.warps,
+        **({"maxnreg": REGISTERS} if g.fast else {}),
     )
 
 

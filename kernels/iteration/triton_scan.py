@@ -26,24 +26,6 @@ def _load_cells(pointer, groups, channels, n, d, S: tl.constexpr):
 
 
 @triton.jit
-def _load_token(
-    pointers,
-    i: tl.constexpr,
-    left,
-    stride: tl.constexpr,
-    mask,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The row i rows on, or the last one where not so many are left."""
-    row = pointers + (i * stride if EVEN else tl.minimum(i, left) * stride)
-    if WIDE:
-        return tl.load(row)
-    else:
-        return tl.load(row, mask=mask, other=0.0)
-
-
-@triton.jit
 def _load_tokens(
     pointers,
     left,
@@ -53,10 +35,17 @@ def _load_tokens(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The first AHEAD rows. Not converted, which would wait for them."""
+    """AHEAD rows, the last one again where not so many are left.
+
+    Not converted, which would wait for them.
+    """
     rows = ()
     for i in tl.static_range(AHEAD):
-        rows = rows + (_load_token(pointers, i, left, stride, mask, EVEN, WIDE),)
+        row = pointers + (i * stride if EVEN else tl.minimum(i, left) * stride)
+        if WIDE:
+            rows = rows + (tl.load(row),)
+        else:
+            rows = rows + (tl.load(row, mask=mask, other=0.0),)
     return rows
 
 
@@ -181,15 +170,21 @@ def scan_kernel(
     B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
     C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
     for start in range(0, T, AHEAD):
-        # what is used up is loaded anew at once, AHEAD tokens on, into the same registers
+        x_now, raw_now, fed_now, y_now = xs, raws, feds, ys
+        # all at once: a warp has few scoreboards, and one that is shared waits for the last load
         more = tl.minimum(AHEAD, tl.maximum(last - start, 0) // AHEAD * AHEAD)
         left = last - start - more
         mixed_ptr += more * d
         raw_ptr += more * raw_stride
-        fed_back_ptr += more * fed_stride
-        y_ptr += more * d
-        x_now, raw_now, fed_now, y_now = xs, raws, feds, ys
-        xs, raws, feds, ys = (), (), (), ()
+        xs = _load_tokens(mixed_ptr, left, d, in_lanes, AHEAD, EVEN, WIDE)
+        raws = _load_tokens(raw_ptr, left, raw_stride, in_lanes, AHEAD, EVEN, WIDE)
+        feds, ys = raws, xs
+        if FEEDBACK:
+            fed_back_ptr += more * fed_stride
+            feds = _load_tokens(fed_back_ptr, left, fed_stride, in_lanes, AHEAD, EVEN, WIDE)
+        if not EXCLUSIVE:
+            y_ptr += more * d
+            ys = _load_tokens(y_ptr, left, d, in_d, AHEAD, EVEN, WIDE)
         for j in tl.static_range(AHEAD):
             t = start + j
             B_now, C_now = B, C
@@ -204,13 +199,6 @@ def scan_kernel(
             x = x_now[j]
             if INPUT_SCALE != "one_minus_decay":
                 x = fast_scale(delta, INPUT_SCALE, FAST) * x
-            xs = xs + (_load_token(mixed_ptr, j, left, d, in_lanes, EVEN, WIDE),)
-            raws = raws + (_load_token(raw_ptr, j, left, raw_stride, in_lanes, EVEN, WIDE),)
-            if FEEDBACK:
-                fed = _load_token(fed_back_ptr, j, left, fed_stride, in_lanes, EVEN, WIDE)
-                feds = feds + (fed,)
-            else:
-                feds = raws
             before, after, gains = (), (), ()
             for i in tl.static_range(S):
                 decay = build_decay(A_log2[i] * delta, FULL, FAST)
@@ -229,7 +217,6 @@ def scan_kernel(
                 tl.store(gain_ptr + j * d, _dot(gains, C_now, S), mask=inside)
             if EXCLUSIVE:
                 tl.store(out_ptr + j * d, _dot(before, C_now, S), mask=moves)
-                ys = xs
             else:
                 F, y = _dot(h, C_now, S), y_now[j]
                 if DAMPING == 1:
@@ -238,6 +225,5 @@ def scan_kernel(
                     tl.store(out_ptr + j * d, y + DAMPING * (F - y), mask=moves)
                 tl.store(parts_ptr + t, max_norm(F - y, 0), mask=t < T)
                 tl.store(scale_ptr + t, max_norm(F, 0), mask=t < T)
-                ys = ys + (_load_token(y_ptr, j, left, d, in_d, EVEN, WIDE),)
         out_ptr += AHEAD * d
         gain_ptr += AHEAD * d

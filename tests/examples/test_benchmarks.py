@@ -16,7 +16,7 @@ from benchmarks.cost import iteration_cost, layer_cost, scan_cost
 from benchmarks.measure import Context, Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.targets import TARGETS, Target
-from benchmarks.timing import Cost, Machine, median_ms, peak_gib
+from benchmarks.timing import Cost, Machine, kept_gib, median_ms, peak_gib
 
 CPU = torch.device("cpu")
 INTERPRETED = tuple(c.name for c in cases.CASES if not c.name.startswith("compiled"))
@@ -190,10 +190,21 @@ def test_costs_at_the_sizes_of_the_targets() -> None:
     assert layer_cost(setting, shape, feedback=True, backward=True).flops == 3 * whole.flops
 
 
+@pytest.mark.gpu
+def test_kept_memory_is_that_of_the_result() -> None:
+    device = torch.device("cuda")
+    size = 2**20
+
+    def call() -> torch.Tensor:
+        return torch.ones(size, device=device) + torch.ones(size, device=device)
+
+    assert kept_gib(call, device) == 4 * size / 2**30
+
+
 def test_times_are_medians_and_the_faster_way_counts() -> None:
     calls: list[int] = []
     assert median_ms(calls.append, CPU, 5) >= 0 and calls[-5:] == [0, 1, 2, 3, 4]
-    assert peak_gib(lambda: None, CPU) is None
+    assert peak_gib(lambda: None, CPU) is None and kept_gib(lambda: None, CPU) is None
     numbers: Numbers = {"both_ms": 3.0, "graph_both_ms": 2.0}
     assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
 
