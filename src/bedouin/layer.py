@@ -728,7 +728,7 @@ def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
 
     Measured on an H100 (examples/results/h100_benchmark.json), for every b, t and device alike:
     with feedback every iterative method needs about t iterations, each over the whole sequence
-    (64 x 256, forward and backward: 16 iterations 31 ms, Direct 11.7). Without feedback
+    (64 x 256, forward and backward: 16 iterations 23 ms, Direct 11.8). Without feedback
     Jacobi(rtol=1e-5) needs few (3 on an untrained layer): with the gradient it is slower at every
     shape, forward alone it is faster at 16 x 1024 and 8 x 4096 (4.5 and 8.9 ms for 5.4 and 20.4),
     slower below. That gain holds for inference only, depends on the weights and ends at a
