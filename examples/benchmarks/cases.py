@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from bedouin.solvers import Jacobi, Picard
+from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
 from benchmarks import agreement, special, subjects
 from benchmarks.measure import Context, Numbers, Subject, measure_subject
 from benchmarks.setting import Setting, Shape
@@ -113,6 +113,18 @@ CASES = (
         _subject(subjects.jacobi),
         shapes=("64x256",),
         agrees=agreement.jacobi_agrees,
+    ),
+    Case(
+        "anderson",
+        f"Anderson, {subjects.CAP} iterations",
+        _subject(partial(subjects.accelerated, kind=Anderson)),
+        shapes=("64x256",),
+    ),
+    Case(
+        "broyden",
+        f"Broyden, {subjects.CAP} iterations",
+        _subject(partial(subjects.accelerated, kind=Broyden)),
+        shapes=("64x256",),
     ),
     Case(
         "reference",

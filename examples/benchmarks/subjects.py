@@ -11,7 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from bedouin import Bedouin
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.scan import selective_scan
-from bedouin.solvers import FixedCap, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
+from bedouin.solvers import (
+    Anderson,
+    Broyden,
+    FixedCap,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    Picard,
+)
 from benchmarks.cost import layer_cost, lstm_cost, scan_cost
 from benchmarks.measure import Numbers, Subject, inputs_of
 from benchmarks.setting import Setting, Shape
@@ -64,6 +72,13 @@ def picard(setting: Setting, shape: Shape) -> Subject:
     solver = Picard(rtol=0.0, atol=0.0)
     layer = setting.layer(solver=solver, max_steps=FixedCap(CAP), adjoint=OneStepAdjoint())
     return _layer_subject(setting, shape, layer, sequential=False)
+
+
+def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[Broyden]) -> Subject:
+    """CAP evaluations of the plain map under torchdeq's accelerated methods, exact gradient."""
+    layer = setting.layer(solver=kind(rtol=0.0, atol=0.0), max_steps=FixedCap(CAP))
+    # the host looks at every residual
+    return replace(_layer_subject(setting, shape, layer, sequential=False), has_graph=False)
 
 
 def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:
