@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.solvers.solution import ConvergenceWarning, SolveStats, describe, read_result
+from bedouin.solvers.solution import (
+    ConvergenceWarning,
+    SolveStats,
+    can_read_device,
+    describe,
+    read_result,
+)
 
 
 class DeferredWarning:
@@ -42,11 +48,12 @@ class DeferredWarning:
         """Warn about the scheduled outcome if it has arrived; under torch.compile do nothing."""
         if torch.compiler.is_compiling():
             return  # a graph that asks would be compiled anew with every change of the answer
-        if self._pending is None or torch.cuda.is_current_stream_capturing():
-            return  # a capture ends with an error if an event outside it is asked for
-        if not self._pending[1].query():
+        if self._pending is None:
             return
-        converged, _, stats, subject = self._pending
+        converged, event, stats, subject = self._pending
+        # a capture fails if it asks for an event from outside it
+        if not can_read_device(stats.converged) or not event.query():
+            return
         self._pending = None
         if not bool(converged.all()):
             message = describe(stats, read_result(stats), f"{subject} (an earlier call)")
