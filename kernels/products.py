@@ -22,6 +22,7 @@ def pad_rows(W: Tensor) -> Tensor:
 
 
 def in_eights(v: Tensor, axis: int) -> tuple[Tensor, ...]:
-    """v, whose last few along an axis by themselves."""
+    """v, whose last few along an axis by themselves; one part where it is short."""
     size = v.shape[axis]
-    return v.split([size - size % 8, size % 8], axis) if size % 8 else (v,)
+    rest = size % 8
+    return v.split([size - rest, rest], axis) if rest and size > 8 else (v,)
