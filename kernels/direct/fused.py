@@ -108,7 +108,7 @@ def fused_sweep(
     options: SweepOptions,
     keep_every: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`forward_sweep`: y (b, t, d), the last h (b, d, n), the kept memory (see `count_kept`, n, d)
+    """`forward_sweep`: y (b, t, d), the last h (b, d, n), the kept memory (b, `count_kept`, n, d)
     and the statistics (4, b, t): defect, scale, magnitude, pivot.
     """
     from bedouin.kernels.direct.triton_launch import launch_sweep
