@@ -17,7 +17,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.direct.reverse import feedback_vjp
-from bedouin.kernels.products import in_eights, padding
+from bedouin.kernels.products import pad_rows, padding
 from bedouin.kernels.sizes import next_power_of_two
 
 MAX_STATE = 32768
@@ -69,7 +69,7 @@ class SweepBuffers(NamedTuple):
     W_y: Tensor | None  # (r, d)
     A: Tensor  # (n, d), log2(e) A
     h: Tensor  # (b, n, d), in place
-    kept: Tensor  # (b, slots - 1, n, d)
+    kept: Tensor  # (b, slots, n, d)
     y: Tensor  # (b, t, d)
     normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, the first token's given
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
@@ -84,7 +84,7 @@ class KnownBuffers(NamedTuple):
     fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1})
     A: Tensor  # (n, d), log2(e) A
     h0: Tensor  # (b, n, d), the samples perhaps in one memory
-    kept: Tensor  # (b, slots - 1, n, d)
+    kept: Tensor  # (b, slots, n, d)
 
 
 class GradBuffers(NamedTuple):
@@ -166,18 +166,14 @@ def _past(y: Tensor, y0: Tensor | None, W: Tensor, options: SweepOptions) -> Ten
     """norm(y_{t-1}) (b t, d) in the dtype of W^y."""
     from bedouin.kernels.output.triton_kernels import shifted_norm_forward
 
+    if not y.numel():
+        return y.to(W.dtype).flatten(0, 1)
     return shifted_norm_forward(y, y0, options.feedback_norm_eps, W.dtype).flatten(0, 1)
 
 
 def _fed_back(y: Tensor, y0: Tensor | None, W: Tensor, options: SweepOptions) -> Tensor:
     """W^y norm(y_{t-1}) (b, t, r or more), zeros from r on."""
-    (b, t_end, _), r = y.shape, W.shape[0]
-    fed = W.new_empty(b, t_end, r + padding(r))
-    fed[..., r:].zero_()
-    past = _past(y, y0, W, options)
-    parts = in_eights(fed.flatten(0, 1)[:, :r], 1)
-    for out, rows in zip(parts, in_eights(W, 0), strict=True):
-        torch.mm(past, rows.mT, out=out)
+    fed: Tensor = (_past(y, y0, W, options) @ pad_rows(W).mT).unflatten(0, y.shape[:2])
     return fed
 
 
@@ -263,7 +259,7 @@ def fused_reverse(
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     statistics = A.new_empty(2, b, t_end)
     fed = None
-    if W_y is None or not (b and t_end):
+    if W_y is None:
         # rows as far apart as cuBLAS and wide stores like them
         grad_raw = raw.new_empty(b, t_end, r + padding(r))
     else:
@@ -278,12 +274,9 @@ def fused_reverse(
         pulled = launch_reverse(known, grads, W_y, options, keep_every)
     grad_y0 = _start_cotangent(pulled, y0 if wants_y0 else None, A, options)
     grad_W_y = A.new_empty(0)
-    if fed is not None:
-        assert W_y is not None
+    if W_y is not None:
         rows = grad_raw.to(W_y.dtype).flatten(0, 1)
         grad_W_y = (rows.mT @ _past(y, y0, W_y, options))[:r]
-    elif W_y is not None:
-        grad_W_y = torch.zeros_like(W_y)
     return grad_x, grad_raw[..., :r], grad_W_y, grad_A.sum(0).mT, H.mT, grad_y0, statistics
 
 

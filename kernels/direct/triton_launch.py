@@ -19,7 +19,7 @@ from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import prepare_kernel, replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.products import in_eights, pad_rows, padding
+from bedouin.kernels.products import pad_rows, padding
 from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 PERSISTENT = True
@@ -188,11 +188,11 @@ def launch_memory(known: KnownBuffers, h: Tensor, options: SweepOptions, keep_ev
     """Fill `kept`, and h (b, n, d), given before the first token, with that after the last."""
     b, t_end, d = known.x.shape
     mixed, small = _chunk_buffers(known, keep_every, options)
-    slots = known.kept.shape[1] + 1
-    for slot in range(slots):
+    slots = known.kept.shape[1]
+    for slot in range(slots + 1):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         _prepare(known, mixed, small, chunk, options)
-        last = h if slot + 1 == slots else known.kept[:, slot]
+        last = h if slot == slots else known.kept[:, slot]
         _replay(known, mixed, small, None, last, chunk, slot, options)
 
 
@@ -205,39 +205,31 @@ def launch_reverse(
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     b, t_end, d = known.x.shape
-    n, slots = known.A.shape[0], known.kept.shape[1] + 1
+    n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     mixed, small = _chunk_buffers(known, keep_every, options)
     buffers = (mixed, small, known.A.new_empty(b, min(keep_every, t_end) - 1, n, d))
     plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b)
     pulled = None
     if W is not None:
         pulled = known.A.new_zeros(1 if plan is None else plan.splits, b, d)
+    rows = None if W is None or plan is not None else pad_rows(W)
     together = b <= TOGETHER
     if together and (W is None or plan is not None):
-        _reverse(known, grads, W, pulled, buffers, range(slots), plan, options, keep_every)
+        _reverse(known, grads, W, pulled, buffers, slots, plan, options, keep_every)
         return pulled
-    for slot in reversed(range(slots)):
+    for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         _prepare(known, mixed, small, chunk, options)
         _replay(known, mixed, small, buffers[2], None, chunk, slot, options)
-        if W is None or plan is not None:
+        if rows is None:
             one = range(slot, slot + 1)
             _reverse(known, grads, W, pulled, buffers, one, plan, options, keep_every)
             continue
-        assert pulled is not None
+        assert W is not None and pulled is not None
         for t in reversed(chunk):
             _step(known, grads, pulled, buffers, t, chunk, slot, options)
-            _pull(grads.raw[:, t], W, pulled[0])
+            pulled[0] = grads.raw[:, t].to(W.dtype) @ rows
     return pulled
-
-
-def _pull(grad_raw: Tensor, W: Tensor, pulled: Tensor) -> None:
-    """(W^y)^T times the cotangents of a token's raw values."""
-    r = W.shape[0]
-    parts = in_eights(grad_raw[:, :r].to(W.dtype), 1), in_eights(W, 0)
-    pulled.zero_()
-    for grad, rows in zip(*parts, strict=True):
-        pulled += grad @ rows
 
 
 def _chunk_buffers(
@@ -264,6 +256,7 @@ def _prepare(
         A,
         mixed,
         small,
+        0,
         chunk.start,
         len(chunk),
         t_end,
@@ -307,10 +300,11 @@ def _replay(
         kept,
         kept if before is None else before,
         kept if last is None else last,
+        0,
         chunk.start,
         len(chunk),
         slot,
-        kept.shape[1] + 1,
+        kept.shape[1],
         d,
         A.shape[0],
         *raw.stride()[:2],
@@ -424,7 +418,7 @@ def _step(
         chunk.start,
         len(chunk),
         slot,
-        kept.shape[1] + 1,
+        kept.shape[1],
         b,
         t_end,
         grads.raw.shape[-1],

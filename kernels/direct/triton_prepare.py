@@ -16,8 +16,8 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import activate, decay_rows, input_scale, sigmoid
-from bedouin.kernels.direct.triton_product import load_stream
+from bedouin.kernels.direct.triton_math import activate, decay_rows, input_scale
+from bedouin.kernels.direct.triton_raw import load_beta, load_raw, load_unit
 from bedouin.kernels.direct.triton_small import (
     combine,
     eliminate,
@@ -34,26 +34,8 @@ from bedouin.kernels.direct.triton_small import (
 )
 
 
-@triton.jit
-def _load_unit(row_ptr, fed_row_ptr, at, rows, in_n, n, FEEDBACK: tl.constexpr, EPS, ACC):
-    """The raw vector (n,) at a column, and 1 / its norm."""
-    v = tl.load(row_ptr + at + rows, mask=in_n, other=0.0).to(ACC)
-    if FEEDBACK:
-        v += tl.load(fed_row_ptr + at + rows, mask=in_n, other=0.0).to(ACC)
-    return v, tl.rsqrt(tl.sum(v * v, axis=0) + n * EPS)
-
-
-@triton.jit
-def load_raw(row_ptr, fed_row_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
-    """raw^x + W^y norm(y_{t-1}) at some columns."""
-    v = load_stream(row_ptr + at, mask).to(ACC)
-    if FEEDBACK:
-        v += load_stream(fed_row_ptr + at, mask).to(ACC)
-    return v
-
-
-@triton.jit
-def prepare_token(
+@triton.jit(do_not_specialize=["first", "start", "count", "t_end"])
+def prepare_kernel(
     x_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
@@ -61,7 +43,7 @@ def prepare_token(
     A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
     small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    index,
+    first,  # of all samples' tokens of the chunk, that of program 0
     start,
     count,
     t_end,
@@ -88,7 +70,8 @@ def prepare_token(
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """`mixed` and `small` of a token of the chunk, the index-th of all samples'."""
+    """`mixed` and `small` of a token of the chunk; reverse_kernel calls it, too."""
+    index = first + tl.program_id(0)
     sample = (index // count).to(tl.int64)
     i_token = index % count
     t = start + i_token
@@ -100,10 +83,10 @@ def prepare_token(
     x = tl.load(x_ptr + sample * x_stride_b + t * x_stride_t + cols, mask=in_d, other=0.0).to(ACC)
     y = tl.load(y_ptr + (sample * t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
     v = y - x
-    delta = activate(load_raw(raw, fed, cols, in_d, FEEDBACK, ACC), ACTIVATION)
+    delta = activate(load_raw(raw, fed, cols, in_d, FEEDBACK, ACC, ".cg"), ACTIVATION)
     if SELECTIVE:
-        B, inv_B = _load_unit(raw, fed, d, rows, in_n, n, FEEDBACK, EPS, ACC)
-        C, inv_C = _load_unit(raw, fed, d + n, rows, in_n, n, FEEDBACK, EPS, ACC)
+        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, FEEDBACK, EPS, ACC)
+        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, FEEDBACK, EPS, ACC)
         B *= inv_B
         C *= inv_C
     else:
@@ -121,14 +104,10 @@ def prepare_token(
     else:
         sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
     u = ()
-    beta = ()
     for i in tl.static_range(K):
-        u_i = load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC)
-        u = u + (u_i,)
-        alpha = tl.load(raw + u_at + K * d + i).to(ACC)
-        if FEEDBACK:
-            alpha += tl.load(fed + u_at + K * d + i).to(ACC)
-        beta = beta + (BETA_MAX * sigmoid(alpha),)
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC, ".cg"),)
+    alpha_at = u_at + K * d
+    beta = load_beta(raw + alpha_at, fed + alpha_at, K, FEEDBACK, BETA_MAX, ACC)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     sigma_u = rows_times(u, sigma, K)
     with_v, with_y = rows_times(u, v, K), rows_times(sigma_u, y, K)
@@ -178,55 +157,12 @@ def prepare_token(
     tl.store(row + SIZE + n + rows, C, mask=in_n)
 
 
-@triton.jit(do_not_specialize=["start", "count", "t_end"])
-def prepare_kernel(
-    x_ptr,  # (b, t, d)
-    y_ptr,  # (b, t, d)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
-    mixed_ptr,  # (b, count, d): x~
-    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    start,
-    count,
-    t_end,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    x_stride_b,
-    x_stride_t,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    EPS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    prepare_token(
-        x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, tl.program_id(0), start, count,
-        t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, fed_stride_b, fed_stride_t,
-        K, BLOCK_D, BLOCK_N, FEEDBACK, ACTIVATION, SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, NORM_EPS,
-        EPS, ALIGNED, FAST, ACC,
-    )  # fmt: skip
-
-
 @triton.jit
 def chunk_memory(h0_ptr, h0_stride_b, kept_ptr, sample, slot, slots, d, n):
     """Where h before the first token of a chunk stands: given, or kept."""
     memory = h0_ptr + sample * h0_stride_b
     if slot > 0:
-        memory = kept_ptr + (sample * (slots - 1) + slot - 1) * n * d
+        memory = kept_ptr + (sample * slots + slot - 1) * n * d
     return memory
 
 
@@ -241,18 +177,18 @@ def token_memory(
     return memory
 
 
-@triton.jit
-def replay_block(
+@triton.jit(do_not_specialize=["first", "start", "count", "slot", "slots"])
+def replay_kernel(
     mixed_ptr,  # (b, count, d)
     small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
     A_ptr,  # (n, d), log2(e) A
     h0_ptr,  # (b, n, d): h before the first token of all
-    kept_ptr,  # (b, slots - 1, n, d): h before the first token of a chunk, but for the first
+    kept_ptr,  # (b, slots, n, d): h before the first token of every chunk but the first
     before_ptr,  # (b, count - 1, n, d): h before the other tokens of the chunk, if KEEP_ALL
     last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
-    index,
+    first,  # of all samples' blocks, that of program 0
     start,
     count,
     slot,
@@ -278,7 +214,8 @@ def replay_block(
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The memory of a block of channels through the chunk, the index-th of all samples'."""
+    """The memory of a block of channels through the chunk; reverse_kernel calls it, too."""
+    index = first + tl.program_id(0)
     blocks = tl.cdiv(d, BLOCK_D)
     sample = (index // blocks).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK_N), index % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -295,7 +232,7 @@ def replay_block(
     raw_row = raw_ptr + tl.multiple_of(sample * raw_stride_b + start * raw_stride_t, ALIGNED)
     fed_row = fed_ptr + tl.multiple_of(sample * fed_stride_b + start * fed_stride_t, ALIGNED)
     mixed_next = tl.load(mixed_row, mask=in_d, other=0.0)
-    delta_next = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
+    delta_next = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC, ".cg")
     B_next = tl.load(B_row, mask=in_n, other=0.0)
     for i in range(0, count):
         mixed, delta, B = mixed_next, activate(delta_next, ACTIVATION), B_next
@@ -303,7 +240,7 @@ def replay_block(
         mixed_next = tl.load(mixed_row + step * d, mask=in_d, other=0.0)
         raw = raw_row + tl.multiple_of(step * raw_stride_t, ALIGNED)
         fed = fed_row + tl.multiple_of(step * fed_stride_t, ALIGNED)
-        delta_next = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC)
+        delta_next = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC, ".cg")
         B_next = tl.load(B_row + step * (SIZE + 2 * n), mask=in_n, other=0.0)
         if KEEP_ALL:
             at = (sample * (count - 1) + i - 1) * n * d + state
@@ -315,47 +252,3 @@ def replay_block(
             h = decay * h + (input_scale(delta, INPUT_SCALE) * mixed)[None, :] * B[:, None]
     if KEEP_LAST:
         tl.store(last_ptr + sample * last_stride_b + state, h, mask=in_state)
-
-
-@triton.jit(do_not_specialize=["start", "count", "slot", "slots"])
-def replay_kernel(
-    mixed_ptr,  # (b, count, d)
-    small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
-    h0_ptr,  # (b, n, d): h before the first token of all
-    kept_ptr,  # (b, slots - 1, n, d): h before the first token of a chunk, but for the first
-    before_ptr,  # (b, count - 1, n, d): h before the other tokens of the chunk, if KEEP_ALL
-    last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
-    start,
-    count,
-    slot,
-    slots,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    h0_stride_b,
-    last_stride_b,
-    K: tl.constexpr,
-    KEEP_ALL: tl.constexpr,
-    KEEP_LAST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    replay_block(
-        mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, h0_ptr, kept_ptr, before_ptr, last_ptr,
-        tl.program_id(0), start, count, slot, slots, d, n, raw_stride_b, raw_stride_t, fed_stride_b,
-        fed_stride_t, h0_stride_b, last_stride_b, K, KEEP_ALL, KEEP_LAST, BLOCK_D, BLOCK_N,
-        FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
-    )  # fmt: skip

@@ -22,9 +22,8 @@ from bedouin.kernels.direct.triton_math import (
     max_norms_of_two,
 )
 from bedouin.kernels.direct.triton_prepare import (
-    load_raw,
-    prepare_token,
-    replay_block,
+    prepare_kernel,
+    replay_kernel,
     token_memory,
 )
 from bedouin.kernels.direct.triton_product import (
@@ -34,6 +33,7 @@ from bedouin.kernels.direct.triton_product import (
     tile_product,
     wait_for,
 )
+from bedouin.kernels.direct.triton_raw import load_raw
 from bedouin.kernels.direct.triton_small import (
     add,
     combine,
@@ -123,11 +123,11 @@ def _reverse_token(
     mixed = tl.load(mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
     grad_y = grad_y_ptr + sample * grad_y_stride_b + t * grad_y_stride_t
     g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
-    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC)
+    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC, ".cg")
     delta = activate(raw_delta, ACTIVATION)
     u = ()
     for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC),)
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC, ".cg"),)
     if not COUPLED:
         s = input_scale(delta, INPUT_SCALE)
         written = s * mixed
@@ -409,7 +409,7 @@ def step_kernel(
     mixed_ptr,  # (b, count, d)
     small_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
     h0_ptr,  # (b, n, d)
-    kept_ptr,  # (b, slots - 1, n, d)
+    kept_ptr,  # (b, slots, n, d)
     before_ptr,  # (b, count - 1, n, d)
     H_ptr,  # (b, n, d): cotangent of h_t, in place that of h_{t-1}
     grad_x_ptr,  # (b, t, d)
@@ -556,8 +556,8 @@ def _walk_back(
         if WITH_SAMPLES and RESIDENT:
             if program < batch:
                 memory = token_memory(
-                    h0_ptr, h0_stride_b, kept_ptr, before_ptr, own, i_token, count, slot, slots,
-                    d, n,
+                    h0_ptr, h0_stride_b, kept_ptr, before_ptr, own, i_token, count, slot, slots, d,
+                    n,
                 )  # fmt: skip
                 H = _reverse_token(
                     H, own, i_token, t, count, grad_y_ptr, pulled_ptr, x_ptr, y_ptr, raw_ptr,
@@ -696,7 +696,7 @@ def reverse_kernel(
     H = ()
     if RESIDENT and not APART:
         H = _load_blocks(H_ptr + own * n * d, d, own_n, BLOCK_D, BLOCK_N, BLOCKS)
-    slots = tl.cdiv(t_end, KEEP)
+    slots = tl.cdiv(t_end, KEEP) - 1
     top = tl.minimum(last_slot * KEEP + KEEP, t_end)
     for done_slots in range(0, last_slot - first_slot + 1):
         slot = last_slot - done_slots
@@ -706,19 +706,20 @@ def reverse_kernel(
             # every program has left the last chunk, whose memory is used again
             _end_phase(phase_ptr, programs * (3 * done_slots + 1), COMPILED)
             for index in range(program, batch * count, programs):
-                prepare_token(
-                    x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, index, start,
-                    count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t,
+                prepare_kernel(
+                    x_ptr, y_ptr, raw_ptr, fed_ptr, A_ptr, mixed_ptr, small_ptr, index - program,
+                    start, count, t_end, d, n, x_stride_b, x_stride_t, raw_stride_b, raw_stride_t,
                     fed_stride_b, fed_stride_t, K, BLOCK_D, BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION,
                     SELECTIVE, BETA_MAX, INPUT_SCALE, FULL, NORM_EPS, EPS, ALIGNED, FAST, ACC,
                 )  # fmt: skip
             _end_phase(phase_ptr, programs * (3 * done_slots + 2), COMPILED)
             for index in range(program, batch * tl.cdiv(d, REPLAY_D), programs):
-                replay_block(
+                replay_kernel(
                     mixed_ptr, small_ptr, raw_ptr, fed_ptr, A_ptr, h0_ptr, kept_ptr, before_ptr,
-                    before_ptr, index, start, count, slot, slots, d, n, raw_stride_b, raw_stride_t,
-                    fed_stride_b, fed_stride_t, h0_stride_b, 0, K, True, False, REPLAY_D, BLOCK_N *
-                    BLOCKS, FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED, FAST, ACC,
+                    before_ptr, index - program, start, count, slot, slots, d, n, raw_stride_b,
+                    raw_stride_t, fed_stride_b, fed_stride_t, h0_stride_b, 0, K, True, False,
+                    REPLAY_D, BLOCK_N * BLOCKS, FEEDBACK, ACTIVATION, INPUT_SCALE, FULL, ALIGNED,
+                    FAST, ACC,
                 )  # fmt: skip
             _end_phase(phase_ptr, programs * (3 * done_slots + 3), COMPILED)
         if APART:

@@ -11,7 +11,7 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import sigmoid
+from bedouin.kernels.direct.triton_raw import load_beta, load_raw, load_unit
 from bedouin.kernels.direct.triton_small import (
     combine,
     eliminate,
@@ -33,15 +33,6 @@ from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max
 @triton.jit
 def _larger(a, b):
     return tl.where((a > b) | (a != a), a, b)
-
-
-@triton.jit
-def load_raw(raw_ptr, fed_back_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr):
-    """raw^x + W^y norm(y_{t-1}) at some columns."""
-    raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(ACC)
-    if FEEDBACK:
-        raw += tl.load(fed_back_ptr + at, mask=mask, other=0.0).to(ACC)
-    return raw
 
 
 @triton.jit
@@ -69,22 +60,6 @@ def _load_reflections(
             value += fed_back.to(ACC)
         u = u + (value,)
     return u
-
-
-@triton.jit
-def _load_beta(
-    raw_ptr,  # at alpha_1
-    fed_back_ptr,
-    K: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """beta_1 .. beta_k."""
-    beta = ()
-    for i in tl.static_range(K):
-        beta = beta + (BETA_MAX * sigmoid(load_raw(raw_ptr, fed_back_ptr, i, True, FEEDBACK, ACC)),)
-    return beta
 
 
 @triton.jit
@@ -164,7 +139,7 @@ def mix_kernel(
         u_at = d + (2 * n if SELECTIVE else 0)
         u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN, ACC)
         alpha_at = u_at + K * d
-        beta = _load_beta(raw_row + alpha_at, fed_row + alpha_at, K, FEEDBACK, BETA_MAX, ACC)
+        beta = load_beta(raw_row + alpha_at, fed_row + alpha_at, K, FEEDBACK, BETA_MAX, ACC)
         if STORE_WY:
             PAIRS: tl.constexpr = K * (K + 1) // 2
             dots = sums(products(u, u, K) + rows_times(u, v, K))
@@ -179,11 +154,11 @@ def mix_kernel(
             mixed = x + _reflect(u, beta, v, d, K, EPS)
         tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
         if SELECTIVE:
-            B = load_raw(raw_row, fed_row, d + states, in_n, FEEDBACK, ACC)
-            C = load_raw(raw_row, fed_row, d + n + states, in_n, FEEDBACK, ACC)
+            B, inv_B = load_unit(raw_row, fed_row, d + states, in_n, n, FEEDBACK, EPS, ACC)
+            C, inv_C = load_unit(raw_row, fed_row, d + n + states, in_n, n, FEEDBACK, EPS, ACC)
             out = BC_ptr + token * 2 * n + states
-            tl.store(out, B * tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS), mask=in_n)
-            tl.store(out + n, C * tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS), mask=in_n)
+            tl.store(out, B * inv_B, mask=in_n)
+            tl.store(out + n, C * inv_C, mask=in_n)
 
 
 @triton.jit
@@ -247,7 +222,7 @@ def finish_kernel(
         if INPUT_SCALE == "one_minus_decay":
             sigma = tl.load(gain_ptr + token * d + cols, mask=in_d, other=0.0)
         else:
-            raw_delta = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC)
+            raw_delta = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC, "")
             B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, EXACT, ACC)
             C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, EXACT, ACC)
             s = fast_scale(fast_activate(raw_delta, ACTIVATION, FAST), INPUT_SCALE, FAST)

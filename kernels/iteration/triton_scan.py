@@ -10,6 +10,7 @@ thread. Letters: b batch, t time, d channels, n state per channel, r raw values,
 import triton
 import triton.language as tl
 
+from bedouin.kernels.direct.triton_small import combine
 from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max_norm
 from bedouin.kernels.scan.triton_segments import LOG2E, build_decay
 
@@ -90,11 +91,7 @@ def _load_vector(
 @triton.jit
 def _dot(a, b, S: tl.constexpr):
     """sum over the states of a_i b_i, for each channel."""
-    total = a[0] * b[0]
-    for i in tl.static_range(S):
-        if i > 0:
-            total += a[i] * b[i]
-    return tl.sum(total, axis=0)
+    return tl.sum(combine(a, b, S), axis=0)
 
 
 @triton.jit(do_not_specialize=["batch", "T"])

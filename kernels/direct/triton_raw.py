@@ -1,0 +1,48 @@
+"""Raw values of a token: raw^x + W^y norm(y_{t-1}), and what is made of them at once.
+
+Letters: d channels, n state per channel, k reflections.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.direct.triton_math import sigmoid
+
+
+@triton.jit
+def load_raw(
+    raw_ptr, fed_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr, CACHE: tl.constexpr
+):
+    """The raw values at some columns; CACHE is the modifier of the loads."""
+    raw = tl.load(raw_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(ACC)
+    if FEEDBACK:
+        raw += tl.load(fed_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(ACC)
+    return raw
+
+
+@triton.jit
+def load_unit(
+    raw_ptr, fed_ptr, at, mask, n, FEEDBACK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr
+):
+    """B or C before it is made unit, (n,), and 1 / its norm, as `unit` has it."""
+    v = load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK, ACC, "")
+    return v, tl.rsqrt(tl.sum(v * v, axis=0) + n * EPS)
+
+
+@triton.jit
+def load_beta(
+    raw_ptr,  # at alpha_1
+    fed_ptr,
+    K: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """beta_1 .. beta_k."""
+    beta = ()
+    for i in tl.static_range(K):
+        alpha = load_raw(raw_ptr, fed_ptr, i, True, FEEDBACK, ACC, "")
+        beta = beta + (BETA_MAX * sigmoid(alpha),)
+    return beta
