@@ -54,6 +54,13 @@ def results(layer: Any, call: Any, x: Tensor) -> list[Tensor]:
     return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
 
 
+def assert_close_in_bfloat16(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """In fused code bfloat16 is rounded at other places."""
+    for ours, theirs in zip(actual, expected, strict=True):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)
+
+
 @devices
 @kinds
 def test_a_layer_is_one_graph_with_the_same_numbers(
@@ -144,10 +151,7 @@ def test_the_default_compiler_gives_the_same_numbers(
     with torch.autocast("cuda", torch.bfloat16):
         expected = results(layer, layer, x)
         actual = results(layer, torch.compile(layer, fullgraph=True), x)
-    for ours, theirs in zip(actual, expected, strict=True):
-        # in fused code bfloat16 is rounded at other places
-        scale = theirs.abs().max().item()
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)
+    assert_close_in_bfloat16(actual, expected)
 
 
 # what it does not fuse or capture is no error
@@ -163,6 +167,4 @@ def test_the_compiler_may_replay_cuda_graphs() -> None:
             torch.compiler.cudagraph_mark_step_begin()
             actual = [v.clone() for v in results(layer, call, x)]
             expected = results(layer, layer, x)
-    for ours, theirs in zip(actual, expected, strict=True):
-        scale = theirs.abs().max().item()
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)
+    assert_close_in_bfloat16(actual, expected)

@@ -1,8 +1,4 @@
-"""What one program of the sweep kernels computes in registers: activations and k x k algebra.
-
-Small matrices are whole tiles, padded to a power of two: rows of U and beta are 0 there, so that
-Gram matrices and T are 0 and K = I - S T is the identity.
-"""
+"""What the kernels of a token compute of its vectors: activations, decays, scales, norms."""
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -95,44 +91,6 @@ def input_scale(delta, INPUT_SCALE: tl.constexpr):
         return delta / (1 + delta)
     else:
         return delta
-
-
-@triton.jit
-def gram(a, b):
-    """a b^T of two tiles (k, d)."""
-    return tl.sum(a[:, None, :] * b[None, :, :], axis=2)
-
-
-@triton.jit
-def product(a, b):
-    """a b of k x k matrices."""
-    return tl.sum(a[:, :, None] * b[None, :, :], axis=1)
-
-
-@triton.jit
-def product_left_transposed(a, b):
-    """a^T b of k x k matrices."""
-    return tl.sum(a[:, :, None] * b[:, None, :], axis=0)
-
-
-@triton.jit
-def diagonal(a, i, j):
-    """The diagonal of a, whose row and column numbers are i (k, 1) and j (1, k)."""
-    return tl.sum(tl.where(i == j, a, 0.0), axis=1)
-
-
-@triton.jit
-def inverse_unipotent(N, identity, BLOCK_K: tl.constexpr):
-    """(I + N)^-1 for a strictly upper triangular N: (I - N)(I + N^2)(I + N^4)..."""
-    inverse = identity - N
-    power = N
-    if BLOCK_K > 2:
-        power = product(power, power)
-        inverse = product(inverse, identity + power)
-    if BLOCK_K > 4:
-        power = product(power, power)
-        inverse = product(inverse, identity + power)
-    return inverse
 
 
 @triton.jit

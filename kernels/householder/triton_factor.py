@@ -2,6 +2,8 @@
 
 One program of one warp takes one token: its Gram matrix, collected over blocks of channels in one
 partial sum per thread, and then small algebra in registers. The backward collects it once more.
+Small matrices are whole tiles, padded to a power of two: rows of u and beta are 0 there, so that
+Gram matrices are, and T.
 Letters: t tokens, k reflections, d channels.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -12,18 +14,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bedouin.kernels.direct.triton_math import (
-    diagonal,
-    gram,
-    inverse_unipotent,
-    product_left_transposed,
-)
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.householder.triton_kernels import accumulator_of, tokens_first
 from bedouin.kernels.sizes import next_power_of_two
 
 PARTIALS = 2048
 """Partial sums of a Gram matrix in one warp: 64 in each thread."""
+
+
+@triton.jit
+def _gram(a, b):
+    """a b^T of two tiles (k, d)."""
+    return tl.sum(a[:, None, :] * b[None, :, :], axis=2)
+
+
+@triton.jit
+def _product(a, b):
+    """a b of k x k matrices."""
+    return tl.sum(a[:, :, None] * b[None, :, :], axis=1)
+
+
+@triton.jit
+def _product_left_transposed(a, b):
+    """a^T b of k x k matrices."""
+    return tl.sum(a[:, :, None] * b[:, None, :], axis=0)
+
+
+@triton.jit
+def _diagonal(a, i, j):
+    """The diagonal of a, whose row and column numbers are i (k, 1) and j (1, k)."""
+    return tl.sum(tl.where(i == j, a, 0.0), axis=1)
+
+
+@triton.jit
+def _inverse_unipotent(N, identity, BLOCK_K: tl.constexpr):
+    """(I + N)^-1 for a strictly upper triangular N: (I - N)(I + N^2)(I + N^4)..."""
+    inverse = identity - N
+    power = N
+    if BLOCK_K > 2:
+        power = _product(power, power)
+        inverse = _product(inverse, identity + power)
+    if BLOCK_K > 4:
+        power = _product(power, power)
+        inverse = _product(inverse, identity + power)
+    return inverse
 
 
 @triton.jit
@@ -51,7 +85,7 @@ def _raw_gram(
 @triton.jit
 def _unit_gram(raw, d, i, j, EPS: tl.constexpr, ACC: tl.constexpr):
     """The rows' inverse lengths, and strictly above the diagonal their normalized products."""
-    length = 1 / tl.sqrt(diagonal(raw, i, j) + d * tl.full((), EPS, ACC))
+    length = 1 / tl.sqrt(_diagonal(raw, i, j) + d * tl.full((), EPS, ACC))
     return length, tl.where(i < j, raw * length[:, None] * length[None, :], 0.0)
 
 
@@ -79,7 +113,7 @@ def _factor_kernel(
     beta = tl.load(beta_ptr + token * beta_stride_t + row * beta_stride_k, mask=row < K, other=0.0)
     beta = beta.to(ACC)
     identity = tl.where(i == j, 1.0, 0.0).to(ACC)
-    factor = inverse_unipotent(beta[:, None] * above, identity, BLOCK_K) * beta[None, :]
+    factor = _inverse_unipotent(beta[:, None] * above, identity, BLOCK_K) * beta[None, :]
     out = factor_ptr + token * (K * K) + i * K + j
     tl.store(out, factor.to(factor_ptr.dtype.element_ty), mask=(i < K) & (j < K))
 
@@ -115,9 +149,9 @@ def _factor_backward_kernel(
 
     # T = P diag(beta), P = (I + N)^-1, N = diag(beta) above
     identity = tl.where(i == j, 1.0, 0.0).to(ACC)
-    inverse = inverse_unipotent(beta[:, None] * above, identity, BLOCK_K)
+    inverse = _inverse_unipotent(beta[:, None] * above, identity, BLOCK_K)
     grad_beta = tl.sum(grad * inverse, axis=0)
-    grad_N = -gram(product_left_transposed(inverse, grad * beta[None, :]), inverse)
+    grad_N = -_gram(_product_left_transposed(inverse, grad * beta[None, :]), inverse)
     grad_N = tl.where(i < j, grad_N, 0.0)
     grad_beta = tl.sum(tl.where(i == j, grad_beta[None, :], grad_N * above), axis=1)
     grad_above = beta[:, None] * grad_N

@@ -131,11 +131,11 @@ class FusedIteration:
     ) -> None:
         from bedouin.kernels.iteration.triton_launch import Geometry, mix, settle
 
-        self.rule, self.W_y = rule, None if inputs.W_y is None else pad_rows(inputs.W_y)
         (b, t), acc = y.shape[:2], y.dtype
         self.inputs = inputs._replace(
             x=_rows(inputs.x),
             raw=_rows(inputs.raw),
+            W_y=None if inputs.W_y is None else pad_rows(inputs.W_y),
             A=inputs.A.mT.contiguous(),
             h0=inputs.h0.to(acc).mT.contiguous(),
         )
@@ -145,25 +145,26 @@ class FusedIteration:
         # the scan reads ahead and does not look where the last token is
         self.BC = y.new_empty(b * t + self.geometry.ahead, 2, inputs.A.shape[1])
         self.gain = torch.empty_like(self.y) if self.geometry.stores_gain else self.mixed
-        ahead, k = self.geometry.mixes_ahead, self.geometry.k
-        self.mixed_next = torch.empty_like(self.mixed) if ahead else self.mixed
+        mixes_ahead, k = self.geometry.mixes_ahead, self.geometry.k
+        self.mixed_next = torch.empty_like(self.mixed) if mixes_ahead else self.mixed
         self.WY = y.new_empty(b, t, k * (k + 1) // 2 + k)
         self.parts = y.new_empty(2, b, self.geometry.parts, t)
         self.norms, self.pivots = y.new_zeros(2, b, t), y.new_zeros(b, t)
         self.counters = torch.zeros(5, b, dtype=torch.int32, device=y.device)
         self.normed, self.fed_back = self._feedback_buffers(options)
-        if self.W_y is not None:
+        if self.inputs.W_y is not None:
             settle(self, self.y)
-        if ahead:
+        if mixes_ahead:
             mix(self)
 
     def _feedback_buffers(self, options: SweepOptions) -> tuple[Tensor, Tensor]:
         """norm(y_{t-1}) and its product with W^y, (b, t, d) and (b, t, r or more)."""
-        if self.W_y is None:
+        W_y = self.inputs.W_y
+        if W_y is None:
             return self.y, self.inputs.raw
-        normed = torch.empty_like(self.y, dtype=self.W_y.dtype)
+        normed = torch.empty_like(self.y, dtype=W_y.dtype)
         normed[:, 0] = normalize_feedback(self.inputs.y0, options.feedback_norm_eps)
-        fed_back = normed.new_empty(*normed.shape[:2], self.W_y.shape[0])
+        fed_back = normed.new_empty(*normed.shape[:2], W_y.shape[0])
         return normed, fed_back
 
     def advance(self) -> None:
@@ -182,13 +183,14 @@ class FusedIteration:
     def _evaluate(self, *, count: bool) -> None:
         from bedouin.kernels.iteration.triton_launch import decide, finish, mix, scan
 
-        if self.W_y is not None:
-            r, d = self.W_y.shape
-            torch.mm(self.normed.view(-1, d), self.W_y.mT, out=self.fed_back.view(-1, r))
+        W_y = self.inputs.W_y
+        if W_y is not None:
+            r, d = W_y.shape
+            torch.mm(self.normed.view(-1, d), W_y.mT, out=self.fed_back.view(-1, r))
         if not self.geometry.mixes_ahead:
             mix(self)
         scan(self)
-        if self.rule.method == "jacobi":
+        if self.geometry.jacobi:
             finish(self)
         decide(self, count=count)
 
@@ -207,7 +209,7 @@ class FusedIteration:
         tokens = torch.arange(self.y.shape[1], device=self.y.device)
         frozen = tokens < self.counters[FROZEN].unsqueeze(1)
         defect, scale = self.norms
-        pivot = self.pivots.amin(1) if self.rule.method == "jacobi" else None
+        pivot = self.pivots.amin(1) if self.geometry.jacobi else None
         failed, steps = self.counters[FAILED] > 0, self.counters[STEPS].to(torch.int64)
         return Progress(self.y, frozen, failed, steps, defect, scale, pivot)
 

@@ -22,7 +22,6 @@ from bedouin.kernels.iteration.triton_kernels import (
     settle_kernel,
 )
 from bedouin.kernels.iteration.triton_scan import scan_kernel
-from bedouin.kernels.products import padding
 from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 if TYPE_CHECKING:
@@ -102,14 +101,13 @@ class Geometry:
 
     @staticmethod
     def of(inputs: "IterationInputs", options: SweepOptions, rule: "IterationRule") -> "Geometry":
-        """From x, raw and A (n, d) as the kernels get them."""
+        """From x, raw, A (n, d) and W^y, its rows padded, as the kernels get them."""
         (b, t, d), n = inputs.x.shape, inputs.A.shape[0]
-        feedback, dtype = inputs.W_y is not None, inputs.A.dtype
-        raw_stride, r = inputs.raw.stride(1), inputs.raw.shape[-1]
-        fed_stride = r + padding(r) if feedback else raw_stride
-        strides = inputs.x.stride(1), raw_stride, fed_stride
+        W_y, dtype = inputs.W_y, inputs.A.dtype
+        raw_stride = inputs.raw.stride(1)
+        strides = inputs.x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[0]
         tile = ScanTile.of(b, d, n, dtype)
-        return Geometry(b, t, d, n, *strides, tile, rule, options, feedback, dtype)
+        return Geometry(b, t, d, n, *strides, tile, rule, options, W_y is not None, dtype)
 
     @property
     def k(self) -> int:

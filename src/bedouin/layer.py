@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import positive_int
-from bedouin.decode import StepGraphs, fused_step, has_graph, may_replay, takes_fused_step
+from bedouin.decode import StepGraphs, fused_step, may_replay, takes_fused_step
 from bedouin.fixed_point_map import FixedPointMap, MapInputs, ScanInputs, StructuredMap
 from bedouin.kernels.backend import Backend, check_backend, choose_backend
 from bedouin.kernels.decode import DecayKind
@@ -249,13 +249,14 @@ class FixedPointLayer(nn.Module):
         On a GPU, without gradients, a token is the replay of a CUDA graph (bedouin.decode), which
         the first call with a batch size and dtype captures. Raises as `forward` does.
         """
-        if may_replay(self, x_t):
+        replays = may_replay(self, x_t)
+        if replays:
             found = self._graphs.replay(self, x_t, state)
             if found is not None:
                 return found
         self._check_input(x_t, rank=2)
         if takes_fused_step(self, x_t):
-            return (self._graphs.step if has_graph(self, x_t) else fused_step)(self, x_t, state)
+            return (self._graphs.step if replays else fused_step)(self, x_t, state)
         solver = Direct() if isinstance(self.mixer, StructuredMixer) else self.solver
         output, new_state = self._run(x_t.unsqueeze(1), state, solver, True)
         assert new_state is not None
