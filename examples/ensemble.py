@@ -20,6 +20,7 @@ Failed seeds stay in.
 import argparse
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -72,6 +73,8 @@ class Config:
     d_state: tuple[int, ...] = (16,)
     num_householder: tuple[int, ...] = (4,)
     decay: tuple[str, ...] = ("mamba",)
+    rate_scale: tuple[float, ...] = (1.0,)
+    """Factor on the initial decay rates -A of "mamba" (1 .. d_state): below 1 memory is longer."""
     beta_max: tuple[float, ...] = (1.0,)
     feedback: tuple[str, ...] = ("delta+B+C+mixer",)
     """What y_{t-1} influences, joined by "+"; "none" switches feedback off."""
@@ -125,7 +128,7 @@ LAYER_OPTIONS = (
     "feedback",
     "feedback_init",
 )
-GRID = (*LAYER_OPTIONS, "lr", "schedule", "batch_size", "steps")
+GRID = (*LAYER_OPTIONS, "rate_scale", "lr", "schedule", "batch_size", "steps")
 
 
 DRAWN_AHEAD = 50
@@ -226,6 +229,9 @@ class Ensemble:
             on_unconverged="ignore",
             **layer_options(self.point),
         )
+        if layer.decay == "mamba":
+            with torch.no_grad():
+                layer.A_log.add_(math.log(self.point["rate_scale"]))
         task = self.data.task
         output_size = task.output_size if isinstance(task, WordProblem) else task.vocab_size
         model = SequenceModel(
