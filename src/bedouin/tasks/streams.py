@@ -34,8 +34,8 @@ class Stream(torch.Generator):
 
     Its copies have the same split: copy, deepcopy, pickle, `torch.save`, `clone_state`,
     `graphsafe_get_state`. The tensor of `get_state` holds numbers only, so it must go into a stream
-    of the same split: `set_state` and `graphsafe_set_state` raise ValueError where its seed
-    is of the other split. `manual_seed` and `seed` take any seed, which gives up the guard of the seeds and
+    of the same split: `set_state` and `graphsafe_set_state` raise ValueError where its seed is of
+    the other one. `manual_seed` and `seed` take any seed, which gives up the guard of the seeds and
     keeps that of the examples.
     """
 
