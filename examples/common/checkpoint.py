@@ -117,10 +117,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         reason = str(error).partition("\n")[0]
         raise _unusable(path, f"another or a cut file of {size} bytes ({reason})") from error
     expected = {**_COUNTERS, **_STATES}
+    entries: dict[str, Any] = content if isinstance(content, dict) else {}
     for name, kind in expected.items():
-        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
+        if not isinstance(entries.get(name), kind):
             raise _unusable(path, f"a file without the entry {name!r} of type {kind.__name__}")
-    return content
+    return entries
 
 
 def _unusable(path: Path, got: str) -> UsageError:

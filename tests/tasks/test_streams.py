@@ -102,7 +102,7 @@ def test_row_hash_spreads_and_ignores_zeros_behind() -> None:
     assert row_hash(torch.zeros(2, 0, dtype=torch.int64)).shape == (2,)
 
 
-COPIES = {
+COPIES: dict[str, Callable[[Stream], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),
@@ -166,8 +166,8 @@ def test_a_data_loader_worker_gets_the_split() -> None:
 def test_copies_on_a_gpu_keep_split_and_place() -> None:
     original = stream("test", 3, "cuda")
     torch.rand(5, generator=original, device="cuda")
-    shared, *made = [f(original) for f in (Stream.graphsafe_get_state, *COPIES.values())]
-    made.append(saved_and_loaded(original))
+    shared = original.graphsafe_get_state()
+    made = [make(original) for make in (*COPIES.values(), saved_and_loaded)]
     expected = torch.rand(5, generator=original, device="cuda")
     for one in made:
         assert type(one) is Stream and one.split == "test" and one.device == original.device
@@ -223,6 +223,6 @@ def test_a_seed_set_by_hand_survives_a_copy_and_a_state() -> None:
 
 def test_a_stream_of_all_rows_takes_every_state() -> None:
     for split in ("train", "test", "all"):
-        source = stream(split, 3)  # type: ignore[arg-type]
+        source = stream(split, 3)
         taken = Stream().set_state(source.get_state())
         assert torch.equal(torch.rand(3, generator=taken), torch.rand(3, generator=source))

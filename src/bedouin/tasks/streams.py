@@ -42,7 +42,8 @@ class Stream(torch.Generator):
     _split: Split
 
     def __new__(cls, device: torch.device | str = "cpu", split: Split = "all") -> Self:
-        made = super().__new__(cls, device)
+        # torch's stub gives the device to __init__, its class takes it here
+        made = super().__new__(cls, device)  # type: ignore[call-arg]
         made._split = _checked_split(split)
         return made
 
