@@ -242,8 +242,7 @@ class Ensemble:
     def _loss(self, params: Params, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
         logits = self._logits(params, tokens)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-        counted = labels != IGNORE
-        correct = ((logits.argmax(-1) == labels) & counted).sum() / counted.sum()
+        correct = token_accuracy(logits, labels)
         return loss, (correct, self.model.stats[0].conditioning.min())
 
     def _logits(self, params: Params, tokens: Tensor) -> Tensor:
@@ -313,9 +312,6 @@ class Ensemble:
         """Token and sequence accuracy of each seed on `eval_rows` test rows; for copying those of
         characters and strings."""
 
-        def predict(params: Params, rows: Tensor) -> Tensor:
-            return self._logits(params, rows).argmax(-1)
-
         task, left = self.data.task, self.config.eval_rows
         copying = isinstance(task, Copying)
         each_token = vmap(task.character_accuracy if copying else token_accuracy)
@@ -325,19 +321,19 @@ class Ensemble:
             rows = min(left, EVAL_BATCH)
             left -= rows
             tokens, labels = self.data.eval_batch(rows, length)
-            predicted = self._each(predict, tokens)
+            logits = self._each(tokens)
             share = rows / self.config.eval_rows
-            token = token + share * each_token(predicted, labels)
-            sequence = sequence + share * each_row(predicted, labels)
+            token = token + share * each_token(logits, labels)
+            sequence = sequence + share * each_row(logits, labels)
         return {"token": token.tolist(), "sequence": sequence.tolist()}
 
-    def _each(self, predict: Callable[[Params, Tensor], Tensor], rows: Tensor) -> Tensor:
-        """predict(parameters, rows) of every model."""
+    def _each(self, rows: Tensor) -> Tensor:
+        """The logits (s, b, t, v) of every model for its rows (s, b, t)."""
         if self.config.stacked:
-            return vmap(predict)(self.params, rows)
+            return vmap(self._logits)(self.params, rows)
         models = range(self.config.seeds)
         return torch.stack(
-            [predict({n: p[i] for n, p in self.params.items()}, rows[i]) for i in models]
+            [self._logits({n: p[i] for n, p in self.params.items()}, rows[i]) for i in models]
         )
 
 
