@@ -389,7 +389,8 @@ class FixedPointLayer(nn.Module):
     def _outgoing(self, f: FixedPointMap, y: Tensor, state: BedouinState | None) -> BedouinState:
         if state is not None and y.shape[1] == 0:
             return state
-        return BedouinState(f.memory(y), y[:, -1])
+        # copies: a view would keep all of y alive, and autograd may have saved what it shows
+        return BedouinState(f.memory(y).clone(), y[:, -1].clone())
 
     def _check_input(self, x: Tensor, rank: int) -> None:
         shape = "(b, t, m)" if rank == 3 else "(b, m)"

@@ -10,6 +10,8 @@ class BedouinState(NamedTuple):
     """What a layer carries from token to token, at least float32.
 
     ssm: (b, d, n), the scan's memory h; y: (b, d), the fixed point at the last token.
+    A state that a layer returns owns its memory: keeping it keeps nothing else, and what is written
+    into `state.detach()` in place changes neither the call that made it nor its backward.
     """
 
     ssm: Tensor
