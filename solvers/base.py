@@ -165,6 +165,12 @@ class IterativeSolver(Solver):
     rtol: float
     atol: float
 
+    @property
+    def returns_evaluation(self) -> bool:
+        """Whether a solve returns its last evaluation f(y), with that step's defect, rather than
+        the y at which the defect was measured."""
+        return False
+
     def start(self, y0: Tensor) -> Any:
         """The solver's memory between steps; None for solvers without any. y0: (b, t, c)."""
         return None
@@ -204,7 +210,9 @@ class IterativeSolver(Solver):
             if readable and (i + 1) % check_every == 0 and steps.finished():
                 break
         else:
-            steps.certify()
+            # the last evaluation was judged when it was made; a y that has moved since was not
+            if not self.returns_evaluation:
+                steps.certify()
         return _conclude(steps.progress, y0.shape, readable)
 
     def _steps(self, f: Map, y: Tensor, shape: torch.Size, unroll: bool) -> Steps:
@@ -232,10 +240,13 @@ class _PlainSteps:
         active = ~before.failed & ~before.frozen.all(1)
         measured = self.solver.evaluate(self.f, before.y)
         y_next, self.memory = self.solver.update(before.y, measured.f_y, self.memory)
+        value = measured.f_y if self.solver.returns_evaluation else None
         now = self._judge(before, measured)
         keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
         y = torch.where(keep, before.y, y_next)
-        self.progress = now._replace(y=y, num_steps=before.num_steps + active)
+        # a frozen y gives the same evaluation again
+        num_steps = before.num_steps + active
+        self.progress = now._replace(y=y, num_steps=num_steps, value=value)
 
     def certify(self) -> None:
         measured = self.solver.evaluate(self.f, self.progress.y)
@@ -257,7 +268,8 @@ class _PlainSteps:
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:
     lost = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
-    value = torch.where(lost, torch.nan, progress.y).reshape(shape)
+    found = progress.y if progress.value is None else progress.value
+    value = torch.where(lost, torch.nan, found).reshape(shape)
     residual = relative_residual(progress.defect, progress.scale)
     residual = torch.where(progress.failed, torch.nan, residual)
     converged = progress.frozen.all(1)

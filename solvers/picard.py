@@ -41,9 +41,12 @@ class Picard(IterativeSolver):
     patience: with an int, a sample whose largest defect has not reached a new low for this many
         steps multiplies its damping factor by `shrink` (adaptive damping, arXiv 2503.10799,
         section 4). It looks at the whole sequence, so the output is then causal only to tolerance.
-    stop_rule: "prefix" as above, causal bit for bit; "paper" stops a sample when
-        |f(y) - y| < atol + rtol |f(y)| in the max norm over its whole sequence: not causal, since
-        later tokens decide how far earlier ones are iterated.
+    stop_rule: "prefix" as above, causal bit for bit, returns the y whose defect was measured.
+        "paper" (arXiv 2503.10799, section 5.3) stops a sample when |f(y) - y| < atol + rtol |f(y)|
+        in the max norm over its whole sequence: not causal, since later tokens decide how far
+        earlier ones are iterated. It returns the sample's last evaluation f(y), undamped, also when
+        max_steps cuts it. stats.residual is then that of the last step, not of the returned value,
+        and adjoints take the returned value for y*.
     Raises ValueError for values out of range.
     """
 
@@ -69,6 +72,10 @@ class Picard(IterativeSolver):
     def rule(self) -> IterationRule:
         paper, adaptive = self.stop_rule == "paper", self.patience is not None
         return IterationRule("picard", self.rtol, self.atol, self.damping, paper, adaptive)
+
+    @property
+    def returns_evaluation(self) -> bool:
+        return self.stop_rule == "paper"
 
     def start(self, y0: Tensor) -> _Damping | None:
         if self.patience is None:
