@@ -35,6 +35,12 @@ too many costs nothing but itself, since converged tokens stay frozen and steps 
 device. A solve of at most so many steps is never looked at (`Result.unknown`)."""
 
 
+ATOL = 1e-30
+"""The default atol. What counts as small is for rtol to say, since nothing is known of the scale of
+y: cotangents, and layers behind small inputs, lie far below any fixed number. This one only lets a
+sample converge that is exactly zero, which no relative tolerance does, and is a normal float32."""
+
+
 class SweepResult(Protocol):
     """What a direct sweep hands over: y (b, t, c), the norms (b, t), pivot (b,)."""
 
@@ -159,7 +165,8 @@ class IterativeSolver(Solver):
 
     defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has
     converged when defect_s < atol + rtol * scale_s for all s <= t; it keeps the y at which that was
-    measured.
+    measured. So with atol below every scale of interest, as by default, convergence does not depend
+    on the units of y; only a map whose fixed point is zero needs a larger atol.
     """
 
     rtol: float
@@ -257,8 +264,10 @@ class _PlainSteps:
 
     def _judge(self, before: Progress, measured: Measurement) -> Progress:
         f_y = measured.f_y.detach()
-        defect = (f_y - before.y.detach()).abs().amax(-1)
-        scale = f_y.abs().amax(-1)
+        # in float16 small tolerances would be rounded to zero
+        dtype = torch.promote_types(f_y.dtype, torch.float32)
+        defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
+        scale = f_y.abs().amax(-1).to(dtype)
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = (~small).cumsum(1) == 0
         failed = before.failed | _first_open_token_is_nonfinite(frozen, scale)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import (
+    ATOL,
     IterativeSolver,
     Map,
     Measurement,
@@ -36,7 +37,8 @@ class Picard(IterativeSolver):
     need no contraction, where the map has their structure.
 
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
-        s <= t. The tolerance bounds the defect, not the error.
+        s <= t. The tolerance bounds the defect, not the error. By default it is relative alone, but
+        for exact zeros; where the fixed point itself is zero, give an atol in units of y.
     damping: in (0, 1]; 1 is the plain iteration.
     patience: with an int, a sample whose largest defect has not reached a new low for this many
         steps multiplies its damping factor by `shrink` (adaptive damping, arXiv 2503.10799,
@@ -51,7 +53,7 @@ class Picard(IterativeSolver):
     """
 
     rtol: float = 1e-4
-    atol: float = 1e-8
+    atol: float = ATOL
     damping: float = 1.0
     patience: int | None = None
     shrink: float = 0.9

@@ -22,6 +22,7 @@ from torchdeq.solver.anderson import anderson_solver
 from torchdeq.solver.broyden import broyden_solver
 
 from bedouin.solvers.base import (
+    ATOL,
     Map,
     Solver,
     TimeDim,
@@ -163,7 +164,7 @@ class Anderson(_TorchDEQSolver):
     """
 
     rtol: float = 1e-4
-    atol: float = 1e-8
+    atol: float = ATOL
     memory: int = 6
     regularization: float = 1e-8
     damping: float = 1.0
@@ -208,7 +209,7 @@ class Broyden(_TorchDEQSolver):
     """
 
     rtol: float = 1e-4
-    atol: float = 1e-8
+    atol: float = ATOL
     max_rank: int | None = None
 
     def __post_init__(self) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import (
+    Anderson,
+    Broyden,
     ConvergenceError,
     ConvergenceWarning,
     Direct,
@@ -63,6 +65,27 @@ def test_small_and_odd_sizes(options: dict[str, Any]) -> None:
     assert layer(x).shape == x.shape
     assert layer.d_inner == int(options.get("expand", 2) * 4)
     assert parallel_decode_gap(layer, x) < 1e-11
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("solver", [Picard(), Jacobi(), Anderson(), Broyden()], ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_inputs_are_solved_as_well_as_large_ones(kind: Any, solver: Solver) -> None:
+    iterated, exact = kind(4, solver=solver), kind(4)
+    exact.load_state_dict(iterated.state_dict())
+    x = 1e-10 * torch.randn(2, 6, 4)
+    x[1] = 0
+    y, expected = (layer(x, return_state=True)[1].y for layer in (iterated, exact))
+    assert iterated.stats.converged.all()
+    assert_close("y", y, expected, 1e-2)
+    assert expected[0].any() and not y[1].any()
+
+
+@torch.no_grad()
+def test_the_paper_s_rule_takes_zeros_for_solved() -> None:
+    layer = Bedouin.from_paper(4, on_unconverged="raise")
+    assert not layer(torch.zeros(2, 6, 4)).any()
+    assert layer.stats is not None and layer.stats.num_steps.tolist() == [1, 1]
 
 
 @torch.no_grad()

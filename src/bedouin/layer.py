@@ -566,7 +566,7 @@ class Bedouin(FixedPointLayer):
             feedback_init=1.0,
             output="paper",
             bias=False,
-            solver=Picard(rtol=0.1, atol=0.0, stop_rule="paper") if solver is None else solver,
+            solver=Picard(rtol=0.1, stop_rule="paper") if solver is None else solver,
             adjoint=OneStepAdjoint() if adjoint is None else adjoint,
             max_steps=max_steps,
             **options,

@@ -271,6 +271,22 @@ def test_the_papers_rule_returns_the_last_evaluation(
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    "solver", [Picard(), Picard(stop_rule="paper"), Jacobi()], ids=["picard", "paper", "jacobi"]
+)
+def test_default_tolerances_at_small_scale_and_at_zero(solver: IterativeSolver) -> None:
+    setting = Setting(t=3, dtype=torch.float32, feedback=0.0)
+    inputs = setting.inputs()
+    inputs.x.mul_(torch.tensor([1e-10, 0.0], device=DEVICE)[:, None, None])
+    inputs = replace(inputs, h0=None, y0=None)
+    y0 = torch.zeros_like(inputs.x)
+    ours, theirs = (run(setting, solver, b, 40, inputs, y0) for b in ("triton", "reference"))
+    assert ours.stats.converged.tolist() == [True, True] and ours.stats.num_steps[1] == 1
+    assert_close("value", ours.value, theirs.value, 1e-4)
+    assert bool(ours.value[0].any()) and not bool(ours.value[1].any())
+
+
+@needs_triton
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cap_that_freezes_some_tokens_only(method: type[Any]) -> None:
     setting = Setting(b=1, t=6, feedback=1.0)

@@ -93,6 +93,36 @@ def test_zero_tolerances_never_stop_early_even_at_the_exact_fixed_point() -> Non
     assert not bool(solution.stats.converged.any())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stop_rule", ["prefix", "paper"])
+def test_a_sample_that_is_exactly_zero_converges_at_once(
+    dtype: torch.dtype, stop_rule: Any
+) -> None:
+    solver, x = Picard(stop_rule=stop_rule), torch.tensor([[0.0], [1.0]], dtype=dtype)
+    solution = _run(lambda y: 0.5 * y + x, torch.zeros_like(x), solver)
+    assert solution.stats.num_steps[0] == 1 and solution.result is Result.converged
+    assert solution.value[0] == 0 and solution.value.dtype == dtype
+
+
+def test_convergence_does_not_depend_on_the_scale_of_y() -> None:
+    """2 ** -60 is a power of two: every iterate is the other one, scaled without rounding."""
+    x = torch.randn(3, 5, dtype=torch.float64)
+    small, large = (
+        _run(lambda y, x=x, s=s: 0.5 * y + s * x, torch.zeros_like(x), Picard())
+        for s in (2.0**-60, 1.0)
+    )
+    assert torch.equal(small.value, 2.0**-60 * large.value)
+    assert torch.equal(small.stats.num_steps, large.stats.num_steps)
+
+
+def test_small_cotangents_have_gradients() -> None:
+    """An adjoint solve starts at zero, which an absolute tolerance would call the solution."""
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    solution = _run(lambda y: 0.5 * y + x, torch.zeros_like(x), Picard(1e-12))
+    (gradient,) = torch.autograd.grad(1e-10 * solution.value.sum(), x)
+    torch.testing.assert_close(gradient, torch.full_like(x, 2e-10), rtol=1e-9, atol=0)
+
+
 def test_a_start_at_the_fixed_point_takes_one_step() -> None:
     solution = _run(_rates(0.5), torch.full((1, 4), 2.0, dtype=torch.float64), Picard())
     assert solution.stats.num_steps.tolist() == [1]
