@@ -111,7 +111,10 @@ def relative_residual(
 
 
 def can_read_device(tensor: Tensor) -> bool:
-    """Whether the host may look at values: not under compile, torch.func transforms or capture."""
+    """Whether the host may look at values: not under compile, torch.func transforms or capture, and
+    not on the meta device, which has none."""
+    if tensor.is_meta:
+        return False
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -127,7 +127,8 @@ class _TorchDEQSolver(Solver):
         if not can_read_device(y0):
             raise RuntimeError(
                 f"{type(self).__name__} reads the device at every step and cannot run under torch."
-                "compile, torch.func transforms or graph capture: use Direct, Jacobi or Picard"
+                "compile, torch.func transforms or graph capture, nor on the meta device: use "
+                "Direct, Jacobi or Picard"
             )
         y = _as_tokens(y0, time_dim)
         if y.numel() == 0:

@@ -242,10 +242,10 @@ def test_bad_tokens_and_states() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"vocab_size": 0}, ValueError, "vocab_size must be positive, got 0"),
-        ({"d_model": -1}, ValueError, "d_model must be positive, got -1"),
-        ({"output_size": 0}, ValueError, "output_size must be positive, got 0"),
-        ({"mlp_expand": 0.0}, ValueError, r"mlp_expand must be positive, got 0\.0"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0"),
+        ({"d_model": -1}, ValueError, "d_model must be at least 1, got -1"),
+        ({"output_size": 0}, ValueError, "output_size must be at least 1, got 0"),
+        ({"mlp_expand": 0.0}, ValueError, r"mlp_expand must lie in \(0, 1000.0\], got 0.0"),
         ({"mixers": []}, ValueError, "mixers must hold at least one layer"),
         ({"mixers": Leaky()}, TypeError, "got the module Leaky: wrap it in a list"),
         ({"mixers": ["mamba"]}, TypeError, "mixers must be nn.Modules, got str"),
