@@ -163,8 +163,8 @@ INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
      "x must be a tensor (b, t, m), got list: join its tensors with torch.stack"),
     ((torch.zeros(2, 3, 4),), TypeError,  # type: ignore[list-item]
      "x must be a tensor (b, t, m), got tuple: join its tensors with torch.stack"),
-    (torch.zeros(2, 3, 4).numpy(), TypeError,  # type: ignore[list-item]
-     "x must be a tensor (b, t, m), got ndarray: convert it with torch.as_tensor"),
+    (memoryview(b"1"), TypeError,  # type: ignore[list-item]
+     "x must be a tensor (b, t, m), got memoryview: convert it with torch.as_tensor"),
     (pack_sequence([torch.zeros(3, 4)]), TypeError,  # type: ignore[list-item]
      "x must be a tensor (b, t, m), got PackedSequence: pad it with "
      "torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"),
