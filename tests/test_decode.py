@@ -126,6 +126,10 @@ def test_a_kept_graph_is_replayed_without_other_checks() -> None:
         # autocast leaves float64 as it is, so the graph is the same one
         found = graphs.replay(layer, x[:, 0], state)
         assert found is not None and torch.equal(found[0], expected)
+    with pytest.raises(TypeError, match="state must be a BedouinState"):
+        graphs.replay(layer, x[:, 0], tuple(state))  # type: ignore[arg-type]
+    _parameter(layer)
+    assert graphs.replay(layer, x[:, 0], state) is None
 
 
 def test_a_graph_is_made_for_what_autocast_casts_to() -> None:
@@ -135,10 +139,6 @@ def test_a_graph_is_made_for_what_autocast_casts_to() -> None:
         with torch.autocast("cpu", dtype):
             keys.append(graph_key(x))
     assert len(set(keys)) == 3
-    with pytest.raises(TypeError, match="state must be a BedouinState"):
-        graphs.replay(layer, x[:, 0], tuple(state))  # type: ignore[arg-type]
-    _parameter(layer)
-    assert graphs.replay(layer, x[:, 0], state) is None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

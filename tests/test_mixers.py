@@ -204,6 +204,9 @@ def test_a_structured_mixer_with_parameters_has_exact_gradients() -> None:
 class Offset(StructuredMixer):
     """`Learned` with a buffer of floating dtype and one of integers."""
 
+    shift: Tensor
+    sign: Tensor
+
     def __init__(self, d_inner: int) -> None:
         super().__init__()
         self.inner = Learned(d_inner)

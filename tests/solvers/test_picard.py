@@ -107,10 +107,11 @@ def test_a_sample_that_is_exactly_zero_converges_at_once(
 def test_convergence_does_not_depend_on_the_scale_of_y() -> None:
     """2 ** -60 is a power of two: every iterate is the other one, scaled without rounding."""
     x = torch.randn(3, 5, dtype=torch.float64)
-    small, large = (
-        _run(lambda y, x=x, s=s: 0.5 * y + s * x, torch.zeros_like(x), Picard())
-        for s in (2.0**-60, 1.0)
-    )
+
+    def at(size: float) -> Solution:
+        return _run(lambda y: 0.5 * y + size * x, torch.zeros_like(x), Picard())
+
+    small, large = at(2.0**-60), at(1.0)
     assert torch.equal(small.value, 2.0**-60 * large.value)
     assert torch.equal(small.stats.num_steps, large.stats.num_steps)
 
@@ -287,7 +288,7 @@ def test_paper_stop_rule_returns_the_last_evaluation(max_steps: int, damping: fl
 def test_unrolling_the_paper_stop_rule_is_the_gradient_of_its_evaluations(max_steps: int) -> None:
     x = torch.randn(1, 6, 2, dtype=torch.float64, requires_grad=True)
     y0, solver = torch.zeros_like(x), Picard(0.1, 0.0, 0.6, stop_rule="paper")
-    options = {"max_steps": max_steps, "adjoint": UnrolledAdjoint(), "time_dim": 1}
+    options: dict[str, Any] = {"max_steps": max_steps, "adjoint": UnrolledAdjoint(), "time_dim": 1}
     solution = _run(_causal_map(x), y0, solver, **options)
     (ours,) = torch.autograd.grad(solution.value.square().sum(), x)
     (theirs,) = torch.autograd.grad(_paper_loop(x, max_steps, 0.6)[1].square().sum(), x)
