@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.forward import decay_rows, gain_rows, scale_rows, write_rows_
+from bedouin.kernels.direct.forward import discretize_rows, gain_rows, write_rows_
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
 from bedouin.kernels.direct.reference import Coefficients, SweepOptions, normalize_feedback
 from bedouin.kernels.direct.scratch import Scratch
@@ -73,8 +73,7 @@ def _prepare(
     mixed = x + apply_complement(v, c.e, c.U, c.M)
     hs, sigmas = [h], []
     for i in range(x.shape[1]):
-        decay = decay_rows(scratch, f"h{i}", c.delta[:, i], A, options.eigenvalues)
-        s = scale_rows(c.delta[:, i], decay, options.input_scale)
+        decay, s = discretize_rows(scratch, f"h{i}", c.delta[:, i], A, options)
         hs.append(write_rows_(scratch, decay.mul_(hs[-1]), s, mixed[:, i], c.B[:, i]))
         sigmas.append(gain_rows(s, c.B[:, i], c.C[:, i]))
     sigma = torch.stack(sigmas, 1)
@@ -108,8 +107,7 @@ def _reverse_token(
 ) -> _Cotangents:
     """The adjoint of token i of the chunk: from the cotangents of y_t and h_t (H is consumed)."""
     c, mixed = Coefficients(*_at(chunk.c, i)), chunk.mixed[:, i]
-    decay = decay_rows(scratch, "decay", c.delta, A, options.eigenvalues)
-    s = scale_rows(c.delta, decay, options.input_scale)
+    decay, s = discretize_rows(scratch, "decay", c.delta, A, options)
     coupled = s.shape[-2] > 1
     B_H = combine_rows(c.B, s * H if coupled else H)
     from_memory = B_H if coupled else s.squeeze(-2) * B_H
@@ -127,7 +125,8 @@ def _reverse_token(
         grad_s = (B_H * mixed).unsqueeze(-2)
     grad_C = scratch.rows_dot(chunk.h[i + 1], w)
     grad_decay = scratch.product("grad", H, chunk.h[i])
-    grad_delta, grad_A = _discretize_vjp(grad_decay, grad_s, decay, c.delta, A, options, scratch)
+    discretized = decay, s, c.delta, A
+    grad_delta, grad_A = _discretize_vjp(grad_decay, grad_s, *discretized, options, scratch)
 
     U_g = rows_dot(c.U, grad_mixed)
     M_U_v = (c.M @ chunk.U_v[:, i].unsqueeze(-1)).squeeze(-1)
@@ -145,6 +144,7 @@ def _discretize_vjp(
     grad_decay: Tensor,  # (b, n, d)
     grad_s: Tensor,  # (b, 1, d) or (b, n, d)
     decay: Tensor,  # (b, n, d)
+    s: Tensor,  # as grad_s
     delta: Tensor,  # (b, d)
     A: Tensor,  # (n, d)
     options: SweepOptions,
@@ -152,9 +152,13 @@ def _discretize_vjp(
 ) -> tuple[Tensor, Tensor]:
     """Cotangents of delta (b, d) and A (n, d): `discretize_vjp`, state-major, in place."""
     full = options.eigenvalues == "full"
+    reach = decay + 1 if full else decay
     if options.input_scale == "one_minus_decay":
         grad_decay.sub_(decay.sign() * grad_s if full else grad_s)
-    grad_exponent = grad_decay.mul_(decay + 1 if full else decay)
+        if full:
+            # the same 2 exp(A delta), where the sum has lost its digits
+            reach = torch.where(decay < 0, s, reach)
+    grad_exponent = grad_decay.mul_(reach)
     grad_delta = scratch.product("outer", grad_exponent, A).sum(-2)
     grad_A = grad_exponent.mul_(delta.unsqueeze(-2)).sum(0)
     if options.input_scale == "delta":
