@@ -19,9 +19,10 @@ from bedouin.kernels.direct.reference import (
     Sweep,
     SweepOptions,
     project_feedback,
+    term_size,
 )
 from bedouin.kernels.direct.scratch import Scratch
-from bedouin.kernels.householder import apply_complement, combine_rows
+from bedouin.kernels.householder import combine_rows, mix_channels
 
 
 def discretize_rows(
@@ -59,9 +60,11 @@ def write_rows_(scratch: Scratch, decayed: Tensor, s: Tensor, mixed: Tensor, B: 
     return decayed.add_(scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1)))
 
 
-def term_size(s: Tensor, x: Tensor, mixed: Tensor) -> Tensor:
-    """max of |s| (|x| + |x~|) (b,)."""
-    return (s.abs().amax(-2) * (x.abs() + mixed.abs())).amax(-1)
+def gap_rows(decay: Tensor, B: Tensor, C: Tensor, options: SweepOptions) -> Tensor | None:
+    """`gain_gap` from lambda (..., n, d)."""
+    if options.input_scale != "one_minus_decay":
+        return None
+    return (1 - (B * C).sum(-1, keepdim=True)) + gain_rows(decay.abs(), B, C)
 
 
 def forward_sweep(
@@ -87,18 +90,18 @@ def forward_sweep(
             raw_t = raw_t + project_feedback(y, W_y, options.feedback_norm_eps)
         delta, B, C, e, U, M = options.bind(raw_t, *bind_parameters)
         decay, s = discretize_rows(scratch, f"h{t % 2}", delta, A_rows, options)
-        sigma = gain_rows(s, B, C)
+        diagonal = options.diagonal(e)
+        gap = None if diagonal is None else gap_rows(decay, B, C, options)
+        factors = factor_local(gain_rows(s, B, C), diagonal, U, M, gap)
         decayed = decay.mul_(h)
-        factors = factor_local(sigma, e, U, M)
-        rhs = combine_rows(C, decayed) + sigma * (x_t - apply_complement(x_t, e, U, M))
-        y = solve_local(rhs, factors)
-        mixed = x_t + apply_complement(y - x_t, e, U, M)
+        y = solve_local(combine_rows(C, decayed), factors, x_t)
+        mixed = mix_channels(x_t, y, diagonal, U, M)
         h = write_rows_(scratch, decayed, s, mixed, B)
         F_t = combine_rows(C, h)
         ys.append(y)
         defects.append((F_t - y).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
-        sizes.append(term_size(s, x_t, mixed))
+        sizes.append(term_size(s.abs().amax(-2), x_t, y, mixed, diagonal))
         pivots.append(smallest_pivot(factors))
     return _collect(x, h.mT, ys, (defects, scales, sizes), pivots), kept
 
@@ -132,7 +135,7 @@ def remember(
     h, kept, A_rows = h0.mT.contiguous(), [], A.mT.contiguous()
     scratch = Scratch(x)
     delta, B, _, e, U, M = coefficients
-    mixed = x + apply_complement(y - x, e, U, M)
+    mixed = mix_channels(x, y, options.diagonal(e), U, M)
     for t in range(x.shape[1]):
         if t % keep_every == 0:
             kept.append(scratch.keep(h))
