@@ -129,11 +129,12 @@ def _compose(unknowns: Tensor, r: Tensor, factors: LocalFactors) -> tuple[Tensor
 
 
 def _lu_solve(right: Tensor, factors: LocalFactors, *, adjoint: bool = False) -> Tensor:
-    LU, pivots, shrink = factors.LU, factors.pivots, factors.shrink
+    shrink = factors.shrink
     if shrink is not None and not adjoint:
         right = shrink * right
-    solved = torch.linalg.lu_solve(LU, pivots, right.unsqueeze(-1), adjoint=adjoint).squeeze(-1)
-    return shrink * solved if shrink is not None and adjoint else solved
+    column = right.unsqueeze(-1)
+    solved = torch.linalg.lu_solve(factors.LU, factors.pivots, column, adjoint=adjoint).squeeze(-1)
+    return solved if shrink is None or not adjoint else shrink * solved
 
 
 def solve_local_transposed(rhs: Tensor, factors: LocalFactors) -> Tensor:

@@ -191,6 +191,7 @@ def test_the_state_of_a_structured_mixer(
         found.append((state.y, state.ssm, layer.stats))
     (y, h, stats), (exact_y, exact_h, exact) = found
     assert exact.converged.all() and stats.converged.all()
+    assert exact.conditioning is not None
     if isinstance(mixer, HouseholderProduct) and exact.conditioning.min() < 1e-4:
         return
     assert_close("y", y.double(), exact_y, 1e-4)
