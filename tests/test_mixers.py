@@ -71,6 +71,27 @@ def test_the_form_is_the_complement(mixer: StructuredMixer, seed: int) -> None:
 
 
 @settings(max_examples=25)
+@given(st.sampled_from([HouseholderProduct(3, 2.0), LowRank(3)]), st.integers(0, 999))
+def test_mixing_is_the_complement_applied(mixer: StructuredMixer, seed: int) -> None:
+    torch.manual_seed(seed)
+    raw = torch.randn(2, mixer.raw_size(5), dtype=torch.float64)
+    x, y = torch.randn(2, 2, 5, dtype=torch.float64)
+    expected = x + mixer.complement(raw, y - x)
+    assert_close("x~", mixer.mix(raw, x, y), expected, 1e-12)
+    assert_close("default", ChannelMixer.mix(mixer, raw, x, y), expected, 1e-12)
+
+
+def test_mixing_with_a_small_low_rank_matrix_keeps_its_digits() -> None:
+    """Q of size 2e-9, which x + (I - Q)(y - x) rounds away in float32."""
+    mixer, found = LowRank(2), []
+    raw, x = torch.randn(3, mixer.raw_size(5)), torch.randn(3, 5)
+    raw[:, -2:] = -20.0
+    for dtype in (torch.float32, torch.float64):
+        found.append(mixer.mix(raw.to(dtype), x.to(dtype), torch.zeros(3, 5, dtype=dtype)))
+    assert_close("Q x", found[0].double(), found[1], 1e-5)
+
+
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(0, 999))
 def test_a_product_never_expands(k: int, seed: int) -> None:
     """|H_i| <= 1 for beta in [0, 2], so |Q| <= 1."""

@@ -21,7 +21,8 @@ def decode_token_reference(
     o, dtype = operands, operands.h.dtype
     raw, gate = _raw_and_gate(operands, parameters, options)
     A = _decay_matrix(parameters.decay, o.h, options)
-    swept = SweepOptions(_Bind(o, options), options.input_scale, options.eigenvalues, None)
+    scales = options.input_scale, options.eigenvalues
+    swept = SweepOptions(_Bind(o, options), *scales, None, options.layout)
     drive, raw = o.drive.to(dtype).unsqueeze(1), raw.unsqueeze(1)
     sweep = direct_sweep_reference(drive, raw, None, A, o.h.mT, o.y, (), swept)
     y = sweep.y[:, 0]

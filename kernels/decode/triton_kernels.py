@@ -14,6 +14,7 @@ from torch import Tensor
 from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepParameters
 from bedouin.kernels.direct.triton_math import (
     activate,
+    coupled_rows,
     decay_tile,
     input_scale,
     max_norms,
@@ -36,6 +37,7 @@ from bedouin.kernels.direct.triton_small import (
     wy_upper,
 )
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.scan.triton_segments import LOG2E
 from bedouin.kernels.sizes import next_power_of_two
 
 
@@ -62,21 +64,20 @@ def _scalar(raw_ptr, bias_ptr, fed_ptr, at, kind, BIAS: tl.constexpr, FED: tl.co
 
 
 @triton.jit
-def _decay(
-    decay_ptr, delta, rows, cols, mask, n,
-    DECAY: tl.constexpr, SHARPNESS: tl.constexpr, EIGENVALUES: tl.constexpr,
-):  # fmt: skip
-    """lambda (n, d) from Delta (d,) and the parameter (d, n) behind A."""
+def _decay_matrix(
+    decay_ptr, rows, cols, mask, n, kind, DECAY: tl.constexpr, SHARPNESS: tl.constexpr
+):
+    """A (n, d) from the parameter (d, n) behind it."""
     if DECAY == "one":
-        A = tl.where(mask, -1.0, 0.0).to(delta.dtype)
+        A = tl.where(mask, -1.0, 0.0).to(kind)
     else:
         at = cols[None, :] * n + rows[:, None]
-        A = tl.load(decay_ptr + at, mask=mask, other=0.0).to(delta.dtype)
+        A = tl.load(decay_ptr + at, mask=mask, other=0.0).to(kind)
         if DECAY == "exp":
             A = -tl.exp(A)
         else:
             A = -SHARPNESS * softplus(A)
-    return decay_tile(delta, A, EIGENVALUES)
+    return A
 
 
 @triton.jit(do_not_specialize=["x_row", "drive_row", "z_row", "raw_row", "fed_row"])
@@ -170,18 +171,18 @@ def _token_kernel(
         beta = beta + (BETA_MAX * sigmoid(alpha),)
     drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_d, other=0.0).to(kind)
 
-    decay = _decay(decay_ptr, delta, rows, cols, in_state, n, DECAY, SHARPNESS, EIGENVALUES)
+    A = _decay_matrix(decay_ptr, rows, cols, in_state, n, kind, DECAY, SHARPNESS)
     at_state = rows[:, None] * d + cols[None, :]
     h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
-    h *= decay  # from here to the write: what has decayed
-
     # the local equation, as in the direct sweep: rest is what does not depend on Q
     if INPUT_SCALE == "one_minus_decay":
-        s_rows = 1 - tl.abs(decay)
+        decay, s_rows = coupled_rows(delta, A * LOG2E, EIGENVALUES == "full", False)
         sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
     else:
+        decay = decay_tile(delta, A, EIGENVALUES)
         s = input_scale(delta, INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
+    h *= decay  # from here to the write: what has decayed
     rest = tl.sum(h * C[:, None], axis=0) + sigma * drive
     sigma_u = rows_times(u, sigma, K)
     with_drive, with_rest = rows_times(u, drive, K), rows_times(u, rest, K)

@@ -19,30 +19,32 @@ from bedouin.kernels.direct.reference import (
     Sweep,
     SweepOptions,
     project_feedback,
+    term_size,
 )
 from bedouin.kernels.direct.scratch import Scratch
-from bedouin.kernels.householder import apply_complement, combine_rows
-from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.kernels.householder import combine_rows, mix_channels
 
 
-def decay_rows(
-    scratch: Scratch, name: str, delta: Tensor, A: Tensor, eigenvalues: Eigenvalues
-) -> Tensor:
-    """lambda (..., n, d) from delta (..., d) and A (n, d), in the buffer `name`."""
-    decay = scratch.product(name, delta.unsqueeze(-2), A).exp_()
-    return decay.mul_(2).sub_(1) if eigenvalues == "full" else decay
-
-
-def scale_rows(
+def discretize_rows(
+    scratch: Scratch,
+    name: str,
     delta: Tensor,  # (..., d)
-    decay: Tensor,  # (..., n, d)
-    input_scale: InputScale,
-) -> Tensor:
-    """s, (..., n, d) for "one_minus_decay", else (..., 1, d); see `discretize`."""
-    if input_scale == "one_minus_decay":
-        return decay.abs().neg_().add_(1)
-    delta = delta.unsqueeze(-2)
-    return delta / (1 + delta) if input_scale == "bounded_delta" else delta
+    A: Tensor,  # (n, d)
+    options: SweepOptions,
+) -> tuple[Tensor, Tensor]:
+    """lambda (..., n, d) and s, (..., n, d) for "one_minus_decay", else (..., 1, d): `discretize`.
+
+    lambda is in the buffer `name`, the s that has a state axis in the buffer "scale".
+    """
+    delta, full = delta.unsqueeze(-2), options.eigenvalues == "full"
+    decay = scratch.product(name, delta, A).exp_()
+    if options.input_scale == "one_minus_decay":
+        s = scratch.product("scale", delta, A).expm1_().neg_()
+        if full:
+            s = torch.minimum(s, decay).mul_(2)
+    else:
+        s = delta / (1 + delta) if options.input_scale == "bounded_delta" else delta
+    return decay.mul_(2).sub_(1) if full else decay, s
 
 
 def gain_rows(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -58,10 +60,11 @@ def write_rows_(scratch: Scratch, decayed: Tensor, s: Tensor, mixed: Tensor, B: 
     return decayed.add_(scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1)))
 
 
-def term_size(s: Tensor, x: Tensor, mixed: Tensor) -> Tensor:
-    """max of |s| (|x| + |x~|) (b,), with 1, its bound, for an s that has a state axis."""
-    terms = x.abs() + mixed.abs()
-    return (terms if s.shape[-2] > 1 else s.squeeze(-2).abs() * terms).amax(-1)
+def gap_rows(decay: Tensor, B: Tensor, C: Tensor, options: SweepOptions) -> Tensor | None:
+    """`gain_gap` from lambda (..., n, d)."""
+    if options.input_scale != "one_minus_decay":
+        return None
+    return (1 - (B * C).sum(-1, keepdim=True)) + gain_rows(decay.abs(), B, C)
 
 
 def forward_sweep(
@@ -86,20 +89,19 @@ def forward_sweep(
         if W_y is not None:
             raw_t = raw_t + project_feedback(y, W_y, options.feedback_norm_eps)
         delta, B, C, e, U, M = options.bind(raw_t, *bind_parameters)
-        decay = decay_rows(scratch, f"h{t % 2}", delta, A_rows, options.eigenvalues)
-        s = scale_rows(delta, decay, options.input_scale)
-        sigma = gain_rows(s, B, C)
+        decay, s = discretize_rows(scratch, f"h{t % 2}", delta, A_rows, options)
+        diagonal = options.diagonal(e)
+        gap = None if diagonal is None else gap_rows(decay, B, C, options)
+        factors = factor_local(gain_rows(s, B, C), diagonal, U, M, gap)
         decayed = decay.mul_(h)
-        factors = factor_local(sigma, e, U, M)
-        rhs = combine_rows(C, decayed) + sigma * (x_t - apply_complement(x_t, e, U, M))
-        y = solve_local(rhs, factors)
-        mixed = x_t + apply_complement(y - x_t, e, U, M)
+        y = solve_local(combine_rows(C, decayed), factors, x_t)
+        mixed = mix_channels(x_t, y, diagonal, U, M)
         h = write_rows_(scratch, decayed, s, mixed, B)
         F_t = combine_rows(C, h)
         ys.append(y)
         defects.append((F_t - y).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
-        sizes.append(term_size(s, x_t, mixed))
+        sizes.append(term_size(s.abs().amax(-2), x_t, y, mixed, diagonal))
         pivots.append(smallest_pivot(factors))
     return _collect(x, h.mT, ys, (defects, scales, sizes), pivots), kept
 
@@ -133,11 +135,10 @@ def remember(
     h, kept, A_rows = h0.mT.contiguous(), [], A.mT.contiguous()
     scratch = Scratch(x)
     delta, B, _, e, U, M = coefficients
-    mixed = x + apply_complement(y - x, e, U, M)
+    mixed = mix_channels(x, y, options.diagonal(e), U, M)
     for t in range(x.shape[1]):
         if t % keep_every == 0:
             kept.append(scratch.keep(h))
-        decay = decay_rows(scratch, f"h{t % 2}", delta[:, t], A_rows, options.eigenvalues)
-        s = scale_rows(delta[:, t], decay, options.input_scale)
+        decay, s = discretize_rows(scratch, f"h{t % 2}", delta[:, t], A_rows, options)
         h = write_rows_(scratch, decay.mul_(h), s, mixed[:, t], B[:, t])
     return h.mT, kept

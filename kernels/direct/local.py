@@ -2,10 +2,21 @@
 
 With I - Q = diag(e) + U^T M U the fixed point of one token obeys
 
-    (I - diag(sigma)(I - Q)) y = rhs,
+    y = p + sigma * x~,   x~ = (1 - e) x + e y + U^T M U (y - x).
 
-solved by Woodbury around D = 1 - sigma e with one pivoted k x k system K = I - S M,
-S = U diag(sigma / D) U^T. Letters: d channels, k reflections; leading axes are free.
+With w = U (y - x) and D = 1 - sigma e, y = (p + sigma (1 - e) x + sigma U^T M w) / D: a pivoted
+k x k system K w = U (r - x), K = I - S M, S = U diag(sigma / D) U^T, r = (p + sigma (1 - e) x) / D.
+No term is larger than y and Q x, so small Q lose no digits (I - Q taken from x would).
+
+Where D is nearly 0, as where a gate saturates and e = 1, this division has lost all digits although
+the equation need not be singular: U^T M U has rank k and makes up for k such channels. So the k
+channels with the smallest |D| keep their own rows and their z = y as unknowns beside w:
+
+    [ I - S M              -U_z ] [w]   [U (r - x)                      ]
+    [ -sigma_z U_z^T M   diag(D_z) ] [z] = [p_z + sigma_z (1 - e_z) x_z],   with S and r 0 there.
+
+Which channels these are changes nothing but the rounding. Letters: d channels, k reflections,
+m = min(k, d) channels of their own; leading axes are free.
 """
 
 from typing import NamedTuple
@@ -17,63 +28,128 @@ from bedouin.kernels.householder import combine_rows, rows_dot
 
 
 class LocalFactors(NamedTuple):
-    """What the solves with one token's matrix and with its transpose share."""
+    """What the solves with one token's matrix and with its transpose share.
 
-    D: Tensor  # (..., d)
-    gain: Tensor  # (..., d), sigma / D
+    The last four are None for e = 0: then D = 1 and no channel needs a row.
+    """
+
+    sigma: Tensor  # (..., d)
+    gain: Tensor  # (..., d), sigma / D, 0 in the channels `at`
     U: Tensor  # (..., k, d)
     M: Tensor  # (..., k, k)
-    LU: Tensor  # (..., k, k), of K
-    pivots: Tensor  # (..., k)
+    LU: Tensor  # (..., k + m, k + m), of the matrix above, or (..., k, k), of K
+    pivots: Tensor  # (..., k + m) or (..., k)
+    e: Tensor | None  # (..., 1) or (..., d)
+    D: Tensor | None  # (..., d)
+    at: Tensor | None  # (..., m), the channels with rows of their own
+    shrink: Tensor | None  # (..., k + m), what the rows of the matrix were multiplied with
+
+    def token(self, i: int) -> "LocalFactors":
+        """Those of token i, from factors (b, t, ...)."""
+        return LocalFactors(*(None if value is None else value[:, i] for value in self))  # type: ignore[arg-type]
+
+    @property
+    def divisor(self) -> Tensor:
+        """D (..., d), with 1 in the channels that nothing divides."""
+        assert self.D is not None and self.at is not None
+        return self.D.scatter(-1, self.at, 1.0)
 
 
 def factor_local(
     sigma: Tensor,  # (..., d)
-    e: Tensor,  # (..., 1) or (..., d)
+    e: Tensor | None,  # (..., 1) or (..., d); None: 0
     U: Tensor,  # (..., k, d)
     M: Tensor,  # (..., k, k)
+    gap: Tensor | None = None,  # (..., d)
 ) -> LocalFactors:
-    """Factors of I - diag(sigma)(I - Q); never raises or synchronizes, singular or not."""
-    D = 1 - sigma * e
-    gain = sigma / D
-    S = (U * gain.unsqueeze(-2)) @ U.mT
-    K = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device) - S @ M
-    LU, pivots, _ = torch.linalg.lu_factor_ex(K)
-    return LocalFactors(D, gain, U, M, LU, pivots)
+    """Factors of I - diag(sigma)(I - Q); never raises or synchronizes, singular or not.
 
-
-def solve_local(rhs: Tensor, factors: LocalFactors) -> Tensor:
-    """y with (I - diag(sigma)(I - Q)) y = rhs (..., d); Inf or NaN where the matrix is singular.
-
-    One step of iterative refinement keeps the residual at rounding level where K is near singular.
+    `gap` is 1 - sigma, from callers who know it better than the rounded difference does.
     """
-    y = _woodbury(rhs, factors)
-    return y + _woodbury(rhs - _apply_local(y, factors), factors)
+    identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    if e is None:
+        K = identity - (U * sigma.unsqueeze(-2)) @ U.mT @ M
+        LU, pivots, _ = torch.linalg.lu_factor_ex(K)
+        return LocalFactors(sigma, sigma, U, M, LU, pivots, None, None, None, None)
+    # 1 - sigma e, without a difference for e = 0 and e = 1
+    D = (1 - e) + e * (1 - sigma if gap is None else gap)
+    at = D.detach().abs().topk(min(U.shape[-2:]), largest=False, sorted=False).indices
+    gain = (sigma / D.scatter(-1, at, 1.0)).scatter(-1, at, 0.0)
+    K = identity - (U * gain.unsqueeze(-2)) @ U.mT @ M
+    U_z = U.gather(-1, at.unsqueeze(-2).expand(*U.shape[:-1], at.shape[-1]))
+    rows = -(U_z * sigma.gather(-1, at).unsqueeze(-2)).mT @ M
+    own = torch.diag_embed(D.gather(-1, at))
+    bordered = torch.cat([torch.cat([K, -U_z], -1), torch.cat([rows, own], -1)], -2)
+    # a small D that is left makes large rows, whose rounding must not pass for a pivot
+    shrink = 1 / bordered.detach().abs().amax(-1).clamp(min=1)
+    LU, pivots, _ = torch.linalg.lu_factor_ex(shrink.unsqueeze(-1) * bordered)
+    return LocalFactors(sigma, gain, U, M, LU, pivots, e, D, at, shrink)
 
 
-def _woodbury(rhs: Tensor, factors: LocalFactors) -> Tensor:
-    D, gain, U, M, LU, pivots = factors
-    r = rhs / D
-    a = M @ torch.linalg.lu_solve(LU, pivots, rows_dot(U, r).unsqueeze(-1))
-    return r + gain * combine_rows(a.squeeze(-1), U)
+def solve_local(p: Tensor, factors: LocalFactors, x: Tensor | None = None) -> Tensor:
+    """y (..., d) with (I - diag(sigma)(I - Q)) y = p + sigma * Q x; Inf or NaN where singular.
+
+    Without x the right-hand side is p. One step of iterative refinement keeps the residual at
+    rounding level where the system is near singular.
+    """
+    known = p
+    if x is not None:
+        e = factors.e
+        known = p + factors.sigma * (x if e is None else (1 - e) * x)
+    if factors.at is None:
+        return _refined(known, known, x, factors)
+    r = (known / factors.divisor).scatter(-1, factors.at, 0.0)
+    return _refined(known, r, x, factors)
 
 
-def _apply_local(y: Tensor, factors: LocalFactors) -> Tensor:
-    """(I - diag(sigma)(I - Q)) y = D * (y - gain * U^T M U y)."""
-    D, gain, U, M, *_ = factors
-    a = M @ rows_dot(U, y).unsqueeze(-1)
-    return D * (y - gain * combine_rows(a.squeeze(-1), U))
+def _refined(known: Tensor, r: Tensor, x: Tensor | None, factors: LocalFactors) -> Tensor:
+    """y from r = known / D, which is 0 in the channels with rows of their own."""
+    U, at, k = factors.U, factors.at, factors.U.shape[-2]
+    right = rows_dot(U, r if x is None else r - x)
+    if at is not None:
+        right = torch.cat([right, known.gather(-1, at)], -1)
+    unknowns = _lu_solve(right, factors)
+    y, moved = _compose(unknowns, r, factors)
+    defect = rows_dot(U, y if x is None else y - x) - unknowns[..., :k]
+    if at is not None:
+        assert factors.D is not None
+        own = known + factors.sigma * moved
+        own = own.gather(-1, at) - factors.D.gather(-1, at) * unknowns[..., k:]
+        defect = torch.cat([defect, own], -1)
+    return _compose(unknowns + _lu_solve(defect, factors), r, factors)[0]
+
+
+def _compose(unknowns: Tensor, r: Tensor, factors: LocalFactors) -> tuple[Tensor, Tensor]:
+    """y and U^T M w from w and z."""
+    k = factors.U.shape[-2]
+    a = (factors.M @ unknowns[..., :k].unsqueeze(-1)).squeeze(-1)
+    moved = combine_rows(a, factors.U)
+    y = r + factors.gain * moved
+    return y if factors.at is None else y.scatter(-1, factors.at, unknowns[..., k:]), moved
+
+
+def _lu_solve(right: Tensor, factors: LocalFactors, *, adjoint: bool = False) -> Tensor:
+    shrink = factors.shrink
+    if shrink is not None and not adjoint:
+        right = shrink * right
+    column = right.unsqueeze(-1)
+    solved = torch.linalg.lu_solve(factors.LU, factors.pivots, column, adjoint=adjoint).squeeze(-1)
+    return solved if shrink is None or not adjoint else shrink * solved
 
 
 def solve_local_transposed(rhs: Tensor, factors: LocalFactors) -> Tensor:
     """w with (I - (I - Q)^T diag(sigma)) w = rhs (..., d)."""
-    D, gain, U, M, LU, pivots = factors
-    a = M.mT @ rows_dot(U, gain * rhs).unsqueeze(-1)
-    a = torch.linalg.lu_solve(LU, pivots, a, adjoint=True)
-    return (rhs + combine_rows(a.squeeze(-1), U)) / D
+    U, M, at = factors.U, factors.M, factors.at
+    right = (M.mT @ rows_dot(U, factors.gain * rhs).unsqueeze(-1)).squeeze(-1)
+    if at is None:
+        return rhs + combine_rows(_lu_solve(right, factors, adjoint=True), U)
+    solved = _lu_solve(torch.cat([right, rhs.gather(-1, at)], -1), factors, adjoint=True)
+    a, own = solved.split([U.shape[-2], at.shape[-1]], -1)
+    return ((rhs + combine_rows(a, U)) / factors.divisor).scatter(-1, at, own)
 
 
 def smallest_pivot(factors: LocalFactors) -> Tensor:
-    """min |pivot| over the k x k factor and D (...): 0 for an exactly singular token."""
+    """min |pivot| over the small factor and D, at most 1 (...): 0 for an exactly singular token."""
     pivot = factors.LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
-    return torch.fmin(pivot, factors.D.abs().amin(-1)).detach()
+    others = pivot.new_ones(()) if factors.at is None else factors.divisor.abs().amin(-1)
+    return torch.fmin(torch.fmin(pivot, others), pivot.new_ones(())).detach()

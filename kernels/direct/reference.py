@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
-from bedouin.kernels.householder import apply_complement
+from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.scan import Eigenvalues, InputScale, contract, discretize
 
 ROUNDING = 1e4
@@ -70,12 +70,17 @@ class SweepOptions:
     feedback_norm_eps: float | None  # None: the feedback sees y itself
     layout: RawLayout | None = None  # None: `bind` is all that is known
 
+    def diagonal(self, e: Tensor) -> Tensor | None:
+        """e, or None where it is known to be 0: nothing is computed for it then."""
+        return e if self.layout is None else None
+
 
 class Sweep(NamedTuple):
     """Result of a sweep, max norms: defect_t = |F(y)_t - y_t|, scale_t = |F(y)_t|.
 
-    magnitude_t = |s_t| (|x_t| + |x~_t|) bounds the terms whose sum F(y)_t is: where B_t and C_t are
-    nearly orthogonal, or Q_t x_t nearly 0, they cancel, and rounding is relative to them.
+    magnitude_t = |s_t| (|(1 - e) x_t| + |e y_t| + |x~_t|) bounds the terms whose sum F(y)_t is:
+    where B_t and C_t are nearly orthogonal, or (1 - e) x_t and U^T M U x_t nearly the same, they
+    cancel, and rounding is relative to them.
     """
 
     y: Tensor  # (b, t, d)
@@ -112,6 +117,22 @@ def input_gain(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
     return contract(s, B * C) if s.shape[-1] > 1 else s.squeeze(-1) * (B * C).sum(-1, keepdim=True)
 
 
+def gain_gap(decay: Tensor, B: Tensor, C: Tensor, options: SweepOptions) -> Tensor | None:
+    """1 - sigma (..., d) from lambda (..., d, n), where the difference would round it away.
+
+    1 - sigma = 1 - B C + sum over n of B C |lambda| for the coupled scale; None for the others.
+    """
+    if options.input_scale != "one_minus_decay":
+        return None
+    return (1 - (B * C).sum(-1, keepdim=True)) + input_gain(decay.abs(), B, C)
+
+
+def term_size(s: Tensor, x: Tensor, y: Tensor, mixed: Tensor, e: Tensor | None) -> Tensor:
+    """max of |s| (|(1 - e) x| + |e y| + |x~|) (...), s being (..., d), its largest over n."""
+    kept = x.abs() if e is None else ((1 - e) * x).abs() + (e * y).abs()
+    return (s.abs() * (kept + mixed.abs())).amax(-1)
+
+
 def direct_sweep_reference(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r), the part that x determines
@@ -134,17 +155,17 @@ def direct_sweep_reference(
         decay, s = discretize(delta, A, options.input_scale, options.eigenvalues)
         sigma = input_gain(s, B, C)
         decayed = decay * h
-        factors = factor_local(sigma, e, U, M)
-        rhs = contract(decayed, C) + sigma * (x_t - apply_complement(x_t, e, U, M))
-        y = solve_local(rhs, factors)
-        mixed = x_t + apply_complement(y - x_t, e, U, M)
+        diagonal = options.diagonal(e)
+        gap = None if diagonal is None else gain_gap(decay, B, C, options)
+        factors = factor_local(sigma, diagonal, U, M, gap)
+        y = solve_local(contract(decayed, C), factors, x_t)
+        mixed = mix_channels(x_t, y, diagonal, U, M)
         h = write_memory(decayed, s, mixed, B)
         F_t = contract(h, C).detach()
         ys.append(y)
         defects.append((F_t - y.detach()).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
-        terms = (x_t.abs() + mixed.abs()).detach().unsqueeze(-1)
-        sizes.append((s.detach().abs() * terms).amax((-2, -1)))
+        sizes.append(term_size(s.abs().amax(-1), x_t, y, mixed, diagonal).detach())
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:
         empty = x.new_zeros(x.shape[:2])

@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.forward import decay_rows, gain_rows, scale_rows, write_rows_
+from bedouin.kernels.direct.forward import discretize_rows, gain_rows, gap_rows, write_rows_
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
 from bedouin.kernels.direct.reference import Coefficients, SweepOptions, normalize_feedback
 from bedouin.kernels.direct.scratch import Scratch
 from bedouin.kernels.householder import (
-    apply_complement,
     apply_complement_transposed,
     combine_rows,
+    mix_channels,
     rows_dot,
 )
 
@@ -69,16 +69,17 @@ def _prepare(
     """Replay a chunk from the memory h (b, n, d) before it; A is (n, d)."""
     x, y = inputs.x[:, tokens], inputs.y[:, tokens]
     c = options.bind(inputs.full[:, tokens], *inputs.bind_parameters)
-    v = y - x
-    mixed = x + apply_complement(v, c.e, c.U, c.M)
-    hs, sigmas = [h], []
+    v, e = y - x, options.diagonal(c.e)
+    mixed = mix_channels(x, y, e, c.U, c.M)
+    hs, sigmas, gaps = [h], [], []
     for i in range(x.shape[1]):
-        decay = decay_rows(scratch, f"h{i}", c.delta[:, i], A, options.eigenvalues)
-        s = scale_rows(c.delta[:, i], decay, options.input_scale)
+        decay, s = discretize_rows(scratch, f"h{i}", c.delta[:, i], A, options)
+        gaps.append(None if e is None else gap_rows(decay, c.B[:, i], c.C[:, i], options))
         hs.append(write_rows_(scratch, decay.mul_(hs[-1]), s, mixed[:, i], c.B[:, i]))
         sigmas.append(gain_rows(s, c.B[:, i], c.C[:, i]))
     sigma = torch.stack(sigmas, 1)
-    factors = factor_local(sigma, c.e, c.U, c.M)
+    known = [gap for gap in gaps if gap is not None]
+    factors = factor_local(sigma, e, c.U, c.M, torch.stack(known, 1) if known else None)
     return _Chunk(c, sigma, factors, v, mixed, rows_dot(c.U, v), hs)
 
 
@@ -108,13 +109,13 @@ def _reverse_token(
 ) -> _Cotangents:
     """The adjoint of token i of the chunk: from the cotangents of y_t and h_t (H is consumed)."""
     c, mixed = Coefficients(*_at(chunk.c, i)), chunk.mixed[:, i]
-    decay = decay_rows(scratch, "decay", c.delta, A, options.eigenvalues)
-    s = scale_rows(c.delta, decay, options.input_scale)
+    e = options.diagonal(c.e)
+    decay, s = discretize_rows(scratch, "decay", c.delta, A, options)
     coupled = s.shape[-2] > 1
     B_H = combine_rows(c.B, s * H if coupled else H)
     from_memory = B_H if coupled else s.squeeze(-2) * B_H
-    rhs = g + apply_complement_transposed(from_memory, c.e, c.U, c.M)
-    w = solve_local_transposed(rhs, LocalFactors(*_at(chunk.factors, i)))
+    rhs = g + apply_complement_transposed(from_memory, e, c.U, c.M)
+    w = solve_local_transposed(rhs, chunk.factors.token(i))
 
     H = H.add_(scratch.product("outer", c.C.unsqueeze(-1), w.unsqueeze(-2)))
     grad_mixed = from_memory + chunk.sigma[:, i] * w
@@ -127,7 +128,8 @@ def _reverse_token(
         grad_s = (B_H * mixed).unsqueeze(-2)
     grad_C = scratch.rows_dot(chunk.h[i + 1], w)
     grad_decay = scratch.product("grad", H, chunk.h[i])
-    grad_delta, grad_A = _discretize_vjp(grad_decay, grad_s, decay, c.delta, A, options, scratch)
+    discretized = decay, s, c.delta, A
+    grad_delta, grad_A = _discretize_vjp(grad_decay, grad_s, *discretized, options, scratch)
 
     U_g = rows_dot(c.U, grad_mixed)
     M_U_v = (c.M @ chunk.U_v[:, i].unsqueeze(-1)).squeeze(-1)
@@ -135,8 +137,12 @@ def _reverse_token(
     v = chunk.v[:, i]
     grad_U = M_U_v.unsqueeze(-1) * grad_mixed.unsqueeze(-2) + M_U_g.unsqueeze(-1) * v.unsqueeze(-2)
     grad_M = U_g.unsqueeze(-1) * chunk.U_v[:, i].unsqueeze(-2)
-    grad_e = (grad_mixed * v).sum_to_size(c.e.shape)
-    grad_x = grad_mixed - c.e * grad_mixed - combine_rows(M_U_g, c.U)
+    taken = combine_rows(M_U_g, c.U)
+    if e is None:
+        grad_e, grad_x = torch.zeros_like(c.e), grad_mixed - taken
+    else:
+        grad_e = (grad_mixed * v).sum_to_size(c.e.shape)
+        grad_x = (1 - e) * grad_mixed - taken
     coefficients = Coefficients(grad_delta, grad_B, grad_C, grad_e, grad_U, grad_M)
     return _Cotangents(H.mul_(decay), grad_x, coefficients, grad_A, w, rhs)
 
@@ -145,6 +151,7 @@ def _discretize_vjp(
     grad_decay: Tensor,  # (b, n, d)
     grad_s: Tensor,  # (b, 1, d) or (b, n, d)
     decay: Tensor,  # (b, n, d)
+    s: Tensor,  # as grad_s
     delta: Tensor,  # (b, d)
     A: Tensor,  # (n, d)
     options: SweepOptions,
@@ -152,9 +159,13 @@ def _discretize_vjp(
 ) -> tuple[Tensor, Tensor]:
     """Cotangents of delta (b, d) and A (n, d): `discretize_vjp`, state-major, in place."""
     full = options.eigenvalues == "full"
+    reach = decay + 1 if full else decay
     if options.input_scale == "one_minus_decay":
         grad_decay.sub_(decay.sign() * grad_s if full else grad_s)
-    grad_exponent = grad_decay.mul_(decay + 1 if full else decay)
+        if full:
+            # the same 2 exp(A delta), where the sum has lost its digits
+            reach = torch.where(decay < 0, s, reach)
+    grad_exponent = grad_decay.mul_(reach)
     grad_delta = scratch.product("outer", grad_exponent, A).sum(-2)
     grad_A = grad_exponent.mul_(delta.unsqueeze(-2)).sum(0)
     if options.input_scale == "delta":
@@ -181,12 +192,12 @@ class _Totals:
         self.A = self.A + step.A
         self.bind = [total + g for total, g in zip(self.bind, grad_bind, strict=True)]
 
-    def check(self, chunk: _Chunk, steps: list[_Cotangents]) -> None:
+    def check(self, chunk: _Chunk, steps: list[_Cotangents], options: SweepOptions) -> None:
         """Defect of the adjoint equation, for a chunk at once (steps come last token first)."""
         w = torch.stack([step.w for step in reversed(steps)], 1)
         rhs = torch.stack([step.rhs for step in reversed(steps)], 1)
-        c = chunk.c
-        applied = rhs + apply_complement_transposed(chunk.sigma * w, c.e, c.U, c.M)
+        c, e = chunk.c, options.diagonal(chunk.c.e)
+        applied = rhs + apply_complement_transposed(chunk.sigma * w, e, c.U, c.M)
         self.defect.append((applied - w).abs().amax(-1).flip(1))
         self.scale.append(applied.abs().amax(-1).flip(1))
 
@@ -222,7 +233,7 @@ def reverse_sweep(
             if W_y is not None:
                 pulled = (grad_raw.to(W_y.dtype) @ W_y).to(grad_raw.dtype)
                 grad_feedback = feedback_vjp(pulled, inputs.y_before[:, t], options)
-        totals.check(chunk, steps)
+        totals.check(chunk, steps, options)
     return _finish(totals, H, grad_feedback, inputs, options, report)
 
 

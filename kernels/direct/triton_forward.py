@@ -16,7 +16,14 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import activate, decay_rows, input_scale, max_norms, sigmoid
+from bedouin.kernels.direct.triton_math import (
+    activate,
+    coupled_rows,
+    decay_rows,
+    input_scale,
+    max_norms,
+    sigmoid,
+)
 from bedouin.kernels.direct.triton_product import (
     announce,
     load_stream,
@@ -140,16 +147,15 @@ def _solve_token(
         B = tl.where(in_n, 1.0, 0.0).to(ACC)
         C = B
     delta = activate(delta, ACTIVATION)
-    decay = decay_rows(delta, A_log2, FULL, FAST)
-    h *= decay  # from here to the write: what has decayed
-
     # p_t + sigma_t x_t, and the inner products that the local equation needs
     if INPUT_SCALE == "one_minus_decay":
-        s_rows = 1 - tl.abs(decay)
+        decay, s_rows = coupled_rows(delta, A_log2, FULL, FAST)
         sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
     else:
+        decay = decay_rows(delta, A_log2, FULL, FAST)
         s = input_scale(delta, INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
+    h *= decay  # from here to the write: what has decayed
     rest = tl.sum(h * C[:, None], axis=0) + sigma * x
     sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
     beta = ()

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from bedouin.kernels.scan.triton_segments import build_decay
+from bedouin.kernels.scan.triton_segments import build_coupled, build_decay
 
 
 @triton.jit
@@ -82,6 +82,12 @@ def decay_tile(delta, A, EIGENVALUES: tl.constexpr):
 def decay_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
     """lambda (n, d) from Delta (d,) and log2(e) A (n, d)."""
     return build_decay(A_log2 * delta[None, :], FULL, FAST)
+
+
+@triton.jit
+def coupled_rows(delta, A_log2, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda and s = 1 - |lambda|, (n, d) each, from Delta (d,) and log2(e) A (n, d)."""
+    return build_coupled(A_log2 * delta[None, :], FULL, FAST)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import activate, decay_rows, input_scale
+from bedouin.kernels.direct.triton_math import activate, coupled_rows, decay_rows, input_scale
 from bedouin.kernels.direct.triton_raw import load_beta, load_raw, load_unit
 from bedouin.kernels.direct.triton_small import (
     combine,
@@ -99,7 +99,7 @@ def prepare_kernel(
         in_state = in_n[:, None] & in_d[None, :]
         state = rows[:, None] * d + cols[None, :]
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        s_rows = 1 - tl.abs(decay_rows(delta, A_log2, FULL, FAST))
+        _, s_rows = coupled_rows(delta, A_log2, FULL, FAST)
         sigma = tl.sum(s_rows * BC[:, None], axis=0)
     else:
         sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
@@ -245,10 +245,11 @@ def replay_kernel(
         if KEEP_ALL:
             at = (sample * (count - 1) + i - 1) * n * d + state
             tl.store(before_ptr + at, h, mask=in_state & (i > 0))
-        decay = decay_rows(delta, A_log2, FULL, FAST)
         if INPUT_SCALE == "one_minus_decay":
-            h = decay * h + (1 - tl.abs(decay)) * mixed[None, :] * B[:, None]
+            decay, s_rows = coupled_rows(delta, A_log2, FULL, FAST)
+            h = decay * h + s_rows * mixed[None, :] * B[:, None]
         else:
+            decay = decay_rows(delta, A_log2, FULL, FAST)
             h = decay * h + (input_scale(delta, INPUT_SCALE) * mixed)[None, :] * B[:, None]
     if KEEP_LAST:
         tl.store(last_ptr + sample * last_stride_b + state, h, mask=in_state)

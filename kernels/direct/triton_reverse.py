@@ -17,6 +17,7 @@ import triton.language as tl
 from bedouin.kernels.direct.triton_math import (
     activate,
     activate_vjp,
+    coupled_rows,
     decay_rows,
     input_scale,
     max_norms_of_two,
@@ -43,7 +44,7 @@ from bedouin.kernels.direct.triton_small import (
     symmetric_times,
     upper_transposed_times,
 )
-from bedouin.kernels.scan.triton_segments import LN2
+from bedouin.kernels.scan.triton_segments import LN2, coupled_reach
 
 
 @triton.jit
@@ -148,15 +149,14 @@ def _reverse_token(
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
         h = load_stream(memory_ptr + state, in_state)
-        decay = decay_rows(delta, A_log2, FULL, FAST)
+        decay, s_rows = _rows(delta, A_log2, COUPLED, FULL, FAST)
         decayed = decayed + (decay * h,)
         if COUPLED:
-            s_rows = 1 - tl.abs(decay)
             sigma += tl.sum(s_rows * (B * C)[:, None], axis=0)
             from_memory += tl.sum(H[block] * s_rows * B[:, None], axis=0)
         else:
             from_memory += tl.sum(H[block] * B[:, None], axis=0)
-        exponent = _reach(h, decay, mixed, B, COUPLED, FULL) * A_log2
+        exponent = _reach(h, decay, s_rows, mixed, B, COUPLED, FULL) * A_log2
         with_H += tl.sum(H[block] * exponent, axis=0)
         with_C += tl.sum(C[:, None] * exponent, axis=0)
     # the cotangent of Delta is linear in w
@@ -274,12 +274,12 @@ def _reverse_token(
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         # the decay again, rather than kept over the wait: registers are short
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        decay = decay_rows(delta, A_log2, FULL, FAST)
+        decay, s_rows = _rows(delta, A_log2, COUPLED, FULL, FAST)
         total = H[block] + C[:, None] * w[None, :]
         if COUPLED or FULL:
             B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
             h = load_stream(memory_ptr + state, in_state)
-            reach = _reach(h, decay, mixed, B, COUPLED, FULL)
+            reach = _reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
         else:
             reach = decayed[block]
         sum_A = grad_A_ptr + sample * n * d + state
@@ -298,15 +298,26 @@ def _pin(v):
 
 
 @triton.jit
-def _reach(h, decay, mixed, B, COUPLED: tl.constexpr, FULL: tl.constexpr):
-    """d h_t / d (A Delta), rows of states: through the decay, and through the coupled scale."""
+def _rows(delta, A_log2, COUPLED: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda (n, d), and the coupled scale with it; lambda twice where s has no state axis."""
+    if COUPLED:
+        return coupled_rows(delta, A_log2, FULL, FAST)
+    else:
+        decay = decay_rows(delta, A_log2, FULL, FAST)
+        return decay, decay
+
+
+@triton.jit
+def _reach(h, decay, s, mixed, B, COUPLED: tl.constexpr, FULL: tl.constexpr):
+    """d h_t / d (A Delta), rows of states: through the decay, and through the coupled scale s."""
     if COUPLED:
         if FULL:
             sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(h.dtype)
             h -= sign * mixed[None, :] * B[:, None]
         else:
             h -= mixed[None, :] * B[:, None]
-    if FULL:
+        return h * coupled_reach(decay, s, FULL)
+    elif FULL:
         return h * (decay + 1)
     else:
         return h * decay
@@ -347,7 +358,7 @@ def _store_state_gradients(
             state = n_rows[:, None] * d + cols[None, :]
             in_state = (n_rows < n)[:, None] & (cols < d)[None, :]
             A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-            s_rows = 1 - tl.abs(decay_rows(delta, A_log2, FULL, FAST))
+            _, s_rows = coupled_rows(delta, A_log2, FULL, FAST)
             tile = s_rows * mixed[None, :]
         else:
             tile = written[None, :]

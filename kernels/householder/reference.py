@@ -61,16 +61,32 @@ def wy_factor(
 
 def apply_complement(
     v: Tensor,  # (..., d)
-    e: Tensor,  # (..., 1) or (..., d)
+    e: Tensor | None,  # (..., 1) or (..., d); None: 0
     U: Tensor,  # (..., k, d)
     M: Tensor,  # (..., k, k)
 ) -> Tensor:  # (..., d)
     """(I - Q) v = e * v + U^T M U v."""
     a = (M @ rows_dot(U, v).unsqueeze(-1)).squeeze(-1)
-    return e * v + combine_rows(a, U)
+    moved = combine_rows(a, U)
+    return moved if e is None else e * v + moved
 
 
-def apply_complement_transposed(v: Tensor, e: Tensor, U: Tensor, M: Tensor) -> Tensor:
+def mix_channels(
+    x: Tensor,  # (..., d)
+    y: Tensor,  # (..., d)
+    e: Tensor | None,  # (..., 1) or (..., d); None: 0
+    U: Tensor,  # (..., k, d)
+    M: Tensor,  # (..., k, k)
+) -> Tensor:  # (..., d)
+    """x~ = Q (x - y) + y, as (1 - e) x + e y + U^T M U (y - x).
+
+    x + (I - Q)(y - x) would lose the digits of a small Q for e = 1: it adds x and takes it away.
+    """
+    moved = apply_complement(y - x, None, U, M)
+    return moved + (x if e is None else (1 - e) * x + e * y)
+
+
+def apply_complement_transposed(v: Tensor, e: Tensor | None, U: Tensor, M: Tensor) -> Tensor:
     """(I - Q)^T v = e * v + U^T M^T U v; shapes as in `apply_complement`."""
     return apply_complement(v, e, U, M.mT)
 

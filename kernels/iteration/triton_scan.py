@@ -12,7 +12,7 @@ import triton.language as tl
 
 from bedouin.kernels.direct.triton_small import combine
 from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max_norm
-from bedouin.kernels.scan.triton_segments import LOG2E, build_decay
+from bedouin.kernels.scan.triton_segments import LOG2E, build_coupled, build_decay
 
 
 @triton.jit
@@ -201,15 +201,15 @@ def scan_kernel(
                 x = fast_scale(delta, INPUT_SCALE, FAST) * x
             before, after, gains = (), (), ()
             for i in tl.static_range(S):
-                decay = build_decay(A_log2[i] * delta, FULL, FAST)
-                faded = h[i] * decay
-                before = before + (faded,)
                 if INPUT_SCALE == "one_minus_decay":
-                    s = 1 - tl.abs(decay)
+                    decay, s = build_coupled(A_log2[i] * delta, FULL, FAST)
+                    faded = h[i] * decay
                     after = after + (faded + s * (x * B_now[i]),)
                     gains = gains + (s * B_now[i],)
                 else:
+                    faded = h[i] * build_decay(A_log2[i] * delta, FULL, FAST)
                     after = after + (faded + x * B_now[i],)
+                before = before + (faded,)
             h = after
             moves = channels < tl.where((t >= kept) & (t < T), d, 0)
             if STORE_GAIN:

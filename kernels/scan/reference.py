@@ -26,16 +26,26 @@ def discretize(
     """Decay and input scale of each token: lambda (..., d, n), s (..., d, 1) or (..., d, n).
 
     lambda = exp(A delta); "full" eigenvalues map it to 2 lambda - 1 in [-1, 1].
-    s = delta, delta / (1 + delta), or 1 - |lambda| (the coupled scale, gain at most 1).
+    s = delta, delta / (1 + delta), or 1 - |lambda| (the coupled scale, gain at most 1), which keeps
+    its relative accuracy where lambda is near 1 or -1.
     """
-    decay = torch.exp(delta.unsqueeze(-1) * A)
-    if eigenvalues == "full":
-        decay = 2 * decay - 1
+    exponent = delta.unsqueeze(-1) * A
+    power = torch.exp(exponent)
+    decay = 2 * power - 1 if eigenvalues == "full" else power
     if input_scale == "one_minus_decay":
-        return decay, 1 - (decay.abs() if eigenvalues == "full" else decay)
+        rest = _one_minus_exp(exponent, power)
+        return decay, 2 * torch.minimum(power, rest) if eigenvalues == "full" else rest
     if input_scale == "bounded_delta":
         delta = delta / (1 + delta)
     return decay, delta.unsqueeze(-1)
+
+
+def _one_minus_exp(exponent: Tensor, power: Tensor) -> Tensor:
+    """1 - exp(z) from z <= 0 and power = exp(z).
+
+    The difference cancels near z = 0, the derivative of expm1 (its value + 1) far from it.
+    """
+    return torch.where(exponent > -1, -torch.expm1(exponent), 1 - power)
 
 
 def discretize_vjp(
@@ -51,8 +61,10 @@ def discretize_vjp(
     if input_scale == "one_minus_decay":
         sign = decay.sign() if eigenvalues == "full" else 1.0
         grad_decay = grad_decay - sign * grad_scale
-    # d lambda / d(A delta): lambda itself, or for "full" lambda' + 1 = 2 exp(A delta)
-    grad_exponent = grad_decay * (decay + 1 if eigenvalues == "full" else decay)
+    # d lambda / d(A delta): lambda itself, or for "full" 2 exp(A delta), in which lambda' + 1 would
+    # lose all digits near lambda' = -1
+    full = eigenvalues == "full"
+    grad_exponent = grad_decay * (2 * torch.exp(delta.unsqueeze(-1) * A) if full else decay)
     grad_delta = (grad_exponent * A).sum(-1)
     grad_A = (grad_exponent * delta.unsqueeze(-1)).sum(0)
     if input_scale == "delta":

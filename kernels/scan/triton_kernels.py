@@ -17,8 +17,11 @@ from torch import Tensor
 from bedouin.kernels.scan.options import CHUNK, Cotangents, ScanOptions
 from bedouin.kernels.scan.triton_segments import (
     LN2,
+    build_coupled,
     build_decay,
     build_scale,
+    build_step,
+    coupled_reach,
     enter_segments,
     flags,
     load_columns,
@@ -124,13 +127,13 @@ def _forward_kernel(
         Cs = load_columns(C_ptr, C_stride_t, left, state, n)
         for i in tl.static_range(4):
             x, delta = x_4[i].to(ACC), delta_4[i].to(ACC)
-            decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
+            decay, s = build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
             h *= decay
             if EXCLUSIVE:
                 y = tl.sum(h * C_4[i][:, None], axis=0)
-                h += write(x, delta, B_4[i], decay, INPUT_SCALE)
+                h += write(x, s, B_4[i], INPUT_SCALE)
             else:
-                h += write(x, delta, B_4[i], decay, INPUT_SCALE)
+                h += write(x, s, B_4[i], INPUT_SCALE)
                 y = tl.sum(h * C_4[i][:, None], axis=0)
             if HAS_D:
                 y += D * x
@@ -143,13 +146,13 @@ def _forward_kernel(
 
 
 @triton.jit
-def _scale_rows(delta, decay, INPUT_SCALE: tl.constexpr):
-    """s: (d, n) for the coupled scale, else (d, 1)."""
+def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda (d, n) and s, (d, n) for the coupled scale, else (d, 1)."""
     if INPUT_SCALE == "one_minus_decay":
-        s = 1 - tl.abs(decay)
+        return build_coupled(delta[:, None] * A_log2, FULL, FAST)
     else:
-        s = build_scale(delta, INPUT_SCALE)[:, None]
-    return s
+        decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
+        return decay, build_scale(delta, INPUT_SCALE)[:, None]
 
 
 @triton.jit
@@ -242,8 +245,7 @@ def _backward_kernel(
             )
             B_0 = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, end_n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
-            decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
-            s = _scale_rows(delta, decay, INPUT_SCALE)
+            decay, s = _build_rows(A_log2, delta, INPUT_SCALE, FULL, FAST)
             h = decay * h + s * x[:, None] * B[None, :]
         tl.debug_barrier()
         t = chunk * CHUNK + CHUNK - 1
@@ -273,8 +275,7 @@ def _backward_kernel(
             B_0 = load_row(B_ptr, batch, t_0, B_stride_b, B_stride_t, state, end_n)
             C_0 = load_row(C_ptr, batch, t_0, C_stride_b, C_stride_t, state, end_n)
 
-            decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
-            s = _scale_rows(delta, decay, INPUT_SCALE)
+            decay, s = _build_rows(A_log2, delta, INPUT_SCALE, FULL, FAST)
             decayed = decay * before
             written = s * x[:, None]
             read = decayed if EXCLUSIVE else decayed + written * B[None, :]
@@ -285,12 +286,13 @@ def _backward_kernel(
             g_scaled = g_written * B[None, :]
 
             # As `discretize_vjp`: d lambda / d(A delta) is lambda, or lambda + 1 for "full".
-            grad_exponent = through * (decayed + before if FULL else decayed)
             if INPUT_SCALE == "one_minus_decay":
                 grad_x = tl.sum(g_scaled * s, axis=1)
                 sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)
                 grad_s = g_scaled * x[:, None]
-                grad_exponent -= sign * grad_s * (decay + 1 if FULL else decay)
+                grad_exponent = (through * before - sign * grad_s) * coupled_reach(decay, s, FULL)
+            else:
+                grad_exponent = through * (decayed + before if FULL else decayed)
             grad_A += grad_exponent * delta[:, None]
             grad_delta = tl.sum(grad_exponent * A_log2, axis=1) * LN2
             if INPUT_SCALE == "delta":

@@ -106,6 +106,50 @@ def build_decay(exponent, FULL: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def one_minus_exp2(exponent, power):
+    """1 - 2^w from w <= 0 and power = 2^w; the difference cancels near w = 0.
+
+    In float32 a polynomial times w down to w = -1, relative error below 2e-7. In float64
+    (1 - p) log(2^w) / log(p) with the rounded power p: its rounding falls out.
+    """
+    if exponent.dtype == tl.float64:
+        z = exponent * LN2
+        p = tl.where((exponent > -1) & (power < 1), power, 0.5)
+        near = tl.where(power < 1, (1 - p) * z / tl.log(p), -z)
+    else:
+        near = 0.00011458056542323902 * exponent + 0.0012907800264656544
+        near = near * exponent + 0.009596276096999645
+        near = near * exponent + 0.05549895390868187
+        near = near * exponent + 0.24022606015205383
+        near = near * exponent + 0.6931471824645996
+        near = -near * exponent
+    return tl.where(exponent > -1, near, 1 - power)
+
+
+@triton.jit
+def build_coupled(exponent, FULL: tl.constexpr, FAST: tl.constexpr):
+    """`build_decay`, and with it the coupled scale 1 - |lambda|, exact to rounding at both ends."""
+    power = build_decay(exponent, False, FAST)
+    rest = one_minus_exp2(exponent, power)
+    if FULL:
+        return 2 * power - 1, 2 * tl.minimum(power, rest)
+    else:
+        return power, rest
+
+
+@triton.jit
+def coupled_reach(decay, s, FULL: tl.constexpr):
+    """d lambda / d(A Delta) beside the coupled scale: lambda, or for FULL lambda + 1.
+
+    Near lambda = -1 that sum has lost its digits, and s is the same number.
+    """
+    if FULL:
+        return tl.where(decay < 0, s, decay + 1)
+    else:
+        return decay
+
+
+@triton.jit
 def build_scale(delta, INPUT_SCALE: tl.constexpr):
     """s of the scales that are the same for all states."""
     if INPUT_SCALE == "bounded_delta":
@@ -116,12 +160,22 @@ def build_scale(delta, INPUT_SCALE: tl.constexpr):
 
 
 @triton.jit
-def write(x, delta, B, decay, INPUT_SCALE: tl.constexpr):
+def build_step(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda (n, d) of one token, and s, (n, d) if coupled, else (d,)."""
+    if INPUT_SCALE == "one_minus_decay":
+        return build_coupled(A_log2 * delta[None, :], FULL, FAST)
+    else:
+        decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
+        return decay, build_scale(delta, INPUT_SCALE)
+
+
+@triton.jit
+def write(x, s, B, INPUT_SCALE: tl.constexpr):
     """s x B^T (n, d) of one token."""
     if INPUT_SCALE == "one_minus_decay":
-        written = (1 - tl.abs(decay)) * (x[None, :] * B[:, None])
+        written = s * (x[None, :] * B[:, None])
     else:
-        written = (build_scale(delta, INPUT_SCALE) * x)[None, :] * B[:, None]
+        written = (s * x)[None, :] * B[:, None]
     return written
 
 
@@ -194,11 +248,12 @@ def _segment_kernel(
         vectors = load_columns(vector_ptr, vector_stride_t, left, state, n)
         for i in tl.static_range(4):
             value, delta, vector = value_4[i].to(ACC), delta_4[i].to(ACC), vector_4[i]
-            decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
             if REVERSE:
+                decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
                 local = decay * (local + value[None, :] * vector[:, None])
             else:
-                local = decay * local + write(value, delta, vector, decay, INPUT_SCALE)
+                decay, s = build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
+                local = decay * local + write(value, s, vector, INPUT_SCALE)
             if FULL:
                 product *= decay
             else:

@@ -1,7 +1,7 @@
 """The map F of a layer on one input: y -> F(y), with the structure that solvers use.
 
     raw_t = raw^x_t + W^y norm(y_{t-1})            Delta, B, C and Q from raw_t
-    x~_t  = x_t + (I - Q_t)(y_t - x_t)             channel mixing
+    x~_t  = Q_t (x_t - y_t) + y_t                  channel mixing
     h_t   = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T
     F(y)_t = h_t C_t
 
@@ -10,6 +10,7 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from bedouin.kernels.direct import (
     direct_sweep,
     direct_sweep_reference,
     factor_local,
+    gain_gap,
     input_gain,
     project_feedback,
     smallest_pivot,
@@ -32,7 +34,7 @@ from bedouin.kernels.direct import (
     solve_local_transposed,
     start_tensors,
 )
-from bedouin.kernels.householder import apply_complement, apply_complement_transposed
+from bedouin.kernels.householder import apply_complement_transposed, mix_channels
 from bedouin.kernels.iteration import (
     FusedIteration,
     IterationInputs,
@@ -121,12 +123,12 @@ class FixedPointMap:
                 self._mixer_values = tuple(value.to(dtype) for _, value in named)
         return self._mixer_values
 
-    def _complement(self, raw: Tensor, v: Tensor) -> Tensor:
-        """(I - Q) v."""
+    def _mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """x~ (b, t, d)."""
         if not self.mixer_values:
-            return self.mixer.complement(raw, v)
-        complement: Tensor = _call(_Complement(self.mixer), self.mixer_values, raw, v)
-        return complement
+            return self.mixer.mix(raw, x, y)
+        mixed: Tensor = _call(_Mix(self.mixer), self.mixer_values, raw, x, y)
+        return mixed
 
     def raw(self, y: Tensor) -> Tensor:
         """raw^x + W^y norm(y_{t-1}) (b, t, r); the first token sees the incoming state."""
@@ -140,7 +142,7 @@ class FixedPointMap:
         """F(y) and the memory after the last token."""
         x, _ = self.wide
         delta, B, C, mixer_raw = self.split(self.raw(y))
-        mixed = x + self._complement(mixer_raw, y - x)
+        mixed = self._mix(mixer_raw, x, y)
         return self._scan(mixed, delta, B, C, exclusive=False)
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -181,15 +183,15 @@ def _call(module: nn.Module, values: Sequence[Tensor], raw: Tensor, *args: Tenso
     return torch.func.functional_call(module, named, (raw, *args))
 
 
-class _Complement(nn.Module):
-    """The method `complement` of a mixer as a module, which functional calls need."""
+class _Mix(nn.Module):
+    """The method `mix` of a mixer as a module, which functional calls need."""
 
     def __init__(self, mixer: ChannelMixer) -> None:
         super().__init__()
         self.mixer = mixer
 
-    def forward(self, raw: Tensor, v: Tensor) -> Tensor:
-        return self.mixer.complement(raw, v)
+    def forward(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return self.mixer.mix(raw, x, y)
 
 
 class Bind:
@@ -240,14 +242,17 @@ class StructuredMap(FixedPointMap):
         SweepOptions,
     ]:
         i = self.inputs
-        options = SweepOptions(
+        return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, self.mixer_values, self._options
+
+    @cached_property
+    def _options(self) -> SweepOptions:
+        return SweepOptions(
             Bind(self.split, self.mixer),
             self.input_scale,
             self.eigenvalues,
             self.feedback_norm_eps,
             self.layout,
         )
-        return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, self.mixer_values, options
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
@@ -292,32 +297,35 @@ class StructuredMap(FixedPointMap):
         """G(y): each token's local equation solved from what memory and feedback hold in y."""
         x, _ = self.wide
         delta, B, C, e, U, M = self.coefficients(y)
-        mixed = x + apply_complement(y - x, e, U, M)
+        diagonal = self._options.diagonal(e)
+        mixed = mix_channels(x, y, diagonal, U, M)
         p, _ = self._scan(mixed, delta, B, C, exclusive=True)
-        sigma = self._input_gain(delta, B, C)
-        factors = factor_local(sigma, e, U, M)
-        rhs = p + sigma * (x - apply_complement(x, e, U, M))
-        return solve_local(rhs, factors), smallest_pivot(factors).amin(1)
+        sigma, gap = self._input_gain(delta, B, C)
+        factors = factor_local(sigma, diagonal, U, M, gap)
+        return solve_local(p, factors, x), smallest_pivot(factors).amin(1)
 
     def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
         """(w -> L^T w, r -> (I - L^T)^-1 r), L_t = diag(sigma_t)(I - Q_t), at y_star."""
         with torch.no_grad():
             delta, B, C, e, U, M = self.coefficients(y_star)
-            sigma = self._input_gain(delta, B, C)
-            factors = factor_local(sigma, e, U, M)
+            diagonal = self._options.diagonal(e)
+            sigma, gap = self._input_gain(delta, B, C)
+            factors = factor_local(sigma, diagonal, U, M, gap)
 
-        def diagonal(w: Tensor) -> Tensor:
-            return apply_complement_transposed(sigma * w, e, U, M)
+        def apply(w: Tensor) -> Tensor:
+            return apply_complement_transposed(sigma * w, diagonal, U, M)
 
         def invert(r: Tensor) -> Tensor:
             return solve_local_transposed(r, factors)
 
-        return diagonal, invert
+        return apply, invert
 
-    def _input_gain(self, delta: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        if self.input_scale != "one_minus_decay":
-            # s has no state axis: A does not enter, so spare the (b, t, d, n) decay
-            _, s = discretize(delta, self.inputs.A[:, :1], self.input_scale, self.eigenvalues)
-            return input_gain(s, B, C)
-        _, s = discretize(delta, self.inputs.A, self.input_scale, self.eigenvalues)
-        return input_gain(s, B, C)
+    def _input_gain(self, delta: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor | None]:
+        """sigma, and 1 - sigma as `gain_gap` has it, for mixers with e."""
+        # but for the coupled scale s has no state axis: A does not enter, so spare the decay
+        coupled = self.input_scale == "one_minus_decay"
+        A = self.inputs.A if coupled else self.inputs.A[:, :1]
+        decay, s = discretize(delta, A, self.input_scale, self.eigenvalues)
+        options = self._options
+        gap = gain_gap(decay, B, C, options) if options.layout is None else None
+        return input_gain(s, B, C), gap

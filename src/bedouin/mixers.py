@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import positive_int
-from bedouin.kernels.householder import apply_complement, unit, wy_factor
+from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.solvers.base import check_number
 
 
@@ -33,6 +33,14 @@ class ChannelMixer(nn.Module, ABC):
     def complement(self, raw: Tensor, v: Tensor) -> Tensor:
         """(I - Q) v (..., d) for the Q that raw (..., raw_size) stands for."""
 
+    def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """x~ = Q (x - y) + y (..., d).
+
+        As x + (I - Q)(y - x), which loses the digits of a Q far smaller than 1: a mixer with such Q
+        computes Q (x - y) + y instead.
+        """
+        return x + self.complement(raw, y - x)
+
 
 class StructuredMixer(ChannelMixer):
     """A mixer with I - Q = diag(e) + U^T M U: `Direct` and `Jacobi` need one."""
@@ -43,6 +51,9 @@ class StructuredMixer(ChannelMixer):
 
     def complement(self, raw: Tensor, v: Tensor) -> Tensor:
         return apply_complement(v, *self(raw))
+
+    def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return mix_channels(x, y, *self(raw))
 
 
 class HouseholderProduct(StructuredMixer):
@@ -79,8 +90,8 @@ class LowRank(StructuredMixer):
     """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part.
 
     I - Q has full rank (e = 1, M = -diag(alpha)); the local systems can be singular where the input
-    gain reaches 1. Raw values of a token: k d for u, then k for alpha. Raises ValueError for
-    rank < 1.
+    gain reaches 1, in more than `rank` channels above all. Raw values of a token: k d for u, then k
+    for alpha. Raises ValueError for rank < 1.
     """
 
     def __init__(self, rank: int = 2) -> None:

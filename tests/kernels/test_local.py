@@ -112,10 +112,10 @@ def _singular_householder() -> tuple[Tensor, Form]:
 
 
 def _singular_low_rank() -> tuple[Tensor, Form]:
-    """Sample 0 has e sigma = 1 in channel 2, which Woodbury divides by."""
+    """Sample 0 has e sigma = 1 in two channels, and Q of rank 1 fills one."""
     form = _form("low rank", 3, 4, 1)
     sigma = torch.full((3, 4), 0.5, dtype=torch.float64)
-    sigma[0, 2] = 1.0
+    sigma[0, 1:3] = 1.0
     return sigma, form
 
 
@@ -133,6 +133,55 @@ def test_an_exactly_singular_token_is_contained(
         assert not bool(y[0].isfinite().all())
         alone = solve(rhs[1:], _factor(sigma[1:], Form(*(v[1:] for v in form))))
         assert torch.equal(y[1:], alone)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("saturated", [1, 2, 3])
+@pytest.mark.parametrize("gap", [0.0, 1e-9, 1e-4])
+def test_saturated_channels_are_solved_while_the_rank_makes_up_for_them(
+    gap: float, saturated: int, dtype: torch.dtype
+) -> None:
+    """D = 1 - sigma e is 0 or nearly, in up to k channels: a well-conditioned matrix."""
+    U = torch.eye(3, 6, dtype=torch.float64) + 0.2 * torch.randn(5, 3, 6, dtype=torch.float64)
+    M = torch.diag_embed(-(0.5 + torch.rand(5, 3, dtype=torch.float64)))
+    form = Form(torch.ones(5, 1, dtype=torch.float64), unit(U), M)
+    gaps = torch.rand(5, 6, dtype=torch.float64)
+    gaps[:, :saturated] = gap
+    p, x = torch.randn(2, 5, 6, dtype=torch.float64)
+    dense = torch.diag_embed(gaps) - (1 - gaps)[..., None] * (form.U.mT @ M @ form.U)
+    narrow = Form(*(v.to(dtype) for v in form))
+    factors = factor_local((1 - gaps).to(dtype), *narrow, gaps.to(dtype))
+    Q_x = x - (form.complement @ x[..., None])[..., 0]
+    expected = torch.linalg.solve(dense, p + (1 - gaps) * Q_x)
+    actual = solve_local(p.to(dtype), factors, x.to(dtype)).double()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+    actual = solve_local_transposed(p.to(dtype), factors).double()
+    expected = torch.linalg.solve(dense.mT, p)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+    assert smallest_pivot(factors).min() > 1e-3
+
+
+def test_e_of_zero_may_be_left_out() -> None:
+    form, sigma = _form("householder", 4, 5, 2), torch.rand(4, 5, dtype=torch.float64)
+    p, x = torch.randn(2, 4, 5, dtype=torch.float64)
+    given, left_out = factor_local(sigma, *form), factor_local(sigma, None, form.U, form.M)
+    torch.testing.assert_close(solve_local(p, left_out, x), solve_local(p, given, x))
+    transposed = solve_local_transposed(p, left_out)
+    torch.testing.assert_close(transposed, solve_local_transposed(p, given))
+    assert smallest_pivot(left_out).max() <= 1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_gradients_with_x_and_the_gap(name: str) -> None:
+    form, sigma = _form(name, 2, 3, 2), 0.3 * torch.rand(2, 3, dtype=torch.float64)
+    p, x = torch.randn(2, 2, 3, dtype=torch.float64)
+
+    def solve(p: Tensor, x: Tensor, sigma: Tensor, *rest: Tensor) -> Tensor:
+        gap, e, U, M = rest
+        return solve_local(p, factor_local(sigma, e, U, M, gap), x)
+
+    operands = [v.clone().requires_grad_() for v in (p, x, sigma, 1 - sigma, *form)]
+    assert torch.autograd.gradcheck(solve, operands)
 
 
 def test_the_smallest_pivot_of_a_1_x_1_system_is_its_value() -> None:
