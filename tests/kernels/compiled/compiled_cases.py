@@ -1,0 +1,184 @@
+"""Calls of public operations and layers that launch every Triton kernel, for `compare_compiled`.
+
+Of every option at least two values, small; and the sizes of the benchmark, whose plans differ. A
+tensor is a meta tensor, and the library is imported by the call: each checkout brings its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Case = Callable[[], None]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
+
+
+def layer(
+    b: int,
+    t: int,
+    m: int,
+    dtype: torch.dtype = torch.bfloat16,
+    name: str = "Bedouin",
+    state: bool = False,
+    **options: Any,
+) -> Case:
+    """A layer, forward and backward; `state`: one is given and returned."""
+
+    def run() -> None:
+        import bedouin
+
+        common = {"device": "meta", "dtype": dtype, "backend": "triton"}
+        made = getattr(bedouin, name)(m, on_unconverged="ignore", **common, **options)
+        if not state:
+            made(draw(b, t, m, dtype=dtype)).float().sum().backward()
+            return
+        given = type(made.init_state(b))(*(v.requires_grad_() for v in made.init_state(b)))
+        out, last = made(draw(b, t, m, dtype=dtype), given, return_state=True)
+        (out.float().sum() + sum(v.sum() for v in last)).backward()
+
+    return run
+
+
+def iteration(solver: str, b: int, t: int, m: int, **options: Any) -> Case:
+    """The same with Picard or Jacobi."""
+
+    def run() -> None:
+        from bedouin import solvers
+
+        layer(b, t, m, solver=getattr(solvers, solver)(), max_steps=4, **options)()
+
+    return run
+
+
+def decode(
+    b: int, m: int, dtype: torch.dtype = torch.bfloat16, name: str = "Bedouin", **options: Any
+) -> Case:
+    """One token, as it is called within a capture."""
+
+    def run() -> None:
+        import bedouin
+
+        common = {"device": "meta", "dtype": dtype, "backend": "triton"}
+        made = getattr(bedouin, name)(m, **common, **options)
+        with torch.no_grad():
+            made.step(draw(b, m, dtype=dtype).detach(), made.init_state(b))
+
+    return run
+
+
+def scan(
+    b: int,
+    t: int,
+    d: int,
+    n: int,
+    dtype: torch.dtype = torch.bfloat16,
+    skip: bool = False,
+    **options: Any,
+) -> Case:
+    """The scan and its adjoint; `skip`: with D."""
+
+    def run() -> None:
+        from bedouin.kernels.scan import selective_scan
+
+        x, delta, A = (
+            draw(b, t, d, dtype=dtype),
+            draw(b, t, d, dtype=dtype),
+            draw(d, n, dtype=torch.float32),
+        )
+        D = draw(d, dtype=torch.float32) if skip else None
+        B, C = draw(b, t, n, dtype=dtype), draw(b, t, n, dtype=dtype)
+        y, h = selective_scan(x, delta, A, B, C, None, D, backend="triton", **options)
+        (y.float().sum() + h.sum()).backward()
+
+    return run
+
+
+def householder(d: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """Products and factor, and their adjoints."""
+
+    def run() -> None:
+        from bedouin.kernels import householder as ops
+
+        v, u, beta = (
+            draw(8, 18, d, dtype=dtype),
+            draw(8, 18, k, d, dtype=dtype),
+            draw(8, 18, k, dtype=dtype),
+        )
+        out = ops.householder_product(v, u, beta, backend="triton").float().sum()
+        out = out + ops.householder_complement(v, u, beta, backend="triton").float().sum()
+        (out + ops.householder_factor(u, beta, backend="triton").float().sum()).backward()
+
+    return run
+
+
+FLOAT32, FLOAT16, FLOAT64 = torch.float32, torch.float16, torch.float64
+BENCH: dict[str, Any] = {"d_state": 16, "num_householder": 4}
+GRIFFIN: dict[str, Any] = {
+    "decay": "griffin",
+    "input_scale": "one_minus_decay",
+    "eigenvalues": "full",
+    "num_householder": 1,
+    "feedback_norm": False,
+    "output": "paper",
+}
+UNBOUNDED: dict[str, Any] = {
+    "input_scale": "delta",
+    "eigenvalues": "full",
+    "num_householder": 3,
+    "beta_max": 2.0,
+    "d_state": 6,
+    "feedback": ("B", "mixer"),
+    "bias": False,
+}
+WIDE: dict[str, Any] = {"input_scale": "one_minus_decay", "num_householder": 8, "feedback": ()}
+
+QUICK: dict[str, Case] = {
+    "direct": layer(2, 18, 32),
+    "direct, no feedback": layer(2, 18, 32, feedback=()),
+    "direct, products outside, float32": layer(2, 18, 256, FLOAT32, d_state=4),
+    "direct, launches for each chunk": layer(70, 18, 32, state=True),
+    "picard": iteration("Picard", 2, 18, 32),
+    "jacobi": iteration("Jacobi", 2, 18, 32),
+    "jacobi, no feedback": iteration("Jacobi", 2, 18, 32, feedback=()),
+    "decode": decode(2, 32),
+    "scan": scan(2, 70, 64, 16),
+    "scan in segments": scan(2, 4096, 64, 16),
+    "householder": householder(64, 3),
+}
+CASES: dict[str, Case] = QUICK | {
+    "direct, griffin, float32": layer(2, 18, 32, FLOAT32, **GRIFFIN),
+    "direct, unbounded, float16": layer(2, 18, 24, FLOAT16, state=True, **UNBOUNDED),
+    "direct, 8 reflections": layer(2, 18, 32, **WIDE),
+    "direct, float64": layer(2, 18, 8, FLOAT64, d_state=2, num_householder=1),
+    "direct, vector state": layer(2, 18, 32, name="FixedPointRNN"),
+    "direct, 128x16": layer(128, 16, 512, **BENCH),
+    "direct, 64x256": layer(64, 256, 512, **BENCH),
+    "direct, 8x4096": layer(8, 4096, 512, **BENCH),
+    "direct, no feedback, 64x256": layer(64, 256, 512, feedback=(), **BENCH),
+    "direct, no feedback, 8x4096": layer(8, 4096, 512, feedback=(), **BENCH),
+    "picard, griffin, float32": iteration("Picard", 2, 18, 32, dtype=FLOAT32, **GRIFFIN),
+    "picard, unbounded": iteration("Picard", 2, 18, 24, state=True, **UNBOUNDED),
+    "picard, 64x256": iteration("Picard", 64, 256, 512, **BENCH),
+    "jacobi, griffin, float32": iteration("Jacobi", 2, 18, 32, dtype=FLOAT32, **GRIFFIN),
+    "jacobi, unbounded": iteration("Jacobi", 2, 18, 24, state=True, **UNBOUNDED),
+    "jacobi, 8 reflections": iteration("Jacobi", 2, 18, 32, **WIDE),
+    "jacobi, 64x256": iteration("Jacobi", 64, 256, 512, **BENCH),
+    "jacobi, no feedback, 64x256": iteration("Jacobi", 64, 256, 512, feedback=(), **BENCH),
+    "decode, griffin, float32": decode(2, 32, FLOAT32, **GRIFFIN),
+    "decode, unbounded": decode(2, 24, **UNBOUNDED),
+    "decode, 8 reflections": decode(2, 32, **WIDE),
+    "decode, vector state": decode(2, 32, name="FixedPointRNN"),
+    "decode, 1x1": decode(1, 512, **BENCH),
+    "scan, D, full, exclusive": scan(
+        2, 70, 60, 6, FLOAT32, skip=True, exclusive=True, eigenvalues="full"
+    ),
+    "scan, bounded": scan(2, 70, 64, 16, input_scale="bounded_delta"),
+    "scan, one minus decay, float64": scan(2, 20, 8, 2, FLOAT64, input_scale="one_minus_decay"),
+    "scan, 64x256": scan(64, 256, 1024, 16),
+    "scan, 8x4096": scan(8, 4096, 1024, 16),
+    "householder, float32": householder(60, 8, FLOAT32),
+}
