@@ -22,6 +22,7 @@ from common.job import Job, Problem, Run
 from common.options import TrainConfig, build_model
 from common.report import (
     Scores,
+    chance_level,
     device_name,
     evaluation_line,
     save_figure,
@@ -185,7 +186,11 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
         write_metrics(job.folder / "metrics.json", metrics)
         longest = max(job.problem.train_lengths)
         save_figure(
-            job.folder / "accuracy.png", scores, title=job.problem.title, train_length=longest
+            job.folder / "accuracy.png",
+            [scores],
+            title=job.problem.title,
+            train_length=longest,
+            chance=chance_level(metrics["config"]),
         )
         weights = job.accelerator.unwrap_model(run.model)
         save_model(weights, str(job.folder / "model.safetensors"))
