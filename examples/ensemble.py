@@ -4,7 +4,7 @@
     python examples/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
         --d-state 4 16 --num-householder 2 4 --steps 2000 --out runs/a5-parameterizations
 
-    python examples/ensemble.py --preset paper --out runs/a5-paper      # the paper's size, one H100
+    python examples/ensemble.py --preset paper --out runs/a5-paper      # the paper's d_model
 
 Parameters, optimizer and data of all seeds are stacked and the step is vmapped over them; on a GPU
 it is captured as a CUDA graph, because one small layer is bound by launches. Larger layers fill a
@@ -20,6 +20,7 @@ Failed seeds stay in.
 import argparse
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -53,7 +54,8 @@ class Config:
     """Options of the study; those with several values span a grid."""
 
     preset: Literal["small", "paper"] = "small"
-    """Where the other defaults come from; paper: the size of Fixed-Point RNNs, appendix D.2."""
+    """Where the other defaults come from; paper: the width of Fixed-Point RNNs, appendix D.2, with
+    a training schedule of ours."""
     task: Literal["word", "copy"] = "word"
     """A word problem, or copying."""
     group: str = "A5"
@@ -72,6 +74,8 @@ class Config:
     d_state: tuple[int, ...] = (16,)
     num_householder: tuple[int, ...] = (4,)
     decay: tuple[str, ...] = ("mamba",)
+    rate_scale: tuple[float, ...] = (1.0,)
+    """Factor on the initial decay rates -A of "mamba" (1 .. d_state): below 1 memory is longer."""
     beta_max: tuple[float, ...] = (1.0,)
     feedback: tuple[str, ...] = ("delta+B+C+mixer",)
     """What y_{t-1} influences, joined by "+"; "none" switches feedback off."""
@@ -125,7 +129,7 @@ LAYER_OPTIONS = (
     "feedback",
     "feedback_init",
 )
-GRID = (*LAYER_OPTIONS, "lr", "schedule", "batch_size", "steps")
+GRID = (*LAYER_OPTIONS, "rate_scale", "lr", "schedule", "batch_size", "steps")
 
 
 DRAWN_AHEAD = 50
@@ -226,6 +230,9 @@ class Ensemble:
             on_unconverged="ignore",
             **layer_options(self.point),
         )
+        if layer.decay == "mamba":
+            with torch.no_grad():
+                layer.A_log.add_(math.log(self.point["rate_scale"]))
         task = self.data.task
         output_size = task.output_size if isinstance(task, WordProblem) else task.vocab_size
         model = SequenceModel(
@@ -236,8 +243,7 @@ class Ensemble:
     def _loss(self, params: Params, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
         logits = self._logits(params, tokens)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-        counted = labels != IGNORE
-        correct = ((logits.argmax(-1) == labels) & counted).sum() / counted.sum()
+        correct = token_accuracy(logits, labels)
         return loss, (correct, self.model.stats[0].conditioning.min())
 
     def _logits(self, params: Params, tokens: Tensor) -> Tensor:
@@ -307,9 +313,6 @@ class Ensemble:
         """Token and sequence accuracy of each seed on `eval_rows` test rows; for copying those of
         characters and strings."""
 
-        def predict(params: Params, rows: Tensor) -> Tensor:
-            return self._logits(params, rows).argmax(-1)
-
         task, left = self.data.task, self.config.eval_rows
         copying = isinstance(task, Copying)
         each_token = vmap(task.character_accuracy if copying else token_accuracy)
@@ -319,19 +322,19 @@ class Ensemble:
             rows = min(left, EVAL_BATCH)
             left -= rows
             tokens, labels = self.data.eval_batch(rows, length)
-            predicted = self._each(predict, tokens)
+            logits = self._each(tokens)
             share = rows / self.config.eval_rows
-            token = token + share * each_token(predicted, labels)
-            sequence = sequence + share * each_row(predicted, labels)
+            token = token + share * each_token(logits, labels)
+            sequence = sequence + share * each_row(logits, labels)
         return {"token": token.tolist(), "sequence": sequence.tolist()}
 
-    def _each(self, predict: Callable[[Params, Tensor], Tensor], rows: Tensor) -> Tensor:
-        """predict(parameters, rows) of every model."""
+    def _each(self, rows: Tensor) -> Tensor:
+        """The logits (s, b, t, v) of every model for its rows (s, b, t)."""
         if self.config.stacked:
-            return vmap(predict)(self.params, rows)
+            return vmap(self._logits)(self.params, rows)
         models = range(self.config.seeds)
         return torch.stack(
-            [predict({n: p[i] for n, p in self.params.items()}, rows[i]) for i in models]
+            [self._logits({n: p[i] for n, p in self.params.items()}, rows[i]) for i in models]
         )
 
 

@@ -156,6 +156,17 @@ def test_tuning_runs_are_those_of_the_index(path: Path) -> None:
     assert line(table, f"{name} ")[1:] == [*both, f"{row['seconds']:.0f}"]
 
 
+def test_settings_for_both_tasks_are_those_of_the_tuning_runs() -> None:
+    for start, name in (
+        ("mamba, bounded_delta (default)", "mamba-bounded-all-k2"),
+        ("mamba, delta, initial decay rates × 0.1", "mamba-delta-all-k2-rate0.1"),
+        ("griffin, delta", "griffin-delta-all-k2"),
+    ):
+        a5, copying = (raw(f"tuning/{task}-{name}.json")["rows"][0]["accuracy"] for task in "ac")
+        both = (a5["128"]["sequence"], copying["50"]["token"], copying["100"]["token"])
+        assert line(README, f"{start} |")[1:] == [f"{value[0]:.2f}" for value in both]
+
+
 def test_table_of_parameterizations_is_that_of_the_raw_results() -> None:
     for row in raw("a5_parameterizations.json")["rows"]:
         point = row["point"]
