@@ -103,7 +103,7 @@ class TrainConfig:
     """How the fixed point is found; auto lets the layer choose."""
     rtol: float = 1e-4
     """Relative tolerance of the iterative solvers; unused by auto and direct."""
-    atol: float = 1e-8
+    atol: float = 1e-30
     """Absolute tolerance of the iterative solvers; unused by auto and direct."""
     max_steps: int = 100
     """Steps that an iterative solver may take."""
