@@ -4,7 +4,7 @@
     python examples/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
         --d-state 4 16 --num-householder 2 4 --steps 2000 --out runs/a5-parameterizations
 
-    python examples/ensemble.py --preset paper --out runs/a5-paper      # the paper's size, one H100
+    python examples/ensemble.py --preset paper --out runs/a5-paper      # the paper's d_model
 
 Parameters, optimizer and data of all seeds are stacked and the step is vmapped over them; on a GPU
 it is captured as a CUDA graph, because one small layer is bound by launches. Larger layers fill a
@@ -54,7 +54,8 @@ class Config:
     """Options of the study; those with several values span a grid."""
 
     preset: Literal["small", "paper"] = "small"
-    """Where the other defaults come from; paper: the size of Fixed-Point RNNs, appendix D.2."""
+    """Where the other defaults come from; paper: the width of Fixed-Point RNNs, appendix D.2, with
+    a training schedule of ours."""
     task: Literal["word", "copy"] = "word"
     """A word problem, or copying."""
     group: str = "A5"

@@ -1,27 +1,41 @@
-"""Print the README's tables from the raw results of `ensemble.py`.
+"""Print the table of a grid that `ensemble.py` trained, or draw several seeds of one script.
 
     python examples/summarize.py examples/results/a5_parameterizations.json
+    python examples/summarize.py --figure a5_cpu.png examples/results/a5_cpu_seed?.json
 
-One line for each point of the grid, its seeds side by side, failed ones included. Below it, whether
-the seeds that lag are those whose local systems came near a singular one.
+The table has one line for each point of the grid, its seeds side by side, failed ones included.
+Below it, whether the seeds that lag are those whose local systems came near a singular one.
+The figure is drawn from the metrics.json of `train_a5.py` or `train_copy.py`, one file a seed:
+accuracy by length, the median of the seeds as a line and their range as a band.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from common.report import Scores, chance_level, save_figure
+
 NEAR_SINGULAR = 0.05
 
 
 @dataclass(frozen=True)
 class Config:
-    """Which results to print."""
+    """Which results to print or to draw."""
 
-    results: tyro.conf.Positional[Path]
-    """A results.json of ensemble.py."""
+    results: tyro.conf.Positional[tuple[Path, ...]]
+    """A results.json of ensemble.py; with --figure the metrics.json of one or more seeds."""
+    figure: Path | None = None
+    """Draw accuracy by length into this file instead of printing a table."""
+
+    def __post_init__(self) -> None:
+        if not self.results or (self.figure is None and len(self.results) > 1):
+            raise ValueError(
+                f"results must be one file, or with --figure one or more, got {len(self.results)}"
+            )
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -49,8 +63,8 @@ def crossing(rows: list[dict[str, Any]], scale: str) -> str:
     )
 
 
-def main(config: Config) -> None:
-    report = json.loads(config.results.read_text())
+def print_table(report: dict[str, Any]) -> None:
+    """The grid as Markdown."""
     lengths = list(report["rows"][0]["accuracy"])
     header = ["setting", *(f"at {n}" for n in lengths), "step at 0.99", "smallest pivot"]
     for line in [header, ["---"] * len(header), *map(cells, report["rows"])]:
@@ -58,6 +72,46 @@ def main(config: Config) -> None:
     print()
     for scale in dict.fromkeys(row["point"]["input_scale"] for row in report["rows"]):
         print(crossing(report["rows"], scale))
+
+
+def draw(path: Path, runs: list[dict[str, Any]]) -> None:
+    """The figure of runs that differ in the seed only; ValueError for others."""
+    config = runs[0]["config"]
+    for run in runs[1:]:
+        if differing := different(config, run["config"]) - {"seed", "out"}:
+            raise ValueError(f"runs must differ in the seed only, got other {sorted(differing)}")
+    if "group" in config:
+        task, longest = config["group"], config["length"]
+    else:
+        task, longest = "Copying", config["max_length"]
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    device = runs[0]["device"].partition(" (")[0]
+    save_figure(
+        path,
+        [scores(run) for run in runs],
+        title=f"{task}, trained at length {longest}: seed {seeds}, {device}",
+        train_length=longest,
+        chance=chance_level(config),
+    )
+
+
+def different(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
+    """The options in which two configurations differ."""
+    return {key for key in first | second if first.get(key) != second.get(key)}
+
+
+def scores(run: dict[str, Any]) -> Scores:
+    """The numbers of a metrics.json that a figure shows; null, which stands for NaN, as NaN."""
+    names = ("accuracy", "sequence_accuracy", "num_steps")
+    return {name: {n: math.nan if v is None else v for n, v in run[name].items()} for name in names}
+
+
+def main(config: Config) -> None:
+    reports = [json.loads(path.read_text()) for path in config.results]
+    if config.figure is None:
+        print_table(reports[0])
+    else:
+        draw(config.figure, reports)
 
 
 if __name__ == "__main__":

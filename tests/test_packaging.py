@@ -79,6 +79,16 @@ def misplaced(module: str, imported: str) -> str | None:
     return None
 
 
+def test_metadata_agrees_with_the_readme() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    language = "Programming Language :: Python :: 3"
+    assert {f"{language}.{minor}" for minor in (11, 12, 13)} <= set(project["classifiers"])
+    (floor,) = [x for x in project["dependencies"] if x.startswith("torch>=")]
+    lowest = floor.removeprefix("torch>=")
+    readme = (ROOT / "README.md").read_text()
+    assert f"torch ≥ {lowest}" in readme and f"torch {lowest} and 2.13 are tested" in readme
+
+
 def test_packages_are_those_with_an_init() -> None:
     settings = setuptools_table()
     found = {

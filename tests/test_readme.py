@@ -1,7 +1,8 @@
-"""The README's Python runs, and its numbers are those of the raw results."""
+"""The README's Python runs as it stands, and every number of it is that of a raw result."""
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,50 +10,198 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "examples" / "results"
+PAGES = {"README": ROOT / "README.md", "index": RESULTS / "README.md"}
+README, INDEX = (path.read_text(encoding="utf-8") for path in PAGES.values())
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_first_example_runs() -> None:
+def run(block: str) -> dict[str, Any]:
+    """Execute a block by itself; returns its names."""
     names: dict[str, Any] = {}
-    exec(_blocks()[0], names)
-    assert names["y"].shape == (8, 100, 64)
-    assert names["y_t"].shape == (8, 64)
-    assert bool(names["layer"].stats.converged.all())
+    exec(block, names)
+    return names
 
 
-def test_solve_example_runs() -> None:
-    generator = torch.Generator().manual_seed(0)
-    W = 0.1 * torch.randn(16, 16, generator=generator)
-    names: dict[str, Any] = {"torch": torch, "W": W, "x": torch.randn(4, 16, generator=generator)}
-    exec(_blocks()[1], names)
-    assert names["solution"].result.message == "every sample converged"
+def raw(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
 
 
-def test_decoding_example_runs() -> None:
-    names: dict[str, Any] = {}
-    exec(_blocks()[0], names)
-    names["layer"].requires_grad_(False)
-    exec(_blocks()[2], names)
-    assert names["x_t"].shape == (1, 64)
-    assert names["state"].y.shape == (1, 128)
+def line(page: str, start: str) -> list[str]:
+    """The cells of the one table line that begins with `start`."""
+    (found,) = [row for row in page.splitlines() if row.startswith(f"| {start}")]
+    return [cell.strip() for cell in found.strip("|").split(" | ")]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: str(BLOCKS.index(block)))
+def test_every_block_runs_by_itself(block: str) -> None:
+    run(block)
+
+
+def test_blocks_give_what_they_promise() -> None:
+    first, parts, decoding, mixer = map(run, BLOCKS)
+    assert first["y"].shape == (8, 100, 64) and first["y_t"].shape == (8, 64)
+    assert bool(first["layer"].stats.converged.all())
+    assert parts["solution"].result.message == "every sample converged"
+    assert parts["layer"](torch.randn(2, 5, 64)).shape == (2, 5, 64)
+    assert decoding["x_t"].shape == (1, 64) and decoding["state"].y.shape == (1, 128)
+    assert bool(mixer["layer"].stats.converged.all())
+
+
+def test_the_script_of_the_index_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", INDEX, re.DOTALL)
+    assert "STEPS = 1000\n" in block
+    run(block.replace("STEPS = 1000", "STEPS = 0"))
+    assert capsys.readouterr().out.startswith("Jacobi 32 ")
+
+
+def test_the_readme_is_short() -> None:
+    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    assert len(text.split()) <= 2000
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_row_says_skipped(page: str) -> None:
+    assert "skipped" not in PAGES[page].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    path = PAGES[page]
+    targets = re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8"))
+    local = [target for target in targets if not target.startswith("https://")]
+    assert local and all((path.parent / target).is_file() for target in local)
+
+
+def test_speed_is_that_of_the_benchmark() -> None:
+    rows = {
+        (row["case"], row["shape"]): row["numbers"] for row in raw("h100_benchmark.json")["rows"]
+    }
+    for shape in ("128x16", "64x256", "16x1024", "8x4096"):
+        times = [rows[case, shape] for case in ("direct", "direct-no-feedback", "lstm")]
+        shown = [f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" for n in times]
+        assert line(README, f"{shape} ")[1:4] == shown
+    jacobi, direct = rows["jacobi", "64x256"], rows["direct", "64x256"]
+    decode = rows["decode", "1x1"]
+    for text in (
+        f"16 Jacobi iterations take {jacobi['graph_both_ms']:.1f} ms",
+        f"the exact sweep {direct['graph_both_ms']:.1f} ms",
+        f"{decode['decoder_us']:.0f} µs a token and layer with `Decoder`",
+        f"{decode['us_a_layer']:.0f} µs with `step`",
+    ):
+        assert text in " ".join(README.split())
+
+
+def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
+    source = (ROOT / "examples" / "benchmarks" / "targets.py").read_text()
+    few, many = (
+        dict(re.findall(r'"(\w+)": ([\d.]+)', re.search(rf"^{name} = .*$", source, re.M)[0]))  # type: ignore[index]
+        for name in ("PAPER_16", "PAPER_100")
+    )
+    for shape in few:
+        shown = f"{float(few[shape]):g} / {float(many[shape]):g}"
+        assert line(README, f"{shape} ")[4] == shown
+
+
+def of_seeds(name: str, metric: str) -> Iterator[str]:
+    """ "length: value value …" for each length, the seeds of the only row side by side."""
+    (row,) = raw(name)["rows"]
+    for length, accuracy in row["accuracy"].items():
+        yield f"{length}: " + " ".join(f"{value:.2f}" for value in accuracy[metric])
+
+
+def test_results_are_sequence_accuracies_of_the_raw_files() -> None:
+    runs = [raw(f"a5_cpu_seed{seed}.json")["sequence_accuracy"] for seed in range(3)]
+    cpu = [f"{n}: " + " ".join(f"{run[n]:.2f}" for run in runs) for n in ("6", "12", "24")]
+    assert line(README, "A5, length 6 ")[3:] == cpu
+    for start, name in (("128 ", "a5_five_seeds"), ("512 ", "a5_paper_size")):
+        shown = line(README, f"A5, length 16, d_model {start}")
+        assert shown[3:] == list(of_seeds(f"{name}.json", "sequence"))
+    copying = raw("copy_cpu_seed0.json")
+    strings = copying["string_accuracy"]
+    assert line(README, "copying")[3:] == [f"{n}: {strings[n]:.2f}" for n in ("8", "12", "16")]
+    letters = copying["character_accuracy"]
+    text = f"copying gets {letters['12']:.2f} right at 12 letters and {letters['16']:.2f} at 16"
+    assert text in " ".join(README.split())
+
+
+def device(content: Any) -> str:
+    """CPU, H100 or H200, as a raw file names it."""
+    first = content[0] if isinstance(content, list) else content
+    name = first["device"] if "device" in first else first["machine"]["device"]
+    return "CPU" if name.startswith("cpu") else re.findall(r"H\d00", name)[0]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: str(path.name))
+def test_the_index_lists_every_file_with_its_device(path: Path) -> None:
+    cells = line(INDEX, f"[{path.name}]({path.name}) ")
+    content = raw(path.name)
+    assert cells[2] == device(content)
+    if isinstance(content, dict) and "seconds" in content:
+        assert cells[3] == f"{content['seconds']:.0f}"
+    if isinstance(content, dict) and "config" in content and "rows" in content:
+        assert cells[3] == f"{sum(row['seconds'] for row in content['rows']):.0f}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("tuning/*.json")), ids=lambda path: str(path.name)
+)
+def test_tuning_runs_are_those_of_the_index(path: Path) -> None:
+    content = json.loads(path.read_text())
+    (row,) = content["rows"]
+    assert device(content) == "H100" and content["config"]["first_seed"] == 100
+    task, name = path.stem.split("-", 1)
+    table = INDEX.split(f"| tuning/{task}-…")[1].split("\n\n")[0]
+    both = [f"{a['token'][0]:.2f} / {a['sequence'][0]:.2f}" for a in row["accuracy"].values()]
+    assert line(table, f"{name} ")[1:] == [*both, f"{row['seconds']:.0f}"]
+
+
+def test_settings_for_both_tasks_are_those_of_the_tuning_runs() -> None:
+    for start, name in (
+        ("mamba, bounded_delta (default)", "mamba-bounded-all-k2"),
+        ("mamba, delta, initial decay rates × 0.1", "mamba-delta-all-k2-rate0.1"),
+        ("griffin, delta", "griffin-delta-all-k2"),
+    ):
+        a5, copying = (raw(f"tuning/{task}-{name}.json")["rows"][0]["accuracy"] for task in "ac")
+        both = (a5["128"]["sequence"], copying["50"]["token"], copying["100"]["token"])
+        assert line(README, f"{start} |")[1:] == [f"{value[0]:.2f}" for value in both]
 
 
 def test_table_of_parameterizations_is_that_of_the_raw_results() -> None:
-    rows = json.loads((RESULTS / "a5_parameterizations.json").read_text())["rows"]
-    for row in rows:
+    for row in raw("a5_parameterizations.json")["rows"]:
         point = row["point"]
-        start = f"| {point['input_scale']}, n {point['d_state']}, k {point['num_householder']} |"
-        shown = next(line for line in README.splitlines() if line.startswith(start))
+        start = f"{point['input_scale']}, n {point['d_state']}, k {point['num_householder']} |"
         accuracy = [" ".join(f"{v:.2f}" for v in a["token"]) for a in row["accuracy"].values()]
-        assert [cell.strip() for cell in shown.split("|")[2:5]] == accuracy
+        assert line(INDEX, start)[1:4] == accuracy
 
 
-@pytest.mark.parametrize("name", re.findall(r"examples/results/\w+\.\w+|[a-z0-9_]+\.json", README))
-def test_named_results_exist(name: str) -> None:
-    if name != "metrics.json":
-        assert (RESULTS / Path(name).name).exists()
+def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
+    again = raw("a5_cpu_seed1_again.json")
+    names = ["seed 0", "seed 1", "seed 2"]
+    runs = [raw(f"a5_cpu_seed{seed}.json") for seed in range(3)] + again
+    names += [f"seed 1, length 6 throughout, {x['note']}" for x in again[:2]] + ["seed 1, the same"]
+    for name, content in zip(names, runs, strict=True):
+        token, sequence = content["accuracy"], content["sequence_accuracy"]
+        shown = [f"{token[n]:.3f} / {sequence[n]:.3f}" for n in ("6", "12", "24")]
+        end = " with 5,500 steps |" if name.endswith("same") else " |"
+        assert line(INDEX, name + end)[1:] == [*shown, f"{content['seconds']:.0f}"]
+    (row,) = raw("a5_five_seeds.json")["rows"]
+    accuracies = row["accuracy"].values()
+    for seed in range(5):
+        shown = [f"{a['token'][seed]:.3f} / {a['sequence'][seed]:.3f}" for a in accuracies]
+        assert line(INDEX, f"{seed} | 1.000 / 1.000")[1:] == shown
+    for row in raw("copy_parameterizations.json")["rows"]:
+        accuracy, point = row["accuracy"], row["point"]
+        shown = [" ".join(f"{v:.3f}" for v in accuracy[n]["token"]) for n in ("8", "16")]
+        start = f"{point['input_scale']}, k {point['num_householder']} |"
+        assert line(INDEX, start)[1:3] == shown
 
 
-def _blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_table_of_schedules_is_that_of_the_raw_results() -> None:
+    rows = {
+        (row["point"]["lr"], row["point"]["schedule"]): row["accuracy"]["12"]["token"]
+        for row in raw("a5_schedules.json")["rows"]
+    }
+    for lr in (0.001, 0.0015, 0.002):
+        shown = [" ".join(f"{v:.3f}" for v in rows[lr, name]) for name in ("hold", "cosine")]
+        assert line(INDEX, f"{lr} |")[1:] == shown

@@ -1,5 +1,6 @@
 """The built wheel and sdist hold the library, all of it, and nothing else."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("src", "kernels", "solvers", "pyproject.toml", "README.md", "LICENSE")
+FOLDERS = ("src", "kernels", "solvers", "tests", "examples")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "README.md", "LICENSE")
 MAPPING = {"bedouin": "src/bedouin", "bedouin/kernels": "kernels", "bedouin/solvers": "solvers"}
 
 pytestmark = pytest.mark.slow
@@ -21,12 +23,10 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """sdist and wheel of a copy, so that no old build/lib and no egg-info takes part."""
     copy = tmp_path_factory.mktemp("copy")
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in SOURCES:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=ignore)
-        else:
-            shutil.copy(source, copy / name)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+    for name in FILES:
+        shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", "dist", "."]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,13 +48,28 @@ def test_wheel_holds_every_module(dist: Path) -> None:
     assert names == repository_modules() | {"bedouin/py.typed"}
 
 
-def test_sdist_holds_every_source(dist: Path) -> None:
+def test_sdist_holds_what_builds_tests_and_trains(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = {path for folder in MAPPING.values() for path in (ROOT / folder).rglob("*.py")}
-    wanted = {path.relative_to(ROOT).as_posix() for path in sources}
-    assert wanted | {"pyproject.toml", "README.md", "LICENSE", "src/bedouin/py.typed"} <= names
+        names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    paths = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*") if path.is_file()}
+    built = {path for path in paths if "__pycache__" in str(path) or ".egg-info" in str(path)}
+    wanted = {path.relative_to(ROOT).as_posix() for path in paths - built} | set(FILES)
+    assert {"tests/conftest.py", "tests/examples/conftest.py"} <= wanted
+    assert wanted <= names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_long_description_needs_no_file_of_the_repository(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        header, _, text = archive.read(name).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in header
+    assert text.startswith("# bedouin\n") and "```python\nimport torch\n" in text
+    assert not re.findall(r"!\[", text)
+    links = re.findall(r"\[[^\]]*\]\(([^)]*)\)", text)
+    assert links and all(link.startswith("https://") for link in links)
 
 
 def test_wheel_runs(dist: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The report of a run as text for the terminal and as Markdown for the README."""
+"""The report of a run as text for the terminal and as Markdown for examples/results/README.md."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -127,15 +127,24 @@ def describe_machine(report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The whole report for the README."""
-    rows = report["rows"]
+    """The whole report for examples/results/README.md; skipped rows become one sentence."""
+    rows = [row for row in report["rows"] if row["status"] != "skipped"]
     titles = ["shape", "row", *(title for title, _, _ in COLUMNS), "note"]
     body = [[row["shape"], row["title"], *cells(row), note(row)] for row in rows]
     parts = [describe_machine(report), _markdown_table(titles, body)]
+    if left_out := skipped(report["rows"]):
+        parts.append(left_out)
     targets = target_rows(rows)
     if targets:
         parts.append(_markdown_table(list(TARGET_TITLES), targets))
     return "\n\n".join(parts)
+
+
+def skipped(rows: Sequence[Row]) -> str:
+    """What was not measured and why, as a sentence; empty if everything was."""
+    reasons = {row["title"]: row["reason"] for row in rows if row["status"] == "skipped"}
+    listed = ", ".join(f"{title} ({reason})" for title, reason in reasons.items())
+    return f"Not measured: {listed}." if listed else ""
 
 
 def _markdown_table(titles: list[str], rows: list[list[str]]) -> str:

@@ -12,9 +12,11 @@ import matplotlib
 import torch
 
 import bedouin
+from bedouin.tasks import Group
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
+from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 Scores = dict[str, dict[str, float]]
@@ -71,24 +73,53 @@ def table(scores: Scores, names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def save_figure(path: Path, scores: Scores, *, title: str, train_length: int) -> None:
-    """Plot accuracy against length; a dashed line marks the (longest) training length.
+def chance_level(config: Mapping[str, Any]) -> float:
+    """Token accuracy of guessing, from a run's configuration: 1 over the number of answers.
 
-    The second axis holds the median number of fixed-point iterations.
+    The answers of a word problem are the elements of its group, those of copying the letters.
     """
-    lengths = [int(length) for length in scores["accuracy"]]
+    if "group" in config:
+        return 1 / Group.from_name(config["group"]).order
+    return 1 / int(config["num_letters"])
+
+
+def save_figure(
+    path: Path, runs: Sequence[Scores], *, title: str, train_length: int, chance: float
+) -> None:
+    """Plot token and sequence accuracy against length; runs are those of different seeds.
+
+    A line is the median of the runs and the band around it their range. A dashed line marks the
+    (longest) training length, a dotted one the token accuracy of guessing, `chance`. Where some
+    solve took more than one step, a second axis holds the median number of iterations; an exact
+    sweep always takes one. Raises ValueError if there are no runs or they differ in the lengths.
+    """
+    if len({tuple(run["accuracy"]) for run in runs}) != 1:
+        raise ValueError("runs must be at least one, all evaluated at the same lengths")
     figure, left = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    right = left.twinx()
-    steps = list(scores["num_steps"].values())
-    right.plot(lengths, steps, color="tab:gray", marker=".", alpha=0.7, label="median iterations")
-    left.plot(lengths, list(scores["accuracy"].values()), marker="o", label="token accuracy")
-    sequence = list(scores["sequence_accuracy"].values())
-    left.plot(lengths, sequence, marker="s", label="sequence accuracy")
+    _draw(left, runs, "accuracy", marker="o", label="token accuracy")
+    _draw(left, runs, "sequence_accuracy", marker="s", label="sequence accuracy")
     left.axvline(train_length, color="black", linestyle="--", linewidth=1, label="training length")
+    left.axhline(chance, color="black", linestyle=":", linewidth=1, label="chance, one token")
     left.set(xlabel="sequence length", ylabel="accuracy", ylim=(-0.03, 1.03), title=title)
-    right.yaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set(ylabel="median fixed-point iterations", ylim=(0, max(2.0, 1.2 * max(steps))))
-    handles = [*left.get_lines(), *right.get_lines()]
+    handles = left.get_lines()
+    most = max(steps for run in runs for steps in run["num_steps"].values())
+    if most > 1:
+        right = left.twinx()
+        style = {"color": "tab:gray", "marker": ".", "alpha": 0.7}
+        _draw(right, runs, "num_steps", label="median iterations", **style)
+        right.yaxis.set_major_locator(MaxNLocator(integer=True))
+        right.set(ylabel="median fixed-point iterations", ylim=(0, 1.2 * most))
+        handles = [*handles, *right.get_lines()]
     left.legend(handles=handles, loc="lower left", fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _draw(axes: Axes, runs: Sequence[Scores], name: str, **style: Any) -> None:
+    """The median of one metric over the runs as a line, their range as a band."""
+    lengths = [int(length) for length in runs[0][name]]
+    values = torch.tensor([list(run[name].values()) for run in runs])  # (run, length)
+    (line,) = axes.plot(lengths, values.quantile(0.5, dim=0).tolist(), **style)
+    if len(runs) > 1:
+        low, high = values.amin(0).tolist(), values.amax(0).tolist()
+        axes.fill_between(lengths, low, high, color=line.get_color(), alpha=0.2, linewidth=0)

@@ -32,6 +32,7 @@ from common.job import Job, Problem, Run
 from common.options import TrainConfig, build_model
 from common.report import (
     Scores,
+    chance_level,
     device_name,
     evaluation_line,
     save_figure,
@@ -224,9 +225,10 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
 def write_results(job: Job, run: Run, metrics: dict[str, Any], scores: Scores) -> None:
     """The numbers, the figure and the weights."""
     folder, title, longest = job.folder, job.problem.title, max(job.problem.train_lengths)
+    chance = chance_level(metrics["config"])
     with writing(folder / METRICS):
         write_metrics(folder / METRICS, metrics)
     with writing(folder / FIGURE):
-        save_figure(folder / FIGURE, scores, title=title, train_length=longest)
+        save_figure(folder / FIGURE, [scores], title=title, train_length=longest, chance=chance)
     with writing(folder / WEIGHTS):
         save_model(job.accelerator.unwrap_model(run.model), str(folder / WEIGHTS))

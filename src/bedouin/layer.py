@@ -461,7 +461,9 @@ class Bedouin(FixedPointLayer):
         out  = out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t))
 
     Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
-    exact parameterization; the defaults here are those that trained best in our measurements.
+    exact parameterization. The defaults were chosen on the word problem of A5, by the accuracy of
+    the worst seeds at the training length and the conditioning of the local systems; "delta" has
+    the better medians at eight times that length (examples/results/README.md).
 
     Args:
         d_model: m. d_state: n. expand: d = expand * m.
@@ -760,13 +762,15 @@ class FixedPointRNN(FixedPointLayer):
 def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
     """`solver`, or for "auto": Direct where the mixer has the form (e, U, M), else Picard.
 
-    Measured on an H100 (examples/results/h100_benchmark.json), for every b, t and device alike:
-    with feedback every iterative method needs about t iterations, each over the whole sequence
-    (64 x 256, forward and backward: 16 iterations 23 ms, Direct 11.8). Without feedback
-    Jacobi(rtol=1e-5) needs few (3 on an untrained layer): with the gradient it is slower at every
-    shape, forward alone it is faster at 16 x 1024 and 8 x 4096 (4.5 and 8.9 ms for 5.4 and 20.4),
-    slower below. That gain holds for inference only, depends on the weights and ends at a
-    tolerance: who wants it asks for it, "auto" stays exact.
+    The choice depends on neither b, t nor the device. Times on an H100
+    (examples/results/h100_benchmark.json): with feedback, 16 iterations of Jacobi take 23 ms at
+    64 x 256 forward and backward, Direct 11.8 ms. A parallel method needs about 10 iterations on an
+    untrained layer and, after 1,000 steps on A5, 12 at 32 and 115 at 128 tokens
+    (examples/results/README.md). Without feedback, Jacobi(rtol=1e-5) needs 3 on an untrained layer:
+    with the gradient it is slower than Direct at every shape; forward alone it is faster at
+    16 x 1024 and 8 x 4096 (4.5 and 8.9 ms, Direct 5.4 and 20.4) and slower at shorter ones. That
+    gain is limited to inference, depends on the weights and comes with a tolerance, so request
+    Jacobi explicitly.
     """
     if solver == "auto":
         return Direct() if isinstance(mixer, StructuredMixer) else Picard()

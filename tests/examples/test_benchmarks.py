@@ -234,7 +234,16 @@ def test_context_of_a_toy_run(tmp_path: Path) -> None:
     assert context.machine.copy_gb_per_s > 0 and context.machine.gemm_tflop_per_s > 0
 
 
-def test_the_table_of_the_readme_is_that_of_its_results() -> None:
-    root = Path(__file__).parents[2]
-    report = json.loads((root / "examples/results/h100_benchmark.json").read_text())
-    assert f"<!-- bench -->\n{table.markdown(report)}\n" in (root / "README.md").read_text()
+def test_the_table_of_the_index_is_that_of_its_results() -> None:
+    results = Path(__file__).parents[2] / "examples" / "results"
+    report = json.loads((results / "h100_benchmark.json").read_text())
+    written = table.markdown(report)
+    assert f"<!-- bench -->\n{written}\n<!-- /bench -->" in (results / "README.md").read_text()
+
+
+def test_what_was_skipped_is_one_sentence() -> None:
+    results = Path(__file__).parents[2] / "examples" / "results"
+    written = table.markdown(json.loads((results / "h100_benchmark.json").read_text()))
+    assert "skipped" not in written
+    assert "\nNot measured: scan of mamba-ssm (mamba_ssm is not installed), gated" in written
+    assert table.skipped([{"status": "measured"}]) == ""

@@ -1,16 +1,29 @@
-"""Table, JSON and the line of an evaluation."""
+"""Table, JSON, figure and the line of an evaluation."""
 
+import copy
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
+import summarize
 from bedouin.solvers import SolveStats
 from common.evaluation import layer_stats, solve_scores
-from common.report import Scores, evaluation_line, save_figure, table, write_metrics
+from common.report import (
+    Scores,
+    chance_level,
+    evaluation_line,
+    save_figure,
+    table,
+    write_metrics,
+)
+
+RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"
 
 SCORES: Scores = {
     "accuracy": {"6": 0.995, "12": 0.5},
@@ -52,10 +65,98 @@ def test_table_has_a_row_for_each_length() -> None:
     assert rows[2].split() == ["12", "0.5000", "0.2500", "13"]
 
 
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved, so that a test can read what they show."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def savefig(self: Figure, *args: Any, **options: Any) -> None:
+        saved.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved
+
+
+def labels(figure: Figure) -> list[str]:
+    return [str(line.get_label()) for axes in figure.axes for line in axes.get_lines()]
+
+
 def test_figure_is_drawn_with_nonfinite_scores_too(tmp_path: Path) -> None:
     scores = {**SCORES, "accuracy": {"6": math.nan, "12": 0.5}}
-    save_figure(tmp_path / "f.png", scores, title="A5", train_length=6)
+    save_figure(tmp_path / "f.png", [scores], title="A5", train_length=6, chance=1 / 60)
     assert (tmp_path / "f.png").stat().st_size > 5000
+
+
+def test_figure_shows_chance_and_the_iterations_of_iterative_solvers_only(
+    tmp_path: Path, figures: list[Figure]
+) -> None:
+    direct = {**SCORES, "num_steps": {"6": 1.0, "12": 1.0}}
+    for scores in (SCORES, direct):
+        save_figure(tmp_path / "f.png", [scores], title="A5", train_length=6, chance=1 / 60)
+    iterative, exact = figures
+    assert "median iterations" in labels(iterative) and len(iterative.axes) == 2
+    assert "median iterations" not in labels(exact) and len(exact.axes) == 1
+    for figure in figures:
+        assert "training length" in labels(figure)
+        (chance,) = [x for x in figure.axes[0].get_lines() if x.get_label() == "chance, one token"]
+        assert list(chance.get_ydata()) == [1 / 60, 1 / 60]  # type: ignore[arg-type]
+        assert not figure.axes[0].collections
+
+
+def test_figure_of_seeds_has_their_median_and_range(tmp_path: Path, figures: list[Figure]) -> None:
+    runs = []
+    for value in (0.25, 1.0, 0.5):
+        runs.append({**SCORES, "accuracy": {"6": 1.0, "12": value}})
+    save_figure(tmp_path / "f.png", runs, title="A5", train_length=6, chance=1 / 60)
+    axes = figures[0].axes[0]
+    assert torch.as_tensor(axes.get_lines()[0].get_ydata()).tolist() == [1.0, 0.5]
+    band = torch.as_tensor(axes.collections[0].get_paths()[0].vertices)
+    at_12 = band[band[:, 0] == 12, 1]
+    assert (float(at_12.min()), float(at_12.max())) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize("runs", [[], [SCORES, {**SCORES, "accuracy": {"6": 1.0}}]])
+def test_figure_refuses_runs_that_do_not_belong_together(
+    runs: list[Scores], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="runs must be at least one, all evaluated at the same"):
+        save_figure(tmp_path / "f.png", runs, title="A5", train_length=6, chance=1 / 60)
+
+
+def test_chance_is_one_over_the_number_of_answers() -> None:
+    assert chance_level({"group": "A5", "protocol": "official"}) == 1 / 60
+    assert chance_level({"group": "S5"}) == 1 / 120
+    assert chance_level({"num_letters": 26}) == 1 / 26
+
+
+def test_three_seeds_become_one_figure(tmp_path: Path, figures: list[Figure]) -> None:
+    paths = tuple(RESULTS / f"a5_cpu_seed{seed}.json" for seed in range(3))
+    summarize.main(summarize.Config(paths, tmp_path / "f.png"))
+    axes = figures[0].axes[0]
+    assert (
+        axes.get_title() == "A5, trained at length 6: seed 0, 1, 2, cpu"
+        and len(axes.collections) == 2
+    )
+    assert len(figures[0].axes) == 1
+
+
+def test_runs_of_other_options_are_not_drawn_together(tmp_path: Path) -> None:
+    run = json.loads((RESULTS / "a5_cpu_seed0.json").read_text())
+    other = copy.deepcopy(run)
+    other["config"]["lr"] = 1.0
+    with pytest.raises(ValueError, match=r"differ in the seed only, got other \['lr'\]"):
+        summarize.draw(tmp_path / "f.png", [run, other])
+    with pytest.raises(ValueError, match="results must be one file"):
+        summarize.Config((tmp_path, tmp_path))
+
+
+def test_a_figure_of_copying_with_a_nonfinite_score(tmp_path: Path) -> None:
+    run = json.loads((RESULTS / "copy_cpu_seed0.json").read_text())
+    run["accuracy"]["16"] = None
+    summarize.draw(tmp_path / "f.png", [run])
+    assert (tmp_path / "f.png").exists()
 
 
 def test_solve_scores_are_median_worst_and_smallest() -> None:

@@ -56,9 +56,10 @@ class WordProblem:
         group: the group, `Group.from_name("A5")`.
         length: number of group elements in a row, unless `sample` is told otherwise.
         elements: what is drawn. `"all"`; `"swaps"`: transpositions only; `"3-permutations"`:
-            elements that move two or three points (the identity is not among them). Both as in
-            Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, section 5.
-            Labels still range over the whole group.
+            elements that move two or three points. These are the restrictions of Unlocking
+            State-Tracking in Linear RNNs Through Negative Eigenvalues, section 5, except that the
+            paper also draws the identity in both, which is left out here. Labels still range over
+            the whole group.
         tokens_per_transition: every element is followed by this many less one filler tokens, and
             the label stands at the last of them; gives a layer more steps for each product.
         protocol: `"plain"` or `"official"`.
