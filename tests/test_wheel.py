@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "kernels", "solvers", "tests", "examples")
-FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "Makefile", "README.md", "LICENSE", ".ci/pypi.md")
 MAPPING = {"bedouin": "src/bedouin", "bedouin/kernels": "kernels", "bedouin/solvers": "solvers"}
 
 pytestmark = pytest.mark.slow
@@ -25,8 +25,12 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+    (copy / ".ci").mkdir()
     for name in FILES:
         shutil.copy(ROOT / name, copy / name)
+    author = ["-c", "user.name=test", "-c", "user.email=test@example.invalid"]
+    for arguments in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "-m", "copy"]):
+        subprocess.run(["git", *arguments], cwd=copy, check=True)
     command = [sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", "dist", "."]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
