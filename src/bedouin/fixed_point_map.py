@@ -10,7 +10,6 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -204,7 +203,7 @@ class StructuredMap(FixedPointMap):
         parameters = tuple(self.mixer.parameters())
         return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, parameters, self._options
 
-    @cached_property
+    @property
     def _options(self) -> SweepOptions:
         return SweepOptions(
             Bind(self.split, self.mixer),
