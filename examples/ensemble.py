@@ -20,6 +20,7 @@ Failed seeds stay in.
 import argparse
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,7 +34,16 @@ from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 
 from bedouin import Bedouin, SequenceModel
-from bedouin.tasks import IGNORE, Copying, Group, Stream, WordProblem, stream
+from bedouin.tasks import (
+    IGNORE,
+    Copying,
+    Group,
+    Stream,
+    WordProblem,
+    sequence_accuracy,
+    stream,
+    token_accuracy,
+)
 from common.schedule import Schedule, decay
 
 Params = dict[str, Tensor]
@@ -63,7 +73,11 @@ class Config:
     d_state: tuple[int, ...] = (16,)
     num_householder: tuple[int, ...] = (4,)
     decay: tuple[str, ...] = ("mamba",)
+    rate_scale: tuple[float, ...] = (1.0,)
+    """Factor on the initial decay rates -A of "mamba" (1 .. d_state): below 1 memory is longer."""
     beta_max: tuple[float, ...] = (1.0,)
+    feedback: tuple[str, ...] = ("delta+B+C+mixer",)
+    """What y_{t-1} influences, joined by "+"; "none" switches feedback off."""
     feedback_init: tuple[float, ...] = (0.1,)
     lr: tuple[float, ...] = (1e-3,)
     schedule: tuple[Schedule, ...] = ("cosine",)
@@ -71,7 +85,12 @@ class Config:
     steps: tuple[int, ...] = (5000,)
     d_model: int = 128
     seeds: int = 5
-    """Number of models in the stack; model i draws parameters and data from seed i."""
+    """Number of models in the stack."""
+    first_seed: int = 0
+    """Model i draws parameters and data from seed first_seed + i. Settings are chosen on seeds from
+    100 on and reported on 0, 1, 2."""
+    eval_rows: int = 2048
+    """Test rows of each model and length."""
     warmup: int = 100
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.99)
@@ -106,13 +125,30 @@ LAYER_OPTIONS = (
     "num_householder",
     "decay",
     "beta_max",
+    "feedback",
     "feedback_init",
 )
-GRID = (*LAYER_OPTIONS, "lr", "schedule", "batch_size", "steps")
+GRID = (*LAYER_OPTIONS, "rate_scale", "lr", "schedule", "batch_size", "steps")
 
 
 DRAWN_AHEAD = 50
 """Batches drawn at once where the models take turns."""
+
+
+EVAL_BATCH = 256
+"""Test rows evaluated at once."""
+
+
+def model_seeds(config: Config) -> range:
+    """The seeds of the models of the stack."""
+    return range(config.first_seed, config.first_seed + config.seeds)
+
+
+def layer_options(point: dict[str, Any]) -> dict[str, Any]:
+    """The options of the layer at a point of the grid."""
+    options = {name: point[name] for name in LAYER_OPTIONS}
+    fed = options["feedback"]
+    return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
 
 
 class Data:
@@ -126,8 +162,8 @@ class Data:
             context_len=config.context,
         )
         self.task: WordProblem | Copying = self.word if config.task == "word" else self.copy
-        self.train = [stream("train", seed, device) for seed in range(config.seeds)]
-        self.test = [stream("test", seed, device) for seed in range(config.seeds)]
+        self.train = [stream("train", seed, device) for seed in model_seeds(config)]
+        self.test = [stream("test", seed, device) for seed in model_seeds(config)]
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
         rows = [self.task.sample(size, s) for s in self.train]
@@ -154,7 +190,7 @@ class Ensemble:
 
     def __init__(self, config: Config, point: dict[str, Any], data: Data, device: torch.device):
         self.config, self.point, self.data, self.device = config, point, data, device
-        models = [self._model(seed) for seed in range(config.seeds)]
+        models = [self._model(seed) for seed in model_seeds(config)]
         self.model = models[0]
         params, _ = stack_module_state(models)
         self.params: Params = {n: p.detach().clone() for n, p in params.items()}
@@ -191,8 +227,11 @@ class Ensemble:
         layer = Bedouin(
             self.config.d_model,
             on_unconverged="ignore",
-            **{name: self.point[name] for name in LAYER_OPTIONS},
+            **layer_options(self.point),
         )
+        if layer.decay == "mamba":
+            with torch.no_grad():
+                layer.A_log.add_(math.log(self.point["rate_scale"]))
         task = self.data.task
         output_size = task.output_size if isinstance(task, WordProblem) else task.vocab_size
         model = SequenceModel(
@@ -203,8 +242,7 @@ class Ensemble:
     def _loss(self, params: Params, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
         logits = self._logits(params, tokens)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-        counted = labels != IGNORE
-        correct = ((logits.argmax(-1) == labels) & counted).sum() / counted.sum()
+        correct = token_accuracy(logits, labels)
         return loss, (correct, self.model.stats[0].conditioning.min())
 
     def _logits(self, params: Params, tokens: Tensor) -> Tensor:
@@ -271,25 +309,31 @@ class Ensemble:
 
     @torch.no_grad()
     def accuracy(self, length: int) -> dict[str, list[float]]:
-        """Token and sequence accuracy of each seed on 256 test rows."""
-        tokens, labels = self.data.eval_batch(256, length)
+        """Token and sequence accuracy of each seed on `eval_rows` test rows; for copying those of
+        characters and strings."""
 
-        def predict(params: Params, rows: Tensor) -> Tensor:
-            return self._logits(params, rows).argmax(-1)
-
-        right = self._each(predict, tokens) == labels
-        counted = labels != IGNORE
-        token = (right & counted).sum((1, 2)) / counted.sum((1, 2))
-        sequence = (right | ~counted).all(2).float().mean(1)
+        task, left = self.data.task, self.config.eval_rows
+        copying = isinstance(task, Copying)
+        each_token = vmap(task.character_accuracy if copying else token_accuracy)
+        each_row = vmap(task.string_accuracy if copying else sequence_accuracy)
+        token = sequence = torch.zeros(self.config.seeds, device=self.device)
+        while left > 0:
+            rows = min(left, EVAL_BATCH)
+            left -= rows
+            tokens, labels = self.data.eval_batch(rows, length)
+            logits = self._each(tokens)
+            share = rows / self.config.eval_rows
+            token = token + share * each_token(logits, labels)
+            sequence = sequence + share * each_row(logits, labels)
         return {"token": token.tolist(), "sequence": sequence.tolist()}
 
-    def _each(self, predict: Callable[[Params, Tensor], Tensor], rows: Tensor) -> Tensor:
-        """predict(parameters, rows) of every model."""
+    def _each(self, rows: Tensor) -> Tensor:
+        """The logits (s, b, t, v) of every model for its rows (s, b, t)."""
         if self.config.stacked:
-            return vmap(predict)(self.params, rows)
+            return vmap(self._logits)(self.params, rows)
         models = range(self.config.seeds)
         return torch.stack(
-            [predict({n: p[i] for n, p in self.params.items()}, rows[i]) for i in models]
+            [self._logits({n: p[i] for n, p in self.params.items()}, rows[i]) for i in models]
         )
 
 

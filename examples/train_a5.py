@@ -2,7 +2,7 @@
 
     python examples/train_a5.py                        # on a GPU if there is one, else on the CPU
     python examples/train_a5.py --preset cpu --seed 1 --out runs/a5-seed1
-    python examples/train_a5.py --resume               # after a kill: continues where it stood
+    python examples/train_a5.py --resume               # after Ctrl-C or a kill: continues
     accelerate launch examples/train_a5.py             # several processes
 
 The model is trained on products of one length and evaluated on longer ones, which it has never
@@ -16,8 +16,10 @@ from typing import Literal
 import torch
 
 from bedouin.tasks import Batch, Group, Stream, WordProblem, sequence_accuracy, token_accuracy
+from common.checks import check_ranges, naming_flags, whole
 from common.job import Problem
-from common.options import TrainConfig, parse_config
+from common.options import TrainConfig
+from common.script import run_script
 from common.training import train
 
 
@@ -37,11 +39,20 @@ class WordProblemConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_ranges(self, {"length": whole(1)})
         shortest = self.warmup_length
         if shortest is not None and not 1 <= shortest <= self.length:
             raise ValueError(
-                f"warmup_length must be from 1 to length = {self.length}, got {shortest}"
+                f"--warmup-length must be from 1 to --length = {self.length}, got {shortest}"
             )
+        with naming_flags(("group",)):
+            order = Group.from_name(self.group).order
+        if order < 2:
+            raise ValueError(f"--group must have at least two elements, got {self.group!r}")
+
+    def task(self) -> WordProblem:
+        """The word problem that the flags describe."""
+        return WordProblem(Group.from_name(self.group), self.length, protocol=self.protocol)
 
 
 CPU = WordProblemConfig(
@@ -97,8 +108,7 @@ PRESETS = {"cpu": CPU, "gpu": GPU, "paper": PAPER}
 
 def word_problem(config: WordProblemConfig) -> Problem:
     """The data: products of `config.length` elements for training, of any number for the test."""
-    group = Group.from_name(config.group)
-    task = WordProblem(group, config.length, protocol=config.protocol)
+    task = config.task()
 
     def train_batch(rows: Stream, step: int) -> Batch:
         shortest = config.warmup_length
@@ -129,4 +139,4 @@ def main(config: WordProblemConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_config(PRESETS))
+    run_script(main, PRESETS)

@@ -2,7 +2,7 @@
 
     python examples/train_copy.py                      # on a GPU if there is one, else on the CPU
     python examples/train_copy.py --preset cpu --seed 1 --out runs/copy-seed1
-    python examples/train_copy.py --resume             # after a kill: continues where it stood
+    python examples/train_copy.py --resume             # after Ctrl-C or a kill: continues
     accelerate launch examples/train_copy.py           # several processes
 
 The model is trained on contexts packed with short strings and evaluated on single strings, up to
@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bedouin.tasks import Batch, Copying, Stream
+from common.checks import naming_flags
 from common.job import Problem
-from common.options import TrainConfig, parse_config
+from common.options import TrainConfig
+from common.script import run_script
 from common.training import train
 
 
@@ -33,6 +35,18 @@ class CopyingConfig(TrainConfig):
     """Size of the alphabet."""
     protocol: Literal["plain", "official"] = "plain"
     """official: test rows are filled up, as in the code of Fixed-Point RNNs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with naming_flags(_TASK_FIELDS):
+            self.task()
+
+    def task(self) -> Copying:
+        """The copying task that the flags describe."""
+        return Copying(**{name: getattr(self, name) for name in _TASK_FIELDS})
+
+
+_TASK_FIELDS = ("context_len", "min_length", "max_length", "num_letters", "protocol")
 
 
 CPU = CopyingConfig(
@@ -84,13 +98,7 @@ PRESETS = {"cpu": CPU, "gpu": GPU, "paper": PAPER}
 
 def copying(config: CopyingConfig) -> Problem:
     """The data: packed contexts for training, single strings of one length for the test."""
-    task = Copying(
-        context_len=config.context_len,
-        min_length=config.min_length,
-        max_length=config.max_length,
-        num_letters=config.num_letters,
-        protocol=config.protocol,
-    )
+    task = config.task()
 
     def train_batch(rows: Stream, step: int) -> Batch:
         return task.sample(config.batch_size, rows)
@@ -118,4 +126,4 @@ def main(config: CopyingConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_config(PRESETS))
+    run_script(main, PRESETS)

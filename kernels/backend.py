@@ -1,6 +1,7 @@
 """Which implementation of an operation runs: decided here, from the argument and the tensors."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -67,6 +68,22 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which autocast casts nothing on `device`; the meta device has none to begin
+    with."""
+    # torch.autocast refuses devices that it does not know
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast makes of x for a product; None where it is off, or leaves x as it is, as it
+    does float64."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def interpreter_is_on() -> bool:

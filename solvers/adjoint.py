@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.once import refuse_second_derivative
 from bedouin.solvers.base import (
     BlockMap,
@@ -101,7 +102,7 @@ class _ImplicitGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(grad_output.device):
             w = ctx.solve_adjoint(grad_output)
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([w], sources), None, None)
@@ -176,7 +177,8 @@ class ImplicitAdjoint(Adjoint):
         if not can_read_device(solution.value):
             raise RuntimeError(
                 "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.compile, "
-                "torch.func transforms or graph capture: use Direct, or solver=None"
+                "torch.func transforms or graph capture, nor on the meta device: use Direct, or "
+                "solver=None"
             )
         y = solution.value.detach().requires_grad_()
         tracked = problem.f(y)

@@ -35,6 +35,12 @@ too many costs nothing but itself, since converged tokens stay frozen and steps 
 device. A solve of at most so many steps is never looked at (`Result.unknown`)."""
 
 
+ATOL = 1e-30
+"""The default atol. What counts as small is for rtol to say, since nothing is known of the scale of
+y: cotangents, and layers behind small inputs, lie far below any fixed number. This one only lets a
+sample converge that is exactly zero, which no relative tolerance does, and is a normal float32."""
+
+
 class SweepResult(Protocol):
     """What a direct sweep hands over: y (b, t, c), the norms (b, t), pivot (b,)."""
 
@@ -159,11 +165,18 @@ class IterativeSolver(Solver):
 
     defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has
     converged when defect_s < atol + rtol * scale_s for all s <= t; it keeps the y at which that was
-    measured.
+    measured. So with atol below every scale of interest, as by default, convergence does not depend
+    on the units of y; only a map whose fixed point is zero needs a larger atol.
     """
 
     rtol: float
     atol: float
+
+    @property
+    def returns_evaluation(self) -> bool:
+        """Whether a solve returns its last evaluation f(y), with that step's defect, rather than
+        the y at which the defect was measured."""
+        return False
 
     def start(self, y0: Tensor) -> Any:
         """The solver's memory between steps; None for solvers without any. y0: (b, t, c)."""
@@ -204,7 +217,9 @@ class IterativeSolver(Solver):
             if readable and (i + 1) % check_every == 0 and steps.finished():
                 break
         else:
-            steps.certify()
+            # the last evaluation was judged when it was made; a y that has moved since was not
+            if not self.returns_evaluation:
+                steps.certify()
         return _conclude(steps.progress, y0.shape, readable)
 
     def _steps(self, f: Map, y: Tensor, shape: torch.Size, unroll: bool) -> Steps:
@@ -232,10 +247,13 @@ class _PlainSteps:
         active = ~before.failed & ~before.frozen.all(1)
         measured = self.solver.evaluate(self.f, before.y)
         y_next, self.memory = self.solver.update(before.y, measured.f_y, self.memory)
+        value = measured.f_y if self.solver.returns_evaluation else None
         now = self._judge(before, measured)
         keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
         y = torch.where(keep, before.y, y_next)
-        self.progress = now._replace(y=y, num_steps=before.num_steps + active)
+        # a frozen y gives the same evaluation again
+        num_steps = before.num_steps + active
+        self.progress = now._replace(y=y, num_steps=num_steps, value=value)
 
     def certify(self) -> None:
         measured = self.solver.evaluate(self.f, self.progress.y)
@@ -246,8 +264,10 @@ class _PlainSteps:
 
     def _judge(self, before: Progress, measured: Measurement) -> Progress:
         f_y = measured.f_y.detach()
-        defect = (f_y - before.y.detach()).abs().amax(-1)
-        scale = f_y.abs().amax(-1)
+        # in float16 small tolerances would be rounded to zero
+        dtype = torch.promote_types(f_y.dtype, torch.float32)
+        defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
+        scale = f_y.abs().amax(-1).to(dtype)
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = (~small).cumsum(1) == 0
         failed = before.failed | _first_open_token_is_nonfinite(frozen, scale)
@@ -257,7 +277,8 @@ class _PlainSteps:
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:
     lost = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
-    value = torch.where(lost, torch.nan, progress.y).reshape(shape)
+    found = progress.y if progress.value is None else progress.value
+    value = torch.where(lost, torch.nan, found).reshape(shape)
     residual = relative_residual(progress.defect, progress.scale)
     residual = torch.where(progress.failed, torch.nan, residual)
     converged = progress.frozen.all(1)

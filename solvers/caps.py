@@ -51,7 +51,8 @@ class GammaCap(Cap):
 
     Draw i depends on (seed, i) alone, so all ranks of a data-parallel run draw the same cap, and a
     resumed run draws what the uninterrupted one would have. Gamma(4, 1) is the paper's choice
-    (arXiv 2503.10799, figure 1). Raises ValueError for values that are not positive.
+    (arXiv 2503.10799, figure 1). Raises TypeError for values of the wrong
+    type, ValueError for values that are not positive.
     """
 
     shape: float = 4.0
@@ -61,9 +62,13 @@ class GammaCap(Cap):
 
     def __post_init__(self) -> None:
         for name, value in (("shape", self.shape), ("scale", self.scale)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a positive number, got {value!r}")
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         _check_count("limit", self.limit)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an int, got {self.seed!r}")
 
     @property
     def is_random(self) -> bool:
@@ -71,8 +76,9 @@ class GammaCap(Cap):
 
     def draw(self, index: int) -> int:
         generator = random.Random(f"bedouin.GammaCap/{self.seed}/{index}")
-        steps = math.ceil(generator.gammavariate(self.shape, self.scale))
-        return min(max(steps, 1), self.limit)
+        # a large scale may overflow to infinity, which has no ceiling
+        steps = min(generator.gammavariate(self.shape, self.scale), self.limit)
+        return max(math.ceil(steps), 1)
 
 
 def as_cap(max_steps: int | Cap) -> Cap:

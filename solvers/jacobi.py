@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import (
+    ATOL,
     BlockMap,
     IterativeSolver,
     Map,
@@ -25,11 +26,12 @@ class Jacobi(IterativeSolver):
     The error operator is strictly lower triangular in time, so the iteration is exact after at most
     t steps from any start, for any Q, contractive or not; one more certifies it. Fewer are needed
     where memory decays fast or feedback is off. Convergence is judged on G: |G(y)_s - y_s| < atol +
-    rtol max_{r<=s} |G(y)_r| for all s <= t. Needs a map with `block_solve`: TypeError otherwise.
+    rtol max_{r<=s} |G(y)_r| for all s <= t; the default atol is for exact zeros only. Needs a map
+    with `block_solve`: TypeError otherwise.
     """
 
     rtol: float = 1e-4
-    atol: float = 1e-8
+    atol: float = ATOL
 
     def __post_init__(self) -> None:
         check_number("rtol", self.rtol, 0, 1e6, open_low=False)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import (
+    ATOL,
     IterativeSolver,
     Map,
     Measurement,
@@ -36,19 +37,23 @@ class Picard(IterativeSolver):
     need no contraction, where the map has their structure.
 
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
-        s <= t. The tolerance bounds the defect, not the error.
+        s <= t. The tolerance bounds the defect, not the error. By default it is relative alone, but
+        for exact zeros; where the fixed point itself is zero, give an atol in units of y.
     damping: in (0, 1]; 1 is the plain iteration.
     patience: with an int, a sample whose largest defect has not reached a new low for this many
         steps multiplies its damping factor by `shrink` (adaptive damping, arXiv 2503.10799,
         section 4). It looks at the whole sequence, so the output is then causal only to tolerance.
-    stop_rule: "prefix" as above, causal bit for bit; "paper" stops a sample when
-        |f(y) - y| < atol + rtol |f(y)| in the max norm over its whole sequence: not causal, since
-        later tokens decide how far earlier ones are iterated.
+    stop_rule: "prefix" as above, causal bit for bit, returns the y whose defect was measured.
+        "paper" (arXiv 2503.10799, section 5.3) stops a sample when |f(y) - y| < atol + rtol |f(y)|
+        in the max norm over its whole sequence: not causal, since later tokens decide how far
+        earlier ones are iterated. It returns the sample's last evaluation f(y), undamped, also when
+        max_steps cuts it. stats.residual is then that of the last step, not of the returned value,
+        and adjoints take the returned value for y*.
     Raises ValueError for values out of range.
     """
 
     rtol: float = 1e-4
-    atol: float = 1e-8
+    atol: float = ATOL
     damping: float = 1.0
     patience: int | None = None
     shrink: float = 0.9
@@ -69,6 +74,10 @@ class Picard(IterativeSolver):
     def rule(self) -> IterationRule:
         paper, adaptive = self.stop_rule == "paper", self.patience is not None
         return IterationRule("picard", self.rtol, self.atol, self.damping, paper, adaptive)
+
+    @property
+    def returns_evaluation(self) -> bool:
+        return self.stop_rule == "paper"
 
     def start(self, y0: Tensor) -> _Damping | None:
         if self.patience is None:

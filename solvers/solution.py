@@ -71,7 +71,8 @@ class SolveStats:
         which only certifies; 1 for Direct.
     residual: max over tokens of defect_t / scale_t at the returned value, where
         defect_t = |F(y)_t - y_t| and scale_t = max_{s <= t} |F(y)_s| (max norms). It bounds the
-        defect, not the distance to the fixed point.
+        defect, not the distance to the fixed point. Under Picard's stop_rule="paper" it is that of
+        the last step, whose F(y) is the returned value.
     converged: whether every token of the sample converged.
     conditioning: smallest pivot of the sample's local systems (Direct, Jacobi), else None.
     """
@@ -110,7 +111,10 @@ def relative_residual(
 
 
 def can_read_device(tensor: Tensor) -> bool:
-    """Whether the host may look at values: not under compile, torch.func transforms or capture."""
+    """Whether the host may look at values: not under compile, torch.func transforms or capture, and
+    not on the meta device, which has none."""
+    if tensor.is_meta:
+        return False
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -22,6 +22,7 @@ from torchdeq.solver.anderson import anderson_solver
 from torchdeq.solver.broyden import broyden_solver
 
 from bedouin.solvers.base import (
+    ATOL,
     Map,
     Solver,
     TimeDim,
@@ -126,7 +127,8 @@ class _TorchDEQSolver(Solver):
         if not can_read_device(y0):
             raise RuntimeError(
                 f"{type(self).__name__} reads the device at every step and cannot run under torch."
-                "compile, torch.func transforms or graph capture: use Direct, Jacobi or Picard"
+                "compile, torch.func transforms or graph capture, nor on the meta device: use "
+                "Direct, Jacobi or Picard"
             )
         y = _as_tokens(y0, time_dim)
         if y.numel() == 0:
@@ -163,7 +165,7 @@ class Anderson(_TorchDEQSolver):
     """
 
     rtol: float = 1e-4
-    atol: float = 1e-8
+    atol: float = ATOL
     memory: int = 6
     regularization: float = 1e-8
     damping: float = 1.0
@@ -208,7 +210,7 @@ class Broyden(_TorchDEQSolver):
     """
 
     rtol: float = 1e-4
-    atol: float = 1e-8
+    atol: float = ATOL
     max_rank: int | None = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank
-from bedouin.decode import MAX_GRAPHS, Run, StepGraphs, has_graph, takes_fused_step
+from bedouin.decode import MAX_GRAPHS, Run, StepGraphs, graph_key, has_graph, takes_fused_step
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning, Picard
@@ -123,11 +123,22 @@ def test_a_kept_graph_is_replayed_without_other_checks() -> None:
     for other in (x[:2, 0], x[:, 0].float(), x[:, :1]):
         assert graphs.replay(layer, other, state) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert graphs.replay(layer, x[:, 0], state) is None
+        # autocast leaves float64 as it is, so the graph is the same one
+        found = graphs.replay(layer, x[:, 0], state)
+        assert found is not None and torch.equal(found[0], expected)
     with pytest.raises(TypeError, match="state must be a BedouinState"):
         graphs.replay(layer, x[:, 0], tuple(state))  # type: ignore[arg-type]
     _parameter(layer)
     assert graphs.replay(layer, x[:, 0], state) is None
+
+
+def test_a_graph_is_made_for_what_autocast_casts_to() -> None:
+    x = torch.zeros(3, 4)
+    keys = [graph_key(x)]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.append(graph_key(x))
+    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -6,13 +6,32 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin.decode import Decoder
+from bedouin.model import SequenceModel
 from bedouin.solvers import Anderson, UnrolledAdjoint
 
 Bad = tuple[dict[str, Any], type[Exception], str]
 
 OPTIONS: list[Bad] = [
+    ({"feedback_norm": "no"}, TypeError, "feedback_norm must be True or False, got 'no'"),
+    ({"feedback_norm": 0}, TypeError, "feedback_norm must be True or False, got 0"),
+    ({"feedback": None}, ValueError, "feedback must be a collection of names from ("),
+    ({"feedback": [["mixer"]]}, ValueError, "feedback must be a collection of names from ("),
+    ({"feedback": {"mixer": False}}, ValueError, "feedback must be a collection of names from ("),
+    ({"feedback": True}, ValueError, "feedback must be a collection of names from ("),
+    ({"layer_idx": "0"}, TypeError, "layer_idx must be None or an int, got '0'"),
+    ({"layer_idx": True}, TypeError, "layer_idx must be None or an int, got True"),
+    ({"dtype": torch.int64}, TypeError,
+     "dtype must be None or one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
+     "got torch.int64"),
+    ({"dtype": torch.complex64}, TypeError, "dtype must be None or one of torch.float32, "),
+    ({"dtype": "float32"}, TypeError, "dtype must be None or one of torch.float32, "),
+    ({"beta_max": True}, ValueError, "beta_max must be a finite number, got True"),
+    ({"feedback_init": "0.1"}, ValueError, "feedback_init must be a finite number, got '0.1'"),
+    ({"norm_eps": True}, ValueError, "norm_eps must be a finite number, got True"),
     ({"d_conv": 4}, TypeError, "has no short convolution: feedback replaces it"),
     ({"num_householders": 2}, TypeError,
      "has no option 'num_householders'; did you mean 'num_householder'?"),
@@ -53,6 +72,9 @@ BEDOUIN_OPTIONS: list[Bad] = [
     ({"d_state": True}, TypeError, "d_state must be an int >= 1, got True"),
     ({"input_scale": "tau"}, ValueError,
      "input_scale must be one of ('delta', 'bounded_delta', 'one_minus_decay'), got 'tau'"),
+    ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
+    ({"delta_from_x_init": "0"}, ValueError, "delta_from_x_init must be a finite number, got '0'"),
+    ({"delta_from_x_init": -1.0}, ValueError, "delta_from_x_init must lie in [0, 1000.0], got -1"),
     ({"output": "gate"}, ValueError, "output must be one of ('norm', 'paper'), got 'gate'"),
 ]  # fmt: skip
 
@@ -137,6 +159,16 @@ INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
      "x must have a floating dtype, got torch.int64: embed tokens first"),
     (torch.zeros(2, 3, 4, dtype=torch.float64), TypeError,
      "x must have the layer's dtype torch.float32, got torch.float64"),
+    (torch.zeros(2, 3, 4).tolist(), TypeError,  # type: ignore[list-item]
+     "x must be a tensor (b, t, m), got list: join its tensors with torch.stack"),
+    ((torch.zeros(2, 3, 4),), TypeError,  # type: ignore[list-item]
+     "x must be a tensor (b, t, m), got tuple: join its tensors with torch.stack"),
+    (memoryview(b"1"), TypeError,  # type: ignore[list-item]
+     "x must be a tensor (b, t, m), got memoryview: convert it with torch.as_tensor"),
+    (pack_sequence([torch.zeros(3, 4)]), TypeError,  # type: ignore[list-item]
+     "x must be a tensor (b, t, m), got PackedSequence: pad it with "
+     "torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"),
+    (None, TypeError, "x must be a tensor (b, t, m), got NoneType"),  # type: ignore[list-item]
     (torch.zeros(2, 3, 4, device="meta"), ValueError,
      "x must be on the layer's device cpu, got meta"),
 ]  # fmt: skip
@@ -149,8 +181,25 @@ def test_inputs(layer: Any, x: torch.Tensor, kind: type[Exception], message: str
         layer(4)(x)
 
 
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
+def test_autocast_casts_no_float64(x_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    layer, x = Bedouin(4, dtype=dtype), torch.zeros(2, 3, 4, dtype=x_dtype)
+    message = f"x must have the layer's dtype {dtype}, got {x_dtype}: convert one of them (torch."
+    with torch.autocast("cpu", dtype=torch.bfloat16), raises(TypeError, message):
+        layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16), raises(TypeError, message):
+        layer.step(x[:, 0], layer.init_state(2))
+
+
 def test_inputs_of_a_step() -> None:
     layer = Bedouin(4)
+    for wrong in ([0.0], None, pack_sequence([torch.zeros(3, 4)])):
+        with raises(TypeError, f"x must be a tensor (b, m), got {type(wrong).__name__}"):
+            layer.step(wrong, layer.init_state(2))  # type: ignore[arg-type]
+        with raises(TypeError, f"x must be a tensor (b, m), got {type(wrong).__name__}"):
+            Decoder(layer, 2)(wrong)  # type: ignore[arg-type]
     with raises(ValueError, "x must have shape (b, m), got (2, 1, 4)"):
         layer.step(torch.zeros(2, 1, 4), layer.init_state(2))
     with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 3)"):
@@ -159,7 +208,13 @@ def test_inputs_of_a_step() -> None:
 
 ssm, y = torch.zeros(2, 8, 3), torch.zeros(2, 8)
 STATES: list[tuple[Any, type[Exception], str]] = [
-    ((ssm, y), TypeError, "state must be a BedouinState or None, got tuple"),
+    ((ssm, y), TypeError, "state must be a BedouinState or None, got tuple: make one with "
+     "init_state(batch_size) or BedouinState(ssm, y)"),
+    (ssm, TypeError, "state must be a BedouinState or None, got Tensor: make one with"),
+    (BedouinState(1.0, y), TypeError,  # type: ignore[arg-type]
+     "state.ssm must be a tensor (b, d, n), got float"),
+    (BedouinState(ssm, None), TypeError,  # type: ignore[arg-type]
+     "state.y must be a tensor (b, d), got NoneType"),
     (BedouinState(ssm[:1], y[:1]), ValueError,
      "state.ssm must have shape (2, 8, 3), got (1, 8, 3): make one with init_state(batch_size)"),
     (BedouinState(ssm[0], y[0]), ValueError, "state.ssm must have shape (2, 8, 3), got (1, 8, 3)"),
@@ -183,12 +238,42 @@ def test_states(state: Any, kind: type[Exception], message: str) -> None:
         layer(torch.zeros(2, 1, 4), state=state)
     with raises(kind, message):
         layer.step(torch.zeros(2, 4), state)
+    with raises(kind, message):
+        Decoder(layer, 2, state=state)
 
 
-@pytest.mark.parametrize("batch_size", [-1, 2.0, "2"])
+@pytest.mark.parametrize("batch_size", [-1, 2.0, "2", True])
 def test_batch_sizes(batch_size: Any) -> None:
+    layer = Bedouin(4)
     with raises(ValueError, f"batch_size must be an int >= 0, got {batch_size!r}"):
-        Bedouin(4).init_state(batch_size)
+        layer.init_state(batch_size)
+    with raises(ValueError, f"batch_size must be an int >= 0, got {batch_size!r}"):
+        Decoder(layer, batch_size, state=layer.init_state(1))
+
+
+def test_a_decoder_is_of_a_layer() -> None:
+    model: Any = SequenceModel(5, 4, [Bedouin(4)])
+    with raises(TypeError, "layer must be a Bedouin or FixedPointRNN, got SequenceModel"):
+        Decoder(model, 2)
+
+
+class Owner(ChannelMixer):
+    """A mixer with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def raw_size(self, d_inner: int) -> int:
+        return 1
+
+    def complement(self, raw: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.weight * torch.tanh(raw) * v
+
+
+def test_a_mixer_is_where_the_layer_is() -> None:
+    with raises(ValueError, "mixer must be on the layer's device meta, got weight on cpu: make"):
+        Bedouin(4, mixer=Owner(), device="meta")
 
 
 def test_a_step_needs_a_state() -> None:

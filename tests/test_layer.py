@@ -9,15 +9,20 @@ from torch import Tensor, nn
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import (
+    Anderson,
+    Broyden,
     ConvergenceError,
     ConvergenceWarning,
     Direct,
     FixedCap,
     GammaCap,
+    ImplicitAdjoint,
     Jacobi,
+    OneStepAdjoint,
     Picard,
     Solver,
     SolveStats,
+    UnrolledAdjoint,
 )
 from bedouin.testing import assert_close, parallel_decode_gap
 
@@ -63,6 +68,27 @@ def test_small_and_odd_sizes(options: dict[str, Any]) -> None:
     assert layer(x).shape == x.shape
     assert layer.d_inner == int(options.get("expand", 2) * 4)
     assert parallel_decode_gap(layer, x) < 1e-11
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("solver", [Picard(), Jacobi(), Anderson(), Broyden()], ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_inputs_are_solved_as_well_as_large_ones(kind: Any, solver: Solver) -> None:
+    iterated, exact = kind(4, solver=solver), kind(4)
+    exact.load_state_dict(iterated.state_dict())
+    x = 1e-10 * torch.randn(2, 6, 4)
+    x[1] = 0
+    y, expected = (layer(x, return_state=True)[1].y for layer in (iterated, exact))
+    assert iterated.stats.converged.all()
+    assert_close("y", y, expected, 1e-2)
+    assert expected[0].any() and not y[1].any()
+
+
+@torch.no_grad()
+def test_the_paper_s_rule_takes_zeros_for_solved() -> None:
+    layer = Bedouin.from_paper(4, on_unconverged="raise")
+    assert not layer(torch.zeros(2, 6, 4)).any()
+    assert layer.stats is not None and layer.stats.num_steps.tolist() == [1, 1]
 
 
 @torch.no_grad()
@@ -126,6 +152,88 @@ def test_marks_for_optimizers_and_initializers() -> None:
         "dt_bias"
     ]
     assert type(layer.out_proj) is nn.Linear
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_survive_the_way_from_the_meta_device(kind: Any) -> None:
+    def marks(layer: FixedPointLayer) -> dict[str, tuple[bool, bool]]:
+        names = "_no_weight_decay", "_no_reinit"
+        return {
+            n: (hasattr(p, names[0]), hasattr(p, names[1])) for n, p in layer.named_parameters()
+        }
+
+    layer = kind(4, device="meta", decay="griffin").to_empty(device="cpu")
+    layer.reset_parameters()
+    assert marks(layer) == marks(kind(4, decay="griffin"))
+    assert all(p.isfinite().all() for p in layer.parameters())
+    assert layer(torch.randn(2, 3, 4)).isfinite().all()
+
+
+def test_weights_from_x_to_delta_may_start_at_zero() -> None:
+    def made(make: Any, **options: Any) -> Bedouin:
+        torch.manual_seed(3)
+        layer: Bedouin = make(4, **options)
+        return layer
+
+    for make in (Bedouin, Bedouin.from_paper):
+        usual, same, zero, half = (
+            made(make, **options)
+            for options in ({}, *({"delta_from_x_init": v} for v in (1.0, 0.0, 0.5)))
+        )
+        for name, weight in usual.state_dict().items():
+            assert torch.equal(same.state_dict()[name], weight)
+            if name != "x_proj.weight":
+                assert torch.equal(zero.state_dict()[name], weight)
+        d, weight = usual.d_inner, usual.x_proj.weight
+        assert not zero.x_proj.weight[:d].any()
+        assert torch.equal(half.x_proj.weight[:d], 0.5 * weight[:d])
+        assert torch.equal(zero.x_proj.weight[d:], weight[d:])
+        zero.reset_parameters()
+        assert not zero.x_proj.weight[:d].any()
+
+
+def test_feedback_may_be_any_iterable_of_names() -> None:
+    """An iterator is read once, though two classes look at it."""
+    assert Bedouin(4, feedback=iter(("C", "B"))).feedback == ("B", "C")  # type: ignore[arg-type]
+    assert FixedPointRNN(4, feedback=iter(("mixer",))).feedback == ("mixer",)  # type: ignore[arg-type]
+    assert Bedouin(4, feedback={"B", "C"}).feedback == ("B", "C")
+    assert FixedPointRNN(4, feedback=()).y_proj is None
+
+
+# -- the meta device
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"solver": Picard()},
+        {"solver": Jacobi(), "adjoint": UnrolledAdjoint()},
+        {"solver": Picard(), "adjoint": OneStepAdjoint()},
+        {"mixer": LowRank(1), "on_unconverged": "raise"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_on_the_meta_device(kind: Any, options: dict[str, Any]) -> None:
+    layer = kind(4, device="meta", max_steps=3, **options)
+    x = torch.empty(2, 5, 4, device="meta", requires_grad=True)
+    output, state = layer(x, return_state=True)
+    assert output.shape == x.shape and output.is_meta
+    assert state.y.shape == (2, 8) and state.y.is_meta and state.ssm.is_meta
+    output.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    step, _ = layer.step(torch.empty(2, 4, device="meta"), layer.init_state(2))
+    assert step.shape == (2, 4) and step.is_meta
+
+
+@pytest.mark.parametrize(
+    "options", [{"solver": Anderson()}, {"solver": Picard(), "adjoint": ImplicitAdjoint(Picard())}]
+)
+def test_what_reads_the_device_says_so_on_the_meta_device(options: dict[str, Any]) -> None:
+    layer = Bedouin(4, device="meta", **options)
+    with pytest.raises(RuntimeError, match="nor on the meta device: use"):
+        layer(torch.empty(2, 5, 4, device="meta"))
 
 
 # -- statistics

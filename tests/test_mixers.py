@@ -1,6 +1,7 @@
 """Channel mixers: the matrices they stand for, and layers that use them."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bedouin.solvers import (
     Direct,
     ImplicitAdjoint,
     Jacobi,
+    OneStepAdjoint,
     Picard,
     Solver,
     UnrolledAdjoint,
@@ -218,6 +220,79 @@ def test_a_structured_mixer_with_parameters_has_exact_gradients() -> None:
     assert exact["mixer.rows"].abs().max() > 0
     for name, gradient in unrolled.items():
         assert_close(name, exact[name], gradient, 1e-9)
+
+
+class Offset(StructuredMixer):
+    """`Learned` with a buffer of floating dtype and one of integers."""
+
+    shift: Tensor
+    sign: Tensor
+
+    def __init__(self, d_inner: int) -> None:
+        super().__init__()
+        self.inner = Learned(d_inner)
+        self.register_buffer("shift", torch.tensor(0.3))
+        self.register_buffer("sign", torch.tensor(-1))
+
+    def raw_size(self, d_inner: int) -> int:
+        return self.inner.raw_size(d_inner)
+
+    def forward(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        assert self.shift.dtype == raw.dtype and self.inner.rows.dtype == raw.dtype
+        return self.inner(raw + self.sign * self.shift)  # type: ignore[no-any-return]
+
+
+LOW = [torch.bfloat16, torch.float16]
+OWNERS: list[tuple[type[ChannelMixer], dict[str, Any]]] = [
+    (Dense, {"solver": Picard(1e-6)}),
+    (Dense, {"solver": Picard(1e-6), "adjoint": OneStepAdjoint()}),
+    (Learned, {}),
+    (Learned, {"solver": Picard(1e-6)}),
+    (Learned, {"solver": Jacobi(1e-6), "adjoint": ImplicitAdjoint(Jacobi(1e-6))}),
+    (Learned, {"adjoint": UnrolledAdjoint()}),
+    (Offset, {}),
+    (Offset, {"solver": Picard(1e-6)}),
+]
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("kind", "options"), OWNERS, ids=str)
+def test_a_mixer_with_parameters_in_half_precision(
+    kind: type[Any], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Used in float32, with gradients in the dtype of the parameters."""
+    layer = Bedouin(4, mixer=kind(8), max_steps=200, **options).to(dtype)
+    reference = Bedouin(4, mixer=kind(8), max_steps=200, **options).to(torch.float64)
+    reference.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 5, 4).to(dtype)
+    output, state = layer(x, return_state=True)
+    step, _ = layer.step(x[:, 0], state)
+    assert output.dtype == step.dtype == dtype and state.ssm.dtype == torch.float32
+    assert_close("output", output.double(), reference(x.double()), 0.05)
+    expected = layer_gradients(reference, x.double())
+    for name, gradient in layer_gradients(layer, x).items():
+        if name.startswith("mixer"):
+            assert gradient.dtype == dtype
+            assert_close(name, gradient.double(), expected[name], 0.1)
+
+
+@pytest.mark.parametrize("kind", [Dense, Learned, Offset])
+def test_a_mixer_with_parameters_under_autocast(kind: type[Any]) -> None:
+    layer, x = Bedouin(4, mixer=kind(8)).float(), torch.randn(2, 5, 4)
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer(x)
+    output.float().sum().backward()
+    assert_close("output", output.float(), expected, 0.05)
+    assert all(p.grad is not None for p in layer.mixer.parameters())
+
+
+def test_a_mixer_of_another_precision_than_the_layer() -> None:
+    """As when it was made before the layer, whose dtype is not its own."""
+    layer = Bedouin(4, mixer=Learned(8), dtype=torch.float32)
+    layer(torch.randn(2, 5, 4)).sum().backward()
+    assert isinstance(layer.mixer, Learned)
+    assert layer.mixer.rows.grad is not None and layer.mixer.rows.grad.dtype == torch.float64
 
 
 def test_random_orders_of_feedback_names_are_one_layer() -> None:

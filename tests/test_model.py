@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
+from bedouin import BedouinState
 from bedouin.model import GatedMLP, SequenceModel
 
 D_MODEL = 8
@@ -235,6 +236,13 @@ def test_bad_tokens_and_states() -> None:
         model(ids(2, 3)[:, 0])
     with pytest.raises(ValueError, match=r"tokens must have shape \(b,\), got \(2, 3\)"):
         model.step(ids(2, 3), model.init_state(2))
+    wrong: Any
+    for wrong in ([[1, 2]], None, "ab"):
+        with pytest.raises(TypeError, match=r"tokens must be a tensor \(b, t\), got "):
+            model(wrong)
+    for wrong in (None, torch.zeros(2), BedouinState(torch.zeros(2, 8, 3), torch.zeros(2, 8))):
+        with pytest.raises(TypeError, match="state must be a tuple with one entry for each layer"):
+            model.step(torch.zeros(2, dtype=torch.int64), wrong)
     with pytest.raises(ValueError, match="each of the 2 layers, got 1: start from model.init"):
         model(ids(2, 3), state=model.init_state(2)[:1])
 
@@ -242,10 +250,20 @@ def test_bad_tokens_and_states() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"vocab_size": 0}, ValueError, "vocab_size must be positive, got 0"),
-        ({"d_model": -1}, ValueError, "d_model must be positive, got -1"),
-        ({"output_size": 0}, ValueError, "output_size must be positive, got 0"),
-        ({"mlp_expand": 0.0}, ValueError, r"mlp_expand must be positive, got 0\.0"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0"),
+        ({"d_model": -1}, ValueError, "d_model must be at least 1, got -1"),
+        ({"output_size": 0}, ValueError, "output_size must be at least 1, got 0"),
+        ({"mlp_expand": 0.0}, ValueError, r"mlp_expand must lie in \(0, 1000.0\], got 0.0"),
+        ({"vocab_size": True}, TypeError, "vocab_size must be an int >= 1, got True"),
+        ({"d_model": 8.0}, TypeError, r"d_model must be an int >= 1, got 8\.0"),
+        ({"output_size": "7"}, TypeError, "output_size must be an int >= 1, got '7'"),
+        ({"mlp_expand": True}, ValueError, "mlp_expand must be a finite number, got True"),
+        ({"norm_eps": "0"}, ValueError, "norm_eps must be a finite number, got '0'"),
+        ({"embedding_std": -1.0}, ValueError, r"embedding_std must lie in \[0, 1000.0\], got -1"),
+        ({"tie_embeddings": "no"}, TypeError, "tie_embeddings must be True or False, got 'no'"),
+        ({"dtype": torch.int64}, TypeError, "dtype must be None or one of torch.float32, "),
+        ({"mixers": 3}, TypeError, "mixers must be a sequence of modules or a function .* got int"),
+        ({"mixers": lambda i: Leaky(), "num_layers": 1.5}, TypeError, "num_layers must be an int"),
         ({"mixers": []}, ValueError, "mixers must hold at least one layer"),
         ({"mixers": Leaky()}, TypeError, "got the module Leaky: wrap it in a list"),
         ({"mixers": ["mamba"]}, TypeError, "mixers must be nn.Modules, got str"),

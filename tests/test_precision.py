@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
+from bedouin.decode import Decoder
 from bedouin.layer import FixedPointLayer
+from bedouin.model import SequenceModel
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, layer_gradients, measure_growth, relative_error
 
@@ -103,6 +105,47 @@ def test_float64_stays_float64(solver: Solver) -> None:
     assert layer.stats is not None and layer.stats.residual.dtype == torch.float64
     gradients = layer_gradients(layer, torch.randn(2, 4, 16, dtype=torch.float64))
     assert {g.dtype for g in gradients.values()} == {torch.float64}
+
+
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_autocast_leaves_float64_alone(kind: Any, solver: Solver) -> None:
+    """As it leaves torch's own layers; gradients, steps and the decoder included."""
+    layer = kind(8, dtype=torch.float64, solver=solver)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+
+    def run() -> list[Tensor]:
+        output, state = layer(x, return_state=True)
+        step, state = layer.step(x[:, 0], state)
+        decoded = Decoder(layer, 2, state=state)(x[:, 1])
+        gradients = torch.autograd.grad(output.square().sum(), list(layer.parameters()))
+        return [output, step, *state, decoded, *gradients]
+
+    expected = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = run()
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == torch.float64 and torch.equal(a, e)
+
+
+def test_autocast_leaves_a_float64_model_alone() -> None:
+    model = SequenceModel(9, 8, [Bedouin(8, dtype=torch.float64)], mlp_expand=2.0)
+    model = model.to(torch.float64)
+    tokens = torch.randint(9, (2, 5))
+    expected = model(tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.interpreter
+def test_autocast_leaves_a_float64_token_of_the_kernels_alone() -> None:
+    layer = Bedouin(4, d_state=3, dtype=torch.float64, backend="triton")
+    x_t, state = torch.randn(2, 4, dtype=torch.float64), layer.init_state(2)
+    state = state._replace(y=torch.randn_like(state.y))
+    with torch.no_grad():
+        expected = layer.step(x_t, state)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(layer.step(x_t, state)[0], expected)
 
 
 def test_the_default_dtype_does_not_leak() -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN
+from bedouin.decode import Decoder
 from bedouin.layer import FixedPointLayer
-from bedouin.solvers import Direct, Jacobi, Picard, Solver
+from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
 from bedouin.testing import assert_close, measure_growth, parallel_decode_gap, random_layer
 
 RNGS = st.randoms(use_true_random=False)
@@ -203,3 +204,75 @@ def test_a_step_with_an_unstructured_mixer_is_the_layers_own_solve() -> None:
     layer = Bedouin(4, mixer=Half(), solver=solver, dtype=torch.float64)
     assert parallel_decode_gap(layer, torch.randn(2, 6, 4, dtype=torch.float64)) < 1e-10
     assert layer.stats is None
+
+
+OWNERS: list[tuple[Solver, Adjoint | None]] = [
+    (Direct(), None),
+    (Direct(), UnrolledAdjoint()),
+    (Picard(0.5), OneStepAdjoint()),
+    (Picard(0.5), None),
+    (Jacobi(), UnrolledAdjoint()),
+]
+
+
+def assert_owns_memory(state: BedouinState) -> None:
+    """No more storage behind a state than it has elements."""
+    for tensor in state:
+        elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        assert elements == tensor.numel()
+
+
+@pytest.mark.parametrize(("solver", "adjoint"), OWNERS, ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_returned_state_owns_its_memory(
+    solver: Solver, adjoint: Adjoint | None, grad: bool
+) -> None:
+    layer = Bedouin(4, d_state=3, solver=solver, adjoint=adjoint, dtype=torch.float64)
+    x = torch.randn(2, 40, 4, dtype=torch.float64)
+    with torch.set_grad_enabled(grad):
+        _, state = layer(x, return_state=True)
+        assert_owns_memory(state)
+        _, state = layer.step(x[:, 0], state)
+        assert_owns_memory(state)
+
+
+@torch.no_grad()
+def test_the_state_of_a_decoder_owns_its_memory() -> None:
+    layer = Bedouin(4, d_state=3)
+    _, state = layer(torch.randn(2, 40, 4), return_state=True)
+    decoder = Decoder(layer, 2, state=state)
+    decoder(torch.randn(2, 4))
+    assert_owns_memory(decoder.state)
+
+
+@pytest.mark.parametrize(("solver", "adjoint"), OWNERS, ids=str)
+def test_writing_into_a_detached_state_leaves_the_backward_alone(
+    solver: Solver, adjoint: Adjoint | None
+) -> None:
+    layer = Bedouin(4, d_state=3, solver=solver, adjoint=adjoint, dtype=torch.float64)
+    check_writing(layer)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("solver", [Direct(), Picard(0.5), Jacobi()], ids=str)
+def test_states_of_the_kernels_own_their_memory(solver: Solver) -> None:
+    layer = Bedouin(4, d_state=3, solver=solver, backend="triton")
+    _, state = layer(torch.randn(2, 3, 4), return_state=True)
+    assert_owns_memory(state)
+    check_writing(layer)
+
+
+def check_writing(layer: FixedPointLayer) -> None:
+    """Gradients of output and state are those of a call whose state nobody writes into."""
+    x = torch.randn(2, 3, 4, dtype=layer.D.dtype)
+
+    def gradients(writes: bool) -> tuple[Tensor, ...]:
+        output, state = layer(x, return_state=True)
+        if writes:
+            for tensor in state.detach():
+                tensor.fill_(7.0)
+        total = output.square().sum() + state.ssm.sum() + state.y.sum()
+        return torch.autograd.grad(total, list(layer.parameters()))
+
+    for changed, unchanged in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(changed, unchanged)

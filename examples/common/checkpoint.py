@@ -2,16 +2,23 @@
 
 import dataclasses
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
+from common.checks import flag
+from common.errors import UsageError
+from common.folder import CHECKPOINT, UNFINISHED, writing
 from common.job import Job, Run
 from common.options import TrainConfig
 
-_COUNTERS = ("loss_count", "step", "seconds", "stopped", "history")
+_COUNTERS = {"loss_count": int, "step": int, "seconds": float, "stopped": bool, "history": list}
+_STATES = {"model": dict, "optimizer": dict, "random": list, "loss_sum": Tensor, "config": dict}
+_REMEDY = "start without --resume, or name another folder with --out"
 _MAY_CHANGE = frozenset(
     ("out", "resume", "preset", "log_every", "checkpoint_every", "final_lengths", "final_rows")
 )
@@ -20,7 +27,7 @@ _MAY_CHANGE = frozenset(
 
 def checkpoint_path(job: Job) -> Path:
     """Where the checkpoint of a job lies."""
-    return job.folder / "checkpoint.pt"
+    return job.folder / CHECKPOINT
 
 
 def plain_config(config: TrainConfig) -> dict[str, Any]:
@@ -41,11 +48,28 @@ def save_checkpoint(job: Job, run: Run) -> None:
         **{name: getattr(run, name) for name in _COUNTERS},
     }
     if job.accelerator.is_main_process:
-        path = checkpoint_path(job)
-        unfinished = path.with_suffix(".tmp")
-        torch.save(content, unfinished)
-        os.replace(unfinished, path)
+        with writing(checkpoint_path(job)):
+            _replace(checkpoint_path(job), content)
     job.accelerator.wait_for_everyone()
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    unfinished = path.with_name(UNFINISHED)
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut could leave the new name on an empty file
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)  # half a checkpoint would fill a full disk
+
+
+def check_resumable(job: Job) -> None:
+    """FileNotFoundError if there is no checkpoint; makes nothing."""
+    path = checkpoint_path(job)
+    if not path.exists():
+        raise FileNotFoundError(f"--resume: there is no checkpoint {path}; start without --resume")
 
 
 def load_checkpoint(job: Job, run: Run) -> None:
@@ -53,19 +77,55 @@ def load_checkpoint(job: Job, run: Run) -> None:
 
     Raises:
         FileNotFoundError: no checkpoint.
-        ValueError: it was written with other options or another number of processes.
+        UsageError: another file or a damaged one, or it was written with other options, by another
+            script or by another number of processes.
     """
+    check_resumable(job)
     path = checkpoint_path(job)
-    if not path.exists():
-        raise FileNotFoundError(f"--resume: there is no checkpoint {path}; start without --resume")
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    content = read_checkpoint(path)
     _check_same_job(content, job)
-    job.accelerator.unwrap_model(run.model).load_state_dict(content["model"])
-    run.optimizer.load_state_dict(content["optimizer"])
-    run.loss_sum.copy_(content["loss_sum"])
+    try:
+        job.accelerator.unwrap_model(run.model).load_state_dict(content["model"])
+        run.optimizer.load_state_dict(content["optimizer"])
+        run.loss_sum.copy_(content["loss_sum"])
+        _restore_random_state(run, content["random"][job.accelerator.process_index])
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        reason = " ".join(str(error).split())
+        raise _unusable(path, f"one that does not fit the model or the device: {reason}") from error
     for name in _COUNTERS:
         setattr(run, name, content[name])
-    _restore_random_state(run, content["random"][job.accelerator.process_index])
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What `save_checkpoint` wrote, on the CPU.
+
+    Raises:
+        UsageError: another file or a damaged one.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load compares no checksum
+        if damaged is not None:
+            raise _unusable(path, f"a damaged one (checksum of {damaged})")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except UsageError:
+        raise
+    except OSError as error:
+        raise _unusable(path, f"one that cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # a foreign or damaged file raises anything
+        size = path.stat().st_size
+        reason = str(error).partition("\n")[0]
+        raise _unusable(path, f"another or a cut file of {size} bytes ({reason})") from error
+    expected = {**_COUNTERS, **_STATES}
+    entries: dict[str, Any] = content if isinstance(content, dict) else {}
+    for name, kind in expected.items():
+        if not isinstance(entries.get(name), kind):
+            raise _unusable(path, f"a file without the entry {name!r} of type {kind.__name__}")
+    return entries
+
+
+def _unusable(path: Path, got: str) -> UsageError:
+    return UsageError(f"--resume: {path} must be a checkpoint of this run, got {got}; {_REMEDY}")
 
 
 def _random_state(run: Run) -> dict[str, Any]:
@@ -84,12 +144,20 @@ def _restore_random_state(run: Run, state: dict[str, Any]) -> None:
 
 def _check_same_job(content: dict[str, Any], job: Job) -> None:
     saved, now = content["config"], plain_config(job.config)
-    for name in sorted((saved.keys() | now.keys()) - _MAY_CHANGE):
-        if saved.get(name) != now.get(name):
-            raise ValueError(
-                f"--resume: the checkpoint was written with {name} {saved.get(name)}, got "
-                f"{now.get(name)}; give the same options or another --out"
+    foreign = sorted(saved.keys() ^ now.keys())
+    if foreign:
+        raise _unusable(
+            checkpoint_path(job),
+            f"one of another script or version, which do not share the options {foreign}",
+        )
+    for name in sorted(saved.keys() - _MAY_CHANGE):
+        if saved[name] != now[name]:
+            raise UsageError(
+                f"--resume: the checkpoint was written with {flag(name)} {saved[name]}, got "
+                f"{now[name]}; give the same options or another --out"
             )
     written_by, processes = len(content["random"]), job.accelerator.num_processes
     if written_by != processes:
-        raise ValueError(f"--resume: {written_by} processes wrote the checkpoint, got {processes}")
+        raise UsageError(
+            f"--resume: {written_by} processes wrote the checkpoint, got {processes}; start as many"
+        )

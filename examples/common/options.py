@@ -29,6 +29,7 @@ from bedouin.solvers import (
     UnrolledAdjoint,
 )
 from bedouin.tasks.streams import MAX_SEED
+from common.checks import Range, check_ranges, flag, whole
 from common.schedule import Schedule
 
 Preset = Literal["auto", "cpu", "gpu", "paper"]
@@ -102,7 +103,7 @@ class TrainConfig:
     """How the fixed point is found; auto lets the layer choose."""
     rtol: float = 1e-4
     """Relative tolerance of the iterative solvers; unused by auto and direct."""
-    atol: float = 1e-8
+    atol: float = 1e-30
     """Absolute tolerance of the iterative solvers; unused by auto and direct."""
     max_steps: int = 100
     """Steps that an iterative solver may take."""
@@ -129,29 +130,41 @@ class TrainConfig:
     """End early once an evaluation reaches this accuracy at the training lengths; None: never."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < _MAX_SEED:
-            raise ValueError(f"seed must be in [0, {_MAX_SEED}), got {self.seed}")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        for length in (*self.eval_lengths, *self.final_lengths):
-            if length <= 0:
-                raise ValueError(f"lengths to evaluate must be positive, got {length}")
+        check_ranges(self, _RANGES, _OPTIONAL)
         if self.layer == "paper":
             self._check_paper()
 
     def _check_paper(self) -> None:
         for name in _FIXED_BY_PAPER:
             if getattr(self, name) != getattr(TrainConfig, name):
-                raise ValueError(f"layer 'paper' fixes {name}: leave it out or use layer 'bedouin'")
+                raise ValueError(
+                    f"--layer paper fixes {flag(name)}: leave it out or use --layer bedouin"
+                )
 
 
 _MAX_SEED = MAX_SEED // 2  # a run uses two seeds of the task's: one to watch, one for the end
-_POSITIVE = (
-    *("steps", "batch_size", "lr", "clip", "num_layers", "log_every", "eval_every"),
+_FROM_ONE = (
+    *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
+    *("num_householder", "max_steps", "log_every", "eval_every", "eval_lengths", "final_lengths"),
     *("eval_rows", "final_rows", "eval_batch_size", "checkpoint_every"),
 )
+_TOLERANCE = Range(0, 1e6, "[]")
+_RANGES = {
+    **{name: whole(1) for name in _FROM_ONE},
+    "seed": whole(0, _MAX_SEED),
+    "lr": Range(0, brackets="()"),
+    "warmup_steps": whole(0),
+    "weight_decay": Range(0),
+    "betas": Range(0, 1),
+    "clip": Range(0, brackets="(]"),  # inf: gradients are not clipped
+    "mlp_expand": Range(0, brackets="()"),
+    "beta_max": Range(0, 2, "(]"),
+    "feedback_init": Range(0, 1e3, "[]"),
+    "rtol": _TOLERANCE,
+    "atol": _TOLERANCE,
+    "stop_at_accuracy": Range(0, 1, "[]"),
+}
+_OPTIONAL = ("threads", "mlp_expand", "stop_at_accuracy")
 _FIXED_BY_PAPER = (
     *("beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
     *("solver", "rtol", "atol", "max_steps", "adjoint"),

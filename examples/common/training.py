@@ -4,6 +4,7 @@ Letters: b batch, t time, v classes of the output.
 """
 
 import math
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,17 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from bedouin.tasks import Batch
-from common.checkpoint import checkpoint_path, load_checkpoint, plain_config, save_checkpoint
+from common.checkpoint import (
+    check_resumable,
+    checkpoint_path,
+    load_checkpoint,
+    plain_config,
+    save_checkpoint,
+)
+from common.errors import Interrupted
 from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
+from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, writing
+from common.interrupt import StopRequest
 from common.job import Job, Problem, Run
 from common.options import TrainConfig, build_model
 from common.report import (
@@ -36,16 +46,38 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
     """Train, evaluate, write the results to the folder; returns what metrics.json holds.
 
     Raises:
-        FileNotFoundError, ValueError: nothing to resume, or a checkpoint of another run.
+        UsageError: a folder that cannot be written, or a checkpoint that is not of this run.
+        FileNotFoundError: nothing to resume.
         FloatingPointError: the training loss is no longer finite.
+        Interrupted: Ctrl-C or SIGTERM, after the step was finished and a checkpoint written.
+        OSError: a result could not be written.
     """
     job = start_job(problem, config)
     run = start_run(job)
     if config.resume:
         load_checkpoint(job, run)
     started = time.perf_counter() - run.seconds
+    with StopRequest(job.accelerator) as stop:
+        train_steps(job, run, stop, started)
+        if stop.agreed(meeting=True):
+            save_checkpoint(job, run)
+            raise Interrupted(
+                f"interrupted after step {run.step} of {config.steps}, "
+                f"saved in {checkpoint_path(job)}",
+                stop.signum or signal.SIGINT,
+            )
+    scores = evaluate(job, run.model, final=True)
+    run.seconds = time.perf_counter() - started
+    return finish(job, run, scores)
+
+
+def train_steps(job: Job, run: Run, stop: StopRequest, started: float) -> None:
+    """Step until the end, an early stop or an interruption."""
+    problem, config = job.problem, job.config
     with tqdm(total=config.steps, initial=run.step, disable=hidden(job), unit="step") as bar:
         while run.step < config.steps and not run.stopped:
+            if stop.agreed(meeting=due(run, config.log_every, config)):
+                return
             batch = problem.train_batch(run.generator, run.step)
             logits = train_step(job, run, batch)
             bar.update()
@@ -56,9 +88,6 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
             run.seconds = time.perf_counter() - started
             if due(run, config.checkpoint_every, config) or run.stopped:
                 save_checkpoint(job, run)
-    scores = evaluate(job, run.model, final=True)
-    run.seconds = time.perf_counter() - started
-    return finish(job, run, scores)
 
 
 def due(run: Run, every: int, config: TrainConfig) -> bool:
@@ -67,13 +96,19 @@ def due(run: Run, every: int, config: TrainConfig) -> bool:
 
 
 def start_job(problem: Problem, config: TrainConfig) -> Job:
-    """Set threads and device, make the folder of the results."""
+    """Set threads and device, make the folder of the results.
+
+    Raises:
+        FileNotFoundError, UsageError: nothing to resume, or a folder that cannot be written.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     accelerator = Accelerator(cpu=config.device == "cpu", mixed_precision=config.autocast)
     folder = config.out or Path("runs") / f"{problem.name}-seed{config.seed}"
     job = Job(problem=problem, config=config, accelerator=accelerator, folder=folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    if config.resume:
+        check_resumable(job)
+    prepare_folder(folder, accelerator)
     if checkpoint_path(job).exists() and not config.resume:
         accelerator.print(f"{folder} holds an earlier run: it is replaced (--resume continues it)")
     return job
@@ -182,11 +217,16 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
     if job.accelerator.is_main_process:
         print(table(scores, job.problem.accuracy_names))
         print(f"{run.step} steps, {run.seconds:.0f} s, results in {job.folder}")
-        write_metrics(job.folder / "metrics.json", metrics)
-        longest = max(job.problem.train_lengths)
-        save_figure(
-            job.folder / "accuracy.png", scores, title=job.problem.title, train_length=longest
-        )
-        weights = job.accelerator.unwrap_model(run.model)
-        save_model(weights, str(job.folder / "model.safetensors"))
+        write_results(job, run, metrics, scores)
     return metrics
+
+
+def write_results(job: Job, run: Run, metrics: dict[str, Any], scores: Scores) -> None:
+    """The numbers, the figure and the weights."""
+    folder, title, longest = job.folder, job.problem.title, max(job.problem.train_lengths)
+    with writing(folder / METRICS):
+        write_metrics(folder / METRICS, metrics)
+    with writing(folder / FIGURE):
+        save_figure(folder / FIGURE, scores, title=title, train_length=longest)
+    with writing(folder / WEIGHTS):
+        save_model(job.accelerator.unwrap_model(run.model), str(folder / WEIGHTS))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from bedouin.kernels.backend import Backend
+from bedouin.kernels.backend import Backend, without_autocast
 from bedouin.kernels.direct.forward import forward_sweep, remember
 from bedouin.kernels.direct.fused import choose_sweep
 from bedouin.kernels.direct.reference import (
@@ -69,7 +69,7 @@ class _DirectSweep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_h: Tensor, *unused: Tensor) -> tuple[Any, ...]:
         y, checkpoints, x, raw, W_y, A, y0, *bind_parameters = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(x.device):
             full = _full_raw(y, raw, W_y, y0, ctx.options)
             inputs = Inputs(y, _shift(y, y0), x, full, W_y, A, tuple(bind_parameters))
             grads = reverse_sweep(

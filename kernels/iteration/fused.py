@@ -50,7 +50,8 @@ converged prefix, or all tokens of a failed sample), the converged prefix, 1 if 
 class IterationRule:
     """How an iteration moves and when a token has converged; see bedouin.solvers.
 
-    whole_sequence: the paper's stop rule. adaptive: damping that looks at all defects.
+    whole_sequence: the paper's stop rule, under which a solve returns its last evaluation and not
+        the iterate that was measured. adaptive: damping that looks at all defects.
     """
 
     method: Literal["picard", "jacobi"]
@@ -82,6 +83,7 @@ class Progress(NamedTuple):
     defect: Tensor  # (b, t)
     scale: Tensor  # (b, t), |F(y)_t|
     pivot: Tensor | None  # (b,)
+    value: Tensor | None = None  # (b, t, d): the last F(y) where that is returned; None: y is
 
 
 def choose_iteration(
@@ -141,6 +143,8 @@ class FusedIteration:
         )
         self.geometry = Geometry.of(self.inputs, options, rule)
         self.y, self.y_next = y.clone(memory_format=torch.contiguous_format), torch.empty_like(y)
+        # under the paper's rule the last evaluation of each token, which damping and freezing leave
+        self.value = torch.empty_like(self.y) if rule.whole_sequence else None
         self.mixed = torch.empty_like(self.y)
         # the scan reads ahead and does not look where the last token is
         self.BC = y.new_empty(b * t + self.geometry.ahead, 2, inputs.A.shape[1])
@@ -211,7 +215,7 @@ class FusedIteration:
         defect, scale = self.norms
         pivot = self.pivots.amin(1) if self.geometry.jacobi else None
         failed, steps = self.counters[FAILED] > 0, self.counters[STEPS].to(torch.int64)
-        return Progress(self.y, frozen, failed, steps, defect, scale, pivot)
+        return Progress(self.y, frozen, failed, steps, defect, scale, pivot, self.value)
 
 
 def _rows(v: Tensor) -> Tensor:

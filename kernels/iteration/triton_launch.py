@@ -192,13 +192,14 @@ def scan(it: "FusedIteration") -> None:
     assert layout is not None
     scan_kernel[(g.b * ceil_div(g.d, tile.channels),)](
         *(it.mixed, i.raw, it.fed_back, it.BC, i.A, i.h0, it.y, it.kept),
-        *(it.y_next, it.gain, it.parts),
+        *(it.y_next, it.y_next if it.value is None else it.value, it.gain, it.parts),
         *(g.b, g.t, g.raw_stride, g.fed_stride, g.d, g.n),
         S=tile.states,
         GROUPS=tile.groups,
         BLOCK_D=tile.channels,
         EXCLUSIVE=g.jacobi,
         STORE_GAIN=g.stores_gain,
+        STORE_VALUE=it.value is not None,
         FEEDBACK=g.feedback,
         SELECTIVE=layout.selective,
         ACTIVATION=layout.activation,

@@ -105,6 +105,7 @@ def scan_kernel(
     y_ptr,  # (b t, d)
     kept_ptr,  # (b,)
     out_ptr,  # (b t, d): the next iterate, or with EXCLUSIVE what memory holds before the token
+    value_ptr,  # (b t, d): with STORE_VALUE the last evaluation of each token
     gain_ptr,  # (b t, d)
     parts_ptr,  # (2, b, blocks, t)
     batch,
@@ -118,6 +119,7 @@ def scan_kernel(
     BLOCK_D: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
     STORE_GAIN: tl.constexpr,
+    STORE_VALUE: tl.constexpr,
     FEEDBACK: tl.constexpr,
     SELECTIVE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -151,6 +153,7 @@ def scan_kernel(
     fed_back_ptr += token * fed_stride + lanes
     y_ptr += token * d + channels
     out_ptr += token * d + channels
+    value_ptr += token * d + channels
     gain_ptr += token * d + channels
     BC_ptr += token * 2 * n
     parts_ptr += program * T
@@ -220,7 +223,10 @@ def scan_kernel(
                     tl.store(out_ptr + j * d, F, mask=moves)
                 else:
                     tl.store(out_ptr + j * d, y + DAMPING * (F - y), mask=moves)
+                if STORE_VALUE:
+                    tl.store(value_ptr + j * d, F, mask=moves)
                 tl.store(parts_ptr + t, max_norm(F - y, 0), mask=t < T)
                 tl.store(scale_ptr + t, max_norm(F, 0), mask=t < T)
         out_ptr += AHEAD * d
+        value_ptr += AHEAD * d
         gain_ptr += AHEAD * d

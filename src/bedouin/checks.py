@@ -1,5 +1,11 @@
 """Checks of arguments that several modules share."""
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def positive_int(name: str, value: int) -> int:
     """`value`; TypeError or ValueError that names it unless it is an int of at least 1."""
@@ -8,3 +14,36 @@ def positive_int(name: str, value: int) -> int:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value
+
+
+def check_bool(name: str, value: object) -> None:
+    """TypeError unless `value` is True or False: "no" and 0.0 would be taken for either."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_dtype(dtype: object) -> None:
+    """TypeError unless `dtype` is None or a dtype that parameters may have."""
+    if dtype is not None and dtype not in DTYPES:
+        names = ", ".join(map(str, DTYPES))
+        raise TypeError(f"dtype must be None or one of {names}, got {dtype!r}")
+
+
+def check_batch_size(value: object) -> None:
+    """ValueError unless `value` is an int of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"batch_size must be an int >= 0, got {value!r}")
+
+
+def check_tensor(name: str, value: object, shape: str) -> None:
+    """TypeError that says how to make one unless `value` is a tensor."""
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, PackedSequence):
+        remedy = ": pad it with torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"
+    elif isinstance(value, list | tuple):
+        remedy = ": join its tensors with torch.stack, or sequences of different lengths with "
+        remedy += "torch.nn.utils.rnn.pad_sequence(..., batch_first=True)"
+    else:
+        remedy = "" if value is None else ": convert it with torch.as_tensor"
+    raise TypeError(f"{name} must be a tensor {shape}, got {type(value).__name__}{remedy}")

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.kernels.backend import interpreter_is_on, is_transformed
+from bedouin.checks import check_batch_size
+from bedouin.kernels.backend import (
+    autocast_dtype,
+    interpreter_is_on,
+    is_transformed,
+    without_autocast,
+)
 from bedouin.kernels.decode import (
     StepOperands,
     StepOptions,
@@ -155,7 +161,7 @@ def advance(layer: "FixedPointLayer", u: Tensor, buffers: Buffers) -> Tensor:
     projected = layer.in_proj(u)
     x = projected[:, :d]
     raw = F.linear(x, layer.x_proj.weight)
-    with torch.autocast(u.device.type, enabled=False):
+    with without_autocast(u.device):
         fed = None
         if layer.y_proj is not None:
             fed = F.linear(buffers.normed, layer.y_proj.weight.to(buffers.normed.dtype))
@@ -223,12 +229,6 @@ def fused_step(
 def _buffers(layer: "FixedPointLayer", x_t: Tensor) -> Buffers:
     low = autocast_dtype(x_t) or layer.x_proj.weight.dtype
     return Buffers(layer, len(x_t), low)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Of x's device, None where autocast is off."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class Watch:
@@ -389,7 +389,7 @@ def graph_key(x_t: Tensor) -> tuple[Any, ...]:
 
 def may_replay(layer: "FixedPointLayer", x_t: Tensor) -> bool:
     """Whether this call replays a graph if there is one for x_t."""
-    if not x_t.is_cuda or not asks_for_fused_step(layer):
+    if not isinstance(x_t, Tensor) or not x_t.is_cuda or not asks_for_fused_step(layer):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
@@ -410,6 +410,9 @@ class Decoder:
         layer: a Bedouin or FixedPointRNN.
         batch_size: samples decoded side by side.
         state: where to start, for instance from `layer(prompt, return_state=True)`; None: zeros.
+
+    Raises TypeError for a layer or state of another kind, ValueError for a batch_size that is no
+    int >= 0 and a state that does not fit.
     """
 
     def __init__(
@@ -420,15 +423,21 @@ class Decoder:
         state: BedouinState | None = None,
         capture: Capture = capture_graph,
     ) -> None:
+        if not hasattr(layer, "_graphs"):
+            raise TypeError(f"layer must be a Bedouin or FixedPointRNN, got {type(layer).__name__}")
+        check_batch_size(batch_size)
         self.layer, self.batch_size, self._capture = layer, batch_size, capture
         self._captured: tuple[tuple[Any, ...], Captured] | None = None
         self.reset(state)
 
     def reset(self, state: BedouinState | None = None) -> None:
-        """Start anew from `state`, or from zeros."""
-        self._state: BedouinState | None = (
-            self.layer.init_state(self.batch_size) if state is None else state.detach()
-        )
+        """Start anew from `state`, or from zeros. Raises as `step` does for a state that does not
+        fit."""
+        layer, b = self.layer, self.batch_size
+        if state is None:
+            state = layer.init_state(b)
+        state = check_state(state, b, layer.d_inner, layer.d_state, layer.init_state(0).y)
+        self._state: BedouinState | None = state.detach()
 
     @property
     def state(self) -> BedouinState:

@@ -8,12 +8,12 @@
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct import (
@@ -93,6 +93,7 @@ class FixedPointMap:
         self.input_scale, self.eigenvalues = input_scale, eigenvalues
         self.feedback_norm_eps, self.layout = feedback_norm_eps, layout
         self._wide: tuple[Tensor, Tensor] | None = None
+        self._mixer_values: tuple[Tensor, ...] | None = None
 
     @property
     def start(self) -> tuple[Tensor, Tensor]:
@@ -110,6 +111,24 @@ class FixedPointMap:
                 self._wide = inputs.x.to(inputs.A.dtype), inputs.raw.to(inputs.A.dtype)
         return self._wide
 
+    @property
+    def mixer_values(self) -> tuple[Tensor, ...]:
+        """`_named_values` of the mixer in the dtype of A: what they meet has it."""
+        if self._mixer_values is None:
+            dtype = self.inputs.A.dtype
+            # as in `wide`
+            with torch.enable_grad():
+                named = _named_values(self.mixer, dtype)
+                self._mixer_values = tuple(value.to(dtype) for _, value in named)
+        return self._mixer_values
+
+    def _mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """x~."""
+        if not self.mixer_values:
+            return self.mixer.mix(raw, x, y)
+        mixed: Tensor = _call(_Mix(self.mixer), self.mixer_values, raw, x, y)
+        return mixed
+
     def raw(self, y: Tensor) -> Tensor:
         """raw^x + W^y norm(y_{t-1}) (b, t, r); the first token sees the incoming state."""
         inputs, (_, raw) = self.inputs, self.wide
@@ -122,7 +141,7 @@ class FixedPointMap:
         """F(y) and the memory after the last token."""
         x, _ = self.wide
         delta, B, C, mixer_raw = self.split(self.raw(y))
-        mixed = self.mixer.mix(mixer_raw, x, y)
+        mixed = self._mix(mixer_raw, x, y)
         return self._scan(mixed, delta, B, C, exclusive=False)
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -149,6 +168,31 @@ class FixedPointMap:
         )
 
 
+def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    """Parameters, and buffers that have another floating dtype than `dtype`: others stay."""
+    buffers = module.named_buffers()
+    others = [(n, v) for n, v in buffers if v.is_floating_point() and v.dtype != dtype]
+    return [*module.named_parameters(), *others]
+
+
+def _call(module: nn.Module, values: Sequence[Tensor], raw: Tensor, *args: Tensor) -> Any:
+    """module(raw, *args) with `values` for what `_named_values` lists."""
+    names = (name for name, _ in _named_values(module, raw.dtype))
+    named = dict(zip(names, values, strict=True))
+    return torch.func.functional_call(module, named, (raw, *args))
+
+
+class _Mix(nn.Module):
+    """The method `mix` of a mixer as a module, which functional calls need."""
+
+    def __init__(self, mixer: ChannelMixer) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return self.mixer.mix(raw, x, y)
+
+
 class Bind:
     """raw (..., r) -> Delta, B, C, e, U, M, with the mixer's parameters as they are given.
 
@@ -158,15 +202,12 @@ class Bind:
 
     def __init__(self, split: Callable[[Tensor], ScanInputs], mixer: ChannelMixer) -> None:
         self.split, self.mixer = split, mixer
-        self.names = [name for name, _ in mixer.named_parameters()]
 
-    def __call__(self, raw: Tensor, *mixer_parameters: Tensor) -> Coefficients:
+    def __call__(self, raw: Tensor, *mixer_values: Tensor) -> Coefficients:
         delta, B, C, mixer_raw = self.split(raw)
-        if not mixer_parameters:
+        if not mixer_values:
             return Coefficients(delta, B, C, *self.mixer(mixer_raw))
-        named = dict(zip(self.names, mixer_parameters, strict=True))
-        form = torch.func.functional_call(self.mixer, named, (mixer_raw,))
-        return Coefficients(delta, B, C, *form)
+        return Coefficients(delta, B, C, *_call(self.mixer, mixer_values, mixer_raw))
 
 
 def _reverse_stats(defect: Tensor, scale: Tensor) -> SolveStats:
@@ -184,7 +225,7 @@ class StructuredMap(FixedPointMap):
 
     def coefficients(self, y: Tensor) -> Coefficients:
         """Delta, B, C, e, U, M of all tokens for the feedback that y gives."""
-        return Bind(self.split, self.mixer)(self.raw(y), *self.mixer.parameters())
+        return Bind(self.split, self.mixer)(self.raw(y), *self.mixer_values)
 
     @property
     def _sweep_arguments(
@@ -200,8 +241,7 @@ class StructuredMap(FixedPointMap):
         SweepOptions,
     ]:
         i = self.inputs
-        parameters = tuple(self.mixer.parameters())
-        return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, parameters, self._options
+        return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, self.mixer_values, self._options
 
     @property
     def _options(self) -> SweepOptions:

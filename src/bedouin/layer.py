@@ -6,17 +6,23 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, r 
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.checks import positive_int
+from bedouin.checks import check_batch_size, check_bool, check_dtype, check_tensor, positive_int
 from bedouin.decode import StepGraphs, fused_step, may_replay, takes_fused_step
 from bedouin.fixed_point_map import FixedPointMap, MapInputs, ScanInputs, StructuredMap
-from bedouin.kernels.backend import Backend, check_backend, choose_backend
+from bedouin.kernels.backend import (
+    Backend,
+    autocast_dtype,
+    check_backend,
+    choose_backend,
+    without_autocast,
+)
 from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.direct import Activation, RawLayout
 from bedouin.kernels.householder import unit
@@ -107,6 +113,11 @@ class FixedPointLayer(nn.Module):
             positive_int("d_state", d_state),
         )
         self.d_inner = _inner_size(expand, d_model)
+        check_bool("feedback_norm", feedback_norm)
+        check_bool("bias", bias)
+        check_dtype(dtype)
+        if isinstance(layer_idx, bool) or not isinstance(layer_idx, int | None):
+            raise TypeError(f"layer_idx must be None or an int, got {layer_idx!r}")
         self.feedback = _ordered_subset("feedback", feedback, self.components)
         self.input_scale = _one_of("input_scale", input_scale, get_args(InputScale))
         self.eigenvalues = _one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
@@ -137,8 +148,7 @@ class FixedPointLayer(nn.Module):
         self.D = nn.Parameter(torch.empty(d, **factory))
         self.norm = nn.RMSNorm(d, eps=norm_eps, **factory) if output == "norm" else None
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
-        self.dt_bias._no_reinit = True  # type: ignore[attr-defined]
-        self.D._no_weight_decay = True  # type: ignore[attr-defined]
+        _check_device(mixer, self.D.device)
 
     # -- what a subclass provides
 
@@ -174,7 +184,8 @@ class FixedPointLayer(nn.Module):
         return sum(self._sizes.values())
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Draw all parameters anew, but those of the mixer."""
+        self._mark_parameters()
         for module in (self.in_proj, self.x_proj, self.out_proj):
             module.reset_parameters()
         with torch.no_grad():
@@ -187,6 +198,16 @@ class FixedPointLayer(nn.Module):
             self.D.fill_(1.0)
         if self.norm is not None:
             self.norm.reset_parameters()
+
+    def _mark_parameters(self) -> None:
+        """The marks that initializers and optimizers look for: those of Mamba.
+
+        Set with the values, since `to_empty` makes new parameters without them.
+        """
+        self.dt_bias._no_reinit = True  # type: ignore[attr-defined]
+        for parameter in (self.D, self._decay_parameter()[2]):
+            if parameter is not None:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def _x_bias(self) -> Tensor:
         """The bias of W^x (r + d,): Delta's own first, that of the gate last."""
@@ -264,8 +285,7 @@ class FixedPointLayer(nn.Module):
 
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before any token: zeros, at least float32, on the layer's device."""
-        if not isinstance(batch_size, int) or batch_size < 0:
-            raise ValueError(f"batch_size must be an int >= 0, got {batch_size!r}")
+        check_batch_size(batch_size)
         weight = self.x_proj.weight
         dtype = _solve_dtype(weight.dtype)
         return zero_state(batch_size, self.d_inner, self.d_state, dtype, weight.device)
@@ -276,11 +296,11 @@ class FixedPointLayer(nn.Module):
         self._deferred.flush()
         projected = self.in_proj(u)
         x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
-        dtype, gemm_dtype = _solve_dtype(x.dtype), _gemm_dtype(u, self.x_proj.weight)
+        dtype, gemm_dtype = _solve_dtype(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project(x, low)
         state = self._incoming(state, x, dtype)
-        with torch.autocast(u.device.type, enabled=False):
+        with without_autocast(u.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, W_y, state)
             solution = self._solve(f, x, dtype, solver)
@@ -389,10 +409,12 @@ class FixedPointLayer(nn.Module):
     def _outgoing(self, f: FixedPointMap, y: Tensor, state: BedouinState | None) -> BedouinState:
         if state is not None and y.shape[1] == 0:
             return state
-        return BedouinState(f.memory(y), y[:, -1])
+        # copies: a view would keep all of y alive, and autograd may have saved what it shows
+        return BedouinState(f.memory(y).clone(), y[:, -1].clone())
 
     def _check_input(self, x: Tensor, rank: int) -> None:
         shape = "(b, t, m)" if rank == 3 else "(b, m)"
+        check_tensor("x", x, shape)
         if x.dim() != rank:
             raise ValueError(f"x must have shape {shape}, got {tuple(x.shape)}")
         if x.shape[-1] != self.d_model:
@@ -402,13 +424,15 @@ class FixedPointLayer(nn.Module):
         if not x.is_floating_point():
             raise TypeError(f"x must have a floating dtype, got {x.dtype}: embed tokens first")
         weight = self.x_proj.weight
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"x must have the layer's dtype {weight.dtype}, got {x.dtype}: convert one of "
-                "them, or use torch.autocast"
-            )
         if x.device != weight.device:
             raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
+        if x.dtype != weight.dtype and not (autocast_dtype(x) and autocast_dtype(weight)):
+            wide = torch.float64 in (x.dtype, weight.dtype)
+            remedy = " (torch.autocast casts no float64)" if wide else ", or use torch.autocast"
+            raise TypeError(
+                f"x must have the layer's dtype {weight.dtype}, got {x.dtype}: convert one of "
+                f"them{remedy}"
+            )
 
     # -- saving: one always-present counter, whatever the solver, adjoint, cap or backend
 
@@ -443,7 +467,8 @@ class Bedouin(FixedPointLayer):
         d_model: m. d_state: n. expand: d = expand * m.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
             beta_max); 2 and 1.0 unless given.
-        mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer.
+        mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Parameters of its own
+            are used in the dtype of the solve, at least float32.
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
@@ -453,6 +478,8 @@ class Bedouin(FixedPointLayer):
         feedback: which of "delta", "B", "C", "mixer" see y_{t-1}; () switches feedback off, the
             gate's included.
         feedback_norm: RMSNorm on y_{t-1} before W^y. feedback_init: factor on W^y at the start.
+        delta_from_x_init: factor on the weights from x to Delta at the start; with 0, the paper's
+            choice for copying, Delta starts as a function of its bias (and of feedback) alone.
         norm_eps: of the output norm.
         solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
             Picard.
@@ -496,6 +523,7 @@ class Bedouin(FixedPointLayer):
         on_unconverged: OnUnconverged = "warn",
         output: OutputStage = "norm",
         bias: bool = True,
+        delta_from_x_init: float = 1.0,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -504,6 +532,8 @@ class Bedouin(FixedPointLayer):
         if unknown:
             _reject(type(self), unknown)
         self.decay = _one_of("decay", decay, get_args(Decay))
+        check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
+        self.delta_from_x_init = float(delta_from_x_init)
         super().__init__(
             d_model,
             d_state=d_state,
@@ -529,7 +559,6 @@ class Bedouin(FixedPointLayer):
         d, n, factory = self.d_inner, self.d_state, _factory(device, dtype)
         name = "A_log" if decay == "mamba" else "omega"
         self.register_parameter(name, nn.Parameter(torch.empty(d, n, **factory)))
-        self.get_parameter(name)._no_weight_decay = True  # type: ignore[attr-defined]
         self.reset_parameters()
 
     @classmethod
@@ -543,15 +572,18 @@ class Bedouin(FixedPointLayer):
         solver: Solver | Literal["auto"] | None = None,
         adjoint: Adjoint | None = None,
         max_steps: int | Cap = 100,
+        delta_from_x_init: float = 1.0,
         **options: Any,
     ) -> Self:
         """The seed paper's FP-Mamba (arXiv 2503.10799, section 5.3), exactly.
 
         Griffin decay, input scale Delta, beta = 2 sigmoid(alpha), feedback in B, C, mixer and gate
         but not in Delta, no feedback norm, output gate * SiLU(y* + D x) without norm, bias on Delta
-        only; solver None: Picard with the paper's stop rule at 0.1; adjoint None: the one-step
-        gradient. Pass max_steps=GammaCap(4.0, 1.0, 100) for its random caps. `options` are other
-        options of Bedouin, and may not contradict the above (TypeError).
+        only; solver None: Picard with the paper's stop rule at 0.1, which returns the last
+        evaluation; adjoint None: the one-step gradient. Pass max_steps=GammaCap(4.0, 1.0, 100) for
+        its random caps, and delta_from_x_init=0.0 for its start in the copying task, where the
+        weights from x to Delta are zero (v1, section 4.5). `options` are other options of Bedouin,
+        and may not contradict the above (TypeError).
         """
         return cls(
             d_model,
@@ -565,15 +597,17 @@ class Bedouin(FixedPointLayer):
             feedback_init=1.0,
             output="paper",
             bias=False,
-            solver=Picard(rtol=0.1, atol=0.0, stop_rule="paper") if solver is None else solver,
+            solver=Picard(rtol=0.1, stop_rule="paper") if solver is None else solver,
             adjoint=OneStepAdjoint() if adjoint is None else adjoint,
             max_steps=max_steps,
+            delta_from_x_init=delta_from_x_init,
             **options,
         )
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         with torch.no_grad():
+            self.x_proj.weight[: self.d_inner].mul_(self.delta_from_x_init)
             if self.decay == "mamba":
                 states = torch.arange(1, self.d_state + 1, device=self.D.device)
                 self.A_log.copy_(states.log().expand(self.d_inner, -1))
@@ -654,7 +688,7 @@ class FixedPointRNN(FixedPointLayer):
         if unknown:
             _reject(type(self), unknown)
         self.decay = _one_of("decay", decay, get_args(RNNDecay))
-        _ordered_subset("feedback", feedback, ("mixer",))
+        feedback = _ordered_subset("feedback", feedback, ("mixer",))
         super().__init__(
             d_model,
             d_state=1,
@@ -681,7 +715,6 @@ class FixedPointRNN(FixedPointLayer):
         self.b_proj = nn.Linear(d, d, bias=False, **factory)
         if decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, 1, **factory))
-            self.omega._no_weight_decay = True  # type: ignore[attr-defined]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -770,6 +803,15 @@ def _make_mixer(
     return mixer
 
 
+def _check_device(mixer: ChannelMixer, device: torch.device) -> None:
+    for name, parameter in mixer.named_parameters():
+        if parameter.device != device:
+            raise ValueError(
+                f"mixer must be on the layer's device {device}, got {name} on {parameter.device}: "
+                "make it there, or move the whole layer with to(device) once it is made"
+            )
+
+
 def _reject(cls: type[FixedPointLayer], unknown: dict[str, Any]) -> NoReturn:
     name = next(iter(unknown))
     if name == "d_conv":
@@ -798,20 +840,17 @@ def _one_of(name: str, value: OptionT, valid: Sequence[str]) -> OptionT:
 
 
 def _ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(values, str) or not set(values) <= set(valid):
+    listed = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
+    # an iterator can be read only once
+    names = list(values) if listed else [None]
+    if not all(v in valid for v in names):
         raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
-    return tuple(v for v in valid if v in values)
+    return tuple(v for v in valid if v in names)
 
 
 def _solve_dtype(dtype: torch.dtype) -> torch.dtype:
     """Iterates, states, residuals and k x k solves are at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _gemm_dtype(u: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the feedback product: autocast's if it is on, else the weight's."""
-    device = u.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bedouin.checks import check_bool, check_dtype, check_tensor, positive_int
+from bedouin.solvers.base import check_number
+
 ModelState = tuple[Any, ...]
 """One state for each layer, as its mixer defines it."""
 
@@ -115,9 +118,9 @@ class SequenceModel(nn.Module):
         device, dtype: of everything but the mixers.
 
     Raises:
-        ValueError: sizes below 1, no mixer, a missing or unneeded `num_layers`, a tied head whose
-            output_size is not vocab_size.
-        TypeError: `mixers` is a single module, or holds what is no module.
+        ValueError: numbers out of range, no mixer, a missing or unneeded `num_layers`, a tied head
+            whose output_size is not vocab_size.
+        TypeError: `mixers` is a single module, or holds what is no module; sizes that are no ints.
     """
 
     def __init__(
@@ -137,8 +140,15 @@ class SequenceModel(nn.Module):
     ) -> None:
         super().__init__()
         output_size = vocab_size if output_size is None else output_size
-        _check_positive(vocab_size=vocab_size, d_model=d_model, output_size=output_size)
-        _check_positive(mlp_expand=1 if mlp_expand is None else mlp_expand)
+        sizes = {"vocab_size": vocab_size, "d_model": d_model, "output_size": output_size}
+        for name, size in sizes.items():
+            positive_int(name, size)
+        if mlp_expand is not None:
+            check_number("mlp_expand", mlp_expand, 0, 1e3, open_low=True)
+        check_number("norm_eps", norm_eps, 0, 1, open_low=False)
+        check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
+        check_bool("tie_embeddings", tie_embeddings)
+        check_dtype(dtype)
         _check_tied(tie_embeddings, vocab_size, output_size)
         layers = _made_mixers(mixers, num_layers)
         self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
@@ -217,6 +227,11 @@ class SequenceModel(nn.Module):
         state: ModelState,
         run: Callable[[Block, Tensor, Any], tuple[Tensor, Any]],
     ) -> tuple[Tensor, ModelState]:
+        if not isinstance(state, tuple | list) or hasattr(state, "_fields"):
+            raise TypeError(
+                "state must be a tuple with one entry for each layer, got "
+                f"{type(state).__name__}: start from model.init_state(batch_size)"
+            )
         if len(state) != len(self.blocks):
             raise ValueError(
                 f"state must have one entry for each of the {len(self.blocks)} layers, "
@@ -270,8 +285,13 @@ def _made_mixers(
         )
     if isinstance(mixers, Sequence | nn.ModuleList):
         made = _listed(list(mixers), num_layers)
-    else:
+    elif callable(mixers):
         made = _called(mixers, num_layers)
+    else:
+        raise TypeError(
+            "mixers must be a sequence of modules or a function that makes one, got "
+            f"{type(mixers).__name__}"
+        )
     for mixer in made:
         if not isinstance(mixer, nn.Module):
             raise TypeError(f"mixers must be nn.Modules, got {type(mixer).__name__}")
@@ -290,17 +310,9 @@ def _listed(mixers: list[nn.Module], num_layers: int | None) -> list[nn.Module]:
 
 
 def _called(make: Callable[[int], nn.Module], num_layers: int | None) -> list[nn.Module]:
-    if num_layers is None or num_layers < 1:
-        raise ValueError(
-            f"num_layers must be at least 1 where mixers is a function, got {num_layers}"
-        )
-    return [make(index) for index in range(num_layers)]
-
-
-def _check_positive(**sizes: float) -> None:
-    for name, size in sizes.items():
-        if not size > 0:
-            raise ValueError(f"{name} must be positive, got {size}")
+    if num_layers is None:
+        raise ValueError("num_layers must be at least 1 where mixers is a function, got None")
+    return [make(index) for index in range(positive_int("num_layers", num_layers))]
 
 
 def _check_tied(tied: bool, vocab_size: int, output_size: int) -> None:
@@ -311,6 +323,7 @@ def _check_tied(tied: bool, vocab_size: int, output_size: int) -> None:
 
 
 def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
+    check_tensor("tokens", tokens, shape)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"tokens must be int64 or int32 ids, got {tokens.dtype}")
     if tokens.ndim != rank:

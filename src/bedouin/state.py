@@ -5,11 +5,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bedouin.checks import check_tensor
+
 
 class BedouinState(NamedTuple):
     """What a layer carries from token to token, at least float32.
 
     ssm: (b, d, n), the scan's memory h; y: (b, d), the fixed point at the last token.
+    A state that a layer returns owns its memory: keeping it keeps nothing else, and what is written
+    into `state.detach()` in place changes neither the call that made it nor its backward.
     """
 
     ssm: Tensor
@@ -34,7 +38,12 @@ def check_state(state: object, b: int, d: int, n: int, like: Tensor) -> BedouinS
     `like` has the dtype and device that the state must have.
     """
     if not isinstance(state, BedouinState):
-        raise TypeError(f"state must be a BedouinState or None, got {type(state).__name__}")
+        raise TypeError(
+            f"state must be a BedouinState or None, got {type(state).__name__}: make one with "
+            "init_state(batch_size) or BedouinState(ssm, y)"
+        )
+    check_tensor("state.ssm", state.ssm, "(b, d, n)")
+    check_tensor("state.y", state.y, "(b, d)")
     if state.ssm.dim() == 2 and state.y.dim() == 1:
         state = BedouinState(state.ssm.unsqueeze(0), state.y.unsqueeze(0))
     for name, tensor, shape in (("ssm", state.ssm, (b, d, n)), ("y", state.y, (b, d))):

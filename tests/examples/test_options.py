@@ -1,6 +1,7 @@
 """The command line of the training scripts."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -73,15 +74,85 @@ def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "steps must be positive, got 0"),
-        ({"seed": -1}, "seed must be in"),
-        ({"eval_lengths": (4, 0)}, "lengths to evaluate must be positive, got 0"),
-        ({"layer": "paper", "solver": "direct"}, "layer 'paper' fixes solver"),
+        ({"steps": 0}, r"--steps must be an int in \[1, inf\), got 0"),
+        ({"seed": -1}, r"--seed must be an int in \[0, 524288\), got -1"),
+        ({"eval_lengths": (4, 0)}, r"--eval-lengths must be an int in \[1, inf\), got 0"),
+        ({"layer": "paper", "solver": "direct"}, "--layer paper fixes --solver: leave it out"),
+        ({"clip": math.nan}, r"--clip must be a number in \(0, inf\], got nan"),
+        ({"steps": True}, "--steps must be an int in .*, got True"),
+        ({"d_model": 8.0}, r"--d-model must be an int in .*, got 8\.0"),
     ],
 )
 def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(TrainConfig(), **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "got"),
+    [
+        *(((name, "0"), "0") for name in ("--steps", "--batch-size", "--d-model", "--num-layers")),
+        *(((name, "-1"), "-1") for name in ("--d-state", "--expand", "--num-householder")),
+        *(((name, "0"), "0") for name in ("--max-steps", "--threads", "--log-every")),
+        *(((name, "0"), "0") for name in ("--eval-every", "--eval-rows", "--final-rows")),
+        *(((name, "0"), "0") for name in ("--eval-batch-size", "--checkpoint-every")),
+        *(((name, "4", "-4"), "-4") for name in ("--eval-lengths", "--final-lengths")),
+        *(((name, "nan"), "nan") for name in ("--lr", "--clip", "--beta-max", "--feedback-init")),
+        *(((name, "inf"), "inf") for name in ("--lr", "--weight-decay", "--rtol", "--atol")),
+        (("--weight-decay", "-1"), "-1.0"),
+        (("--warmup-steps", "-5"), "-5"),
+        (("--seed", "524288"), "524288"),
+        (("--betas", "0.9", "1.0"), "1.0"),
+        (("--betas", "-0.1", "0.9"), "-0.1"),
+        (("--mlp-expand", "0"), "0.0"),
+        (("--beta-max", "2.1"), "2.1"),
+        (("--beta-max", "0"), "0.0"),
+        (("--feedback-init", "-1"), "-1.0"),
+        (("--rtol", "-1e-3"), "-0.001"),
+        (("--atol", "-1e-3"), "-0.001"),
+        (("--stop-at-accuracy", "1.5"), "1.5"),
+        (("--length", "0"), "0"),
+        (("--warmup-length", "7"), "7"),
+        (("--group", "Q8"), "'Q8'"),
+        (("--group", "Z1"), "'Z1'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
+def test_bad_flags_exit_with_a_message_that_names_them(
+    flags: tuple[str, ...], got: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_a5("--preset", "cpu", *flags)
+    assert stop.value.code == 2
+    message = unboxed(capsys.readouterr().err)
+    assert flags[0] in message and f"got {got}" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--min-length", "9"), "--min-length must be at most --max-length, got"),
+        (("--min-length", "0"), "--min-length must be at least 1, got 0"),
+        (("--context-len", "18"), "--context-len must hold a whole sample"),
+        (("--num-letters", "27"), "--num-letters must be in [2, 26], got 27"),
+    ],
+)
+def test_bad_flags_of_copying(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(train_copy.PRESETS, ("--preset", "cpu", *flags))
+    assert message in unboxed(capsys.readouterr().err)
+
+
+def unboxed(message: str) -> str:
+    """tyro's message without its frame and its line breaks."""
+    return " ".join(message.replace("│", " ").split())
+
+
+def test_no_warm_up_no_clipping_and_no_decay_are_values() -> None:
+    config = parse_a5("--warmup-steps", "0", "--clip", "inf", "--weight-decay", "0")
+    assert (config.warmup_steps, config.clip, config.weight_decay) == (0, math.inf, 0.0)
 
 
 def test_solver_flags_build_the_solver_with_its_tolerances() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -141,14 +141,15 @@ def test_checkpoint_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
     train_a5.main(a5_config(tmp_path))
     before = (tmp_path / "checkpoint.pt").read_bytes()
 
-    def full_disk(content: object, path: Path) -> None:
-        path.write_bytes(b"half")
+    def full_disk(content: object, file: IO[bytes]) -> None:
+        file.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", full_disk)
     with pytest.raises(OSError, match="disk full"):
         train_a5.main(a5_config(tmp_path))
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not (tmp_path / "checkpoint.tmp").exists()
 
 
 def test_resume_without_checkpoint_says_so(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_resume_without_checkpoint_says_so(tmp_path: Path) -> None:
 
 def test_resume_with_other_options_names_the_option(tmp_path: Path) -> None:
     train_a5.main(a5_config(tmp_path))
-    with pytest.raises(ValueError, match=r"written with lr 0.001, got 0.1; .*--out"):
+    with pytest.raises(ValueError, match=r"written with --lr 0.001, got 0.1; .*--out"):
         train_a5.main(a5_config(tmp_path, resume=True, lr=0.1))
 
 
@@ -176,7 +177,7 @@ def test_the_first_third_may_have_shorter_products(tmp_path: Path) -> None:
     assert set(lengths[:30]) == {2, 3, 4, 5} and set(lengths[30:]) == {5}
     without = train_a5.word_problem(dataclasses.replace(config, warmup_length=None))
     assert without.train_batch(rows, 0).tokens.shape[1] == 5
-    with pytest.raises(ValueError, match="warmup_length must be from 1 to length = 5, got 6"):
+    with pytest.raises(ValueError, match="--warmup-length must be from 1 to --length = 5, got 6"):
         dataclasses.replace(config, warmup_length=6)
 
 
@@ -200,7 +201,7 @@ def test_early_stop_looks_at_training_lengths_only(tmp_path: Path) -> None:
 
 
 def test_nonfinite_loss_stops_with_a_message(tmp_path: Path) -> None:
-    config = a5_config(tmp_path, lr=float("inf"), warmup_steps=0)
+    config = a5_config(tmp_path, lr=1e30, warmup_steps=0)
     with (
         pytest.warns(ConvergenceWarning, match="not finite"),
         pytest.raises(FloatingPointError, match="lower --lr"),

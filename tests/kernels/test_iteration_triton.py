@@ -247,6 +247,46 @@ def test_tokens_that_freeze_one_after_the_other_without_feedback(
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("max_steps", "damping", "feedback"),
+    [(1, 1.0, 0.6), (3, 1.0, 0.0), (3, 0.6, 0.6), (16, 1.0, 0.6), (16, 0.6, 0.0)],
+)
+def test_the_papers_rule_returns_the_last_evaluation(
+    max_steps: int, damping: float, feedback: float
+) -> None:
+    """Of samples that the tolerance stops at different steps, and of those that the cap cuts."""
+    setting = Setting(b=3, t=4, layout=RawLayout("softplus", True, 1, 1.0), feedback=feedback)
+    inputs = setting.inputs()
+    inputs.x.mul_(torch.tensor([0.01, 1.0, 4.0], device=DEVICE)[:, None, None])
+    inputs.raw[0].mul_(0.1)
+    solver = Picard(0.05, 0.0, damping=damping, stop_rule="paper")
+    ours = check(setting, solver, max_steps, inputs)
+    f, y = setting.map(inputs, "reference"), setting.inputs().x.cos()
+    evaluations = []
+    for _ in range(max_steps):
+        evaluations.append(f(y))
+        y = torch.lerp(y, evaluations[-1], damping)
+    for i, steps in enumerate(ours.stats.num_steps.tolist()):
+        assert_close("value", ours.value[i], evaluations[steps - 1][i], 1e-10)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "solver", [Picard(), Picard(stop_rule="paper"), Jacobi()], ids=["picard", "paper", "jacobi"]
+)
+def test_default_tolerances_at_small_scale_and_at_zero(solver: IterativeSolver) -> None:
+    setting = Setting(t=3, dtype=torch.float32, feedback=0.0)
+    inputs = setting.inputs()
+    inputs.x.mul_(torch.tensor([1e-10, 0.0], device=DEVICE)[:, None, None])
+    inputs = replace(inputs, h0=None, y0=None)
+    y0 = torch.zeros_like(inputs.x)
+    ours, theirs = (run(setting, solver, b, 40, inputs, y0) for b in ("triton", "reference"))
+    assert ours.stats.converged.tolist() == [True, True] and ours.stats.num_steps[1] == 1
+    assert_close("value", ours.value, theirs.value, 1e-4)
+    assert bool(ours.value[0].any()) and not bool(ours.value[1].any())
+
+
+@needs_triton
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cap_that_freezes_some_tokens_only(method: type[Any]) -> None:
     setting = Setting(b=1, t=6, feedback=1.0)
@@ -255,7 +295,11 @@ def test_a_cap_that_freezes_some_tokens_only(method: type[Any]) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("solver", [Picard(0.1), Jacobi(1e-2)], ids=["picard", "jacobi"])
+@pytest.mark.parametrize(
+    "solver",
+    [Picard(0.1), Picard(0.1, damping=0.7, stop_rule="paper"), Jacobi(1e-2)],
+    ids=["picard", "paper", "jacobi"],
+)
 @pytest.mark.parametrize("fused", [True, False])
 def test_steps_after_convergence_change_nothing(solver: IterativeSolver, fused: bool) -> None:
     """So it does not matter how often the host looks."""

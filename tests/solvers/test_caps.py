@@ -75,6 +75,24 @@ def test_gamma_parameters_must_be_positive(name: str, value: float) -> None:
         GammaCap(**options)
 
 
+@pytest.mark.parametrize("name", ["shape", "scale"])
+@pytest.mark.parametrize("value", [True, "4", None, 1j])
+def test_gamma_parameters_must_be_numbers(name: str, value: Any) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(TypeError, match=f"{name} must be a positive number, got {value!r}"):
+        GammaCap(**options)
+
+
+@pytest.mark.parametrize("seed", [1.5, True, "0", None])
+def test_a_seed_is_an_int(seed: Any) -> None:
+    with pytest.raises(TypeError, match=f"seed must be an int, got {seed!r}"):
+        GammaCap(seed=seed)
+
+
+def test_a_draw_that_overflows_is_the_limit() -> None:
+    assert {GammaCap(scale=1.7e308, limit=9).draw(i) for i in range(20)} == {9}
+
+
 @pytest.mark.parametrize("make", [FixedCap, lambda steps: GammaCap(limit=steps), as_cap])
 def test_counts_are_checked(make: Any) -> None:
     with pytest.raises(ValueError, match=r"must be at least 1, got 0"):

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bedouin.solvers import Picard, Result, Solution, solve
+from bedouin.solvers import (
+    OneStepAdjoint,
+    Picard,
+    Result,
+    Solution,
+    UnrolledAdjoint,
+    solve,
+)
 from bedouin.solvers.base import Map
 
 NEVER = Picard(rtol=0.0, atol=0.0)
@@ -84,6 +91,37 @@ def test_zero_tolerances_never_stop_early_even_at_the_exact_fixed_point() -> Non
     assert solution.stats.num_steps.tolist() == [17, 17]
     assert solution.stats.residual.tolist() == [0.0, 0.0]
     assert not bool(solution.stats.converged.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stop_rule", ["prefix", "paper"])
+def test_a_sample_that_is_exactly_zero_converges_at_once(
+    dtype: torch.dtype, stop_rule: Any
+) -> None:
+    solver, x = Picard(stop_rule=stop_rule), torch.tensor([[0.0], [1.0]], dtype=dtype)
+    solution = _run(lambda y: 0.5 * y + x, torch.zeros_like(x), solver)
+    assert solution.stats.num_steps[0] == 1 and solution.result is Result.converged
+    assert solution.value[0] == 0 and solution.value.dtype == dtype
+
+
+def test_convergence_does_not_depend_on_the_scale_of_y() -> None:
+    """2 ** -60 is a power of two: every iterate is the other one, scaled without rounding."""
+    x = torch.randn(3, 5, dtype=torch.float64)
+
+    def at(size: float) -> Solution:
+        return _run(lambda y: 0.5 * y + size * x, torch.zeros_like(x), Picard())
+
+    small, large = at(2.0**-60), at(1.0)
+    assert torch.equal(small.value, 2.0**-60 * large.value)
+    assert torch.equal(small.stats.num_steps, large.stats.num_steps)
+
+
+def test_small_cotangents_have_gradients() -> None:
+    """An adjoint solve starts at zero, which an absolute tolerance would call the solution."""
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    solution = _run(lambda y: 0.5 * y + x, torch.zeros_like(x), Picard(1e-12))
+    (gradient,) = torch.autograd.grad(1e-10 * solution.value.sum(), x)
+    torch.testing.assert_close(gradient, torch.full_like(x, 2e-10), rtol=1e-9, atol=0)
 
 
 def test_a_start_at_the_fixed_point_takes_one_step() -> None:
@@ -199,11 +237,71 @@ def test_paper_stop_rule_is_the_loop_of_the_paper() -> None:
     solver = Picard(0.1, 0.0, stop_rule="paper")
     solution = _run(f, torch.zeros_like(x), solver, time_dim=1)
     for i in range(3):
-        f, y, steps = _causal_map(x[i : i + 1]), torch.zeros_like(x[i : i + 1]), 1
-        while (f(y) - y).abs().max() >= 0.1 * f(y).abs().max():
-            y, steps = f(y), steps + 1
+        y_before, y, steps = _paper_loop(x[i : i + 1], 100)
         assert solution.stats.num_steps[i] == steps
         assert torch.equal(solution.value[i : i + 1], y)
+        residual = _residual_of_step(y_before, y)
+        torch.testing.assert_close(solution.stats.residual[i], residual, rtol=1e-12, atol=0)
+    assert len(set(solution.stats.num_steps.tolist())) > 1
+    assert bool(solution.stats.converged.all())
+
+
+def _residual_of_step(y_before: Tensor, y: Tensor) -> Tensor:  # (1, t, c) each
+    """max_t |y_t - y_before_t| / max_{s <= t} |y_s|."""
+    defect, scale = (y - y_before).abs().amax(-1), y.abs().amax(-1)
+    return (defect / torch.cummax(scale, 1).values).max()
+
+
+def _paper_loop(x: Tensor, max_steps: int, damping: float = 1.0) -> tuple[Tensor, Tensor, int]:
+    """What the last step started from, what it evaluated, and the number of steps."""
+    f, y_before, steps = _causal_map(x), torch.zeros_like(x), 1
+    y = f(y_before)
+    while steps < max_steps and (y - y_before).abs().max() >= 0.1 * y.abs().max():
+        y_before, steps = torch.lerp(y_before, y, damping), steps + 1
+        y = f(y_before)
+    return y_before, y, steps
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.6])
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 50])
+def test_paper_stop_rule_returns_the_last_evaluation(max_steps: int, damping: float) -> None:
+    """By the tolerance or by the cap, damped or not; and the cap adds no evaluation."""
+    x = torch.randn(1, 6, 2, dtype=torch.float64)
+    f, count = _causal_map(x), []
+
+    def counted(y: Tensor) -> Tensor:
+        count.append(y)
+        return f(y)
+
+    solver = Picard(0.1, 0.0, damping, stop_rule="paper")
+    with torch.no_grad():
+        solution = _run(counted, torch.zeros_like(x), solver, max_steps, time_dim=1)
+    y_before, y, steps = _paper_loop(x, max_steps, damping)
+    assert torch.equal(solution.value, y)
+    assert solution.stats.num_steps.tolist() == [steps] and len(count) == steps
+    assert solution.stats.converged.tolist() == [steps < max_steps or max_steps == 50]
+    residual = _residual_of_step(y_before, y)
+    torch.testing.assert_close(solution.stats.residual[0], residual, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("max_steps", [2, 50])
+def test_unrolling_the_paper_stop_rule_is_the_gradient_of_its_evaluations(max_steps: int) -> None:
+    x = torch.randn(1, 6, 2, dtype=torch.float64, requires_grad=True)
+    y0, solver = torch.zeros_like(x), Picard(0.1, 0.0, 0.6, stop_rule="paper")
+    options: dict[str, Any] = {"max_steps": max_steps, "adjoint": UnrolledAdjoint(), "time_dim": 1}
+    solution = _run(_causal_map(x), y0, solver, **options)
+    (ours,) = torch.autograd.grad(solution.value.square().sum(), x)
+    (theirs,) = torch.autograd.grad(_paper_loop(x, max_steps, 0.6)[1].square().sum(), x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_the_one_step_gradient_of_the_paper_is_taken_at_the_returned_value() -> None:
+    x = torch.randn(2, 6, 2, dtype=torch.float64, requires_grad=True)
+    y0, solver = torch.zeros_like(x), Picard(0.1, 0.0, stop_rule="paper")
+    solution = _run(_causal_map(x), y0, solver, adjoint=OneStepAdjoint(), time_dim=1)
+    (ours,) = torch.autograd.grad(solution.value.sum(), x)
+    (theirs,) = torch.autograd.grad(_causal_map(x)(solution.value.detach()).sum(), x)
+    assert torch.equal(ours, theirs)
 
 
 def test_paper_stop_rule_keeps_what_comes_before_a_nan() -> None:

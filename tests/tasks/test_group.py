@@ -1,6 +1,7 @@
 """Group tables against permutations composed by hand, and the group laws."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,7 @@ def test_bad_names_list_the_forms(name: str) -> None:
         ("Z0", r"n of cyclic\(n\) must be at least 1, got 0"),
         ("D2", r"n of dihedral\(n\) must be at least 3, got 2"),
         ("S7", "group S7 must have at most 1024 elements"),
+        ("Z99999", r"n of cyclic\(n\) must be at most 1024, the largest order, got 99999"),
     ],
 )
 def test_bad_sizes(name: str, message: str) -> None:
@@ -151,6 +153,27 @@ def test_bad_sizes(name: str, message: str) -> None:
 def test_bad_generators(generators: tuple[tuple[int, ...], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Group("mine", generators)
+
+
+@pytest.mark.parametrize("generators", [[(1, 0)], ([1, 0],), ((True, False),), ((1.0, 0.0),), 3])
+def test_generators_of_wrong_types(generators: Any) -> None:
+    with pytest.raises(TypeError, match="generators must be a tuple of tuples of ints, got"):
+        Group("mine", generators)
+
+
+def test_arguments_of_wrong_types() -> None:
+    for call, message in (
+        (lambda: Group.from_name(5), "group name must be a string such as S5, .* got 5"),  # type: ignore[arg-type]
+        (lambda: cyclic(2.5), r"n of cyclic\(n\) must be an int, got 2\.5"),  # type: ignore[arg-type]
+        (lambda: symmetric(True), r"n of symmetric\(n\) must be an int, got True"),
+        (lambda: cyclic(2) * 2, "h must be a Group, got 2"),  # type: ignore[operator]
+        (
+            lambda: cyclic(2).prefix_products(torch.ones(1, 3, dtype=torch.bool)),
+            r"elements must be of dtype torch\.int64, got torch\.bool",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 def test_own_generators() -> None:

@@ -1,5 +1,11 @@
 """Streams: seeds that never meet, and the rule that puts every sequence into one split."""
 
+import copy
+import io
+import multiprocessing
+import operator
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedouin.tasks import Stream, stream
+from bedouin.tasks import Group, Split, Stream, WordProblem, stream
 from bedouin.tasks.streams import MAX_RANK, MAX_SEED, draw_last, resolve_split, row_hash
 
 seeds = st.integers(0, MAX_SEED - 1)
@@ -94,3 +100,129 @@ def test_row_hash_spreads_and_ignores_zeros_behind() -> None:
     assert counts.float().std() < 3 * (1296 / 6) ** 0.5
     assert torch.equal(hashes, row_hash(torch.nn.functional.pad(rows, (0, 3))))
     assert row_hash(torch.zeros(2, 0, dtype=torch.int64)).shape == (2,)
+
+
+COPIES: dict[str, Callable[[Stream], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda s: pickle.loads(pickle.dumps(s)),
+    "clone_state": lambda s: s.clone_state(),
+    "inside a container": lambda s: copy.deepcopy({"streams": [s]})["streams"][0],
+}
+
+
+def saved_and_loaded(generator: Stream) -> Any:
+    file = io.BytesIO()
+    torch.save(generator, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("split", ["train", "test", "all"])
+@pytest.mark.parametrize("make", [*COPIES.values(), saved_and_loaded], ids=[*COPIES, "torch.save"])
+def test_copies_keep_split_and_place(make: Callable[[Stream], Any], split: Split) -> None:
+    original = stream(split, 3)
+    torch.rand(5, generator=original)
+    made = make(original)
+    assert type(made) is Stream and made.split == split and made is not original
+    assert made.device == original.device and made.initial_seed() == original.initial_seed()
+    expected = torch.rand(5, generator=original)
+    assert torch.equal(torch.rand(5, generator=made), expected)
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_rows_of_a_copied_test_stream_are_test_rows(make: Callable[[Stream], Any]) -> None:
+    task = WordProblem(Group.from_name("Z5"), length=3)
+    seen = {tuple(row) for row in task.sample(4000, stream("train", 0)).tokens.tolist()}
+    copied = {tuple(row) for row in task.sample(500, make(stream("test", 0))).tokens.tolist()}
+    assert copied and not seen & copied
+
+
+def test_a_spawned_process_gets_the_split() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        got = pool.apply(operator.methodcaller("__reduce__"), (stream("test", 0),))
+    kind, arguments, _ = got
+    assert kind is Stream and arguments == ("cpu", "test")
+
+
+class _Rows(torch.utils.data.Dataset[tuple[str, float]]):
+    def __init__(self, generator: Stream) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[str, float]:
+        return self.generator.split, float(torch.rand((), generator=self.generator))
+
+
+def test_a_data_loader_worker_gets_the_split() -> None:
+    expected = float(torch.rand((), generator=stream("test", 0)))
+    loader = torch.utils.data.DataLoader(_Rows(stream("test", 0)), batch_size=None, num_workers=1)
+    assert tuple(next(iter(loader))) == ("test", expected)
+
+
+@pytest.mark.gpu
+def test_copies_on_a_gpu_keep_split_and_place() -> None:
+    original = stream("test", 3, "cuda")
+    torch.rand(5, generator=original, device="cuda")
+    shared = original.graphsafe_get_state()
+    made = [make(original) for make in (*COPIES.values(), saved_and_loaded)]
+    expected = torch.rand(5, generator=original, device="cuda")
+    for one in made:
+        assert type(one) is Stream and one.split == "test" and one.device == original.device
+        assert torch.equal(torch.rand(5, generator=one, device="cuda"), expected)
+    assert type(shared) is Stream and shared.split == "test"
+    assert shared.get_offset() == original.get_offset()
+    original.graphsafe_set_state(made[0])
+    with pytest.raises(ValueError, match="state must come from a stream of split 'test'"):
+        original.graphsafe_set_state(stream("train", 0, "cuda").graphsafe_get_state())
+
+
+def test_a_state_of_another_split_is_refused_and_changes_nothing() -> None:
+    for one, other in (("train", "test"), ("test", "train"), ("test", "all")):
+        generator = stream(one, 3)  # type: ignore[arg-type]
+        expected = torch.rand(5, generator=generator.clone_state())
+        with pytest.raises(ValueError, match=f"new_state must come from a stream of split '{one}'"):
+            generator.set_state(stream(other, 3).get_state())  # type: ignore[arg-type]
+        assert torch.equal(torch.rand(5, generator=generator), expected)
+
+
+def test_the_split_of_a_stream_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        stream("test", 0).split = "train"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="split must be one of"):
+        Stream(split="val")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": True}, "seed must be an int, got True"),
+        ({"seed": 1.5}, r"seed must be an int, got 1\.5"),
+        ({"seed": 0, "rank": "0"}, "rank must be an int, got '0'"),
+    ],
+)
+def test_streams_of_wrong_types(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        stream("train", **arguments)
+    with pytest.raises(TypeError, match="generator must be a torch.Generator, got 3: make one"):
+        resolve_split(3, None)  # type: ignore[arg-type]
+
+
+def test_a_seed_set_by_hand_survives_a_copy_and_a_state() -> None:
+    generator = stream("test", 0)
+    generator.manual_seed(4)
+    state, made = generator.get_state(), [make(generator) for make in COPIES.values()]
+    expected = torch.rand(3, generator=generator)
+    generator.set_state(state)
+    for one in (generator, *made):
+        assert one.split == "test"
+        assert torch.equal(torch.rand(3, generator=one), expected)
+
+
+def test_a_stream_of_all_rows_takes_every_state() -> None:
+    for split in ("train", "test", "all"):
+        source = stream(split, 3)
+        taken = Stream().set_state(source.get_state())
+        assert torch.equal(torch.rand(3, generator=taken), torch.rand(3, generator=source))

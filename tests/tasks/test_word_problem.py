@@ -182,3 +182,20 @@ def test_bad_calls() -> None:
         task.sample(-1, stream("train", 0))
     with pytest.raises(ValueError, match="split must be that of the stream"):
         task.sample(1, stream("train", 0), split="test")
+
+
+@pytest.mark.parametrize("name", ["length", "tokens_per_transition"])
+@pytest.mark.parametrize("value", [True, 2.0, "2", None])
+def test_fields_of_wrong_types(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an int, got {value!r}"):
+        WordProblem(A5, **{name: value})
+
+
+def test_samples_of_wrong_types() -> None:
+    task = WordProblem(A5)
+    with pytest.raises(TypeError, match=r"batch_size must be an int, got 2\.0"):
+        task.sample(2.0, stream("train", 0))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="length must be an int, got True"):
+        task.sample(1, stream("train", 0), length=True)
+    with pytest.raises(TypeError, match="generator must be a torch.Generator, got 0"):
+        task.sample(1, 0)  # type: ignore[arg-type]

@@ -23,15 +23,16 @@ def token_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
     """Fraction of the labels that are predicted right, as a scalar tensor (never reads the device).
 
     Args:
-        prediction: logits (b, t, v), of which the largest is taken, or class ids (b, t).
-        labels: (b, t); `IGNORE` marks positions that do not count.
+        prediction: logits (b, t, v), of which the largest is taken, or class ids (b, t). A position
+            where any logit is NaN has no largest one and is predicted wrong.
+        labels: (b, t) integers; `IGNORE` marks positions that do not count.
 
     Returns:
         A float32 scalar; NaN where no label counts.
 
     Raises:
-        ValueError: `prediction` fits `labels` neither as logits nor as class ids.
-        TypeError: class ids that are not integers.
+        ValueError: `prediction` fits `labels` neither as logits nor as class ids, or v is 0.
+        TypeError: labels or class ids that are not integers, logits that are no real numbers.
     """
     counted = labels != IGNORE
     correct = (_classes(prediction, labels) == labels) & counted
@@ -50,13 +51,28 @@ def sequence_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
 
 
 def _classes(prediction: Tensor, labels: Tensor) -> Tensor:
+    """Predicted class ids (b, t); IGNORE, which is right nowhere, where a logit is NaN."""
+    _check_ids("labels", labels)
     if prediction.shape[:-1] == labels.shape and prediction.ndim == labels.ndim + 1:
-        return prediction.argmax(dim=-1)
+        _check_logits(prediction)
+        largest, classes = prediction.max(dim=-1)  # NaN is larger than any number here
+        return classes.masked_fill(largest.isnan(), IGNORE)
     if prediction.shape != labels.shape:
         raise ValueError(
             f"prediction must be logits {(*labels.shape, 'v')} or class ids {tuple(labels.shape)} "
             f"for labels of shape {tuple(labels.shape)}, got {tuple(prediction.shape)}"
         )
-    if prediction.is_floating_point() or prediction.dtype == torch.bool:
-        raise TypeError(f"prediction of class ids must be of integer dtype, got {prediction.dtype}")
+    _check_ids("prediction of class ids", prediction)
     return prediction
+
+
+def _check_logits(logits: Tensor) -> None:
+    if logits.shape[-1] == 0:
+        raise ValueError(f"logits must have at least one class, got {tuple(logits.shape)}")
+    if logits.is_complex() or logits.dtype == torch.bool:
+        raise TypeError(f"logits must be real numbers, got {logits.dtype}")
+
+
+def _check_ids(name: str, ids: Tensor) -> None:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} must be of integer dtype, got {ids.dtype}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch, sequence_accuracy, token_accuracy
+from bedouin.tasks.checks import whole_number
 from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
 
 Protocol = Literal["plain", "official"]
@@ -53,6 +54,7 @@ class Copying:
 
     Raises:
         ValueError: a field out of its range.
+        TypeError: a number that is no int.
     """
 
     context_len: int = 32
@@ -62,9 +64,11 @@ class Copying:
     protocol: Protocol = "plain"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_length <= self.max_length:
+        for name in ("context_len", "min_length", "max_length", "num_letters"):
+            whole_number(name, getattr(self, name), 1)
+        if self.min_length > self.max_length:
             raise ValueError(
-                "min_length must be at least 1 and at most max_length, "
+                "min_length must be at most max_length, "
                 f"got min_length={self.min_length}, max_length={self.max_length}"
             )
         if self.context_len < 2 * self.max_length + 3:
@@ -114,10 +118,11 @@ class Copying:
 
         Raises:
             ValueError: a negative batch size, or a split that is not the stream's.
+            TypeError: a batch size that is no int, or no generator.
         """
         split = resolve_split(generator, split)
         most = -(-self.context_len // (2 * self.min_length + 3))  # J: enough if all are short
-        shape = (_checked_batch_size(batch_size), most)
+        shape = (whole_number("batch_size", batch_size, 0), most)
         lengths = torch.randint(
             self.min_length,
             self.max_length + 1,
@@ -145,10 +150,9 @@ class Copying:
         Raises:
             ValueError: as `sample`, or a length below 1.
         """
-        if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+        length = whole_number("length", length, 1)
         split = resolve_split(generator, split)
-        shape = (_checked_batch_size(batch_size), 1)
+        shape = (whole_number("batch_size", batch_size, 0), 1)
         lengths = torch.full(shape, length, device=generator.device)
         letters = self._draw_strings(lengths, length, split, generator)
         tokens, labels = self._render(letters, lengths, 2 * length + 3)
@@ -210,12 +214,6 @@ class Copying:
         answered = (local >= length + 2) & (end <= context_len)
         labels = tokens.masked_fill(~answered, IGNORE)
         return Batch(tokens, pad(labels[:, 1:], (0, 1), value=IGNORE))
-
-
-def _checked_batch_size(batch_size: int) -> int:
-    if batch_size < 0:
-        raise ValueError(f"batch_size must be at least 0, got {batch_size}")
-    return batch_size
 
 
 def _moved(batch: Batch, device: torch.device | str | None) -> Batch:

@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from bedouin.tasks.checks import whole_number
+
 Permutation = tuple[int, ...]
 
 MAX_ORDER: Final = 1024
@@ -38,12 +40,14 @@ class Group:
     Raises:
         ValueError: no generator, one that is no permutation, different degrees, or a group of more
             than 1024 elements.
+        TypeError: generators that are no tuples of ints.
     """
 
     name: str
     generators: tuple[Permutation, ...]
 
     def __post_init__(self) -> None:
+        _check_tuples(self.generators)
         if not self.generators:
             raise ValueError("generators must hold at least one permutation, got none")
         for generator in self.generators:
@@ -103,7 +107,10 @@ class Group:
         """Running products g_0 · g_1 · … · g_t: (b, t) int64 -> (b, t) int64, on its device.
 
         Products are associative, so spans are doubled: about log2(t) table look-ups, not t.
+        Raises TypeError for another dtype.
         """
+        if elements.dtype != torch.int64:
+            raise TypeError(f"elements must be of dtype torch.int64, got {elements.dtype}")
         table, span, products = self.table_on(elements.device), 1, elements
         while span < elements.shape[-1]:
             longer = table[products[..., :-span], products[..., span:]]
@@ -121,7 +128,10 @@ class Group:
 
         Raises:
             ValueError: another form, or an n for which the constructor raises.
+            TypeError: no string.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"group name must be a string such as {_FORMS}, got {name!r}")
         factors = re.split(r"_x_|x|\*", name)
         matches = [re.fullmatch(r"([SAZD])(\d{1,5})", factor) for factor in factors]
         group: Group | None = None
@@ -142,31 +152,34 @@ def compose(first: Permutation, second: Permutation) -> Permutation:
 
 def symmetric(n: int) -> Group:
     """S_n: all n! permutations of n points."""
-    _check_at_least("symmetric", n, 1)
+    _check_n("symmetric", n, 1)
     swap = (1, 0, *range(2, n)) if n > 1 else (0,)
     return Group(f"S{n}", (swap, _rotation(n)))
 
 
 def alternating(n: int) -> Group:
     """A_n: the n!/2 even permutations of n >= 3 points. A5 is the smallest non-solvable group."""
-    _check_at_least("alternating", n, 3)
+    _check_n("alternating", n, 3)
     return Group(f"A{n}", tuple(_three_cycle(n, i) for i in range(2, n)))
 
 
 def cyclic(n: int) -> Group:
     """Z_n: the n rotations of n points; element i is the rotation by i, g · h = (g + h) mod n."""
-    _check_at_least("cyclic", n, 1)
+    _check_n("cyclic", n, 1)
     return Group(f"Z{n}", (_rotation(n),))
 
 
 def dihedral(n: int) -> Group:
     """D_n: the 2n symmetries of the regular polygon with n >= 3 corners (D8 has 16 elements)."""
-    _check_at_least("dihedral", n, 3)
+    _check_n("dihedral", n, 3)
     return Group(f"D{n}", (_rotation(n), tuple(-i % n for i in range(n))))
 
 
 def direct_product(g: Group, h: Group) -> Group:
-    """G x H on disjoint points; (a, b) has the number a·|H| + b."""
+    """G x H on disjoint points; (a, b) has the number a·|H| + b. TypeError if one is no group."""
+    for name, group in (("g", g), ("h", h)):
+        if not isinstance(group, Group):
+            raise TypeError(f"{name} must be a Group, got {group!r}")
     left_points = tuple(range(g.degree))
     right_points = tuple(range(g.degree, g.degree + h.degree))
     left = [(*p, *right_points) for p in g.generators]
@@ -192,9 +205,18 @@ def _three_cycle(n: int, last: int) -> Permutation:
     return tuple(images)
 
 
-def _check_at_least(constructor: str, n: int, least: int) -> None:
-    if n < least:
-        raise ValueError(f"n of {constructor}(n) must be at least {least}, got {n}")
+def _check_n(constructor: str, n: int, least: int) -> None:
+    """A group of these on more than MAX_ORDER points is too large: say so before making points."""
+    name = f"n of {constructor}(n)"
+    if whole_number(name, n, least) > MAX_ORDER:
+        raise ValueError(f"{name} must be at most {MAX_ORDER}, the largest order, got {n}")
+
+
+def _check_tuples(generators: tuple[Permutation, ...]) -> None:
+    """A group is a key of the tables' cache, which a list could not be."""
+    nested = isinstance(generators, tuple) and all(isinstance(g, tuple) for g in generators)
+    if not nested or any(type(image) is not int for g in generators for image in g):
+        raise TypeError(f"generators must be a tuple of tuples of ints, got {generators!r}")
 
 
 def _base(permutations: Sequence[Permutation]) -> list[int]:

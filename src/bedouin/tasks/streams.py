@@ -15,10 +15,12 @@ The guarantee is about *equal lengths*: sequences of different lengths differ an
 test sequence may begin with a short training one.
 """
 
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 import torch
 from torch import Tensor
+
+from bedouin.tasks.checks import whole_number
 
 Split = Literal["train", "test", "all"]
 
@@ -28,9 +30,74 @@ _HELD_OUT: Final = 16
 
 
 class Stream(torch.Generator):
-    """A `torch.Generator` with a split; make one with `stream`."""
+    """A `torch.Generator` with a split; make one with `stream`.
 
-    split: Split = "all"
+    Its copies have the same split: copy, deepcopy, pickle, `torch.save`, `clone_state`,
+    `graphsafe_get_state`. The tensor of `get_state` holds numbers only, so it must go into a stream
+    of the same split: `set_state` and `graphsafe_set_state` raise ValueError where its seed is of
+    the other one. `manual_seed` and `seed` take any seed, which gives up the guard of the seeds and
+    keeps that of the examples.
+    """
+
+    _split: Split
+
+    def __new__(cls, device: torch.device | str = "cpu", split: Split = "all") -> Self:
+        # torch's stub gives the device to __init__, its class takes it here
+        made = super().__new__(cls, device)  # type: ignore[call-arg]
+        made._split = _checked_split(split)
+        return made
+
+    @property
+    def split(self) -> Split:
+        """The split that every sample comes from."""
+        return self._split
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch's own names torch.Generator, so its state alone would come back
+        state = super().__reduce__()[2]
+        return type(self), (str(self.device), self.split), state
+
+    def clone_state(self) -> Self:
+        """A stream of the same split that draws the same from here on."""
+        clone = type(self)(self.device, self.split)
+        torch.Generator.set_state(clone, self.get_state())
+        return clone
+
+    def graphsafe_get_state(self) -> Self:
+        """A stream of the same split that shares this one's state (CUDA only, as torch's)."""
+        handle = type(self)(self.device, self.split)
+        torch.Generator.graphsafe_set_state(handle, super().graphsafe_get_state())
+        return handle
+
+    def set_state(self, new_state: Tensor) -> Self:
+        """Continue where `get_state` was called; ValueError for a state of another split."""
+        before = self.clone_state()
+        super().set_state(new_state)
+        seed = self.initial_seed()
+        if not before._fits(seed):
+            super().set_state(before.get_state())
+            raise ValueError(self._foreign("new_state", seed))
+        return self
+
+    def graphsafe_set_state(self, state: torch.Generator) -> Self:
+        """Share another generator's state (CUDA only); ValueError for one of another split."""
+        if not self._fits(state.initial_seed()):
+            raise ValueError(self._foreign("state", state.initial_seed()))
+        super().graphsafe_set_state(state)
+        return self
+
+    def _fits(self, seed: int) -> bool:
+        """Whether a seed is of this split, or already in use here (by `manual_seed`)."""
+        if self.split == "all" or seed == self.initial_seed():
+            return True
+        return seed % 2 == (self.split == "test")
+
+    def _foreign(self, name: str, seed: int) -> str:
+        parity = "odd" if self.split == "test" else "even"
+        return (
+            f"{name} must come from a stream of split {self.split!r} (a generator with an {parity} "
+            f"seed), got one with seed {seed}: keep the states of train and test apart"
+        )
 
 
 def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank: int = 0) -> Stream:
@@ -43,20 +110,17 @@ def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank:
         rank: 0 <= rank < 2**11, for processes that must draw different data at the same seed.
 
     Returns:
-        A generator; `get_state` and `set_state` checkpoint it (the split is not part of the state).
+        A generator; `get_state` and `set_state` checkpoint it. The split is not part of that state,
+        but it is part of every copy of the stream.
 
     Raises:
         ValueError: unknown split, or seed or rank out of range.
+        TypeError: a seed or rank that is no int.
     """
-    if split not in get_args(Split):
-        raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
-    if not 0 <= seed < MAX_SEED:
-        raise ValueError(f"seed must be in [0, {MAX_SEED}), got {seed}")
-    if not 0 <= rank < MAX_RANK:
-        raise ValueError(f"rank must be in [0, {MAX_RANK}), got {rank}")
-    generator = Stream(device=device)
-    generator.split = split
-    generator.manual_seed(2 * _mix31(seed * MAX_RANK + rank) + (split == "test"))
+    number = whole_number("seed", seed, 0, MAX_SEED) * MAX_RANK
+    number += whole_number("rank", rank, 0, MAX_RANK)
+    generator = Stream(device, split)
+    generator.manual_seed(2 * _mix31(number) + (split == "test"))
     return generator
 
 
@@ -65,9 +129,15 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
 
     Raises:
         ValueError: an unknown split, or one that contradicts the stream's.
+        TypeError: no generator.
     """
-    if split is not None and split not in get_args(Split):
-        raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator, got {generator!r}: "
+            'make one with stream("train", seed)'
+        )
+    if split is not None:
+        _checked_split(split)
     if not isinstance(generator, Stream):
         return "all" if split is None else split
     if split is not None and split != generator.split:
@@ -76,6 +146,12 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
             f"make another one with stream({split!r}, seed)"
         )
     return generator.split
+
+
+def _checked_split(split: Split) -> Split:
+    if split not in get_args(Split):
+        raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
+    return split
 
 
 def draw_last(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bedouin.tasks.batch import IGNORE, Batch
+from bedouin.tasks.checks import whole_number
 from bedouin.tasks.group import Group
 from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
 
@@ -65,7 +66,7 @@ class WordProblem:
     Raises:
         ValueError: a field out of its range; fewer than two elements to draw from; fillers in the
             official protocol, which has none.
-        TypeError: a group that is no `Group`.
+        TypeError: a group that is no `Group`, a number that is no int.
     """
 
     group: Group
@@ -81,8 +82,8 @@ class WordProblem:
             )
         _check_choice("elements", self.elements, get_args(Elements))
         _check_choice("protocol", self.protocol, get_args(Protocol))
-        _check_positive("length", self.length)
-        _check_positive("tokens_per_transition", self.tokens_per_transition)
+        whole_number("length", self.length, 1)
+        whole_number("tokens_per_transition", self.tokens_per_transition, 1)
         self._check_alphabet()
 
     def _check_alphabet(self) -> None:
@@ -142,11 +143,10 @@ class WordProblem:
 
         Raises:
             ValueError: a negative batch size, a length below 1, or not the stream's split.
+            TypeError: a batch size or length that is no int, or no generator.
         """
-        length = self.length if length is None else length
-        _check_positive("length", length)
-        if batch_size < 0:
-            raise ValueError(f"batch_size must be at least 0, got {batch_size}")
+        length = whole_number("length", self.length if length is None else length, 1)
+        batch_size = whole_number("batch_size", batch_size, 0)
         split = resolve_split(generator, split)
         elements = self._draw(batch_size, length, split, generator)
         batch = self._dress(elements, self.group.prefix_products(elements))
@@ -183,8 +183,3 @@ def _alphabet_on(task: WordProblem, device: torch.device) -> Tensor:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")

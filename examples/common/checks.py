@@ -1,0 +1,60 @@
+"""Checks of options, with messages that name the flag."""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; a round bracket leaves its end out."""
+
+    low: float
+    high: float = math.inf
+    brackets: str = "[)"
+    whole: bool = False
+
+    def holds(self, value: object) -> bool:
+        """Whether the value is one of these numbers; NaN and bools never are."""
+        kinds = int if self.whole else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return False
+        above = value >= self.low if self.brackets[0] == "[" else value > self.low
+        return above and (value <= self.high if self.brackets[1] == "]" else value < self.high)
+
+    def __str__(self) -> str:
+        kind = "an int" if self.whole else "a number"
+        return f"{kind} in {self.brackets[0]}{self.low:g}, {self.high:g}{self.brackets[1]}"
+
+
+def whole(low: int, high: float = math.inf) -> Range:
+    """The integers from `low` to below `high`."""
+    return Range(low, high, whole=True)
+
+
+def flag(name: str) -> str:
+    """The flag of a field: num_layers -> --num-layers."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_ranges(
+    options: object, ranges: Mapping[str, Range], optional: Collection[str] = ()
+) -> None:
+    """ValueError that names the flag unless all numbers are in their ranges, None if optional."""
+    for name, wanted in ranges.items():
+        value = getattr(options, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if not (wanted.holds(number) or (number is None and name in optional)):
+                raise ValueError(f"{flag(name)} must be {wanted}, got {number!r}")
+
+
+@contextmanager
+def naming_flags(names: Collection[str]) -> Iterator[None]:
+    """Raise the library's ValueError with flags in place of its names of arguments."""
+    try:
+        yield
+    except ValueError as error:
+        words = rf"\b({'|'.join(names)})\b"
+        raise ValueError(re.sub(words, lambda word: flag(word[0]), str(error))) from error

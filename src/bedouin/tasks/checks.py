@@ -1,0 +1,18 @@
+"""Checks of the tasks' arguments."""
+
+from numbers import Integral
+
+
+def whole_number(name: str, value: int, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high), NumPy's integers included.
+
+    Raises:
+        TypeError: anything else than an integer; a bool counts as none.
+        ValueError: an integer out of the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < low or (high is not None and value >= high):
+        wanted = f"at least {low}" if high is None else f"in [{low}, {high})"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+    return int(value)
