@@ -10,7 +10,6 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +123,7 @@ class FixedPointMap:
         return self._mixer_values
 
     def _mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """x~ (b, t, d)."""
+        """x~."""
         if not self.mixer_values:
             return self.mixer.mix(raw, x, y)
         mixed: Tensor = _call(_Mix(self.mixer), self.mixer_values, raw, x, y)
@@ -244,7 +243,7 @@ class StructuredMap(FixedPointMap):
         i = self.inputs
         return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, self.mixer_values, self._options
 
-    @cached_property
+    @property
     def _options(self) -> SweepOptions:
         return SweepOptions(
             Bind(self.split, self.mixer),
