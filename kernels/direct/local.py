@@ -132,8 +132,8 @@ def _lu_solve(right: Tensor, factors: LocalFactors, *, adjoint: bool = False) ->
     shrink = factors.shrink
     if shrink is not None and not adjoint:
         right = shrink * right
-    column = right.unsqueeze(-1)
-    solved = torch.linalg.lu_solve(factors.LU, factors.pivots, column, adjoint=adjoint).squeeze(-1)
+    LU, pivots, column = factors.LU, factors.pivots, right.unsqueeze(-1)
+    solved: Tensor = torch.linalg.lu_solve(LU, pivots, column, adjoint=adjoint).squeeze(-1)
     return solved if shrink is None or not adjoint else shrink * solved
 
 
