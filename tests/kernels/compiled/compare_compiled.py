@@ -29,7 +29,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +116,8 @@ _LAUNCHES: list[Launch] = []
 
 
 def _measure_at(index: int) -> tuple[Entry, str, float]:
-    start = time.perf_counter()
-    return *measure(_LAUNCHES[index]), time.perf_counter() - start
+    start = sum(os.times()[:4])
+    return *measure(_LAUNCHES[index]), sum(os.times()[:4]) - start
 
 
 def dump(tree: Path, out: Path, cases: dict[str, Case], jobs: int, sass: Path | None) -> None:
@@ -132,7 +131,7 @@ def dump(tree: Path, out: Path, cases: dict[str, Case], jobs: int, sass: Path | 
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
             for entry, text, seconds in pool.imap(_measure_at, range(len(_LAUNCHES))):
                 entries.append(entry)
-                say(f"{len(entries)}/{len(_LAUNCHES)} {seconds:.1f} s: {describe(entry)}")
+                say(f"{len(entries)}/{len(_LAUNCHES)} {seconds:.1f} s of CPU: {describe(entry)}")
                 if sass is not None:
                     sass.mkdir(parents=True, exist_ok=True)
                     (sass / f"{entry['kernel']}-{digest(entry['options'])}.txt").write_text(text)

@@ -109,6 +109,8 @@ def capture(cases: Mapping[str, Callable[[], None]]) -> list[Launch]:
     for name, case in cases.items():
         with _recording(launches, name):
             case()
+        if not any(name in launch.cases for launch in launches.values()):
+            raise RuntimeError(f"{name!r} launches no kernel: adapt the call to this checkout")
     return list(launches.values())
 
 
