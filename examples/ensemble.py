@@ -314,9 +314,9 @@ class Ensemble:
         characters and strings."""
 
         task, left = self.data.task, self.config.eval_rows
-        copying = isinstance(task, Copying)
-        each_token = vmap(task.character_accuracy if copying else token_accuracy)
-        each_row = vmap(task.string_accuracy if copying else sequence_accuracy)
+        each_token, each_row = vmap(token_accuracy), vmap(sequence_accuracy)
+        if isinstance(task, Copying):
+            each_token, each_row = vmap(task.character_accuracy), vmap(task.string_accuracy)
         token = sequence = torch.zeros(self.config.seeds, device=self.device)
         while left > 0:
             rows = min(left, EVAL_BATCH)
