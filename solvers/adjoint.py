@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.backend import is_batched
+from bedouin.kernels.once import refuse_forward_mode, refuse_second_derivative
 from bedouin.solvers.base import (
     BlockMap,
     Map,
@@ -87,9 +88,15 @@ class _Attach(torch.autograd.Function):
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([grad_output], sources), None)
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, unused: Tensor | None) -> Tensor:
+        return tangent
+
 
 class _ImplicitGrad(torch.autograd.Function):
     """As `_Attach`, with the gradient first sent through the adjoint solve."""
+
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def forward(
@@ -101,6 +108,12 @@ class _ImplicitGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if is_batched(grad_output):
+            raise RuntimeError(
+                "ImplicitAdjoint with an iterative adjoint solve takes one cotangent at a time, not "
+                "those of is_grads_batched=True or jacobian(vectorize=True): use Direct or "
+                "solver=None, or a loop over the cotangents"
+            )
         with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
             w = ctx.solve_adjoint(grad_output)
         sources = [grad_output, *ctx.saved_tensors]

@@ -17,7 +17,7 @@ from bedouin.kernels.direct.reference import (
 )
 from bedouin.kernels.direct.registered import direct_sweep_triton
 from bedouin.kernels.direct.reverse import Inputs, ReportBackward, reverse_sweep
-from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.once import refuse_forward_mode, refuse_second_derivative
 
 CHUNK = 16
 """Tokens between two kept h: the backward's workspace is this many (b, d, n) tensors."""
@@ -30,6 +30,7 @@ class _DirectSweep(torch.autograd.Function):
     """y*, last h, kept h, defect, scale, magnitude, pivot; y* is solved, or `y_star` if given."""
 
     generate_vmap_rule = True
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def forward(

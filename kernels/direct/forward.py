@@ -55,7 +55,8 @@ def gain_rows(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
 def write_rows_(scratch: Scratch, decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:
     """h_t (..., n, d) = decayed + B (s * x~), in the memory of `decayed`."""
     # not addcmul_, which vmap has no rule for
-    return decayed.add_(scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1)))
+    written = scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1))
+    return scratch.add_(decayed, written)
 
 
 def term_size(s: Tensor, x: Tensor, mixed: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def forward_sweep(
         decay = decay_rows(scratch, f"h{t % 2}", delta, A_rows, options.eigenvalues)
         s = scale_rows(delta, decay, options.input_scale)
         sigma = gain_rows(s, B, C)
-        decayed = decay.mul_(h)
+        decayed = scratch.mul_(decay, h)
         factors = factor_local(sigma, e, U, M)
         rhs = combine_rows(C, decayed) + sigma * (x_t - apply_complement(x_t, e, U, M))
         y = solve_local(rhs, factors)
@@ -139,5 +140,5 @@ def remember(
             kept.append(scratch.keep(h))
         decay = decay_rows(scratch, f"h{t % 2}", delta[:, t], A_rows, options.eigenvalues)
         s = scale_rows(delta[:, t], decay, options.input_scale)
-        h = write_rows_(scratch, decay.mul_(h), s, mixed[:, t], B[:, t])
+        h = write_rows_(scratch, scratch.mul_(decay, h), s, mixed[:, t], B[:, t])
     return h.mT, kept

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.direct.forward import decay_rows, gain_rows, scale_rows, write_rows_
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
 from bedouin.kernels.direct.reference import Coefficients, SweepOptions, normalize_feedback
@@ -75,7 +76,7 @@ def _prepare(
     for i in range(x.shape[1]):
         decay = decay_rows(scratch, f"h{i}", c.delta[:, i], A, options.eigenvalues)
         s = scale_rows(c.delta[:, i], decay, options.input_scale)
-        hs.append(write_rows_(scratch, decay.mul_(hs[-1]), s, mixed[:, i], c.B[:, i]))
+        hs.append(write_rows_(scratch, scratch.mul_(decay, hs[-1]), s, mixed[:, i], c.B[:, i]))
         sigmas.append(gain_rows(s, c.B[:, i], c.C[:, i]))
     sigma = torch.stack(sigmas, 1)
     factors = factor_local(sigma, c.e, c.U, c.M)
@@ -116,7 +117,7 @@ def _reverse_token(
     rhs = g + apply_complement_transposed(from_memory, c.e, c.U, c.M)
     w = solve_local_transposed(rhs, LocalFactors(*_at(chunk.factors, i)))
 
-    H = H.add_(scratch.product("outer", c.C.unsqueeze(-1), w.unsqueeze(-2)))
+    H = scratch.add_(H, scratch.product("outer", c.C.unsqueeze(-1), w.unsqueeze(-2)))
     grad_mixed = from_memory + chunk.sigma[:, i] * w
     if coupled:
         outer = H * mixed.unsqueeze(-2)
@@ -138,7 +139,7 @@ def _reverse_token(
     grad_e = (grad_mixed * v).sum_to_size(c.e.shape)
     grad_x = grad_mixed - c.e * grad_mixed - combine_rows(M_U_g, c.U)
     coefficients = Coefficients(grad_delta, grad_B, grad_C, grad_e, grad_U, grad_M)
-    return _Cotangents(H.mul_(decay), grad_x, coefficients, grad_A, w, rhs)
+    return _Cotangents(scratch.mul_(H, decay), grad_x, coefficients, grad_A, w, rhs)
 
 
 def _discretize_vjp(
@@ -153,15 +154,34 @@ def _discretize_vjp(
     """Cotangents of delta (b, d) and A (n, d): `discretize_vjp`, state-major, in place."""
     full = options.eigenvalues == "full"
     if options.input_scale == "one_minus_decay":
-        grad_decay.sub_(decay.sign() * grad_s if full else grad_s)
-    grad_exponent = grad_decay.mul_(decay + 1 if full else decay)
+        grad_decay = scratch.sub_(grad_decay, decay.sign() * grad_s if full else grad_s)
+    grad_exponent = scratch.mul_(grad_decay, decay + 1 if full else decay)
     grad_delta = scratch.product("outer", grad_exponent, A).sum(-2)
-    grad_A = grad_exponent.mul_(delta.unsqueeze(-2)).sum(0)
+    grad_A = scratch.mul_(grad_exponent, delta.unsqueeze(-2)).sum(0)
     if options.input_scale == "delta":
         grad_delta = grad_delta + grad_s.squeeze(-2)
     elif options.input_scale == "bounded_delta":
         grad_delta = grad_delta + grad_s.squeeze(-2) / (1 + delta).square()
     return grad_delta, grad_A
+
+
+def _bind_vjp(
+    bind: Callable[..., Coefficients],
+    operands: tuple[Tensor, ...],  # raw (b, r) and the bind parameters
+    cotangents: Coefficients,
+) -> tuple[Tensor, ...]:
+    """Cotangents of the operands of `bind`."""
+    if is_transformed() or torch.compiler.is_compiling():
+        # neither knows leaves of a graph of its own
+        pulled: tuple[Tensor, ...] = torch.func.vjp(bind, *operands)[1](cotangents)
+        return pulled
+    # torch.func.vjp would refuse hooks on saved tensors, such as those of save_on_cpu
+    leaves = [v.detach().requires_grad_() for v in operands]
+    with torch.enable_grad():
+        found = bind(*leaves)
+    pairs = [(c, g) for c, g in zip(found, cotangents, strict=True) if c.requires_grad]
+    outputs, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)
 
 
 class _Totals:
@@ -205,7 +225,7 @@ def reverse_sweep(
     A = inputs.A.mT.contiguous()
     grad_feedback = torch.zeros_like(inputs.x.sum(1))
     H = grad_feedback.unsqueeze(1) + grad_h.mT  # a copy, which the tokens overwrite
-    totals, scratch = _Totals(inputs, A), Scratch(inputs.x)
+    totals, scratch = _Totals(inputs, A), Scratch(inputs.x, grad_y, grad_h)
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
         h = checkpoints[:, start // keep_every]
@@ -214,8 +234,9 @@ def reverse_sweep(
         for t in reversed(range(tokens.start, tokens.stop)):
             g = grad_y[:, t] + grad_feedback
             step = _reverse_token(chunk, t - start, g, H, A, options, scratch)
-            pull = torch.func.vjp(options.bind, inputs.full[:, t], *inputs.bind_parameters)[1]
-            grad_raw, *grad_bind = pull(step.coefficients)
+            grad_raw, *grad_bind = _bind_vjp(
+                options.bind, (inputs.full[:, t], *inputs.bind_parameters), step.coefficients
+            )
             totals.add(step, grad_raw, grad_bind)
             steps.append(step)
             H = step.H
@@ -261,4 +282,5 @@ def weight_gradient(grad_raw: Tensor, inputs: Inputs, options: SweepOptions) -> 
     if W_y is None:
         return None
     fed = normalize_feedback(inputs.y_before, options.feedback_norm_eps).to(W_y.dtype)
-    return grad_raw.to(W_y.dtype).flatten(0, 1).mT @ fed.flatten(0, 1)
+    # not flatten, which batched cotangents have no rule for
+    return grad_raw.to(W_y.dtype).reshape(-1, W_y.shape[0]).mT @ fed.flatten(0, 1)
