@@ -30,7 +30,8 @@ def choose_backend(
     """The implementation for tensors of `dtype` on `device`; only "auto" chooses.
 
     "auto" is Triton on a GPU, but the reference for float64, under torch.func transforms and
-    forward mode, which no Triton operation has rules for, and where `unsupported` names what the kernels do not cover.
+    forward mode, which no Triton operation has rules for, and where `unsupported` names what the
+    kernels do not cover.
     Raises ValueError for an unknown name, and for "triton" where it cannot run: without Triton,
     with something unsupported, under a transform, and on a CPU unless Triton's interpreter is on.
     """

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from bedouin.kernels.backend import is_forward_mode
 
-
 SECOND_DERIVATIVE = (
     "the gradient of bedouin's fixed point is once differentiable: second derivatives (double "
     "backward, create_graph=True, torch.func.hessian) are not supported; for those of a small "

@@ -110,7 +110,7 @@ class _ImplicitGrad(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if is_batched(grad_output):
             raise RuntimeError(
-                "ImplicitAdjoint with an iterative adjoint solve takes one cotangent at a time, not "
+                "ImplicitAdjoint with an iterative solve takes one cotangent at a time, not "
                 "those of is_grads_batched=True or jacobian(vectorize=True): use Direct or "
                 "solver=None, or a loop over the cotangents"
             )

@@ -21,8 +21,15 @@ from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.direct.forward import decay_rows, gain_rows, scale_rows, write_rows_
+from bedouin.kernels.direct.layout import bind_vjp, is_covered
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
-from bedouin.kernels.direct.reference import Coefficients, SweepOptions, normalize_feedback
+from bedouin.kernels.direct.reference import (
+    Coefficients,
+    SweepOptions,
+    full_raw,
+    normalize_feedback,
+    shifted,
+)
 from bedouin.kernels.direct.scratch import Scratch
 from bedouin.kernels.householder import (
     apply_complement,
@@ -45,6 +52,21 @@ class Inputs(NamedTuple):
     W_y: Tensor | None  # (r, d)
     A: Tensor  # (d, n)
     bind_parameters: tuple[Tensor, ...]
+
+
+def saved_inputs(
+    y: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,
+    A: Tensor,
+    y0: Tensor,  # (b, d)
+    bind_parameters: tuple[Tensor, ...],
+    options: SweepOptions,
+) -> Inputs:
+    """What the reverse sweep reads, from what the forward one keeps."""
+    full = full_raw(y, raw, W_y, y0, options)
+    return Inputs(y, shifted(y, y0), x, full, W_y, A, bind_parameters)
 
 
 class _Chunk(NamedTuple):
@@ -165,23 +187,36 @@ def _discretize_vjp(
     return grad_delta, grad_A
 
 
-def _bind_vjp(
-    bind: Callable[..., Coefficients],
-    operands: tuple[Tensor, ...],  # raw (b, r) and the bind parameters
-    cotangents: Coefficients,
-) -> tuple[Tensor, ...]:
-    """Cotangents of the operands of `bind`."""
-    if is_transformed() or torch.compiler.is_compiling():
-        # neither knows leaves of a graph of its own
-        pulled: tuple[Tensor, ...] = torch.func.vjp(bind, *operands)[1](cotangents)
-        return pulled
-    # torch.func.vjp would refuse hooks on saved tensors, such as those of save_on_cpu
+def _bind_puller(
+    inputs: Inputs, options: SweepOptions
+) -> Callable[[int, Coefficients], tuple[Tensor, ...]]:
+    """t, cotangents of the coefficients of token t -> those of its raw values (b, r) and of the
+    bind parameters."""
+    if is_covered(options.layout, inputs.full, inputs.A, inputs.bind_parameters):
+        return lambda t, grads: (bind_vjp(options, inputs.full[:, t], grads),)
+    # torch.func.vjp refuses hooks on saved tensors, such as those of save_on_cpu; under a transform
+    # there are none, and no leaves of a graph of its own either
+    pull = torch.func.vjp if is_transformed() else _vjp
+    parameters = inputs.bind_parameters
+    return lambda t, grads: pull(options.bind, inputs.full[:, t], *parameters)[1](grads)
+
+
+def _vjp(
+    bind: Callable[..., Coefficients], *operands: Tensor
+) -> tuple[Coefficients, Callable[[Coefficients], tuple[Tensor, ...]]]:
+    """`torch.func.vjp` for tensors that no transform holds."""
     leaves = [v.detach().requires_grad_() for v in operands]
     with torch.enable_grad():
         found = bind(*leaves)
-    pairs = [(c, g) for c, g in zip(found, cotangents, strict=True) if c.requires_grad]
-    outputs, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)
+
+    def pull(cotangents: Coefficients) -> tuple[Tensor, ...]:
+        pairs = [(c, g) for c, g in zip(found, cotangents, strict=True) if c.requires_grad]
+        outputs, grads = zip(*pairs, strict=True)
+        return torch.autograd.grad(
+            outputs, leaves, grads, allow_unused=True, materialize_grads=True
+        )
+
+    return found, pull
 
 
 class _Totals:
@@ -225,6 +260,7 @@ def reverse_sweep(
     A = inputs.A.mT.contiguous()
     grad_feedback = torch.zeros_like(inputs.x.sum(1))
     H = grad_feedback.unsqueeze(1) + grad_h.mT  # a copy, which the tokens overwrite
+    pull_bind = _bind_puller(inputs, options)
     totals, scratch = _Totals(inputs, A), Scratch(inputs.x, grad_y, grad_h)
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
@@ -234,9 +270,7 @@ def reverse_sweep(
         for t in reversed(range(tokens.start, tokens.stop)):
             g = grad_y[:, t] + grad_feedback
             step = _reverse_token(chunk, t - start, g, H, A, options, scratch)
-            grad_raw, *grad_bind = _bind_vjp(
-                options.bind, (inputs.full[:, t], *inputs.bind_parameters), step.coefficients
-            )
+            grad_raw, *grad_bind = pull_bind(t, step.coefficients)
             totals.add(step, grad_raw, grad_bind)
             steps.append(step)
             H = step.H

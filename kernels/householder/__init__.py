@@ -12,7 +12,9 @@ from bedouin.kernels.householder.reference import (
     householder_product_reference,
     rows_dot,
     unit,
+    unit_vjp,
     wy_factor,
+    wy_factor_vjp,
 )
 
 __all__ = [
@@ -26,7 +28,9 @@ __all__ = [
     "householder_product_reference",
     "rows_dot",
     "unit",
+    "unit_vjp",
     "wy_factor",
+    "wy_factor_vjp",
 ]
 
 MAX_REFLECTIONS = 8
