@@ -48,6 +48,10 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(SECOND_DERIVATIVE)
 
+
+class _OnceEager(_Once):
+    """The same in forward mode; torch.compile traces no Function with a jvp."""
+
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:
         raise RuntimeError(SECOND_DERIVATIVE)
@@ -65,5 +69,6 @@ def refuse_second_derivative(
     if not sources or not (forward_mode or torch.is_grad_enabled()):
         return tuple(grads)
     present = [grad for grad in grads if grad is not None]
-    marked = iter(_Once.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
+    function = _Once if torch.compiler.is_compiling() else _OnceEager
+    marked = iter(function.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
     return tuple(None if grad is None else next(marked) for grad in grads)

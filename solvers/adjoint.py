@@ -88,6 +88,10 @@ class _Attach(torch.autograd.Function):
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([grad_output], sources), None)
 
+
+class _AttachEager(_Attach):
+    """The same with the tangent of `tracked`; torch.compile traces no Function with a jvp."""
+
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, unused: Tensor | None) -> Tensor:
         return tangent
@@ -121,7 +125,8 @@ class _ImplicitGrad(torch.autograd.Function):
 
 
 def _attach(tracked: Tensor, y_star: Tensor) -> Tensor:
-    value: Tensor = _Attach.apply(tracked, y_star)  # type: ignore[no-untyped-call]
+    function = _Attach if torch.compiler.is_compiling() else _AttachEager
+    value: Tensor = function.apply(tracked, y_star)  # type: ignore[no-untyped-call]
     return value
 
 
