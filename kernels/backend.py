@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
 Implementation = Literal["triton", "reference"]
@@ -29,14 +30,15 @@ def choose_backend(
 ) -> Implementation:
     """The implementation for tensors of `dtype` on `device`; only "auto" chooses.
 
-    "auto" is Triton on a GPU, but the reference for float64, under torch.func transforms, which no
-    Triton operation has rules for, and where `unsupported` names what the kernels do not cover.
+    "auto" is Triton on a GPU, but the reference for float64, under torch.func transforms and
+    forward mode, which no Triton operation has rules for, and where `unsupported` names what the
+    kernels do not cover.
     Raises ValueError for an unknown name, and for "triton" where it cannot run: without Triton,
     with something unsupported, under a transform, and on a CPU unless Triton's interpreter is on.
     """
     check_backend(backend)
     if unsupported is None and is_transformed():
-        unsupported = "torch.func transforms"
+        unsupported = "torch.func transforms and forward-mode differentiation"
     if backend == "triton":
         _check_triton(device, unsupported)
         return "triton"
@@ -64,10 +66,27 @@ def _check_triton(device: torch.device, unsupported: str | None) -> None:
 
 
 def is_transformed() -> bool:
-    """Whether a torch.func transform such as vmap is at work."""
+    """Whether a torch.func transform such as vmap is at work, or forward-mode differentiation."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return is_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_forward_mode() -> bool:
+    """Whether tensors may carry tangents: torch.func.jvp and its kin, torch.autograd.forward_ad."""
+    if torch.compiler.is_compiling():
+        return False
+    level: int = torch.autograd.forward_ad._current_level
+    return level >= 0
+
+
+def is_batched(*tensors: Tensor | None) -> bool:
+    """Whether one of the tensors holds the cotangents of `torch.autograd.grad` with
+    is_grads_batched=True, which batches them in a way of its own, without a transform."""
+    if torch.compiler.is_compiling():
+        return False
+    is_one = torch._C._functorch.is_legacy_batchedtensor
+    return any(v is not None and is_one(v) for v in tensors)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:

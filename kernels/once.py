@@ -11,6 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import is_forward_mode
+
+SECOND_DERIVATIVE = (
+    "the gradient of bedouin's fixed point is once differentiable: second derivatives (double "
+    "backward, create_graph=True, torch.func.hessian) are not supported; for those of a small "
+    "problem take finite differences of the gradient"
+)
+
+FORWARD_MODE = (
+    "bedouin's fixed point has no forward-mode derivative (torch.func.jvp, jacfwd and hessian, "
+    "torch.autograd.forward_ad): use reverse mode (torch.func.jacrev, vjp and grad), or "
+    "adjoint=UnrolledAdjoint(), through which forward mode passes"
+)
+
+
+def refuse_forward_mode(ctx: Any, *tangents: Tensor) -> Any:
+    """The `jvp` of an autograd.Function that has none."""
+    raise RuntimeError(FORWARD_MODE)
+
 
 class _Once(torch.autograd.Function):
     """Its first `count` tensors, unchanged; differentiating them is an error."""
@@ -27,10 +46,15 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            "the gradient of a fixed point is once differentiable here: second derivatives (double "
-            "backward, create_graph=True) are not supported"
-        )
+        raise RuntimeError(SECOND_DERIVATIVE)
+
+
+class _OnceEager(_Once):
+    """The same in forward mode; torch.compile traces no Function with a jvp."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        raise RuntimeError(SECOND_DERIVATIVE)
 
 
 def refuse_second_derivative(
@@ -38,11 +62,13 @@ def refuse_second_derivative(
 ) -> tuple[Tensor | None, ...]:
     """`grads`, such that a derivative of them with respect to `depends_on` raises RuntimeError.
 
-    Costs nothing unless the backward pass itself is being recorded.
+    Costs nothing unless the backward pass itself is being recorded, or runs in forward mode.
     """
-    sources = [t for t in depends_on if t is not None and t.requires_grad]
-    if not torch.is_grad_enabled() or not sources:
+    forward_mode = is_forward_mode()
+    sources = [t for t in depends_on if t is not None and (forward_mode or t.requires_grad)]
+    if not sources or not (forward_mode or torch.is_grad_enabled()):
         return tuple(grads)
     present = [grad for grad in grads if grad is not None]
-    marked = iter(_Once.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
+    function = _Once if torch.compiler.is_compiling() else _OnceEager
+    marked = iter(function.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
     return tuple(None if grad is None else next(marked) for grad in grads)

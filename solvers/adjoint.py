@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from bedouin.kernels.backend import without_autocast
-from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.backend import is_batched, without_autocast
+from bedouin.kernels.once import refuse_forward_mode, refuse_second_derivative
 from bedouin.solvers.base import (
     BlockMap,
     Map,
@@ -89,8 +89,18 @@ class _Attach(torch.autograd.Function):
         return (*refuse_second_derivative([grad_output], sources), None)
 
 
+class _AttachEager(_Attach):
+    """The same with the tangent of `tracked`; torch.compile traces no Function with a jvp."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, unused: Tensor | None) -> Tensor:
+        return tangent
+
+
 class _ImplicitGrad(torch.autograd.Function):
     """As `_Attach`, with the gradient first sent through the adjoint solve."""
+
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def forward(
@@ -102,6 +112,12 @@ class _ImplicitGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if is_batched(grad_output):
+            raise RuntimeError(
+                "ImplicitAdjoint with an iterative solve takes one cotangent at a time, not "
+                "those of is_grads_batched=True or jacobian(vectorize=True): use Direct or "
+                "solver=None, or a loop over the cotangents"
+            )
         with torch.no_grad(), without_autocast(grad_output.device):
             w = ctx.solve_adjoint(grad_output)
         sources = [grad_output, *ctx.saved_tensors]
@@ -109,7 +125,8 @@ class _ImplicitGrad(torch.autograd.Function):
 
 
 def _attach(tracked: Tensor, y_star: Tensor) -> Tensor:
-    value: Tensor = _Attach.apply(tracked, y_star)  # type: ignore[no-untyped-call]
+    function = _Attach if torch.compiler.is_compiling() else _AttachEager
+    value: Tensor = function.apply(tracked, y_star)  # type: ignore[no-untyped-call]
     return value
 
 

@@ -40,6 +40,9 @@ ATOL = 1e-30
 y: cotangents, and layers behind small inputs, lie far below any fixed number. This one only lets a
 sample converge that is exactly zero, which no relative tolerance does, and is a normal float32."""
 
+MAX_TRACED_STEPS = 16
+"""Most steps that torch.compile writes out: some hundred nodes each, and none can be spared."""
+
 
 class SweepResult(Protocol):
     """What a direct sweep hands over: y (b, t, c), the norms (b, t), pivot (b,)."""
@@ -205,6 +208,8 @@ class IterativeSolver(Solver):
     def solve(
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
     ) -> Solution:
+        if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
+            return _solve_outside(self, f, y0, max_steps, time_dim, unroll)
         y = _as_tokens(y0, time_dim)
         if y.numel() == 0:
             return _empty_solution(y0)
@@ -230,6 +235,18 @@ class IterativeSolver(Solver):
         if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
             return f.fuse(y, rule) or _PlainSteps(self, f, y)
         return _PlainSteps(self, f, y)
+
+
+@functools.partial(
+    torch.compiler.disable,
+    reason="bedouin runs an iteration of more than "
+    f"{MAX_TRACED_STEPS} steps outside of the graph, where it can stop early: use Direct, a "
+    "smaller max_steps, or torch.compile with fullgraph=False",
+)
+def _solve_outside(
+    solver: IterativeSolver, f: Map, y0: Tensor, max_steps: int, time_dim: TimeDim, unroll: bool
+) -> Solution:
+    return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll)
 
 
 class _PlainSteps:

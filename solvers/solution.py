@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import is_batched
+
 
 class ConvergenceError(RuntimeError):
     """A solve with on_unconverged="raise" did not converge."""
@@ -111,11 +113,13 @@ def relative_residual(
 
 
 def can_read_device(tensor: Tensor) -> bool:
-    """Whether the host may look at values: not under compile, torch.func transforms or capture, and
-    not on the meta device, which has none."""
+    """Whether the host may look at values: not under compile, torch.func transforms or capture, not
+    at batched cotangents, and not on the meta device, which has no values."""
     if tensor.is_meta:
         return False
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if is_batched(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

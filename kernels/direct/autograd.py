@@ -9,15 +9,16 @@ from torch.autograd.function import FunctionCtx
 from bedouin.kernels.backend import Backend, without_autocast
 from bedouin.kernels.direct.forward import forward_sweep, remember
 from bedouin.kernels.direct.fused import choose_sweep
+from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.direct.reference import (
     Sweep,
     SweepOptions,
-    project_feedback,
+    full_raw,
     start_tensors,
 )
-from bedouin.kernels.direct.registered import direct_sweep_triton
-from bedouin.kernels.direct.reverse import Inputs, ReportBackward, reverse_sweep
-from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.direct.registered import direct_sweep_registered
+from bedouin.kernels.direct.reverse import ReportBackward, reverse_sweep, saved_inputs
+from bedouin.kernels.once import refuse_forward_mode, refuse_second_derivative
 
 CHUNK = 16
 """Tokens between two kept h: the backward's workspace is this many (b, d, n) tensors."""
@@ -30,6 +31,7 @@ class _DirectSweep(torch.autograd.Function):
     """y*, last h, kept h, defect, scale, magnitude, pivot; y* is solved, or `y_star` if given."""
 
     generate_vmap_rule = True
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def forward(
@@ -47,7 +49,7 @@ class _DirectSweep(torch.autograd.Function):
         if y_star is None:
             sweep, kept = forward_sweep(x, raw, W_y, A, h0, y0, bind_parameters, options, CHUNK)
         else:
-            full = _full_raw(y_star, raw, W_y, y0, options)
+            full = full_raw(y_star, raw, W_y, y0, options)
             coefficients = options.bind(full, *bind_parameters)
             h, kept = remember(y_star, x, coefficients, A, h0, options, CHUNK)
             norm, pivot = x.new_zeros(x.shape[:2]), x.new_zeros(x.shape[:1])
@@ -70,8 +72,7 @@ class _DirectSweep(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor, grad_h: Tensor, *unused: Tensor) -> tuple[Any, ...]:
         y, checkpoints, x, raw, W_y, A, y0, *bind_parameters = ctx.saved_tensors
         with torch.no_grad(), without_autocast(x.device):
-            full = _full_raw(y, raw, W_y, y0, ctx.options)
-            inputs = Inputs(y, _shift(y, y0), x, full, W_y, A, tuple(bind_parameters))
+            inputs = saved_inputs(y, x, raw, W_y, A, y0, tuple(bind_parameters), ctx.options)
             grads = reverse_sweep(
                 grad_y, grad_h, checkpoints, CHUNK, inputs, ctx.options, ctx.report
             )
@@ -98,13 +99,37 @@ def direct_sweep(
 
     With `y_star`, a fixed point found elsewhere, nothing is solved: the result is y_star with that
     gradient (the statistics are then zero). `report` gets defect and scale of the adjoint equation,
-    but not from the Triton version under torch.compile, whose graphs call no Python back.
+    but not under torch.compile, whose graphs call no Python back. There the sweep is one operation
+    if `options.layout` says how raw values are read, else it runs outside of the graph.
     The Triton kernels need `options.layout`; raises ValueError where `backend="triton"` cannot run.
     x and raw may have a lower dtype than A, whose dtype the state and the result have.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
     """
     if choose_sweep(backend, x, raw, A, bind_parameters, options) == "triton":
-        return direct_sweep_triton(x, raw, W_y, A, h0, y0, options, _chunk(x, A), y_star, report)
+        operands = (x, raw, W_y, A, h0, y0)
+        return direct_sweep_registered(
+            *operands, options, _chunk(x, A), y_star, report, plain=False
+        )
+    if not torch.compiler.is_compiling():
+        return _plain_sweep(x, raw, W_y, A, h0, y0, bind_parameters, options, y_star, report)
+    if is_covered(options.layout, raw, A, bind_parameters):
+        operands = (x, raw, W_y, A, h0, y0)
+        return direct_sweep_registered(*operands, options, CHUNK, y_star, report, plain=True)
+    return _uncompiled_sweep(x, raw, W_y, A, h0, y0, bind_parameters, options, y_star, report)
+
+
+def _plain_sweep(
+    x: Tensor,
+    raw: Tensor,
+    W_y: Tensor | None,
+    A: Tensor,
+    h0: Tensor | None,
+    y0: Tensor | None,
+    bind_parameters: tuple[Tensor, ...],
+    options: SweepOptions,
+    y_star: Tensor | None,
+    report: ReportBackward | None,
+) -> Sweep:
     x, raw = x.to(A.dtype), raw.to(A.dtype)
     h0, y0 = start_tensors(h0, y0, x, A)
     y, h, _, *statistics = _DirectSweep.apply(
@@ -113,21 +138,14 @@ def direct_sweep(
     return Sweep(y, h, *(value.detach() for value in statistics))
 
 
+_uncompiled_sweep = torch.compiler.disable(
+    _plain_sweep,
+    reason="bedouin's sweep runs outside of the graph for a mixer whose raw values only Python can "
+    "read: use HouseholderProduct, or torch.compile with fullgraph=False",
+)
+
+
 def _chunk(x: Tensor, A: Tensor) -> int:
     """Tokens between two kept h in Triton: down to 4, so that WORKSPACE will do."""
     fit = (chunk for chunk in (CHUNK, CHUNK // 2) if chunk * x.shape[0] * A.numel() <= WORKSPACE)
     return next(fit, CHUNK // 4)
-
-
-def _shift(y: Tensor, y0: Tensor) -> Tensor:
-    """y_{t-1} for every t; the first token sees y0."""
-    return torch.cat([y0.unsqueeze(1), y[:, :-1]], dim=1) if y.shape[1] else y
-
-
-def _full_raw(
-    y: Tensor, raw: Tensor, W_y: Tensor | None, y0: Tensor, options: SweepOptions
-) -> Tensor:
-    """raw^x + W^y norm(shifted y) for all tokens at once."""
-    if W_y is None:
-        return raw
-    return raw + project_feedback(_shift(y, y0), W_y, options.feedback_norm_eps)

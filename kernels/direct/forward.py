@@ -57,7 +57,8 @@ def gain_rows(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
 def write_rows_(scratch: Scratch, decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:
     """h_t (..., n, d) = decayed + B (s * x~), in the memory of `decayed`."""
     # not addcmul_, which vmap has no rule for
-    return decayed.add_(scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1)))
+    written = scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1))
+    return scratch.add_(decayed, written)
 
 
 def gap_rows(decay: Tensor, B: Tensor, C: Tensor, options: SweepOptions) -> Tensor | None:
@@ -93,7 +94,7 @@ def forward_sweep(
         diagonal = options.diagonal(e)
         gap = None if diagonal is None else gap_rows(decay, B, C, options)
         factors = factor_local(gain_rows(s, B, C), diagonal, U, M, gap)
-        decayed = decay.mul_(h)
+        decayed = scratch.mul_(decay, h)
         y = solve_local(combine_rows(C, decayed), factors, x_t)
         mixed = mix_channels(x_t, y, diagonal, U, M)
         h = write_rows_(scratch, decayed, s, mixed, B)
@@ -140,5 +141,5 @@ def remember(
         if t % keep_every == 0:
             kept.append(scratch.keep(h))
         decay, s = discretize_rows(scratch, f"h{t % 2}", delta[:, t], A_rows, options)
-        h = write_rows_(scratch, decay.mul_(h), s, mixed[:, t], B[:, t])
+        h = write_rows_(scratch, scratch.mul_(decay, h), s, mixed[:, t], B[:, t])
     return h.mT, kept

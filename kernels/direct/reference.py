@@ -112,6 +112,20 @@ def project_feedback(y: Tensor, W_y: Tensor, eps: float | None) -> Tensor:
     return linear(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
 
 
+def shifted(y: Tensor, y0: Tensor) -> Tensor:
+    """y_{t-1} (b, t, d) for every t; the first token sees y0."""
+    return torch.cat([y0.unsqueeze(1), y[:, :-1]], dim=1) if y.shape[1] else y
+
+
+def full_raw(
+    y: Tensor, raw: Tensor, W_y: Tensor | None, y0: Tensor, options: SweepOptions
+) -> Tensor:
+    """raw^x + W^y norm(shifted y) (b, t, r) for all tokens at once."""
+    if W_y is None:
+        return raw
+    return raw + project_feedback(shifted(y, y0), W_y, options.feedback_norm_eps)
+
+
 def input_gain(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """sigma (..., d): sum over n of s B C, the gain from x~_t to y_t."""
     return contract(s, B * C) if s.shape[-1] > 1 else s.squeeze(-1) * (B * C).sum(-1, keepdim=True)

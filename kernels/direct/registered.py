@@ -1,12 +1,13 @@
-"""The Triton sweep as operations of torch.library, so that torch.compile keeps whole graphs.
+"""The sweep as operations of torch.library, so that torch.compile keeps whole graphs.
 
-A solve, the same gradient for a y that is known, and the reverse sweep of both. The operations
+A solve, the same gradient for a y that is known, and the reverse sweep of both: with Triton, or
+with `plain` in eager PyTorch, which torch.compile would write out token by token. The operations
 import Triton when they run: registering them costs nothing where it is not chosen.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ from bedouin.kernels.direct.fused import (
     fused_reverse,
     fused_sweep,
     summarize,
+)
+from bedouin.kernels.direct.layout import bind_by_layout
+from bedouin.kernels.direct.plain import (
+    plain_memory,
+    plain_reverse,
+    plain_summary,
+    plain_sweep,
 )
 from bedouin.kernels.direct.reference import Activation, RawLayout, Sweep, SweepOptions
 from bedouin.kernels.direct.reverse import ReportBackward
@@ -50,13 +58,14 @@ def _sweep(
     input_scale: str,
     eigenvalues: str,
     norm_eps: float | None,
+    plain: bool,
     keep_every: int,
 ) -> Solved:
     layout = _layout(activation, selective, num_householder, beta_max)
-    options = _options(layout, input_scale, eigenvalues, norm_eps)
-    *solved, statistics = fused_sweep(x, raw, W_y, A, h0, y0, options, keep_every)
-    y, h, kept = solved
-    return y, h, kept, statistics, *summarize(statistics)
+    options = _options(layout, A, input_scale, eigenvalues, norm_eps)
+    run, summary = (plain_sweep, plain_summary) if plain else (fused_sweep, summarize)
+    y, h, kept, statistics = run(x, raw, W_y, A, h0, y0, options, keep_every)
+    return y, h, kept, statistics, *summary(statistics)
 
 
 @_sweep.register_fake
@@ -90,11 +99,13 @@ def _known(
     input_scale: str,
     eigenvalues: str,
     norm_eps: float | None,
+    plain: bool,
     keep_every: int,
 ) -> Known:
     layout = _layout(activation, selective, num_householder, beta_max)
-    options = _options(layout, input_scale, eigenvalues, norm_eps)
-    memory = fused_memory(y_star, x, raw, W_y, A, h0, y0, options, keep_every)
+    options = _options(layout, A, input_scale, eigenvalues, norm_eps)
+    run = plain_memory if plain else fused_memory
+    memory = run(y_star, x, raw, W_y, A, h0, y0, options, keep_every)
     return y_star.clone(memory_format=torch.contiguous_format), *memory
 
 
@@ -137,13 +148,15 @@ def _sweep_backward(
     input_scale: str,
     eigenvalues: str,
     norm_eps: float | None,
+    plain: bool,
     keep_every: int,
 ) -> Pulled:
     layout = _layout(activation, selective, num_householder, beta_max)
-    options = _options(layout, input_scale, eigenvalues, norm_eps)
+    options = _options(layout, A, input_scale, eigenvalues, norm_eps)
     saved = (kept, keep_every, y, x, raw, W_y, A, h0, y0)
+    run = plain_reverse if plain else fused_reverse
     with torch.autocast(x.device.type, enabled=False):
-        return fused_reverse(grad_y, grad_h, *saved, options, wants_y0=wants_y0)
+        return run(grad_y, grad_h, *saved, options, wants_y0=wants_y0)
 
 
 @_sweep_backward.register_fake
@@ -223,7 +236,7 @@ _sweep.register_autograd(_pull_sweep, setup_context=_save_sweep)
 _known.register_autograd(_pull_known, setup_context=_save_known)
 
 
-def direct_sweep_triton(
+def direct_sweep_registered(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
     W_y: Tensor | None,  # (r, d)
@@ -234,21 +247,25 @@ def direct_sweep_triton(
     keep_every: int,
     y_star: Tensor | None,
     report: ReportBackward | None,
+    *,
+    plain: bool,
 ) -> Sweep:
-    """`direct_sweep` where `choose_sweep` says "triton". torch.compile ignores `report`."""
+    """`direct_sweep` as one operation; needs `options.layout`. torch.compile ignores `report`."""
     layout = options.layout
     if layout is None:
-        raise ValueError("options.layout must be a RawLayout for the Triton kernels, got None")
+        raise ValueError("options.layout must be a RawLayout for an operation, got None")
     operands = (x, raw, W_y, A, h0, y0)
     fields = (layout.activation, layout.selective, layout.num_householder, layout.beta_max)
     scales = (options.input_scale, options.eigenvalues, options.feedback_norm_eps)
     if y_star is None:
-        y, h, _, statistics, summary, converged = _sweep(*operands, *fields, *scales, keep_every)
+        found = _sweep(*operands, *fields, *scales, plain, keep_every)
+        y, h, _, statistics, summary, converged = found
         residual, pivot = summary.unbind()
         defect, scale, magnitude, _ = statistics.unbind()
-        sweep = Sweep(y, h, defect, scale, magnitude, pivot, residual, converged)
+        reduced = (None, None) if plain else (residual, converged)
+        sweep = Sweep(y, h, defect, scale, magnitude, pivot, *reduced)
     else:
-        y, h, _ = _known(y_star, *operands, *fields, *scales, keep_every)
+        y, h, _ = _known(y_star, *operands, *fields, *scales, plain, keep_every)
         zeros = A.new_zeros(x.shape[:2])
         sweep = Sweep(y, h, zeros, zeros, zeros, A.new_zeros(x.shape[:1]))
     if report is not None and not torch.compiler.is_compiling() and y.grad_fn is not None:
@@ -262,11 +279,7 @@ def _layout(activation: str, selective: bool, num_householder: int, beta_max: fl
 
 
 def _options(
-    layout: RawLayout, input_scale: str, eigenvalues: str, norm_eps: float | None
+    layout: RawLayout, A: Tensor, input_scale: str, eigenvalues: str, norm_eps: float | None
 ) -> SweepOptions:
     scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-    return SweepOptions(_no_bind, *scales, norm_eps, layout)
-
-
-def _no_bind(raw: Tensor) -> NoReturn:
-    raise NotImplementedError("the kernels read raw values as the layout says")
+    return SweepOptions(bind_by_layout(layout, A), *scales, norm_eps, layout)

@@ -19,9 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.direct.forward import discretize_rows, gain_rows, gap_rows, write_rows_
+from bedouin.kernels.direct.layout import bind_vjp, is_covered
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
-from bedouin.kernels.direct.reference import Coefficients, SweepOptions, normalize_feedback
+from bedouin.kernels.direct.reference import (
+    Coefficients,
+    SweepOptions,
+    full_raw,
+    normalize_feedback,
+    shifted,
+)
 from bedouin.kernels.direct.scratch import Scratch
 from bedouin.kernels.householder import (
     apply_complement_transposed,
@@ -44,6 +52,21 @@ class Inputs(NamedTuple):
     W_y: Tensor | None  # (r, d)
     A: Tensor  # (d, n)
     bind_parameters: tuple[Tensor, ...]
+
+
+def saved_inputs(
+    y: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,
+    A: Tensor,
+    y0: Tensor,  # (b, d)
+    bind_parameters: tuple[Tensor, ...],
+    options: SweepOptions,
+) -> Inputs:
+    """What the reverse sweep reads, from what the forward one keeps."""
+    full = full_raw(y, raw, W_y, y0, options)
+    return Inputs(y, shifted(y, y0), x, full, W_y, A, bind_parameters)
 
 
 class _Chunk(NamedTuple):
@@ -75,7 +98,7 @@ def _prepare(
     for i in range(x.shape[1]):
         decay, s = discretize_rows(scratch, f"h{i}", c.delta[:, i], A, options)
         gaps.append(None if e is None else gap_rows(decay, c.B[:, i], c.C[:, i], options))
-        hs.append(write_rows_(scratch, decay.mul_(hs[-1]), s, mixed[:, i], c.B[:, i]))
+        hs.append(write_rows_(scratch, scratch.mul_(decay, hs[-1]), s, mixed[:, i], c.B[:, i]))
         sigmas.append(gain_rows(s, c.B[:, i], c.C[:, i]))
     sigma = torch.stack(sigmas, 1)
     known = [gap for gap in gaps if gap is not None]
@@ -117,7 +140,7 @@ def _reverse_token(
     rhs = g + apply_complement_transposed(from_memory, e, c.U, c.M)
     w = solve_local_transposed(rhs, chunk.factors.token(i))
 
-    H = H.add_(scratch.product("outer", c.C.unsqueeze(-1), w.unsqueeze(-2)))
+    H = scratch.add_(H, scratch.product("outer", c.C.unsqueeze(-1), w.unsqueeze(-2)))
     grad_mixed = from_memory + chunk.sigma[:, i] * w
     if coupled:
         outer = H * mixed.unsqueeze(-2)
@@ -144,7 +167,7 @@ def _reverse_token(
         grad_e = (grad_mixed * v).sum_to_size(c.e.shape)
         grad_x = (1 - e) * grad_mixed - taken
     coefficients = Coefficients(grad_delta, grad_B, grad_C, grad_e, grad_U, grad_M)
-    return _Cotangents(H.mul_(decay), grad_x, coefficients, grad_A, w, rhs)
+    return _Cotangents(scratch.mul_(H, decay), grad_x, coefficients, grad_A, w, rhs)
 
 
 def _discretize_vjp(
@@ -161,18 +184,50 @@ def _discretize_vjp(
     full = options.eigenvalues == "full"
     reach = decay + 1 if full else decay
     if options.input_scale == "one_minus_decay":
-        grad_decay.sub_(decay.sign() * grad_s if full else grad_s)
+        grad_decay = scratch.sub_(grad_decay, decay.sign() * grad_s if full else grad_s)
         if full:
             # the same 2 exp(A delta), where the sum has lost its digits
             reach = torch.where(decay < 0, s, reach)
-    grad_exponent = grad_decay.mul_(reach)
+    grad_exponent = scratch.mul_(grad_decay, reach)
     grad_delta = scratch.product("outer", grad_exponent, A).sum(-2)
-    grad_A = grad_exponent.mul_(delta.unsqueeze(-2)).sum(0)
+    grad_A = scratch.mul_(grad_exponent, delta.unsqueeze(-2)).sum(0)
     if options.input_scale == "delta":
         grad_delta = grad_delta + grad_s.squeeze(-2)
     elif options.input_scale == "bounded_delta":
         grad_delta = grad_delta + grad_s.squeeze(-2) / (1 + delta).square()
     return grad_delta, grad_A
+
+
+def _bind_puller(
+    inputs: Inputs, options: SweepOptions
+) -> Callable[[int, Coefficients], tuple[Tensor, ...]]:
+    """t, cotangents of the coefficients of token t -> those of its raw values (b, r) and of the
+    bind parameters."""
+    if is_covered(options.layout, inputs.full, inputs.A, inputs.bind_parameters):
+        return lambda t, grads: (bind_vjp(options, inputs.full[:, t], grads),)
+    # torch.func.vjp refuses hooks on saved tensors, such as those of save_on_cpu; under a transform
+    # there are none, and no leaves of a graph of its own either
+    pull = torch.func.vjp if is_transformed() else _vjp
+    parameters = inputs.bind_parameters
+    return lambda t, grads: pull(options.bind, inputs.full[:, t], *parameters)[1](grads)
+
+
+def _vjp(
+    bind: Callable[..., Coefficients], *operands: Tensor
+) -> tuple[Coefficients, Callable[[Coefficients], tuple[Tensor, ...]]]:
+    """`torch.func.vjp` for tensors that no transform holds."""
+    leaves = [v.detach().requires_grad_() for v in operands]
+    with torch.enable_grad():
+        found = bind(*leaves)
+
+    def pull(cotangents: Coefficients) -> tuple[Tensor, ...]:
+        pairs = [(c, g) for c, g in zip(found, cotangents, strict=True) if c.requires_grad]
+        outputs, grads = zip(*pairs, strict=True)
+        return torch.autograd.grad(
+            outputs, leaves, grads, allow_unused=True, materialize_grads=True
+        )
+
+    return found, pull
 
 
 class _Totals:
@@ -216,7 +271,8 @@ def reverse_sweep(
     A = inputs.A.mT.contiguous()
     grad_feedback = torch.zeros_like(inputs.x.sum(1))
     H = grad_feedback.unsqueeze(1) + grad_h.mT  # a copy, which the tokens overwrite
-    totals, scratch = _Totals(inputs, A), Scratch(inputs.x)
+    pull_bind = _bind_puller(inputs, options)
+    totals, scratch = _Totals(inputs, A), Scratch(inputs.x, grad_y, grad_h)
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
         h = checkpoints[:, start // keep_every]
@@ -225,8 +281,7 @@ def reverse_sweep(
         for t in reversed(range(tokens.start, tokens.stop)):
             g = grad_y[:, t] + grad_feedback
             step = _reverse_token(chunk, t - start, g, H, A, options, scratch)
-            pull = torch.func.vjp(options.bind, inputs.full[:, t], *inputs.bind_parameters)[1]
-            grad_raw, *grad_bind = pull(step.coefficients)
+            grad_raw, *grad_bind = pull_bind(t, step.coefficients)
             totals.add(step, grad_raw, grad_bind)
             steps.append(step)
             H = step.H
@@ -272,4 +327,5 @@ def weight_gradient(grad_raw: Tensor, inputs: Inputs, options: SweepOptions) -> 
     if W_y is None:
         return None
     fed = normalize_feedback(inputs.y_before, options.feedback_norm_eps).to(W_y.dtype)
-    return grad_raw.to(W_y.dtype).flatten(0, 1).mT @ fed.flatten(0, 1)
+    # not flatten, which batched cotangents have no rule for
+    return grad_raw.to(W_y.dtype).reshape(-1, W_y.shape[0]).mT @ fed.flatten(0, 1)

@@ -6,21 +6,23 @@ On a CPU, touching new memory of some megabytes costs several times the arithmet
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import is_batched, is_transformed
 from bedouin.kernels.householder import rows_dot
 
 
 class Scratch:
     """Products in named buffers; a buffer is overwritten by the next product of its name.
 
-    New memory instead where reuse is impossible (torch.func transforms have no `out=`) or pointless
-    (a GPU's caching allocator, torch.compile).
+    New memory instead where reuse is impossible (batched tensors have no `out=`) or pointless (a
+    GPU's caching allocator, torch.compile). What changes a tensor in place elsewhere does so only
+    where no operand is batched: the result may have a batch axis that the tensor lacks.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        self.reuses = like.device.type == "cpu" and not (
-            transformed or torch.compiler.is_compiling()
-        )
+    def __init__(self, *operands: Tensor) -> None:
+        """`operands`: the tensors, one at least, that torch may batch (vmap, is_grads_batched)."""
+        self.in_place = not (is_transformed() or is_batched(*operands))
+        on_cpu = operands[0].device.type == "cpu"
+        self.reuses = self.in_place and on_cpu and not torch.compiler.is_compiling()
         self.buffers: dict[str, Tensor] = {}
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
@@ -32,6 +34,16 @@ class Scratch:
             buffer = self.buffers[name] = a * b
             return buffer
         return torch.mul(a, b, out=buffer)
+
+    def add_(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b, in the memory of a if possible; the same holds for `sub_` and `mul_`."""
+        return a.add_(b) if self.in_place else a + b
+
+    def sub_(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.sub_(b) if self.in_place else a - b
+
+    def mul_(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.mul_(b) if self.in_place else a * b
 
     def rows_dot(self, rows: Tensor, v: Tensor) -> Tensor:
         """`rows_dot` (..., n) for rows (..., n, d) as large as h."""

@@ -13,7 +13,9 @@ from bedouin.kernels.householder.reference import (
     mix_channels,
     rows_dot,
     unit,
+    unit_vjp,
     wy_factor,
+    wy_factor_vjp,
 )
 
 __all__ = [
@@ -28,7 +30,9 @@ __all__ = [
     "householder_product_reference",
     "rows_dot",
     "unit",
+    "unit_vjp",
     "wy_factor",
+    "wy_factor_vjp",
 ]
 
 MAX_REFLECTIONS = 8

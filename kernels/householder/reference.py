@@ -19,6 +19,13 @@ def unit(v: Tensor, eps: float = UNIT_EPS) -> Tensor:
     return v * torch.rsqrt(squared_norm + v.shape[-1] * eps)
 
 
+def unit_vjp(grad: Tensor, v: Tensor, eps: float = UNIT_EPS) -> Tensor:
+    """Cotangent of v from that of unit(v)."""
+    scale = torch.rsqrt(v.square().sum(-1, keepdim=True) + v.shape[-1] * eps)
+    direction = v * scale
+    return scale * (grad - direction * (direction * grad).sum(-1, keepdim=True))
+
+
 def rows_dot(
     rows: Tensor,  # (..., k, d)
     v: Tensor,  # (..., d)
@@ -47,16 +54,36 @@ def wy_factor(
     T = (I + N)^-1 diag(beta) with N = diag(beta) striu(U U^T), and since N is nilpotent (N^k = 0)
     the inverse is the finite product (I - N)(I + N^2)(I + N^4)...
     """
-    k = U.shape[-2]
     N = beta.unsqueeze(-1) * torch.triu(U @ U.mT, diagonal=1)
-    identity = torch.eye(k, dtype=U.dtype, device=U.device)
+    return _inverse_of_one_plus(N) * beta.unsqueeze(-2)
+
+
+def _inverse_of_one_plus(N: Tensor) -> Tensor:
+    """(I + N)^-1 (..., k, k) for strictly upper triangular N."""
+    k = N.shape[-1]
+    identity = torch.eye(k, dtype=N.dtype, device=N.device)
     inverse = identity - N
     power, squared = 2, N
     while power < k:
         squared = squared @ squared
         inverse = inverse @ (identity + squared)
         power *= 2
-    return inverse * beta.unsqueeze(-2)
+    return inverse
+
+
+def wy_factor_vjp(
+    grad: Tensor,  # (..., k, k), of T
+    U: Tensor,  # (..., k, d) unit rows
+    beta: Tensor,  # (..., k)
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of U and beta, for T = X diag(beta), X = (I + N)^-1: that of N is -X^T grad_X X^T
+    above the diagonal."""
+    dots = torch.triu(U @ U.mT, diagonal=1)
+    X = _inverse_of_one_plus(beta.unsqueeze(-1) * dots)
+    grad_N = -torch.triu(X.mT @ (grad * beta.unsqueeze(-2)) @ X.mT, diagonal=1)
+    grad_beta = (grad * X).sum(-2) + (grad_N * dots).sum(-1)
+    grad_dots = beta.unsqueeze(-1) * grad_N
+    return (grad_dots + grad_dots.mT) @ U, grad_beta
 
 
 def apply_complement(

@@ -2,10 +2,12 @@
 
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.scan.autograd import selective_scan_triton
+from bedouin.kernels.scan.plain import plain_scan
 from bedouin.kernels.scan.reference import (
     Eigenvalues,
     InputScale,
@@ -47,7 +49,8 @@ def selective_scan(
     both differentiable. With `exclusive`, y_t reads memory before token t is written.
     Source: Mamba (arXiv 2312.00752), section 3; Fixed-Point RNNs (arXiv 2503.10799), section 5.
     Computes in at least float32; y has the dtype of x, the last h that of h0 (without h0 at least
-    float32). The Triton version is once differentiable.
+    float32). The Triton version is once differentiable, and so is every one under torch.compile,
+    where the scan is one operation for every length.
 
     Raises ValueError for shapes that do not fit, unknown option names, or a backend that cannot
     run on the device.
@@ -61,17 +64,15 @@ def selective_scan(
     if implementation == "triton" and x.numel() and A.numel():
         scales = input_scale, eigenvalues
         return selective_scan_triton(x, delta, A, B, C, h0, D, *scales, exclusive=exclusive)
-    y, h = selective_scan_reference(
-        x,
-        delta,
-        A,
-        B,
-        C,
-        h0,
-        input_scale=input_scale,
-        eigenvalues=eigenvalues,
-        exclusive=exclusive,
-    )
+    if torch.compiler.is_compiling() and x.numel() and A.numel():
+        y, h = plain_scan(x, delta, A, B, C, h0, input_scale, eigenvalues, exclusive)
+    else:
+        y, h = selective_scan_reference(
+            *(x, delta, A, B, C, h0),
+            input_scale=input_scale,
+            eigenvalues=eigenvalues,
+            exclusive=exclusive,
+        )
     return (y if D is None else y + D * x), h
 
 

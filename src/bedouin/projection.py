@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bedouin.kernels.backend import is_batched
 from bedouin.kernels.products import in_eights, padding
 
 
@@ -55,8 +56,10 @@ def _rows_gradient(grads: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Te
     """The sum of grads @ weights, the last first."""
     *others, (grad, weight) = zip(grads, weights, strict=True)
     total = grad @ weight
+    # a sum in place has no room for the batch axis of another cotangent
+    add = torch.Tensor.addmm if is_batched(*grads) else torch.Tensor.addmm_
     for grad, weight in reversed(others):
-        total.addmm_(grad, weight)
+        total = add(total, grad, weight)
     return total
 
 
@@ -72,8 +75,8 @@ def _joined(
     compute: Callable[..., Tensor], grads: tuple[Tensor, ...], rows: Tensor, like: Tensor
 ) -> Tensor:
     """The parts of a gradient, one below the other, in one tensor of the shape of `like`."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        # neither autograd nor a graph takes a given output
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_batched(*grads):
+        # neither autograd nor a graph takes a given output, nor do batched cotangents
         return torch.cat([compute(grad, rows) for grad in grads])
     joined = like.new_empty(like.shape)
     for grad, out in zip(grads, joined.split([v.shape[1] for v in grads]), strict=True):

@@ -1,0 +1,344 @@
+"""torch's transforms of whole layers: batched cotangents, vmap, forward mode, saved-tensor hooks.
+
+What is supported equals a loop; what is not raises an error that names bedouin and a remedy.
+
+Letters: b batch, t time, m d_model, e samples or cotangents of a transform.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
+from bedouin.layer import FixedPointLayer
+from bedouin.solvers import (
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    UnrolledAdjoint,
+)
+
+# torch scripts its own formulas for forward mode
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+FLOAT64: dict[str, Any] = {"dtype": torch.float64}
+PICARD, JACOBI = Picard(rtol=1e-13, atol=1e-300), Jacobi(rtol=1e-13, atol=1e-300)
+
+LAYERS: dict[str, Callable[..., FixedPointLayer]] = {
+    "default": lambda **k: Bedouin(2, d_state=2, expand=1, **FLOAT64, **k),
+    "coupled": lambda **k: Bedouin(
+        2, d_state=2, input_scale="one_minus_decay", eigenvalues="full", output="paper", **FLOAT64,
+        **k,
+    ),
+    "no-feedback": lambda **k: Bedouin(2, d_state=2, expand=1, feedback=(), **FLOAT64, **k),
+    "rnn": lambda **k: FixedPointRNN(2, expand=1, **FLOAT64, **k),
+}  # fmt: skip
+PLAIN = LAYERS | {"low-rank": lambda **k: Bedouin(2, d_state=2, mixer=LowRank(1), **FLOAT64, **k)}
+
+SOLVES: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "picard": {"solver": PICARD},
+    "jacobi": {"solver": JACOBI},
+    "one-step": {"solver": PICARD, "adjoint": OneStepAdjoint()},
+    "phantom": {"adjoint": PhantomAdjoint(2, 0.5)},
+    "unrolled": {"adjoint": UnrolledAdjoint()},
+    "iterative": {"adjoint": ImplicitAdjoint(PICARD)},
+}
+ONE_BY_ONE = {name: options for name, options in SOLVES.items() if name != "iterative"}
+
+plain_layers = pytest.mark.parametrize("kind", PLAIN)
+one_by_one = pytest.mark.parametrize("solve", ONE_BY_ONE)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def draw_state(layer: FixedPointLayer, b: int) -> BedouinState:
+    return BedouinState(draw(b, layer.d_inner, layer.d_state), draw(b, layer.d_inner))
+
+
+def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-14)
+
+
+def batched_and_looped(layer: FixedPointLayer, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of input, state and parameters for three cotangents: at once, and in a loop."""
+    state = draw_state(layer, len(x))
+    inputs = [v.requires_grad_() for v in (x, *state)] + list(layer.parameters())
+    output, last = layer(x, state=state, return_state=True)
+    outputs = (output, *last)
+    cotangents = [draw(3, *v.shape) for v in outputs]
+
+    def pull(cotangents: Any, **options: Any) -> tuple[Tensor, ...]:
+        options |= {"retain_graph": True, "allow_unused": True}  # without feedback, y of the state
+        return torch.autograd.grad(outputs, inputs, cotangents, **options)
+
+    looped = zip(*(pull(some) for some in zip(*cotangents, strict=True)), strict=True)
+    pairs = list(zip(pull(cotangents, is_grads_batched=True), looped, strict=True))
+    assert all((one is None) == (many[0] is None) for one, many in pairs)
+    return [(one, torch.stack(many)) for one, many in pairs if one is not None]
+
+
+# -- batched cotangents
+
+
+@one_by_one
+def test_batched_cotangents_are_a_loop_over_them_for_every_solve(solve: str) -> None:
+    layer = LAYERS["default"](**SOLVES[solve])
+    for actual, expected in batched_and_looped(layer, draw(2, 3, 2)):
+        assert_equal_up_to_rounding(actual, expected)
+
+
+@plain_layers
+def test_batched_cotangents_are_a_loop_over_them_for_every_layer(kind: str) -> None:
+    for actual, expected in batched_and_looped(PLAIN[kind](), draw(2, 3, 2)):
+        assert_equal_up_to_rounding(actual, expected)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("solve", ["direct", "one-step"])
+def test_batched_cotangents_of_the_kernels_are_a_loop_over_them(kind: str, solve: str) -> None:
+    layer = LAYERS[kind](backend="triton", max_steps=3, on_unconverged="ignore", **SOLVES[solve])
+    for actual, expected in batched_and_looped(layer, draw(1, 2, 2)):
+        assert_equal_up_to_rounding(actual, expected)
+
+
+@plain_layers
+def test_both_ways_to_batch_a_jacobian_are_the_loop(kind: str) -> None:
+    layer, x = PLAIN[kind](), draw(1, 3, 2)
+    expected = jacobian(layer, x)
+    assert_equal_up_to_rounding(jacrev(layer)(x), expected)
+    assert_equal_up_to_rounding(jacobian(layer, x, vectorize=True), expected)
+
+
+@one_by_one
+def test_jacobians_with_respect_to_parameters(solve: str) -> None:
+    layer, x = LAYERS["default"](**SOLVES[solve]), draw(1, 2, 2)
+    parameters = dict(layer.named_parameters())
+
+    def call(parameters: dict[str, Tensor]) -> Tensor:
+        output: Tensor = functional_call(layer, parameters, (x,))
+        return output
+
+    found = jacrev(call)(parameters)
+    output = layer(x)
+    for name, parameter in parameters.items():
+        rows = [
+            torch.autograd.grad(entry, parameter, retain_graph=True)[0]
+            for entry in output.flatten()
+        ]
+        expected = torch.stack(rows).unflatten(0, output.shape)
+        assert_equal_up_to_rounding(found[name], expected)
+
+
+def test_batched_cotangents_leave_no_statistics_behind() -> None:
+    layer = LAYERS["default"]()
+    x = draw(2, 2, 2).requires_grad_()
+    output = layer(x)
+    torch.autograd.grad(output, x, draw(3, *output.shape), is_grads_batched=True)
+    assert layer.stats is not None and layer.stats.backward is None
+
+
+def test_an_iterative_adjoint_refuses_batched_cotangents() -> None:
+    layer, x = LAYERS["default"](**SOLVES["iterative"]), draw(1, 2, 2)
+    with pytest.raises(RuntimeError, match="takes one cotangent at a time.*use Direct"):
+        jacobian(layer, x, vectorize=True)
+    with pytest.raises(RuntimeError, match="ImplicitAdjoint with an iterative.*use Direct"):
+        jacrev(layer)(x)
+
+
+# -- vmap
+
+
+@plain_layers
+def test_vmap_over_inputs_is_a_loop_over_them(kind: str) -> None:
+    layer, xs = PLAIN[kind](), draw(2, 1, 3, 2)
+
+    def loss(x: Tensor) -> Tensor:
+        output: Tensor = layer(x)
+        return output.square().sum()
+
+    for transform in (lambda f: f, grad, jacrev):
+        call = transform(loss)
+        assert_equal_up_to_rounding(vmap(call)(xs), torch.stack([call(x) for x in xs]))
+    pulled = vmap(lambda v: vjp(layer, xs[0])[1](v)[0])
+    expected = torch.stack([vjp(layer, xs[0])[1](v)[0] for v in xs])
+    assert_equal_up_to_rounding(pulled(xs), expected)
+
+
+@plain_layers
+@pytest.mark.parametrize("field", ["ssm", "y"])
+def test_vmap_over_one_part_of_the_state(kind: str, field: str) -> None:
+    layer, x = PLAIN[kind](), draw(1, 2, 2)
+    state = draw_state(layer, 1)
+    parts = draw(2, *getattr(state, field).shape)
+
+    def call(part: Tensor) -> tuple[Tensor, Tensor]:
+        output, last = layer(x, state=state._replace(**{field: part}), return_state=True)
+        return output, last.ssm
+
+    def loss(part: Tensor) -> Tensor:
+        return sum((v.square().sum() for v in call(part)), start=x.new_zeros(()))
+
+    for i, actual in enumerate(vmap(call)(parts)):
+        assert_equal_up_to_rounding(actual, torch.stack([call(part)[i] for part in parts]))
+    expected = torch.stack([grad(loss)(part) for part in parts])
+    assert_equal_up_to_rounding(vmap(grad(loss))(parts), expected)
+
+
+@plain_layers
+def test_vmap_over_each_parameter_alone(kind: str) -> None:
+    layer, x = PLAIN[kind](), draw(1, 2, 2)
+
+    for name, parameter in layer.named_parameters():
+        stacked = torch.stack([parameter.detach(), parameter.detach() * 0.9])
+
+        def loss(value: Tensor, name: str = name) -> Tensor:
+            output: Tensor = functional_call(layer, {name: value}, (x,))
+            return output.square().sum()
+
+        expected = torch.stack([grad(loss)(value) for value in stacked])
+        assert_equal_up_to_rounding(vmap(grad(loss))(stacked), expected)
+
+
+# -- forward mode and second derivatives
+
+
+def tangent_of(layer: FixedPointLayer, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        found: Tensor = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
+        return found
+
+
+@pytest.mark.parametrize("solve", ["direct", "picard", "jacobi"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda layer, x: jvp(layer, (x,), (x,)),
+        lambda layer, x: jacfwd(layer)(x),
+        lambda layer, x: hessian(lambda x: layer(x).sum())(x),
+        tangent_of,
+    ],
+    ids=["jvp", "jacfwd", "hessian", "forward_ad"],
+)
+def test_forward_mode_is_refused_by_name(transform: Callable[..., Any], solve: str) -> None:
+    layer = LAYERS["default"](**SOLVES[solve])
+    with pytest.raises(RuntimeError, match="bedouin.*forward-mode.*use reverse mode"):
+        transform(layer, draw(1, 2, 2))
+
+
+def test_an_iterative_adjoint_refuses_forward_mode_by_name() -> None:
+    layer = LAYERS["default"](**SOLVES["iterative"])
+    with pytest.raises(RuntimeError, match="bedouin.*forward-mode.*use reverse mode"):
+        tangent_of(layer, draw(1, 2, 2))
+
+
+@pytest.mark.interpreter
+def test_the_kernels_refuse_forward_mode_by_name() -> None:
+    layer = LAYERS["default"](backend="triton")
+    with pytest.raises(ValueError, match="backend='triton' does not support.*forward-mode"):
+        tangent_of(layer, draw(1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"solver": PICARD}, {"solver": JACOBI}], ids=["direct", "picard", "jacobi"]
+)
+def test_forward_mode_passes_through_an_unrolled_solve(options: dict[str, Any]) -> None:
+    layer = LAYERS["default"](adjoint=UnrolledAdjoint(), **options)
+    x = draw(1, 3, 2)
+    expected = (jacobian(layer, x).flatten(3) @ x.flatten()).reshape(x.shape)
+    assert_equal_up_to_rounding(jvp(layer, (x,), (x,))[1], expected)
+    assert_equal_up_to_rounding(tangent_of(layer, x), expected)
+    assert_equal_up_to_rounding(jacfwd(layer)(x), jacobian(layer, x))
+
+
+SECOND: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "jacrev of jacrev": lambda f, x: jacrev(jacrev(f))(x),
+    "grad of grad": lambda f, x: grad(lambda x: grad(f)(x).sum())(x),
+    "hessian": lambda f, x: torch.autograd.functional.hessian(f, x),
+    "jvp of grad": lambda f, x: jvp(grad(f), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("solve", ["direct", "picard", "one-step", "unrolled"])
+def test_second_derivatives_are_refused_by_name(solve: str, second: str) -> None:
+    layer = LAYERS["default"](**SOLVES[solve])
+    message = "bedouin.*(once differentiable|forward-mode)"
+    with pytest.raises(RuntimeError, match=message):
+        SECOND[second](lambda x: layer(x).square().sum(), draw(1, 2, 2))
+
+
+# -- hooks on saved tensors
+
+
+def gradients(layer: FixedPointLayer, x: Tensor, hooks: Any, *, around_backward: bool) -> Any:
+    """Of the input and the parameters; hooks around the forward, or the backward as well."""
+    with hooks:
+        output = layer(x)
+        if around_backward:
+            return torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])
+    return torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])
+
+
+def to_disk(folder: Path) -> saved_tensors_hooks:
+    def pack(v: Tensor) -> Path:
+        path = folder / str(len(list(folder.iterdir())))
+        torch.save(v.detach(), path)
+        return path
+
+    return saved_tensors_hooks(pack, torch.load)
+
+
+def in_bfloat16() -> saved_tensors_hooks:
+    def pack(v: Tensor) -> tuple[Tensor, torch.dtype]:
+        return (v.to(torch.bfloat16) if v.is_floating_point() else v.clone()), v.dtype
+
+    return saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1]))
+
+
+@pytest.mark.parametrize("around_backward", [False, True])
+@pytest.mark.parametrize("solve", SOLVES)
+def test_saved_tensors_may_be_packed(solve: str, around_backward: bool, tmp_path: Path) -> None:
+    layer = LAYERS["default"](max_steps=4, on_unconverged="ignore", **SOLVES[solve])
+    x = draw(1, 2, 2).requires_grad_()
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    for hooks in (save_on_cpu(), to_disk(tmp_path)):
+        actual = gradients(layer, x, hooks, around_backward=around_backward)
+        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+    rounded = gradients(layer, x, in_bfloat16(), around_backward=around_backward)
+    for ours, theirs in zip(rounded, expected, strict=True):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("solve", ["direct", "picard", "jacobi", "one-step", "iterative"])
+def test_saved_tensors_of_the_kernels_may_be_packed(solve: str) -> None:
+    options = {"max_steps": 1, "on_unconverged": "ignore"} | SOLVES[solve]
+    layer = LAYERS["default"](backend="triton", **options)
+    x = draw(1, 1, 2).requires_grad_()
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    actual = gradients(layer, x, save_on_cpu(), around_backward=True)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("around_backward", [False, True])
+def test_saved_tensors_of_a_mixer_without_layout_may_be_packed(around_backward: bool) -> None:
+    layer = PLAIN["low-rank"]()
+    x = draw(1, 2, 2).requires_grad_()
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    actual = gradients(layer, x, save_on_cpu(), around_backward=around_backward)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
