@@ -25,16 +25,13 @@ from bedouin.solvers.base import (
     strict_options,
 )
 from bedouin.solvers.direct import Direct
+from bedouin.solvers.reporting import Reporting
 from bedouin.solvers.solution import (
     BackwardStats,
-    Result,
     Solution,
     SolveStats,
     can_read_device,
 )
-
-Report = Callable[[SolveStats, Result], None]
-"""Called with the statistics of the backward solve when it has run."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Problem:
     solver: Solver
     max_steps: int
     time_dim: TimeDim
-    report: Report
+    reporting: Reporting
 
     def run(self, unroll: bool = False) -> Solution:
         return self.solver.solve(
@@ -156,7 +153,12 @@ class ImplicitAdjoint(Adjoint):
     solver: for the adjoint equation. None: the exact reverse sweep if the map offers it (whatever
         the forward solver), else the forward's solver, tolerances and cap. `Direct()` asks for the
         sweep.
-    The adjoint's own solve is reported in `stats.backward`, and warned about like the forward one.
+    The adjoint's own solve is reported in `stats.backward`, and `on_unconverged` holds for it as
+    for the forward solve: "raise" raises ConvergenceError from backward(), which on a GPU waits for
+    the outcome; "warn" warns in backward(), but on a GPU about the reverse sweep one call late,
+    from an asynchronous copy; under torch.compile, torch.func transforms and graph capture the
+    outcome is not read. A drawn cap below its limit excuses an iterative adjoint that it cuts
+    short, not the sweep, which has no cap.
     """
 
     solver: Solver | None = None
@@ -183,12 +185,16 @@ class ImplicitAdjoint(Adjoint):
 
     def _attach_exact(self, problem: Problem, f: ExactAdjointMap) -> Solution:
         if isinstance(problem.solver, Direct):
-            return problem.run()
-        with torch.no_grad():
             solution = problem.run()
-        if not torch.is_grad_enabled():
+        else:
+            with torch.no_grad():
+                solution = problem.run()
+        cell = solution.stats._backward
+        if not torch.compiler.is_compiling():  # whose graphs report nothing, and return the cell
+            cell.listen(problem.reporting.sweep)
+        if isinstance(problem.solver, Direct) or not torch.is_grad_enabled():
             return solution
-        return replace(solution, value=f.attach(solution.value, solution.stats._backward))
+        return replace(solution, value=f.attach(solution.value, cell))
 
     def _attach_iterative(self, problem: Problem, solution: Solution) -> Solution:
         if not can_read_device(solution.value):
@@ -254,6 +260,18 @@ class _BlockAdjointMap(_AdjointMap):
         return self.flip(self.invert(rest)), None
 
 
+def _saved_tensors_are_hooked() -> bool:
+    """Whether saved_tensors_hooks are on; where torch does not tell, True, which costs a step."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
+
+
+def _present_autocast(device: str) -> torch.autocast:
+    """A context that restores the present state of autocast on a kind of device."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype, enabled=enabled)
+
+
 class _AdjointSolve:
     """grad_output -> w, by an iterative solver; reports its statistics."""
 
@@ -262,12 +280,26 @@ class _AdjointSolve:
     ) -> None:
         self.problem, self.solver, self.stats = problem, solver, stats
         self.y, self.tracked = y, tracked
+        self.hooked, self.autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
 
     def _map(self, grad_output: Tensor) -> _AdjointMap:
         f, flips = self.problem.f, self.problem.time_dim == 1
+        y, tracked = self._evaluation()
         if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
-            return _BlockAdjointMap(self.y, self.tracked, grad_output, f)
-        return _AdjointMap(self.y, self.tracked, grad_output, flips)
+            return _BlockAdjointMap(y, tracked, grad_output, f)
+        return _AdjointMap(y, tracked, grad_output, flips)
+
+    def _evaluation(self) -> tuple[Tensor, Tensor]:
+        """y* and F(y*) in a graph that holds its tensors.
+
+        Hooks, such as those of non-reentrant checkpointing, may run the whole forward or a copy
+        each time that a graph's tensors are read, here once for each step of the adjoint solve.
+        """
+        if not self.hooked:
+            return self.y, self.tracked
+        y = self.y.detach().requires_grad_()
+        with torch.enable_grad(), self.autocast:
+            return y, self.problem.f(y)
 
     def __call__(self, grad_output: Tensor) -> Tensor:
         f = self._map(grad_output)
@@ -279,7 +311,7 @@ class _AdjointSolve:
             unroll=False,
         )
         self.stats._backward.stats = solution.stats
-        self.problem.report(solution.stats, solution.result)
+        self.problem.reporting.adjoint(solution.stats, solution.result)
         return f.flip(solution.value)
 
 

@@ -156,6 +156,9 @@ class Solver(ABC):
     can_unroll = True
     """Whether back-propagation through the solve is possible."""
 
+    is_exact = False
+    """Whether the solver takes one step by definition, whatever `max_steps`."""
+
     @abstractmethod
     def solve(
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool

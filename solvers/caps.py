@@ -51,8 +51,14 @@ class GammaCap(Cap):
 
     Draw i depends on (seed, i) alone, so all ranks of a data-parallel run draw the same cap, and a
     resumed run draws what the uninterrupted one would have. Gamma(4, 1) is the paper's choice
-    (arXiv 2503.10799, figure 1). Raises TypeError for values of the wrong
-    type, ValueError for values that are not positive.
+    (arXiv 2503.10799, figure 1). Raises TypeError for values of the wrong type, ValueError for
+    values that are not positive.
+
+    A layer's training call with a random cap draws one number from torch's default CPU generator.
+    It does not influence the cap; activation checkpointing restores that generator, so a call that
+    runs again in the backward pass is recognized and gets its own cap. With
+    preserve_rng_state=False that holds for one call of a layer in each region of
+    torch.utils.checkpoint; what cannot be recognized is a RuntimeError in the backward pass.
     """
 
     shape: float = 4.0

@@ -38,6 +38,8 @@ class Direct(Solver):
     Needs a map with `sweep`: TypeError otherwise.
     """
 
+    is_exact = True
+
     def solve(
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
     ) -> Solution:

@@ -37,8 +37,11 @@ class Picard(IterativeSolver):
     need no contraction, where the map has their structure.
 
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
-        s <= t. The tolerance bounds the defect, not the error. By default it is relative alone, but
-        for exact zeros; where the fixed point itself is zero, give an atol in units of y.
+        s <= t. The tolerance bounds the defect, not the error: iterates that grow without bound by
+        constant steps, as of f(y) = y + 1, satisfy it once they are 1 / rtol times as large as a
+        step (after 10 steps with rtol = 0.1, after 10,000 with the default). By default it is
+        relative alone, but for exact zeros; where the fixed point itself is zero, give an atol in
+        units of y.
     damping: in (0, 1]; 1 is the plain iteration.
     patience: with an int, a sample whose largest defect has not reached a new low for this many
         steps multiplies its damping factor by `shrink` (adaptive damping, arXiv 2503.10799,

@@ -6,6 +6,7 @@ Letters: b batch, t tokens of a sample.
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,17 @@ from bedouin.kernels.backend import is_batched
 
 
 class ConvergenceError(RuntimeError):
-    """A solve with on_unconverged="raise" did not converge."""
+    """A solve with on_unconverged="raise" did not converge. `stats` are that solve's SolveStats."""
+
+    stats: "SolveStats | None" = None
 
 
 class ConvergenceWarning(UserWarning):
-    """A solve with on_unconverged="warn" did not converge."""
+    """A solve with on_unconverged="warn" did not converge.
+
+    It points at the line that called into this package. A layer warns at its 1st, 10th, 100th, ...
+    call that did not converge, forward and adjoint solves counted apart; a plain `solve` each time.
+    """
 
 
 class Result(enum.Enum):
@@ -44,11 +51,18 @@ class Result(enum.Enum):
 
 
 class BackwardStats:
-    """The cell that an adjoint fills when it has run its own solve."""
+    """The cell that an adjoint fills when it has run its own solve.
+
+    A copy holds the statistics alone.
+    """
 
     def __init__(self) -> None:
         self._stats: SolveStats | None = None
         self._pending: Callable[[], SolveStats] | None = None
+        self._listener: Callable[[BackwardStats], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_stats": self.stats, "_pending": None, "_listener": None}
 
     @property
     def stats(self) -> "SolveStats | None":
@@ -60,9 +74,15 @@ class BackwardStats:
     def stats(self, stats: "SolveStats") -> None:
         self._stats, self._pending = stats, None
 
-    def defer(self, compute: Callable[[], "SolveStats"]) -> None:
-        """Statistics that are computed when somebody asks for them."""
+    def listen(self, listener: "Callable[[BackwardStats], None]") -> None:
+        """Have `listener` called with this cell whenever statistics are deferred."""
+        self._listener = listener
+
+    def defer(self, compute: "Callable[[], SolveStats]") -> None:
+        """Statistics that are computed when they are first read, at most once."""
         self._pending = compute
+        if self._listener is not None:
+            self._listener(self)
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,9 @@ class SolveStats:
         defect_t = |F(y)_t - y_t| and scale_t = max_{s <= t} |F(y)_s| (max norms). It bounds the
         defect, not the distance to the fixed point. Under Picard's stop_rule="paper" it is that of
         the last step, whose F(y) is the returned value.
-    converged: whether every token of the sample converged.
+    converged: whether every token of the sample converged, as its solver judges the defect. With a
+        relative tolerance Picard and Jacobi also accept iterates that have grown 1 / rtol times as
+        large as their steps (see `Picard`); Anderson and Broyden do not.
     conditioning: smallest pivot of the sample's local systems (Direct, Jacobi), else None.
     """
 
@@ -132,14 +154,24 @@ def read_result(stats: SolveStats) -> Result:
     return Result.nonfinite if bool(failed.any()) else Result.max_steps_reached
 
 
-def describe(stats: SolveStats, result: Result, subject: str) -> str:
-    """One line: how many samples, in how many steps, how far, and what to do."""
-    b = stats.converged.numel()
-    open_samples = int((~stats.converged).sum())
-    finite = stats.residual[torch.isfinite(stats.residual)]
-    worst = f"{finite.max().item():.1e}" if finite.numel() else "not finite"
-    steps = int(stats.num_steps.max()) if b else 0
+def accepted(stats: SolveStats, cut_at: int | None) -> Tensor:
+    """(b,): samples that are not reported: converged, or finite and cut short after `cut_at` steps,
+    a random training cap below its limit (None: the solve was not limited by one)."""
+    if cut_at is None:
+        return stats.converged
+    return stats.converged | (torch.isfinite(stats.residual) & (stats.num_steps >= cut_at))
+
+
+def describe(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
+    """One line about the samples that are not accepted: how many, in how many steps, how far, and
+    what to do."""
+    open_samples = ~accepted(stats, cut_at)
+    count, b = int(open_samples.sum()), open_samples.numel()
+    residual, steps = stats.residual[open_samples], stats.num_steps[open_samples]
+    finite = bool(torch.isfinite(residual).all())
+    worst = f"{residual.max().item():.1e}" if finite and count else "not finite"
+    result = Result.max_steps_reached if finite else Result.nonfinite
     return (
-        f"{subject}: {open_samples} of {b} samples did not converge in {steps} steps "
-        f"(worst residual {worst}): {result.message}"
+        f"{subject}: {count} of {b} samples did not converge in {int(steps.max()) if count else 0} "
+        f"steps (worst residual {worst}): {result.message}"
     )

@@ -1,25 +1,18 @@
 """`solve`: a fixed point of any tensor function, with the gradient and the report one asks for."""
 
-import warnings
-from typing import Literal, get_args
+from typing import get_args
 
 from torch import Tensor
 
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint, Problem
 from bedouin.solvers.base import Map, MapWrapper, Solver, TimeDim
 from bedouin.solvers.caps import Cap, as_cap
-from bedouin.solvers.solution import (
-    ConvergenceError,
-    ConvergenceWarning,
-    Result,
-    Solution,
-    SolveStats,
-    can_read_device,
-    describe,
-    read_result,
-)
+from bedouin.solvers.deferred import DeferredWarning
+from bedouin.solvers.reporting import OnUnconverged, Reporting
+from bedouin.solvers.solution import Solution
 
-OnUnconverged = Literal["warn", "raise", "ignore"]
+_DEFERRED = DeferredWarning(every=True)
+"""Outcomes of plain solves on a GPU, which the next one reports."""
 
 
 def solve(
@@ -33,6 +26,7 @@ def solve(
     time_dim: TimeDim = None,
     draw: int | None = None,
     subject: str = "solve",
+    deferred: DeferredWarning | None = None,
 ) -> Solution:
     """Find y* = f(y*) from y0 (b, ...), axis 0 being the batch.
 
@@ -42,12 +36,16 @@ def solve(
         max_steps: an int or a Cap; a Cap's `limit` holds unless `draw` gives the number of a
             training call.
         adjoint: None for ImplicitAdjoint().
-        on_unconverged: "raise" a ConvergenceError, "warn" with a ConvergenceWarning (on a GPU after
-            Direct or a few steps: not here, see `Result.unknown`), or "ignore". A solve cut by a
-            random cap is only recorded.
+        on_unconverged: "raise" a ConvergenceError (reads the outcome from a GPU), "warn" with a
+            ConvergenceWarning (on a GPU after Direct, a few steps or an exact adjoint one call
+            late, from an asynchronous copy), or "ignore"; the adjoint's own solve in the backward
+            pass likewise. Finite samples that a drawn cap below its limit cuts short are only
+            recorded in the statistics. Under torch.compile, torch.func transforms and graph
+            capture nothing is read, see `Result.unknown`.
         time_dim: 1 if f is causal along axis 1: convergence is then judged token by token. None: a
             sample converges as a whole.
         subject: named in messages.
+        deferred: counts and delays the warnings of one caller; None: every call warns.
 
     Returns a Solution: value (the shape of y0), stats (each (b,)), result.
     Raises TypeError or ValueError for arguments of the wrong kind, for a map without the structure
@@ -55,30 +53,17 @@ def solve(
     """
     check_solve_arguments(solver, adjoint, on_unconverged)
     _check_start(y0, time_dim)
+    if deferred is None:
+        deferred = _DEFERRED
+        deferred.flush()
     cap = as_cap(max_steps)
     steps = cap.limit if draw is None else cap.draw(draw)
-    cut = draw is not None and cap.is_random
-    policy: OnUnconverged = "ignore" if cut else on_unconverged
-
-    def report_backward(stats: SolveStats, result: Result) -> None:
-        report(stats, result, policy, f"{subject}, adjoint solve")
-
-    problem = Problem(_CheckedMap.wrap(f, y0), y0, solver, steps, time_dim, report_backward)
+    cut_at = steps if steps < cap.limit else None
+    reporting = Reporting(on_unconverged, subject, deferred, cut_at)
+    problem = Problem(_CheckedMap.wrap(f, y0), y0, solver, steps, time_dim, reporting)
     solution = (adjoint or ImplicitAdjoint()).apply(problem)
-    report(solution.stats, solution.result, policy, subject)
+    reporting.forward(solution, capped=not solver.is_exact)
     return solution
-
-
-def report(stats: SolveStats, result: Result, policy: OnUnconverged, subject: str) -> None:
-    """Raise or warn as `policy` says; an outcome not yet read is read for "raise" only."""
-    if result is Result.unknown and policy == "raise" and can_read_device(stats.converged):
-        result = read_result(stats)
-    if result in (Result.converged, Result.unknown) or policy == "ignore":
-        return
-    message = describe(stats, result, subject)
-    if policy == "raise":
-        raise ConvergenceError(message)
-    warnings.warn(message, ConvergenceWarning, stacklevel=3)
 
 
 def check_solve_arguments(solver: object, adjoint: object, on_unconverged: object) -> None:

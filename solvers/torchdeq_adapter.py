@@ -2,7 +2,8 @@
 
 torchdeq proposes iterates; this file decides. It hands torchdeq a guarded map that
 
-* measures convergence as every solver here does, and answers "solved" (a zero residual) for samples
+* measures convergence as every solver here does, but not against a size that the iterates only
+  reached by diverging (`_Guard._tolerance`), and answers "solved" (a zero residual) for samples
   that converged, so that they neither move nor hold up others;
 * answers "solved" for tokens that are not finite, so that a NaN touches nothing before it;
 * is scaled to a unit residual per sample, because torchdeq's Anderson regularizes with an absolute
@@ -13,6 +14,7 @@ torchdeq proposes iterates; this file decides. It hands torchdeq a guarded map t
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -48,7 +50,10 @@ def _solved(z: Tensor) -> float:
 
 
 class _Guard:
-    """The map as torchdeq sees it: z = y / unit, with the bookkeeping of every evaluation."""
+    """The map as torchdeq sees it: z = y / unit, with the bookkeeping of every evaluation.
+
+    change (b, t): the larger of |F(y0)_s| and the largest defect_s so far, over all s <= t.
+    """
 
     def __init__(self, f: Map, y0: Tensor, rtol: float, atol: float, budget: int) -> None:
         self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
@@ -58,6 +63,7 @@ class _Guard:
         self.lost = torch.zeros(b, t, dtype=torch.bool, device=y0.device)
         self.frozen = self.lost[:, 0].clone()
         self.num_steps = torch.zeros(b, dtype=torch.int64, device=y0.device)
+        self.change = y0.new_zeros(b, t)
         self.evaluate(y0, first=True)
 
     def start_round(self) -> Tensor:
@@ -82,21 +88,44 @@ class _Guard:
         finite = (~torch.isfinite(f_y).all(-1)).cumsum(1) == 0
         if first:
             self.lost = ~finite
+            self.change = self._largest_so_far(f_y.abs().amax(-1))
         self._judge(y, f_y, finite)
         return f_y, (self.frozen.unsqueeze(1) | ~finite).unsqueeze(-1)
 
     def _judge(self, y: Tensor, f_y: Tensor, finite: Tensor) -> None:
         defect = torch.where(self.lost, 0.0, (f_y - y).abs().amax(-1))
         scale = torch.where(self.lost, 0.0, f_y.abs().amax(-1))
-        largest = torch.cummax(torch.nan_to_num(scale, nan=torch.inf), dim=1).values
-        judged = (finite | self.lost).all(1)
-        done = ((defect < self.atol + self.rtol * largest) | self.lost).all(1) & judged
+        largest = self._largest_so_far(scale)
+        self.change = torch.maximum(self.change, self._largest_so_far(defect))
+        judged = (finite | self.lost).all(1) & self._is_measurable(largest)
+        small = defect < self._tolerance(largest)
+        done = (small | self.lost).all(1) & judged
         residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
         better = (done | (residual < self.lowest)) & ~self.frozen
         self.best = torch.where(better[:, None, None], y, self.best)
         self.f_best = torch.where(better[:, None, None], f_y, self.f_best)
         self.lowest = torch.where(better, residual, self.lowest)
         self.frozen = self.frozen | done
+
+    def _tolerance(self, largest: Tensor) -> Tensor:
+        """(b, t): atol + rtol scale, of which rtol scale counts up to sqrt(rtol) `change`.
+
+        Quasi-Newton steps on a map without a fixed point, such as y + 1, make y grow until any
+        constant defect is small beside it. So the defect must also have come down from its start.
+        An iterate up to 1 / sqrt(rtol) times as large as `change` is judged by rtol scale alone.
+        """
+        relative = torch.minimum(self.rtol * largest, math.sqrt(self.rtol) * self.change)
+        return self.atol + relative
+
+    def _is_measurable(self, largest: Tensor) -> Tensor:
+        """(b,): whether y is small enough that rounding leaves something of a constant defect."""
+        eps = torch.finfo(largest.dtype).eps
+        return (eps * largest <= self.change / 2).all(1)
+
+    def _largest_so_far(self, size: Tensor) -> Tensor:
+        """max_{s <= t} size_s, over the finite values where those that are not were lost."""
+        kept = torch.where(self.lost, 0.0, torch.nan_to_num(size, nan=torch.inf))
+        return torch.cummax(kept, dim=1).values
 
     def __call__(self, z: Tensor) -> Tensor:
         z_tokens = z.reshape(self.best.shape)
@@ -159,7 +188,9 @@ class Anderson(_TorchDEQSolver):
     Direct or Jacobi there. It mixes tokens: an output is causal, and independent of its neighbours
     in the batch, only to tolerance.
 
-    rtol, atol: a sample has converged when every token has (see `Picard`).
+    rtol, atol: a sample has converged when every token has (see `Picard`), and the defect has also
+        come down to sqrt(rtol) times the larger of |f(y0)| and the largest defect so far, so that
+        iterates that grow without bound do not pass.
     memory: iterates mixed; regularization: relative to the residual at the start of a round;
     damping: torchdeq's tau, in (0, 1].
     """
@@ -205,7 +236,9 @@ class Broyden(_TorchDEQSolver):
     feedback it does worse than Picard; use Direct or Jacobi there. It mixes tokens: an output is
     causal, and independent of its neighbours in the batch, only to tolerance.
 
-    rtol, atol: a sample has converged when every token has (see `Picard`).
+    rtol, atol: a sample has converged when every token has (see `Picard`), and the defect has also
+        come down to sqrt(rtol) times the larger of |f(y0)| and the largest defect so far, so that
+        iterates that grow without bound do not pass.
     max_rank: updates kept, None for all.
     """
 

@@ -221,7 +221,7 @@ def fused_step(
     buffers = _buffers(layer, x_t)
     buffers.load(state, layer._norm_eps)
     output = advance(layer, x_t, buffers)
-    layer._draws += layer.training
+    layer._next_draw()
     new_state, layer.stats = buffers.copies()
     return output, new_state
 
@@ -289,16 +289,15 @@ class Captured:
         """One token from the state in the buffers; the output stays in its place."""
         layer._deferred.flush()
         if layer.training:
-            # a module's own assignment takes ten times as long
-            vars(layer)["_draws"] += 1
+            layer._draws.next(layer.cap)
         self.x.copy_(x_t)
         self.replay()
         self._last = None
         self._tokens += 1
         if self._tokens % LOOK_EVERY == 0 and layer.on_unconverged == "warn":
-            if not layer._deferred.is_pending:
-                stats = self.buffers.stats_since_last_look()
-                layer._deferred.schedule(stats, type(layer).__name__)
+            subject = type(layer).__name__
+            if not layer._deferred.is_pending(subject):
+                layer._deferred.schedule(self.buffers.stats_since_last_look(), subject)
         return self.output
 
     def step(

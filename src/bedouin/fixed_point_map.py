@@ -10,6 +10,7 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -279,7 +280,7 @@ class StructuredMap(FixedPointMap):
     def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
         def report(defect: Tensor, scale: Tensor) -> None:
             if can_read_device(defect):
-                cell.defer(lambda: _reverse_stats(defect, scale))
+                cell.defer(partial(_reverse_stats, defect, scale))
 
         return report
 

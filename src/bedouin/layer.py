@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
 from bedouin.checks import check_batch_size, check_bool, check_dtype, check_tensor, positive_int
@@ -33,10 +34,10 @@ from bedouin.projection import split_linear
 from bedouin.solvers import (
     Adjoint,
     Cap,
+    ConvergenceError,
     Direct,
     OneStepAdjoint,
     Picard,
-    Result,
     Solution,
     Solver,
     SolveStats,
@@ -45,8 +46,10 @@ from bedouin.solvers import (
 from bedouin.solvers.base import check_number, unknown_option
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.deferred import DeferredWarning
-from bedouin.solvers.solution import can_read_device
-from bedouin.solvers.solve import OnUnconverged, check_solve_arguments
+from bedouin.solvers.draws import Draws
+from bedouin.solvers.recompute import restores_tensors_only
+from bedouin.solvers.reporting import OnUnconverged
+from bedouin.solvers.solve import check_solve_arguments
 from bedouin.state import BedouinState, check_state, zero_state
 
 Decay = Literal["mamba", "griffin"]
@@ -78,10 +81,11 @@ class FixedPointLayer(nn.Module):
     """Whether `_drive` is more than its argument."""
 
     stats: SolveStats | None
-    """Statistics of the last call, None before any. Under torch.func transforms they are the
-    transform's own tensors: return them from the transformed function to read them. Under
-    torch.compile they are outputs of the graph, never looked at (no warning, no error), and
-    stats.backward stays None."""
+    """Statistics of the last call, None before any; after a ConvergenceError those of the call that
+    failed. A recomputation of non-reentrant checkpointing leaves them as they are. Under torch.func
+    transforms they are the transform's own tensors: return them from the transformed function to
+    read them; copies of the layer do not hold them. Under torch.compile they are outputs of the
+    graph, never looked at (no warning, no error), and stats.backward stays None."""
 
     def __init__(
         self,
@@ -132,7 +136,7 @@ class FixedPointLayer(nn.Module):
         self.adjoint, self.cap = adjoint, as_cap(max_steps)
         self.backend, self.on_unconverged = backend, on_unconverged
         self.stats = None
-        self._draws = 0
+        self._draws = Draws()
         self._deferred = DeferredWarning()
         self._graphs = StepGraphs()
 
@@ -362,27 +366,34 @@ class FixedPointLayer(nn.Module):
 
     def _solve(self, f: FixedPointMap, x: Tensor, dtype: torch.dtype, solver: Solver) -> Solution:
         choose_backend(self.backend, x.device)
-        subject = type(self).__name__
         if isinstance(solver, Direct):
             # which reads no more of it than its shape
             start = x.new_empty((), dtype=dtype).expand(x.shape)
         else:
             start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
-        solution = solve(
-            f,
-            start,
-            solver,
-            max_steps=self.cap,
-            adjoint=self.adjoint,
-            on_unconverged=self.on_unconverged,
-            time_dim=1,
-            draw=self._next_draw(),
-            subject=subject,
-        )
-        self.stats = solution.stats
-        if self._must_look_later(solution):
-            self._deferred.schedule(solution.stats, subject)
+        try:
+            solution = solve(
+                f,
+                start,
+                solver,
+                max_steps=self.cap,
+                adjoint=self.adjoint,
+                on_unconverged=self.on_unconverged,
+                time_dim=1,
+                draw=self._next_draw(),
+                subject=type(self).__name__,
+                deferred=self._deferred,
+            )
+        except ConvergenceError as error:
+            self._keep_stats(error.stats)
+            raise
+        self._keep_stats(solution.stats)
         return solution
+
+    def _keep_stats(self, stats: SolveStats | None) -> None:
+        # of such a recomputation nothing is taken back: stats.backward comes to the first call's
+        if not restores_tensors_only():
+            self.stats = stats
 
     def _next_draw(self) -> int | None:
         """The number of this training call, which a random cap depends on; None in evaluation."""
@@ -390,12 +401,7 @@ class FixedPointLayer(nn.Module):
         counts = self.cap.is_random or not torch.compiler.is_compiling()
         if not (self.training and counts):
             return None
-        self._draws += 1
-        return self._draws - 1
-
-    def _must_look_later(self, solution: Solution) -> bool:
-        unread = solution.result is Result.unknown and self.on_unconverged == "warn"
-        return unread and solution.value.is_cuda and can_read_device(solution.value)
+        return self._draws.next(self.cap)
 
     def _incoming(
         self, state: BedouinState | None, x: Tensor, dtype: torch.dtype
@@ -436,11 +442,18 @@ class FixedPointLayer(nn.Module):
 
     # -- saving: one always-present counter, whatever the solver, adjoint, cap or backend
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: no statistics that belong to a torch.func transform."""
+        state = dict(vars(self))
+        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.converged):
+            state["stats"] = None
+        return state
+
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self._draws)
+        return torch.tensor(self._draws.count)
 
     def set_extra_state(self, state: Tensor) -> None:
-        self._draws = int(state)
+        self._draws.count = int(state)
 
     def extra_repr(self) -> str:
         return (
@@ -487,7 +500,9 @@ class Bedouin(FixedPointLayer):
             Picard.
         adjoint: a gradient object; None: ImplicitAdjoint(), exact.
         max_steps: an int or a Cap. backend: "auto", "triton" or "reference".
-        on_unconverged: "warn", "raise" or "ignore".
+        on_unconverged: "warn" (at the 1st, 10th, 100th, ... call of this layer, see
+            ConvergenceWarning), "raise" a ConvergenceError or "ignore", for the forward solve and,
+            in the backward pass, for that of the adjoint (see ImplicitAdjoint).
         output: "norm" as above, or "paper": gate * SiLU(y + D * x) without z and norm.
         bias: whether the projections of x other than Delta's have one.
         layer_idx: kept for cache-based callers. device, dtype: of the parameters.

@@ -55,23 +55,57 @@ def test_a_converged_solve_says_nothing(event: type[_Event]) -> None:
     warning.flush()
 
 
-def test_a_second_outcome_waits_for_the_first(event: type[_Event]) -> None:
+def test_a_second_outcome_of_a_subject_waits_for_the_first(event: type[_Event]) -> None:
     warning = DeferredWarning()
-    warning.schedule(_stats(False), "first")
-    warning.schedule(_stats(False), "second")
+    warning.schedule(_stats(False), "layer")
+    warning.schedule(_stats(False, False), "layer")
+    assert warning.is_pending("layer") and not warning.is_pending("adjoint")
     event.arrived = True
-    with pytest.warns(ConvergenceWarning, match="first"):
+    with pytest.warns(ConvergenceWarning, match="1 of 1 samples"):
         warning.flush()
     warning.flush()
 
 
-def test_after_a_report_the_next_outcome_is_taken(event: type[_Event]) -> None:
+def test_subjects_do_not_wait_for_each_other(event: type[_Event]) -> None:
     event.arrived = True
     warning = DeferredWarning()
-    for subject in ("first", "second"):
-        warning.schedule(_stats(False), subject)
-        with pytest.warns(ConvergenceWarning, match=subject):
+    warning.schedule(_stats(False), "layer")
+    warning.schedule(_stats(True, False), "adjoint")
+    with pytest.warns(ConvergenceWarning) as found:
+        warning.flush()
+    assert [str(w.message)[:8] for w in found] == ["layer (a", "adjoint "]
+
+
+def test_what_a_drawn_cap_excuses_is_no_reason_to_warn(event: type[_Event]) -> None:
+    event.arrived = True
+    warning = DeferredWarning()
+    warning.schedule(_stats(False, True), "layer", 9)
+    warning.flush()
+    warning.schedule(_stats(False, True), "layer", 10)
+    with pytest.warns(ConvergenceWarning, match="1 of 2 samples"):
+        warning.flush()
+
+
+def test_the_1st_10th_and_100th_outcome_of_a_subject_warn(event: type[_Event]) -> None:
+    event.arrived = True
+    warning = DeferredWarning()
+    with pytest.warns(ConvergenceWarning) as found:
+        for _ in range(150):
+            warning.schedule(_stats(False), "layer")
             warning.flush()
+            warning.schedule(_stats(True), "layer")
+            warning.flush()
+    told = [str(w.message).partition("unconverged call ")[2] for w in found]
+    assert [text.partition(" ")[0] for text in told] == ["1", "10", "100"]
+
+
+def test_a_warning_points_at_the_line_outside_the_package(event: type[_Event]) -> None:
+    event.arrived = True
+    warning = DeferredWarning()
+    warning.schedule(_stats(False), "layer")
+    with pytest.warns(ConvergenceWarning) as found:
+        warning.flush()
+    assert found[0].filename == __file__
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])

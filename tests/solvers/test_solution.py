@@ -1,5 +1,9 @@
 """What a solve returns: residuals, outcome, and the sentence that the user reads."""
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +11,7 @@ from torch import Tensor
 from bedouin.solvers import Result, SolveStats
 from bedouin.solvers.solution import (
     BackwardStats,
+    accepted,
     can_read_device,
     describe,
     read_result,
@@ -57,17 +62,28 @@ def test_the_outcome(converged: list[bool], residual: list[float], result: Resul
     assert read_result(_stats(converged, residual)) is result
 
 
-def test_the_message_counts_samples_and_names_the_worst() -> None:
-    stats = _stats([True, False, False], [1e-6, 0.25, NAN])
-    message = describe(stats, Result.nonfinite, "layer 3")
+def test_the_message_is_about_the_samples_that_did_not_converge() -> None:
+    stats = _stats([False, True, False], [0.25, 0.5, 0.125])
+    message = describe(stats, "layer 3")
     assert message.startswith("layer 3: 2 of 3 samples did not converge in 3 steps")
-    assert "(worst residual 2.5e-01)" in message
-    assert "stats.conditioning" in message
+    assert "(worst residual 2.5e-01)" in message and "raise max_steps" in message
+    message = describe(_stats([False, True, True], [0.25, 0.5, 0.125]), "layer 3")
+    assert "1 of 3 samples did not converge in 1 steps (worst residual 2.5e-01)" in message
 
 
-def test_the_message_without_a_finite_residual() -> None:
-    message = describe(_stats([False], [NAN]), Result.nonfinite, "solve")
-    assert "worst residual not finite" in message
+@pytest.mark.parametrize("residual", [[1e-6, NAN, 1e-5], [0.25, NAN, 0.5]])
+def test_a_sample_that_is_not_finite_is_the_worst(residual: list[float]) -> None:
+    message = describe(_stats([residual[0] < 1e-3, False, True], residual), "solve")
+    assert "(worst residual not finite)" in message and "stats.conditioning" in message
+
+
+def test_samples_that_a_drawn_cap_cuts_short_are_accepted() -> None:
+    stats = _stats([False, True, False, False, False], [0.1, 0.0, NAN, 0.2, INF])
+    assert accepted(stats, None).tolist() == [False, True, False, False, False]
+    # the numbers of steps are 1 .. 5
+    assert accepted(stats, 4).tolist() == [False, True, False, True, False]
+    message = describe(stats, "solve", 1)
+    assert "2 of 5 samples" in message and "not finite" in message
 
 
 def test_every_result_says_something_different() -> None:
@@ -87,6 +103,29 @@ def test_two_statistics_do_not_share_their_backward_cell() -> None:
     first, second = _stats([True], [0.0]), _stats([True], [0.0])
     first._backward.stats = second
     assert second.backward is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))])
+def test_copies_hold_deferred_statistics_themselves(duplicate: Any) -> None:
+    """What computes and who listens may be anything, here functions that no pickle can hold."""
+    cell = BackwardStats()
+    heard: list[BackwardStats] = []
+    cell.listen(heard.append)
+    cell.defer(lambda: _stats([True], [0.25]))
+    assert heard == [cell]
+    stats = duplicate(SolveStats(*(torch.zeros(1),) * 3, None, cell))
+    assert stats.backward is not None and stats.backward.residual.tolist() == [0.25]
+
+
+def test_statistics_are_computed_once() -> None:
+    cell, calls = BackwardStats(), []
+
+    def compute() -> SolveStats:
+        calls.append(1)
+        return _stats([True], [0.0])
+
+    cell.defer(compute)
+    assert cell.stats is cell.stats and calls == [1]
 
 
 def test_values_may_be_read_except_under_a_transform() -> None:

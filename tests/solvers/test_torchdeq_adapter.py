@@ -220,6 +220,38 @@ def test_a_map_without_a_fixed_point_does_not_raise(solver: Solver, dtype: torch
     assert abs(solution.value[1, 0].item() - 2) < 1e-5
 
 
+UNBOUNDED = {
+    "y + 1": lambda y: y + 1,
+    "y + (1, 2, 3)": lambda y: y + torch.tensor([1, 2, 3], dtype=y.dtype),
+    "y + 2 + sin y": lambda y: y + 2 + torch.sin(y),
+}
+
+
+@pytest.mark.parametrize("f", UNBOUNDED.values(), ids=UNBOUNDED)
+@pytest.mark.parametrize("tolerance", [(1e-4, 1e-8), (0.1, 0.0), (0.0, 1e-6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [Anderson, Broyden])
+def test_iterates_that_grow_without_bound_do_not_converge(
+    kind: Any, dtype: torch.dtype, tolerance: tuple[float, float], f: Any
+) -> None:
+    y0 = torch.zeros(2, 3, dtype=dtype)
+    solution = solve(f, y0, kind(*tolerance), max_steps=200, on_unconverged="ignore")
+    assert not bool(solution.stats.converged.any())
+
+
+@pytest.mark.parametrize("tolerance", [(1e-4, 1e-8), (0.1, 0.0), (0.0, 1e-2)])
+@pytest.mark.parametrize("kind", [Anderson, Broyden])
+def test_a_fixed_point_far_from_the_start_is_found(
+    kind: Any, tolerance: tuple[float, float]
+) -> None:
+    """1,000 and 20,000 times as far as the first step, and from a start beside the fixed point."""
+    rate = torch.tensor([[0.999], [1.00005], [0.999], [-1.0]])
+    y0 = torch.tensor([[0.0], [0.0], [999.0], [0.5]])
+    solution = solve(lambda y: rate * y + 1, y0, kind(*tolerance), on_unconverged="raise")
+    exact = 1 / (1 - rate)
+    assert bool(((solution.value - exact).abs() < 0.1 * exact.abs()).all())
+
+
 @pytest.mark.parametrize("solver", BOTH)
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0, 2)])
 def test_an_empty_batch_is_solved(solver: Solver, shape: tuple[int, ...]) -> None:

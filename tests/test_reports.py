@@ -1,0 +1,336 @@
+"""What a layer says about solves that fail: which, when, about which sample, pointing where."""
+
+import copy
+import inspect
+import io
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bedouin import Bedouin, FixedPointRNN
+from bedouin.layer import FixedPointLayer
+from bedouin.model import SequenceModel
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Broyden,
+    ConvergenceError,
+    ConvergenceWarning,
+    Direct,
+    GammaCap,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solver,
+    UnrolledAdjoint,
+    solve,
+)
+from bedouin.solvers.deferred import DeferredWarning
+from bedouin.testing import find_fixed_point
+
+SOLVERS: list[Solver] = [Direct(), Jacobi(), Picard(), Anderson(), Broyden()]
+ADJOINTS: list[Adjoint | None] = [
+    None,
+    ImplicitAdjoint(Picard()),
+    ImplicitAdjoint(Jacobi()),
+    OneStepAdjoint(),
+    PhantomAdjoint(2),
+    UnrolledAdjoint(),
+]
+NAN = torch.nan
+interpreted = pytest.param("triton", marks=pytest.mark.interpreter)
+
+
+def make(**options: Any) -> Bedouin:
+    return Bedouin(4, d_state=2, dtype=torch.float64, **options)
+
+
+def draw(*spoiled: int, b: int = 3, t: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
+    """An input whose samples `spoiled` are NaN from the second token on."""
+    x = torch.randn(b, t, 4, dtype=dtype)
+    for sample in spoiled:
+        x[sample, 1:] = NAN
+    return x
+
+
+# -- random caps
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("limit", [1, 50])
+def test_a_sample_that_is_not_finite_is_reported_with_a_random_cap(
+    solver: Solver, limit: int
+) -> None:
+    layer = make(solver=solver, max_steps=GammaCap(limit=limit), on_unconverged="raise")
+    # a single step that is also the limit is none for an iteration
+    count = 3 if limit == 1 and not solver.is_exact else 1
+    message = f"{count} of 3 samples.*worst residual not finite"
+    with pytest.raises(ConvergenceError, match=message):
+        layer(draw(1))
+    layer.on_unconverged = "warn"
+    with pytest.warns(ConvergenceWarning, match=message):
+        layer(draw(1))
+
+
+@pytest.mark.parametrize("solver", [Picard(0.0, 0.0), Jacobi(0.0, 0.0), Anderson(0.0, 0.0)])
+def test_a_solve_that_a_random_cap_cuts_short_is_recorded_only(solver: Solver) -> None:
+    layer = make(solver=solver, max_steps=GammaCap(scale=0.5, limit=50), on_unconverged="raise")
+    layer(draw())
+    assert layer.stats is not None and not bool(layer.stats.converged.any())
+
+
+def test_a_cap_drawn_at_its_limit_is_no_excuse() -> None:
+    cap = GammaCap(shape=50.0, limit=3)
+    layer = make(solver=Picard(0.0, 0.0), max_steps=cap, on_unconverged="raise")
+    with pytest.raises(ConvergenceError, match="3 of 3 samples did not converge in 3 steps"):
+        layer(draw())
+
+
+def test_direct_is_not_cut_by_a_cap() -> None:
+    """Also by one of a single step: rounding is the only reason for it not to converge."""
+    layer = make(max_steps=GammaCap(shape=1e-3, scale=1e-3, limit=9), on_unconverged="raise")
+    layer.adjoint = OneStepAdjoint()
+    assert layer.cap.draw(0) == 1
+    with pytest.raises(ConvergenceError, match="1 of 3"):
+        layer(draw(2))
+
+
+@pytest.mark.parametrize("solver", [Direct(), Picard()])
+def test_a_random_cap_excuses_an_adjoint_that_it_cuts_short(solver: Solver) -> None:
+    adjoint = ImplicitAdjoint(Picard(0.0, 0.0))
+    cap = GammaCap(limit=50)
+    layer = make(solver=solver, adjoint=adjoint, max_steps=cap, on_unconverged="raise")
+    layer(draw()).sum().backward()
+    assert layer.stats is not None and layer.stats.backward is not None
+    assert not bool(layer.stats.backward.converged.all())
+    with pytest.raises(ConvergenceError, match="Bedouin, adjoint solve: 1 of 3.*not finite"):
+        layer(draw()).backward(spoil(1))
+
+
+# -- the exact adjoint
+
+
+def spoil(*samples: int, b: int = 3, t: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A cotangent of the output that is NaN at the last token of some samples."""
+    grad = torch.ones(b, t, 4, dtype=dtype)
+    for sample in samples:
+        grad[sample, -1] = NAN
+    return grad
+
+
+EXACT = [
+    (Bedouin, Direct(), "reference"),
+    (Bedouin, Jacobi(), "reference"),
+    (Bedouin, Picard(), "reference"),
+    (Bedouin, Anderson(), "reference"),
+    (FixedPointRNN, Direct(), "reference"),
+    pytest.param(Bedouin, Direct(), "triton", marks=pytest.mark.interpreter),
+]
+
+
+@pytest.mark.parametrize(("kind", "solver", "backend"), EXACT)
+def test_the_exact_adjoint_raises_and_warns(kind: Any, solver: Solver, backend: str) -> None:
+    layer: Any = kind(4, solver=solver, backend=backend)
+    x, grad = draw(t=2, dtype=torch.float32), spoil(0, t=2, dtype=torch.float32)
+    message = f"{kind.__name__}, adjoint solve: 1 of 3 samples did not.*not finite"
+    layer.on_unconverged = "raise"
+    with pytest.raises(ConvergenceError, match=message) as caught:
+        layer(x).backward(grad)
+    assert layer.stats.backward.converged.tolist() == [False, True, True]
+    assert caught.value.stats is not None
+    assert torch.equal(caught.value.stats.converged, layer.stats.backward.converged)
+    layer.on_unconverged = "warn"
+    with pytest.warns(ConvergenceWarning, match=message) as found:
+        layer(x).backward(grad)
+    assert len(found) == 1
+    layer.on_unconverged = "ignore"
+    layer(x).backward(grad)
+    assert layer.stats.backward.converged.tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("backend", ["reference", interpreted])
+def test_a_sound_exact_adjoint_says_nothing(backend: Any) -> None:
+    layer = Bedouin(4, backend=backend, on_unconverged="raise")
+    x = draw(b=1, t=2, dtype=torch.float32).requires_grad_()
+    for grad in (torch.zeros(1, 2, 4), torch.randn(1, 2, 4), torch.eye(4)[:2].expand(1, 2, 4)):
+        layer(x).backward(grad)
+        assert layer.stats is not None and layer.stats.backward is not None
+        assert bool(layer.stats.backward.converged.all())
+
+
+def test_solve_reports_the_exact_adjoint_too() -> None:
+    layer = make()
+    f = find_fixed_point(layer, draw()).f
+    for solver in (Direct(), Jacobi()):
+        start = torch.zeros(3, 4, 8, dtype=torch.float64)
+        solution = solve(f, start, solver, time_dim=1, on_unconverged="raise")
+        with pytest.raises(ConvergenceError, match="solve, adjoint solve: 3 of 3"):
+            solution.value.backward(torch.full_like(start, NAN))
+
+
+def test_of_a_vmapped_call_the_adjoint_is_not_read() -> None:
+    layer, x = make(on_unconverged="raise"), draw().unsqueeze(1).requires_grad_()
+    torch.func.vmap(layer)(x).backward(spoil(0).unsqueeze(1))
+    assert x.grad is not None and x.grad.isnan().flatten(1).any(1).tolist() == [True, False, False]
+
+
+# -- statistics and messages
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_after_an_error_the_statistics_are_those_of_the_failed_call(solver: Solver) -> None:
+    layer = make(solver=solver, on_unconverged="raise")
+    layer(draw())
+    with pytest.raises(ConvergenceError) as caught:
+        layer(draw(0, 2))
+    assert layer.stats is caught.value.stats and layer.stats is not None
+    assert layer.stats.converged.tolist() == [False, True, False]
+
+
+class Model(nn.Module):
+    """A user's own module around a layer."""
+
+    def __init__(self, layer: FixedPointLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+def line_of(function: Any, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def test_warnings_point_at_the_line_of_the_user() -> None:
+    layer, grad = make(), spoil(0)
+    with pytest.warns(ConvergenceWarning) as found:
+        Model(layer)(draw(1))
+        y = layer(draw())
+        y.backward(grad)  # the adjoint
+        layer.step(draw(0)[:, 1], layer.init_state(3))  # a token
+        layer._deferred.warn("late", "late")  # as `flush` does
+    lines = [line_of(Model.forward, "self.layer(x)")]
+    here = test_warnings_point_at_the_line_of_the_user
+    lines += [line_of(here, text) for text in ("# the adjoint", "# as `flush`")]
+    assert [w.filename for w in found] == [__file__] * len(lines)
+    assert [w.lineno for w in found] == lines
+
+
+def test_a_warning_of_solve_points_at_its_caller() -> None:
+    with pytest.warns(ConvergenceWarning) as found:
+        solve(lambda y: 2 * y + 1, torch.zeros(1, 1), Picard(), max_steps=3)
+    assert found[0].filename == __file__
+
+
+def test_200_calls_of_which_75_fail_warn_twice() -> None:
+    layer, good, bad = make(), draw(), draw(0)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for i in range(200):
+            layer(bad if i % 8 in (1, 3, 6) else good)
+    assert len(found) == 2
+    assert "unconverged call 1 of this layer; next warning at 10" in str(found[0].message)
+    assert "unconverged call 10 of this layer; next warning at 100" in str(found[1].message)
+
+
+def test_forward_and_adjoint_are_counted_apart_and_layers_too() -> None:
+    layers = [make(), make()]
+    with pytest.warns(ConvergenceWarning) as found:
+        for layer in layers:
+            layer(draw(0))
+            layer(draw()).backward(spoil(0))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputation_is_not_reported_again(use_reentrant: bool) -> None:
+    layer = make(solver=Picard(0.0, 0.0), adjoint=OneStepAdjoint(), max_steps=2)
+    layer._deferred = DeferredWarning(every=True)
+    x = draw().requires_grad_()
+    with pytest.warns(ConvergenceWarning):
+        y = checkpoint(layer, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_statistics_of_the_adjoint_under_checkpointing(use_reentrant: bool) -> None:
+    layer = make()
+    checkpoint(layer, draw().requires_grad_(), use_reentrant=use_reentrant).sum().backward()
+    assert layer.stats is not None and layer.stats.backward is not None
+    assert bool(layer.stats.backward.converged.all())
+
+
+# -- saving after a backward pass
+
+PAIRS = [
+    (solver, adjoint, "reference")
+    for solver, adjoint in itertools.product(SOLVERS, ADJOINTS)
+    if solver.can_unroll or not isinstance(adjoint, UnrolledAdjoint)
+]
+INTERPRETED = [
+    pytest.param(solver, adjoint, "triton", marks=pytest.mark.interpreter)
+    for solver, adjoint in ((Direct(), None), (Jacobi(1e-2), None))
+]
+
+
+def saved(module: Any) -> Any:
+    torch.save(module, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES: list[Callable[[Any], Any]] = [
+    copy.deepcopy,
+    lambda module: pickle.loads(pickle.dumps(module)),
+    saved,
+]
+
+
+@pytest.mark.parametrize(("solver", "adjoint", "backend"), [*PAIRS, *INTERPRETED], ids=str)
+def test_a_layer_can_be_copied_after_a_backward(
+    solver: Solver, adjoint: Adjoint | None, backend: str
+) -> None:
+    options: dict[str, Any] = {"backend": backend, "on_unconverged": "ignore"}
+    layer = Bedouin(4, solver=solver, adjoint=adjoint, max_steps=9, **options)
+    x = draw(b=1, t=2, dtype=torch.float32)
+    layer(x).sum().backward()
+    others = [duplicate(layer) for duplicate in COPIES]
+    stats = layer.stats
+    assert stats is not None
+    y = layer(x)
+    for other in others:
+        assert torch.equal(other.stats.residual, stats.residual)
+        assert (other.stats.backward is None) == (stats.backward is None)
+        if stats.backward is not None:
+            assert torch.equal(other.stats.backward.residual, stats.backward.residual)
+        assert torch.equal(other(x), y)
+
+
+def test_a_model_can_be_saved_after_a_backward() -> None:
+    model = SequenceModel(5, 8, [Bedouin(8), FixedPointRNN(8, solver=Jacobi())])
+    tokens = torch.randint(5, (2, 6))
+    model(tokens).sum().backward()
+    for duplicate in COPIES:
+        assert torch.equal(duplicate(model)(tokens), model(tokens))
+        model(tokens).sum().backward()
+
+
+def test_a_layer_can_be_copied_after_a_step_and_after_a_transform() -> None:
+    layer, x = make(), draw()
+    layer.step(x[:, 0], layer.init_state(3))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    torch.func.vmap(layer)(x.unsqueeze(0))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    assert torch.equal(saved(layer)(x), layer(x))
