@@ -25,13 +25,14 @@ def plain_sweep(
     options: SweepOptions,
     keep_every: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `fused_sweep`; the pivot of every token is the smallest of its sample."""
+    """As `fused_sweep`, but `kept` has h before the first token, too, and the pivot of every token
+    is the smallest of its sample."""
     h0, y0 = start_tensors(h0, y0, x, A)
     wide = x.to(A.dtype), raw.to(A.dtype)
     sweep, kept = forward_sweep(*wide, W_y, A, h0, y0, (), options, keep_every)
     pivot = sweep.pivot.unsqueeze(1).expand(x.shape[:2])
     statistics = torch.stack([sweep.defect, sweep.scale, sweep.magnitude, pivot])
-    return sweep.y.contiguous(), _own(sweep.h), _without_first(kept, A, len(x)), statistics
+    return sweep.y.contiguous(), _own(sweep.h), _joined(kept, A, len(x)), statistics
 
 
 def plain_summary(statistics: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,13 +58,13 @@ def plain_memory(
     h0, y0 = start_tensors(h0, y0, x, A)
     coefficients = options.bind(full_raw(y, raw.to(A.dtype), W_y, y0, options))
     h, kept = remember(y, x.to(A.dtype), coefficients, A, h0, options, keep_every)
-    return _own(h), _without_first(kept, A, len(x))
+    return _own(h), _joined(kept, A, len(x))
 
 
 def plain_reverse(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
-    kept: Tensor,  # (b, count_kept(t, keep_every), n, d)
+    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
     keep_every: int,
     y: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
@@ -80,7 +81,6 @@ def plain_reverse(
     h0, y0 = start_tensors(h0, y0, x, A)
     wide = x.to(A.dtype), raw.to(A.dtype)
     inputs = saved_inputs(y, *wide, W_y, A, y0, (), options)
-    checkpoints = torch.cat([h0.mT.unsqueeze(1), kept], 1)
     statistics = A.new_zeros(2, *x.shape[:2])
 
     def report(defect: Tensor, scale: Tensor) -> None:
@@ -88,7 +88,7 @@ def plain_reverse(
 
     grad_h = torch.zeros_like(h0) if grad_h is None else grad_h
     grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = reverse_sweep(
-        grad_y, grad_h, checkpoints, keep_every, inputs, options, report
+        grad_y, grad_h, kept, keep_every, inputs, options, report
     )
     assert grad_x is not None and grad_raw is not None and grad_A is not None
     assert grad_h0 is not None and grad_y0 is not None
@@ -104,6 +104,6 @@ def _own(h: Tensor) -> Tensor:
     return h.mT.clone(memory_format=torch.contiguous_format).mT
 
 
-def _without_first(kept: list[Tensor], A: Tensor, b: int) -> Tensor:
-    """The memories (b, n, d) after the first, which is given."""
-    return torch.stack(kept[1:], 1) if kept[1:] else A.new_empty(b, 0, *A.mT.shape)
+def _joined(kept: list[Tensor], A: Tensor, b: int) -> Tensor:
+    """(b, slots, n, d)."""
+    return torch.stack(kept, 1) if kept else A.new_empty(b, 0, *A.mT.shape)

@@ -34,7 +34,9 @@ from bedouin.kernels.products import padding
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 Known = tuple[Tensor, Tensor, Tensor]
-"""y (b, t, d), last h (b, d, n), kept h (b, `count_kept`, n, d)."""
+"""y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d). One axis, and the plain sweep's first
+memory in it, because torch.compile asks whether an axis may be 0 or 1, and would compile sequences
+of more than `keep_every` tokens anew."""
 
 Solved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """The same, the statistics (4, b, t), and residual and pivot (2, b) and converged (b,) of them."""
@@ -65,7 +67,7 @@ def _sweep(
     options = _options(layout, A, input_scale, eigenvalues, norm_eps)
     run, summary = (plain_sweep, plain_summary) if plain else (fused_sweep, summarize)
     y, h, kept, statistics = run(x, raw, W_y, A, h0, y0, options, keep_every)
-    return y, h, kept, statistics, *summary(statistics)
+    return y, h, kept.flatten(1), statistics, *summary(statistics)
 
 
 @_sweep.register_fake
@@ -80,7 +82,7 @@ def _sweep_fake(
 ) -> Solved:
     b, t, d = x.shape
     summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
-    return A.new_empty(b, t, d), *_memory_like(x, A, options[-1]), A.new_empty(4, b, t), *summary
+    return A.new_empty(b, t, d), *_memory_like(x, A, *options[-2:]), A.new_empty(4, b, t), *summary
 
 
 @torch.library.custom_op("bedouin::direct_sweep_known", mutates_args=())
@@ -105,8 +107,8 @@ def _known(
     layout = _layout(activation, selective, num_householder, beta_max)
     options = _options(layout, A, input_scale, eigenvalues, norm_eps)
     run = plain_memory if plain else fused_memory
-    memory = run(y_star, x, raw, W_y, A, h0, y0, options, keep_every)
-    return y_star.clone(memory_format=torch.contiguous_format), *memory
+    h, kept = run(y_star, x, raw, W_y, A, h0, y0, options, keep_every)
+    return y_star.clone(memory_format=torch.contiguous_format), h, kept.flatten(1)
 
 
 @_known.register_fake
@@ -120,12 +122,17 @@ def _known_fake(
     y0: Tensor | None,
     *options: Any,
 ) -> Known:
-    return y_star.new_empty(y_star.shape), *_memory_like(x, A, options[-1])
+    return y_star.new_empty(y_star.shape), *_memory_like(x, A, *options[-2:])
 
 
-def _memory_like(x: Tensor, A: Tensor, keep_every: int) -> tuple[Tensor, Tensor]:
+def _memory_like(x: Tensor, A: Tensor, plain: bool, keep_every: int) -> tuple[Tensor, Tensor]:
     (b, t, d), n = x.shape, A.shape[1]
-    return A.new_empty(b, n, d).mT, A.new_empty(b, count_kept(t, keep_every), n, d)
+    return A.new_empty(b, n, d).mT, A.new_empty(b, _slots(t, plain, keep_every) * n * d)
+
+
+def _slots(t: int, plain: bool, keep_every: int) -> int:
+    """How many memories are kept: the plain sweep keeps the first, too."""
+    return (t + keep_every - 1) // keep_every if plain else count_kept(t, keep_every)
 
 
 @torch.library.custom_op("bedouin::direct_sweep_backward", mutates_args=())
@@ -153,6 +160,7 @@ def _sweep_backward(
 ) -> Pulled:
     layout = _layout(activation, selective, num_householder, beta_max)
     options = _options(layout, A, input_scale, eigenvalues, norm_eps)
+    kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape))
     saved = (kept, keep_every, y, x, raw, W_y, A, h0, y0)
     run = plain_reverse if plain else fused_reverse
     with torch.autocast(x.device.type, enabled=False):

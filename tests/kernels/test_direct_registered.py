@@ -106,7 +106,7 @@ def test_opcheck_of_the_reverse_sweep(feedback: bool, device: str) -> None:
     drawn = draw(device, t=3, feedback=feedback)
     operands = [None if v is None else v.detach() for v in drawn]
     y, h, kept, *_ = torch.ops.bedouin.direct_sweep(*operands, *FIELDS)
-    assert kept.shape == (2, 1, 2, 2)
+    assert kept.shape == (2, 4)
     arguments = (y.clone(), h.clone(), y, kept, *operands, True, *FIELDS)
     torch.library.opcheck(torch.ops.bedouin.direct_sweep_backward, arguments)
 

@@ -1,0 +1,58 @@
+"""Raw values read by their layout: what layers do with them, and its cotangents against autograd."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from bedouin import Bedouin, FixedPointRNN
+from bedouin.kernels.direct import Activation, Coefficients, RawLayout, SweepOptions
+from bedouin.kernels.direct.layout import bind_by_layout, bind_vjp, is_covered
+from bedouin.layer import FixedPointLayer
+
+LAYERS: list[FixedPointLayer] = [
+    Bedouin(3, d_state=2, num_householder=3, beta_max=2.0, dtype=torch.float64),
+    Bedouin(3, d_state=2, decay="griffin", num_householder=1, dtype=torch.float64),
+    FixedPointRNN(3, dtype=torch.float64),
+    FixedPointRNN(3, decay="griffin", dtype=torch.float64),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda v: f"{type(v).__name__} {v.decay}")
+def test_the_layout_is_what_the_layer_does(layer: FixedPointLayer) -> None:
+    raw = torch.randn(2, 3, layer.raw_size, dtype=torch.float64)
+    layout, A = layer._layout(), layer._A()
+    assert layout is not None and is_covered(layout, raw, A, ())
+    delta, B, C, mixer_raw = layer._split(raw)
+    expected = (delta, B, C, *layer.mixer(mixer_raw))
+    for ours, theirs in zip(bind_by_layout(layout, A)(raw), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_the_cotangent_of_raw_values_is_that_of_autograd(
+    activation: Activation, selective: bool, k: int
+) -> None:
+    layout = RawLayout(activation, selective, k, 1.5)
+    d, n = 4, 3 if selective else 1
+    A = torch.randn(d, n, dtype=torch.float64)
+    raw = torch.randn(6, layout.size(d, n), dtype=torch.float64)
+    raw[0], raw[1, :d] = 0.0, torch.tensor([-30.0, 19.0, 21.0, 40.0])
+    bind = bind_by_layout(layout, A)
+    found, pull = torch.func.vjp(bind, raw)
+    cotangents = Coefficients(*(torch.randn_like(v) for v in found))
+    options = SweepOptions(bind, "delta", "positive", None, layout)
+    actual, (expected,) = bind_vjp(options, raw, cotangents), pull(cotangents)
+    scale = expected.abs().amax().item()
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-13 * scale)
+
+
+def test_other_raw_values_are_not_covered() -> None:
+    layout, A = RawLayout("sigmoid", True, 1, 1.0), torch.zeros(4, 2)
+    raw = torch.zeros(1, layout.size(4, 2))
+    assert is_covered(layout, raw, A, ())
+    assert not is_covered(None, raw, A, ())
+    assert not is_covered(layout, raw[:, 1:], A, ())
+    assert not is_covered(layout, raw, A, (A,))

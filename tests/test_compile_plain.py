@@ -1,0 +1,253 @@
+"""torch.compile on the plain path: the numbers of eager mode, or an error that says what to do.
+
+Letters: b batch, t time, m d_model.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel
+from bedouin.kernels.direct import RawLayout
+from bedouin.solvers import ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
+
+# dynamo itself makes an instance of torch.autograd.Function where it traces a class below it
+# and it reads .grad of what one graph hands to the next
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+FLOAT64: dict[str, Any] = {"dtype": torch.float64}
+MODES = ["train", "eval", "no_grad", "inference_mode", "frozen"]
+
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "Bedouin": lambda **k: Bedouin(3, d_state=2, **FLOAT64, **k),
+    "FixedPointRNN": lambda **k: FixedPointRNN(3, **FLOAT64, **k),
+    "SequenceModel": lambda **k: SequenceModel(
+        5, 3, [Bedouin(3, d_state=2, **FLOAT64, **k)], **FLOAT64
+    ),
+}
+
+ITERATIONS: dict[str, dict[str, Any]] = {
+    "jacobi": {"solver": Jacobi()},
+    "picard": {"solver": Picard()},
+    "one-step": {"solver": Picard(), "adjoint": OneStepAdjoint()},
+}
+
+OUTSIDE: dict[str, dict[str, Any]] = {
+    "long iteration": {"solver": Picard()},
+    "low rank": {"mixer": LowRank(1)},
+}
+REMEDIES = {"long iteration": "use Direct, a smaller max_steps", "low rank": "HouseholderProduct"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """What other tests compiled of the same code counts as compiling anew."""
+    torch.compiler.reset()
+
+
+def draw(kind: str, b: int = 2, t: int = 3) -> Tensor:
+    if kind == "SequenceModel":
+        return torch.randint(5, (b, t))
+    return torch.randn(b, t, 3, dtype=torch.float64)
+
+
+def results(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor, mode: str) -> list[Any]:
+    """The output and the gradients of everything that takes one."""
+    contexts: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    context = contexts.get(mode, contextlib.nullcontext)
+    if x.is_floating_point() and context is contextlib.nullcontext:
+        x = x.clone().requires_grad_()
+    with context():
+        output = call(x)
+    if not output.requires_grad:
+        return [output]
+    inputs = [v for v in (x, *module.parameters()) if v.requires_grad]
+    return [output, *torch.autograd.grad(output.square().sum(), inputs)]
+
+
+def prepared(kind: str, mode: str, options: dict[str, Any]) -> nn.Module:
+    module = KINDS[kind](**options)
+    return module.train(mode == "train").requires_grad_(mode != "frozen")
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def assert_as_eager(
+    module: nn.Module, x: Tensor, mode: str, *, fullgraph: bool, backend: str
+) -> None:
+    expected = results(module, module, x, mode)
+    call = torch.compile(module, fullgraph=fullgraph, backend=backend)
+    assert_close(results(call, module, x, mode), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_direct_is_one_graph_in_every_mode(kind: str, mode: str) -> None:
+    module = prepared(kind, mode, {})
+    assert_as_eager(module, draw(kind), mode, fullgraph=True, backend="eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_direct_below_autograd_in_every_mode(kind: str, mode: str, fullgraph: bool) -> None:
+    module = prepared(kind, mode, {})
+    assert_as_eager(module, draw(kind), mode, fullgraph=fullgraph, backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["train", "no_grad"])
+def test_the_default_compiler(mode: str) -> None:
+    module = prepared("Bedouin", mode, {})
+    x = draw("Bedouin")
+    assert_as_eager(module, x, mode, fullgraph=True, backend="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("solve", ITERATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_iterations_run_outside_of_the_graph(kind: str, solve: str, mode: str) -> None:
+    module = prepared(kind, mode, ITERATIONS[solve])
+    assert_as_eager(module, draw(kind), mode, fullgraph=False, backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("solve", ITERATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_iterations_are_one_graph(kind: str, solve: str, mode: str) -> None:
+    options = ITERATIONS[solve] | {"max_steps": 1, "on_unconverged": "ignore"}
+    module = prepared(kind, mode, options)
+    assert_as_eager(module, draw(kind), mode, fullgraph=True, backend="eager")
+
+
+def test_a_long_iteration_in_training_runs_outside_of_the_graph() -> None:
+    layer = prepared("Bedouin", "train", ITERATIONS["picard"])
+    assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=False, backend="eager")
+    assert isinstance(layer, Bedouin) and layer.stats is not None
+    assert 1 < layer.stats.num_steps.max() < 100
+
+
+def test_a_short_iteration_in_training_is_one_graph() -> None:
+    options = {"solver": Picard(), "max_steps": 1, "on_unconverged": "ignore"}
+    layer = prepared("Bedouin", "train", options)
+    assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=True, backend="eager")
+
+
+def test_a_mixer_without_layout_runs_outside_of_the_graph() -> None:
+    layer = prepared("Bedouin", "train", OUTSIDE["low rank"])
+    assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=False, backend="eager")
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_a_whole_graph_is_refused_with_a_remedy(what: str) -> None:
+    layer = prepared("Bedouin", "train", OUTSIDE[what])
+    call = torch.compile(layer, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"bedouin.*{REMEDIES[what]}"):
+        call(draw("Bedouin"))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_an_iterative_adjoint_is_refused_with_a_remedy(fullgraph: bool) -> None:
+    options = {"adjoint": ImplicitAdjoint(Picard())}
+    call = torch.compile(
+        prepared("Bedouin", "train", options), fullgraph=fullgraph, backend="eager"
+    )
+    with pytest.raises(RuntimeError, match="ImplicitAdjoint with an iterative.*use Direct"):
+        call(draw("Bedouin"))
+
+
+def test_one_graph_for_every_length() -> None:
+    layer = prepared("Bedouin", "train", {})
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for t in (2, 3):
+        results(call, layer, draw("Bedouin", t=t), "train")
+    x = draw("Bedouin", t=40)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        actual = results(call, layer, x, "train")
+    assert_close(actual, results(layer, layer, x, "train"))
+
+
+def test_a_state_goes_in_and_comes_out() -> None:
+    layer = prepared("Bedouin", "train", {})
+
+    def in_two_chunks(x: Tensor) -> Tensor:
+        first, state = layer(x[:, :1], return_state=True)
+        second, state = layer(x[:, 1:], state=state, return_state=True)
+        return torch.cat([first.flatten(), second.flatten(), state.ssm.flatten()])
+
+    x = draw("Bedouin")
+    call = torch.compile(in_two_chunks, fullgraph=True, backend="aot_eager")
+    expected = results(in_two_chunks, layer, x, "train")
+    assert_close(results(call, layer, x, "train"), expected)
+
+
+def test_low_precision_is_that_of_eager_mode() -> None:
+    layer = Bedouin(3, d_state=2)
+    x = torch.randn(2, 3, 3)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(layer, layer, x, "train")
+        actual = results(call, layer, x, "train")
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+# -- the operations themselves
+
+LAYOUT = RawLayout("softplus", True, 2, 1.0)
+FIELDS = ("softplus", True, 2, 1.0, "one_minus_decay", "full", 1e-5, True, 2)
+"""LAYOUT, input scale, eigenvalues, norm eps, plain and keep_every of an operation."""
+
+
+def operands(t: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """x, raw, W_y, A, h0 and y0 with b = d = n = 2; the first three in `dtype`."""
+    r = LAYOUT.size(2, 2)
+    shapes = [(2, t, 2), (2, t, r), (r, 2), (2, 2), (2, 2, 2), (2, 2)]
+    values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    values[3] = -values[3].exp()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return [v.to(dtype) for v in values[:3]] + [v.to(wide) for v in values[3:]]
+
+
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("t", [0, 1, 5])
+@pytest.mark.parametrize("start", [False, True])
+def test_opcheck_of_the_sweep(t: int, dtype: torch.dtype, start: bool) -> None:
+    x, raw, W_y, A, *state = operands(t, dtype)
+    given: list[Any] = [x, raw, W_y, A, *(state if start else [None, None])]
+    torch.library.opcheck(torch.ops.bedouin.direct_sweep, (*given, *FIELDS), test_utils=CHECKS)
+    y, h, kept, *_ = torch.ops.bedouin.direct_sweep(*given, *FIELDS)
+    known = torch.ops.bedouin.direct_sweep_known
+    torch.library.opcheck(known, (y, *given, *FIELDS), test_utils=CHECKS)
+    arguments = (y.clone(), h.clone(), y, kept, *given, start, *FIELDS)
+    backward = torch.ops.bedouin.direct_sweep_backward
+    torch.library.opcheck(backward, arguments, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_opcheck_of_the_scan(exclusive: bool) -> None:
+    shapes = [(2, 3, 2), (2, 3, 2), (2, 4), (2, 3, 4), (2, 3, 4), (2, 2, 4)]
+    values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    values[1], values[2] = values[1].exp(), -values[2].exp()
+    inputs = [v.requires_grad_() for v in values]
+    options = ("bounded_delta", "full", exclusive)
+    torch.library.opcheck(torch.ops.bedouin.plain_scan, (*inputs, *options), test_utils=CHECKS)
+    scan = torch.ops.bedouin.plain_scan
+    assert torch.autograd.gradcheck(lambda *v: scan(*v, *options), inputs)
