@@ -13,6 +13,7 @@ from torch import Tensor
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.solvers import (
     Anderson,
+    ConvergenceError,
     ConvergenceWarning,
     Direct,
     FixedCap,
@@ -118,6 +119,28 @@ def test_direct_never_waits_for_the_gpu_and_warns_one_call_late(
     torch.cuda.synchronize()
     with pytest.warns(ConvergenceWarning, match="1 of 2 samples"):
         layer(x)
+
+
+def test_the_exact_adjoint_never_waits_for_the_gpu_and_warns_one_call_late(
+    no_synchronization: Callable[[], AbstractContextManager[None]],
+) -> None:
+    layer, x = Bedouin(8, device="cuda"), torch.randn(2, 5, 8, device="cuda")
+    bad = torch.ones_like(x)
+    bad[0, 4] = torch.nan
+    layer(x).backward(torch.ones_like(x))
+    torch.cuda.synchronize()
+    layer(x)
+    torch.cuda.synchronize()
+    y = layer(x)
+    with no_synchronization(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y.backward(bad)
+    torch.cuda.synchronize()
+    with pytest.warns(ConvergenceWarning, match=r"adjoint solve \(an earlier call\): 1 of 2"):
+        layer(x)
+    layer.on_unconverged = "raise"
+    with pytest.raises(ConvergenceError, match="Bedouin, adjoint solve: 1 of 2 samples"):
+        layer(x).backward(bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
