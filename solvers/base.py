@@ -197,7 +197,8 @@ class IterativeSolver(Solver):
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
     ) -> Solution:
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
-            return _solve_outside(self, f, y0, max_steps, time_dim, unroll)
+            outside: Solution = _solve_outside(self, f, y0, max_steps, time_dim, unroll)
+            return outside
         y = _as_tokens(y0, time_dim)
         if y.numel() == 0:
             return _empty_solution(y0)
@@ -225,9 +226,9 @@ class IterativeSolver(Solver):
 
 @functools.partial(
     torch.compiler.disable,
-    reason="bedouin runs an iteration of more than "
-    f"{MAX_TRACED_STEPS} steps outside of the graph, where it can stop early: use Direct, a smaller "
-    "max_steps, or torch.compile with fullgraph=False",
+    reason=f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
+    "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
+    "fullgraph=False",
 )
 def _solve_outside(
     solver: IterativeSolver, f: Map, y0: Tensor, max_steps: int, time_dim: TimeDim, unroll: bool
