@@ -212,7 +212,8 @@ class IterativeSolver(Solver):
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
     ) -> Solution:
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
-            return _solve_outside(self, f, y0, max_steps, time_dim, unroll)
+            outside: Solution = _solve_outside(self, f, y0, max_steps, time_dim, unroll)
+            return outside
         y = _as_tokens(y0, time_dim)
         if y.numel() == 0:
             return _empty_solution(y0)

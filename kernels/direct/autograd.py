@@ -115,7 +115,9 @@ def direct_sweep(
     if is_covered(options.layout, raw, A, bind_parameters):
         operands = (x, raw, W_y, A, h0, y0)
         return direct_sweep_registered(*operands, options, CHUNK, y_star, report, plain=True)
-    return _uncompiled_sweep(x, raw, W_y, A, h0, y0, bind_parameters, options, y_star, report)
+    arguments = (x, raw, W_y, A, h0, y0, bind_parameters, options, y_star, report)
+    outside: Sweep = _uncompiled_sweep(*arguments)
+    return outside
 
 
 def _plain_sweep(
