@@ -5,14 +5,16 @@ Letters: b batch, t time, m d_model.
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel
 from bedouin.kernels.direct import RawLayout
+from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.solvers import ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 
 # dynamo itself makes an instance of torch.autograd.Function where it traces a class below it
@@ -194,6 +196,17 @@ def test_a_state_goes_in_and_comes_out() -> None:
     assert_close(results(call, layer, x, "train"), expected)
 
 
+@pytest.mark.parametrize("solve", ["direct", "one-step"])
+def test_saved_tensors_of_a_graph_may_be_packed(solve: str) -> None:
+    short = {"max_steps": 1, "on_unconverged": "ignore"}
+    layer = prepared("Bedouin", "train", short | ITERATIONS.get(solve, {}))
+    x = draw("Bedouin")
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with save_on_cpu():
+        actual = results(call, layer, x, "train")
+    assert_close(actual, results(layer, layer, x, "train"))
+
+
 def test_low_precision_is_that_of_eager_mode() -> None:
     layer = Bedouin(3, d_state=2)
     x = torch.randn(2, 3, 3)
@@ -242,12 +255,14 @@ def test_opcheck_of_the_sweep(t: int, dtype: torch.dtype, start: bool) -> None:
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
-def test_opcheck_of_the_scan(exclusive: bool) -> None:
+@pytest.mark.parametrize("eigenvalues", get_args(Eigenvalues))
+@pytest.mark.parametrize("input_scale", get_args(InputScale))
+def test_opcheck_of_the_scan(input_scale: str, eigenvalues: str, exclusive: bool) -> None:
     shapes = [(2, 3, 2), (2, 3, 2), (2, 4), (2, 3, 4), (2, 3, 4), (2, 2, 4)]
     values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     values[1], values[2] = values[1].exp(), -values[2].exp()
     inputs = [v.requires_grad_() for v in values]
-    options = ("bounded_delta", "full", exclusive)
+    options = (input_scale, eigenvalues, exclusive)
     torch.library.opcheck(torch.ops.bedouin.plain_scan, (*inputs, *options), test_utils=CHECKS)
     scan = torch.ops.bedouin.plain_scan
     assert torch.autograd.gradcheck(lambda *v: scan(*v, *options), inputs)

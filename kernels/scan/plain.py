@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.once import refuse_second_derivative
-from bedouin.kernels.scan.reference import Eigenvalues, InputScale, selective_scan_reference
+from bedouin.kernels.scan.reference import (
+    Eigenvalues,
+    InputScale,
+    accumulator,
+    discretize,
+    discretize_vjp,
+    selective_scan_reference,
+)
 
 
 @torch.library.custom_op("bedouin::plain_scan", mutates_args=())
@@ -52,11 +59,58 @@ def _plain_scan_backward(
     eigenvalues: str,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    scan = _reference(input_scale, eigenvalues, exclusive)
-    # the forward runs again: nothing but its operands is saved
-    pulled = torch.func.vjp(scan, x, delta, A, B, C, h0)[1]((grad_y, grad_h))
-    grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0 = (grad.contiguous() for grad in pulled)
+    operands = x, delta, A, B, C, h0
+    wide = [v.to(accumulator(x.dtype)) for v in (grad_y, grad_h, *operands)]
+    scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
+    grads = _scan_vjp(*wide, *scales, exclusive)
+    pairs = zip(grads, operands, strict=True)
+    grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0 = (
+        grad.to(v.dtype).contiguous() for grad, v in pairs
+    )
     return grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0
+
+
+def _scan_vjp(
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor,  # (b, d, n)
+    x: Tensor,  # (b, t, d)
+    delta: Tensor,  # (b, t, d)
+    A: Tensor,  # (d, n)
+    B: Tensor,  # (b, t, n)
+    C: Tensor,  # (b, t, n)
+    h0: Tensor,  # (b, d, n)
+    input_scale: InputScale,
+    eigenvalues: Eigenvalues,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Cotangents of x, delta, A, B, C and h0, by the adjoint recurrence: autograd is off inside of
+    an operation. The memories are computed again, nothing but the operands is saved."""
+    before, scales = [h0], []
+    for t in range(x.shape[1]):
+        decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
+        written = s * x[:, t].unsqueeze(-1) * B[:, t].unsqueeze(-2)
+        before.append(decay * before[-1] + written)
+        scales.append((decay, s))
+    H, grad_A, tokens = grad_h, torch.zeros_like(A), []
+    for t in reversed(range(x.shape[1])):
+        (decay, s), drive, B_t = scales[t], x[:, t].unsqueeze(-1), B[:, t].unsqueeze(-2)
+        read = grad_y[:, t].unsqueeze(-1) * C[:, t].unsqueeze(-2)
+        # what writes the token sees the read-out only where that comes after it
+        G = H if exclusive else H + read
+        seen = decay * before[t] if exclusive else before[t + 1]
+        grad_C = (seen * grad_y[:, t].unsqueeze(-1)).sum(-2)
+        grad_s = (G * drive * B_t).sum_to_size(s.shape)
+        H = H + read
+        grad_delta, one = discretize_vjp(
+            H * before[t], grad_s, decay, delta[:, t], A, input_scale, eigenvalues
+        )
+        grad_A = grad_A + one
+        tokens.append(((G * s * B_t).sum(-1), grad_delta, (G * s * drive).sum(-2), grad_C))
+        H = H * decay
+    grad_x, grad_delta, grad_B, grad_C = (
+        torch.stack(values[::-1], 1) for values in zip(*tokens, strict=True)
+    )
+    return grad_x, grad_delta, grad_A, grad_B, grad_C, H
 
 
 @_plain_scan_backward.register_fake
