@@ -5,25 +5,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct import ROUNDING, Sweep
+from bedouin.kernels.direct import Sweep
 from bedouin.solvers.base import (
     Map,
     Solver,
     SweepResult,
     TimeDim,
     TriangularMap,
-    empty_stats,
     map_name,
     strict_options,
 )
+from bedouin.solvers.convergence import relative_residual, within_rounding
 from bedouin.solvers.solution import (
     BackwardStats,
     Result,
     Solution,
     SolveStats,
     can_read_device,
+    empty_stats,
     read_result,
-    relative_residual,
 )
 
 
@@ -63,10 +63,5 @@ class Direct(Solver):
         """The residual, and whether rounding explains it, (b,) each."""
         if isinstance(swept, Sweep) and swept.residual is not None and swept.converged is not None:
             return swept.residual, swept.converged
-        return relative_residual(swept.defect, swept.scale), self._within_rounding(swept)
-
-    def _within_rounding(self, swept: SweepResult) -> Tensor:
-        """(b,): finite, and every defect explained by rounding."""
-        terms = torch.cummax(torch.maximum(swept.scale, swept.magnitude), dim=1).values
-        bound = ROUNDING * torch.finfo(terms.dtype).eps * terms
-        return (torch.isfinite(terms) & (swept.defect <= bound)).all(1)
+        defect, scale = swept.defect, swept.scale
+        return relative_residual(defect, scale), within_rounding(defect, scale, swept.magnitude)

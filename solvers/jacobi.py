@@ -7,15 +7,14 @@ from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import (
-    ATOL,
     BlockMap,
-    IterativeSolver,
     Map,
-    Measurement,
     check_number,
     map_name,
     strict_options,
 )
+from bedouin.solvers.convergence import ATOL
+from bedouin.solvers.iterate import IterativeSolver, Measurement
 
 
 @strict_options

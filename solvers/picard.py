@@ -7,14 +7,9 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import (
-    ATOL,
-    IterativeSolver,
-    Map,
-    Measurement,
-    check_number,
-    strict_options,
-)
+from bedouin.solvers.base import Map, check_number, strict_options
+from bedouin.solvers.convergence import ATOL, holds_so_far, within_tolerance
+from bedouin.solvers.iterate import IterativeSolver, Measurement
 
 StopRule = Literal["prefix", "paper"]
 
@@ -113,7 +108,7 @@ class Picard(IterativeSolver):
         if self.stop_rule == "prefix":
             return super().within_tolerance(defect, scale)
         # a token that is not finite, and all after it, must not keep the ones before it going
-        finite = (~torch.isfinite(scale)).cumsum(1) == 0
+        finite = holds_so_far(torch.isfinite(scale))
         worst = torch.where(finite, defect, 0.0).amax(1, keepdim=True)
         largest = torch.where(finite, scale, 0.0).amax(1, keepdim=True)
-        return finite & (worst < self.atol + self.rtol * largest)
+        return finite & within_tolerance(worst, largest, self.rtol, self.atol)

@@ -122,16 +122,16 @@ class Solution:
     result: Result
 
 
-def relative_residual(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t), |F(y)_t|
-) -> Tensor:  # (b,)
-    """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where a defect is not finite."""
-    if defect.shape[1] == 0:
-        return defect.new_zeros(defect.shape[0])
-    largest = torch.cummax(scale, dim=1).values
-    ratio = torch.where(defect == 0, torch.zeros_like(defect), defect / largest)
-    return torch.where(torch.isfinite(ratio), ratio, torch.nan).amax(1)
+def empty_stats(y0: Tensor) -> SolveStats:
+    """Statistics for a value without any element: converged after no step."""
+    b = y0.shape[0]
+    zeros = torch.zeros(b, dtype=y0.dtype, device=y0.device)
+    return SolveStats(zeros.to(torch.int64), zeros, torch.ones_like(zeros, dtype=torch.bool))
+
+
+def empty_solution(y0: Tensor) -> Solution:
+    """The solution for a start without any element: a copy of it."""
+    return Solution(y0.clone(), empty_stats(y0), Result.converged)
 
 
 def can_read_device(tensor: Tensor) -> bool:

@@ -4,10 +4,11 @@ from typing import get_args
 
 from torch import Tensor
 
-from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint, Problem
+from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
 from bedouin.solvers.base import Map, MapWrapper, Solver, TimeDim
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.deferred import DeferredWarning
+from bedouin.solvers.problem import Problem
 from bedouin.solvers.reporting import OnUnconverged, Reporting
 from bedouin.solvers.solution import Solution
 

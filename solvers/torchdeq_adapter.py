@@ -24,22 +24,26 @@ from torchdeq.solver.anderson import anderson_solver
 from torchdeq.solver.broyden import broyden_solver
 
 from bedouin.solvers.base import (
-    ATOL,
     Map,
     Solver,
     TimeDim,
-    _as_tokens,
-    _empty_solution,
-    _TokenMap,
+    TokenMap,
+    as_tokens,
     check_number,
     strict_options,
+)
+from bedouin.solvers.convergence import (
+    ATOL,
+    holds_so_far,
+    largest_so_far,
+    relative_residual,
 )
 from bedouin.solvers.solution import (
     Solution,
     SolveStats,
     can_read_device,
+    empty_solution,
     read_result,
-    relative_residual,
 )
 
 
@@ -85,7 +89,7 @@ class _Guard:
         self.num_steps = self.num_steps + ~self.frozen
         y = torch.where(torch.isfinite(y).all(-1, keepdim=True), y, self.best)
         f_y = self.f(y)
-        finite = (~torch.isfinite(f_y).all(-1)).cumsum(1) == 0
+        finite = holds_so_far(torch.isfinite(f_y).all(-1))
         if first:
             self.lost = ~finite
             self.change = self._largest_so_far(f_y.abs().amax(-1))
@@ -125,7 +129,7 @@ class _Guard:
     def _largest_so_far(self, size: Tensor) -> Tensor:
         """max_{s <= t} size_s, over the finite values where those that are not were lost."""
         kept = torch.where(self.lost, 0.0, torch.nan_to_num(size, nan=torch.inf))
-        return torch.cummax(kept, dim=1).values
+        return largest_so_far(kept)
 
     def __call__(self, z: Tensor) -> Tensor:
         z_tokens = z.reshape(self.best.shape)
@@ -159,10 +163,10 @@ class _TorchDEQSolver(Solver):
                 "compile, torch.func transforms or graph capture, nor on the meta device: use "
                 "Direct, Jacobi or Picard"
             )
-        y = _as_tokens(y0, time_dim)
+        y = as_tokens(y0, time_dim)
         if y.numel() == 0:
-            return _empty_solution(y0)
-        f_tokens = f if y.shape == y0.shape else _TokenMap(f, y0.shape, y.shape)
+            return empty_solution(y0)
+        f_tokens = f if y.shape == y0.shape else TokenMap(f, y0.shape, y.shape)
         # as everywhere, the evaluation that measures the last iterate is not a step
         guard = _Guard(f_tokens, y, self.rtol, self.atol, max_steps + 1)
         while not guard.finished:

@@ -43,12 +43,8 @@ from bedouin.kernels.iteration import (
 )
 from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
 from bedouin.mixers import ChannelMixer
-from bedouin.solvers.solution import (
-    BackwardStats,
-    SolveStats,
-    can_read_device,
-    relative_residual,
-)
+from bedouin.solvers.convergence import relative_residual
+from bedouin.solvers.solution import BackwardStats, SolveStats, can_read_device
 
 
 class ScanInputs(NamedTuple):

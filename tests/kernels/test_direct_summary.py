@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct import Sweep
 from bedouin.kernels.direct.fused import summarize
-from bedouin.solvers.direct import Direct
-from bedouin.solvers.solution import relative_residual
+from bedouin.solvers.convergence import relative_residual, within_rounding
 
 NAN, INF = math.nan, math.inf
 
@@ -44,10 +42,9 @@ def statistics(dtype: torch.dtype) -> Tensor:
 
 def expected(values: Tensor) -> list[Tensor]:
     defect, scale, magnitude, pivot = values
-    # plain numbers in place of y, h and pivot: the definitions do not look at them
-    sweep = Sweep(defect, defect, defect, scale, magnitude, defect[:, 0])
     smallest = pivot.nan_to_num(nan=INF).amin(1)
-    return [relative_residual(defect, scale), smallest, Direct()._within_rounding(sweep)]
+    converged = within_rounding(defect, scale, magnitude)
+    return [relative_residual(defect, scale), smallest, converged]
 
 
 @devices

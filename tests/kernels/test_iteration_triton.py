@@ -24,7 +24,7 @@ from bedouin.kernels.householder import unit
 from bedouin.kernels.iteration import FusedIteration
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.solvers import Jacobi, OneStepAdjoint, Picard, Result, Solution, UnrolledAdjoint, solve
-from bedouin.solvers.base import IterativeSolver
+from bedouin.solvers.iterate import IterativeSolver
 from bedouin.testing import assert_close
 
 DEVICE = "cpu" if interpreter_is_on() else "cuda"

@@ -15,7 +15,6 @@ from bedouin.solvers.solution import (
     can_read_device,
     describe,
     read_result,
-    relative_residual,
 )
 
 INF, NAN = torch.inf, torch.nan
@@ -24,29 +23,6 @@ INF, NAN = torch.inf, torch.nan
 def _stats(converged: list[bool], residual: list[float]) -> SolveStats:
     steps = torch.arange(1, len(converged) + 1)
     return SolveStats(steps, torch.tensor(residual), torch.tensor(converged))
-
-
-@pytest.mark.parametrize(
-    ("defect", "scale", "expected"),
-    [
-        ([1.0, 1.0], [2.0, 4.0], 0.5),
-        ([0.0, 1.0], [8.0, 1.0], 0.125),
-        ([0.0, 0.0], [0.0, 0.0], 0.0),
-        ([0.0, 3.0], [0.0, 6.0], 0.5),
-        ([1.0, NAN], [1.0, NAN], NAN),
-        ([1.0, INF], [1.0, INF], NAN),
-        ([1.0, 0.0], [0.0, 1.0], NAN),
-    ],
-)
-def test_the_residual_is_relative_to_the_largest_value_so_far(
-    defect: list[float], scale: list[float], expected: float
-) -> None:
-    actual = relative_residual(torch.tensor([defect]), torch.tensor([scale]))
-    torch.testing.assert_close(actual, torch.tensor([expected]), equal_nan=True)
-
-
-def test_the_residual_of_no_tokens_is_zero() -> None:
-    assert relative_residual(torch.empty(3, 0), torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

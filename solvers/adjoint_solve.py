@@ -1,0 +1,169 @@
+"""The adjoint equation w = J^T w + g, J = dF/dy at y*, solved by an iterative solver."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from bedouin.kernels.backend import is_batched, without_autocast
+from bedouin.kernels.once import refuse_forward_mode, refuse_second_derivative
+from bedouin.solvers.base import BlockMap, Solver, TransposedBlockMap
+from bedouin.solvers.problem import Problem
+from bedouin.solvers.solution import Solution, SolveStats, can_read_device
+
+
+def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> Solution:
+    """`solution` with the gradient that `solver` finds from the adjoint equation in backward."""
+    if not can_read_device(solution.value):
+        raise RuntimeError(
+            "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.compile, "
+            "torch.func transforms or graph capture, nor on the meta device: use Direct, or "
+            "solver=None"
+        )
+    y = solution.value.detach().requires_grad_()
+    tracked = problem.f(y)
+    if not _depends_on_another(tracked, y):
+        return solution
+    adjoint = _AdjointSolve(problem, solver, y, tracked, solution.stats)
+    return replace(solution, value=_attach_implicit(tracked, y.detach(), adjoint))
+
+
+class _ImplicitGrad(torch.autograd.Function):
+    """The value y_star with the path of `tracked`, its gradient first sent through the solve."""
+
+    jvp = staticmethod(refuse_forward_mode)
+
+    @staticmethod
+    def forward(
+        ctx: Any, tracked: Tensor, y_star: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.solve_adjoint = solve_adjoint
+        ctx.save_for_backward(tracked)
+        return y_star.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if is_batched(grad_output):
+            raise RuntimeError(
+                "ImplicitAdjoint with an iterative solve takes one cotangent at a time, not "
+                "those of is_grads_batched=True or jacobian(vectorize=True): use Direct or "
+                "solver=None, or a loop over the cotangents"
+            )
+        with torch.no_grad(), without_autocast(grad_output.device):
+            w = ctx.solve_adjoint(grad_output)
+        sources = [grad_output, *ctx.saved_tensors]
+        return (*refuse_second_derivative([w], sources), None, None)
+
+
+def _attach_implicit(
+    tracked: Tensor, y_star: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
+) -> Tensor:
+    value: Tensor = _ImplicitGrad.apply(tracked, y_star, solve_adjoint)  # type: ignore[no-untyped-call]
+    return value
+
+
+def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
+    """Whether a leaf other than y wants the gradient of `tracked`."""
+    if not tracked.requires_grad:
+        return False
+    seen: set[torch.autograd.graph.Node] = set()
+    found: list[torch.autograd.graph.Node | None] = [get_gradient_edge(tracked).node]
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", y) is not y:
+            return True
+        found.extend(following for following, _ in node.next_functions)
+    return False
+
+
+class _AdjointMap:
+    """w -> J^T w + g, flipped in time: J^T is block upper-triangular, its flip lower-triangular."""
+
+    def __init__(self, y: Tensor, tracked: Tensor, grad_output: Tensor, flips: bool) -> None:
+        self.y, self.tracked, self.flips = y, tracked, flips
+        self.g = self.flip(grad_output)
+
+    def flip(self, w: Tensor) -> Tensor:
+        return w.flip(1) if self.flips else w
+
+    def __call__(self, w: Tensor) -> Tensor:
+        (product,) = torch.autograd.grad(
+            self.tracked, self.y, self.flip(w), retain_graph=True, allow_unused=True
+        )
+        return self.g if product is None else self.flip(product) + self.g
+
+
+class _BlockAdjointMap(_AdjointMap):
+    """The same for a map with a local equation: Jacobi backward in time."""
+
+    def __init__(
+        self, y: Tensor, tracked: Tensor, grad_output: Tensor, f: TransposedBlockMap
+    ) -> None:
+        super().__init__(y, tracked, grad_output, flips=True)
+        self.diagonal, self.invert = f.block_transpose(y.detach())
+
+    def block_solve(self, w: Tensor) -> tuple[Tensor, None]:
+        w_in_time = self.flip(w)
+        rest = self.flip(self(w)) - self.diagonal(w_in_time)
+        return self.flip(self.invert(rest)), None
+
+
+def _saved_tensors_are_hooked() -> bool:
+    """Whether saved_tensors_hooks are on; where torch does not tell, True, which costs a step."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
+
+
+def _present_autocast(device: str) -> torch.autocast:
+    """A context that restores the present state of autocast on a kind of device."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype, enabled=enabled)
+
+
+class _AdjointSolve:
+    """grad_output -> w, by an iterative solver; reports its statistics."""
+
+    def __init__(
+        self, problem: Problem, solver: Solver, y: Tensor, tracked: Tensor, stats: SolveStats
+    ) -> None:
+        self.problem, self.solver, self.stats = problem, solver, stats
+        self.y, self.tracked = y, tracked
+        self.hooked, self.autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
+
+    def _map(self, grad_output: Tensor) -> _AdjointMap:
+        f, flips = self.problem.f, self.problem.time_dim == 1
+        y, tracked = self._evaluation()
+        if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
+            return _BlockAdjointMap(y, tracked, grad_output, f)
+        return _AdjointMap(y, tracked, grad_output, flips)
+
+    def _evaluation(self) -> tuple[Tensor, Tensor]:
+        """y* and F(y*) in a graph that holds its tensors.
+
+        Hooks, such as those of non-reentrant checkpointing, may run the whole forward or a copy
+        each time that a graph's tensors are read, here once for each step of the adjoint solve.
+        """
+        if not self.hooked:
+            return self.y, self.tracked
+        y = self.y.detach().requires_grad_()
+        with torch.enable_grad(), self.autocast:
+            return y, self.problem.f(y)
+
+    def __call__(self, grad_output: Tensor) -> Tensor:
+        f = self._map(grad_output)
+        solution = self.solver.solve(
+            f,
+            torch.zeros_like(grad_output),
+            max_steps=self.problem.max_steps,
+            time_dim=self.problem.time_dim,
+            unroll=False,
+        )
+        self.stats._backward.stats = solution.stats
+        self.problem.reporting.adjoint(solution.stats, solution.result)
+        return f.flip(solution.value)

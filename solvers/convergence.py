@@ -1,0 +1,69 @@
+"""The convergence rule: which tokens have converged, and the residual that is reported.
+
+defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t| in the max norm. A token is judged against the
+largest scale up to its own time, and converges only with all tokens before it, so that no later
+token has a say. Letters: b batch, t tokens of a sample.
+"""
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.direct import ROUNDING
+
+ATOL = 1e-30
+"""The default atol. What counts as small is for rtol to say, since nothing is known of the scale of
+y: cotangents, and layers behind small inputs, lie far below any fixed number. This one only lets a
+sample converge that is exactly zero, which no relative tolerance does, and is a normal float32."""
+
+
+def holds_so_far(condition: Tensor) -> Tensor:
+    """(b, t): whether `condition` (b, t) holds at every token s <= t."""
+    return (~condition).cumsum(1) == 0
+
+
+def largest_so_far(size: Tensor) -> Tensor:
+    """(b, t): max_{s <= t} size_s of `size` (b, t); NaN from its first NaN on."""
+    return torch.cummax(size, dim=1).values
+
+
+def within_tolerance(
+    defect: Tensor,  # (b, t) or (b, 1)
+    largest: Tensor,  # as defect: the scale that it is judged against
+    rtol: float,
+    atol: float,
+) -> Tensor:  # as defect
+    """Whether a defect alone is small enough; the rule of prefixes is `holds_so_far`."""
+    return defect < atol + rtol * largest
+
+
+def within_rounding(
+    defect: Tensor,  # (b, t)
+    scale: Tensor,  # (b, t), |F(y)_t|
+    magnitude: Tensor,  # (b, t), the largest term in the sums of F(y)_t
+) -> Tensor:  # (b,)
+    """Finite, and every defect explained by rounding."""
+    terms = largest_so_far(torch.maximum(scale, magnitude))
+    bound = ROUNDING * torch.finfo(terms.dtype).eps * terms
+    return (torch.isfinite(terms) & (defect <= bound)).all(1)
+
+
+def first_open_token_is_nonfinite(
+    frozen: Tensor,  # (b, t)
+    scale: Tensor,  # (b, t), |F(y)_t|
+) -> Tensor:  # (b,)
+    """A later token may be Inf while the iteration is under way, the first open one not."""
+    last = frozen.shape[1] - 1
+    first_open = frozen.sum(1, keepdim=True).clamp(max=last)
+    return ~torch.isfinite(scale).gather(1, first_open).squeeze(1) & ~frozen.all(1)
+
+
+def relative_residual(
+    defect: Tensor,  # (b, t)
+    scale: Tensor,  # (b, t), |F(y)_t|
+) -> Tensor:  # (b,)
+    """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where a defect is not finite."""
+    if defect.shape[1] == 0:
+        return defect.new_zeros(defect.shape[0])
+    largest = largest_so_far(scale)
+    ratio = torch.where(defect == 0, torch.zeros_like(defect), defect / largest)
+    return torch.where(torch.isfinite(ratio), ratio, torch.nan).amax(1)

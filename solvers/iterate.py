@@ -1,0 +1,187 @@
+"""The iteration that all iterative solvers share: `IterativeSolver` and its loop.
+
+Letters: b batch, t tokens of a sample, c the values of a token.
+"""
+
+import functools
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.iteration import IterationRule, Progress
+from bedouin.solvers.base import FusedMap, Map, Solver, Steps, TimeDim, TokenMap, as_tokens
+from bedouin.solvers.convergence import (
+    first_open_token_is_nonfinite,
+    holds_so_far,
+    largest_so_far,
+    relative_residual,
+    within_tolerance,
+)
+from bedouin.solvers.solution import (
+    BackwardStats,
+    Result,
+    Solution,
+    SolveStats,
+    can_read_device,
+    empty_solution,
+    read_result,
+)
+
+CHECK_EVERY = 4
+"""Evaluations between two looks of the host at a GPU: a look costs a synchronization, an evaluation
+too many costs nothing but itself, since converged tokens stay frozen and steps are counted on the
+device. A solve of at most so many steps is never looked at (`Result.unknown`)."""
+
+MAX_TRACED_STEPS = 16
+"""Most steps that torch.compile writes out: some hundred nodes each, and none can be spared."""
+
+
+class Measurement(NamedTuple):
+    """One evaluation of the map a solver iterates (F, or G for Jacobi)."""
+
+    f_y: Tensor  # (b, t, c)
+    pivot: Tensor | None  # (b,)
+
+
+class IterativeSolver(Solver):
+    """A solver that improves all tokens at once, one evaluation of the map a step.
+
+    defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has
+    converged when defect_s < atol + rtol * scale_s for all s <= t; it keeps the y at which that was
+    measured. So with atol below every scale of interest, as by default, convergence does not depend
+    on the units of y; only a map whose fixed point is zero needs a larger atol.
+    """
+
+    rtol: float
+    atol: float
+
+    @property
+    def returns_evaluation(self) -> bool:
+        """Whether a solve returns its last evaluation f(y), with that step's defect, rather than
+        the y at which the defect was measured."""
+        return False
+
+    def start(self, y0: Tensor) -> Any:
+        """The solver's memory between steps; None for solvers without any. y0: (b, t, c)."""
+        return None
+
+    @abstractmethod
+    def evaluate(self, f: Map, y: Tensor) -> Measurement:
+        """The map that is iterated, at y (b, t, c)."""
+
+    @abstractmethod
+    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """The next iterate and memory."""
+
+    def within_tolerance(
+        self,
+        defect: Tensor,  # (b, t)
+        scale: Tensor,  # (b, t), |F(y)_t|
+    ) -> Tensor:  # (b, t)
+        """Tokens whose own defect is small enough; the prefix rule is applied by the caller."""
+        return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
+
+    def rule(self) -> IterationRule | None:
+        """What the solver does, for maps that do all of a step themselves; None: nobody knows."""
+        return None
+
+    def solve(
+        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+    ) -> Solution:
+        if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
+            outside: Solution = _solve_outside(self, f, y0, max_steps, time_dim, unroll)
+            return outside
+        y = as_tokens(y0, time_dim)
+        if y.numel() == 0:
+            return empty_solution(y0)
+        steps = self._steps(f, y, y0.shape, unroll)
+        # with so few steps a look saves less than it costs: the caller may look later
+        readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
+        check_every = CHECK_EVERY if y.is_cuda else 1
+        for i in range(max_steps):
+            steps.advance()
+            if readable and (i + 1) % check_every == 0 and steps.finished():
+                break
+        else:
+            # the last evaluation was judged when it was made; a y that has moved since was not
+            if not self.returns_evaluation:
+                steps.certify()
+        return _conclude(steps.progress, y0.shape, readable)
+
+    def _steps(self, f: Map, y: Tensor, shape: torch.Size, unroll: bool) -> Steps:
+        if y.shape != shape:
+            return _PlainSteps(self, TokenMap(f, shape, y.shape), y)
+        rule = self.rule()
+        # fused steps leave no graph behind
+        if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
+            return f.fuse(y, rule) or _PlainSteps(self, f, y)
+        return _PlainSteps(self, f, y)
+
+
+@functools.partial(
+    torch.compiler.disable,
+    reason="bedouin runs an iteration of more than "
+    f"{MAX_TRACED_STEPS} steps outside of the graph, where it can stop early: use Direct, a "
+    "smaller max_steps, or torch.compile with fullgraph=False",
+)
+def _solve_outside(
+    solver: IterativeSolver, f: Map, y0: Tensor, max_steps: int, time_dim: TimeDim, unroll: bool
+) -> Solution:
+    return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll)
+
+
+class _PlainSteps:
+    """Steps of any solver on any map, differentiable."""
+
+    def __init__(self, solver: IterativeSolver, f: Map, y: Tensor) -> None:
+        self.solver, self.f = solver, f
+        self.memory = solver.start(y)
+        frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
+        failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
+        self.progress = Progress(y, frozen, failed, failed.to(torch.int64), norm, norm, None)
+
+    def advance(self) -> None:
+        before = self.progress
+        active = ~before.failed & ~before.frozen.all(1)
+        measured = self.solver.evaluate(self.f, before.y)
+        y_next, self.memory = self.solver.update(before.y, measured.f_y, self.memory)
+        value = measured.f_y if self.solver.returns_evaluation else None
+        now = self._judge(before, measured)
+        keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
+        y = torch.where(keep, before.y, y_next)
+        # a frozen y gives the same evaluation again
+        num_steps = before.num_steps + active
+        self.progress = now._replace(y=y, num_steps=num_steps, value=value)
+
+    def certify(self) -> None:
+        measured = self.solver.evaluate(self.f, self.progress.y)
+        self.progress = self._judge(self.progress, measured)
+
+    def finished(self) -> bool:
+        return bool((self.progress.failed | self.progress.frozen.all(1)).all())
+
+    def _judge(self, before: Progress, measured: Measurement) -> Progress:
+        f_y = measured.f_y.detach()
+        # in float16 small tolerances would be rounded to zero
+        dtype = torch.promote_types(f_y.dtype, torch.float32)
+        defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
+        scale = f_y.abs().amax(-1).to(dtype)
+        small = self.solver.within_tolerance(defect, scale) | before.frozen
+        frozen = holds_so_far(small)
+        failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
+        norms = defect, scale, measured.pivot
+        return Progress(before.y, frozen, failed, before.num_steps, *norms)
+
+
+def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:
+    lost = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
+    found = progress.y if progress.value is None else progress.value
+    value = torch.where(lost, torch.nan, found).reshape(shape)
+    residual = relative_residual(progress.defect, progress.scale)
+    residual = torch.where(progress.failed, torch.nan, residual)
+    converged = progress.frozen.all(1)
+    # the cell is given because torch.compile cannot trace a default made by a class
+    stats = SolveStats(progress.num_steps, residual, converged, progress.pivot, BackwardStats())
+    return Solution(value, stats, read_result(stats) if readable else Result.unknown)

@@ -1,0 +1,26 @@
+"""One solve with its arguments, as an adjoint gets it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bedouin.solvers.base import Map, Solver, TimeDim
+from bedouin.solvers.reporting import Reporting
+from bedouin.solvers.solution import Solution
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A map, a start and how to solve; `run` solves."""
+
+    f: Map
+    y0: Tensor  # (b, ...)
+    solver: Solver
+    max_steps: int
+    time_dim: TimeDim
+    reporting: Reporting
+
+    def run(self, unroll: bool = False) -> Solution:
+        return self.solver.solve(
+            self.f, self.y0, max_steps=self.max_steps, time_dim=self.time_dim, unroll=unroll
+        )
