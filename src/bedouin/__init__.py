@@ -1,7 +1,7 @@
 """Bedouin: sequence layers defined as a fixed point of Householder mixing and a diagonal scan."""
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.decode import Decoder
+from bedouin.decoding import Decoder
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer, WYForm
 from bedouin.model import SequenceModel
 from bedouin.rnn_layer import FixedPointRNN

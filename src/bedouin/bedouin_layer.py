@@ -86,7 +86,7 @@ class Bedouin(FixedPointLayer):
     """
 
     components = ("delta", "B", "C", "mixer")
-    _has_fused_step = True
+    has_fused_step = True
 
     A_log: nn.Parameter
     omega: nn.Parameter
@@ -216,11 +216,11 @@ class Bedouin(FixedPointLayer):
         delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
         return ScanInputs(delta, unit(B), unit(C), mixer_raw)
 
-    def _layout(self) -> RawLayout | None:
+    def layout(self) -> RawLayout | None:
         activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
         return householder_layout(self.mixer, activation, selective=True)
 
-    def _decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
+    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
         if self.decay == "mamba":
             return "exp", 1.0, self.A_log
         return "softplus", GRIFFIN_SHARPNESS, self.omega

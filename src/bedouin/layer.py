@@ -22,7 +22,7 @@ from bedouin.checks import (
     ordered_subset,
     positive_int,
 )
-from bedouin.decode import StepGraphs, fused_step, may_replay, takes_fused_step
+from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_step
 from bedouin.fixed_point_map import FixedPointMap, MapInputs, ScanInputs, StructuredMap
 from bedouin.kernels.backend import (
     Backend,
@@ -73,12 +73,12 @@ class FixedPointLayer(nn.Module, ABC):
     components: ClassVar[tuple[str, ...]]
     """Names of the raw components, in the order of the fused projection; the gate is last."""
 
-    _has_fused_step: ClassVar[bool] = False
-    """Declared by a class whose `_split`, `_A` and `_drive` are what the decoding kernel does; not
+    has_fused_step: ClassVar[bool] = False
+    """Declared by a class whose `_split`, `_A` and `drive` are what the decoding kernel does; not
     inherited, since a subclass may change them."""
 
-    _has_drive: ClassVar[bool] = False
-    """Whether `_drive` is more than its argument."""
+    has_drive: ClassVar[bool] = False
+    """Whether `drive` is more than its argument."""
 
     stats: SolveStats | None
     """Statistics of the last call, None before any; after a ConvergenceError those of the call that
@@ -136,9 +136,9 @@ class FixedPointLayer(nn.Module, ABC):
         self.adjoint, self.cap = adjoint, as_cap(max_steps)
         self.backend, self.on_unconverged = backend, on_unconverged
         self.stats = None
-        self._draws = Draws()
-        self._deferred = DeferredWarning()
-        self._graphs = StepGraphs()
+        self.draws = Draws()
+        self.deferred = DeferredWarning()
+        self.graphs = StepGraphs()
 
         d, factory = self.d_inner, factory_options(device, dtype)
         self._sizes = self._component_sizes()
@@ -169,14 +169,14 @@ class FixedPointLayer(nn.Module, ABC):
         """(d, n): the decay is exp(A Delta)."""
 
     @abstractmethod
-    def _decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
+    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
         """How `_A` comes from which parameter (d, n): kind, sharpness, parameter."""
 
     @abstractmethod
-    def _layout(self) -> RawLayout | None:
+    def layout(self) -> RawLayout | None:
         """What `_split` and the mixer do with raw values, if kernels know how to do it."""
 
-    def _drive(self, x: Tensor) -> Tensor:
+    def drive(self, x: Tensor) -> Tensor:
         """What the mixer sees of x (b, t, d)."""
         return x
 
@@ -209,7 +209,7 @@ class FixedPointLayer(nn.Module, ABC):
         Set with the values, since `to_empty` makes new parameters without them.
         """
         self.dt_bias._no_reinit = True  # type: ignore[attr-defined]
-        for parameter in (self.D, self._decay_parameter()[2]):
+        for parameter in (self.D, self.decay_parameter()[2]):
             if parameter is not None:
                 parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
@@ -263,7 +263,7 @@ class FixedPointLayer(nn.Module, ABC):
         rounding. Raises TypeError for integer or foreign dtypes, ValueError for wrong shapes,
         devices and states, ConvergenceError with on_unconverged="raise".
         """
-        self._check_input(x, rank=3)
+        self.check_input(x, rank=3)
         output, new_state = self._run(x, state, self.solver, return_state)
         return (output, new_state) if return_state else output
 
@@ -271,17 +271,17 @@ class FixedPointLayer(nn.Module, ABC):
         """One token: (b, m) -> (b, m), solved exactly whatever the layer's solver.
 
         With a mixer that has no form (e, U, M) the layer's own solver is used, to its tolerance.
-        On a GPU, without gradients, a token is the replay of a CUDA graph (bedouin.decode), which
+        On a GPU, without gradients, a token is the replay of a CUDA graph (bedouin.decoding), which
         the first call with a batch size and dtype captures. Raises as `forward` does.
         """
         replays = may_replay(self, x_t)
         if replays:
-            found = self._graphs.replay(self, x_t, state)
+            found = self.graphs.replay(self, x_t, state)
             if found is not None:
                 return found
-        self._check_input(x_t, rank=2)
+        self.check_input(x_t, rank=2)
         if takes_fused_step(self, x_t):
-            return (self._graphs.step if replays else fused_step)(self, x_t, state)
+            return (self.graphs.step if replays else fused_step)(self, x_t, state)
         solver = Direct() if isinstance(self.mixer, StructuredMixer) else self.solver
         output, new_state = self._run(x_t.unsqueeze(1), state, solver, True)
         assert new_state is not None
@@ -297,7 +297,7 @@ class FixedPointLayer(nn.Module, ABC):
     def _run(
         self, u: Tensor, state: BedouinState | None, solver: Solver, wants_state: bool
     ) -> tuple[Tensor, BedouinState | None]:
-        self._deferred.flush()
+        self.deferred.flush()
         projected = self.in_proj(u)
         x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
         dtype, gemm_dtype = solve_dtype(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
@@ -322,7 +322,9 @@ class FixedPointLayer(nn.Module, ABC):
         if W_gate is None or not y.shape[1]:
             return None
         first = None if state is None else state.y
-        before = shifted_norm(y, first, self._norm_eps, dtype=W_gate.dtype, backend=self.backend)
+        before = shifted_norm(
+            y, first, self.feedback_norm_eps, dtype=W_gate.dtype, backend=self.backend
+        )
         return F.linear(before, W_gate)
 
     def _output_stage(
@@ -344,7 +346,7 @@ class FixedPointLayer(nn.Module, ABC):
         )
 
     @property
-    def _norm_eps(self) -> float | None:
+    def feedback_norm_eps(self) -> float | None:
         return FEEDBACK_NORM_EPS if self.feedback_norm else None
 
     def _map(
@@ -352,16 +354,16 @@ class FixedPointLayer(nn.Module, ABC):
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = solve_dtype(x.dtype)
-        drive = self._drive(x.to(dtype)) if self._has_drive else x
+        drive = self.drive(x.to(dtype)) if self.has_drive else x
         return kind(
             MapInputs(drive, raw, W_y, self._A().to(dtype), *(state or (None, None))),
             self.mixer,
             self._split,
             input_scale=self.input_scale,
             eigenvalues=self.eigenvalues,
-            feedback_norm_eps=self._norm_eps,
+            feedback_norm_eps=self.feedback_norm_eps,
             backend=self.backend,
-            layout=self._layout(),
+            layout=self.layout(),
         )
 
     def _solve(self, f: FixedPointMap, x: Tensor, dtype: torch.dtype, solver: Solver) -> Solution:
@@ -380,9 +382,9 @@ class FixedPointLayer(nn.Module, ABC):
                 adjoint=self.adjoint,
                 on_unconverged=self.on_unconverged,
                 time_dim=1,
-                draw=self._next_draw(),
+                draw=self.next_draw(),
                 subject=type(self).__name__,
-                deferred=self._deferred,
+                deferred=self.deferred,
             )
         except ConvergenceError as error:
             self._keep_stats(error.stats)
@@ -395,13 +397,13 @@ class FixedPointLayer(nn.Module, ABC):
         if not restores_tensors_only():
             self.stats = stats
 
-    def _next_draw(self) -> int | None:
+    def next_draw(self) -> int | None:
         """The number of this training call, which a random cap depends on; None in evaluation."""
         # a graph that counts would be compiled anew for each call
         counts = self.cap.is_random or not torch.compiler.is_compiling()
         if not (self.training and counts):
             return None
-        return self._draws.next(self.cap)
+        return self.draws.next(self.cap)
 
     def _incoming(
         self, state: BedouinState | None, x: Tensor, dtype: torch.dtype
@@ -418,7 +420,7 @@ class FixedPointLayer(nn.Module, ABC):
         # copies: a view would keep all of y alive, and autograd may have saved what it shows
         return BedouinState(f.memory(y).clone(), y[:, -1].clone())
 
-    def _check_input(self, x: Tensor, rank: int) -> None:
+    def check_input(self, x: Tensor, rank: int) -> None:
         shape = "(b, t, m)" if rank == 3 else "(b, m)"
         check_tensor("x", x, shape)
         if x.dim() != rank:
@@ -450,10 +452,10 @@ class FixedPointLayer(nn.Module, ABC):
         return state
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self._draws.count)
+        return torch.tensor(self.draws.count)
 
     def set_extra_state(self, state: Tensor) -> None:
-        self._draws.count = int(state)
+        self.draws.count = int(state)
 
     def extra_repr(self) -> str:
         return (

@@ -48,8 +48,8 @@ class FixedPointRNN(FixedPointLayer):
     """
 
     components = ("decay", "mixer")
-    _has_fused_step = True
-    _has_drive = True
+    has_fused_step = True
+    has_drive = True
 
     omega: nn.Parameter
 
@@ -131,11 +131,11 @@ class FixedPointRNN(FixedPointLayer):
         ones = torch.ones_like(raw[..., :1])
         return ScanInputs(delta, ones, ones, mixer_raw)
 
-    def _layout(self) -> RawLayout | None:
+    def layout(self) -> RawLayout | None:
         activation: Activation = "softplus_of_minus" if self.decay == "sigmoid" else "sigmoid"
         return householder_layout(self.mixer, activation, selective=False)
 
-    def _decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
+    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
         if self.decay == "sigmoid":
             return "one", 1.0, None
         return "softplus", GRIFFIN_SHARPNESS, self.omega
@@ -145,5 +145,5 @@ class FixedPointRNN(FixedPointLayer):
             return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
         return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
 
-    def _drive(self, x: Tensor) -> Tensor:
+    def drive(self, x: Tensor) -> Tensor:
         return F.silu(F.linear(x, self.b_proj.weight.to(x.dtype))) * x
