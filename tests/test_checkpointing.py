@@ -371,7 +371,7 @@ def test_other_checkpointing_of_calls_with_equal_keys_is_an_error() -> None:
 
 def test_calls_are_forgotten_with_their_region() -> None:
     layer = make()
-    draws: Draws = layer._draws
+    draws: Draws = layer.draws
     for _ in range(3):
         y = checkpoint(layer, draw_input(), use_reentrant=False)
         assert len(draws._regions) == 1
@@ -385,8 +385,8 @@ def test_copies_keep_the_count_alone() -> None:
     torch.save(layer, buffer := io.BytesIO())
     buffer.seek(0)
     for other in (copy.deepcopy(layer), torch.load(buffer, weights_only=False)):
-        assert other._draws.count == 1 and not other._draws._recent
-        assert len(other._draws._regions) == 0
+        assert other.draws.count == 1 and not other.draws._recent
+        assert len(other.draws._regions) == 0
     y.sum().backward()
 
 

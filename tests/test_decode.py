@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank
-from bedouin.decode import MAX_GRAPHS, Run, StepGraphs, graph_key, has_graph, takes_fused_step
+from bedouin.decoding.graphs import MAX_GRAPHS, Run, StepGraphs, graph_key
+from bedouin.decoding.token import has_graph, takes_fused_step
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning, Picard
@@ -224,7 +225,7 @@ def test_copies_of_a_layer_start_without_graphs() -> None:
     graphs = StepGraphs(Fake())
     graphs.step(layer, x[:, 0], layer.init_state(3))
     assert len(copy.deepcopy(graphs)) == len(pickle.loads(pickle.dumps(graphs))) == 0
-    assert len(copy.deepcopy(layer)._graphs) == 0
+    assert len(copy.deepcopy(layer).graphs) == 0
 
 
 @torch.no_grad()
@@ -325,7 +326,7 @@ def test_graph_equals_forward(
             y_t, state = layer.step(x[:, t], state)
             assert_close(f"step {t}", y_t, whole[:, t], rtol)
             assert_close(f"decoder {t}", decoder(x[:, t]), y_t, rtol)
-    assert len(layer._graphs) == 1
+    assert len(layer.graphs) == 1
     assert layer.stats is not None and bool(layer.stats.converged.all())
 
 
@@ -344,7 +345,7 @@ def test_graph_sees_an_update_in_place_and_a_new_batch() -> None:
             for module in (layer, plain):
                 for parameter in module.parameters():
                     parameter.mul_(1.01)
-    assert len(layer._graphs) == 2
+    assert len(layer.graphs) == 2
 
 
 @gpu
@@ -398,4 +399,4 @@ def test_a_mixer_without_kernels_steps_plainly() -> None:
     for t in range(3):
         y_t, state = layer.step(x[:, t], state)
         assert_close("output", y_t, whole[:, t], 1e-4)
-    assert len(layer._graphs) == 0
+    assert len(layer.graphs) == 0

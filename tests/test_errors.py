@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN, HouseholderProduct, LowRank
-from bedouin.decode import Decoder
+from bedouin.decoding import Decoder
 from bedouin.model import SequenceModel
 from bedouin.solvers import Anderson, UnrolledAdjoint
 

@@ -93,7 +93,7 @@ def test_torch_can_graph_a_layer_whose_last_outcome_is_still_unread() -> None:
     layer = Bedouin(16, device="cuda")
     x = torch.randn(4, 20, 16, device="cuda", requires_grad=True)
     expected, expected_grads = _gradients(layer, x)
-    assert layer._deferred.is_pending("Bedouin")
+    assert layer.deferred.is_pending("Bedouin")
     sample = (torch.randn_like(x, requires_grad=True),)
     assert torch.cuda.make_graphed_callables(layer, sample) is layer
     y, grads = _gradients(layer, x)

@@ -31,6 +31,12 @@ SLOW = Picard(rtol=1e-12, atol=0.0)
 """Not to be reached in the few steps that the tests below allow."""
 
 
+def test_a_layer_without_its_methods_cannot_be_made() -> None:
+    base: Any = FixedPointLayer
+    with pytest.raises(TypeError, match="abstract.*_component_sizes"):
+        base(4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("b", [0, 1, 3])
 @pytest.mark.parametrize("t", [0, 1, 63, 64, 100])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
-from bedouin.decode import Decoder
+from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import Direct, Jacobi, Picard, Solver

@@ -220,7 +220,7 @@ def test_warnings_point_at_the_line_of_the_user() -> None:
         y = layer(draw())
         y.backward(grad)  # the adjoint
         layer.step(draw(0)[:, 1], layer.init_state(3))  # a token
-        layer._deferred.warn("late", "late")  # as `flush` does
+        layer.deferred.warn("late", "late")  # as `flush` does
     lines = [line_of(Model.forward, "self.layer(x)")]
     here = test_warnings_point_at_the_line_of_the_user
     lines += [line_of(here, text) for text in ("# the adjoint", "# as `flush`")]
@@ -257,7 +257,7 @@ def test_forward_and_adjoint_are_counted_apart_and_layers_too() -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_recomputation_is_not_reported_again(use_reentrant: bool) -> None:
     layer = make(solver=Picard(0.0, 0.0), adjoint=OneStepAdjoint(), max_steps=2)
-    layer._deferred = DeferredWarning(every=True)
+    layer.deferred = DeferredWarning(every=True)
     x = draw().requires_grad_()
     with pytest.warns(ConvergenceWarning):
         y = checkpoint(layer, x, use_reentrant=use_reentrant)

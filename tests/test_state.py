@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN
-from bedouin.decode import Decoder
+from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
 from bedouin.testing import assert_close, measure_growth, parallel_decode_gap, random_layer

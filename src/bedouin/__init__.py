@@ -1,9 +1,10 @@
 """Bedouin: sequence layers defined as a fixed point of Householder mixing and a diagonal scan."""
 
-from bedouin.decode import Decoder
-from bedouin.layer import Bedouin, FixedPointRNN
+from bedouin.bedouin_layer import Bedouin
+from bedouin.decoding import Decoder
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer, WYForm
 from bedouin.model import SequenceModel
+from bedouin.rnn_layer import FixedPointRNN
 from bedouin.state import BedouinState
 
 __version__ = "0.1.0"

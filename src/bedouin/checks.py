@@ -1,8 +1,16 @@
 """Checks of arguments that several modules share."""
 
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+from bedouin.solvers.base import unknown_option
+
+OptionT = TypeVar("OptionT", bound=str)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -47,3 +55,30 @@ def check_tensor(name: str, value: object, shape: str) -> None:
     else:
         remedy = "" if value is None else ": convert it with torch.as_tensor"
     raise TypeError(f"{name} must be a tensor {shape}, got {type(value).__name__}{remedy}")
+
+
+def one_of(name: str, value: OptionT, valid: Sequence[str]) -> OptionT:
+    """`value`; ValueError that names it unless it is one of `valid`."""
+    if value not in valid:
+        raise ValueError(f"{name} must be one of {tuple(valid)}, got {value!r}")
+    return value
+
+
+def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in `values`, in the order of `valid`; ValueError where one is not in `valid`."""
+    listed = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
+    # an iterator can be read only once
+    names = list(values) if listed else [None]
+    if not all(v in valid for v in names):
+        raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
+    return tuple(v for v in valid if v in names)
+
+
+def reject_unknown(cls: type[nn.Module], unknown: dict[str, Any]) -> NoReturn:
+    """Raise the TypeError for options that `cls` does not have, with the valid or nearest names."""
+    name = next(iter(unknown))
+    if name == "d_conv":
+        raise TypeError(f"{cls.__name__} has no short convolution: feedback replaces it")
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    valid = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    raise TypeError(unknown_option(cls.__name__, name, valid))

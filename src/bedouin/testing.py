@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bedouin.layer import Bedouin, FixedPointLayer, FixedPointRNN
+from bedouin.bedouin_layer import Bedouin
+from bedouin.layer import FixedPointLayer
 from bedouin.mixers import HouseholderProduct, LowRank, StructuredMixer
+from bedouin.rnn_layer import FixedPointRNN
 from bedouin.solvers import Adjoint, Direct, Solution, Solver, SolveStats
 from bedouin.solvers.base import Map, TimeDim
 from bedouin.state import BedouinState

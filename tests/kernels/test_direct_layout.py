@@ -21,7 +21,7 @@ LAYERS: list[FixedPointLayer] = [
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda v: f"{type(v).__name__} {v.decay}")
 def test_the_layout_is_what_the_layer_does(layer: FixedPointLayer) -> None:
     raw = torch.randn(2, 3, layer.raw_size, dtype=torch.float64)
-    layout, A = layer._layout(), layer._A()
+    layout, A = layer.layout(), layer._A()
     assert layout is not None and is_covered(layout, raw, A, ())
     delta, B, C, mixer_raw = layer._split(raw)
     expected = (delta, B, C, *layer.mixer(mixer_raw))

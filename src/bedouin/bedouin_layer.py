@@ -1,0 +1,231 @@
+"""Bedouin, the layer with a matrix-valued state, and the parameterization of its paper.
+
+Letters: b batch, t time, m d_model, d d_inner, n d_state.
+"""
+
+from collections.abc import Collection
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bedouin.checks import one_of, reject_unknown
+from bedouin.fixed_point_map import ScanInputs
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.decode import DecayKind
+from bedouin.kernels.direct import Activation, RawLayout
+from bedouin.kernels.householder import unit
+from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.layer import FixedPointLayer
+from bedouin.mixers import ChannelMixer, HouseholderProduct
+from bedouin.parameterization import (
+    DELTA_RANGE,
+    GRIFFIN_SHARPNESS,
+    Decay,
+    OutputStage,
+    at_least_float32,
+    factory_options,
+    griffin_omega,
+    householder_layout,
+    inverse_softplus,
+    log_uniform,
+    make_mixer,
+)
+from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
+from bedouin.solvers.base import check_number
+from bedouin.solvers.reporting import OnUnconverged
+
+
+class Bedouin(FixedPointLayer):
+    """A dense, selective RNN defined as the fixed point of channel mixing and a diagonal scan.
+
+    Replaces `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0.
+
+        x, z = in_proj(u);  raw = W^x x_t + W^y norm(y_{t-1}), split into Delta, B, C, mixer, gate
+        x~_t = Q_t (x_t - y_t) + y_t
+        h_t  = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T;   y_t = h_t C_t
+        out  = out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t))
+
+    Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
+    exact parameterization. The defaults were chosen on the word problem of A5, by the accuracy of
+    the worst seeds at the training length and the conditioning of the local systems; "delta" has
+    the better medians at eight times that length (examples/results/README.md).
+
+    Args:
+        d_model: m. d_state: n. expand: d = expand * m.
+        num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
+            beta_max); 2 and 1.0 unless given.
+        mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Parameters of its own
+            are used in the dtype of the solve, at least float32.
+        decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
+            sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
+        input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
+            1 - |lambda|. With mamba decay and "delta" the gain is unbounded and local systems can
+            become singular in training; see SolveStats.conditioning.
+        eigenvalues: of the decay: "positive": lambda; "full": 2 lambda - 1 in [-1, 1].
+        feedback: which of "delta", "B", "C", "mixer" see y_{t-1}; () switches feedback off, the
+            gate's included.
+        feedback_norm: RMSNorm on y_{t-1} before W^y. feedback_init: factor on W^y at the start.
+        delta_from_x_init: factor on the weights from x to Delta at the start; with 0, the paper's
+            choice for copying, Delta starts as a function of its bias (and of feedback) alone.
+        norm_eps: of the output norm.
+        solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
+            Picard.
+        adjoint: a gradient object; None: ImplicitAdjoint(), exact.
+        max_steps: an int or a Cap. backend: "auto", "triton" or "reference".
+        on_unconverged: "warn" (at the 1st, 10th, 100th, ... call of this layer, see
+            ConvergenceWarning), "raise" a ConvergenceError or "ignore", for the forward solve and,
+            in the backward pass, for that of the adjoint (see ImplicitAdjoint).
+        output: "norm" as above, or "paper": gate * SiLU(y + D * x) without z and norm.
+        bias: whether the projections of x other than Delta's have one.
+        layer_idx: kept for cache-based callers. device, dtype: of the parameters.
+
+    Raises TypeError for unknown options and values of the wrong type, ValueError for values that do
+    not fit.
+    """
+
+    components = ("delta", "B", "C", "mixer")
+    has_fused_step = True
+
+    A_log: nn.Parameter
+    omega: nn.Parameter
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        expand: float = 2,
+        num_householder: int | None = None,
+        beta_max: float | None = None,
+        mixer: ChannelMixer | None = None,
+        decay: Decay = "mamba",
+        input_scale: InputScale = "bounded_delta",
+        eigenvalues: Eigenvalues = "positive",
+        feedback: Collection[str] = ("delta", "B", "C", "mixer"),
+        feedback_norm: bool = True,
+        feedback_init: float = 0.1,
+        norm_eps: float = 1e-5,
+        solver: Solver | Literal["auto"] = "auto",
+        adjoint: Adjoint | None = None,
+        max_steps: int | Cap = 100,
+        backend: Backend = "auto",
+        on_unconverged: OnUnconverged = "warn",
+        output: OutputStage = "norm",
+        bias: bool = True,
+        delta_from_x_init: float = 1.0,
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            reject_unknown(type(self), unknown)
+        self.decay = one_of("decay", decay, get_args(Decay))
+        check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
+        self.delta_from_x_init = float(delta_from_x_init)
+        super().__init__(
+            d_model,
+            d_state=d_state,
+            expand=expand,
+            mixer=make_mixer(mixer, num_householder, beta_max),
+            input_scale=input_scale,
+            eigenvalues=eigenvalues,
+            feedback=feedback,
+            feedback_norm=feedback_norm,
+            feedback_init=feedback_init,
+            norm_eps=norm_eps,
+            output=output,
+            bias=bias,
+            solver=solver,
+            adjoint=adjoint,
+            max_steps=max_steps,
+            backend=backend,
+            on_unconverged=on_unconverged,
+            layer_idx=layer_idx,
+            device=device,
+            dtype=dtype,
+        )
+        d, n, factory = self.d_inner, self.d_state, factory_options(device, dtype)
+        name = "A_log" if decay == "mamba" else "omega"
+        self.register_parameter(name, nn.Parameter(torch.empty(d, n, **factory)))
+        self.reset_parameters()
+
+    @classmethod
+    def from_paper(
+        cls,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        expand: float = 2,
+        num_householder: int = 1,
+        solver: Solver | Literal["auto"] | None = None,
+        adjoint: Adjoint | None = None,
+        max_steps: int | Cap = 100,
+        delta_from_x_init: float = 1.0,
+        **options: Any,
+    ) -> Self:
+        """The seed paper's FP-Mamba (arXiv 2503.10799, section 5.3), exactly.
+
+        Griffin decay, input scale Delta, beta = 2 sigmoid(alpha), feedback in B, C, mixer and gate
+        but not in Delta, no feedback norm, output gate * SiLU(y* + D x) without norm, bias on Delta
+        only; solver None: Picard with the paper's stop rule at 0.1, which returns the last
+        evaluation; adjoint None: the one-step gradient. Pass max_steps=GammaCap(4.0, 1.0, 100) for
+        its random caps, and delta_from_x_init=0.0 for its start in the copying task, where the
+        weights from x to Delta are zero (v1, section 4.5). `options` are other options of Bedouin,
+        and may not contradict the above (TypeError).
+        """
+        return cls(
+            d_model,
+            d_state=d_state,
+            expand=expand,
+            mixer=HouseholderProduct(num_householder, beta_max=2.0),
+            decay="griffin",
+            input_scale="delta",
+            feedback=("B", "C", "mixer"),
+            feedback_norm=False,
+            feedback_init=1.0,
+            output="paper",
+            bias=False,
+            solver=Picard(rtol=0.1, stop_rule="paper") if solver is None else solver,
+            adjoint=OneStepAdjoint() if adjoint is None else adjoint,
+            max_steps=max_steps,
+            delta_from_x_init=delta_from_x_init,
+            **options,
+        )
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.x_proj.weight[: self.d_inner].mul_(self.delta_from_x_init)
+            if self.decay == "mamba":
+                states = torch.arange(1, self.d_state + 1, device=self.D.device)
+                self.A_log.copy_(states.log().expand(self.d_inner, -1))
+                self.dt_bias.copy_(inverse_softplus(log_uniform(self.dt_bias, *DELTA_RANGE)))
+            else:
+                self.omega.copy_(griffin_omega(self.omega))
+                self.dt_bias.zero_()
+
+    def _component_sizes(self) -> dict[str, int]:
+        d, n = self.d_inner, self.d_state
+        return {"delta": d, "B": n, "C": n, "mixer": self.mixer.raw_size(d)}
+
+    def _split(self, raw: Tensor) -> ScanInputs:
+        delta, B, C, mixer_raw = raw.split(list(self._sizes.values()), -1)
+        delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
+        return ScanInputs(delta, unit(B), unit(C), mixer_raw)
+
+    def layout(self) -> RawLayout | None:
+        activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
+        return householder_layout(self.mixer, activation, selective=True)
+
+    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
+        if self.decay == "mamba":
+            return "exp", 1.0, self.A_log
+        return "softplus", GRIFFIN_SHARPNESS, self.omega
+
+    def _A(self) -> Tensor:
+        if self.decay == "mamba":
+            return -torch.exp(at_least_float32(self.A_log))
+        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))

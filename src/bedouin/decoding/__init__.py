@@ -1,0 +1,7 @@
+"""Decoding: one token at a time from buffers that stay where they are, as a CUDA graph on a GPU."""
+
+from bedouin.decoding.decoder import Decoder
+from bedouin.decoding.graphs import StepGraphs
+from bedouin.decoding.token import fused_step, may_replay, takes_fused_step
+
+__all__ = ["Decoder", "StepGraphs", "fused_step", "may_replay", "takes_fused_step"]

@@ -1,0 +1,285 @@
+"""One token: what it needs of a layer, its buffers, its kernel, and when the kernel may be used.
+
+A token is five launches: three products, the feedback's product, and one kernel for the rest.
+Letters: b batch, m d_model, d d_inner, n d_state, r raw values.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bedouin.kernels.backend import (
+    Backend,
+    autocast_dtype,
+    interpreter_is_on,
+    is_transformed,
+    without_autocast,
+)
+from bedouin.kernels.decode import (
+    DecayKind,
+    StepOperands,
+    StepOptions,
+    StepParameters,
+    decode_token,
+    unsupported_token,
+)
+from bedouin.kernels.direct import ROUNDING, RawLayout
+from bedouin.kernels.direct.reference import normalize_feedback
+from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.parameterization import OutputStage
+from bedouin.solvers import Cap
+from bedouin.solvers.deferred import DeferredWarning
+from bedouin.solvers.draws import Draws
+from bedouin.solvers.reporting import OnUnconverged
+from bedouin.solvers.solution import BackwardStats, SolveStats
+from bedouin.state import BedouinState, check_state
+
+
+class DecodedLayer(Protocol):
+    """What decoding uses of a layer, which this package therefore need not import."""
+
+    has_fused_step: ClassVar[bool]
+    has_drive: ClassVar[bool]
+
+    d_inner: int
+    d_state: int
+    feedback: tuple[str, ...]
+    input_scale: InputScale
+    eigenvalues: Eigenvalues
+    output: OutputStage
+    backend: Backend
+    on_unconverged: OnUnconverged
+    cap: Cap
+
+    in_proj: nn.Linear
+    x_proj: nn.Linear
+    y_proj: nn.Linear | None
+    out_proj: nn.Linear
+    norm: nn.RMSNorm | None
+    dt_bias: nn.Parameter
+    raw_bias: nn.Parameter | None
+    D: nn.Parameter
+
+    training: bool
+    stats: SolveStats | None
+    draws: Draws
+    deferred: DeferredWarning
+
+    @property
+    def components(self) -> tuple[str, ...]: ...
+
+    @property
+    def feedback_norm_eps(self) -> float | None: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def layout(self) -> RawLayout | None: ...
+
+    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]: ...
+
+    def drive(self, x: Tensor) -> Tensor: ...
+
+    def next_draw(self) -> int | None: ...
+
+    def check_input(self, x: Tensor, rank: int) -> None: ...
+
+    def init_state(self, batch_size: int) -> BedouinState: ...
+
+    def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]: ...
+
+
+class TokenStats(SolveStats):
+    """Statistics of one token: cut out of a copied block when somebody asks, not at every token."""
+
+    def __init__(self, num_steps: Tensor, block: Tensor, at: int) -> None:
+        # past the frozen dataclass, whose other fields are properties here
+        self.__dict__.update(num_steps=num_steps, _source=(block, at), _backward=BackwardStats())
+
+    @cached_property
+    def _cut(self) -> tuple[Tensor, Tensor, Tensor]:
+        block, at = self.__dict__["_source"]
+        return cut_statistics(block, at, len(self.num_steps))
+
+    @property
+    def residual(self) -> Tensor:
+        return self._cut[0]
+
+    @property
+    def conditioning(self) -> Tensor:
+        return self._cut[1]
+
+    @property
+    def converged(self) -> Tensor:
+        return self._cut[2].view(torch.bool)
+
+
+def cut_statistics(block: Tensor, at: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
+    """residual, pivot (b,) and converged (b,) uint8, which stand in a block from `at` on."""
+    end = at + 2 * b
+    return block[at : at + b], block[at + b : end], block[end:].view(torch.uint8)[:b]
+
+
+class Buffers:
+    """State and statistics of b samples at fixed places, in one block that is copied at once."""
+
+    def __init__(self, layer: DecodedLayer, b: int, low: torch.dtype) -> None:
+        d, n = layer.d_inner, layer.d_state
+        state = layer.init_state(0).y
+        self.shape, self.like = (b, n, d), state
+        self._end = b * n * d + b * d
+        self.block = state.new_zeros(self._end + 2 * b + -(-b // state.element_size()))
+        h, self.y = self._state(self.block)
+        self.h = h.mT
+        self.residual, self.pivot, self.converged = cut_statistics(self.block, self._end, b)
+        self.normed = torch.zeros(b, d, dtype=low, device=state.device)
+        self.held = torch.ones(b, dtype=torch.uint8, device=state.device)
+        self.num_steps = torch.ones(b, dtype=torch.int64, device=state.device)
+
+    def _state(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """h (b, d, n), which lies state-major, and y (b, d) in a block."""
+        b, n, d = self.shape
+        h = block.as_strided((b, d, n), (n * d, 1, d))
+        return h, block.as_strided((b, d), (d, 1), b * n * d)
+
+    def load(self, state: BedouinState, norm_eps: float | None) -> None:
+        """Take a state in; raises TypeError or ValueError where it does not fit."""
+        b, n, d = self.shape
+        state = check_state(state, b, d, n, self.like)
+        self.h.copy_(state.ssm.mT)
+        self.y.copy_(state.y)
+        self.normed.copy_(normalize_feedback(self.y, norm_eps))
+
+    def copies(self) -> tuple[BedouinState, SolveStats]:
+        """State and statistics, in one new block."""
+        # outside inference mode tensors count their changes, so a state that comes back unchanged
+        # need not be copied in again
+        with torch._C._InferenceMode(False):
+            block = self.block.clone()
+            h, y = self._state(block)
+        return BedouinState(h, y), TokenStats(self.num_steps, block, self._end)
+
+    def stats_since_last_look(self) -> SolveStats:
+        """Converged says whether all tokens since the last call were solved."""
+        held = self.held.bool()
+        self.held.fill_(1)
+        return SolveStats(self.num_steps, self.residual.clone(), held, self.pivot.clone())
+
+
+def make_buffers(layer: DecodedLayer, x_t: Tensor) -> Buffers:
+    """Buffers for the rows of x_t (b, m), with the dtype that the feedback's product takes."""
+    low = autocast_dtype(x_t) or layer.x_proj.weight.dtype
+    return Buffers(layer, len(x_t), low)
+
+
+def unsupported_step(layer: DecodedLayer) -> str | None:
+    """What the fused path does not cover, in words."""
+    if not vars(type(layer)).get("has_fused_step", False):
+        return "subclasses"
+    return unsupported_token(layer.d_inner, layer.d_state, layer.layout())
+
+
+def asks_for_fused_step(layer: DecodedLayer) -> bool:
+    """Whether this call may take the fused path, whatever the layer and its input.
+
+    Not where a gradient may be asked for, nor where the host must see every outcome.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+        return False
+    return layer.backend != "reference" and layer.on_unconverged != "raise"
+
+
+def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
+    """Whether `step` may take the fused path for x_t (b, m)."""
+    if not asks_for_fused_step(layer) or not len(x_t):
+        return False
+    if x_t.is_cuda:
+        # float64 is for checking numbers, which is the plain path's task
+        return layer.D.dtype != torch.float64 and unsupported_step(layer) is None
+    return layer.backend == "triton" and interpreter_is_on() and unsupported_step(layer) is None
+
+
+def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
+    """Whether this call replays a graph if there is one for x_t."""
+    if not isinstance(x_t, Tensor) or not x_t.is_cuda or not asks_for_fused_step(layer):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def has_graph(layer: DecodedLayer, x_t: Tensor) -> bool:
+    """Whether a token of x_t (b, m) is the replay of a graph, which may have to be made first."""
+    return may_replay(layer, x_t) and takes_fused_step(layer, x_t)
+
+
+def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
+    """One token: u (b, m) -> (b, m); the buffers move on by it."""
+    d, options = layer.d_inner, step_options(layer)
+    projected = layer.in_proj(u)
+    x = projected[:, :d]
+    raw = F.linear(x, layer.x_proj.weight)
+    with without_autocast(u.device):
+        fed = None
+        if layer.y_proj is not None:
+            fed = F.linear(buffers.normed, layer.y_proj.weight.to(buffers.normed.dtype))
+        drive = layer.drive(x.to(buffers.h.dtype)) if layer.has_drive else x
+        hidden = torch.empty(len(u), d, dtype=u.dtype, device=u.device)
+        operands = StepOperands(
+            x,
+            drive,
+            projected[:, d:] if layer.output == "norm" else None,
+            raw,
+            fed,
+            buffers.h,
+            buffers.y,
+            buffers.normed,
+            hidden,
+            buffers.residual,
+            buffers.pivot,
+            buffers.converged,
+            buffers.held,
+        )
+        decode_token(operands, step_parameters(layer), options, backend=layer.backend)
+    output: Tensor = layer.out_proj(hidden)
+    return output
+
+
+def step_options(layer: DecodedLayer) -> StepOptions:
+    """The layer's options as the kernel takes them."""
+    layout = layer.layout()
+    assert layout is not None
+    fed = {name: name in layer.feedback for name in layer.components}
+    first = next(iter(fed.values()))
+    return StepOptions(
+        layout,
+        layer.input_scale,
+        layer.eigenvalues,
+        layer.decay_parameter()[0],
+        layer.decay_parameter()[1],
+        (first, fed.get("B", False), fed.get("C", False), fed["mixer"]),
+        layer.feedback_norm_eps,
+        None if layer.norm is None else layer.norm.eps,
+        ROUNDING,
+    )
+
+
+def step_parameters(layer: DecodedLayer) -> StepParameters:
+    """The layer's parameters as the kernel takes them."""
+    weight = None if layer.norm is None else layer.norm.weight
+    return StepParameters(
+        layer.decay_parameter()[2], layer.dt_bias, layer.raw_bias, layer.D, weight
+    )
+
+
+def fused_step(
+    layer: DecodedLayer, x_t: Tensor, state: BedouinState
+) -> tuple[Tensor, BedouinState]:
+    """One token without a graph of its own: in a capture of the caller's, or interpreted."""
+    buffers = make_buffers(layer, x_t)
+    buffers.load(state, layer.feedback_norm_eps)
+    output = advance(layer, x_t, buffers)
+    layer.next_draw()
+    new_state, layer.stats = buffers.copies()
+    return output, new_state

@@ -1,0 +1,108 @@
+"""How parameters become what a layer uses: options, initial values, the dtype of the solve.
+
+Letters: b batch, t time.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.direct import Activation, RawLayout
+from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
+from bedouin.solvers import Direct, Picard, Solver
+
+Decay = Literal["mamba", "griffin"]
+RNNDecay = Literal["sigmoid", "griffin"]
+OutputStage = Literal["norm", "paper"]
+
+FEEDBACK_NORM_EPS = 1e-5
+DELTA_RANGE = (1e-3, 0.1)
+GRIFFIN_RANGE = (0.9, 0.999)
+GRIFFIN_SHARPNESS = 8.0
+
+
+def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
+    """`solver`, or for "auto": Direct where the mixer has the form (e, U, M), else Picard.
+
+    The choice depends on neither b, t nor the device. Times on an H100
+    (examples/results/h100_benchmark.json): with feedback, 16 iterations of Jacobi take 23 ms at
+    64 x 256 forward and backward, Direct 11.8 ms. A parallel method needs about 10 iterations on an
+    untrained layer and, after 1,000 steps on A5, 12 at 32 and 115 at 128 tokens
+    (examples/results/README.md). Without feedback, Jacobi(rtol=1e-5) needs 3 on an untrained layer:
+    with the gradient it is slower than Direct at every shape; forward alone it is faster at
+    16 x 1024 and 8 x 4096 (4.5 and 8.9 ms, Direct 5.4 and 20.4) and slower at shorter ones. That
+    gain is limited to inference, depends on the weights and comes with a tolerance, so request
+    Jacobi explicitly.
+    """
+    if solver == "auto":
+        return Direct() if isinstance(mixer, StructuredMixer) else Picard()
+    if not isinstance(solver, Solver):
+        raise TypeError(
+            f"solver must be 'auto' or a solver object such as Direct() or Picard(), got {solver!r}"
+        )
+    return solver
+
+
+def make_mixer(
+    mixer: ChannelMixer | None, num_householder: int | None, beta_max: float | None
+) -> ChannelMixer:
+    """`mixer`, or the HouseholderProduct that its shorthand describes: 2 and 1.0 unless given.
+
+    ValueError where both are given, TypeError where `mixer` is no ChannelMixer.
+    """
+    if mixer is None:
+        k = 2 if num_householder is None else num_householder
+        return HouseholderProduct(k, 1.0 if beta_max is None else beta_max)
+    given = {"num_householder": num_householder, "beta_max": beta_max}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is shorthand for mixer=HouseholderProduct(...): give it or mixer, not both"
+            )
+    if not isinstance(mixer, ChannelMixer):
+        raise TypeError(f"mixer must be a ChannelMixer such as LowRank(2), got {mixer!r}")
+    return mixer
+
+
+def householder_layout(
+    mixer: ChannelMixer, activation: Activation, *, selective: bool
+) -> RawLayout | None:
+    """How kernels read the raw values with this mixer; None where they cannot."""
+    # exactly this class: a subclass may read its raw values in another way
+    if type(mixer) is not HouseholderProduct:
+        return None
+    return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max)
+
+
+def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Where and in which dtype a layer makes its parameters, as torch's modules take it."""
+    return {"device": device, "dtype": dtype}
+
+
+def solve_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Iterates, states, residuals and k x k solves are at least float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """`tensor` in the dtype of the solve."""
+    return tensor.to(solve_dtype(tensor.dtype))
+
+
+def log_uniform(like: Tensor, low: float, high: float) -> Tensor:
+    """A tensor like `like`, whose logarithm is uniform between those of `low` and `high`."""
+    span = math.log(high) - math.log(low)
+    return torch.exp(torch.rand_like(like) * span + math.log(low))
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """The x with softplus(x) = `value`, which is positive."""
+    return value + torch.log(-torch.expm1(-value))
+
+
+def griffin_omega(like: Tensor) -> Tensor:
+    """omega with exp(-8 softplus(omega)) uniform in [0.9, 0.999]: the decay at Delta = 1."""
+    decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)
+    return inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS)

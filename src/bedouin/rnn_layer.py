@@ -1,0 +1,149 @@
+"""FixedPointRNN, the layer with a vector-valued state.
+
+Letters: b batch, t time, d d_inner, n d_state.
+"""
+
+from collections.abc import Collection
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bedouin.checks import one_of, ordered_subset, reject_unknown
+from bedouin.fixed_point_map import ScanInputs
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.decode import DecayKind
+from bedouin.kernels.direct import Activation, RawLayout
+from bedouin.kernels.scan import Eigenvalues
+from bedouin.layer import FixedPointLayer
+from bedouin.mixers import ChannelMixer
+from bedouin.parameterization import (
+    GRIFFIN_RANGE,
+    GRIFFIN_SHARPNESS,
+    RNNDecay,
+    at_least_float32,
+    factory_options,
+    griffin_omega,
+    householder_layout,
+    make_mixer,
+)
+from bedouin.solvers import Adjoint, Cap, Solver
+from bedouin.solvers.reporting import OnUnconverged
+
+
+class FixedPointRNN(FixedPointLayer):
+    """The vector-state version: the fixed point of channel mixing and a gated diagonal recurrence.
+
+        h_t = lambda_t * h_{t-1} + (1 - lambda_t) * (Q_t (b_t * x_t - h_t) + h_t)
+
+    with b_t = SiLU(W_b x_t), Q_t from (x_t, h_{t-1}), and Bedouin's gated, normalized output stage.
+    Source: Fixed-Point RNNs (arXiv 2503.10799), section 4. Shapes, calls, state (n = 1) and the
+    options not listed here are those of `Bedouin`.
+
+    Args:
+        decay: "sigmoid": lambda = sigmoid(W x_t); "griffin": lambda = exp(-8 softplus(omega)
+            Delta), Delta = sigmoid(W x_t).
+        feedback: ("mixer",), or () to switch feedback off.
+    """
+
+    components = ("decay", "mixer")
+    has_fused_step = True
+    has_drive = True
+
+    omega: nn.Parameter
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        expand: float = 2,
+        num_householder: int | None = None,
+        beta_max: float | None = None,
+        mixer: ChannelMixer | None = None,
+        decay: RNNDecay = "sigmoid",
+        eigenvalues: Eigenvalues = "positive",
+        feedback: Collection[str] = ("mixer",),
+        feedback_norm: bool = True,
+        feedback_init: float = 0.1,
+        norm_eps: float = 1e-5,
+        solver: Solver | Literal["auto"] = "auto",
+        adjoint: Adjoint | None = None,
+        max_steps: int | Cap = 100,
+        backend: Backend = "auto",
+        on_unconverged: OnUnconverged = "warn",
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            reject_unknown(type(self), unknown)
+        self.decay = one_of("decay", decay, get_args(RNNDecay))
+        feedback = ordered_subset("feedback", feedback, ("mixer",))
+        super().__init__(
+            d_model,
+            d_state=1,
+            expand=expand,
+            mixer=make_mixer(mixer, num_householder, beta_max),
+            input_scale="one_minus_decay",
+            eigenvalues=eigenvalues,
+            feedback=feedback,
+            feedback_norm=feedback_norm,
+            feedback_init=feedback_init,
+            norm_eps=norm_eps,
+            output="norm",
+            bias=True,
+            solver=solver,
+            adjoint=adjoint,
+            max_steps=max_steps,
+            backend=backend,
+            on_unconverged=on_unconverged,
+            layer_idx=layer_idx,
+            device=device,
+            dtype=dtype,
+        )
+        d, factory = self.d_inner, factory_options(device, dtype)
+        self.b_proj = nn.Linear(d, d, bias=False, **factory)
+        if decay == "griffin":
+            self.omega = nn.Parameter(torch.empty(d, 1, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.b_proj.reset_parameters()
+        with torch.no_grad():
+            if self.decay == "griffin":
+                self.omega.copy_(griffin_omega(self.omega))
+                self.dt_bias.zero_()
+            else:
+                decay = torch.empty_like(self.dt_bias).uniform_(*GRIFFIN_RANGE)
+                self.dt_bias.copy_(torch.logit(decay))
+
+    def _component_sizes(self) -> dict[str, int]:
+        return {"decay": self.d_inner, "mixer": self.mixer.raw_size(self.d_inner)}
+
+    def _split(self, raw: Tensor) -> ScanInputs:
+        decay_raw, mixer_raw = raw.split(list(self._sizes.values()), -1)
+        # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
+        sigmoid = self.decay == "sigmoid"
+        delta = F.softplus(-decay_raw) if sigmoid else torch.sigmoid(decay_raw)
+        ones = torch.ones_like(raw[..., :1])
+        return ScanInputs(delta, ones, ones, mixer_raw)
+
+    def layout(self) -> RawLayout | None:
+        activation: Activation = "softplus_of_minus" if self.decay == "sigmoid" else "sigmoid"
+        return householder_layout(self.mixer, activation, selective=False)
+
+    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
+        if self.decay == "sigmoid":
+            return "one", 1.0, None
+        return "softplus", GRIFFIN_SHARPNESS, self.omega
+
+    def _A(self) -> Tensor:
+        if self.decay == "sigmoid":
+            return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
+        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
+
+    def drive(self, x: Tensor) -> Tensor:
+        return F.silu(F.linear(x, self.b_proj.weight.to(x.dtype))) * x
