@@ -61,8 +61,13 @@ def _plain_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = x, delta, A, B, C, h0
     wide = [v.to(accumulator(x.dtype)) for v in (grad_y, grad_h, *operands)]
-    scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-    grads = _scan_vjp(*wide, *scales, exclusive)
+    vjp = partial(
+        _scan_vjp,
+        input_scale=cast(InputScale, input_scale),
+        eigenvalues=cast(Eigenvalues, eigenvalues),
+        exclusive=exclusive,
+    )
+    grads = vjp(*wide)
     pairs = zip(grads, operands, strict=True)
     grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0 = (
         grad.to(v.dtype).contiguous() for grad, v in pairs
