@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
+from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.solution import (
     BackwardStats,
     Result,
@@ -197,8 +198,7 @@ class IterativeSolver(Solver):
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
     ) -> Solution:
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
-            outside: Solution = _solve_outside(self, f, y0, max_steps, time_dim, unroll)
-            return outside
+            return _solve_outside(self, f, y0, max_steps, time_dim, unroll)
         y = _as_tokens(y0, time_dim)
         if y.numel() == 0:
             return _empty_solution(y0)
@@ -224,9 +224,8 @@ class IterativeSolver(Solver):
         return _PlainSteps(self, f, y)
 
 
-@functools.partial(
-    torch.compiler.disable,
-    reason=f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
+@outside_of_graphs(
+    f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
     "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
     "fullgraph=False",
 )
