@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from torch._compile import _disable_dynamo
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -13,7 +13,7 @@ def outside_of_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
     `reason`. As `torch.compiler.disable`, which would import the compiler with this library."""
 
     def decorate(function: FunctionT) -> FunctionT:
-        outside: Any = torch._disable_dynamo(function)
+        outside: Any = _disable_dynamo(function)
         # where torch keeps both for its own decorator
         outside._torchdynamo_disable = True
         outside._torchdynamo_disable_msg = reason
