@@ -3,7 +3,6 @@
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
-import functools
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
+from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import FusedMap, Map, Solver, Steps, TimeDim, TokenMap, as_tokens
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
@@ -91,8 +91,7 @@ class IterativeSolver(Solver):
         self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
     ) -> Solution:
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
-            outside: Solution = _solve_outside(self, f, y0, max_steps, time_dim, unroll)
-            return outside
+            return _solve_outside(self, f, y0, max_steps, time_dim, unroll)
         y = as_tokens(y0, time_dim)
         if y.numel() == 0:
             return empty_solution(y0)
@@ -120,11 +119,10 @@ class IterativeSolver(Solver):
         return _PlainSteps(self, f, y)
 
 
-@functools.partial(
-    torch.compiler.disable,
-    reason="bedouin runs an iteration of more than "
-    f"{MAX_TRACED_STEPS} steps outside of the graph, where it can stop early: use Direct, a "
-    "smaller max_steps, or torch.compile with fullgraph=False",
+@outside_of_graphs(
+    f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
+    "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
+    "fullgraph=False",
 )
 def _solve_outside(
     solver: IterativeSolver, f: Map, y0: Tensor, max_steps: int, time_dim: TimeDim, unroll: bool

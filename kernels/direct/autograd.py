@@ -19,6 +19,7 @@ from bedouin.kernels.direct.reference import (
 from bedouin.kernels.direct.registered import direct_sweep_registered
 from bedouin.kernels.direct.reverse import ReportBackward, reverse_sweep, saved_inputs
 from bedouin.kernels.once import refuse_forward_mode, refuse_second_derivative
+from bedouin.kernels.outside import outside_of_graphs
 
 CHUNK = 16
 """Tokens between two kept h: the backward's workspace is this many (b, d, n) tensors."""
@@ -116,8 +117,7 @@ def direct_sweep(
         operands = (x, raw, W_y, A, h0, y0)
         return direct_sweep_registered(*operands, options, CHUNK, y_star, report, plain=True)
     arguments = (x, raw, W_y, A, h0, y0, bind_parameters, options, y_star, report)
-    outside: Sweep = _uncompiled_sweep(*arguments)
-    return outside
+    return _uncompiled_sweep(*arguments)
 
 
 def _plain_sweep(
@@ -140,11 +140,10 @@ def _plain_sweep(
     return Sweep(y, h, *(value.detach() for value in statistics))
 
 
-_uncompiled_sweep = torch.compiler.disable(
-    _plain_sweep,
-    reason="bedouin's sweep runs outside of the graph for a mixer whose raw values only Python can "
-    "read: use HouseholderProduct, or torch.compile with fullgraph=False",
-)
+_uncompiled_sweep = outside_of_graphs(
+    "bedouin's sweep runs outside of the graph for a mixer whose raw values only Python can read: "
+    "use HouseholderProduct, or torch.compile with fullgraph=False"
+)(_plain_sweep)
 
 
 def _chunk(x: Tensor, A: Tensor) -> int:

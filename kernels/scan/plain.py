@@ -3,7 +3,7 @@
 Letters: b batch, t time, d channels, n state per channel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -60,15 +60,10 @@ def _plain_scan_backward(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = x, delta, A, B, C, h0
-    wide = [v.to(accumulator(x.dtype)) for v in (grad_y, grad_h, *operands)]
-    vjp = partial(
-        _scan_vjp,
-        input_scale=cast(InputScale, input_scale),
-        eigenvalues=cast(Eigenvalues, eigenvalues),
-        exclusive=exclusive,
-    )
-    grads = vjp(*wide)
-    pairs = zip(grads, operands, strict=True)
+    wide = [v.to(accumulator(x.dtype)) for v in operands]
+    read, last = (v.to(wide[0].dtype) for v in (grad_y, grad_h))
+    scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
+    pairs = zip(_scan_vjp(read, last, wide, *scales, exclusive), operands, strict=True)
     grad_x, grad_delta, grad_A, grad_B, grad_C, grad_h0 = (
         grad.to(v.dtype).contiguous() for grad, v in pairs
     )
@@ -78,18 +73,14 @@ def _plain_scan_backward(
 def _scan_vjp(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor,  # (b, d, n)
-    x: Tensor,  # (b, t, d)
-    delta: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n)
-    B: Tensor,  # (b, t, n)
-    C: Tensor,  # (b, t, n)
-    h0: Tensor,  # (b, d, n)
+    operands: Sequence[Tensor],  # of one dtype
     input_scale: InputScale,
     eigenvalues: Eigenvalues,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of x, delta, A, B, C and h0, by the adjoint recurrence: autograd is off inside of
     an operation. The memories are computed again, nothing but the operands is saved."""
+    x, delta, A, B, C, h0 = operands
     before, scales = [h0], []
     for t in range(x.shape[1]):
         decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
