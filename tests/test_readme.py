@@ -55,6 +55,12 @@ def test_the_script_of_the_index_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.startswith("Jacobi 32 ")
 
 
+def test_the_long_description_is_taken_from_the_readme() -> None:
+    text = (ROOT / ".ci" / "pypi.md").read_text(encoding="utf-8")
+    paragraphs = [part for part in text.split("\n\n") if "the README of the repository" not in part]
+    assert len(paragraphs) > 5 and all(part.rstrip() in README for part in paragraphs)
+
+
 def test_the_readme_is_short() -> None:
     text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
     assert len(text.split()) <= 2000
