@@ -48,6 +48,18 @@ OUTSIDE: dict[str, dict[str, Any]] = {
 REMEDIES = {"long iteration": "use Direct, a smaller max_steps", "low rank": "HouseholderProduct"}
 
 
+# every mode for one kind, every kind in training: a compilation takes some seconds
+iterations = pytest.mark.parametrize(
+    ("kind", "solve", "mode"),
+    [
+        (kind, solve, mode)
+        for kind in KINDS
+        for solve in ITERATIONS
+        for mode in (MODES if kind == "Bedouin" else ["train"])
+    ],
+)
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     """What other tests compiled of the same code counts as compiling anew."""
@@ -117,18 +129,14 @@ def test_the_default_compiler(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("solve", ITERATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@iterations
 def test_long_iterations_run_outside_of_the_graph(kind: str, solve: str, mode: str) -> None:
     module = prepared(kind, mode, ITERATIONS[solve])
     assert_as_eager(module, draw(kind), mode, fullgraph=False, backend="aot_eager")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("solve", ITERATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@iterations
 def test_short_iterations_are_one_graph(kind: str, solve: str, mode: str) -> None:
     options = ITERATIONS[solve] | {"max_steps": 1, "on_unconverged": "ignore"}
     module = prepared(kind, mode, options)
