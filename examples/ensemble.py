@@ -230,9 +230,12 @@ class Ensemble:
             on_unconverged="ignore",
             **layer_options(self.point),
         )
+        rate_scale = self.point["rate_scale"]
         if layer.decay == "mamba":
             with torch.no_grad():
-                layer.A_log.add_(math.log(self.point["rate_scale"]))
+                layer.A_log.add_(math.log(rate_scale))
+        elif rate_scale != 1:
+            raise ValueError(f"rate_scale must be 1 without decay 'mamba', got {rate_scale}")
         task = self.data.task
         output_size = task.output_size if isinstance(task, WordProblem) else task.vocab_size
         model = SequenceModel(

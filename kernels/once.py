@@ -1,7 +1,7 @@
 """Gradients that may be taken once.
 
 torch's own `once_differentiable` hangs its error on a node that a second `torch.autograd.grad` with
-explicit inputs never visits, so a wrong second derivative comes back without a word. Here the error
+explicit inputs never visits, so a wrong second derivative is returned silently. Here the error
 is part of the graph between the gradients and what they depend on.
 """
 

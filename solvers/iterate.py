@@ -32,7 +32,7 @@ from bedouin.solvers.solution import (
 CHECK_EVERY = 4
 """Evaluations between two looks of the host at a GPU: a look costs a synchronization, an evaluation
 too many costs nothing but itself, since converged tokens stay frozen and steps are counted on the
-device. A solve of at most so many steps is never looked at (`Result.unknown`)."""
+device. The outcome of a solve of at most so many steps is not read (`Result.unknown`)."""
 
 MAX_TRACED_STEPS = 16
 """Most steps that torch.compile writes out: some hundred nodes each, and none can be spared."""
@@ -84,7 +84,7 @@ class IterativeSolver(Solver):
         return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
 
     def rule(self) -> IterationRule | None:
-        """What the solver does, for maps that do all of a step themselves; None: nobody knows."""
+        """What the solver does, for maps that do whole steps; None: it cannot be fused."""
         return None
 
     def solve(

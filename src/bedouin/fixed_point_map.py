@@ -94,7 +94,7 @@ class FixedPointMap:
 
     @property
     def start(self) -> tuple[Tensor, Tensor]:
-        """h0 and y0 as tensors, for those who take no None."""
+        """h0 and y0 as tensors, None replaced by zeros."""
         i = self.inputs
         return start_tensors(i.h0, i.y0, i.x, i.A)
 

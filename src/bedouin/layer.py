@@ -85,7 +85,7 @@ class FixedPointLayer(nn.Module, ABC):
     failed. A recomputation of non-reentrant checkpointing leaves them as they are. Under torch.func
     transforms they are the transform's own tensors: return them from the transformed function to
     read them; copies of the layer do not hold them. Under torch.compile they are outputs of the
-    graph, never looked at (no warning, no error), and stats.backward stays None."""
+    graph that are not read (no warning, no error), and stats.backward stays None."""
 
     def __init__(
         self,
