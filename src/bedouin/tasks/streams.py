@@ -83,6 +83,8 @@ class Stream(torch.Generator):
         """Share another generator's state (CUDA only); ValueError for one of another split."""
         if not self._fits(state.initial_seed()):
             raise ValueError(self._foreign("state", state.initial_seed()))
+        if isinstance(state, Stream):
+            state = super(Stream, state).graphsafe_get_state()  # torch takes no subclass here
         super().graphsafe_set_state(state)
         return self
 
