@@ -1,5 +1,6 @@
 """Operations of a Bedouin layer, each with a plain PyTorch reference in its folder.
 
+`device`       device functions that several kernels share
 `scan`         diagonal selective scan over time
 `householder`  channel mixing in compact WY form
 `iteration`    Picard and Jacobi: one step of all tokens at once

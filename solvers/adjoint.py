@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.solvers.adjoint_solve import attach_iterative
 from bedouin.solvers.base import ExactAdjointMap, Solver, check_number, map_name, strict_options
 from bedouin.solvers.direct import Direct

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from bedouin.kernels.backend import is_batched, without_autocast
-from bedouin.kernels.once import refuse_forward_mode, refuse_second_derivative
+from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.solvers.base import BlockMap, Solver, TransposedBlockMap
 from bedouin.solvers.problem import Problem
 from bedouin.solvers.solution import Solution, SolveStats, can_read_device

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bedouin.kernels.products import ALIGNMENT
+from bedouin.kernels.linear import ALIGNMENT
 from bedouin.projection import split_linear
 
 

@@ -4,7 +4,7 @@ from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
 from bedouin.kernels.decode.reference import decode_token_reference
 from bedouin.kernels.direct import RawLayout
-from bedouin.kernels.sizes import next_power_of_two
+from bedouin.kernels.launch import next_power_of_two
 
 __all__ = [
     "DecayKind",

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepParameters
-from bedouin.kernels.direct.triton_math import (
+from bedouin.kernels.device.activations import (
     activate,
     coupled_rows,
     decay_tile,
@@ -21,7 +21,7 @@ from bedouin.kernels.direct.triton_math import (
     sigmoid,
     softplus,
 )
-from bedouin.kernels.direct.triton_small import (
+from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
     inverse_sizes,
@@ -37,8 +37,8 @@ from bedouin.kernels.direct.triton_small import (
     wy_upper,
 )
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.scan.triton_segments import LOG2E
-from bedouin.kernels.sizes import next_power_of_two
 
 
 @triton.jit

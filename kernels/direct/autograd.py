@@ -18,7 +18,7 @@ from bedouin.kernels.direct.reference import (
 )
 from bedouin.kernels.direct.registered import direct_sweep_registered
 from bedouin.kernels.direct.reverse import ReportBackward, reverse_sweep, saved_inputs
-from bedouin.kernels.once import refuse_forward_mode, refuse_second_derivative
+from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.kernels.outside import outside_of_graphs
 
 CHUNK = 16

@@ -17,8 +17,8 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.direct.reverse import feedback_vjp
-from bedouin.kernels.products import pad_rows, padding
-from bedouin.kernels.sizes import next_power_of_two
+from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.linear import pad_rows, padding
 
 MAX_STATE = 32768
 """Most elements of a sample's memory, both axes rounded up to a power of two: one program holds it

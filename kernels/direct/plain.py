@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bedouin.kernels.direct.forward import forward_sweep, remember
 from bedouin.kernels.direct.reference import SweepOptions, full_raw, start_tensors
 from bedouin.kernels.direct.reverse import reverse_sweep, saved_inputs
-from bedouin.kernels.products import padding
+from bedouin.kernels.linear import padding
 
 
 def plain_sweep(

@@ -29,8 +29,8 @@ from bedouin.kernels.direct.plain import (
 )
 from bedouin.kernels.direct.reference import Activation, RawLayout, Sweep, SweepOptions
 from bedouin.kernels.direct.reverse import ReportBackward
-from bedouin.kernels.once import refuse_second_derivative
-from bedouin.kernels.products import padding
+from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.linear import padding
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 Known = tuple[Tensor, Tensor, Tensor]

@@ -16,7 +16,7 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import (
+from bedouin.kernels.device.activations import (
     activate,
     coupled_rows,
     decay_rows,
@@ -24,14 +24,7 @@ from bedouin.kernels.direct.triton_math import (
     max_norms,
     sigmoid,
 )
-from bedouin.kernels.direct.triton_product import (
-    announce,
-    load_stream,
-    load_tile,
-    tile_product,
-    wait_for,
-)
-from bedouin.kernels.direct.triton_small import (
+from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
     inverse_sizes,
@@ -43,6 +36,13 @@ from bedouin.kernels.direct.triton_small import (
     sums,
     upper_times,
     wy_upper,
+)
+from bedouin.kernels.direct.triton_product import (
+    announce,
+    load_stream,
+    load_tile,
+    tile_product,
+    wait_for,
 )
 
 

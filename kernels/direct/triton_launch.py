@@ -19,8 +19,8 @@ from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import prepare_kernel, replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.products import pad_rows, padding
-from bedouin.kernels.sizes import ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.linear import pad_rows, padding
 
 PERSISTENT = True
 """Whether the persistent kernels may be used."""

@@ -16,9 +16,9 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import activate, coupled_rows, decay_rows, input_scale
-from bedouin.kernels.direct.triton_raw import load_beta, load_raw, load_unit
-from bedouin.kernels.direct.triton_small import (
+from bedouin.kernels.device.activations import activate, coupled_rows, decay_rows, input_scale
+from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
+from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
     inverse_sizes,

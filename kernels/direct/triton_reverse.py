@@ -14,13 +14,23 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import (
+from bedouin.kernels.device.activations import (
     activate,
     activate_vjp,
     coupled_rows,
     decay_rows,
     input_scale,
     max_norms_of_two,
+)
+from bedouin.kernels.device.raw import load_raw
+from bedouin.kernels.device.reflections import (
+    add,
+    combine,
+    load_tuple,
+    rows_times,
+    sums,
+    symmetric_times,
+    upper_transposed_times,
 )
 from bedouin.kernels.direct.triton_prepare import (
     prepare_kernel,
@@ -33,16 +43,6 @@ from bedouin.kernels.direct.triton_product import (
     load_tile,
     tile_product,
     wait_for,
-)
-from bedouin.kernels.direct.triton_raw import load_raw
-from bedouin.kernels.direct.triton_small import (
-    add,
-    combine,
-    load_tuple,
-    rows_times,
-    sums,
-    symmetric_times,
-    upper_transposed_times,
 )
 from bedouin.kernels.scan.triton_segments import LN2, coupled_reach
 

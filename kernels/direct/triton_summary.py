@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.direct.reference import ROUNDING
-from bedouin.kernels.sizes import next_power_of_two
+from bedouin.kernels.launch import next_power_of_two
 
 MAX_TOKENS = 1024
 """Tokens that a program takes at a time."""

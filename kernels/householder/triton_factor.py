@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.householder.triton_kernels import accumulator_of, tokens_first
-from bedouin.kernels.sizes import next_power_of_two
+from bedouin.kernels.launch import next_power_of_two
 
 PARTIALS = 2048
 """Partial sums of a Gram matrix in one warp: 64 in each thread."""

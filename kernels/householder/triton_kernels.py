@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.sizes import ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, next_power_of_two
 
 FORWARD_WARP, BACKWARD_WARP = 1024, 512
 """Channels in one warp, 32 and 16 a thread: more sums without a barrier against more registers, and

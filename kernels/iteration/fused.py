@@ -31,9 +31,9 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
-from bedouin.kernels.products import pad_rows
+from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.linear import pad_rows
 from bedouin.kernels.scan.reference import accumulator
-from bedouin.kernels.sizes import next_power_of_two
 
 MAX_REFLECTIONS = 8
 MAX_TILE = 16384

@@ -10,7 +10,7 @@ In float64 these functions are those of kernels/direct.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_math import activate, input_scale, log1p_of_fraction
+from bedouin.kernels.device.activations import activate, input_scale, log1p_of_fraction
 from bedouin.kernels.scan.triton_segments import LOG2E, build_decay
 
 

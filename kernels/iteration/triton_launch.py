@@ -22,7 +22,7 @@ from bedouin.kernels.iteration.triton_kernels import (
     settle_kernel,
 )
 from bedouin.kernels.iteration.triton_scan import scan_kernel
-from bedouin.kernels.sizes import ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, next_power_of_two
 
 if TYPE_CHECKING:
     from bedouin.kernels.iteration.fused import FusedIteration, IterationInputs, IterationRule

@@ -10,7 +10,7 @@ thread. Letters: b batch, t time, d channels, n state per channel, r raw values,
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.triton_small import combine
+from bedouin.kernels.device.reflections import combine
 from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max_norm
 from bedouin.kernels.scan.triton_segments import LOG2E, build_coupled, build_decay
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.double_backward import refuse_second_derivative
 
 
 @torch.library.custom_op("bedouin::gated_output", mutates_args=())

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.householder.triton_kernels import accumulator_of
-from bedouin.kernels.sizes import ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, next_power_of_two
 
 TILE = 1024
 """Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""

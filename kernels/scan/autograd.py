@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.scan.options import CHUNK, Cotangents, ScanOptions
 from bedouin.kernels.scan.reference import Eigenvalues, InputScale, accumulator
 

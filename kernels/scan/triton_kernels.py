@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.scan.options import CHUNK, Cotangents, ScanOptions
 from bedouin.kernels.scan.triton_segments import (
     LN2,
@@ -34,7 +35,6 @@ from bedouin.kernels.scan.triton_segments import (
     strides,
     write,
 )
-from bedouin.kernels.sizes import ceil_div
 
 
 @triton.jit(do_not_specialize=["T", "segment_chunks", "zero"])

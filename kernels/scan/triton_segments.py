@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.scan.options import ScanOptions
-from bedouin.kernels.sizes import ceil_div, next_power_of_two
 
 SEGMENT = 64
 """Fewest tokens in a segment: a cut scan reads its operands once more and writes its starts."""

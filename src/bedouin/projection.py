@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.backend import is_batched
-from bedouin.kernels.products import in_eights, padding
+from bedouin.kernels.linear import in_eights, padding
 
 
 class _SplitLinear(torch.autograd.Function):

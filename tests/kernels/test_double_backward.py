@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.kernels.once import refuse_second_derivative
+from bedouin.kernels.double_backward import refuse_second_derivative
 
 MESSAGE = "once differentiable"
 

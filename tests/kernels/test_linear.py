@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedouin.kernels.products import ALIGNMENT, in_eights, pad_rows, padding
+from bedouin.kernels.linear import ALIGNMENT, in_eights, pad_rows, padding
 
 sizes = st.integers(0, 300)
 
