@@ -12,10 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def _read(counter, COMPILED: tl.constexpr):
-    """The counter, read before all that the program reads after its next barrier."""
+    """The counter; the program's reads after its next barrier happen after this one."""
     if COMPILED:
-        # One thread reads: all of them would queue up at one address. The others do not wait,
-        # but for the barrier.
+        # Only one thread reads, since reads of one address are serialized. The other threads go on
+        # to the barrier in `wait_for`.
         return tl.inline_asm_elementwise(
             """{
             .reg .pred first;
@@ -37,7 +37,7 @@ def _read(counter, COMPILED: tl.constexpr):
 
 @triton.jit
 def wait_for(counter, target, COMPILED: tl.constexpr):
-    """Spin until the counter has reached the target; what was written before it is visible then."""
+    """Spin until the counter has reached the target; writes announced by then are visible."""
     while _read(counter, COMPILED) < target:
         pass
     tl.debug_barrier()
@@ -45,12 +45,15 @@ def wait_for(counter, target, COMPILED: tl.constexpr):
 
 @triton.jit
 def announce(counter):
-    """Count this program, after all its threads have written."""
+    """Add one to the counter, after the writes of all threads of the program."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def load_stream(ptr, mask):
-    """Values that are read once: past the first level of cache, where A is to stay."""
+def load_uncached(ptr, mask):
+    """Values from the second level of cache: other programs may have written them.
+
+    Values that are read once take the same way, to leave the first level to those read again.
+    """
     return tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg")

@@ -16,7 +16,8 @@ from bedouin.kernels.direct.fused import (
 )
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.direct.triton_forward import sweep_kernel
-from bedouin.kernels.direct.triton_prepare import prepare_kernel, replay_kernel
+from bedouin.kernels.direct.triton_prepare import prepare_kernel
+from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
@@ -60,7 +61,7 @@ class Plan:
     block_b: int  # samples at a time
     splits: int  # parts of the sum over columns
     one_tile: bool
-    apart: bool  # no program has a tile and samples
+    separate: bool  # no program has a tile and samples
 
 
 def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
@@ -93,11 +94,11 @@ def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
     sizes = (block_m, block_k, columns // block_k, block_b, splits)
     if interpreter_is_on():
         # programs run one after the other: two that wait for each other would never end
-        return Plan(1, *sizes, one_tile=tiles == 1, apart=False)
+        return Plan(1, *sizes, one_tile=tiles == 1, separate=False)
     programs = _multiprocessors(W.device)
     if tiles > programs or (size > 2 and columns > 256):
         return None
-    return Plan(programs, *sizes, one_tile=True, apart=tiles + b <= programs)
+    return Plan(programs, *sizes, one_tile=True, separate=tiles + b <= programs)
 
 
 def _shared_memory(device: torch.device) -> tuple[int, int] | None:
@@ -256,7 +257,6 @@ def _prepare(
         A,
         mixed,
         small,
-        0,
         chunk.start,
         len(chunk),
         t_end,
@@ -300,7 +300,6 @@ def _replay(
         kept,
         kept if before is None else before,
         kept if last is None else last,
-        0,
         chunk.start,
         len(chunk),
         slot,
@@ -458,7 +457,7 @@ def _matrix_constants(plan: Plan | None, W: Tensor | None, b: int, programs: int
         "PERSISTENT": plan is not None,
         "COMPILED": not interpreter_is_on(),
         "ONE_TILE": plan is not None and plan.one_tile,
-        "APART": plan is not None and plan.apart,
+        "SEPARATE": plan is not None and plan.separate,
         "RESIDENT": b <= programs,
         "BLOCK_M": 16 if plan is None else plan.block_m,
         "BLOCK_K": 16 if plan is None else plan.block_k,

@@ -1,0 +1,181 @@
+"""Arguments of the direct sweep's device functions, in bundles.
+
+An entry kernel has a flat signature, builds the bundles in the call of its body, and passes them
+on. A bundle is never assigned to a name inside a kernel: Triton would turn its constexprs into
+tensors. A field that a kernel does not read is None.
+
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+# Pointers and integers are values of a running kernel, constants are known to the compiler. Triton
+# replaces both by types of its own.
+Pointer = Any
+Integer = Any
+Constant = Any
+
+
+class Rows(NamedTuple):
+    """A tensor (b, t, width) whose last axis is contiguous."""
+
+    ptr: Pointer
+    stride_b: Integer
+    stride_t: Integer
+
+
+class Sizes(NamedTuple):
+    """Extents of the tensors, and the blocks in which a program holds a sample's memory (n, d)."""
+
+    d: Constant
+    n: Constant
+    BLOCK_D: Constant  # at least d
+    BLOCK_N: Constant  # states at a time; BLOCKS times BLOCK_N is at least n
+    BLOCKS: Constant = 1
+    batch: Integer = None
+    t_end: Integer = None
+    r: Constant = None
+
+
+class Options(NamedTuple):
+    """How a token's coefficients follow from its raw values, and the precision of all that."""
+
+    K: Constant
+    ACTIVATION: Constant
+    INPUT_SCALE: Constant
+    FULL: Constant  # eigenvalues in (-1, 1) instead of (0, 1)
+    FEEDBACK: Constant
+    ALIGNED: Constant  # a power of two that divides all offsets of rows of raw values
+    FAST: Constant
+    ACC: Constant  # dtype of all arithmetic
+    SELECTIVE: Constant = None
+    BETA_MAX: Constant = None
+    NORM: Constant = None
+    NORM_EPS: Constant = None
+    EPS: Constant = None  # of the norms of B, C and the reflections
+
+
+class Product(NamedTuple):
+    """How the product with W^y or its transpose is spread over persistent programs."""
+
+    PERSISTENT: Constant
+    SPLITS: Constant  # tiles that share a row of the matrix
+    COMPILED: Constant
+    ONE_TILE: Constant = None  # no program has more than one tile, which then stays in its memory
+    SEPARATE: Constant = None  # no program has both a tile and samples
+    RESIDENT: Constant = None  # no program has more than one sample: its h stays in registers
+    BLOCK_M: Constant = None  # rows of a tile
+    BLOCK_K: Constant = None  # columns of a chunk of a tile
+    CHUNKS: Constant = None  # of a tile
+    BLOCK_B: Constant = None  # samples at a time
+    PRECISION: Constant = None
+    DOT: Constant = None  # dtype of the factors
+
+
+class Counters(NamedTuple):
+    """Counters in device memory, zero at the launch."""
+
+    samples: Pointer  # finished samples, of all tokens so far
+    tiles: Pointer  # finished tiles
+
+
+class ForwardBuffers(NamedTuple):
+    """Tensors of the forward sweep."""
+
+    x: Rows  # (b, t, d)
+    raw: Rows  # (b, t, r), raw^x
+    W_ptr: Pointer  # (r, d), W^y
+    A_ptr: Pointer  # (n, d), log2(e) A
+    h_ptr: Pointer  # (b, n, d), in place
+    kept_ptr: Pointer  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
+    fed_ptr: Pointer  # (splits, b, r): parts of W^y norm(y_{t-1})
+    fed_stride: Integer  # from sample to sample
+    y_ptr: Pointer  # (b, t, d)
+    normed_ptr: Pointer  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; the first is given
+    statistics_ptr: Pointer  # (4, b, t): defect, scale, magnitude, pivot
+
+
+class ForwardSweep(NamedTuple):
+    buffers: ForwardBuffers
+    counters: Counters
+    sizes: Sizes
+    options: Options
+    product: Product
+    KEEP: Constant
+
+
+class Inputs(NamedTuple):
+    """What determines the coefficients of all tokens once y is known."""
+
+    raw: Rows  # (b, t, r), raw^x
+    fed: Rows  # (b, t, r), W^y norm(y_{t-1})
+    A_ptr: Pointer  # (n, d), log2(e) A
+    x: Rows = None  # type: ignore[assignment]  # (b, t, d)
+    y_ptr: Pointer = None  # (b, t, d)
+
+
+class Prepared(NamedTuple):
+    """Intermediate results of the tokens of a chunk, written by `prepare_token`."""
+
+    mixed_ptr: Pointer  # (b, count, d): x~
+    local_ptr: Pointer  # (b, count, 3 P + K K + 5 K + 4 + 2 n): see triton_prepare.py
+
+
+class Memories(NamedTuple):
+    """Where h before each token is: given, kept by the forward sweep, or replayed."""
+
+    h0_ptr: Pointer  # (b, n, d): before token 0
+    h0_stride_b: Integer
+    kept_ptr: Pointer  # (b, slots, n, d): before the first token of every chunk but the first
+    replayed_ptr: Pointer  # (b, count - 1, n, d): before the other tokens of the present chunk
+    slots: Integer
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens that are replayed and taken back together."""
+
+    slot: Integer  # its number
+    start: Integer  # its first token
+    count: Integer  # of its tokens
+    done: Integer = None  # tokens after the chunk, which the reverse sweep has taken back already
+
+
+class Cotangents(NamedTuple):
+    """Tensors of the reverse sweep, given and written."""
+
+    y: Rows  # (b, t, d)
+    normed_ptr: Pointer  # (splits, b, d): parts of (W^y)^T grad_raw_{t+1}, that of norm(y_t)
+    H_ptr: Pointer  # (b, n, d): that of the last h, replaced by that of h before the first token
+    x_ptr: Pointer  # (b, t, d)
+    raw_ptr: Pointer  # (b, t, r), may be the memory of `fed`
+    A_ptr: Pointer  # (b, n, d), added to
+    statistics_ptr: Pointer  # (2, b, t): defect and scale of the adjoint equation
+
+
+class ReverseSweep(NamedTuple):
+    inputs: Inputs
+    prepared: Prepared
+    memories: Memories
+    grads: Cotangents
+    counters: Counters
+    sizes: Sizes
+    options: Options
+    product: Product
+    W_ptr: Pointer = None  # (R, d), W^y; of r columns of grad_raw the last r - R are 0
+
+
+@triton.jit
+def token_row(rows, sample, t):
+    """Pointer to the entries of token t."""
+    return rows.ptr + sample * rows.stride_b + t * rows.stride_t
+
+
+@triton.jit
+def aligned_row(rows, sample, t, ALIGNED: tl.constexpr):
+    """`token_row`, whose offset ALIGNED divides, so that loads are wide."""
+    return rows.ptr + tl.multiple_of(sample * rows.stride_b + t * rows.stride_t, ALIGNED)

@@ -1,0 +1,282 @@
+"""A token of the reverse sweep: the adjoint of `solve_token`.
+
+With H the cotangent of h_t and g that of y_t from the loss and from the token after it, the
+cotangent w of F(y)_t solves the transposed local equation:
+
+    w = g + (I - Q)^T (sigma * w + H-part),   H-part = sum over n of s * H B^T
+    cotangent of h_{t-1} = lambda * (H + w C^T)
+    cotangent of x~ = H-part + sigma * w
+
+and from these follow the cotangents of x_t = x~ - U^T T U (y - x), of Delta, B, C, u and alpha.
+The k x k system of w is the transpose of that of y, with the scalars of `prepare_token`.
+
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.activations import activate, activate_vjp
+from bedouin.kernels.device.discretize import (
+    build_coupled,
+    build_decay,
+    coupled_reach,
+    input_scale,
+)
+from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.device.norms import max_norms_of_two
+from bedouin.kernels.device.raw import load_raw
+from bedouin.kernels.device.reflections import (
+    add,
+    combine,
+    load_tuple,
+    rows_times,
+    sums,
+    symmetric_times,
+    upper_transposed_times,
+)
+from bedouin.kernels.device.sync import announce, load_uncached, wait_for
+from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
+from bedouin.kernels.direct.triton_state_grads import store_state_grads
+
+
+@triton.jit
+def reverse_token(
+    H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
+    sweep,  # ReverseSweep
+    chunk,  # Chunk
+    sample,
+    i_token,  # of the token in its chunk
+    memory_ptr,  # (n, d): h before the token
+    target,  # finished tiles when (W^y)^T grad_raw_{t+1} is complete
+):
+    """Store the cotangents of x_t and raw_t, add those of A; returns that of h_{t-1}, as H."""
+    K: tl.constexpr = sweep.options.K
+    ACC: tl.constexpr = sweep.options.ACC
+    FULL: tl.constexpr = sweep.options.FULL
+    d: tl.constexpr = sweep.sizes.d
+    n: tl.constexpr = sweep.sizes.n
+    BLOCK_D: tl.constexpr = sweep.sizes.BLOCK_D
+    BLOCK_N: tl.constexpr = sweep.sizes.BLOCK_N
+    BLOCKS: tl.constexpr = sweep.sizes.BLOCKS
+    t = chunk.start + i_token
+    COUPLED: tl.constexpr = sweep.options.INPUT_SCALE == "one_minus_decay"
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    cols = tl.arange(0, BLOCK_D)
+    in_d = cols < d
+    u_at = d + (2 * n if sweep.options.SELECTIVE else 0)
+    token = sample * sweep.sizes.t_end + t
+    raw = aligned_row(sweep.inputs.raw, sample, t, sweep.options.ALIGNED)
+    fed = aligned_row(sweep.inputs.fed, sample, t, sweep.options.ALIGNED)
+
+    # first all that does not depend on the cotangents of later tokens, while the program waits
+    in_chunk = sample * chunk.count + i_token
+    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
+    row = sweep.prepared.local_ptr + in_chunk * (SIZE + 2 * n)
+    BC = tl.load(row + SIZE - 3)
+    x = tl.load(token_row(sweep.inputs.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    y = tl.load(sweep.inputs.y_ptr + token * d + cols, mask=in_d, other=0.0).to(ACC)
+    mixed = tl.load(sweep.prepared.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
+    grad_y = token_row(sweep.grads.y, sample, t)
+    g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
+    raw_delta = load_raw(raw, fed, cols, in_d, sweep.options.FEEDBACK, ACC, ".cg")
+    delta = activate(raw_delta, sweep.options.ACTIVATION)
+    u = ()
+    for i in tl.static_range(K):
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, sweep.options.FEEDBACK, ACC, ".cg"),)
+    if not COUPLED:
+        s = input_scale(delta, sweep.options.INPUT_SCALE)
+        written = s * mixed
+        sigma = s * BC
+    else:
+        sigma = tl.zeros([BLOCK_D], dtype=ACC)
+        written = sigma
+    # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
+    from_memory = tl.zeros([BLOCK_D], dtype=ACC)
+    with_H = from_memory
+    with_C = from_memory
+    decayed = ()
+    for block in tl.static_range(BLOCKS):
+        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        state = n_rows[:, None] * d + cols[None, :]
+        in_state = (n_rows < n)[:, None] & in_d[None, :]
+        B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
+        C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
+        A_log2 = tl.load(sweep.inputs.A_ptr + state, mask=in_state, other=0.0)
+        h = load_uncached(memory_ptr + state, in_state)
+        decay, s_rows = _discretize(delta, A_log2, COUPLED, sweep.options)
+        decayed = decayed + (decay * h,)
+        if COUPLED:
+            sigma += tl.sum(s_rows * (B * C)[:, None], axis=0)
+            from_memory += tl.sum(H[block] * s_rows * B[:, None], axis=0)
+        else:
+            from_memory += tl.sum(H[block] * B[:, None], axis=0)
+        exponent = _reach(h, decay, s_rows, mixed, B, COUPLED, FULL) * A_log2
+        with_H += tl.sum(H[block] * exponent, axis=0)
+        with_C += tl.sum(C[:, None] * exponent, axis=0)
+    # the cotangent of Delta is linear in w
+    grad_delta = LN2 * with_H
+    grad_delta_w = LN2 * with_C
+    if sweep.options.INPUT_SCALE == "delta":
+        grad_delta += mixed * from_memory
+        grad_delta_w += mixed * BC
+    elif sweep.options.INPUT_SCALE == "bounded_delta":
+        slope = mixed / ((1 + delta) * (1 + delta))
+        grad_delta += slope * from_memory
+        grad_delta_w += slope * BC
+    grad_delta = activate_vjp(grad_delta, raw_delta, sweep.options.ACTIVATION)
+    grad_delta_w = activate_vjp(grad_delta_w, raw_delta, sweep.options.ACTIVATION)
+    if not COUPLED:
+        from_memory *= s
+    v = y - x
+    if sweep.product.PERSISTENT and sweep.options.FAST:
+        # or the compiler moves this work behind the waiting loop, and keeps all its operands
+        pinned = ()
+        for block in tl.static_range(BLOCKS):
+            pinned = pinned + (_pin(decayed[block]),)
+        decayed = pinned
+        from_memory, sigma, v = _pin(from_memory), _pin(sigma), _pin(v)
+        grad_delta, grad_delta_w = _pin(grad_delta), _pin(grad_delta_w)
+        if not COUPLED:
+            written = _pin(written)
+    if sweep.product.PERSISTENT:
+        wait_for(sweep.counters.tiles, target, sweep.product.COMPILED)
+    if sweep.options.FEEDBACK:
+        grad_normed = tl.zeros([BLOCK_D], dtype=ACC)
+        for split in tl.static_range(sweep.product.SPLITS):
+            at = (tl.cast(sweep.sizes.batch, tl.int64) * split + sample) * d + cols
+            grad_normed += load_uncached(sweep.grads.normed_ptr + at, in_d).to(ACC)
+        if sweep.options.NORM:
+            rms = tl.load(row + SIZE - 4)
+            g += rms * grad_normed
+        else:
+            g += grad_normed
+    # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
+    q = rows_times(u, from_memory + sigma * g, K)
+    if sweep.options.FEEDBACK and sweep.options.NORM:
+        dots = sums(q + (grad_normed * y,))
+        # the norm does not depend on the length of y: the part of the cotangent along y vanishes
+        along_y = rms * rms * rms * dots[K] / d
+        g -= along_y * y
+        q = ()
+        for i in tl.static_range(K):
+            q = q + (dots[i] - along_y * tl.load(row + 3 * PAIRS + K * K + 4 * K + i),)
+    else:
+        q = sums(q)
+    T_g = ()
+    for i in tl.static_range(K):
+        total = tl.load(row + 3 * PAIRS + i * K) * q[0]
+        for j in tl.static_range(K):
+            if j > 0:
+                total += tl.load(row + 3 * PAIRS + i * K + j) * q[j]
+        T_g = T_g + (total,)
+    w = g + combine(T_g, u, K)
+
+    # x~ = x + U^T T U v, one reflection after the other
+    S = load_tuple(row + PAIRS, PAIRS)
+    U_g = add(q, symmetric_times(S, T_g, K), K)
+    grad_mixed = from_memory + sigma * w
+    grad_raw = sweep.grads.raw_ptr + tl.multiple_of(token * sweep.sizes.r, sweep.options.ALIGNED)
+    kind: tl.constexpr = sweep.grads.raw_ptr.dtype.element_ty
+    G = load_tuple(row + 2 * PAIRS, PAIRS)
+    T_v = load_tuple(row + 3 * PAIRS + K * K, K)
+    c = load_tuple(row + 3 * PAIRS + K * K + K, K)
+    rest = load_tuple(row + 3 * PAIRS + K * K + 2 * K, K)
+    squares = load_tuple(row + 3 * PAIRS + K * K + 3 * K, K)
+    for i in tl.static_range(K):
+        if i > 0:
+            v -= T_v[i] * u[i]
+    for i in tl.static_range(K):
+        if i > 0:
+            v += T_v[i] * u[i]
+        along = U_g[i]
+        for j in tl.static_range(K):
+            if j < i:
+                along -= T_g[j] * G[i * (i + 1) // 2 + j]
+        along = squares[i] * T_v[i] * along + T_g[i] * rest[i]
+        # only the direction of u_i matters: the part of the cotangent along u_i vanishes
+        grad_u = T_v[i] * grad_mixed + T_g[i] * v - along * u[i]
+        tl.store(grad_raw + u_at + i * d + cols, grad_u.to(kind), mask=in_d)
+        tl.store(grad_raw + u_at + K * d + i, (T_g[i] * c[i]).to(kind))
+        grad_mixed -= T_g[i] * u[i]
+    # what remains of it is the cotangent of x
+
+    tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
+    if sweep.options.SELECTIVE:
+        store_state_grads(
+            H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, sweep.inputs.A_ptr,
+            sweep.sizes, sweep.options,
+        )  # fmt: skip
+    if sweep.product.PERSISTENT:
+        announce(sweep.counters.samples)
+
+    tl.store(
+        sweep.grads.x_ptr + token * d + cols,
+        grad_mixed.to(sweep.grads.x_ptr.dtype.element_ty),
+        mask=in_d,
+    )
+    checks = sums(rows_times(u, from_memory + sigma * w, K))
+    T = load_tuple(row, PAIRS)
+    applied = g + combine(upper_transposed_times(T, checks, K), u, K)
+    finite = 0 * checks[0]
+    defect, size = max_norms_of_two(applied - w, applied)
+    cell = sweep.grads.statistics_ptr + token
+    tl.store(cell, defect + finite)
+    tl.store(cell + tl.cast(sweep.sizes.batch, tl.int64) * sweep.sizes.t_end, size + finite)
+    new_H = ()
+    for block in tl.static_range(BLOCKS):
+        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        state = n_rows[:, None] * d + cols[None, :]
+        in_state = (n_rows < n)[:, None] & in_d[None, :]
+        C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
+        # the decay again: kept over the wait it would cost too many registers
+        A_log2 = tl.load(sweep.inputs.A_ptr + state, mask=in_state, other=0.0)
+        decay, s_rows = _discretize(delta, A_log2, COUPLED, sweep.options)
+        total = H[block] + C[:, None] * w[None, :]
+        if COUPLED or sweep.options.FULL:
+            B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
+            h = load_uncached(memory_ptr + state, in_state)
+            reach = _reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
+        else:
+            reach = decayed[block]
+        sum_A = sweep.grads.A_ptr + sample * n * d + state
+        grad_A = load_uncached(sum_A, in_state) + total * reach * delta[None, :]
+        tl.store(sum_A, grad_A, mask=in_state)
+        new_H = new_H + (total * decay,)
+    return new_H
+
+
+@triton.jit
+def _pin(v):
+    """v, computed here and nowhere later; float32."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [v], dtype=tl.float32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _discretize(delta, A_log2, COUPLED: tl.constexpr, options):
+    """lambda (n, d) and the coupled scale (n, d); lambda twice where s has no state axis."""
+    if COUPLED:
+        return build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
+    else:
+        decay = build_decay(A_log2 * delta[None, :], options.FULL, options.FAST)
+        return decay, decay
+
+
+@triton.jit
+def _reach(h, decay, s, mixed, B, COUPLED: tl.constexpr, FULL: tl.constexpr):
+    """d h_t / d (A Delta) (n, d), through the decay and through the coupled scale s."""
+    if COUPLED:
+        if FULL:
+            sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(h.dtype)
+            h -= sign * mixed[None, :] * B[:, None]
+        else:
+            h -= mixed[None, :] * B[:, None]
+        return h * coupled_reach(decay, s, FULL)
+    elif FULL:
+        return h * (decay + 1)
+    else:
+        return h * decay

@@ -1,0 +1,172 @@
+"""A token of the direct sweep: y_t and h_t from h_{t-1}, y_{t-1} and the raw values.
+
+    (I - diag(sigma) (I - Q)) y = p + sigma * Q x    p = (lambda * h_{t-1}) C, sigma = sum of s B C
+    h_t = lambda * h_{t-1} + (s * (x + (I - Q) (y - x))) B^T
+
+With I - Q = U^T T U and rest = p + sigma * x, that is y = rest + sigma * U^T T U (y - x), and
+U (y - x) solves the k x k system (I - S T) U (y - x) = U (rest - x), S = U diag(sigma) U^T.
+Rows u_i are raw values, U has unit rows: scalars are multiplied by `inv`, 1 / |u_i|, instead.
+
+Letters: d channels, n state per channel, k reflections, r raw values.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
+from bedouin.kernels.device.elementary import sigmoid
+from bedouin.kernels.device.norms import max_norms_of_three
+from bedouin.kernels.device.reflections import (
+    combine,
+    eliminate,
+    inverse_sizes,
+    local_system,
+    products,
+    rows_times,
+    scale,
+    scale_symmetric,
+    sums,
+    upper_times,
+    wy_upper,
+)
+from bedouin.kernels.device.sync import announce, load_uncached, wait_for
+from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
+
+
+@triton.jit
+def _load_fed(fed, at, mask, part, SPLITS: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr):
+    """W^y norm(y_{t-1}) at some columns, from its parts; rounded as a whole product would be."""
+    total = load_uncached(fed + at, mask).to(ACC)
+    for split in tl.static_range(1, SPLITS):
+        total += load_uncached(fed + split * part + at, mask).to(ACC)
+    if SPLITS > 1:
+        total = total.to(ROUND).to(ACC)
+    return total
+
+
+@triton.jit
+def solve_token(
+    h,  # (BLOCK_N, BLOCK_D), h_{t-1}
+    buffers,  # ForwardBuffers
+    counters,  # Counters
+    sizes,  # Sizes
+    options,  # Options
+    product,  # Product
+    sample,
+    t,
+    fed_target,  # finished tiles when W^y norm(y_{t-1}) is complete
+):
+    """y_t, norm(y_t) and the statistics of token t; returns h_t."""
+    K: tl.constexpr = options.K
+    ACC: tl.constexpr = options.ACC
+    d: tl.constexpr = sizes.d
+    n: tl.constexpr = sizes.n
+    rows, cols = tl.arange(0, sizes.BLOCK_N), tl.arange(0, sizes.BLOCK_D)
+    in_n, in_d = rows < n, cols < d
+    # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if options.SELECTIVE
+    u_at = d + (2 * n if options.SELECTIVE else 0)
+    raw = aligned_row(buffers.raw, sample, t, options.ALIGNED)
+    fed = buffers.fed_ptr + tl.multiple_of(sample * buffers.fed_stride, options.ALIGNED)
+    ROUND: tl.constexpr = buffers.normed_ptr.dtype.element_ty
+    token = sample * sizes.t_end + t
+    # what does not depend on y is on its way while the program waits for the feedback
+    in_state = in_n[:, None] & in_d[None, :]
+    A_log2 = tl.load(buffers.A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
+    x = tl.load(token_row(buffers.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    delta = load_uncached(raw + cols, in_d).to(ACC)
+    u = ()
+    alpha = ()
+    for i in tl.static_range(K):
+        u = u + (load_uncached(raw + u_at + i * d + cols, in_d).to(ACC),)
+        alpha = alpha + (tl.load(raw + u_at + K * d + i).to(ACC),)
+    if options.SELECTIVE:
+        B = tl.load(raw + d + rows, mask=in_n, other=0.0).to(ACC)
+        C = tl.load(raw + d + n + rows, mask=in_n, other=0.0).to(ACC)
+    if product.PERSISTENT:
+        wait_for(counters.tiles, fed_target, product.COMPILED)
+    if options.FEEDBACK:
+        part = tl.cast(sizes.batch, tl.int64) * buffers.fed_stride
+        delta += _load_fed(fed, cols, in_d, part, product.SPLITS, ROUND, ACC)
+        new_u = ()
+        new_alpha = ()
+        for i in tl.static_range(K):
+            more = _load_fed(fed, u_at + i * d + cols, in_d, part, product.SPLITS, ROUND, ACC)
+            new_u = new_u + (u[i] + more,)
+            more = _load_fed(fed, u_at + K * d + i, True, part, product.SPLITS, ROUND, ACC)
+            new_alpha = new_alpha + (alpha[i] + more,)
+        u = new_u
+        alpha = new_alpha
+        if options.SELECTIVE:
+            B += _load_fed(fed, d + rows, in_n, part, product.SPLITS, ROUND, ACC)
+            C += _load_fed(fed, d + n + rows, in_n, part, product.SPLITS, ROUND, ACC)
+    if options.SELECTIVE:
+        B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * options.EPS)
+        C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * options.EPS)
+    else:
+        B = tl.where(in_n, 1.0, 0.0).to(ACC)
+        C = B
+    delta = activate(delta, options.ACTIVATION)
+    # p_t + sigma_t x_t, and the inner products that the local equation needs
+    if options.INPUT_SCALE == "one_minus_decay":
+        decay, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
+        sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
+    else:
+        decay = build_decay(A_log2 * delta[None, :], options.FULL, options.FAST)
+        s = input_scale(delta, options.INPUT_SCALE)
+        sigma = s * tl.sum(B * C, axis=0)
+    h *= decay  # from here to the write: what has decayed
+    rest = tl.sum(h * C[:, None], axis=0) + sigma * x
+    sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
+    beta = ()
+    for i in tl.static_range(K):
+        beta = beta + (options.BETA_MAX * sigmoid(alpha[i]),)
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_rest)
+    inv = inverse_sizes(dots, d, K, options.EPS)
+    G = scale_symmetric(dots[0:PAIRS], inv, K)
+    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+    T = wy_upper(G, beta, K)
+
+    # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
+    q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1)
+    y = rest + sigma * combine(scale(upper_times(T, U_v, K), inv, K), u, K)
+
+    dots = sums((y * y,) + rows_times(u, y - x, K))
+    tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
+    if options.FEEDBACK:
+        normed = y
+        if options.NORM:
+            normed = y * tl.rsqrt(dots[0] / d + options.NORM_EPS)
+        at = buffers.normed_ptr + sample * (sizes.t_end * d) + (t + 1) * d + cols
+        in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
+        tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
+    if product.PERSISTENT:
+        announce(counters.samples)
+
+    # F(y)_t, from the y that is written
+    U_v = scale(dots[1 : K + 1], inv, K)
+    mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
+    terms = tl.abs(x) + tl.abs(mixed)
+    if options.INPUT_SCALE == "one_minus_decay":
+        h += s_rows * mixed[None, :] * B[:, None]
+        terms *= tl.max(s_rows, axis=0)
+    else:
+        h += (s * mixed)[None, :] * B[:, None]
+        terms *= s
+    F = tl.sum(h * C[:, None], axis=0)
+    # a maximum passes over NaN; a sample that has left the numbers must show it
+    finite = 0 * dots[0]
+    defect, size, magnitude = max_norms_of_three(F - y, F, terms)
+    defect += finite
+    size += finite
+    cell = buffers.statistics_ptr + token
+    row = tl.cast(sizes.batch, tl.int64) * sizes.t_end
+    tl.store(cell, defect)
+    tl.store(cell + row, size)
+    tl.store(cell + 2 * row, magnitude)
+    tl.store(cell + 3 * row, pivot)
+    return h
