@@ -36,8 +36,6 @@ def _multiply(W, sweep, t, done, first_tile, tiles):
     r: tl.constexpr = sweep.sizes.r
     d: tl.constexpr = sweep.sizes.d
     batch = sweep.sizes.batch
-    vector_stride = sweep.sizes.t_end * d
-    out_stride = sweep.buffers.fed_stride
     vector_ptr = sweep.buffers.normed_ptr + tl.cast(t, tl.int64) * d
     if first_tile < tiles:
         wait_for(sweep.counters.samples, done * batch, sweep.product.COMPILED)
@@ -45,23 +43,22 @@ def _multiply(W, sweep, t, done, first_tile, tiles):
         if first_tile < tiles:
             tile_product(
                 W, first_tile, vector_ptr, sweep.buffers.fed_ptr, t >> 30, batch, r, d,
-                vector_stride, out_stride, sweep.product,
+                sweep.sizes.t_end * d, sweep.buffers.fed_stride, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
     else:
         for tile in range(first_tile, tiles, tl.num_programs(0)):
             part = load_tile(sweep.buffers.W_ptr, tile, r, d, d, 1, sweep.product)
             tile_product(
-                part, tile, vector_ptr, sweep.buffers.fed_ptr, t >> 30, batch, r, d, vector_stride,
-                out_stride, sweep.product,
+                part, tile, vector_ptr, sweep.buffers.fed_ptr, t >> 30, batch, r, d,
+                sweep.sizes.t_end * d, sweep.buffers.fed_stride, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
 
 
 @triton.jit
-def _keep(h, sweep, sample, t, state, in_state):
+def _keep(h, sweep, sample, slots, t, state, in_state):
     """Store h before token t, if the reverse sweep starts a chunk there."""
-    slots = tl.cdiv(sweep.sizes.t_end, sweep.KEEP) - 1
     if (t > 0) & (t % sweep.KEEP == 0):
         slot = sample * slots + t // sweep.KEEP - 1
         kept_ptr = sweep.buffers.kept_ptr + slot * sweep.sizes.n * sweep.sizes.d
@@ -89,13 +86,14 @@ def _walk(
     rows, cols = tl.arange(0, sweep.sizes.BLOCK_N), tl.arange(0, sweep.sizes.BLOCK_D)
     state = rows[:, None] * d + cols[None, :]
     in_state = (rows < n)[:, None] & (cols < d)[None, :]
+    slots = tl.cdiv(sweep.sizes.t_end, sweep.KEEP) - 1
     for t in range(start, stop):
         done = t - start
         if WITH_TILES:
             _multiply(W, sweep, t, done, first_tile, tiles)
         if WITH_SAMPLES and sweep.product.RESIDENT:
             if program < sweep.sizes.batch:
-                _keep(h, sweep, own, t, state, in_state)
+                _keep(h, sweep, own, slots, t, state, in_state)
                 h = solve_token(
                     h, sweep.buffers, sweep.counters, sweep.sizes, sweep.options, sweep.product,
                     own, t, (done + 1) * tiles,
@@ -105,7 +103,7 @@ def _walk(
                 sample = tl.cast(index, tl.int64)
                 memory = sweep.buffers.h_ptr + sample * n * d + state
                 h = tl.load(memory, mask=in_state, other=0.0)
-                _keep(h, sweep, sample, t, state, in_state)
+                _keep(h, sweep, sample, slots, t, state, in_state)
                 h = solve_token(
                     h, sweep.buffers, sweep.counters, sweep.sizes, sweep.options, sweep.product,
                     sample, t, (done + 1) * tiles,

@@ -158,14 +158,13 @@ def _multiply(W, sweep, t, finished, first_tile, tiles):
     R: tl.constexpr = d + STATES + sweep.options.K * (d + 1)
     batch = sweep.sizes.batch
     vector_ptr = sweep.grads.raw_ptr + tl.cast(t, tl.int64) * r
-    vector_stride = sweep.sizes.t_end * r
     if first_tile < tiles:
         wait_for(sweep.counters.samples, finished, sweep.product.COMPILED)
     if sweep.product.ONE_TILE:
         if first_tile < tiles:
             tile_product(
                 W, first_tile, vector_ptr, sweep.grads.normed_ptr, t >> 30, batch, d, r,
-                vector_stride, d, sweep.product,
+                sweep.sizes.t_end * r, d, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
     else:
@@ -173,7 +172,7 @@ def _multiply(W, sweep, t, finished, first_tile, tiles):
             part = load_tile(sweep.W_ptr, tile, d, R, 1, d, sweep.product)
             tile_product(
                 part, tile, vector_ptr, sweep.grads.normed_ptr, t >> 30, batch, d, r,
-                vector_stride, d, sweep.product,
+                sweep.sizes.t_end * r, d, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
 

@@ -64,6 +64,7 @@ def solve_token(
     ACC: tl.constexpr = options.ACC
     d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
+    normed_stride_b = sizes.t_end * d
     rows, cols = tl.arange(0, sizes.BLOCK_N), tl.arange(0, sizes.BLOCK_D)
     in_n, in_d = rows < n, cols < d
     # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if options.SELECTIVE
@@ -141,7 +142,7 @@ def solve_token(
         normed = y
         if options.NORM:
             normed = y * tl.rsqrt(dots[0] / d + options.NORM_EPS)
-        at = buffers.normed_ptr + sample * (sizes.t_end * d) + (t + 1) * d + cols
+        at = buffers.normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
         in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
         tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
     if product.PERSISTENT:
