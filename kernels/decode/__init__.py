@@ -3,6 +3,7 @@
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
 from bedouin.kernels.decode.reference import decode_token_reference
+from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct import RawLayout
 from bedouin.kernels.launch import next_power_of_two
 
@@ -19,8 +20,6 @@ __all__ = [
 MAX_TILE = 32768
 """Most elements of a tile of one sample, both axes rounded up to a power of two: one program holds
 it in registers. 2048 channels with 16 states."""
-
-MAX_REFLECTIONS = 8
 
 
 def decode_token(

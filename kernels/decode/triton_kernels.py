@@ -1,4 +1,4 @@
-"""One decoded token as a Triton kernel: one program a sample.
+"""The Triton kernel of one decoded token, and its launch: one program a sample.
 
 Letters: b batch, d channels, n state per channel, k reflections, r raw values, f fed-back ones.
 """
@@ -37,7 +37,7 @@ from bedouin.kernels.launch import next_power_of_two
 
 @triton.jit
 def _part(raw_ptr, bias_ptr, fed_ptr, at, mask, kind, BIAS: tl.constexpr, FED: tl.constexpr):
-    """raw^x + bias + W^y norm(y_{t-1}) at some columns of a part; the pointers stand at it."""
+    """raw^x + bias + W^y norm(y_{t-1}) at some columns, from pointers to the start of a part."""
     raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(kind)
     if BIAS:
         raw += tl.load(bias_ptr + at, mask=mask, other=0.0).to(kind)
@@ -105,7 +105,7 @@ def _token_kernel(
     residual_ptr,  # (b,)
     pivot_ptr,  # (b,)
     converged_ptr,  # (b,)
-    held_ptr,  # (b,)
+    all_converged_ptr,  # (b,), in place: whether this token and all before it have converged
     x_row,
     drive_row,
     z_row,
@@ -140,6 +140,15 @@ def _token_kernel(
     ROUNDING: tl.constexpr,
     EPS: tl.constexpr,
 ):
+    """One token of all samples, after its projections:
+
+    raw = raw^x + bias + W^y norm(y_{t-1})                       Delta, B, C, Q, gate
+    (I - diag(sigma) (I - Q)) y = (lambda * h) C + sigma * Q drive
+    h <- lambda * h + (s * (drive + (I - Q) (y - drive))) B^T
+    hidden = SiLU(gate + z) * norm(y + D x), or gate * SiLU(y + D x) without OUTPUT_NORM
+
+    and norm(y), the relative residual, the smallest pivot and whether the token has converged.
+    """
     sample = tl.program_id(0).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
@@ -180,7 +189,8 @@ def _token_kernel(
     A = _decay_matrix(decay_ptr, rows, cols, in_state, n, kind, DECAY, SHARPNESS)
     at_state = rows[:, None] * d + cols[None, :]
     h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
-    # the local equation, as in the direct sweep: rest is what does not depend on Q
+    # The local equation of the direct sweep, (I - S T) U y = U rest - S T U drive, solved for U y.
+    # `solve_token` solves for U (y - drive), which is shorter, but the last bits would change.
     if INPUT_SCALE == "one_minus_decay":
         decay, s_rows = build_coupled(A * LOG2E * delta[None, :], EIGENVALUES == "full", False)
         sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
@@ -188,7 +198,7 @@ def _token_kernel(
         decay = _decay_tile(delta, A, EIGENVALUES)
         s = input_scale(delta, INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
-    h *= decay  # from here to the write: what has decayed
+    h *= decay  # lambda * h up to the write of the new input
     rest = tl.sum(h * C[:, None], axis=0) + sigma * drive
     sigma_u = rows_times(u, sigma, K)
     with_drive, with_rest = rows_times(u, drive, K), rows_times(u, rest, K)
@@ -231,8 +241,8 @@ def _token_kernel(
     finite = (size - size == 0) & (magnitude - magnitude == 0)
     converged = (finite & (defect <= ROUNDING * largest)).to(tl.uint8)
     tl.store(converged_ptr + sample, converged)
-    held = tl.load(held_ptr + sample)
-    tl.store(held_ptr + sample, held & converged)
+    all_converged = tl.load(all_converged_ptr + sample)
+    tl.store(all_converged_ptr + sample, all_converged & converged)
 
     normed = y
     if FEEDBACK_NORM:
@@ -264,7 +274,7 @@ def _token_kernel(
 def launch_decode_token(
     operands: StepOperands, parameters: StepParameters, options: StepOptions
 ) -> None:
-    """One launch; what is None is passed as a tensor that the kernel does not read."""
+    """Launch the kernel once; for None it gets another tensor, which it does not read."""
     o, p, layout = operands, parameters, options.layout
     (b, n, d), k = o.h.shape, options.layout.num_householder
     z, fed = _or(o.z, o.x), _or(o.fed, o.raw)
@@ -313,12 +323,13 @@ def launch_decode_token(
 
 
 def _num_warps(d: int, n: int) -> int:
-    """At 1024 channels with 16 states eight warps spill nothing, sixteen 216 bytes a thread."""
+    """Warps of a program: at 1024 channels with 16 states eight spill nothing, sixteen 216 bytes."""
     tile = next_power_of_two(d) * next_power_of_two(n)
     return 4 if tile <= 2048 else 8 if tile <= 16384 else 16
 
 
 def _or(tensor: Tensor | None, unread: Tensor) -> Tensor:
+    """The tensor, or for None one that is not read; of any shape."""
     return unread if tensor is None else tensor
 
 

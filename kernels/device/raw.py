@@ -1,4 +1,4 @@
-"""Raw values of a token: raw^x + W^y norm(y_{t-1}), and what is made of them at once.
+"""Raw values of a token: raw^x + W^y norm(y_{t-1}); from them B, C and beta.
 
 Letters: d channels, n state per channel, k reflections.
 """
@@ -15,7 +15,7 @@ from bedouin.kernels.device.elementary import sigmoid
 def load_raw(
     raw_ptr, fed_ptr, at, mask, FEEDBACK: tl.constexpr, ACC: tl.constexpr, CACHE: tl.constexpr
 ):
-    """The raw values at some columns; CACHE is the modifier of the loads."""
+    """The raw values at the columns `at`, of its shape; CACHE is the modifier of the loads."""
     raw = tl.load(raw_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(ACC)
     if FEEDBACK:
         raw += tl.load(fed_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(ACC)
@@ -26,21 +26,21 @@ def load_raw(
 def load_unit(
     raw_ptr, fed_ptr, at, mask, n, FEEDBACK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr
 ):
-    """B or C before it is made unit, (n,), and 1 / its norm, as `unit` has it."""
+    """The raw B or C (n,), and 1 / its norm, sqrt(|v|^2 + n EPS) as in `unit`."""
     v = load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK, ACC, "")
     return v, tl.rsqrt(tl.sum(v * v, axis=0) + n * EPS)
 
 
 @triton.jit
 def load_beta(
-    raw_ptr,  # at alpha_1
+    raw_ptr,  # (k,): alpha
     fed_ptr,
     K: tl.constexpr,
     FEEDBACK: tl.constexpr,
     BETA_MAX: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """beta_1 .. beta_k."""
+    """beta_1 .. beta_k, beta_max sigmoid(alpha), as a tuple of scalars."""
     beta = ()
     for i in tl.static_range(K):
         alpha = load_raw(raw_ptr, fed_ptr, i, True, FEEDBACK, ACC, "")

@@ -1,8 +1,10 @@
 """The k x k algebra of one token, in scalars that every thread holds.
 
-Vectors and matrices are tuples of scalars, unrolled when a kernel is compiled: no small tile, no
-shuffle, no barrier. Symmetric and upper triangular matrices are packed: entry (i, j), i <= j, is at
-j (j + 1) / 2 + i. Other matrices are row after row. Letters: d channels, k reflections.
+Vectors (k,) and matrices (k, k) are tuples of scalars, unrolled at compile time, so that they need
+no shuffles and no barriers. Symmetric and upper triangular matrices are packed, P = k (k + 1) / 2
+entries: (i, j), i <= j, is at j (j + 1) / 2 + i. Other matrices are stored row after row. Tuples of
+vectors (d,) are called rows.
+Letters: d channels, k reflections.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -26,6 +28,7 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
+# A combine function of tl.reduce takes two scalars for every reduced tensor, so no bundle.
 @triton.jit
 def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
@@ -33,7 +36,7 @@ def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
 
 @triton.jit
 def sums(values, AXIS: tl.constexpr = 0):
-    """Sums of tensors over an axis: up to eight in one reduction, which share its barriers."""
+    """Sums of tensors over an axis, up to eight in one reduction, so that they share barriers."""
     N: tl.constexpr = len(values)
     out = ()
     for i in tl.static_range(N // 8):
@@ -51,7 +54,7 @@ def sums(values, AXIS: tl.constexpr = 0):
 
 @triton.jit
 def products(a, b, K: tl.constexpr):
-    """a_i b_j for i <= j, packed, of two tuples of vectors."""
+    """a_i b_j for i <= j, packed, of two tuples of rows (d,)."""
     out = ()
     for j in tl.static_range(K):
         for i in tl.static_range(K):
@@ -62,7 +65,7 @@ def products(a, b, K: tl.constexpr):
 
 @triton.jit
 def scale(values, factor, K: tl.constexpr):
-    """factor_i values_i."""
+    """factor_i values_i (k,)."""
     out = ()
     for i in tl.static_range(K):
         out = out + (values[i] * factor[i],)
@@ -71,7 +74,7 @@ def scale(values, factor, K: tl.constexpr):
 
 @triton.jit
 def rows_times(rows, v, K: tl.constexpr):
-    """rows_i v, elementwise, of vectors."""
+    """rows_i v, elementwise, for v (d,) or a scalar."""
     out = ()
     for i in tl.static_range(K):
         out = out + (rows[i] * v,)
@@ -80,7 +83,7 @@ def rows_times(rows, v, K: tl.constexpr):
 
 @triton.jit
 def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
-    """1 / |u_i|, as `unit` has it, from the packed inner products of the u."""
+    """1 / sqrt(|u_i|^2 + d EPS) as in `unit`, (k,), from the packed inner products of the rows."""
     inv = ()
     for i in tl.static_range(K):
         inv = inv + (tl.rsqrt(G[i * (i + 1) // 2 + i] + d * EPS),)
@@ -89,7 +92,7 @@ def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def load_tuple(pointer, N: tl.constexpr):
-    """Scalars, one after the other."""
+    """N consecutive scalars."""
     out = ()
     for i in tl.static_range(N):
         out = out + (tl.load(pointer + i),)
@@ -98,14 +101,14 @@ def load_tuple(pointer, N: tl.constexpr):
 
 @triton.jit
 def store_tuple(pointer, values, N: tl.constexpr):
-    """Scalars, one after the other."""
+    """Store N consecutive scalars."""
     for i in tl.static_range(N):
         tl.store(pointer + i, values[i])
 
 
 @triton.jit
 def scale_symmetric(packed, factor, K: tl.constexpr):
-    """factor_i factor_j packed_ij."""
+    """factor_i factor_j packed_ij, packed."""
     out = ()
     for j in tl.static_range(K):
         for i in tl.static_range(K):
@@ -116,7 +119,10 @@ def scale_symmetric(packed, factor, K: tl.constexpr):
 
 @triton.jit
 def wy_upper(G, beta, K: tl.constexpr):
-    """T, packed: T_jj = beta_j, T_:j,j = -beta_j T_:j,:j G_:j,j (DESIGN 1.3)."""
+    """The WY factor T, packed, of I - H_1 ... H_k = U^T T U from G = U U^T, packed, and beta (k,).
+
+    T_jj = beta_j, T_:j,j = -beta_j T_:j,:j G_:j,j.
+    """
     T = ()
     for j in tl.static_range(K):
         for i in tl.static_range(K):
@@ -133,7 +139,7 @@ def wy_upper(G, beta, K: tl.constexpr):
 
 @triton.jit
 def upper_times(T, v, K: tl.constexpr):
-    """T v."""
+    """T v (k,), T packed, upper triangular."""
     out = ()
     for i in tl.static_range(K):
         total = T[i * (i + 1) // 2 + i] * v[i]
@@ -146,7 +152,7 @@ def upper_times(T, v, K: tl.constexpr):
 
 @triton.jit
 def upper_transposed_times(T, v, K: tl.constexpr):
-    """T^T v."""
+    """T^T v (k,), T packed, upper triangular."""
     out = ()
     for j in tl.static_range(K):
         total = T[j * (j + 1) // 2] * v[0]
@@ -159,7 +165,7 @@ def upper_transposed_times(T, v, K: tl.constexpr):
 
 @triton.jit
 def symmetric_times(S, v, K: tl.constexpr):
-    """S v."""
+    """S v (k,), S packed, symmetric."""
     out = ()
     for i in tl.static_range(K):
         total = S[i * (i + 1) // 2] * v[0]
@@ -186,7 +192,7 @@ def _system_entry(S, T, i: tl.constexpr, j: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
-    """I - S T, or its transpose, row after row."""
+    """I - S T (k, k), or its transpose, from packed S and T."""
     out = ()
     for row in tl.static_range(K):
         for column in tl.static_range(K):
@@ -201,7 +207,7 @@ def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
 def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr):
     """matrix^-1 b for b (k, N) by elimination with row pivoting, and min(1, smallest |pivot|).
 
-    A pivot of 0 makes Inf or NaN, and nothing else: no branch, no error.
+    A pivot of 0 gives Inf or NaN, without a branch or an error.
     """
     smallest = tl.full([], 1.0, b[0].dtype)
     for c in tl.static_range(K):
@@ -258,7 +264,7 @@ def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr):
 def _chosen_row(
     matrix, chosen, c: tl.constexpr, first: tl.constexpr, K: tl.constexpr, N: tl.constexpr
 ):
-    """Columns from `first` on of the row >= c whose number is `chosen`, of a matrix (k, N)."""
+    """Columns from `first` on of row `chosen` >= c of a matrix (k, N)."""
     out = ()
     for column in tl.static_range(N):
         if column >= first:
@@ -272,7 +278,7 @@ def _chosen_row(
 
 @triton.jit
 def combine(weights, rows, K: tl.constexpr):
-    """sum over i of weights_i rows_i, rows being vectors (d,)."""
+    """sum over i of weights_i rows_i (d,)."""
     total = weights[0] * rows[0]
     for i in tl.static_range(K):
         if i > 0:
@@ -282,7 +288,7 @@ def combine(weights, rows, K: tl.constexpr):
 
 @triton.jit
 def add(a, b, K: tl.constexpr):
-    """a + b."""
+    """a + b (k,)."""
     out = ()
     for i in tl.static_range(K):
         out = out + (a[i] + b[i],)
@@ -291,7 +297,7 @@ def add(a, b, K: tl.constexpr):
 
 @triton.jit
 def subtract(a, b, K: tl.constexpr):
-    """a - b."""
+    """a - b (k,)."""
     out = ()
     for i in tl.static_range(K):
         out = out + (a[i] - b[i],)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.direct.reverse import feedback_vjp
 from bedouin.kernels.launch import next_power_of_two
@@ -23,8 +24,6 @@ from bedouin.kernels.linear import pad_rows, padding
 MAX_STATE = 32768
 """Most elements of a sample's memory, both axes rounded up to a power of two: one program holds it
 in registers. 2048 channels with 16 states."""
-
-MAX_REFLECTIONS = 8
 
 
 def choose_sweep(

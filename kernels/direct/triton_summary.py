@@ -1,5 +1,6 @@
-"""The statistics of a sweep, token by token, as one residual and one verdict a sample: one launch
-instead of thirty.
+"""The statistics of a sweep's tokens, reduced to one residual and one verdict a sample.
+
+One launch replaces thirty of torch's reductions.
 
 Letters: b batch, t time.
 """
@@ -14,12 +15,12 @@ from bedouin.kernels.direct.reference import ROUNDING
 from bedouin.kernels.launch import next_power_of_two
 
 MAX_TOKENS = 1024
-"""Tokens that a program takes at a time."""
+"""Most tokens that a program reads at a time."""
 
 
 @triton.jit
 def _quotient(a, b, ACC: tl.constexpr):
-    # rounded as torch rounds it: compiled, a plain float32 division is off by an ulp or two
+    # rounded as in torch: a compiled float32 division is off by an ulp or two
     if ACC == tl.float32:
         ratio = tl.div_rn(a, b)
     else:
@@ -39,6 +40,11 @@ def summary_kernel(
     ACC: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    """residual = max over t of defect_t / (max over s <= t of scale_s), and the smallest pivot.
+
+    A sample has converged if defect_t <= TOLERANCE times the largest scale or magnitude up to t,
+    for all t.
+    """
     sample = tl.program_id(0)
     row = statistics_ptr + tl.cast(sample, tl.int64) * t_end
     plane = tl.cast(batch, tl.int64) * t_end
@@ -56,7 +62,7 @@ def summary_kernel(
         scale = tl.load(row + plane + t, mask=mask, other=0.0)
         magnitude = tl.load(row + 2 * plane + t, mask=mask, other=0.0)
         pivots = tl.load(row + 3 * plane + t, mask=mask, other=float("inf"))
-        # tokens after the last repeat the one before: they change no maximum
+        # tokens after the last one load zeros, which change no maximum
         scale = larger_or_nan(tl.associative_scan(scale, 0, larger_or_nan), scale_so_far)
         terms = larger_or_nan(scale, tl.associative_scan(magnitude, 0, larger_or_nan))
         terms = larger_or_nan(terms, terms_so_far)
@@ -67,7 +73,7 @@ def summary_kernel(
         residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
         explained = (tl.abs(terms) < infinity) & (defect <= TOLERANCE * terms)
         unexplained += tl.sum(tl.where(mask & (explained == 0), 1, 0))
-        # NaN after a singular token must not hide its pivot; torch's nan_to_num bounds infinity
+        # NaN after a singular token must not hide its pivot; infinity becomes LARGEST, as in torch
         pivots = tl.where(pivots != pivots, infinity, tl.where(pivots > LARGEST, LARGEST, pivots))
         pivot = tl.minimum(pivot, tl.min(tl.where(mask, pivots, infinity)))
         at_end = tl.arange(0, TOKENS) == TOKENS - 1

@@ -73,7 +73,7 @@ def solve_token(
     fed = buffers.fed_ptr + tl.multiple_of(sample * buffers.fed_stride, options.ALIGNED)
     ROUND: tl.constexpr = buffers.normed_ptr.dtype.element_ty
     token = sample * sizes.t_end + t
-    # what does not depend on y is on its way while the program waits for the feedback
+    # loads that do not depend on y_{t-1} are issued before the program waits for the feedback
     in_state = in_n[:, None] & in_d[None, :]
     A_log2 = tl.load(buffers.A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
     x = tl.load(token_row(buffers.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
@@ -118,7 +118,7 @@ def solve_token(
         decay = build_decay(A_log2 * delta[None, :], options.FULL, options.FAST)
         s = input_scale(delta, options.INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
-    h *= decay  # from here to the write: what has decayed
+    h *= decay  # lambda * h up to the write of the new input
     rest = tl.sum(h * C[:, None], axis=0) + sigma * x
     sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
     beta = ()
@@ -148,7 +148,7 @@ def solve_token(
     if product.PERSISTENT:
         announce(counters.samples)
 
-    # F(y)_t, from the y that is written
+    # F(y)_t: defect, scale and magnitude are off the critical path
     U_v = scale(dots[1 : K + 1], inv, K)
     mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
@@ -159,7 +159,7 @@ def solve_token(
         h += (s * mixed)[None, :] * B[:, None]
         terms *= s
     F = tl.sum(h * C[:, None], axis=0)
-    # a maximum passes over NaN; a sample that has left the numbers must show it
+    # a maximum ignores NaN, and a sample that is not finite must show it
     finite = 0 * dots[0]
     defect, size, magnitude = max_norms_of_three(F - y, F, terms)
     defect += finite

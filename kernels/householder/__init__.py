@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.householder.autograd import apply_product, build_factor
 from bedouin.kernels.householder.reference import (
     apply_complement,
@@ -34,9 +35,6 @@ __all__ = [
     "wy_factor",
     "wy_factor_vjp",
 ]
-
-MAX_REFLECTIONS = 8
-"""The Triton kernels are unrolled over reflections, and hold k x k matrices in registers."""
 
 
 def householder_product(

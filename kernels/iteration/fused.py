@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.reference import SweepOptions, normalize_feedback
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.linear import pad_rows
 from bedouin.kernels.scan.reference import accumulator
 
-MAX_REFLECTIONS = 8
 MAX_TILE = 16384
 """Most elements of u_1 .. u_k of a token, both axes rounded up to a power of two: one program of
 the local solve holds them in registers."""

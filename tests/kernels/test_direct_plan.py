@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-launch = pytest.importorskip("bedouin.kernels.direct.triton_launch")
+planning = pytest.importorskip("bedouin.kernels.direct.triton_plan")
 
 H100 = {"multi_processor_count": 132, "shared_memory_per_block_optin": 232448}
 A100 = {"multi_processor_count": 108, "shared_memory_per_block_optin": 166912}
@@ -17,7 +17,7 @@ OLD = {"multi_processor_count": 80, "shared_memory_per_block_optin": 49152}
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU's properties, seen by the plan of a compiled kernel."""
     properties = SimpleNamespace(**request.param)
-    monkeypatch.setattr(launch, "interpreter_is_on", lambda: False)
+    monkeypatch.setattr(planning, "interpreter_is_on", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return properties
 
@@ -30,7 +30,7 @@ def test_a_plan_fits_the_device(
 ) -> None:
     r = 5 * d + 36
     W = torch.empty(1, dtype=dtype)
-    plan = launch.plan_product(r, d, W, b)
+    plan = planning.plan_product(r, d, W, b)
     if plan is None:
         return
     size = W.element_size()
@@ -40,18 +40,18 @@ def test_a_plan_fits_the_device(
     tiles = -(-r // plan.block_m) * plan.splits
     assert tiles <= plan.programs == device.multi_processor_count
     assert plan.block_k * plan.chunks * plan.splits >= d
-    assert plan.apart == (tiles + b <= plan.programs)
+    assert plan.separate == (tiles + b <= plan.programs)
     # or warpgroups would repeat each other's products
-    assert plan.chunks == 1 or plan.block_m == launch.MAX_ROWS or size > 2
+    assert plan.chunks == 1 or plan.block_m == planning.MAX_ROWS or size > 2
 
 
 def test_the_size_of_the_paper_is_persistent_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(**H100)
-    monkeypatch.setattr(launch, "interpreter_is_on", lambda: False)
+    monkeypatch.setattr(planning, "interpreter_is_on", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     W = torch.empty(1, dtype=torch.bfloat16)
     for b in (8, 16, 64, 128):
-        assert launch.plan_product(5156, 1024, W, b) is not None
-        assert launch.plan_product(1024, 5184, W, b) is not None
+        assert planning.plan_product(5156, 1024, W, b) is not None
+        assert planning.plan_product(1024, 5184, W, b) is not None
     # in float32 a tile would be unrolled over too many columns
-    assert launch.plan_product(5156, 1024, W.float(), 8) is None
+    assert planning.plan_product(5156, 1024, W.float(), 8) is None

@@ -203,10 +203,16 @@ def test_awkward_sizes(d: int, n: int) -> None:
 def test_a_reverse_sweep_in_a_launch_a_chunk(
     feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.TOGETHER", 0)
+    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.ONE_LAUNCH_BATCH", 0)
     monkeypatch.setattr("bedouin.kernels.direct.autograd.WORKSPACE", 0)
     # chunks of 4 tokens
     _assert_like_the_plain_sweep(Setting(b=2, t=11, feedback=feedback))
+
+
+def _without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that W^y does not fit."""
+    plan = "bedouin.kernels.direct.triton_launch.plan_product"
+    monkeypatch.setattr(plan, lambda m, v, W, b: None)
 
 
 @needs_triton
@@ -215,7 +221,8 @@ def test_a_reverse_sweep_in_a_launch_a_chunk(
 def test_every_form_of_the_kernels(
     b: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.PERSISTENT", persistent)
+    if not persistent:
+        _without_a_plan(monkeypatch)
     _assert_like_the_plain_sweep(Setting(b=b, t=3, n=5, layout=RawLayout("softplus", True, 1, 1.0)))
     # more rows of W^y than one tile has, and a sum over them in two parts
     _assert_like_the_plain_sweep(Setting(b=b, t=2, d=20, n=5, input_scale="one_minus_decay"))
@@ -226,11 +233,11 @@ def test_every_form_of_the_kernels(
 def test_products_in_parts_and_chunks(
     low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.MAX_COLUMNS", 16)
+    monkeypatch.setattr("bedouin.kernels.direct.triton_plan.MAX_COLUMNS", 16)
     _assert_like_the_plain_sweep(Setting(t=2, d=40, n=5, low=low, dtype=torch.float32))
     # 16 samples of 4 bytes: chunks of 16 columns
-    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.MAX_COLUMNS", 64)
-    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.SHARED_MEMORY", ((64, 2),))
+    monkeypatch.setattr("bedouin.kernels.direct.triton_plan.MAX_COLUMNS", 64)
+    monkeypatch.setattr("bedouin.kernels.direct.triton_plan.SHARED_MEMORY", ((64, 2),))
     _assert_like_the_plain_sweep(Setting(t=2, d=40, n=5, low=low, dtype=torch.float32))
 
 
@@ -270,7 +277,8 @@ def test_dtypes(dtype: torch.dtype, low: torch.dtype | None, norm_eps: float | N
 def test_low_inputs(
     inputs: torch.dtype, feedback: bool, persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.PERSISTENT", persistent)
+    if not persistent:
+        _without_a_plan(monkeypatch)
     low = inputs if feedback else None
     _assert_like_the_plain_sweep(
         Setting(t=3, feedback=feedback, dtype=torch.float32, low=low, inputs=inputs)
@@ -352,7 +360,8 @@ def test_raw_may_be_a_part_of_a_wider_tensor(feedback: bool, more: int) -> None:
 def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
     persistent: bool, feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.PERSISTENT", persistent)
+    if not persistent:
+        _without_a_plan(monkeypatch)
     setting = Setting(b=3, t=3, layout=RawLayout("softplus", True, 1, 1.0), feedback=feedback)
     x, raw, *rest = setting.operands()
     assert x is not None and raw is not None

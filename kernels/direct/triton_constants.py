@@ -1,0 +1,146 @@
+"""Compile-time constants and launch options of the direct sweep's kernels."""
+
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct.reference import RawLayout, SweepOptions
+from bedouin.kernels.direct.triton_plan import Plan
+from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.launch import ceil_div, next_power_of_two
+
+STATES_AT_A_TIME = 8
+"""States of a block in the reverse kernel: of more at a time, some would be spilled."""
+
+
+def blocked_constants(
+    d: int,
+    A: Tensor,  # (n, d)
+    options: SweepOptions,
+) -> dict[str, Any]:
+    """`scan_constants` with the states in blocks."""
+    constants = scan_constants(d, A, options)
+    constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], STATES_AT_A_TIME)
+    constants["BLOCK_N"] //= constants["BLOCKS"]
+    return constants
+
+
+def counters(like: Tensor) -> Tensor:
+    """Zeros (3,), int32, on the device of `like`: counters that order a launch's programs."""
+    return torch.zeros(3, dtype=torch.int32, device=like.device)
+
+
+def token_strides(
+    fed: Tensor | None,  # (b, t, r)
+) -> tuple[int, ...]:
+    """Strides of the batch and time axes; zeros for None."""
+    return (0, 0) if fed is None else fed.stride()[:2]
+
+
+def matrix_constants(
+    plan: Plan | None,
+    W: Tensor | None,  # (r, d), W^y
+    b: int,
+    programs: int,
+) -> dict[str, Any]:
+    """How the products with W^y or its transpose are spread over programs."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
+    return {
+        "PERSISTENT": plan is not None,
+        "COMPILED": not interpreter_is_on(),
+        "ONE_TILE": plan is not None and plan.one_tile,
+        "SEPARATE": plan is not None and plan.separate,
+        "RESIDENT": b <= programs,
+        "BLOCK_M": 16 if plan is None else plan.block_m,
+        "BLOCK_K": 16 if plan is None else plan.block_k,
+        "CHUNKS": 1 if plan is None else plan.chunks,
+        "BLOCK_B": 16 if plan is None else plan.block_b,
+        "SPLITS": 1 if plan is None else plan.splits,
+        "PRECISION": "tf32" if tf32 else "ieee",
+        "DOT": _dot_dtype(W),
+    }
+
+
+def _dot_dtype(W: Tensor | None) -> tl.dtype:
+    """The dtype of the factors; in the interpreter float32, since its 16-bit products are wrong."""
+    if W is None or W.dtype == torch.float32:
+        return tl.float32
+    if W.dtype == torch.float64:
+        return tl.float64
+    if interpreter_is_on():
+        return tl.float32
+    return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
+
+
+def layout_of(options: SweepOptions) -> RawLayout:
+    """The layout of raw values, which the kernels need; raises ValueError without one."""
+    if options.layout is None:
+        raise ValueError("options.layout must be a RawLayout for the Triton kernels, got None")
+    return options.layout
+
+
+def scan_constants(
+    d: int,
+    A: Tensor,  # (n, d)
+    options: SweepOptions,
+) -> dict[str, Any]:
+    """Blocks, discretization and dtype."""
+    layout = layout_of(options)
+    return {
+        "BLOCK_D": next_power_of_two(d),
+        "BLOCK_N": next_power_of_two(A.shape[0]),
+        "ACTIVATION": layout.activation,
+        "SELECTIVE": layout.selective,
+        "INPUT_SCALE": options.input_scale,
+        "FULL": options.eigenvalues == "full",
+        "EPS": UNIT_EPS,
+        "FAST": A.dtype == torch.float32 and not interpreter_is_on(),
+        "ACC": tl.float64 if A.dtype == torch.float64 else tl.float32,
+    }
+
+
+def norm_constants(options: SweepOptions) -> dict[str, Any]:
+    """The norm of the feedback."""
+    eps = options.feedback_norm_eps
+    return {"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps}
+
+
+def mixer_constants(options: SweepOptions) -> dict[str, Any]:
+    """The number of reflections and the bound of beta."""
+    layout = layout_of(options)
+    return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}
+
+
+def alignment(
+    *rows: Tensor,  # (b, t, r) or (splits, b, r)
+) -> dict[str, int]:
+    """A power of two, at most 8, that divides every stride between rows of raw values."""
+    common = 8
+    for tensor in rows:
+        for stride in tensor.stride()[:-1]:
+            common = math.gcd(common, stride)
+    return {"ALIGNED": common}
+
+
+def num_warps(d: int, rows: int) -> int:
+    """Warps such that a tile (rows, d) takes at most 64 registers a thread, and one row 4."""
+    elements = next_power_of_two(d) * next_power_of_two(rows)
+    return int(min(16, max(4, elements // 2048, next_power_of_two(d) // 128)))
+
+
+def launch_options(
+    d: int,
+    A: Tensor,  # (n, d)
+) -> dict[str, Any]:
+    """Warps and stages of a kernel that holds the memory of a sample."""
+    # one stage: the kernels prefetch their operands explicitly
+    return {"num_warps": num_warps(d, A.shape[0]), "num_stages": 1}
+
+
+def cooperative() -> dict[str, bool]:
+    """For kernels whose programs wait for each other, so that all must run at the same time."""
+    return {} if interpreter_is_on() else {"launch_cooperative_grid": True}

@@ -1,0 +1,91 @@
+"""How products with W^y are spread over the persistent programs of a sweep."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.launch import ceil_div, next_power_of_two
+
+SHARED_MEMORY = ((128, 32), (64, 32), (32, 16))
+"""Kilobytes for a program's tile of W^y and for the vectors it is multiplied with, the largest
+first: the first of these fits an H100 (227 KB a multiprocessor) and an A100 (163)."""
+
+MAX_COLUMNS = 1024
+"""Most columns of a tile of W^y for up to 16 samples; half as many for more."""
+
+MAX_ROWS = 128
+"""Most rows of a tile of W^y: as many as two warpgroups multiply at a time."""
+
+REDUCTIONS = 2048
+"""Bytes of shared memory for sums over channels."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product with W^y is spread over persistent programs."""
+
+    programs: int
+    block_m: int
+    block_k: int  # columns of a chunk
+    chunks: int  # of a tile
+    block_b: int  # samples at a time
+    splits: int  # parts of the sum over columns
+    one_tile: bool
+    separate: bool  # no program has a tile and samples
+
+
+def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
+    """The plan for products of a matrix (m, v) of W's dtype with b vectors on W's device.
+
+    None if there is none: then the products are computed by torch, between launches.
+
+    Every program keeps one tile in shared memory from token to token. A matrix with more tiles than
+    the device has multiprocessors would be read again for every token, which torch does faster.
+    """
+    if W.dtype == torch.float64 and not interpreter_is_on():
+        return None
+    shared = _shared_memory(W.device)
+    if shared is None:
+        return None
+    tile_bytes, vector_bytes = shared
+    size = W.element_size()
+    # a float32 product consists of scalar operations, unrolled over samples and columns
+    block_b = 16 if size > 2 else min(128, max(16, next_power_of_two(b)))
+    # Wide tiles make few partial sums. For many vectors the tiles have MAX_ROWS rows: with several
+    # chunks and fewer rows both warpgroups of a program would multiply the same 64 rows.
+    most = MAX_COLUMNS if block_b <= 16 else MAX_COLUMNS // 2
+    columns = max(16, min(most, next_power_of_two(v)))
+    # a chunk is in shared memory while the next one is loaded
+    room = vector_bytes // (block_b * size)
+    block_k = columns if columns <= room else room // 2
+    block_m = max(16, min(MAX_ROWS, tile_bytes // (columns * size)))
+    splits = ceil_div(v, columns)
+    tiles = ceil_div(m, block_m) * splits
+    sizes = (block_m, block_k, columns // block_k, block_b, splits)
+    if interpreter_is_on():
+        # programs run one after the other: two that wait for each other would never finish
+        return Plan(1, *sizes, one_tile=tiles == 1, separate=False)
+    programs = multiprocessors(W.device)
+    if tiles > programs or (size > 2 and columns > 256):
+        return None
+    return Plan(programs, *sizes, one_tile=True, separate=tiles + b <= programs)
+
+
+def _shared_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes for a tile and for vectors; None if the smallest choice does not fit the device."""
+    available = 232448
+    if not interpreter_is_on():
+        properties = torch.cuda.get_device_properties(device)
+        available = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    fitting = (v for v in SHARED_MEMORY if sum(v) * 1024 + REDUCTIONS <= available)
+    chosen = next(fitting, None)
+    return None if chosen is None else (chosen[0] * 1024, chosen[1] * 1024)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run at the same time if each occupies a whole multiprocessor."""
+    if interpreter_is_on():
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
