@@ -323,7 +323,7 @@ def launch_decode_token(
 
 
 def _num_warps(d: int, n: int) -> int:
-    """Warps of a program: at 1024 channels with 16 states eight spill nothing, sixteen 216 bytes."""
+    """At 1024 channels with 16 states eight warps spill nothing, sixteen 216 bytes a thread."""
     tile = next_power_of_two(d) * next_power_of_two(n)
     return 4 if tile <= 2048 else 8 if tile <= 16384 else 16
 
