@@ -4,8 +4,8 @@ from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
 from bedouin.kernels.decode.reference import decode_token_reference
 from bedouin.kernels.device import MAX_REFLECTIONS
-from bedouin.kernels.direct import RawLayout
 from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.operands import RawLayout
 
 __all__ = [
     "DecayKind",
@@ -29,7 +29,7 @@ def decode_token(
     *,
     backend: Backend = "auto",
 ) -> None:
-    """Advance h and y by one token and write what hangs on them, in place; not differentiable.
+    """Advance h and y by one token and write the results, in place; not differentiable.
 
         raw    = raw^x + bias + fed                      Delta, B, C, Q, gate
         (I - diag(sigma)(I - Q)) y = (lambda * h) C + sigma * Q drive
@@ -52,7 +52,7 @@ def decode_token(
 
 
 def unsupported_token(d: int, n: int, layout: RawLayout | None) -> str | None:
-    """What the kernel does not cover, in words."""
+    """What the kernel does not cover, as a part of a message; None where it covers everything."""
     if layout is None:
         return "this mixer (only HouseholderProduct)"
     k = layout.num_householder

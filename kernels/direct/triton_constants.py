@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.reference import RawLayout, SweepOptions
 from bedouin.kernels.direct.triton_plan import Plan
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.operands import Parameterization, RawLayout
 
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
@@ -20,7 +20,7 @@ STATES_AT_A_TIME = 8
 def blocked_constants(
     d: int,
     A: Tensor,  # (n, d)
-    options: SweepOptions,
+    options: Parameterization,
 ) -> dict[str, Any]:
     """`scan_constants` with the states in blocks."""
     constants = scan_constants(d, A, options)
@@ -76,7 +76,7 @@ def _dot_dtype(W: Tensor | None) -> tl.dtype:
     return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
 
 
-def layout_of(options: SweepOptions) -> RawLayout:
+def layout_of(options: Parameterization) -> RawLayout:
     """The layout of raw values, which the kernels need; raises ValueError without one."""
     if options.layout is None:
         raise ValueError("options.layout must be a RawLayout for the Triton kernels, got None")
@@ -86,7 +86,7 @@ def layout_of(options: SweepOptions) -> RawLayout:
 def scan_constants(
     d: int,
     A: Tensor,  # (n, d)
-    options: SweepOptions,
+    options: Parameterization,
 ) -> dict[str, Any]:
     """Blocks, discretization and dtype."""
     layout = layout_of(options)
@@ -103,13 +103,13 @@ def scan_constants(
     }
 
 
-def norm_constants(options: SweepOptions) -> dict[str, Any]:
+def norm_constants(options: Parameterization) -> dict[str, Any]:
     """The norm of the feedback."""
     eps = options.feedback_norm_eps
     return {"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps}
 
 
-def mixer_constants(options: SweepOptions) -> dict[str, Any]:
+def mixer_constants(options: Parameterization) -> dict[str, Any]:
     """The number of reflections and the bound of beta."""
     layout = layout_of(options)
     return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}

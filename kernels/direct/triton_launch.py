@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.fused import GradBuffers, KnownBuffers, SweepBuffers
-from bedouin.kernels.direct.reference import SweepOptions
+from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
 from bedouin.kernels.direct.triton_constants import (
     alignment,
     blocked_constants,
@@ -31,6 +30,7 @@ from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import pad_rows, padding
+from bedouin.kernels.operands import Parameterization
 
 ONE_LAUNCH_BATCH = 32
 """Largest batch whose reverse sweep is one launch: its persistent programs prepare and replay a
@@ -40,7 +40,7 @@ REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
 
 
-def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) -> None:
+def launch_sweep(buffers: SweepBuffers, options: Parameterization, keep_every: int) -> None:
     """The whole forward sweep, in place."""
     b, t_end, d = buffers.x.shape
     W_y = buffers.W_y
@@ -62,7 +62,7 @@ def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) 
 
 def _sweep(
     buffers: SweepBuffers,
-    options: SweepOptions,
+    options: Parameterization,
     keep_every: int,
     tokens: range,
     fed: Tensor,  # (splits, b, r or more)
@@ -106,9 +106,9 @@ def _sweep(
 
 
 def launch_memory(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     h: Tensor,  # (b, n, d): before the first token, replaced by that after the last
-    options: SweepOptions,
+    options: Parameterization,
     keep_every: int,
 ) -> None:
     """The memory of tokens whose y is known: fills `known.kept` and h."""
@@ -123,10 +123,10 @@ def launch_memory(
 
 
 def launch_reverse(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     grads: GradBuffers,
     W: Tensor | None,  # (r, d), W^y
-    options: SweepOptions,
+    options: Parameterization,
     keep_every: int,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
@@ -168,7 +168,9 @@ class _ChunkBuffers(NamedTuple):
     grad_normed: Tensor | None = None  # (splits, b, d): parts of the cotangent of norm(y_t)
 
 
-def _chunk_buffers(known: KnownBuffers, keep_every: int, options: SweepOptions) -> _ChunkBuffers:
+def _chunk_buffers(
+    known: SolvedBuffers, keep_every: int, options: Parameterization
+) -> _ChunkBuffers:
     b, t_end, d = known.x.shape
     k = layout_of(options).num_householder
     count = min(keep_every, t_end)
@@ -178,7 +180,7 @@ def _chunk_buffers(known: KnownBuffers, keep_every: int, options: SweepOptions) 
 
 
 def _prepare(
-    known: KnownBuffers, buffers: _ChunkBuffers, chunk: range, options: SweepOptions
+    known: SolvedBuffers, buffers: _ChunkBuffers, chunk: range, options: Parameterization
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
@@ -209,12 +211,12 @@ def _prepare(
 
 
 def _replay(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     buffers: _ChunkBuffers,
     last: Tensor | None,  # (b, n, d), written: h after the chunk
     chunk: range,
     slot: int,
-    options: SweepOptions,
+    options: Parameterization,
 ) -> None:
     x, _, raw, fed, A, h0, kept = known
     b, _, d = x.shape
@@ -252,13 +254,13 @@ def _replay(
 
 
 def _reverse(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     grads: GradBuffers,
     W: Tensor | None,  # (r, d)
     buffers: _ChunkBuffers,
     slots: range,  # chunks of one launch
     plan: Plan | None,
-    options: SweepOptions,
+    options: Parameterization,
     keep_every: int,
     *,
     prepare: bool,  # by the same launch
@@ -316,13 +318,13 @@ def _reverse(
 
 
 def _reverse_by_token(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     grads: GradBuffers,
     rows: Tensor,  # (r or more, d), W^y, as many rows as grads.raw has columns
     buffers: _ChunkBuffers,
     chunk: range,
     slot: int,
-    options: SweepOptions,
+    options: Parameterization,
 ) -> None:
     """A launch and a product for every token of a chunk, the last first."""
     assert buffers.grad_normed is not None
@@ -332,13 +334,13 @@ def _reverse_by_token(
 
 
 def _step(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     grads: GradBuffers,
     buffers: _ChunkBuffers,
     t: int,
     chunk: range,
     slot: int,
-    options: SweepOptions,
+    options: Parameterization,
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
     assert fed is not None

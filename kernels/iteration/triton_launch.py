@@ -5,15 +5,15 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.iteration.buffers import IterationBuffers
 from bedouin.kernels.iteration.triton_kernels import (
     decide_kernel,
     finish_kernel,
@@ -22,10 +22,9 @@ from bedouin.kernels.iteration.triton_kernels import (
     settle_kernel,
 )
 from bedouin.kernels.iteration.triton_scan import scan_kernel
+from bedouin.kernels.iteration.types import IterationRule
 from bedouin.kernels.launch import ceil_div, next_power_of_two
-
-if TYPE_CHECKING:
-    from bedouin.kernels.iteration.fused import FusedIteration, IterationInputs, IterationRule
+from bedouin.kernels.operands import Parameterization
 
 STATES, FEWEST_STATES = 16, 4
 """States of a thread of the scan in float32, and how few they become where programs are few."""
@@ -94,18 +93,24 @@ class Geometry:
     raw_stride: int
     fed_stride: int
     tile: ScanTile
-    rule: "IterationRule"
-    options: SweepOptions
+    rule: IterationRule
+    options: Parameterization
     feedback: bool
     dtype: torch.dtype
 
     @staticmethod
-    def of(inputs: "IterationInputs", options: SweepOptions, rule: "IterationRule") -> "Geometry":
-        """From x, raw, A (n, d) and W^y, its rows padded, as the kernels get them."""
-        (b, t, d), n = inputs.x.shape, inputs.A.shape[0]
-        W_y, dtype = inputs.W_y, inputs.A.dtype
-        raw_stride = inputs.raw.stride(1)
-        strides = inputs.x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[0]
+    def of(
+        x: Tensor,  # (b, t, d)
+        raw: Tensor,  # (b, t, r)
+        W_y: Tensor | None,  # (r or more, d), its rows padded
+        A: Tensor,  # (n, d)
+        options: Parameterization,
+        rule: IterationRule,
+    ) -> "Geometry":
+        """From the tensors as the kernels get them."""
+        (b, t, d), n, dtype = x.shape, A.shape[0], A.dtype
+        raw_stride = raw.stride(1)
+        strides = x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[0]
         tile = ScanTile.of(b, d, n, dtype)
         return Geometry(b, t, d, n, *strides, tile, rule, options, W_y is not None, dtype)
 
@@ -165,12 +170,12 @@ class Geometry:
         return tl.float64 if self.dtype == torch.float64 else tl.float32
 
 
-def mix(it: "FusedIteration") -> None:
+def mix(g: Geometry, it: IterationBuffers) -> None:
     """x~ and unit B and C of all tokens that still move, for Jacobi T and 1 / |u_i|."""
-    g, i, layout = it.geometry, it.inputs, it.geometry.options.layout
+    layout = g.options.layout
     assert layout is not None
     mix_kernel[(g.b * g.t,)](
-        *(i.x, i.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC, it.WY),
+        *(it.x, it.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC, it.WY),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.fed_stride, g.d, g.n, 0),
         BETA_MAX=layout.beta_max,
         EPS=UNIT_EPS,
@@ -185,13 +190,12 @@ def _token_warps(d: int) -> int:
     return min(8, max(1, next_power_of_two(d) // CHANNELS_A_WARP))
 
 
-def scan(it: "FusedIteration") -> None:
+def scan(g: Geometry, it: IterationBuffers) -> None:
     """Picard: the next iterate and the parts of defect and scale; Jacobi: p, in its place."""
-    g, i, tile = it.geometry, it.inputs, it.geometry.tile
-    layout = g.options.layout
+    tile, layout = g.tile, g.options.layout
     assert layout is not None
     scan_kernel[(g.b * ceil_div(g.d, tile.channels),)](
-        *(it.mixed, i.raw, it.fed_back, it.BC, i.A, i.h0, it.y, it.kept),
+        *(it.mixed, it.raw, it.fed_back, it.BC, it.A, it.h0, it.y, it.kept),
         *(it.y_next, it.y_next if it.value is None else it.value, it.gain, it.parts),
         *(g.b, g.t, g.raw_stride, g.fed_stride, g.d, g.n),
         S=tile.states,
@@ -217,13 +221,12 @@ def scan(it: "FusedIteration") -> None:
     )
 
 
-def finish(it: "FusedIteration") -> None:
+def finish(g: Geometry, it: IterationBuffers) -> None:
     """Jacobi: the local solve of all tokens that still move, defect, scale and pivot."""
-    g, i = it.geometry, it.inputs
     layout = g.options.layout
     assert layout is not None
     finish_kernel[(g.b * g.t,)](
-        *(i.x, i.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
+        *(it.x, it.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
         *(it.y_next, it.mixed_next, it.parts, it.pivots),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.fed_stride, g.d, g.n, 0),
         EXACT=next_power_of_two(g.n) == g.n,
@@ -236,9 +239,8 @@ def finish(it: "FusedIteration") -> None:
     )
 
 
-def decide(it: "FusedIteration", *, count: bool) -> None:
+def decide(g: Geometry, it: IterationBuffers, *, count: bool) -> None:
     """Defect, scale, converged prefix and failure of every sample."""
-    g = it.geometry
     block_p = next_power_of_two(g.parts)
     block_t = min(next_power_of_two(g.t), max(SMALLEST_DECIDE, DECIDE_TILE // block_p))
     decide_kernel[(g.b,)](
@@ -253,9 +255,12 @@ def decide(it: "FusedIteration", *, count: bool) -> None:
     )
 
 
-def settle(it: "FusedIteration", y_next: Tensor) -> None:
+def settle(
+    g: Geometry,
+    it: IterationBuffers,
+    y_next: Tensor,  # (b, t, d)
+) -> None:
     """Undo the last move of tokens that have just frozen; norm(y_next) of the others."""
-    g = it.geometry
     eps = g.options.feedback_norm_eps
     block_d = next_power_of_two(g.d)
     if not g.feedback:
