@@ -12,15 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepParameters
-from bedouin.kernels.device.activations import (
-    activate,
-    coupled_rows,
-    decay_tile,
-    input_scale,
-    max_norms,
-    sigmoid,
-    softplus,
-)
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import build_coupled, input_scale
+from bedouin.kernels.device.elementary import LOG2E, sigmoid, softplus
+from bedouin.kernels.device.norms import max_norms_of_three
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
@@ -38,7 +33,6 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import next_power_of_two
-from bedouin.kernels.scan.triton_segments import LOG2E
 
 
 @triton.jit
@@ -78,6 +72,18 @@ def _decay_matrix(
         else:
             A = -SHARPNESS * softplus(A)
     return A
+
+
+@triton.jit
+def _decay_tile(delta, A, EIGENVALUES: tl.constexpr):
+    """lambda (n, d) from Delta (d,) and A (n, d).
+
+    Not `build_decay`, which rounds log2(e) A first: the last bits would change.
+    """
+    decay = tl.exp(A * delta[None, :])
+    if EIGENVALUES == "full":
+        decay = 2 * decay - 1
+    return decay
 
 
 @triton.jit(do_not_specialize=["x_row", "drive_row", "z_row", "raw_row", "fed_row"])
@@ -176,10 +182,10 @@ def _token_kernel(
     h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
     # the local equation, as in the direct sweep: rest is what does not depend on Q
     if INPUT_SCALE == "one_minus_decay":
-        decay, s_rows = coupled_rows(delta, A * LOG2E, EIGENVALUES == "full", False)
+        decay, s_rows = build_coupled(A * LOG2E * delta[None, :], EIGENVALUES == "full", False)
         sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
     else:
-        decay = decay_tile(delta, A, EIGENVALUES)
+        decay = _decay_tile(delta, A, EIGENVALUES)
         s = input_scale(delta, INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
     h *= decay  # from here to the write: what has decayed
@@ -215,7 +221,7 @@ def _token_kernel(
         terms *= s
     tl.store(h_ptr + at_state, h, mask=in_state)
     F = tl.sum(h * C[:, None], axis=0)
-    defect, size, magnitude = max_norms(F - y, F, terms)
+    defect, size, magnitude = max_norms_of_three(F - y, F, terms)
     ratio = tl.where(defect == 0, defect, defect / size)
     # Inf - Inf is NaN: a ratio that is not finite comes out as NaN
     tl.store(residual_ptr + sample, ratio + (ratio - ratio))

@@ -8,7 +8,7 @@ Letters: d channels, n state per channel, k reflections.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import sigmoid
+from bedouin.kernels.device.elementary import sigmoid
 
 
 @triton.jit

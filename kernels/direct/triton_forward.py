@@ -16,14 +16,10 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import (
-    activate,
-    coupled_rows,
-    decay_rows,
-    input_scale,
-    max_norms,
-    sigmoid,
-)
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
+from bedouin.kernels.device.elementary import sigmoid
+from bedouin.kernels.device.norms import max_norms_of_three
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
@@ -37,13 +33,8 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.direct.triton_product import (
-    announce,
-    load_stream,
-    load_tile,
-    tile_product,
-    wait_for,
-)
+from bedouin.kernels.device.sync import announce, load_stream, wait_for
+from bedouin.kernels.direct.triton_product import load_tile, tile_product
 
 
 @triton.jit
@@ -149,10 +140,10 @@ def _solve_token(
     delta = activate(delta, ACTIVATION)
     # p_t + sigma_t x_t, and the inner products that the local equation needs
     if INPUT_SCALE == "one_minus_decay":
-        decay, s_rows = coupled_rows(delta, A_log2, FULL, FAST)
+        decay, s_rows = build_coupled(A_log2 * delta[None, :], FULL, FAST)
         sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
     else:
-        decay = decay_rows(delta, A_log2, FULL, FAST)
+        decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
         s = input_scale(delta, INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
     h *= decay  # from here to the write: what has decayed
@@ -198,7 +189,7 @@ def _solve_token(
     F = tl.sum(h * C[:, None], axis=0)
     # a maximum passes over NaN; a sample that has left the numbers must show it
     finite = 0 * dots[0]
-    defect, size, magnitude = max_norms(F - y, F, terms)
+    defect, size, magnitude = max_norms_of_three(F - y, F, terms)
     defect += finite
     size += finite
     cell = statistics_ptr + token

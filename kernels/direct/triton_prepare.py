@@ -16,7 +16,8 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import activate, coupled_rows, decay_rows, input_scale
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
 from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
 from bedouin.kernels.device.reflections import (
     combine,
@@ -99,7 +100,7 @@ def prepare_kernel(
         in_state = in_n[:, None] & in_d[None, :]
         state = rows[:, None] * d + cols[None, :]
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        _, s_rows = coupled_rows(delta, A_log2, FULL, FAST)
+        _, s_rows = build_coupled(A_log2 * delta[None, :], FULL, FAST)
         sigma = tl.sum(s_rows * BC[:, None], axis=0)
     else:
         sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
@@ -246,10 +247,10 @@ def replay_kernel(
             at = (sample * (count - 1) + i - 1) * n * d + state
             tl.store(before_ptr + at, h, mask=in_state & (i > 0))
         if INPUT_SCALE == "one_minus_decay":
-            decay, s_rows = coupled_rows(delta, A_log2, FULL, FAST)
+            decay, s_rows = build_coupled(A_log2 * delta[None, :], FULL, FAST)
             h = decay * h + s_rows * mixed[None, :] * B[:, None]
         else:
-            decay = decay_rows(delta, A_log2, FULL, FAST)
+            decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
             h = decay * h + (input_scale(delta, INPUT_SCALE) * mixed)[None, :] * B[:, None]
     if KEEP_LAST:
         tl.store(last_ptr + sample * last_stride_b + state, h, mask=in_state)

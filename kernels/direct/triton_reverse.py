@@ -14,14 +14,15 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import (
-    activate,
-    activate_vjp,
-    coupled_rows,
-    decay_rows,
+from bedouin.kernels.device.activations import activate, activate_vjp
+from bedouin.kernels.device.discretize import (
+    build_coupled,
+    build_decay,
+    coupled_reach,
     input_scale,
-    max_norms_of_two,
 )
+from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.device.norms import max_norms_of_two
 from bedouin.kernels.device.raw import load_raw
 from bedouin.kernels.device.reflections import (
     add,
@@ -32,19 +33,13 @@ from bedouin.kernels.device.reflections import (
     symmetric_times,
     upper_transposed_times,
 )
+from bedouin.kernels.device.sync import announce, load_stream, wait_for
 from bedouin.kernels.direct.triton_prepare import (
     prepare_kernel,
     replay_kernel,
     token_memory,
 )
-from bedouin.kernels.direct.triton_product import (
-    announce,
-    load_stream,
-    load_tile,
-    tile_product,
-    wait_for,
-)
-from bedouin.kernels.scan.triton_segments import LN2, coupled_reach
+from bedouin.kernels.direct.triton_product import load_tile, tile_product
 
 
 @triton.jit
@@ -301,9 +296,9 @@ def _pin(v):
 def _rows(delta, A_log2, COUPLED: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
     """lambda (n, d), and the coupled scale with it; lambda twice where s has no state axis."""
     if COUPLED:
-        return coupled_rows(delta, A_log2, FULL, FAST)
+        return build_coupled(A_log2 * delta[None, :], FULL, FAST)
     else:
-        decay = decay_rows(delta, A_log2, FULL, FAST)
+        decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
         return decay, decay
 
 
@@ -358,7 +353,7 @@ def _store_state_gradients(
             state = n_rows[:, None] * d + cols[None, :]
             in_state = (n_rows < n)[:, None] & (cols < d)[None, :]
             A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-            _, s_rows = coupled_rows(delta, A_log2, FULL, FAST)
+            _, s_rows = build_coupled(A_log2 * delta[None, :], FULL, FAST)
             tile = s_rows * mixed[None, :]
         else:
             tile = written[None, :]

@@ -9,17 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.direct.reference import ROUNDING
 from bedouin.kernels.launch import next_power_of_two
 
 MAX_TOKENS = 1024
 """Tokens that a program takes at a time."""
-
-
-@triton.jit
-def _larger(a, b):
-    # a NaN stays, as in torch.cummax
-    return tl.where((a >= b) | (a != a), a, b)
 
 
 @triton.jit
@@ -62,9 +57,9 @@ def summary_kernel(
         magnitude = tl.load(row + 2 * plane + t, mask=mask, other=0.0)
         pivots = tl.load(row + 3 * plane + t, mask=mask, other=float("inf"))
         # tokens after the last repeat the one before: they change no maximum
-        scale = _larger(tl.associative_scan(scale, 0, _larger), scale_so_far)
-        terms = _larger(scale, tl.associative_scan(magnitude, 0, _larger))
-        terms = _larger(terms, terms_so_far)
+        scale = larger_or_nan(tl.associative_scan(scale, 0, larger_or_nan), scale_so_far)
+        terms = larger_or_nan(scale, tl.associative_scan(magnitude, 0, larger_or_nan))
+        terms = larger_or_nan(terms, terms_so_far)
         divisible = (defect < infinity) & (scale > 0)
         ratio = _quotient(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0), ACC)
         finite = divisible & (ratio < infinity)

@@ -11,6 +11,9 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.activations import fast_activate
+from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
 from bedouin.kernels.device.reflections import (
     combine,
@@ -27,7 +30,6 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max_norm
 
 
 @triton.jit

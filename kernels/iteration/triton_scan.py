@@ -10,9 +10,11 @@ thread. Letters: b batch, t time, d channels, n state per channel, r raw values,
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.activations import fast_activate
+from bedouin.kernels.device.discretize import build_coupled, build_decay, fast_scale
+from bedouin.kernels.device.elementary import LOG2E
+from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import combine
-from bedouin.kernels.iteration.triton_fast import fast_activate, fast_scale, max_norm
-from bedouin.kernels.scan.triton_segments import LOG2E, build_coupled, build_decay
 
 
 @triton.jit

@@ -14,15 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bedouin.kernels.device.discretize import (
+    build_coupled,
+    build_decay,
+    coupled_reach,
+    input_scale,
+)
+from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.scan.options import CHUNK, Cotangents, ScanOptions
 from bedouin.kernels.scan.triton_segments import (
-    LN2,
-    build_coupled,
-    build_decay,
-    build_scale,
     build_step,
-    coupled_reach,
     enter_segments,
     flags,
     load_columns,
@@ -152,7 +154,7 @@ def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FA
         return build_coupled(delta[:, None] * A_log2, FULL, FAST)
     else:
         decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
-        return decay, build_scale(delta, INPUT_SCALE)[:, None]
+        return decay, input_scale(delta, INPUT_SCALE)[:, None]
 
 
 @triton.jit

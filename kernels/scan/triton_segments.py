@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
+from bedouin.kernels.device.elementary import LOG2E
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.scan.options import ScanOptions
 
@@ -40,8 +42,6 @@ UNCUT_PROGRAMS, BACKWARD_PROGRAMS = 1024, 4096
 d 1024, n 16, b x t = 64 x 256: 1.14 ms, against 1.18 with one warp and 1.31 with four). Elsewhere
 one warp, cut until there are BACKWARD_PROGRAMS or the segments are at their shortest (16 x 1024 in
 4 and 16 segments: 1.15 and 1.13 ms, 64 channels in 4: 1.20; 8 x 4096 in 16: 2.29 and 2.30)."""
-
-LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -89,84 +89,13 @@ def load_exponent(pointers, mask, ACC: tl.constexpr):
 
 
 @triton.jit
-def build_decay(exponent, FULL: tl.constexpr, FAST: tl.constexpr):
-    """lambda from log2(e) A delta; a token past the end has delta = 0, so lambda = 1 and s = 0.
-
-    FAST: one instruction, float32 in compiled kernels, where what is below 1e-38 is 0.
-    """
-    if FAST:
-        decay = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        decay = tl.exp2(exponent)
-    if FULL:
-        decay = 2 * decay - 1
-    return decay
-
-
-@triton.jit
-def one_minus_exp2(exponent, power):
-    """1 - 2^w from w <= 0 and power = 2^w; the difference cancels near w = 0.
-
-    In float32 a polynomial times w down to w = -1, relative error below 2e-7. In float64
-    (1 - p) log(2^w) / log(p) with the rounded power p: its rounding falls out.
-    """
-    if exponent.dtype == tl.float64:
-        z = exponent * LN2
-        p = tl.where((exponent > -1) & (power < 1), power, 0.5)
-        near = tl.where(power < 1, (1 - p) * z / tl.log(p), -z)
-    else:
-        near = 0.00011458056542323902 * exponent + 0.0012907800264656544
-        near = near * exponent + 0.009596276096999645
-        near = near * exponent + 0.05549895390868187
-        near = near * exponent + 0.24022606015205383
-        near = near * exponent + 0.6931471824645996
-        near = -near * exponent
-    return tl.where(exponent > -1, near, 1 - power)
-
-
-@triton.jit
-def build_coupled(exponent, FULL: tl.constexpr, FAST: tl.constexpr):
-    """`build_decay`, and with it the coupled scale 1 - |lambda|, exact to rounding at both ends."""
-    power = build_decay(exponent, False, FAST)
-    rest = one_minus_exp2(exponent, power)
-    if FULL:
-        return 2 * power - 1, 2 * tl.minimum(power, rest)
-    else:
-        return power, rest
-
-
-@triton.jit
-def coupled_reach(decay, s, FULL: tl.constexpr):
-    """d lambda / d(A Delta) beside the coupled scale: lambda, or for FULL lambda + 1.
-
-    Near lambda = -1 that sum has lost its digits, and s is the same number.
-    """
-    if FULL:
-        return tl.where(decay < 0, s, decay + 1)
-    else:
-        return decay
-
-
-@triton.jit
-def build_scale(delta, INPUT_SCALE: tl.constexpr):
-    """s of the scales that are the same for all states."""
-    if INPUT_SCALE == "bounded_delta":
-        s = delta / (1 + delta)
-    else:
-        s = delta
-    return s
-
-
-@triton.jit
 def build_step(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
     """lambda (n, d) of one token, and s, (n, d) if coupled, else (d,)."""
     if INPUT_SCALE == "one_minus_decay":
         return build_coupled(A_log2 * delta[None, :], FULL, FAST)
     else:
         decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
-        return decay, build_scale(delta, INPUT_SCALE)
+        return decay, input_scale(delta, INPUT_SCALE)
 
 
 @triton.jit

@@ -1,0 +1,49 @@
+"""Max norms of vectors, and maxima that keep NaN."""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def larger_or_nan(a, b):
+    """max(a, b), or NaN if one of them is NaN, as in torch.cummax."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def _larger2(a0, a1, b0, b1):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1)
+
+
+@triton.jit
+def _larger3(a0, a1, a2, b0, b1, b2):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1), tl.maximum(a2, b2)
+
+
+@triton.jit
+def max_norms_of_two(v0, v1):
+    """max |v| of two vectors (d,) in one reduction; NaN is ignored."""
+    return tl.reduce((tl.abs(v0), tl.abs(v1)), 0, _larger2)
+
+
+@triton.jit
+def max_norms_of_three(v0, v1, v2):
+    """max |v| of three vectors (d,) in one reduction; NaN is ignored."""
+    return tl.reduce((tl.abs(v0), tl.abs(v1), tl.abs(v2)), 0, _larger3)
+
+
+@triton.jit
+def max_norm(v, axis: tl.constexpr):
+    """max |v| over an axis, or NaN if there is one: a warp reduces integers in one instruction."""
+    return tl.max(_bits(v), axis=axis).to(v.dtype, bitcast=True)
+
+
+@triton.jit
+def _bits(v):
+    """|v| as an integer, in the same order; NaN is the largest."""
+    if v.dtype == tl.float64:
+        return tl.abs(v).to(tl.int64, bitcast=True)
+    else:
+        return tl.abs(v).to(tl.int32, bitcast=True)
