@@ -131,7 +131,7 @@ class FusedIteration:
     def __init__(
         self, inputs: IterationInputs, y: Tensor, options: SweepOptions, rule: IterationRule
     ) -> None:
-        from bedouin.kernels.iteration.triton_launch import Geometry, mix, settle
+        from bedouin.kernels.iteration.launch import Geometry, mix, settle
 
         (b, t), acc = y.shape[:2], y.dtype
         self.inputs = inputs._replace(
@@ -173,7 +173,7 @@ class FusedIteration:
 
     def advance(self) -> None:
         """Evaluate the map at y, freeze what has converged, move the rest."""
-        from bedouin.kernels.iteration.triton_launch import settle
+        from bedouin.kernels.iteration.launch import settle
 
         self._evaluate(count=True)
         settle(self, self.y_next)
@@ -185,7 +185,7 @@ class FusedIteration:
         self._evaluate(count=False)
 
     def _evaluate(self, *, count: bool) -> None:
-        from bedouin.kernels.iteration.triton_launch import decide, finish, mix, scan
+        from bedouin.kernels.iteration.launch import decide, finish, mix, scan
 
         W_y = self.inputs.W_y
         if W_y is not None:

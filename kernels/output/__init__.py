@@ -58,7 +58,7 @@ def shifted_norm(
     dtype: torch.dtype | None = None,
     backend: Backend = "auto",
 ) -> Tensor:  # (b, t, d)
-    """RMSNorm over channels of y_{t-1}, or y_{t-1} itself for eps None; y0 precedes the first token.
+    """RMSNorm of y_{t-1} over channels, or y_{t-1} itself for eps None; y0 is the y before token 0.
 
     Computes in the dtype of y; the result has `dtype`, by default that of y. The Triton version is
     once differentiable and saves only its operands.

@@ -33,7 +33,7 @@ def shifted_norm_reference(
     y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
 ) -> Tensor:  # (b, t, d), as y
-    """RMSNorm of y_{t-1}, or y_{t-1} itself for eps None; y0 precedes the first token."""
+    """RMSNorm of y_{t-1}, or y_{t-1} itself for eps None; y0 is the y before token 0."""
     first = torch.zeros_like(y[:, 0]) if y0 is None else y0
     before = torch.cat([first.unsqueeze(1), y[:, :-1]], dim=1)
     return normalize_feedback(before, eps)

@@ -146,9 +146,7 @@ def _plain_scan_backward(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Te
     dtype = accumulator(flat[0].dtype)
     read, last, *wide = (v.to(dtype) for v in (grad_y, grad_h, *flat[:6]))
     grads = selective_scan_vjp(read, last, ScanOperands(*wide), ScanOptions(*flat[6:]))
-    return tuple(
-        grad.to(v.dtype).contiguous() for grad, v in zip(grads, flat[:6], strict=True)
-    )
+    return tuple(grad.to(v.dtype).contiguous() for grad, v in zip(grads, flat[:6], strict=True))
 
 
 @_plain_scan_backward.register_fake

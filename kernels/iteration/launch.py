@@ -8,21 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.iteration.triton_kernels import (
-    decide_kernel,
-    finish_kernel,
-    mix_kernel,
-    restore_kernel,
-    settle_kernel,
-)
+from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_kernel, settle_kernel
 from bedouin.kernels.iteration.triton_scan import scan_kernel
-from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.iteration.triton_tokens import finish_kernel, mix_kernel
+from bedouin.kernels.launch import ceil_div, next_power_of_two, triton_dtype
 
 if TYPE_CHECKING:
     from bedouin.kernels.iteration.fused import FusedIteration, IterationInputs, IterationRule
@@ -162,7 +156,7 @@ class Geometry:
 
     @property
     def accumulator(self) -> Any:
-        return tl.float64 if self.dtype == torch.float64 else tl.float32
+        return triton_dtype(self.dtype)
 
 
 def mix(it: "FusedIteration") -> None:
