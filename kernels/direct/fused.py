@@ -164,7 +164,7 @@ def _first_normed(
 
 def _past(y: Tensor, y0: Tensor | None, W: Tensor, options: SweepOptions) -> Tensor:
     """norm(y_{t-1}) (b t, d) in the dtype of W^y."""
-    from bedouin.kernels.output.triton_kernels import shifted_norm_forward
+    from bedouin.kernels.output.launch import shifted_norm_forward
 
     if not y.numel():
         return y.to(W.dtype).flatten(0, 1)

@@ -417,7 +417,7 @@ def test_what_the_kernels_do_not_cover_is_said() -> None:
 def test_limits_of_the_kernels(
     change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.backend.interpreter_is_on", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     setting = replace(Setting(b=1, t=1, feedback=False), **change)
     x, raw, A = (torch.empty(1, 1, setting.d, dtype=setting.dtype) for _ in range(3))
     raw = torch.empty(1, 1, setting.layout.size(setting.d, setting.n), dtype=setting.dtype)
