@@ -86,33 +86,26 @@ class ImplicitAdjoint(Adjoint):
             raise TypeError(f"solver must be a Solver or None, got {type(self.solver).__name__}")
 
     def apply(self, problem: Problem) -> Solution:
-        f = problem.f
-        sweeps = self.solver is None or isinstance(self.solver, Direct)
-        if sweeps and isinstance(f, ExactAdjointMap):
-            return self._attach_exact(problem, f)
-        if isinstance(self.solver, Direct):
+        f, is_swept = problem.f, isinstance(problem.solver, Direct)
+        by_sweep = self.solver is None or isinstance(self.solver, Direct)
+        exact = f if by_sweep and isinstance(f, ExactAdjointMap) else None
+        if exact is None and isinstance(self.solver, Direct):
             raise TypeError(
                 f"ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got "
                 f"{map_name(f)}: use solver=None or an iterative solver"
             )
-        with torch.no_grad():
+        # the direct sweep itself has the exact gradient
+        with torch.set_grad_enabled(torch.is_grad_enabled() and exact is not None and is_swept):
             solution = problem.run()
-        if not torch.is_grad_enabled():
-            return solution
-        return attach_iterative(problem, self.solver or problem.solver, solution)
-
-    def _attach_exact(self, problem: Problem, f: ExactAdjointMap) -> Solution:
-        if isinstance(problem.solver, Direct):
-            solution = problem.run()
-        else:
-            with torch.no_grad():
-                solution = problem.run()
         cell = solution.stats._backward
-        if not torch.compiler.is_compiling():  # whose graphs report nothing, and return the cell
+        # a compiled graph calls no listener; it returns the cell as an output
+        if exact is not None and not torch.compiler.is_compiling():
             cell.listen(problem.reporting.sweep)
-        if isinstance(problem.solver, Direct) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (exact is not None and is_swept):
             return solution
-        return replace(solution, value=f.attach(solution.value, cell))
+        if exact is not None:
+            return replace(solution, value=exact.attach(solution.value, cell))
+        return attach_iterative(problem, self.solver or problem.solver, solution)
 
 
 @strict_options

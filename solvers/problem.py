@@ -1,4 +1,4 @@
-"""One solve with its arguments, as an adjoint gets it."""
+"""One solve with all its arguments: what an adjoint is given."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,10 @@ from bedouin.solvers.solution import Solution
 
 @dataclass(frozen=True)
 class Problem:
-    """A map, a start and how to solve; `run` solves."""
+    """A map, a start and how to solve; `run` solves.
+
+    max_steps is the number that the cap gave for this call.
+    """
 
     f: Map
     y0: Tensor  # (b, ...)
@@ -21,6 +24,7 @@ class Problem:
     reporting: Reporting
 
     def run(self, unroll: bool = False) -> Solution:
+        """Solve; with `unroll` the value carries the gradient of the loop."""
         return self.solver.solve(
             self.f, self.y0, max_steps=self.max_steps, time_dim=self.time_dim, unroll=unroll
         )

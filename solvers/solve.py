@@ -1,19 +1,86 @@
-"""`solve`: a fixed point of any tensor function, with the gradient and the report one asks for."""
+"""`solve`: a fixed point of any tensor function, with its gradient and a report on convergence."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import get_args
 
 from torch import Tensor
 
+from bedouin.kernels.backend import Backend, check_backend
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
 from bedouin.solvers.base import Map, MapWrapper, Solver, TimeDim
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.problem import Problem
 from bedouin.solvers.reporting import OnUnconverged, Reporting
-from bedouin.solvers.solution import Solution
+from bedouin.solvers.solution import Solution, SolveStats
 
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of plain solves on a GPU, which the next one reports."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """On whose behalf a solve runs: the name in messages, and what its calls share.
+
+    deferred: counts and delays its warnings. draw: the number of a training call, which a random
+    cap depends on; None in evaluation. record: gets the statistics before a failure is reported.
+    """
+
+    subject: str
+    deferred: DeferredWarning
+    draw: int | None = None
+    record: Callable[[SolveStats], None] | None = None
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """How to solve: the arguments of `solve` that a layer keeps, and the backend of its maps.
+
+    adjoint None: ImplicitAdjoint(). Raises TypeError or ValueError that names the wrong field.
+    """
+
+    solver: Solver
+    adjoint: Adjoint | None
+    cap: Cap
+    on_unconverged: OnUnconverged
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.solver, Solver):
+            raise TypeError(
+                "solver must be a solver object such as Picard(rtol=1e-4) or Direct(), got "
+                f"{self.solver!r}"
+            )
+        if self.adjoint is not None and not isinstance(self.adjoint, Adjoint):
+            raise TypeError(
+                "adjoint must be None or an adjoint object such as OneStepAdjoint(), got "
+                f"{self.adjoint!r}"
+            )
+        if self.on_unconverged not in get_args(OnUnconverged):
+            raise ValueError(
+                f"on_unconverged must be one of {get_args(OnUnconverged)}, got "
+                f"{self.on_unconverged!r}"
+            )
+        check_backend(self.backend)
+
+    def solve(
+        self,
+        f: Map,
+        y0: Tensor,  # (b, ...)
+        time_dim: TimeDim,
+        caller: Caller,
+    ) -> Solution:
+        """As the function `solve`, for a map whose results need no check."""
+        steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
+        cut_at = steps if steps < self.cap.limit else None
+        reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
+        problem = Problem(f, y0, self.solver, steps, time_dim, reporting)
+        solution = (self.adjoint or ImplicitAdjoint()).apply(problem)
+        if caller.record is not None:
+            caller.record(solution.stats)
+        reporting.forward(solution, capped=not self.solver.is_exact)
+        return solution
 
 
 def solve(
@@ -52,35 +119,12 @@ def solve(
     Raises TypeError or ValueError for arguments of the wrong kind, for a map without the structure
     that the solver needs, and for an f that changes shape; ConvergenceError on request.
     """
-    check_solve_arguments(solver, adjoint, on_unconverged)
+    options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
     _check_start(y0, time_dim)
     if deferred is None:
         deferred = _DEFERRED
         deferred.flush()
-    cap = as_cap(max_steps)
-    steps = cap.limit if draw is None else cap.draw(draw)
-    cut_at = steps if steps < cap.limit else None
-    reporting = Reporting(on_unconverged, subject, deferred, cut_at)
-    problem = Problem(_CheckedMap.wrap(f, y0), y0, solver, steps, time_dim, reporting)
-    solution = (adjoint or ImplicitAdjoint()).apply(problem)
-    reporting.forward(solution, capped=not solver.is_exact)
-    return solution
-
-
-def check_solve_arguments(solver: object, adjoint: object, on_unconverged: object) -> None:
-    """TypeError or ValueError that names the argument of the wrong kind."""
-    if not isinstance(solver, Solver):
-        raise TypeError(
-            f"solver must be a solver object such as Picard(rtol=1e-4) or Direct(), got {solver!r}"
-        )
-    if adjoint is not None and not isinstance(adjoint, Adjoint):
-        raise TypeError(
-            f"adjoint must be None or an adjoint object such as OneStepAdjoint(), got {adjoint!r}"
-        )
-    if on_unconverged not in get_args(OnUnconverged):
-        raise ValueError(
-            f"on_unconverged must be one of {get_args(OnUnconverged)}, got {on_unconverged!r}"
-        )
+    return options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, Caller(subject, deferred, draw))
 
 
 def _check_start(y0: Tensor, time_dim: TimeDim) -> None:

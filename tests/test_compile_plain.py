@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel
-from bedouin.kernels.direct import RawLayout
+from bedouin.kernels.operands import RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.solvers import ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN, LowRank
-from bedouin.kernels.direct.autograd import direct_sweep
+from bedouin.kernels.direct import direct_sweep
+from bedouin.kernels.operands import Operands
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Jacobi, OneStepAdjoint, Picard
 from bedouin.testing import assert_close
@@ -96,9 +97,10 @@ def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(
 ) -> None:
     seen = []
 
-    def spy(x: Tensor, raw: Tensor, *rest: Any, **options: Any) -> Any:
+    def spy(operands: Operands, *rest: Any, **options: Any) -> Any:
+        x, raw, *_ = operands
         seen.append((x.dtype, raw.dtype, raw.stride(1) % 64))
-        return direct_sweep(x, raw, *rest, **options)
+        return direct_sweep(operands, *rest, **options)
 
     monkeypatch.setattr("bedouin.fixed_point_map.direct_sweep", spy)
     layer, _ = pair(Bedouin, device, torch.bfloat16)

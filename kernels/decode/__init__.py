@@ -3,8 +3,8 @@
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
 from bedouin.kernels.decode.reference import decode_token_reference
-from bedouin.kernels.direct import RawLayout
-from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.launch import MAX_REFLECTIONS, next_power_of_two
+from bedouin.kernels.operands import RawLayout
 
 __all__ = [
     "DecayKind",
@@ -20,8 +20,6 @@ MAX_TILE = 32768
 """Most elements of a tile of one sample, both axes rounded up to a power of two: one program holds
 it in registers. 2048 channels with 16 states."""
 
-MAX_REFLECTIONS = 8
-
 
 def decode_token(
     operands: StepOperands,
@@ -30,7 +28,7 @@ def decode_token(
     *,
     backend: Backend = "auto",
 ) -> None:
-    """Advance h and y by one token and write what hangs on them, in place; not differentiable.
+    """Advance h and y by one token and write the results, in place; not differentiable.
 
         raw    = raw^x + bias + fed                      Delta, B, C, Q, gate
         (I - diag(sigma)(I - Q)) y = (lambda * h) C + sigma * Q drive
@@ -53,7 +51,7 @@ def decode_token(
 
 
 def unsupported_token(d: int, n: int, layout: RawLayout | None) -> str | None:
-    """What the kernel does not cover, in words."""
+    """What the kernel does not cover, as a part of a message; None where it covers everything."""
     if layout is None:
         return "this mixer (only HouseholderProduct)"
     k = layout.num_householder

@@ -8,29 +8,23 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from bedouin.kernels.direct import RawLayout
-from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.kernels.operands import Parameterization, RawLayout
 
 DecayKind = Literal["exp", "softplus", "one"]
 """A from its parameter p: -exp(p), -sharpness softplus(p), or -1 without one."""
 
 
 @dataclass(frozen=True)
-class StepOptions:
-    """The parameterization of a layer, as a decoded token sees it."""
+class StepOptions(Parameterization):
+    """The parameterization of a layer, and what a token needs beyond it."""
 
     layout: RawLayout
-    input_scale: InputScale
-    eigenvalues: Eigenvalues
     decay: DecayKind
     sharpness: float
     fed: tuple[bool, bool, bool, bool]
     """Which of Delta, B, C and the reflections have rows among the fed-back values."""
-    feedback_norm_eps: float | None
     norm_eps: float | None
     """Of the output norm; None: the paper's output stage, gate * SiLU(y + D x)."""
-    rounding: float
-    """Times the dtype's eps and the terms: the largest defect that rounding explains."""
 
     def part_sizes(self, d: int, n: int) -> tuple[int, int, int, int]:
         """Raw values of Delta, B, C and the reflections."""
@@ -39,7 +33,7 @@ class StepOptions:
 
 
 class StepParameters(NamedTuple):
-    """Read as they stand, so that a change in place is seen by the next token."""
+    """Read by every token, so that a change in place takes effect with the next one."""
 
     decay: Tensor | None  # (d, n)
     delta_bias: Tensor  # (d,)
@@ -63,4 +57,4 @@ class StepOperands(NamedTuple):
     residual: Tensor  # (b,), written
     pivot: Tensor  # (b,), written
     converged: Tensor  # (b,) uint8, written
-    held: Tensor  # (b,) uint8, in place: converged, and so before
+    all_converged: Tensor  # (b,) uint8, in place: 0 once a token has not converged

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepParameters
-from bedouin.kernels.direct import Coefficients, Sweep, SweepOptions, direct_sweep_reference
-from bedouin.kernels.direct.reference import normalize_feedback
-from bedouin.kernels.householder import unit, wy_factor
+from bedouin.kernels.direct import ROUNDING, Sweep, direct_sweep_reference
+from bedouin.kernels.feedback import normalize_feedback
+from bedouin.kernels.operands import Operands
 
 
 @torch.no_grad()
@@ -21,16 +21,15 @@ def decode_token_reference(
     o, dtype = operands, operands.h.dtype
     raw, gate = _raw_and_gate(operands, parameters, options)
     A = _decay_matrix(parameters.decay, o.h, options)
-    scales = options.input_scale, options.eigenvalues
-    swept = SweepOptions(_Bind(o, options), *scales, None, options.layout)
-    drive, raw = o.drive.to(dtype).unsqueeze(1), raw.unsqueeze(1)
-    sweep = direct_sweep_reference(drive, raw, None, A, o.h.mT, o.y, (), swept)
+    drive = o.drive.to(dtype).unsqueeze(1)
+    swept = Operands(drive, raw.unsqueeze(1), None, A, o.h.mT, o.y)
+    sweep = direct_sweep_reference(swept, options)
     y = sweep.y[:, 0]
     o.hidden.copy_(_output_stage(operands, parameters, options, y, gate))
     o.h.copy_(sweep.h.mT)
     o.y.copy_(y)
     o.normed.copy_(normalize_feedback(y, options.feedback_norm_eps))
-    _write_statistics(operands, options, sweep)
+    _write_statistics(operands, sweep)
 
 
 def _raw_and_gate(
@@ -53,40 +52,25 @@ def _raw_and_gate(
     return raw[:, :-d], raw[:, -d:]
 
 
-def _decay_matrix(parameter: Tensor | None, h: Tensor, options: StepOptions) -> Tensor:
-    """A (d, n)."""
+def _decay_matrix(
+    parameter: Tensor | None,  # (d, n)
+    h: Tensor,  # (b, n, d)
+    options: StepOptions,
+) -> Tensor:  # (d, n)
+    """A, in the dtype of h."""
     if parameter is None:
         return -torch.ones_like(h[0].mT)
     value = parameter.to(h.dtype)
     return -value.exp() if options.decay == "exp" else -options.sharpness * softplus(value)
 
 
-class _Bind:
-    """raw (b, r) -> Delta, B, C, e, U, M as the layout says."""
-
-    def __init__(self, o: StepOperands, options: StepOptions) -> None:
-        _, self.n, self.d = o.h.shape
-        self.options = options
-
-    def __call__(self, raw: Tensor) -> Coefficients:
-        layout, k = self.options.layout, self.options.layout.num_householder
-        delta, B, C, mixer = raw.split(self.options.part_sizes(self.d, self.n), -1)
-        B, C = (unit(v) if layout.selective else torch.ones_like(raw[..., :1]) for v in (B, C))
-        u, alpha = mixer.split([k * self.d, k], -1)
-        U = unit(u.unflatten(-1, (k, self.d)))
-        T = wy_factor(U, layout.beta_max * torch.sigmoid(alpha))
-        return Coefficients(self._delta(delta), B, C, torch.zeros_like(raw[..., :1]), U, T)
-
-    def _delta(self, raw: Tensor) -> Tensor:
-        activation = self.options.layout.activation
-        if activation == "sigmoid":
-            return torch.sigmoid(raw)
-        return softplus(raw if activation == "softplus" else -raw)
-
-
 def _output_stage(
-    o: StepOperands, parameters: StepParameters, options: StepOptions, y: Tensor, gate: Tensor
-) -> Tensor:
+    o: StepOperands,
+    parameters: StepParameters,
+    options: StepOptions,
+    y: Tensor,  # (b, d)
+    gate: Tensor,  # (b, d)
+) -> Tensor:  # (b, d)
     v = y + parameters.D.to(y.dtype) * o.x.to(y.dtype)
     if options.norm_eps is None or parameters.norm is None or o.z is None:
         return gate * silu(v)
@@ -94,14 +78,14 @@ def _output_stage(
     return silu(gate + o.z.to(y.dtype)) * normed
 
 
-def _write_statistics(o: StepOperands, options: StepOptions, sweep: Sweep) -> None:
+def _write_statistics(o: StepOperands, sweep: Sweep) -> None:
     """Relative residual, smallest pivot, and whether rounding explains the defect."""
     defect, scale, magnitude = sweep.defect[:, 0], sweep.scale[:, 0], sweep.magnitude[:, 0]
     terms = torch.maximum(scale, magnitude)
-    bound = options.rounding * torch.finfo(terms.dtype).eps * terms
+    bound = ROUNDING * torch.finfo(terms.dtype).eps * terms
     converged = torch.isfinite(terms) & (defect <= bound)
     ratio = torch.where(defect == 0, torch.zeros_like(defect), defect / scale)
     o.residual.copy_(torch.where(torch.isfinite(ratio), ratio, torch.nan))
     o.pivot.copy_(sweep.pivot)
     o.converged.copy_(converged)
-    o.held.copy_(o.held.bool() & converged)
+    o.all_converged.copy_(o.all_converged.bool() & converged)

@@ -31,6 +31,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
+from bedouin.kernels.direct import ROUNDING
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import next_power_of_two
 
@@ -306,7 +307,7 @@ def launch_decode_token(
         FEEDBACK_NORM_EPS=options.feedback_norm_eps or 0.0,
         OUTPUT_NORM=options.norm_eps is not None,
         NORM_EPS=options.norm_eps or 0.0,
-        ROUNDING=options.rounding * torch.finfo(o.h.dtype).eps,
+        ROUNDING=ROUNDING * torch.finfo(o.h.dtype).eps,
         EPS=UNIT_EPS,
         num_warps=_num_warps(d, n),
     )

@@ -1,6 +1,16 @@
-"""The exact solve: local equation, direct sweep, reverse sweep."""
+"""The exact solve: local equation, direct sweep, reverse sweep.
 
-from bedouin.kernels.direct.autograd import direct_sweep
+Letters: b batch, t time, d channels, n state per channel, r raw values.
+"""
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.direct.autograd import eager_sweep, uncompiled_sweep
+from bedouin.kernels.direct.buffers import CHUNK, choose_chunk
+from bedouin.kernels.direct.layout import is_covered
+from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,
@@ -10,36 +20,71 @@ from bedouin.kernels.direct.local import (
 )
 from bedouin.kernels.direct.reference import (
     ROUNDING,
-    Activation,
-    Coefficients,
-    RawLayout,
     Sweep,
-    SweepOptions,
     direct_sweep_reference,
     gain_gap,
     input_gain,
-    project_feedback,
-    start_tensors,
-    write_memory,
 )
+from bedouin.kernels.direct.registered import memory_operation, sweep_operation
+from bedouin.kernels.direct.reverse import ReportBackward
+from bedouin.kernels.operands import Bind, Operands, Parameterization
 
 __all__ = [
     "ROUNDING",
-    "Activation",
-    "Coefficients",
     "LocalFactors",
-    "RawLayout",
     "Sweep",
-    "SweepOptions",
     "direct_sweep",
     "direct_sweep_reference",
     "factor_local",
     "gain_gap",
     "input_gain",
-    "project_feedback",
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",
-    "start_tensors",
-    "write_memory",
 ]
+
+
+def direct_sweep(
+    operands: Operands,
+    parameterization: Parameterization,
+    bind: Bind | None = None,
+    bind_parameters: tuple[Tensor, ...] = (),
+    *,
+    y_star: Tensor | None = None,  # (b, t, d)
+    report: ReportBackward | None = None,
+    backend: Backend = "auto",
+) -> Sweep:
+    """The exact fixed point with the exact implicit gradient.
+
+    `bind` computes the coefficients from raw values and `bind_parameters`, which get gradients;
+    None: the layout of the parameterization describes it. With `y_star`, a fixed point found
+    elsewhere, nothing is solved: the result is y_star with that gradient (the statistics are then
+    zero). `report` gets defect and scale of the adjoint equation, but not under torch.compile,
+    whose graphs call no Python functions. There the sweep is one operation if the parameterization
+    has a layout, else it runs outside of the graph.
+    The Triton kernels need a layout; raises ValueError where `backend="triton"` cannot run.
+    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
+    """
+    plain = choose_sweep(backend, operands, parameterization, bind_parameters) == "reference"
+    if plain:
+        arguments = (operands, parameterization, bind, bind_parameters, y_star, report)
+        if not torch.compiler.is_compiling():
+            return eager_sweep(*arguments)
+        if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
+            return uncompiled_sweep(*arguments)
+    keep_every = CHUNK if plain else choose_chunk(operands)
+    scalars = (*parameterization.scalars(), plain, keep_every)
+    if y_star is None:
+        y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars)
+        defect, scale, magnitude, _ = statistics.unbind()
+        residual, pivot = summary.unbind()
+        reduced = (None, None) if plain else (residual, converged)
+        sweep = Sweep(y, h, defect, scale, magnitude, pivot, *reduced)
+    else:
+        y, h, _ = memory_operation(y_star, *operands, *scalars)
+        zeros = operands.A.new_zeros(operands.x.shape[:2])
+        sweep = Sweep(y, h, zeros, zeros, zeros, operands.A.new_zeros(operands.x.shape[:1]))
+    if report is not None and not torch.compiler.is_compiling() and y.grad_fn is not None:
+        # an operation takes no functions: the backward finds this one on its node
+        y.grad_fn.report = report
+    return sweep

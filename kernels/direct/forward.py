@@ -8,21 +8,15 @@ touching new memory costs more than the arithmetic.
 Letters: b batch, t time, d channels, n state per channel.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
-from bedouin.kernels.direct.reference import (
-    Coefficients,
-    Sweep,
-    SweepOptions,
-    project_feedback,
-    term_size,
-)
+from bedouin.kernels.direct.reference import Sweep, term_size
 from bedouin.kernels.direct.scratch import Scratch
+from bedouin.kernels.feedback import project_feedback, raw_with_feedback
 from bedouin.kernels.householder import combine_rows, mix_channels
+from bedouin.kernels.operands import Bind, Operands, Parameterization
 
 
 def discretize_rows(
@@ -30,57 +24,73 @@ def discretize_rows(
     name: str,
     delta: Tensor,  # (..., d)
     A: Tensor,  # (n, d)
-    options: SweepOptions,
+    parameterization: Parameterization,
 ) -> tuple[Tensor, Tensor]:
     """lambda (..., n, d) and s, (..., n, d) for "one_minus_decay", else (..., 1, d): `discretize`.
 
     lambda is in the buffer `name`, the s that has a state axis in the buffer "scale".
     """
-    delta, full = delta.unsqueeze(-2), options.eigenvalues == "full"
+    delta, full = delta.unsqueeze(-2), parameterization.eigenvalues == "full"
     decay = scratch.product(name, delta, A).exp_()
-    if options.input_scale == "one_minus_decay":
+    if parameterization.input_scale == "one_minus_decay":
         s = scratch.product("scale", delta, A).expm1_().neg_()
         if full:
             s = torch.minimum(s, decay).mul_(2)
     else:
-        s = delta / (1 + delta) if options.input_scale == "bounded_delta" else delta
+        s = delta / (1 + delta) if parameterization.input_scale == "bounded_delta" else delta
     return decay.mul_(2).sub_(1) if full else decay, s
 
 
-def gain_rows(s: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """sigma (..., d): sum over n of s B C, for s (..., 1, d) or (..., n, d)."""
+def gain_rows(
+    s: Tensor,  # (..., 1, d) or (..., n, d)
+    B: Tensor,  # (..., n)
+    C: Tensor,  # (..., n)
+) -> Tensor:  # (..., d)
+    """sigma: the sum over n of s B C."""
     if s.shape[-2] > 1:
         return combine_rows(B * C, s)
     return s.squeeze(-2) * (B * C).sum(-1, keepdim=True)
 
 
-def write_rows_(scratch: Scratch, decayed: Tensor, s: Tensor, mixed: Tensor, B: Tensor) -> Tensor:
-    """h_t (..., n, d) = decayed + B (s * x~), in the memory of `decayed`."""
+def write_rows_(
+    scratch: Scratch,
+    decayed: Tensor,  # (..., n, d)
+    s: Tensor,  # (..., 1, d) or (..., n, d)
+    mixed: Tensor,  # (..., d)
+    B: Tensor,  # (..., n)
+) -> Tensor:  # (..., n, d)
+    """h_t = decayed + B (s * x~), in the memory of `decayed`."""
     # not addcmul_, which vmap has no rule for
     written = scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1))
     return scratch.add_(decayed, written)
 
 
-def gap_rows(decay: Tensor, B: Tensor, C: Tensor, options: SweepOptions) -> Tensor | None:
-    """`gain_gap` from lambda (..., n, d)."""
-    if options.input_scale != "one_minus_decay":
+def gap_rows(
+    decay: Tensor,  # (..., n, d), lambda
+    B: Tensor,  # (..., n)
+    C: Tensor,  # (..., n)
+    parameterization: Parameterization,
+) -> Tensor | None:  # (..., d)
+    """`gain_gap`, state-major."""
+    if parameterization.input_scale != "one_minus_decay":
         return None
     return (1 - (B * C).sum(-1, keepdim=True)) + gain_rows(decay.abs(), B, C)
 
 
 def forward_sweep(
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
-    h0: Tensor,  # (b, d, n)
-    y0: Tensor,  # (b, d)
-    bind_parameters: Sequence[Tensor],
-    options: SweepOptions,
+    operands: Operands,
+    parameterization: Parameterization,
+    bind: Bind,
+    bind_parameters: tuple[Tensor, ...],
     keep_every: int,
 ) -> tuple[Sweep, list[Tensor]]:
-    """`direct_sweep_reference`, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, ..."""
-    h, y, kept = h0.mT.contiguous(), y0, []
+    """`direct_sweep_reference`, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, ...
+
+    `operands` are those of `Operands.wide`.
+    """
+    x, raw, W_y, A, h0, y = operands
+    assert h0 is not None and y is not None
+    h, kept = h0.mT.contiguous(), []
     A_rows, scratch = A.mT.contiguous(), Scratch(x)
     ys, defects, scales, sizes, pivots = [], [], [], [], []
     for t in range(x.shape[1]):
@@ -88,11 +98,11 @@ def forward_sweep(
             kept.append(scratch.keep(h))
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
-            raw_t = raw_t + project_feedback(y, W_y, options.feedback_norm_eps)
-        delta, B, C, e, U, M = options.bind(raw_t, *bind_parameters)
-        decay, s = discretize_rows(scratch, f"h{t % 2}", delta, A_rows, options)
-        diagonal = options.diagonal(e)
-        gap = None if diagonal is None else gap_rows(decay, B, C, options)
+            raw_t = raw_t + project_feedback(y, W_y, parameterization.feedback_norm_eps)
+        delta, B, C, e, U, M = bind(raw_t, *bind_parameters)
+        decay, s = discretize_rows(scratch, f"h{t % 2}", delta, A_rows, parameterization)
+        diagonal = parameterization.diagonal(e)
+        gap = None if diagonal is None else gap_rows(decay, B, C, parameterization)
         factors = factor_local(gain_rows(s, B, C), diagonal, U, M, gap)
         decayed = scratch.mul_(decay, h)
         y = solve_local(combine_rows(C, decayed), factors, x_t)
@@ -108,11 +118,11 @@ def forward_sweep(
 
 
 def _collect(
-    x: Tensor,
-    h: Tensor,
-    ys: list[Tensor],
-    norms: tuple[list[Tensor], ...],
-    pivots: list[Tensor],
+    x: Tensor,  # (b, t, d)
+    h: Tensor,  # (b, d, n)
+    ys: list[Tensor],  # t of (b, d)
+    norms: tuple[list[Tensor], ...],  # defect, scale and size, each t of (b,)
+    pivots: list[Tensor],  # t of (b,)
 ) -> Sweep:
     if not ys:
         empty, no_pivot = x.new_zeros(x.shape[:2]), x.new_full(x.shape[:1], torch.inf)
@@ -123,23 +133,25 @@ def _collect(
     return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot)
 
 
-def remember(
+def memory_of(
     y: Tensor,  # (b, t, d), a fixed point found elsewhere
-    x: Tensor,
-    coefficients: Coefficients,  # (b, t, ...)
-    A: Tensor,
-    h0: Tensor,
-    options: SweepOptions,
+    operands: Operands,
+    parameterization: Parameterization,
+    bind: Bind,
+    bind_parameters: tuple[Tensor, ...],
     keep_every: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The last h (b, d, n), and those that `forward_sweep` keeps, for a known y."""
+    """The last h (b, d, n), and the memories that `forward_sweep` keeps, for a known y."""
+    x, _, _, A, h0, _ = operands
+    assert h0 is not None
+    raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
+    delta, B, _, e, U, M = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
     h, kept, A_rows = h0.mT.contiguous(), [], A.mT.contiguous()
     scratch = Scratch(x)
-    delta, B, _, e, U, M = coefficients
-    mixed = mix_channels(x, y, options.diagonal(e), U, M)
+    mixed = mix_channels(x, y, parameterization.diagonal(e), U, M)
     for t in range(x.shape[1]):
         if t % keep_every == 0:
             kept.append(scratch.keep(h))
-        decay, s = discretize_rows(scratch, f"h{t % 2}", delta[:, t], A_rows, options)
+        decay, s = discretize_rows(scratch, f"h{t % 2}", delta[:, t], A_rows, parameterization)
         h = write_rows_(scratch, scratch.mul_(decay, h), s, mixed[:, t], B[:, t])
     return h.mT, kept

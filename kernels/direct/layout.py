@@ -1,49 +1,73 @@
-"""What raw values mean where a `RawLayout` says it, and the cotangents of that, in plain torch.
+"""Coefficients from raw values as a `RawLayout` describes them, and their derivative, plain torch.
 
-Operations of torch.library take no functions, and a sweep that calls no autograd of its own runs
-inside of them, under every transform and under hooks on saved tensors.
+Operations of torch.library take no functions, so inside of them raw values are read by the layout.
+The derivative is written out: a sweep that calls no autograd of its own runs inside an operation,
+under every transform and under hooks on saved tensors.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values; leading axes
 are free.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.direct.reference import Coefficients, RawLayout, SweepOptions
 from bedouin.kernels.householder import unit, unit_vjp, wy_factor, wy_factor_vjp
+from bedouin.kernels.operands import Bind, Coefficients, Parameterization, RawLayout
 
 SOFTPLUS_IS_LINEAR = 20.0
 """Where torch's softplus returns its argument."""
 
 
 def is_covered(
-    layout: RawLayout | None, raw: Tensor, A: Tensor, bind_parameters: tuple[Tensor, ...]
+    layout: RawLayout | None,
+    raw: Tensor,  # (..., r)
+    A: Tensor,  # (d, n)
+    bind_parameters: tuple[Tensor, ...],
 ) -> bool:
-    """Whether a layout says all about the raw values (..., r), for A (d, n)."""
+    """Whether the coefficients depend on nothing but the raw values, as `layout` describes it."""
     if layout is None or bind_parameters:
         return False
     return raw.shape[-1] == layout.size(*A.shape)
 
 
-def bind_by_layout(layout: RawLayout, A: Tensor) -> Callable[[Tensor], Coefficients]:
-    """The `bind` of `SweepOptions` that the layout describes, for A (d, n)."""
+def bind_by_layout(
+    layout: RawLayout,
+    A: Tensor,  # (d, n)
+) -> Bind:
+    """The function raw (..., r) -> coefficients that the layout describes."""
     return partial(_bind, layout, tuple(A.shape))
 
 
-def _split(layout: RawLayout, sizes: tuple[int, ...], raw: Tensor) -> tuple[Tensor, ...]:
-    """Delta (..., d), B and C (..., n) if selective, u (..., k, d) and alpha (..., k), raw."""
+def choose_bind(
+    bind: Bind | None,
+    parameterization: Parameterization,
+    A: Tensor,  # (d, n)
+) -> Bind:
+    """`bind`, or for None what the layout describes; ValueError where there is neither."""
+    return bind or bind_by_layout(parameterization.known_layout(), A)
+
+
+def _split(
+    layout: RawLayout,
+    sizes: tuple[int, ...],
+    raw: Tensor,  # (..., r)
+) -> tuple[Tensor, ...]:
+    """The raw values of Delta (..., d), of B and C (..., n) if selective, u (..., k, d) and alpha
+    (..., k); `sizes` is (d, n)."""
     (d, n), k = sizes, layout.num_householder
     memory = [n, n] if layout.selective else []
     *before, u, alpha = raw.split([d, *memory, k * d, k], -1)
     return *before, u.unflatten(-1, (k, d)), alpha
 
 
-def _bind(layout: RawLayout, sizes: tuple[int, ...], raw: Tensor) -> Coefficients:
+def _bind(
+    layout: RawLayout,
+    sizes: tuple[int, ...],
+    raw: Tensor,  # (..., r)
+) -> Coefficients:
     delta, *memory, u, alpha = _split(layout, sizes, raw)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in memory) if memory else (ones, ones)
@@ -52,20 +76,21 @@ def _bind(layout: RawLayout, sizes: tuple[int, ...], raw: Tensor) -> Coefficient
     return Coefficients(_activate(layout, delta), B, C, torch.zeros_like(ones), U, T)
 
 
-def _activate(layout: RawLayout, delta: Tensor) -> Tensor:
+def _activate(
+    layout: RawLayout,
+    delta: Tensor,  # (..., d), raw values
+) -> Tensor:  # (..., d)
     if layout.activation == "sigmoid":
         return torch.sigmoid(delta)
     return F.softplus(-delta if layout.activation == "softplus_of_minus" else delta)
 
 
 def bind_vjp(
-    options: SweepOptions,
+    layout: RawLayout,
     raw: Tensor,  # (b, r)
     cotangents: Coefficients,
-) -> Tensor:
-    """Cotangent of raw values that the layout of `options` covers; e is constant."""
-    layout = options.layout
-    assert layout is not None
+) -> Tensor:  # (b, r)
+    """The cotangent of the raw values; e is constant."""
     d, n = cotangents.delta.shape[-1], cotangents.B.shape[-1]
     delta, *memory, u, alpha = _split(layout, (d, n), raw)
     gate = torch.sigmoid(alpha)
@@ -80,7 +105,10 @@ def bind_vjp(
     return torch.cat(parts, -1)
 
 
-def _slope(layout: RawLayout, delta: Tensor) -> Tensor:
+def _slope(
+    layout: RawLayout,
+    delta: Tensor,  # (..., d), raw values
+) -> Tensor:  # (..., d)
     """The derivative of the activation."""
     if layout.activation == "sigmoid":
         gate = torch.sigmoid(delta)

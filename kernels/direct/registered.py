@@ -1,52 +1,52 @@
 """The sweep as operations of torch.library, so that torch.compile keeps whole graphs.
 
-A solve, the same gradient for a y that is known, and the reverse sweep of both: with Triton, or
-with `plain` in eager PyTorch, which torch.compile would write out token by token. The operations
-import Triton when they run: registering them costs nothing where it is not chosen.
+Three operations: a solve; the memory for a y that is given, whose gradient is the same; the reverse
+sweep of both. Each runs the Triton kernels or, with `plain`, eager PyTorch, which torch.compile
+would otherwise write out token by token. `Operands` and `Parameterization` are flattened to tensors
+and scalars here, and nowhere else. Triton is imported when an operation runs, not when it is
+registered.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 
-from typing import Any, cast
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
-from bedouin.kernels.direct.fused import (
+from bedouin.kernels.direct.buffers import (
+    allocate_memory,
+    allocate_reverse,
+    allocate_sweep,
+    collect_gradients,
     count_kept,
-    fused_memory,
-    fused_reverse,
-    fused_sweep,
-    summarize,
 )
-from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.direct.plain import (
     plain_memory,
     plain_reverse,
     plain_summary,
     plain_sweep,
 )
-from bedouin.kernels.direct.reference import Activation, RawLayout, Sweep, SweepOptions
-from bedouin.kernels.direct.reverse import ReportBackward
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.linear import padding
-from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.kernels.operands import Operands, Parameterization
 
-Known = tuple[Tensor, Tensor, Tensor]
-"""y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d). One axis, and the plain sweep's first
-memory in it, because torch.compile asks whether an axis may be 0 or 1, and would compile sequences
-of more than `keep_every` tokens anew."""
+MemoryResult = tuple[Tensor, Tensor, Tensor]
+"""y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d). The last has one axis, and begins with
+the first memory in the plain sweep, because torch.compile specializes on sizes 0 and 1 of an axis
+and would compile sequences of more than `keep_every` tokens anew."""
 
-Solved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The same, the statistics (4, b, t), and residual and pivot (2, b) and converged (b,) of them."""
+SweepResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The same, the statistics (4, b, t), and of them residual and pivot (2, b) and converged (b,)."""
 
-Pulled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Of x, raw, W_y, A, h0, y0; and the statistics (2, b, t) of the adjoint equation."""
 
 
 @torch.library.custom_op("bedouin::direct_sweep", mutates_args=())
-def _sweep(
+def sweep_operation(
     x: Tensor,
     raw: Tensor,
     W_y: Tensor | None,
@@ -62,15 +62,24 @@ def _sweep(
     norm_eps: float | None,
     plain: bool,
     keep_every: int,
-) -> Solved:
-    layout = _layout(activation, selective, num_householder, beta_max)
-    options = _options(layout, A, input_scale, eigenvalues, norm_eps)
-    run, summary = (plain_sweep, plain_summary) if plain else (fused_sweep, summarize)
-    y, h, kept, statistics = run(x, raw, W_y, A, h0, y0, options, keep_every)
-    return y, h, kept.flatten(1), statistics, *summary(statistics)
+) -> SweepResult:
+    operands = Operands(x, raw, W_y, A, h0, y0)
+    options = Parameterization.from_scalars(
+        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
+    )
+    if plain:
+        y, h, kept, statistics = plain_sweep(operands, options, keep_every)
+        return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
+    buffers = allocate_sweep(operands, options, keep_every)
+    if buffers.y.numel():
+        from bedouin.kernels.direct.triton_launch import launch_sweep
+
+        launch_sweep(buffers, options, keep_every)
+    y, h, kept, statistics = buffers.y, buffers.h.mT, buffers.kept, buffers.statistics
+    return y, h, kept.flatten(1), statistics, *summarize(statistics)
 
 
-@_sweep.register_fake
+@sweep_operation.register_fake
 def _sweep_fake(
     x: Tensor,
     raw: Tensor,
@@ -79,14 +88,14 @@ def _sweep_fake(
     h0: Tensor | None,
     y0: Tensor | None,
     *options: Any,
-) -> Solved:
+) -> SweepResult:
     b, t, d = x.shape
     summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
     return A.new_empty(b, t, d), *_memory_like(x, A, *options[-2:]), A.new_empty(4, b, t), *summary
 
 
 @torch.library.custom_op("bedouin::direct_sweep_known", mutates_args=())
-def _known(
+def memory_operation(
     y_star: Tensor,
     x: Tensor,
     raw: Tensor,
@@ -103,16 +112,25 @@ def _known(
     norm_eps: float | None,
     plain: bool,
     keep_every: int,
-) -> Known:
-    layout = _layout(activation, selective, num_householder, beta_max)
-    options = _options(layout, A, input_scale, eigenvalues, norm_eps)
-    run = plain_memory if plain else fused_memory
-    h, kept = run(y_star, x, raw, W_y, A, h0, y0, options, keep_every)
-    return y_star.clone(memory_format=torch.contiguous_format), h, kept.flatten(1)
+) -> MemoryResult:
+    operands = Operands(x, raw, W_y, A, h0, y0)
+    options = Parameterization.from_scalars(
+        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
+    )
+    y = y_star.clone(memory_format=torch.contiguous_format)
+    if plain:
+        h, kept = plain_memory(y_star, operands, options, keep_every)
+        return y, h, kept.flatten(1)
+    buffers, state = allocate_memory(y, operands, options, keep_every)
+    if y.numel():
+        from bedouin.kernels.direct.triton_launch import launch_memory
+
+        launch_memory(buffers, state, options, keep_every)
+    return y, state.mT, buffers.kept.flatten(1)
 
 
-@_known.register_fake
-def _known_fake(
+@memory_operation.register_fake
+def _memory_fake(
     y_star: Tensor,
     x: Tensor,
     raw: Tensor,
@@ -121,11 +139,17 @@ def _known_fake(
     h0: Tensor | None,
     y0: Tensor | None,
     *options: Any,
-) -> Known:
+) -> MemoryResult:
     return y_star.new_empty(y_star.shape), *_memory_like(x, A, *options[-2:])
 
 
-def _memory_like(x: Tensor, A: Tensor, plain: bool, keep_every: int) -> tuple[Tensor, Tensor]:
+def _memory_like(
+    x: Tensor,  # (b, t, d)
+    A: Tensor,  # (d, n)
+    plain: bool,
+    keep_every: int,
+) -> tuple[Tensor, Tensor]:
+    """The last h and the kept h of an operation, without values."""
     (b, t, d), n = x.shape, A.shape[1]
     return A.new_empty(b, n, d).mT, A.new_empty(b, _slots(t, plain, keep_every) * n * d)
 
@@ -133,6 +157,24 @@ def _memory_like(x: Tensor, A: Tensor, plain: bool, keep_every: int) -> tuple[Te
 def _slots(t: int, plain: bool, keep_every: int) -> int:
     """How many memories are kept: the plain sweep keeps the first, too."""
     return (t + keep_every - 1) // keep_every if plain else count_kept(t, keep_every)
+
+
+def summarize(
+    statistics: Tensor,  # (4, b, t)
+) -> tuple[Tensor, Tensor]:
+    """Residual and smallest pivot of the samples (2, b), and whether they converged (b,), from the
+    statistics of a sweep; as `relative_residual` and `Direct` define them."""
+    _, b, t_end = statistics.shape
+    summary = statistics.new_empty(2, b)
+    converged = torch.empty(b, dtype=torch.bool, device=statistics.device)
+    if not t_end:
+        summary[0], summary[1] = 0.0, math.inf
+        converged.fill_(True)
+    elif b:
+        from bedouin.kernels.direct.triton_summary import launch_summary
+
+        launch_summary(statistics, summary, converged)
+    return summary, converged
 
 
 @torch.library.custom_op("bedouin::direct_sweep_backward", mutates_args=())
@@ -157,14 +199,24 @@ def _sweep_backward(
     norm_eps: float | None,
     plain: bool,
     keep_every: int,
-) -> Pulled:
-    layout = _layout(activation, selective, num_householder, beta_max)
-    options = _options(layout, A, input_scale, eigenvalues, norm_eps)
+) -> Gradients:
+    operands = Operands(x, raw, W_y, A, h0, y0)
+    options = Parameterization.from_scalars(
+        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
+    )
     kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape))
-    saved = (kept, keep_every, y, x, raw, W_y, A, h0, y0)
-    run = plain_reverse if plain else fused_reverse
+    given = (grad_y, grad_h, y, kept, operands, options)
     with torch.autocast(x.device.type, enabled=False):
-        return run(grad_y, grad_h, *saved, options, wants_y0=wants_y0)
+        if plain:
+            return plain_reverse(*given, keep_every, wants_y0=wants_y0)
+        buffers, grads = allocate_reverse(*given)
+        grad_normed = None
+        if y.numel():
+            from bedouin.kernels.direct.triton_launch import launch_reverse
+
+            grad_normed = launch_reverse(buffers, grads, W_y, options, keep_every)
+        found = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
+        return *found, grads.statistics
 
 
 @_sweep_backward.register_fake
@@ -181,7 +233,7 @@ def _sweep_backward_fake(
     y0: Tensor | None,
     wants_y0: bool,
     *options: Any,
-) -> Pulled:
+) -> Gradients:
     (b, t, d), n, r = x.shape, A.shape[1], raw.shape[2]
     rows = r + padding(r)
     grad_W_y = A.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
@@ -193,34 +245,38 @@ def _sweep_backward_fake(
 def _save(
     ctx: Any,
     operands: tuple[Any, ...],
-    options: tuple[Any, ...],
-    output: Known | Solved,
+    scalars: tuple[Any, ...],
+    output: MemoryResult | SweepResult,
     wants_y0: bool,
 ) -> None:
     y, _, *others = output
     ctx.mark_non_differentiable(*others)
-    ctx.set_materialize_grads(False)  # those of the others would be written for nothing
+    ctx.set_materialize_grads(False)  # zeros for the others would be written and never read
     ctx.save_for_backward(y, others[0], *operands)
-    # the gradient of the start is computed where somebody needs it
+    # the gradient of y0 costs a product that most calls do not need
     ctx.wants_y0 = wants_y0
-    ctx.options = options
+    ctx.scalars = scalars
     ctx.report = None
 
 
-def _save_sweep(ctx: Any, inputs: tuple[Any, ...], output: Solved) -> None:
+def _save_sweep(ctx: Any, inputs: tuple[Any, ...], output: SweepResult) -> None:
     _save(ctx, inputs[:6], inputs[6:], output, ctx.needs_input_grad[5])
 
 
-def _save_known(ctx: Any, inputs: tuple[Any, ...], output: Known) -> None:
+def _save_memory(ctx: Any, inputs: tuple[Any, ...], output: MemoryResult) -> None:
     _save(ctx, inputs[1:7], inputs[7:], output, ctx.needs_input_grad[6])
 
 
-def _pull(ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any,
+    grad_y: Tensor | None,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n)
+) -> tuple[Tensor | None, ...]:
     """Gradients of x, raw, W_y, A, h0 and y0."""
     y, _, _, _, W_y, _, h0, _ = saved = ctx.saved_tensors
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     with torch.no_grad():
-        *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, ctx.wants_y0, *ctx.options)
+        *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, ctx.wants_y0, *ctx.scalars)
     if ctx.report is not None and y.shape[1] and not is_transformed():
         ctx.report(*statistics.unbind())
     wanted = (True, True, W_y is not None, True, h0 is not None, ctx.wants_y0)
@@ -228,66 +284,17 @@ def _pull(ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None) -> tuple[Tenso
     return refuse_second_derivative(every, [grad_y, grad_h, *saved])
 
 
-def _pull_sweep(
+def _sweep_vjp(
     ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None, *unused: None
 ) -> tuple[Tensor | None, ...]:
-    return (*_pull(ctx, grad_y, grad_h), *[None] * len(ctx.options))
+    return (*_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars))
 
 
-def _pull_known(
+def _memory_vjp(
     ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None, *unused: None
 ) -> tuple[Tensor | None, ...]:
-    return (None, *_pull(ctx, grad_y, grad_h), *[None] * len(ctx.options))
+    return (None, *_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars))
 
 
-_sweep.register_autograd(_pull_sweep, setup_context=_save_sweep)
-_known.register_autograd(_pull_known, setup_context=_save_known)
-
-
-def direct_sweep_registered(
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
-    h0: Tensor | None,  # (b, d, n); None: zeros
-    y0: Tensor | None,  # (b, d); None: zeros
-    options: SweepOptions,
-    keep_every: int,
-    y_star: Tensor | None,
-    report: ReportBackward | None,
-    *,
-    plain: bool,
-) -> Sweep:
-    """`direct_sweep` as one operation; needs `options.layout`. torch.compile ignores `report`."""
-    layout = options.layout
-    if layout is None:
-        raise ValueError("options.layout must be a RawLayout for an operation, got None")
-    operands = (x, raw, W_y, A, h0, y0)
-    fields = (layout.activation, layout.selective, layout.num_householder, layout.beta_max)
-    scales = (options.input_scale, options.eigenvalues, options.feedback_norm_eps)
-    if y_star is None:
-        found = _sweep(*operands, *fields, *scales, plain, keep_every)
-        y, h, _, statistics, summary, converged = found
-        residual, pivot = summary.unbind()
-        defect, scale, magnitude, _ = statistics.unbind()
-        reduced = (None, None) if plain else (residual, converged)
-        sweep = Sweep(y, h, defect, scale, magnitude, pivot, *reduced)
-    else:
-        y, h, _ = _known(y_star, *operands, *fields, *scales, plain, keep_every)
-        zeros = A.new_zeros(x.shape[:2])
-        sweep = Sweep(y, h, zeros, zeros, zeros, A.new_zeros(x.shape[:1]))
-    if report is not None and not torch.compiler.is_compiling() and y.grad_fn is not None:
-        # an operation takes no functions: this one is handed to the node that `_pull` gets
-        y.grad_fn.report = report
-    return sweep
-
-
-def _layout(activation: str, selective: bool, num_householder: int, beta_max: float) -> RawLayout:
-    return RawLayout(cast(Activation, activation), selective, num_householder, beta_max)
-
-
-def _options(
-    layout: RawLayout, A: Tensor, input_scale: str, eigenvalues: str, norm_eps: float | None
-) -> SweepOptions:
-    scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-    return SweepOptions(bind_by_layout(layout, A), *scales, norm_eps, layout)
+sweep_operation.register_autograd(_sweep_vjp, setup_context=_save_sweep)
+memory_operation.register_autograd(_memory_vjp, setup_context=_save_memory)

@@ -23,50 +23,48 @@ from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.direct.forward import discretize_rows, gain_rows, gap_rows, write_rows_
 from bedouin.kernels.direct.layout import bind_vjp, is_covered
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
-from bedouin.kernels.direct.reference import (
-    Coefficients,
-    SweepOptions,
-    full_raw,
+from bedouin.kernels.direct.scratch import Scratch
+from bedouin.kernels.feedback import (
     normalize_feedback,
+    normalize_feedback_vjp,
+    raw_with_feedback,
     shifted,
 )
-from bedouin.kernels.direct.scratch import Scratch
 from bedouin.kernels.householder import (
     apply_complement_transposed,
     combine_rows,
     mix_channels,
     rows_dot,
 )
+from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 
 ReportBackward = Callable[[Tensor, Tensor], None]
 """Receives defect (b, t) and scale (b, t) of the adjoint equation."""
 
 
-class Inputs(NamedTuple):
-    """The saved tensors of a sweep, with the whole raw values."""
+class SolvedSweep(NamedTuple):
+    """A fixed point with everything that determined it: what the reverse sweep reads."""
 
     y: Tensor  # (b, t, d)
     y_before: Tensor  # (b, t, d), y shifted by one token
-    x: Tensor  # (b, t, d)
-    full: Tensor  # (b, t, r), raw^x + W^y norm(y_before)
-    W_y: Tensor | None  # (r, d)
-    A: Tensor  # (d, n)
+    full_raw: Tensor  # (b, t, r), raw^x + W^y norm(y_before)
+    operands: Operands
+    parameterization: Parameterization
+    bind: Bind
     bind_parameters: tuple[Tensor, ...]
 
-
-def saved_inputs(
-    y: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,
-    A: Tensor,
-    y0: Tensor,  # (b, d)
-    bind_parameters: tuple[Tensor, ...],
-    options: SweepOptions,
-) -> Inputs:
-    """What the reverse sweep reads, from what the forward one keeps."""
-    full = full_raw(y, raw, W_y, y0, options)
-    return Inputs(y, shifted(y, y0), x, full, W_y, A, bind_parameters)
+    @staticmethod
+    def of(
+        y: Tensor,  # (b, t, d)
+        operands: Operands,  # as `Operands.wide` gives them
+        parameterization: Parameterization,
+        bind: Bind,
+        bind_parameters: tuple[Tensor, ...],
+    ) -> "SolvedSweep":
+        raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
+        assert operands.y0 is not None
+        before = shifted(y, operands.y0)
+        return SolvedSweep(y, before, raw, operands, parameterization, bind, bind_parameters)
 
 
 class _Chunk(NamedTuple):
@@ -82,16 +80,16 @@ class _Chunk(NamedTuple):
 
 
 def _prepare(
-    h: Tensor,
+    h: Tensor,  # (b, n, d), before the chunk
     tokens: slice,
-    inputs: Inputs,
-    A: Tensor,
-    options: SweepOptions,
+    solved: SolvedSweep,
+    A: Tensor,  # (n, d)
     scratch: Scratch,
 ) -> _Chunk:
-    """Replay a chunk from the memory h (b, n, d) before it; A is (n, d)."""
-    x, y = inputs.x[:, tokens], inputs.y[:, tokens]
-    c = options.bind(inputs.full[:, tokens], *inputs.bind_parameters)
+    """Compute the memory of a chunk again, and what does not depend on the cotangents."""
+    options = solved.parameterization
+    x, y = solved.operands.x[:, tokens], solved.y[:, tokens]
+    c = solved.bind(solved.full_raw[:, tokens], *solved.bind_parameters)
     v, e = y - x, options.diagonal(c.e)
     mixed = mix_channels(x, y, e, c.U, c.M)
     hs, sigmas, gaps = [h], [], []
@@ -106,7 +104,10 @@ def _prepare(
     return _Chunk(c, sigma, factors, v, mixed, rows_dot(c.U, v), hs)
 
 
-def _at(values: tuple[Tensor, ...], i: int) -> list[Tensor]:
+def _at(
+    values: tuple[Tensor, ...],  # each (b, c, ...)
+    i: int,
+) -> list[Tensor]:  # each (b, ...)
     return [value[:, i] for value in values]
 
 
@@ -124,13 +125,13 @@ class _Cotangents(NamedTuple):
 def _reverse_token(
     chunk: _Chunk,
     i: int,
-    g: Tensor,
-    H: Tensor,
-    A: Tensor,
-    options: SweepOptions,
+    g: Tensor,  # (b, d), the cotangent of y_t
+    H: Tensor,  # (b, n, d), that of h_t, overwritten
+    A: Tensor,  # (n, d)
+    options: Parameterization,
     scratch: Scratch,
 ) -> _Cotangents:
-    """The adjoint of token i of the chunk: from the cotangents of y_t and h_t (H is consumed)."""
+    """The adjoint of token i of the chunk."""
     c, mixed = Coefficients(*_at(chunk.c, i)), chunk.mixed[:, i]
     e = options.diagonal(c.e)
     decay, s = discretize_rows(scratch, "decay", c.delta, A, options)
@@ -177,7 +178,7 @@ def _discretize_vjp(
     s: Tensor,  # as grad_s
     delta: Tensor,  # (b, d)
     A: Tensor,  # (n, d)
-    options: SweepOptions,
+    options: Parameterization,
     scratch: Scratch,
 ) -> tuple[Tensor, Tensor]:
     """Cotangents of delta (b, d) and A (n, d): `discretize_vjp`, state-major, in place."""
@@ -198,57 +199,68 @@ def _discretize_vjp(
     return grad_delta, grad_A
 
 
-def _bind_puller(
-    inputs: Inputs, options: SweepOptions
+def _bind_adjoint(
+    solved: SolvedSweep,
 ) -> Callable[[int, Coefficients], tuple[Tensor, ...]]:
     """t, cotangents of the coefficients of token t -> those of its raw values (b, r) and of the
     bind parameters."""
-    if is_covered(options.layout, inputs.full, inputs.A, inputs.bind_parameters):
-        return lambda t, grads: (bind_vjp(options, inputs.full[:, t], grads),)
+    raw, parameters = solved.full_raw, solved.bind_parameters
+    layout = solved.parameterization.layout
+    if layout is not None and is_covered(layout, raw, solved.operands.A, parameters):
+        return lambda t, grads: (bind_vjp(layout, raw[:, t], grads),)
     # torch.func.vjp refuses hooks on saved tensors, such as those of save_on_cpu; under a transform
     # there are none, and no leaves of a graph of its own either
-    pull = torch.func.vjp if is_transformed() else _vjp
-    parameters = inputs.bind_parameters
-    return lambda t, grads: pull(options.bind, inputs.full[:, t], *parameters)[1](grads)
+    vjp = torch.func.vjp if is_transformed() else _vjp
+    return lambda t, grads: vjp(solved.bind, raw[:, t], *parameters)[1](grads)
 
 
 def _vjp(
-    bind: Callable[..., Coefficients], *operands: Tensor
+    bind: Bind,
+    *operands: Tensor,  # raw (b, r) and the bind parameters
 ) -> tuple[Coefficients, Callable[[Coefficients], tuple[Tensor, ...]]]:
     """`torch.func.vjp` for tensors that no transform holds."""
     leaves = [v.detach().requires_grad_() for v in operands]
     with torch.enable_grad():
         found = bind(*leaves)
 
-    def pull(cotangents: Coefficients) -> tuple[Tensor, ...]:
+    def pullback(cotangents: Coefficients) -> tuple[Tensor, ...]:
         pairs = [(c, g) for c, g in zip(found, cotangents, strict=True) if c.requires_grad]
         outputs, grads = zip(*pairs, strict=True)
         return torch.autograd.grad(
             outputs, leaves, grads, allow_unused=True, materialize_grads=True
         )
 
-    return found, pull
+    return found, pullback
 
 
 class _Totals:
-    """Gradients as they come in, last token first."""
+    """Gradients of all tokens, collected from the last to the first."""
 
-    def __init__(self, inputs: Inputs, A: Tensor) -> None:
+    def __init__(
+        self,
+        solved: SolvedSweep,
+        A: Tensor,  # (n, d)
+    ) -> None:
         self.x: list[Tensor] = []
         self.raw: list[Tensor] = []
         self.A = torch.zeros_like(A)
-        self.bind = [torch.zeros_like(p) for p in inputs.bind_parameters]
+        self.bind = [torch.zeros_like(p) for p in solved.bind_parameters]
         self.defect: list[Tensor] = []
         self.scale: list[Tensor] = []
 
-    def add(self, step: _Cotangents, grad_raw: Tensor, grad_bind: Sequence[Tensor]) -> None:
+    def add(
+        self,
+        step: _Cotangents,
+        grad_raw: Tensor,  # (b, r)
+        grad_bind: Sequence[Tensor],  # of the bind parameters
+    ) -> None:
         self.x.append(step.x)
         self.raw.append(grad_raw)
         self.A = self.A + step.A
         self.bind = [total + g for total, g in zip(self.bind, grad_bind, strict=True)]
 
-    def check(self, chunk: _Chunk, steps: list[_Cotangents], options: SweepOptions) -> None:
-        """Defect of the adjoint equation, for a chunk at once (steps come last token first)."""
+    def check(self, chunk: _Chunk, steps: list[_Cotangents], options: Parameterization) -> None:
+        """The defect of the adjoint equation, for a chunk at once (`steps`: last token first)."""
         w = torch.stack([step.w for step in reversed(steps)], 1)
         rhs = torch.stack([step.rhs for step in reversed(steps)], 1)
         c, e = chunk.c, options.diagonal(chunk.c.e)
@@ -260,72 +272,67 @@ class _Totals:
 def reverse_sweep(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor,  # (b, d, n)
-    checkpoints: Tensor,  # (b, ceil(t / keep_every), n, d)
+    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
     keep_every: int,
-    inputs: Inputs,
-    options: SweepOptions,
+    solved: SolvedSweep,
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters."""
-    t_end, W_y = inputs.x.shape[1], inputs.W_y
-    A = inputs.A.mT.contiguous()
-    grad_feedback = torch.zeros_like(inputs.x.sum(1))
+    x, _, W_y, *_ = solved.operands
+    options, t_end = solved.parameterization, x.shape[1]
+    A = solved.operands.A.mT.contiguous()
+    grad_feedback = torch.zeros_like(x.sum(1))
     H = grad_feedback.unsqueeze(1) + grad_h.mT  # a copy, which the tokens overwrite
-    pull_bind = _bind_puller(inputs, options)
-    totals, scratch = _Totals(inputs, A), Scratch(inputs.x, grad_y, grad_h)
+    bind_adjoint = _bind_adjoint(solved)
+    totals, scratch = _Totals(solved, A), Scratch(x, grad_y, grad_h)
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
-        h = checkpoints[:, start // keep_every]
-        chunk = _prepare(h, tokens, inputs, A, options, scratch)
+        chunk = _prepare(kept[:, start // keep_every], tokens, solved, A, scratch)
         steps = []
         for t in reversed(range(tokens.start, tokens.stop)):
             g = grad_y[:, t] + grad_feedback
             step = _reverse_token(chunk, t - start, g, H, A, options, scratch)
-            grad_raw, *grad_bind = pull_bind(t, step.coefficients)
+            grad_raw, *grad_bind = bind_adjoint(t, step.coefficients)
             totals.add(step, grad_raw, grad_bind)
             steps.append(step)
             H = step.H
             if W_y is not None:
-                pulled = (grad_raw.to(W_y.dtype) @ W_y).to(grad_raw.dtype)
-                grad_feedback = feedback_vjp(pulled, inputs.y_before[:, t], options)
+                grad_normed = (grad_raw.to(W_y.dtype) @ W_y).to(grad_raw.dtype)
+                eps = options.feedback_norm_eps
+                grad_feedback = normalize_feedback_vjp(grad_normed, solved.y_before[:, t], eps)
         totals.check(chunk, steps, options)
-    return _finish(totals, H, grad_feedback, inputs, options, report)
+    return _finish(totals, H, grad_feedback, solved, report)
 
 
 def _finish(
     totals: _Totals,
-    H: Tensor,
-    grad_feedback: Tensor,
-    inputs: Inputs,
-    options: SweepOptions,
+    H: Tensor,  # (b, n, d), the cotangent of h0
+    grad_feedback: Tensor,  # (b, d), that of y0
+    solved: SolvedSweep,
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
-    W_y = inputs.W_y
+    """The gradients in the order of `reverse_sweep`; reports the defect."""
+    x, _, W_y, *_ = solved.operands
     if not totals.x:
         no_W_y = None if W_y is None else torch.zeros_like(W_y)
-        zeros = (torch.zeros_like(inputs.x), torch.zeros_like(inputs.full), no_W_y)
+        zeros = (torch.zeros_like(x), torch.zeros_like(solved.full_raw), no_W_y)
         return (*zeros, totals.A.mT, H.mT, grad_feedback, *totals.bind)
     if report is not None:
         report(torch.cat(totals.defect, 1).flip(1), torch.cat(totals.scale, 1).flip(1))
     grad_x, grad_raw = torch.stack(totals.x[::-1], 1), torch.stack(totals.raw[::-1], 1)
-    grad_W_y = weight_gradient(grad_raw, inputs, options)
+    grad_W_y = _weight_gradient(grad_raw, solved)
     return (grad_x, grad_raw, grad_W_y, totals.A.mT, H.mT, grad_feedback, *totals.bind)
 
 
-def feedback_vjp(grad: Tensor, y: Tensor, options: SweepOptions) -> Tensor:
-    """Cotangent of y_{t-1} (b, d) from that of norm(y_{t-1}), in the dtype of y."""
-    eps = options.feedback_norm_eps
-    if eps is None:
-        return grad
-    rms = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return rms * (grad - y * rms.square() * (grad * y).mean(-1, keepdim=True))
-
-
-def weight_gradient(grad_raw: Tensor, inputs: Inputs, options: SweepOptions) -> Tensor | None:
-    """Gradient of W_y (r, d) from that of all raw values (b, t, r), in one product."""
-    W_y = inputs.W_y
+def _weight_gradient(
+    grad_raw: Tensor,  # (b, t, r), of all raw values
+    solved: SolvedSweep,
+) -> Tensor | None:  # (r, d)
+    """The gradient of W_y, in one product."""
+    W_y = solved.operands.W_y
     if W_y is None:
         return None
-    fed = normalize_feedback(inputs.y_before, options.feedback_norm_eps).to(W_y.dtype)
+    normed = normalize_feedback(solved.y_before, solved.parameterization.feedback_norm_eps)
     # not flatten, which batched cotangents have no rule for
-    return grad_raw.to(W_y.dtype).reshape(-1, W_y.shape[0]).mT @ fed.flatten(0, 1)
+    rows = grad_raw.to(W_y.dtype).reshape(-1, W_y.shape[0])
+    return rows.mT @ normed.to(W_y.dtype).flatten(0, 1)

@@ -9,18 +9,18 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.fused import (
+from bedouin.kernels.direct.buffers import (
     GradBuffers,
-    KnownBuffers,
+    SolvedBuffers,
     SweepBuffers,
 )
-from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import prepare_kernel, replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.linear import pad_rows, padding
+from bedouin.kernels.operands import Parameterization
 
 PERSISTENT = True
 """Whether the persistent kernels may be used."""
@@ -119,7 +119,7 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) -> None:
+def launch_sweep(buffers: SweepBuffers, options: Parameterization, keep_every: int) -> None:
     """The whole forward sweep, in place."""
     b, t_end, d = buffers.x.shape
     W_y = buffers.W_y
@@ -141,7 +141,7 @@ def launch_sweep(buffers: SweepBuffers, options: SweepOptions, keep_every: int) 
 
 def _sweep(
     buffers: SweepBuffers,
-    options: SweepOptions,
+    options: Parameterization,
     keep_every: int,
     tokens: range,
     fed: Tensor,
@@ -184,7 +184,9 @@ def _sweep(
     )
 
 
-def launch_memory(known: KnownBuffers, h: Tensor, options: SweepOptions, keep_every: int) -> None:
+def launch_memory(
+    known: SolvedBuffers, h: Tensor, options: Parameterization, keep_every: int
+) -> None:
     """Fill `kept`, and h (b, n, d), given before the first token, with that after the last."""
     b, t_end, d = known.x.shape
     mixed, small = _chunk_buffers(known, keep_every, options)
@@ -197,10 +199,10 @@ def launch_memory(known: KnownBuffers, h: Tensor, options: SweepOptions, keep_ev
 
 
 def launch_reverse(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     grads: GradBuffers,
     W: Tensor | None,  # (r, d), W^y
-    options: SweepOptions,
+    options: Parameterization,
     keep_every: int,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
@@ -233,7 +235,7 @@ def launch_reverse(
 
 
 def _chunk_buffers(
-    known: KnownBuffers, keep_every: int, options: SweepOptions
+    known: SolvedBuffers, keep_every: int, options: Parameterization
 ) -> tuple[Tensor, Tensor]:
     b, t_end, d = known.x.shape
     k = _layout(options).num_householder
@@ -244,7 +246,7 @@ def _chunk_buffers(
 
 
 def _prepare(
-    known: KnownBuffers, mixed: Tensor, small: Tensor, chunk: range, options: SweepOptions
+    known: SolvedBuffers, mixed: Tensor, small: Tensor, chunk: range, options: Parameterization
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
@@ -276,14 +278,14 @@ def _prepare(
 
 
 def _replay(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     mixed: Tensor,
     small: Tensor,
     before: Tensor | None,
     last: Tensor | None,
     chunk: range,
     slot: int,
-    options: SweepOptions,
+    options: Parameterization,
 ) -> None:
     x, _, raw, fed, A, h0, kept = known
     b, _, d = x.shape
@@ -322,14 +324,14 @@ def _replay(
 
 
 def _reverse(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     grads: GradBuffers,
     W: Tensor | None,
     pulled: Tensor | None,
     buffers: tuple[Tensor, Tensor, Tensor],
     slots: range,
     plan: Plan | None,
-    options: SweepOptions,
+    options: Parameterization,
     keep_every: int,
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
@@ -385,14 +387,14 @@ def _reverse(
 
 
 def _step(
-    known: KnownBuffers,
+    known: SolvedBuffers,
     grads: GradBuffers,
     pulled: Tensor,
     buffers: tuple[Tensor, Tensor, Tensor],
     t: int,
     chunk: range,
     slot: int,
-    options: SweepOptions,
+    options: Parameterization,
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
     assert fed is not None
@@ -437,7 +439,7 @@ def _step(
     )
 
 
-def _blocked_constants(d: int, A: Tensor, options: SweepOptions) -> dict[str, Any]:
+def _blocked_constants(d: int, A: Tensor, options: Parameterization) -> dict[str, Any]:
     constants = _scan_constants(d, A, options)
     constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], STATES_AT_A_TIME)
     constants["BLOCK_N"] //= constants["BLOCKS"]
@@ -481,13 +483,13 @@ def _dot_dtype(W: Tensor | None) -> tl.dtype:
     return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
 
 
-def _layout(options: SweepOptions) -> Any:
+def _layout(options: Parameterization) -> Any:
     if options.layout is None:
         raise ValueError("options.layout must be a RawLayout for the Triton kernels, got None")
     return options.layout
 
 
-def _scan_constants(d: int, A: Tensor, options: SweepOptions) -> dict[str, Any]:
+def _scan_constants(d: int, A: Tensor, options: Parameterization) -> dict[str, Any]:
     layout = _layout(options)
     return {
         "BLOCK_D": next_power_of_two(d),
@@ -502,12 +504,12 @@ def _scan_constants(d: int, A: Tensor, options: SweepOptions) -> dict[str, Any]:
     }
 
 
-def _norm_constants(options: SweepOptions) -> dict[str, Any]:
+def _norm_constants(options: Parameterization) -> dict[str, Any]:
     eps = options.feedback_norm_eps
     return {"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps}
 
 
-def _mixer_constants(options: SweepOptions) -> dict[str, Any]:
+def _mixer_constants(options: Parameterization) -> dict[str, Any]:
     layout = _layout(options)
     return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}
 

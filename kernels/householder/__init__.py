@@ -18,6 +18,7 @@ from bedouin.kernels.householder.reference import (
     wy_factor,
     wy_factor_vjp,
 )
+from bedouin.kernels.launch import MAX_REFLECTIONS
 
 __all__ = [
     "apply_complement",
@@ -35,9 +36,6 @@ __all__ = [
     "wy_factor",
     "wy_factor_vjp",
 ]
-
-MAX_REFLECTIONS = 8
-"""The Triton kernels are unrolled over reflections and hold k x k matrices in registers."""
 
 
 def householder_product(

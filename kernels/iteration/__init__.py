@@ -1,20 +1,42 @@
 """The parallel iterations: one step of Picard or Jacobi from the projections in a few launches.
 
 The plain version is the map (bedouin.fixed_point_map) in the loop of bedouin.solvers.iterate.
+
+Letters: b batch, t time, d channels.
 """
 
-from bedouin.kernels.iteration.fused import (
-    FusedIteration,
-    IterationInputs,
-    IterationRule,
-    Progress,
-    choose_iteration,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FusedIteration",
-    "IterationInputs",
-    "IterationRule",
-    "Progress",
-    "choose_iteration",
-]
+from torch import Tensor
+
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.iteration.limits import choose_iteration
+from bedouin.kernels.iteration.types import IterationRule, Progress
+from bedouin.kernels.operands import Operands, Parameterization
+
+if TYPE_CHECKING:
+    from bedouin.kernels.iteration.steps import FusedIteration
+
+__all__ = ["IterationRule", "Progress", "choose_iteration", "fuse_iteration"]
+
+
+def fuse_iteration(
+    operands: Operands,
+    y: Tensor,  # (b, t, d), the start
+    parameterization: Parameterization,
+    bind_parameters: tuple[Tensor, ...],
+    rule: IterationRule,
+    *,
+    backend: Backend = "auto",
+) -> "FusedIteration | None":
+    """An iteration from y with the Triton kernels; None where the plain loop is to be used.
+
+    Raises ValueError where `backend="triton"` cannot run.
+    """
+    chosen = choose_iteration(backend, operands, y, parameterization, bind_parameters, rule)
+    if chosen == "reference":
+        return None
+    # imports Triton, which the plain loop does without
+    from bedouin.kernels.iteration.steps import FusedIteration
+
+    return FusedIteration(operands, y, parameterization, rule)

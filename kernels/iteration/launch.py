@@ -5,37 +5,34 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.reference import SweepOptions
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.iteration.buffers import IterationBuffers
 from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_kernel, settle_kernel
 from bedouin.kernels.iteration.triton_scan import scan_kernel
 from bedouin.kernels.iteration.triton_tokens import finish_kernel, mix_kernel
+from bedouin.kernels.iteration.types import IterationRule
 from bedouin.kernels.launch import ceil_div, next_power_of_two, triton_dtype
+from bedouin.kernels.operands import Parameterization
 
-if TYPE_CHECKING:
-    from bedouin.kernels.iteration.fused import FusedIteration, IterationInputs, IterationRule
-
-STATES, FEWEST_STATES = 16, 4
-"""States of a thread of the scan in float32, and how few they become where programs are few."""
+FEWEST_STATES = 4
+"""Fewest states of a thread of the scan, where programs would otherwise be few."""
 FEWEST_CHANNELS = 8
 """Channels of a program of the scan from which on a row is read without waste."""
 PROGRAMS = 1024
 """Programs wanted in the scan, of one warp each."""
 AHEAD = {"picard": 2, "jacobi": 4}
-"""How many tokens the scan asks for at once, as many tokens ahead; Picard asks for y, too. Less
-would not hide the latency of memory, more does not stay in registers (64 x 256, microseconds:
+"""How many tokens the scan loads at once, as many tokens ahead; Picard loads y, too. Fewer would not
+hide the latency of memory, more do not stay in registers (64 x 256, microseconds:
 Picard 147 with 2, 156 with 4; Jacobi 165 and 123)."""
 REGISTERS = 128
-"""Of a thread of the scan in float32: 16 programs a multiprocessor. Compiled freely, Picard's would
-take 140, and a last few programs would run alone (274 microseconds for 147)."""
-DECIDE_TILE, SMALLEST_DECIDE = 8192, 32
-"""Elements of parts that `decide` takes at a time, and the fewest tokens."""
+"""Of a thread of the scan in float32: 16 programs a multiprocessor. Without this bound Picard's takes
+140, and the last few programs run alone (274 microseconds instead of 147)."""
 CHANNELS_A_WARP = 256
 """Of the kernels that take a token a program."""
 CHANNELS_AT_ONCE = 4
@@ -43,6 +40,23 @@ CHANNELS_AT_ONCE = 4
 widest load of bfloat16, make Jacobi's local solve 3 % slower."""
 RESTORERS = 4
 """Programs a sample that undo the moves of tokens that have just frozen, without feedback."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that bound a launch; tests give smaller ones to reach its branches with little work.
+
+    states: most states of a thread of the scan in float32, half as many in float64.
+    decide_tile: elements of `parts` that `decide` takes at a time.
+    decide_tokens: fewest tokens that `decide` takes at a time.
+    """
+
+    states: int = 16
+    decide_tile: int = 8192
+    decide_tokens: int = 32
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -54,9 +68,9 @@ class ScanTile:
     channels: int
 
     @staticmethod
-    def of(b: int, d: int, n: int, dtype: torch.dtype) -> "ScanTile":
+    def of(b: int, d: int, n: int, dtype: torch.dtype, limits: Limits) -> "ScanTile":
         """All states in one thread where they fit and that makes enough programs."""
-        most = STATES * 4 // dtype.itemsize
+        most = limits.states * 4 // dtype.itemsize
         tile = ScanTile._from_states(min(most, next_power_of_two(n)), n, d)
         while tile._may_be_halved and b * ceil_div(d, tile.channels) < PROGRAMS:
             tile = ScanTile._from_states(tile.states // 2, n, d)
@@ -88,20 +102,28 @@ class Geometry:
     raw_stride: int
     fed_stride: int
     tile: ScanTile
-    rule: "IterationRule"
-    options: SweepOptions
+    rule: IterationRule
+    options: Parameterization
     feedback: bool
     dtype: torch.dtype
+    limits: Limits
 
     @staticmethod
-    def of(inputs: "IterationInputs", options: SweepOptions, rule: "IterationRule") -> "Geometry":
-        """From x, raw, A (n, d) and W^y, its rows padded, as the kernels get them."""
-        (b, t, d), n = inputs.x.shape, inputs.A.shape[0]
-        W_y, dtype = inputs.W_y, inputs.A.dtype
-        raw_stride = inputs.raw.stride(1)
-        strides = inputs.x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[0]
-        tile = ScanTile.of(b, d, n, dtype)
-        return Geometry(b, t, d, n, *strides, tile, rule, options, W_y is not None, dtype)
+    def of(
+        x: Tensor,  # (b, t, d)
+        raw: Tensor,  # (b, t, r)
+        W_y: Tensor | None,  # (r or more, d), its rows padded
+        A: Tensor,  # (n, d)
+        options: Parameterization,
+        rule: IterationRule,
+        limits: Limits = LIMITS,
+    ) -> "Geometry":
+        """From the tensors as the kernels get them."""
+        (b, t, d), n, dtype = x.shape, A.shape[0], A.dtype
+        raw_stride = raw.stride(1)
+        strides = x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[0]
+        tile, feedback = ScanTile.of(b, d, n, dtype, limits), W_y is not None
+        return Geometry(b, t, d, n, *strides, tile, rule, options, feedback, dtype, limits)
 
     @property
     def k(self) -> int:
@@ -115,7 +137,7 @@ class Geometry:
 
     @property
     def ahead(self) -> int:
-        """Tokens that the scan asks for at once."""
+        """Tokens that the scan loads at once."""
         return AHEAD[self.rule.method]
 
     @property
@@ -124,13 +146,13 @@ class Geometry:
 
     @property
     def stores_gain(self) -> bool:
-        """Whether the scan leaves sigma, which needs all decays, to the local solve."""
+        """Whether the scan stores sigma, which needs all decays, for the local solve."""
         coupled = self.options.input_scale == "one_minus_decay"
         return self.jacobi and coupled
 
     @property
     def mixes_ahead(self) -> bool:
-        """Whether the local solve mixes its result, too: without feedback nothing is missing."""
+        """Whether the local solve mixes its result, too: possible without feedback only."""
         return self.jacobi and not self.feedback
 
     @property
@@ -159,12 +181,12 @@ class Geometry:
         return triton_dtype(self.dtype)
 
 
-def mix(it: "FusedIteration") -> None:
+def mix(g: Geometry, it: IterationBuffers) -> None:
     """x~ and unit B and C of all tokens that still move, for Jacobi T and 1 / |u_i|."""
-    g, i, layout = it.geometry, it.inputs, it.geometry.options.layout
+    layout = g.options.layout
     assert layout is not None
     mix_kernel[(g.b * g.t,)](
-        *(i.x, i.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC, it.WY),
+        *(it.x, it.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC, it.WY),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.fed_stride, g.d, g.n, 0),
         BETA_MAX=layout.beta_max,
         EPS=UNIT_EPS,
@@ -179,13 +201,12 @@ def _token_warps(d: int) -> int:
     return min(8, max(1, next_power_of_two(d) // CHANNELS_A_WARP))
 
 
-def scan(it: "FusedIteration") -> None:
+def scan(g: Geometry, it: IterationBuffers) -> None:
     """Picard: the next iterate and the parts of defect and scale; Jacobi: p, in its place."""
-    g, i, tile = it.geometry, it.inputs, it.geometry.tile
-    layout = g.options.layout
+    tile, layout = g.tile, g.options.layout
     assert layout is not None
     scan_kernel[(g.b * ceil_div(g.d, tile.channels),)](
-        *(it.mixed, i.raw, it.fed_back, it.BC, i.A, i.h0, it.y, it.kept),
+        *(it.mixed, it.raw, it.fed_back, it.BC, it.A, it.h0, it.y, it.kept),
         *(it.y_next, it.y_next if it.value is None else it.value, it.gain, it.parts),
         *(g.b, g.t, g.raw_stride, g.fed_stride, g.d, g.n),
         S=tile.states,
@@ -211,13 +232,12 @@ def scan(it: "FusedIteration") -> None:
     )
 
 
-def finish(it: "FusedIteration") -> None:
+def finish(g: Geometry, it: IterationBuffers) -> None:
     """Jacobi: the local solve of all tokens that still move, defect, scale and pivot."""
-    g, i = it.geometry, it.inputs
     layout = g.options.layout
     assert layout is not None
     finish_kernel[(g.b * g.t,)](
-        *(i.x, i.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
+        *(it.x, it.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
         *(it.y_next, it.mixed_next, it.parts, it.pivots),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.fed_stride, g.d, g.n, 0),
         EXACT=next_power_of_two(g.n) == g.n,
@@ -230,11 +250,12 @@ def finish(it: "FusedIteration") -> None:
     )
 
 
-def decide(it: "FusedIteration", *, count: bool) -> None:
+def decide(g: Geometry, it: IterationBuffers, *, count: bool) -> None:
     """Defect, scale, converged prefix and failure of every sample."""
-    g = it.geometry
     block_p = next_power_of_two(g.parts)
-    block_t = min(next_power_of_two(g.t), max(SMALLEST_DECIDE, DECIDE_TILE // block_p))
+    block_t = min(
+        next_power_of_two(g.t), max(g.limits.decide_tokens, g.limits.decide_tile // block_p)
+    )
     decide_kernel[(g.b,)](
         *(it.parts, it.norms, it.counters, g.b, g.t, g.parts),
         ATOL=g.rule.atol,
@@ -247,9 +268,12 @@ def decide(it: "FusedIteration", *, count: bool) -> None:
     )
 
 
-def settle(it: "FusedIteration", y_next: Tensor) -> None:
+def settle(
+    g: Geometry,
+    it: IterationBuffers,
+    y_next: Tensor,  # (b, t, d)
+) -> None:
     """Undo the last move of tokens that have just frozen; norm(y_next) of the others."""
-    g = it.geometry
     eps = g.options.feedback_norm_eps
     block_d = next_power_of_two(g.d)
     if not g.feedback:

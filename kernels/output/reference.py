@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from bedouin.kernels.direct.reference import normalize_feedback
+from bedouin.kernels.feedback import normalize_feedback
 from bedouin.kernels.output.types import OutputOperands
 
 

@@ -14,8 +14,8 @@ from bedouin.checks import one_of, reject_unknown
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
-from bedouin.kernels.direct import Activation, RawLayout
 from bedouin.kernels.householder import unit
+from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer, HouseholderProduct
@@ -31,6 +31,7 @@ from bedouin.parameterization import (
     inverse_softplus,
     log_uniform,
     make_mixer,
+    make_solve_options,
 )
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.base import check_number
@@ -125,11 +126,12 @@ class Bedouin(FixedPointLayer):
         self.decay = one_of("decay", decay, get_args(Decay))
         check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
         self.delta_from_x_init = float(delta_from_x_init)
+        mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,
             d_state=d_state,
             expand=expand,
-            mixer=make_mixer(mixer, num_householder, beta_max),
+            mixer=mixer,
             input_scale=input_scale,
             eigenvalues=eigenvalues,
             feedback=feedback,
@@ -138,11 +140,9 @@ class Bedouin(FixedPointLayer):
             norm_eps=norm_eps,
             output=output,
             bias=bias,
-            solver=solver,
-            adjoint=adjoint,
-            max_steps=max_steps,
-            backend=backend,
-            on_unconverged=on_unconverged,
+            solve_options=make_solve_options(
+                mixer, solver, adjoint, max_steps, on_unconverged, backend
+            ),
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,

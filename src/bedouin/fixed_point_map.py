@@ -9,7 +9,6 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,30 +18,23 @@ from torch import Tensor, nn
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct import (
     ROUNDING,
-    Coefficients,
-    RawLayout,
     Sweep,
-    SweepOptions,
     direct_sweep,
     direct_sweep_reference,
     factor_local,
     gain_gap,
     input_gain,
-    project_feedback,
     smallest_pivot,
     solve_local,
     solve_local_transposed,
-    start_tensors,
 )
+from bedouin.kernels.feedback import raw_with_feedback
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels
-from bedouin.kernels.iteration import (
-    FusedIteration,
-    IterationInputs,
-    IterationRule,
-    choose_iteration,
-)
-from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
+from bedouin.kernels.iteration import IterationRule, fuse_iteration
+from bedouin.kernels.operands import Coefficients, Operands, Parameterization
+from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.mixers import ChannelMixer
+from bedouin.solvers.base import Steps
 from bedouin.solvers.convergence import relative_residual
 from bedouin.solvers.solution import BackwardStats, SolveStats, can_read_device
 
@@ -56,113 +48,103 @@ class ScanInputs(NamedTuple):
     mixer_raw: Tensor  # (..., raw size of the mixer)
 
 
-@dataclass(frozen=True)
-class MapInputs:
-    """Everything that does not change while a layer looks for its fixed point.
-
-    x and raw may have a lower dtype than A, whose dtype the state and the iterates have.
-    """
-
-    x: Tensor  # (b, t, d)
-    raw: Tensor  # (b, t, r), from x
-    W_y: Tensor | None  # (r, d)
-    A: Tensor  # (d, n)
-    h0: Tensor | None  # (b, d, n); None: zeros
-    y0: Tensor | None  # (b, d); None: zeros
-
-
 class FixedPointMap:
-    """y (b, t, d) -> F(y) for any mixer: what Picard, Anderson and Broyden need."""
+    """y (b, t, d) -> F(y) for any mixer: what Picard, Anderson and Broyden need.
+
+    `split` turns raw values (..., r) into the scan's inputs.
+    """
 
     def __init__(
         self,
-        inputs: MapInputs,
+        operands: Operands,
+        parameterization: Parameterization,
         mixer: ChannelMixer,
         split: Callable[[Tensor], ScanInputs],
-        *,
-        input_scale: InputScale,
-        eigenvalues: Eigenvalues,
-        feedback_norm_eps: float | None,
         backend: Backend,
-        layout: RawLayout | None = None,
     ) -> None:
-        self.inputs, self.mixer, self.split, self.backend = inputs, mixer, split, backend
-        self.input_scale, self.eigenvalues = input_scale, eigenvalues
-        self.feedback_norm_eps, self.layout = feedback_norm_eps, layout
-        self._wide: tuple[Tensor, Tensor] | None = None
+        self.operands, self.parameterization = operands, parameterization
+        self.mixer, self.split, self.backend = mixer, split, backend
+        self._wide: Operands | None = None
         self._mixer_values: tuple[Tensor, ...] | None = None
 
     @property
-    def start(self) -> tuple[Tensor, Tensor]:
-        """h0 and y0 as tensors, None replaced by zeros."""
-        i = self.inputs
-        return start_tensors(i.h0, i.y0, i.x, i.A)
-
-    @property
-    def wide(self) -> tuple[Tensor, Tensor]:
-        """x and raw in the dtype of A, for plain torch; the kernels read them as they are."""
+    def wide(self) -> Operands:
+        """`Operands.wide`, for plain torch; the kernels read the operands as they are."""
         if self._wide is None:
-            inputs = self.inputs
             # kept for calls that record gradients, though the first may record none
             with torch.enable_grad():
-                self._wide = inputs.x.to(inputs.A.dtype), inputs.raw.to(inputs.A.dtype)
+                self._wide = self.operands.wide()
         return self._wide
 
     @property
     def mixer_values(self) -> tuple[Tensor, ...]:
-        """`_named_values` of the mixer in the dtype of A: what they meet has it."""
+        """`_named_values` of the mixer in the dtype of A, which all their products have."""
         if self._mixer_values is None:
-            dtype = self.inputs.A.dtype
+            dtype = self.operands.A.dtype
             # as in `wide`
             with torch.enable_grad():
                 named = _named_values(self.mixer, dtype)
                 self._mixer_values = tuple(value.to(dtype) for _, value in named)
         return self._mixer_values
 
-    def _mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def raw(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, r)
+        """raw^x + W^y norm(y_{t-1}); before the first token stands the incoming state's y."""
+        return raw_with_feedback(y, self.wide, self.parameterization.feedback_norm_eps)
+
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
+        """F(y)."""
+        tensors, options = self._scan_arguments(y)
+        return selective_scan(*tensors, **options)[0]
+
+    def memory(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, d, n)
+        """h after the last token of y."""
+        tensors, options = self._scan_arguments(y)
+        return selective_scan(*tensors, **options)[1]
+
+    def _scan_arguments(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Tensors and options of the scan that yields F(y)."""
+        delta, B, C, mixer_raw = self.split(self.raw(y))
+        return self._scan_of(self._mix(mixer_raw, y), delta, B, C)
+
+    def _scan_of(
+        self,
+        mixed: Tensor,  # (b, t, d), x~
+        delta: Tensor,  # (b, t, d)
+        B: Tensor,  # (b, t, n)
+        C: Tensor,  # (b, t, n)
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Tensors and options of a scan of `mixed`."""
+        h0, _ = self.wide.start()
+        options: dict[str, Any] = {
+            "input_scale": self.parameterization.input_scale,
+            "eigenvalues": self.parameterization.eigenvalues,
+            "backend": self.backend,
+        }
+        return (mixed, delta, self.operands.A, B, C, h0), options
+
+    def _mix(
+        self,
+        raw: Tensor,  # (b, t, raw size of the mixer)
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
         """x~."""
+        x = self.wide.x
         if not self.mixer_values:
             return self.mixer.mix(raw, x, y)
         mixed: Tensor = _call(_Mix(self.mixer), self.mixer_values, raw, x, y)
         return mixed
-
-    def raw(self, y: Tensor) -> Tensor:
-        """raw^x + W^y norm(y_{t-1}) (b, t, r); the first token sees the incoming state."""
-        inputs, (_, raw) = self.inputs, self.wide
-        if inputs.W_y is None or y.shape[1] == 0:
-            return raw
-        before = torch.cat([self.start[1].unsqueeze(1), y[:, :-1]], dim=1)
-        return raw + project_feedback(before, inputs.W_y, self.feedback_norm_eps)
-
-    def evaluate(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """F(y) and the memory after the last token."""
-        x, _ = self.wide
-        delta, B, C, mixer_raw = self.split(self.raw(y))
-        mixed = self._mix(mixer_raw, x, y)
-        return self._scan(mixed, delta, B, C, exclusive=False)
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return self.evaluate(y)[0]
-
-    def memory(self, y: Tensor) -> Tensor:
-        """h (b, d, n) after the last token of y."""
-        return self.evaluate(y)[1]
-
-    def _scan(
-        self, mixed: Tensor, delta: Tensor, B: Tensor, C: Tensor, *, exclusive: bool
-    ) -> tuple[Tensor, Tensor]:
-        return selective_scan(
-            mixed,
-            delta,
-            self.inputs.A,
-            B,
-            C,
-            self.start[0],
-            input_scale=self.input_scale,
-            eigenvalues=self.eigenvalues,
-            exclusive=exclusive,
-            backend=self.backend,
-        )
 
 
 def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
@@ -172,8 +154,13 @@ def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tens
     return [*module.named_parameters(), *others]
 
 
-def _call(module: nn.Module, values: Sequence[Tensor], raw: Tensor, *args: Tensor) -> Any:
-    """module(raw, *args) with `values` for what `_named_values` lists."""
+def _call(
+    module: nn.Module,
+    values: Sequence[Tensor],
+    raw: Tensor,  # (..., raw size of the mixer)
+    *args: Tensor,
+) -> Any:
+    """module(raw, *args) with `values` in place of what `_named_values` lists."""
     names = (name for name, _ in _named_values(module, raw.dtype))
     named = dict(zip(names, values, strict=True))
     return torch.func.functional_call(module, named, (raw, *args))
@@ -190,11 +177,11 @@ class _Mix(nn.Module):
         return self.mixer.mix(raw, x, y)
 
 
-class Bind:
-    """raw (..., r) -> Delta, B, C, e, U, M, with the mixer's parameters as they are given.
+class MixerBind:
+    """raw (..., r) -> Delta, B, C, e, U, M, with the values of the mixer as they are given.
 
     Not a method of the map: an autograd graph holds this object, the map holds a tensor of that
-    graph, and a circle through a graph is never collected.
+    graph, and Python's collector never frees a cycle through an autograd graph.
     """
 
     def __init__(self, split: Callable[[Tensor], ScanInputs], mixer: ChannelMixer) -> None:
@@ -207,8 +194,11 @@ class Bind:
         return Coefficients(delta, B, C, *_call(self.mixer, mixer_values, mixer_raw))
 
 
-def _reverse_stats(defect: Tensor, scale: Tensor) -> SolveStats:
-    # the reverse sweep meets the last token first
+def _reverse_stats(
+    defect: Tensor,  # (b, t)
+    scale: Tensor,  # (b, t)
+) -> SolveStats:
+    # the reverse sweep begins with the last token
     with torch.no_grad():
         residual = relative_residual(defect.flip(1), scale.flip(1))
         converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
@@ -220,58 +210,52 @@ class StructuredMap(FixedPointMap):
 
     _swept: Sweep | None = None
 
-    def coefficients(self, y: Tensor) -> Coefficients:
-        """Delta, B, C, e, U, M of all tokens for the feedback that y gives."""
-        return Bind(self.split, self.mixer)(self.raw(y), *self.mixer_values)
-
     @property
-    def _sweep_arguments(
+    def bind(self) -> MixerBind:
+        """How raw values become coefficients, for the operations of kernels.direct."""
+        return MixerBind(self.split, self.mixer)
+
+    def coefficients(
         self,
-    ) -> tuple[
-        Tensor,
-        Tensor,
-        Tensor | None,
-        Tensor,
-        Tensor | None,
-        Tensor | None,
-        tuple[Tensor, ...],
-        SweepOptions,
-    ]:
-        i = self.inputs
-        return i.x, i.raw, i.W_y, i.A, i.h0, i.y0, self.mixer_values, self._options
-
-    @property
-    def _options(self) -> SweepOptions:
-        return SweepOptions(
-            Bind(self.split, self.mixer),
-            self.input_scale,
-            self.eigenvalues,
-            self.feedback_norm_eps,
-            self.layout,
-        )
+        y: Tensor,  # (b, t, d)
+    ) -> Coefficients:
+        """Delta, B, C, e, U, M of all tokens for the feedback that y gives."""
+        return self.bind(self.raw(y), *self.mixer_values)
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
+        how = self.parameterization, self.bind, self.mixer_values
         if unroll:
-            _, _, W_y, A, _, _, parameters, options = self._sweep_arguments
-            operands = (*self.wide, W_y, A, *self.start)
-            self._swept = direct_sweep_reference(*operands, parameters, options)
+            self._swept = direct_sweep_reference(self.operands, *how)
         else:
             report = self._reporter(cell)
-            self._swept = direct_sweep(*self._sweep_arguments, report=report, backend=self.backend)
+            self._swept = direct_sweep(self.operands, *how, report=report, backend=self.backend)
         return self._swept
 
-    def memory(self, y: Tensor) -> Tensor:
+    def memory(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, d, n)
         """As for any map, without a second pass where the last sweep gave y."""
         if self._swept is not None and self._swept.y is y:
             return self._swept.h
         return super().memory(y)
 
-    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:
+    def attach(
+        self,
+        y_star: Tensor,  # (b, t, d)
+        cell: BackwardStats,
+    ) -> Tensor:  # (b, t, d)
         """y_star with the exact implicit gradient."""
-        report = self._reporter(cell)
-        arguments = self._sweep_arguments
-        return direct_sweep(*arguments, y_star=y_star, report=report, backend=self.backend).y
+        return direct_sweep(
+            self.operands,
+            self.parameterization,
+            self.bind,
+            self.mixer_values,
+            y_star=y_star,
+            report=self._reporter(cell),
+            backend=self.backend,
+        ).y
 
     def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
         def report(defect: Tensor, scale: Tensor) -> None:
@@ -280,31 +264,41 @@ class StructuredMap(FixedPointMap):
 
         return report
 
-    def fuse(self, y: Tensor, rule: IterationRule) -> FusedIteration | None:
+    def fuse(
+        self,
+        y: Tensor,  # (b, t, d)
+        rule: IterationRule,
+    ) -> Steps | None:
         """Steps on the device alone where the kernels cover this map (HouseholderProduct) and the
         rule; None: the plain loop. Raises ValueError where backend="triton" cannot run them."""
-        x, raw, W_y, A, _, _, parameters, options = self._sweep_arguments
-        operands = IterationInputs(x, raw, W_y, A, *self.start)
-        if choose_iteration(self.backend, operands, y, parameters, options, rule) == "reference":
-            return None
-        return FusedIteration(operands, y, options, rule)
+        values, backend = self.mixer_values, self.backend
+        return fuse_iteration(
+            self.operands, y, self.parameterization, values, rule, backend=backend
+        )
 
-    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """G(y): each token's local equation solved from what memory and feedback hold in y."""
-        x, _ = self.wide
+    def block_solve(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> tuple[Tensor, Tensor]:
+        """G(y) (b, t, d), each token's local equation solved from what memory and feedback hold in
+        y, and the smallest pivot (b,)."""
+        x = self.wide.x
         delta, B, C, e, U, M = self.coefficients(y)
-        diagonal = self._options.diagonal(e)
-        mixed = mix_channels(x, y, diagonal, U, M)
-        p, _ = self._scan(mixed, delta, B, C, exclusive=True)
+        diagonal = self.parameterization.diagonal(e)
+        tensors, options = self._scan_of(mix_channels(x, y, diagonal, U, M), delta, B, C)
+        p, _ = selective_scan(*tensors, exclusive=True, **options)
         sigma, gap = self._input_gain(delta, B, C)
         factors = factor_local(sigma, diagonal, U, M, gap)
         return solve_local(p, factors, x), smallest_pivot(factors).amin(1)
 
-    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
+    def block_transpose(
+        self,
+        y_star: Tensor,  # (b, t, d)
+    ) -> tuple[Callable[[Tensor], Tensor], ...]:
         """(w -> L^T w, r -> (I - L^T)^-1 r), L_t = diag(sigma_t)(I - Q_t), at y_star."""
         with torch.no_grad():
             delta, B, C, e, U, M = self.coefficients(y_star)
-            diagonal = self._options.diagonal(e)
+            diagonal = self.parameterization.diagonal(e)
             sigma, gap = self._input_gain(delta, B, C)
             factors = factor_local(sigma, diagonal, U, M, gap)
 
@@ -316,12 +310,18 @@ class StructuredMap(FixedPointMap):
 
         return apply, invert
 
-    def _input_gain(self, delta: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor | None]:
-        """sigma, and 1 - sigma as `gain_gap` has it, for mixers with e."""
-        # but for the coupled scale s has no state axis: A does not enter, so spare the decay
-        coupled = self.input_scale == "one_minus_decay"
-        A = self.inputs.A if coupled else self.inputs.A[:, :1]
-        decay, s = discretize(delta, A, self.input_scale, self.eigenvalues)
-        options = self._options
+    def _input_gain(
+        self,
+        delta: Tensor,  # (b, t, d)
+        B: Tensor,  # (b, t, n)
+        C: Tensor,  # (b, t, n)
+    ) -> tuple[Tensor, Tensor | None]:
+        """sigma (b, t, d), and 1 - sigma as `gain_gap` has it, for mixers with e."""
+        options = self.parameterization
+        # except for the coupled scale s has no state axis and does not depend on A: one column of
+        # A spares the decays of the others
+        coupled = options.input_scale == "one_minus_decay"
+        A = self.operands.A if coupled else self.operands.A[:, :1]
+        decay, s = discretize(delta, A, options.input_scale, options.eigenvalues)
         gap = gain_gap(decay, B, C, options) if options.layout is None else None
         return input_gain(s, B, C), gap

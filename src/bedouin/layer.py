@@ -6,7 +6,8 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, r 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,49 +24,48 @@ from bedouin.checks import (
     positive_int,
 )
 from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_step
-from bedouin.fixed_point_map import FixedPointMap, MapInputs, ScanInputs, StructuredMap
-from bedouin.kernels.backend import (
-    Backend,
-    autocast_dtype,
-    check_backend,
-    choose_backend,
-    without_autocast,
-)
+from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
+from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.decode import DecayKind
-from bedouin.kernels.direct import RawLayout
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.mixers import ChannelMixer, StructuredMixer
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     OutputStage,
-    choose_solver,
+    SolveOption,
     factory_options,
-    solve_dtype,
 )
 from bedouin.projection import split_linear
-from bedouin.solvers import (
-    Adjoint,
-    Cap,
-    ConvergenceError,
-    Direct,
-    Solution,
-    Solver,
-    SolveStats,
-    solve,
-)
+from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
-from bedouin.solvers.caps import as_cap
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.recompute import restores_tensors_only
 from bedouin.solvers.reporting import OnUnconverged
-from bedouin.solvers.solve import check_solve_arguments
+from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.state import BedouinState, check_state, zero_state
 
 
+class _Call(NamedTuple):
+    """One call between its projections and its output stage."""
+
+    f: FixedPointMap
+    start: Tensor  # (b, t, d), where the solve starts
+    x: Tensor  # (b, t, d)
+    z: Tensor | None  # (b, t, d)
+    gate: Tensor  # (b, t, d), the part that x determines
+    W_gate: Tensor | None  # (d, d)
+    state: BedouinState | None
+    dtype: torch.dtype  # of the output stage's products
+
+
 class FixedPointLayer(nn.Module, ABC):
-    """What the layers share: one fused projection, the solve, the state, the output stage.
+    """What the layers share: one fused projection, the solve, the output stage, the state.
+
+    A call is `_project`, the solve of `solve_options`, and `_output`.
 
     A subclass says which components the raw values have and how they become the scan's inputs.
     """
@@ -74,11 +74,20 @@ class FixedPointLayer(nn.Module, ABC):
     """Names of the raw components, in the order of the fused projection; the gate is last."""
 
     has_fused_step: ClassVar[bool] = False
-    """Declared by a class whose `_split`, `_A` and `drive` are what the decoding kernel does; not
-    inherited, since a subclass may change them."""
+    """Declared by a class whose `_split`, `_A` and `drive` are what the decoding kernel computes;
+    not inherited, since a subclass may change them."""
 
     has_drive: ClassVar[bool] = False
-    """Whether `drive` is more than its argument."""
+    """Whether `drive` changes its argument."""
+
+    solve_options: SolveOptions
+    """How calls are solved; `solver`, `adjoint`, `cap`, `on_unconverged` and `backend` are its
+    fields."""
+    solver = SolveOption[Solver]()
+    adjoint = SolveOption[Adjoint | None]()
+    cap = SolveOption[Cap]()
+    on_unconverged = SolveOption[OnUnconverged]()
+    backend = SolveOption[Backend]()
 
     stats: SolveStats | None
     """Statistics of the last call, None before any; after a ConvergenceError those of the call that
@@ -102,11 +111,7 @@ class FixedPointLayer(nn.Module, ABC):
         norm_eps: float,
         output: OutputStage,
         bias: bool,
-        solver: Solver | Literal["auto"],
-        adjoint: Adjoint | None,
-        max_steps: int | Cap,
-        backend: Backend,
-        on_unconverged: OnUnconverged,
+        solve_options: SolveOptions,
         layer_idx: int | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -130,11 +135,7 @@ class FixedPointLayer(nn.Module, ABC):
         check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
         self.mixer, self.layer_idx = mixer, layer_idx
-        self.solver = choose_solver(solver, mixer)
-        check_solve_arguments(self.solver, adjoint, on_unconverged)
-        check_backend(backend)
-        self.adjoint, self.cap = adjoint, as_cap(max_steps)
-        self.backend, self.on_unconverged = backend, on_unconverged
+        self.solve_options = solve_options
         self.stats = None
         self.draws = Draws()
         self.deferred = DeferredWarning()
@@ -161,8 +162,11 @@ class FixedPointLayer(nn.Module, ABC):
         """Sizes of the raw components, in the order of `components`; the first has d values."""
 
     @abstractmethod
-    def _split(self, raw: Tensor) -> ScanInputs:
-        """Raw values (..., r) as the scan's inputs."""
+    def _split(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> ScanInputs:
+        """Raw values as the scan's inputs."""
 
     @abstractmethod
     def _A(self) -> Tensor:
@@ -174,10 +178,13 @@ class FixedPointLayer(nn.Module, ABC):
 
     @abstractmethod
     def layout(self) -> RawLayout | None:
-        """What `_split` and the mixer do with raw values, if kernels know how to do it."""
+        """How kernels compute what `_split` and the mixer do with raw values; None: they cannot."""
 
-    def drive(self, x: Tensor) -> Tensor:
-        """What the mixer sees of x (b, t, d)."""
+    def drive(
+        self,
+        x: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
+        """The input of the mixer."""
         return x
 
     # -- parameters
@@ -187,8 +194,17 @@ class FixedPointLayer(nn.Module, ABC):
         """r: raw values a token, without the gate."""
         return sum(self._sizes.values())
 
+    @property
+    def feedback_norm_eps(self) -> float | None:
+        return FEEDBACK_NORM_EPS if self.feedback_norm else None
+
+    def parameterization(self) -> Parameterization:
+        """The options of the map, as its kernels take them."""
+        scales = self.input_scale, self.eigenvalues
+        return Parameterization(self.layout(), *scales, self.feedback_norm_eps)
+
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, but those of the mixer."""
+        """Draw all parameters anew, except those of the mixer."""
         self._mark_parameters()
         for module in (self.in_proj, self.x_proj, self.out_proj):
             module.reset_parameters()
@@ -204,9 +220,9 @@ class FixedPointLayer(nn.Module, ABC):
             self.norm.reset_parameters()
 
     def _mark_parameters(self) -> None:
-        """The marks that initializers and optimizers look for: those of Mamba.
+        """Set the attributes that initializers and optimizers of Mamba read.
 
-        Set with the values, since `to_empty` makes new parameters without them.
+        Set again with the values, since `to_empty` makes new parameters without them.
         """
         self.dt_bias._no_reinit = True  # type: ignore[attr-defined]
         for parameter in (self.D, self.decay_parameter()[2]):
@@ -218,21 +234,6 @@ class FixedPointLayer(nn.Module, ABC):
         if self.raw_bias is None:
             return F.pad(self.dt_bias, (0, self.raw_size))
         return torch.cat([self.dt_bias, self.raw_bias])
-
-    def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """W^x x: the raw values (b, t, r) and the gate (b, t, d); autocast's `dtype` for kernels.
-
-        For kernels two products, so that each result and its cotangent are whole tensors: a split
-        of one result would be joined again by a copy of all of it.
-        """
-        weight, bias, r = self.x_proj.weight, self._x_bias(), self.raw_size
-        if choose_backend(self.backend, x.device, x.dtype) != "triton":
-            raw, gate = F.linear(x, weight, bias).split([r, self.d_inner], -1)
-            return raw, gate
-        # torch adds the bias within the product where x is a matrix, else by a pass of its own
-        rows = x.flatten(0, 1)
-        raw, gate = split_linear(*(v.to(dtype) for v in (rows, weight, bias)), r=r)
-        return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """W^y of the loop (r, d), zero rows where nothing is fed back, and of the gate (d, d)."""
@@ -264,7 +265,10 @@ class FixedPointLayer(nn.Module, ABC):
         devices and states, ConvergenceError with on_unconverged="raise".
         """
         self.check_input(x, rank=3)
-        output, new_state = self._run(x, state, self.solver, return_state)
+        call = self._project(x, state, self.solve_options)
+        with without_autocast(x.device):
+            solution = self.solve_options.solve(call.f, call.start, 1, self._caller())
+        output, new_state = self._output(call, solution.value, return_state)
         return (output, new_state) if return_state else output
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
@@ -282,8 +286,13 @@ class FixedPointLayer(nn.Module, ABC):
         self.check_input(x_t, rank=2)
         if takes_fused_step(self, x_t):
             return (self.graphs.step if replays else fused_step)(self, x_t, state)
-        solver = Direct() if isinstance(self.mixer, StructuredMixer) else self.solver
-        output, new_state = self._run(x_t.unsqueeze(1), state, solver, True)
+        options = self.solve_options
+        if isinstance(self.mixer, StructuredMixer):
+            options = replace(options, solver=Direct())
+        call = self._project(x_t.unsqueeze(1), state, options)
+        with without_autocast(x_t.device):
+            solution = options.solve(call.f, call.start, 1, self._caller())
+        output, new_state = self._output(call, solution.value, True)
         assert new_state is not None
         return output.squeeze(1), new_state
 
@@ -291,134 +300,134 @@ class FixedPointLayer(nn.Module, ABC):
         """The state before any token: zeros, at least float32, on the layer's device."""
         check_batch_size(batch_size)
         weight = self.x_proj.weight
-        dtype = solve_dtype(weight.dtype)
+        dtype = accumulator(weight.dtype)
         return zero_state(batch_size, self.d_inner, self.d_state, dtype, weight.device)
 
-    def _run(
-        self, u: Tensor, state: BedouinState | None, solver: Solver, wants_state: bool
-    ) -> tuple[Tensor, BedouinState | None]:
+    def _project(
+        self,
+        u: Tensor,  # (b, t, m)
+        state: BedouinState | None,
+        options: SolveOptions,
+    ) -> _Call:
+        """Everything before the solve: projections, weights, the map and the start."""
         self.deferred.flush()
         projected = self.in_proj(u)
         x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
-        dtype, gemm_dtype = solve_dtype(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
+        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
-        raw, gate = self._project(x, low)
+        raw, gate = self._project_x(x, low)
         state = self._incoming(state, x, dtype)
         with without_autocast(u.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, W_y, state)
-            solution = self._solve(f, x, dtype, solver)
-            y = solution.value
-            new_state = self._outgoing(f, y, state) if wants_state else None
-            fed = self._fed_gate(y, state, W_gate)
-            hidden = self._output_stage(y, x, gate, fed, z, low)
-        output: Tensor = self.out_proj(hidden)
-        return output, new_state
+            if isinstance(options.solver, Direct):
+                # it reads nothing of the start except its shape
+                start = x.new_empty((), dtype=dtype).expand(x.shape)
+            else:
+                start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
+        return _Call(f, start, x, z, gate, W_gate, state, low)
 
-    def _fed_gate(
-        self, y: Tensor, state: BedouinState | None, W_gate: Tensor | None
-    ) -> Tensor | None:
-        """W^y norm(y_{t-1}) of the gate, in the dtype of W^y."""
-        if W_gate is None or not y.shape[1]:
-            return None
-        first = None if state is None else state.y
-        before = shifted_norm(
-            y, first, self.feedback_norm_eps, dtype=W_gate.dtype, backend=self.backend
-        )
-        return F.linear(before, W_gate)
-
-    def _output_stage(
+    def _project_x(
         self,
-        y: Tensor,
-        x: Tensor,
-        gate: Tensor,
-        fed: Tensor | None,
-        z: Tensor | None,
+        x: Tensor,  # (b, t, d)
         dtype: torch.dtype,
-    ) -> Tensor:
-        """SiLU(gate + z) * norm(y* + D x), or the paper's gate * SiLU(y* + D x), in `dtype`."""
-        if self.norm is None:
-            return gated_output(y, x, self.D, gate, fed, dtype=dtype, backend=self.backend)
-        weight, eps = self.norm.weight, self.norm.eps
-        assert eps is not None
-        return gated_output(
-            y, x, self.D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=self.backend
-        )
+    ) -> tuple[Tensor, Tensor]:
+        """W^x x: the raw values (b, t, r) and the gate (b, t, d); in `dtype` for kernels.
 
-    @property
-    def feedback_norm_eps(self) -> float | None:
-        return FEEDBACK_NORM_EPS if self.feedback_norm else None
+        For kernels two products, so that each result and its cotangent are whole tensors: a split
+        of one result would be joined again in the backward, by a copy of all of it.
+        """
+        weight, bias, r = self.x_proj.weight, self._x_bias(), self.raw_size
+        if choose_backend(self.backend, x.device, x.dtype) != "triton":
+            raw, gate = F.linear(x, weight, bias).split([r, self.d_inner], -1)
+            return raw, gate
+        # torch adds the bias within the product where x is a matrix, else in a second pass
+        rows = x.flatten(0, 1)
+        raw, gate = split_linear(*(v.to(dtype) for v in (rows, weight, bias)), r=r)
+        return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
 
     def _map(
-        self, x: Tensor, raw: Tensor, W_y: Tensor | None, state: BedouinState | None
+        self,
+        x: Tensor,  # (b, t, d)
+        raw: Tensor,  # (b, t, r)
+        W_y: Tensor | None,  # (r, d)
+        state: BedouinState | None,
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
-        dtype = solve_dtype(x.dtype)
+        dtype = accumulator(x.dtype)
         drive = self.drive(x.to(dtype)) if self.has_drive else x
-        return kind(
-            MapInputs(drive, raw, W_y, self._A().to(dtype), *(state or (None, None))),
-            self.mixer,
-            self._split,
-            input_scale=self.input_scale,
-            eigenvalues=self.eigenvalues,
-            feedback_norm_eps=self.feedback_norm_eps,
-            backend=self.backend,
-            layout=self.layout(),
-        )
+        operands = Operands(drive, raw, W_y, self._A().to(dtype), *(state or (None, None)))
+        return kind(operands, self.parameterization(), self.mixer, self._split, self.backend)
 
-    def _solve(self, f: FixedPointMap, x: Tensor, dtype: torch.dtype, solver: Solver) -> Solution:
-        choose_backend(self.backend, x.device)
-        if isinstance(solver, Direct):
-            # which reads no more of it than its shape
-            start = x.new_empty((), dtype=dtype).expand(x.shape)
-        else:
-            start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
-        try:
-            solution = solve(
-                f,
-                start,
-                solver,
-                max_steps=self.cap,
-                adjoint=self.adjoint,
-                on_unconverged=self.on_unconverged,
-                time_dim=1,
-                draw=self.next_draw(),
-                subject=type(self).__name__,
-                deferred=self.deferred,
-            )
-        except ConvergenceError as error:
-            self._keep_stats(error.stats)
-            raise
-        self._keep_stats(solution.stats)
-        return solution
+    def _caller(self) -> Caller:
+        return Caller(type(self).__name__, self.deferred, self.next_draw(), self._keep_stats)
 
     def _keep_stats(self, stats: SolveStats | None) -> None:
-        # of such a recomputation nothing is taken back: stats.backward comes to the first call's
+        # of such a recomputation nothing is kept: stats.backward goes to the first call's
         if not restores_tensors_only():
             self.stats = stats
 
+    def _output(
+        self,
+        call: _Call,
+        y: Tensor,  # (b, t, d), the fixed point
+        wants_state: bool,
+    ) -> tuple[Tensor, BedouinState | None]:
+        """The layer's output (b, t, m), and the state after the last token if wanted.
+
+        SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), projected; the gate
+        includes its feedback W^y norm(y_{t-1}).
+        """
+        with without_autocast(y.device):
+            state = self._outgoing(call, y) if wants_state else None
+            fed = None
+            if call.W_gate is not None and y.shape[1]:
+                first = None if call.state is None else call.state.y
+                before = shifted_norm(
+                    y,
+                    first,
+                    self.feedback_norm_eps,
+                    dtype=call.W_gate.dtype,
+                    backend=self.backend,
+                )
+                fed = F.linear(before, call.W_gate)
+            norm: dict[str, Any] = {}
+            if self.norm is not None:
+                norm = {"z": call.z, "weight": self.norm.weight, "eps": self.norm.eps}
+            common: dict[str, Any] = {"dtype": call.dtype, "backend": self.backend}
+            hidden = gated_output(y, call.x, self.D, call.gate, fed, **norm, **common)
+        output: Tensor = self.out_proj(hidden)
+        return output, state
+
     def next_draw(self) -> int | None:
         """The number of this training call, which a random cap depends on; None in evaluation."""
-        # a graph that counts would be compiled anew for each call
+        # the count would be a constant of the graph, which would be compiled anew for each call
         counts = self.cap.is_random or not torch.compiler.is_compiling()
         if not (self.training and counts):
             return None
         return self.draws.next(self.cap)
 
     def _incoming(
-        self, state: BedouinState | None, x: Tensor, dtype: torch.dtype
+        self,
+        state: BedouinState | None,
+        x: Tensor,  # (b, t, d)
+        dtype: torch.dtype,
     ) -> BedouinState | None:
-        # without tokens it goes out as it came in
+        # without tokens the state is returned as it is
         b, d, n = x.shape[0], self.d_inner, self.d_state
         if state is None:
             return None if x.shape[1] else zero_state(b, d, n, dtype, x.device)
         return check_state(state, b, d, n, x.new_empty(0, dtype=dtype))
 
-    def _outgoing(self, f: FixedPointMap, y: Tensor, state: BedouinState | None) -> BedouinState:
-        if state is not None and y.shape[1] == 0:
-            return state
+    def _outgoing(
+        self,
+        call: _Call,
+        y: Tensor,  # (b, t, d)
+    ) -> BedouinState:
+        if call.state is not None and y.shape[1] == 0:
+            return call.state
         # copies: a view would keep all of y alive, and autograd may have saved what it shows
-        return BedouinState(f.memory(y).clone(), y[:, -1].clone())
+        return BedouinState(call.f.memory(y).clone(), y[:, -1].clone())
 
     def check_input(self, x: Tensor, rank: int) -> None:
         shape = "(b, t, m)" if rank == 3 else "(b, m)"

@@ -4,14 +4,20 @@ Letters: b batch, t time.
 """
 
 import math
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct import Activation, RawLayout
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
-from bedouin.solvers import Direct, Picard, Solver
+from bedouin.solvers import Adjoint, Cap, Direct, Picard, Solver
+from bedouin.solvers.caps import as_cap
+from bedouin.solvers.reporting import OnUnconverged
+from bedouin.solvers.solve import SolveOptions
 
 Decay = Literal["mamba", "griffin"]
 RNNDecay = Literal["sigmoid", "griffin"]
@@ -43,6 +49,41 @@ def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
             f"solver must be 'auto' or a solver object such as Direct() or Picard(), got {solver!r}"
         )
     return solver
+
+
+def make_solve_options(
+    mixer: ChannelMixer,
+    solver: Solver | Literal["auto"],
+    adjoint: Adjoint | None,
+    max_steps: int | Cap,
+    on_unconverged: OnUnconverged,
+    backend: Backend,
+) -> SolveOptions:
+    """The arguments of a layer's constructor as one object; raises as `SolveOptions` does."""
+    cap = as_cap(max_steps)
+    return SolveOptions(choose_solver(solver, mixer), adjoint, cap, on_unconverged, backend)
+
+
+class _HasSolveOptions(Protocol):
+    solve_options: SolveOptions
+
+
+ValueT = TypeVar("ValueT")
+
+
+class SolveOption(Generic[ValueT]):
+    """A field of a layer's `solve_options` as an attribute of the layer, which may be set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> ValueT:
+        value: ValueT = getattr(layer.solve_options, self.name)
+        return value
+
+    def __set__(self, layer: _HasSolveOptions, value: ValueT) -> None:
+        changes: dict[str, Any] = {self.name: value}
+        layer.solve_options = replace(layer.solve_options, **changes)
 
 
 def make_mixer(
@@ -81,14 +122,9 @@ def factory_options(device: torch.device | str | None, dtype: torch.dtype | None
     return {"device": device, "dtype": dtype}
 
 
-def solve_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Iterates, states, residuals and k x k solves are at least float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """`tensor` in the dtype of the solve."""
-    return tensor.to(solve_dtype(tensor.dtype))
+    """`tensor`, of any shape, in the dtype of the solve."""
+    return tensor.to(accumulator(tensor.dtype))
 
 
 def log_uniform(like: Tensor, low: float, high: float) -> Tensor:

@@ -14,7 +14,7 @@ from bedouin.checks import one_of, ordered_subset, reject_unknown
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
-from bedouin.kernels.direct import Activation, RawLayout
+from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer
@@ -27,6 +27,7 @@ from bedouin.parameterization import (
     griffin_omega,
     householder_layout,
     make_mixer,
+    make_solve_options,
 )
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.reporting import OnUnconverged
@@ -81,11 +82,12 @@ class FixedPointRNN(FixedPointLayer):
             reject_unknown(type(self), unknown)
         self.decay = one_of("decay", decay, get_args(RNNDecay))
         feedback = ordered_subset("feedback", feedback, ("mixer",))
+        mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,
             d_state=1,
             expand=expand,
-            mixer=make_mixer(mixer, num_householder, beta_max),
+            mixer=mixer,
             input_scale="one_minus_decay",
             eigenvalues=eigenvalues,
             feedback=feedback,
@@ -94,11 +96,9 @@ class FixedPointRNN(FixedPointLayer):
             norm_eps=norm_eps,
             output="norm",
             bias=True,
-            solver=solver,
-            adjoint=adjoint,
-            max_steps=max_steps,
-            backend=backend,
-            on_unconverged=on_unconverged,
+            solve_options=make_solve_options(
+                mixer, solver, adjoint, max_steps, on_unconverged, backend
+            ),
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,

@@ -20,7 +20,7 @@ from bedouin.kernels.decode import (
     decode_token,
     unsupported_token,
 )
-from bedouin.kernels.direct import RawLayout
+from bedouin.kernels.operands import RawLayout
 from bedouin.testing import assert_close
 
 DEVICE = "cpu" if interpreter_is_on() else "cuda"
@@ -31,11 +31,9 @@ compiled = pytest.mark.gpu
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3}
 OPTIONS = StepOptions(
     RawLayout("softplus", True, 2, 1.0),
-    *("bounded_delta", "positive", "exp", 8.0),
+    *("bounded_delta", "positive", 1e-5, "exp", 8.0),
     fed=(True, True, True, True),
-    feedback_norm_eps=1e-5,
     norm_eps=1e-5,
-    rounding=1e4,
 )
 
 
@@ -109,7 +107,7 @@ def _assert_agree(case: Case) -> None:
     eps = torch.finfo(case.dtype).eps
     # residuals are rounding: they need not agree, only be as small
     assert got.residual.max() < 1e3 * eps and expected.residual.max() < 1e3 * eps
-    assert bool(got.converged.all()) and bool(got.held.all())
+    assert bool(got.converged.all()) and bool(got.all_converged.all())
 
 
 def _variants() -> list[Case]:
@@ -150,14 +148,14 @@ def test_a_sample_that_left_the_numbers_is_not_converged(bad: float) -> None:
     y[1, 2] = bad
     for backend in ("triton", "reference"):
         found = _run(case, backend, drive=y)
-        assert found.converged.tolist() == [1, 0] and found.held.tolist() == [1, 0]
+        assert found.converged.tolist() == [1, 0] and found.all_converged.tolist() == [1, 0]
         assert found.residual[0] < 1e-10 and bool(found.residual[1].isnan())
 
 
 @needs_triton
 def test_held_remembers_a_failure() -> None:
-    found = _run(Case(), "triton", held=torch.tensor([0, 1], dtype=torch.uint8))
-    assert found.converged.tolist() == [1, 1] and found.held.tolist() == [0, 1]
+    found = _run(Case(), "triton", all_converged=torch.tensor([0, 1], dtype=torch.uint8))
+    assert found.converged.tolist() == [1, 1] and found.all_converged.tolist() == [0, 1]
 
 
 @compiled

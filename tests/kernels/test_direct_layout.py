@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bedouin import Bedouin, FixedPointRNN
-from bedouin.kernels.direct import Activation, Coefficients, RawLayout, SweepOptions
 from bedouin.kernels.direct.layout import bind_by_layout, bind_vjp, is_covered
+from bedouin.kernels.operands import Activation, Coefficients, RawLayout
 from bedouin.layer import FixedPointLayer
 
 LAYERS: list[FixedPointLayer] = [
@@ -46,8 +46,7 @@ def test_the_cotangent_of_raw_values_is_that_of_autograd(
     pairs = [(v, g) for v, g in zip(found, cotangents, strict=True) if v.requires_grad]
     outputs, grads = zip(*pairs, strict=True)
     (expected,) = torch.autograd.grad(outputs, raw, grads)
-    options = SweepOptions(bind, "delta", "positive", None, layout)
-    actual = bind_vjp(options, raw.detach(), cotangents)
+    actual = bind_vjp(layout, raw.detach(), cotangents)
     scale = expected.abs().amax().item()
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-13 * scale)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct import Coefficients, RawLayout, SweepOptions, direct_sweep
+from bedouin.kernels.direct import direct_sweep
+from bedouin.kernels.operands import Coefficients, Operands, Parameterization, RawLayout
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -30,7 +31,7 @@ def _bind(raw: Tensor) -> Coefficients:
     raise AssertionError("the Triton sweep reads raw values by their layout")
 
 
-OPTIONS = SweepOptions(_bind, "bounded_delta", "full", 1e-5, LAYOUT)
+OPTIONS = Parameterization(LAYOUT, "bounded_delta", "full", 1e-5)
 
 
 def draw(device: str, *, t: int = 2, feedback: bool = True) -> list[Any]:
@@ -45,9 +46,10 @@ def draw(device: str, *, t: int = 2, feedback: bool = True) -> list[Any]:
 
 def run(operands: list[Any], y_star: Tensor | None = None) -> tuple[Tensor, ...]:
     reports: list[Tensor] = []  # which a graph leaves alone
-    arguments: tuple[Any, ...] = (*operands, (), OPTIONS)
     sweep = direct_sweep(
-        *arguments,
+        Operands(*operands),
+        OPTIONS,
+        _bind,
         y_star=y_star,
         report=lambda *values: reports.extend(values),
         backend="triton",

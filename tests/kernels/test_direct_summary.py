@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.fused import summarize
+from bedouin.kernels.direct.registered import summarize
 from bedouin.solvers.convergence import relative_residual, within_rounding
 
 NAN, INF = math.nan, math.inf

@@ -14,15 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bedouin.kernels.direct import (
-    Coefficients,
-    Sweep,
-    SweepOptions,
-    direct_sweep,
-    direct_sweep_reference,
-    project_feedback,
-)
+from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
+from bedouin.kernels.feedback import project_feedback
 from bedouin.kernels.householder import apply_complement, unit, wy_factor
+from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan
 
 D, N, K = 4, 3, 2
@@ -63,7 +58,8 @@ class Case:
     h0: Tensor
     y0: Tensor
     bind_parameters: tuple[Tensor, ...]
-    options: SweepOptions
+    bind: Bind
+    options: Parameterization
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -75,14 +71,15 @@ class Case:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return (*self.tensors[:6], self.bind_parameters, self.options)
+        operands = Operands(self.x, self.raw, self.W_y, self.A, self.h0, self.y0)
+        return operands, self.options, self.bind, self.bind_parameters
 
     def with_tensors(self, *tensors: Tensor | None) -> "Case":
         x, raw, W_y, A, h0, y0, *rest = tensors
         assert x is not None and raw is not None and A is not None
         assert h0 is not None and y0 is not None
         parameters = tuple(v for v in rest if v is not None)
-        return Case(x, raw, W_y, A, h0, y0, parameters, self.options)
+        return Case(x, raw, W_y, A, h0, y0, parameters, self.bind, self.options)
 
     def tracked(self) -> "Case":
         detached = (None if v is None else v.detach().requires_grad_() for v in self.tensors)
@@ -116,7 +113,8 @@ def _case(
         draw(b, D, n),
         draw(b, D),
         () if mixer == "householder" else (draw(D),),
-        SweepOptions(bind, input_scale, eigenvalues, norm_eps),
+        bind,
+        Parameterization(None, input_scale, eigenvalues, norm_eps),
     )
 
 
@@ -156,7 +154,7 @@ def _apply_map(case: Case, y: Tensor) -> Tensor:
     if case.W_y is not None:
         before = torch.cat([case.y0[:, None], y[:, :-1]], 1)
         raw = raw + project_feedback(before, case.W_y, case.options.feedback_norm_eps)
-    c = case.options.bind(raw, *case.bind_parameters)
+    c = case.bind(raw, *case.bind_parameters)
     mixed = case.x + apply_complement(y - case.x, c.e, c.U, c.M)
     scales: dict[str, Any] = {
         "input_scale": case.options.input_scale,
@@ -352,11 +350,11 @@ def test_an_exactly_singular_token_is_contained_and_its_pivot_kept(
     sweep: Callable[..., Sweep],
 ) -> None:
     x, beta = torch.randn(3, 5, D), torch.full((3, 5, D), 0.5)
-    options = SweepOptions(_plain, "delta", "positive", None)
-    rest = (None, -torch.ones(D, 2), torch.zeros(3, D, 2), torch.zeros(3, D), (), options)
-    clean = sweep(x, beta, *rest)
+    options = Parameterization(None, "delta", "positive", None)
+    rest = (None, -torch.ones(D, 2), torch.zeros(3, D, 2), torch.zeros(3, D))
+    clean = sweep(Operands(x, beta, *rest), options, _plain)
     beta[1, 2] = 1.0
-    swept = sweep(x, beta, *rest)
+    swept = sweep(Operands(x, beta, *rest), options, _plain)
     assert swept.pivot.tolist() == [0.5, 0.0, 0.5]
     assert torch.equal(swept.y[[0, 2]], clean.y[[0, 2]])
     assert torch.equal(swept.y[1, :2], clean.y[1, :2])

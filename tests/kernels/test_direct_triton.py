@@ -15,17 +15,16 @@ from torch.nn.functional import softplus
 
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct import (
+from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
+from bedouin.kernels.direct.limits import choose_sweep
+from bedouin.kernels.householder import unit, wy_factor
+from bedouin.kernels.operands import (
     Activation,
     Coefficients,
+    Operands,
+    Parameterization,
     RawLayout,
-    Sweep,
-    SweepOptions,
-    direct_sweep,
-    direct_sweep_reference,
 )
-from bedouin.kernels.direct.fused import choose_sweep
-from bedouin.kernels.householder import unit, wy_factor
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 DEVICE = "cpu" if interpreter_is_on() else "cuda"
@@ -61,10 +60,8 @@ class Setting:
         """That of the lowest dtype."""
         return max(TOLERANCE[d] for d in (self.dtype, self.low, self.inputs) if d is not None)
 
-    def options(self) -> SweepOptions:
-        return SweepOptions(
-            self.bind, self.input_scale, self.eigenvalues, self.norm_eps, self.layout
-        )
+    def options(self) -> Parameterization:
+        return Parameterization(self.layout, self.input_scale, self.eigenvalues, self.norm_eps)
 
     def bind(self, raw: Tensor) -> Coefficients:
         """What the layout says, in plain torch."""
@@ -103,9 +100,10 @@ def _run(
     operands: Any = [None if v is None else v.requires_grad_() for v in setting.operands()]
     before = [None if v is None else v.detach().clone() for v in operands]
     reports: list[Tensor] = []
-    arguments: tuple[Any, ...] = (*operands, (), setting.options())
     sweep = direct_sweep(
-        *arguments,
+        Operands(*operands),
+        setting.options(),
+        setting.bind,
         y_star=y_star,
         report=lambda *report: reports.extend(report),
         backend=backend,
@@ -125,10 +123,10 @@ def _run(
 def _magnitude(setting: Setting) -> Tensor:
     """Of the reference: forward.py bounds a scale with a state axis by 1."""
     with torch.no_grad():
-        operands = [v if v is None else v.to(setting.dtype) for v in setting.operands()]
+        operands: Any = [v if v is None else v.to(setting.dtype) for v in setting.operands()]
         operands[2] = setting.operands()[2]
-        arguments: tuple[Any, ...] = (*operands, (), setting.options())
-        return direct_sweep_reference(*arguments).magnitude
+        options = setting.options()
+        return direct_sweep_reference(Operands(*operands), options, setting.bind).magnitude
 
 
 def _assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -204,7 +202,7 @@ def test_a_reverse_sweep_in_a_launch_a_chunk(
     feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bedouin.kernels.direct.triton_launch.TOGETHER", 0)
-    monkeypatch.setattr("bedouin.kernels.direct.autograd.WORKSPACE", 0)
+    monkeypatch.setattr("bedouin.kernels.direct.buffers.WORKSPACE", 0)
     # chunks of 4 tokens
     _assert_like_the_plain_sweep(Setting(b=2, t=11, feedback=feedback))
 
@@ -322,9 +320,10 @@ def test_operands_need_not_be_contiguous() -> None:
     x, raw, _, A, h0, y0 = setting.operands()
     assert x is not None and raw is not None
     strided: list[Any] = [torch.stack([v, v], -1)[..., 0] for v in (x, raw)]
-    plain: tuple[Any, ...] = (x, raw, None, A, h0, y0, (), setting.options())
-    expected = direct_sweep(*plain, backend="triton").y
-    actual = direct_sweep(*strided, *plain[2:], backend="triton").y
+    rest: tuple[Any, ...] = (None, A, h0, y0)
+    options = setting.options()
+    expected = direct_sweep(Operands(x, raw, *rest), options, backend="triton").y
+    actual = direct_sweep(Operands(*strided, *rest), options, backend="triton").y
     assert torch.equal(actual, expected)
 
 
@@ -339,8 +338,8 @@ def test_raw_may_be_a_part_of_a_wider_tensor(feedback: bool, more: int) -> None:
     for part in (raw, wide.split([raw.shape[-1], more], -1)[0]):
         assert (part is raw) == part.is_contiguous()
         part.requires_grad_()
-        arguments = (operands[0], part, *operands[2:], (), Setting().options())
-        sweep = direct_sweep(*arguments, backend="triton")
+        given = Operands(operands[0], part, *operands[2:])
+        sweep = direct_sweep(given, Setting().options(), backend="triton")
         results.append([sweep.y, *torch.autograd.grad(sweep.y.square().sum(), part)])
     for actual, expected in zip(*results, strict=True):
         _assert_close("y or gradient of raw", actual, expected, 1e-12)
@@ -354,13 +353,13 @@ def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
 ) -> None:
     monkeypatch.setattr("bedouin.kernels.direct.triton_launch.PERSISTENT", persistent)
     setting = Setting(b=3, t=3, layout=RawLayout("softplus", True, 1, 1.0), feedback=feedback)
+    rest: Any
     x, raw, *rest = setting.operands()
     assert x is not None and raw is not None
 
     def sweep(raw: Tensor) -> tuple[Sweep, Tensor]:
         leaf = x.clone().requires_grad_()
-        arguments: tuple[Any, ...] = (leaf, raw, *rest, (), setting.options())
-        swept = direct_sweep(*arguments, backend="triton")
+        swept = direct_sweep(Operands(leaf, raw, *rest), setting.options(), backend="triton")
         return swept, torch.autograd.grad(swept.y.square().sum(), leaf)[0]
 
     spoiled = raw.clone()
@@ -422,9 +421,10 @@ def test_limits_of_the_kernels(
     x, raw, A = (torch.empty(1, 1, setting.d, dtype=setting.dtype) for _ in range(3))
     raw = torch.empty(1, 1, setting.layout.size(setting.d, setting.n), dtype=setting.dtype)
     A = torch.empty(setting.d, setting.n, dtype=setting.dtype)
+    operands = Operands(x, raw, None, A, None, None)
     with pytest.raises(ValueError, match=f"does not support {message}"):
-        choose_sweep("triton", x, raw, A, (), setting.options())
-    assert choose_sweep("auto", x, raw, A, (), setting.options()) == "reference"
+        choose_sweep("triton", operands, setting.options())
+    assert choose_sweep("auto", operands, setting.options()) == "reference"
 
 
 @compiled

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin
-from bedouin.kernels.direct import RawLayout, SweepOptions
-from bedouin.kernels.iteration import IterationInputs, IterationRule, Progress, choose_iteration
+from bedouin.kernels.iteration import IterationRule, Progress, choose_iteration
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.solvers import ImplicitAdjoint, Jacobi, Picard, UnrolledAdjoint, solve
 
 LAYOUT = RawLayout("softplus", True, 2, 1.0)
-OPTIONS = SweepOptions(lambda raw: raw, "delta", "positive", None, LAYOUT)
+OPTIONS = Parameterization(LAYOUT, "delta", "positive", None)
 RULE = IterationRule("picard", 1e-4, 1e-8)
 
 
-def _inputs(d: int, n: int, dtype: torch.dtype, layout: RawLayout = LAYOUT) -> IterationInputs:
+def _inputs(d: int, n: int, dtype: torch.dtype, layout: RawLayout = LAYOUT) -> Operands:
     x, raw = torch.empty(1, 1, d, dtype=dtype), torch.empty(1, 1, layout.size(d, n), dtype=dtype)
     A = torch.empty(d, n)
-    return IterationInputs(x, raw, None, A, A.unsqueeze(0), x[:, 0])
+    return Operands(x, raw, None, A, A.unsqueeze(0), x[:, 0])
 
 
 def _choose(backend: Any, d: int = 4, n: int = 3, **changes: Any) -> str:
@@ -31,7 +31,7 @@ def _choose(backend: Any, d: int = 4, n: int = 3, **changes: Any) -> str:
     inputs = _inputs(d, n, changes.get("dtype", torch.float32), layout or LAYOUT)
     y = torch.empty(1, 1, d, dtype=changes.get("y_dtype", torch.float32))
     parameters = changes.get("bind_parameters", ())
-    return choose_iteration(backend, inputs, y, parameters, replace(OPTIONS, layout=layout), rule)
+    return choose_iteration(backend, inputs, y, replace(OPTIONS, layout=layout), parameters, rule)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Captured:
             self.buffers = make_buffers(layer, x_t)
             self.x = torch.zeros_like(x_t, memory_format=torch.contiguous_format)
             self.replay, self.output = capture(lambda: advance(layer, self.x, self.buffers))
-            self.buffers.held.fill_(1)
+            self.buffers.all_converged.fill_(1)
         self._watch = Watch(layer)
         self._tokens = 0
         self._last: tuple[Tensor, Tensor, int] | None = None
@@ -87,15 +87,15 @@ class Captured:
         """One token from the state in the buffers; the output stays in its place."""
         layer.deferred.flush()
         if layer.training:
-            layer.draws.next(layer.cap)
+            layer.draws.next(layer.solve_options.cap)
         self.x.copy_(x_t)
         self.replay()
         self._last = None
         self._tokens += 1
-        if self._tokens % LOOK_EVERY == 0 and layer.on_unconverged == "warn":
+        if self._tokens % LOOK_EVERY == 0 and layer.solve_options.on_unconverged == "warn":
             subject = type(layer).__name__
             if not layer.deferred.is_pending(subject):
-                layer.deferred.schedule(self.buffers.stats_since_last_look(), subject)
+                layer.deferred.schedule(self.buffers.take_stats(), subject)
         return self.output
 
     def step(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.kernels.backend import (
-    Backend,
     autocast_dtype,
     interpreter_is_on,
     is_transformed,
@@ -27,15 +26,13 @@ from bedouin.kernels.decode import (
     decode_token,
     unsupported_token,
 )
-from bedouin.kernels.direct import ROUNDING, RawLayout
-from bedouin.kernels.direct.reference import normalize_feedback
-from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.kernels.feedback import normalize_feedback
+from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.parameterization import OutputStage
-from bedouin.solvers import Cap
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solution import BackwardStats, SolveStats
+from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state
 
 
@@ -48,12 +45,8 @@ class DecodedLayer(Protocol):
     d_inner: int
     d_state: int
     feedback: tuple[str, ...]
-    input_scale: InputScale
-    eigenvalues: Eigenvalues
     output: OutputStage
-    backend: Backend
-    on_unconverged: OnUnconverged
-    cap: Cap
+    solve_options: SolveOptions
 
     in_proj: nn.Linear
     x_proj: nn.Linear
@@ -79,6 +72,8 @@ class DecodedLayer(Protocol):
 
     def layout(self) -> RawLayout | None: ...
 
+    def parameterization(self) -> Parameterization: ...
+
     def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]: ...
 
     def drive(self, x: Tensor) -> Tensor: ...
@@ -93,10 +88,10 @@ class DecodedLayer(Protocol):
 
 
 class TokenStats(SolveStats):
-    """Statistics of one token: cut out of a copied block when somebody asks, not at every token."""
+    """Statistics of one token: views of a copied block, made when they are read."""
 
     def __init__(self, num_steps: Tensor, block: Tensor, at: int) -> None:
-        # past the frozen dataclass, whose other fields are properties here
+        # bypasses the frozen `__setattr__`; the other fields are properties here
         self.__dict__.update(num_steps=num_steps, _source=(block, at), _backward=BackwardStats())
 
     @cached_property
@@ -117,8 +112,12 @@ class TokenStats(SolveStats):
         return self._cut[2].view(torch.bool)
 
 
-def cut_statistics(block: Tensor, at: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
-    """residual, pivot (b,) and converged (b,) uint8, which stand in a block from `at` on."""
+def cut_statistics(
+    block: Tensor,  # (size,)
+    at: int,
+    b: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Residual, pivot (b,) and converged (b,) uint8, which begin at element `at` of a block."""
     end = at + 2 * b
     return block[at : at + b], block[at + b : end], block[end:].view(torch.uint8)[:b]
 
@@ -136,17 +135,17 @@ class Buffers:
         self.h = h.mT
         self.residual, self.pivot, self.converged = cut_statistics(self.block, self._end, b)
         self.normed = torch.zeros(b, d, dtype=low, device=state.device)
-        self.held = torch.ones(b, dtype=torch.uint8, device=state.device)
+        self.all_converged = torch.ones(b, dtype=torch.uint8, device=state.device)
         self.num_steps = torch.ones(b, dtype=torch.int64, device=state.device)
 
     def _state(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """h (b, d, n), which lies state-major, and y (b, d) in a block."""
+        """h (b, d, n), state-major in memory, and y (b, d) in a block."""
         b, n, d = self.shape
         h = block.as_strided((b, d, n), (n * d, 1, d))
         return h, block.as_strided((b, d), (d, 1), b * n * d)
 
     def load(self, state: BedouinState, norm_eps: float | None) -> None:
-        """Take a state in; raises TypeError or ValueError where it does not fit."""
+        """Copy a state in; raises TypeError or ValueError where it does not fit."""
         b, n, d = self.shape
         state = check_state(state, b, d, n, self.like)
         self.h.copy_(state.ssm.mT)
@@ -155,18 +154,18 @@ class Buffers:
 
     def copies(self) -> tuple[BedouinState, SolveStats]:
         """State and statistics, in one new block."""
-        # outside inference mode tensors count their changes, so a state that comes back unchanged
-        # need not be copied in again
+        # outside inference mode tensors have version counters, which tell whether a state that is
+        # passed back was changed or can stay in place
         with torch._C._InferenceMode(False):
             block = self.block.clone()
             h, y = self._state(block)
         return BedouinState(h, y), TokenStats(self.num_steps, block, self._end)
 
-    def stats_since_last_look(self) -> SolveStats:
-        """Converged says whether all tokens since the last call were solved."""
-        held = self.held.bool()
-        self.held.fill_(1)
-        return SolveStats(self.num_steps, self.residual.clone(), held, self.pivot.clone())
+    def take_stats(self) -> SolveStats:
+        """Statistics of the last token, where `converged` covers all tokens since the last call."""
+        converged = self.all_converged.bool()
+        self.all_converged.fill_(1)
+        return SolveStats(self.num_steps, self.residual.clone(), converged, self.pivot.clone())
 
 
 def make_buffers(layer: DecodedLayer, x_t: Tensor) -> Buffers:
@@ -176,7 +175,7 @@ def make_buffers(layer: DecodedLayer, x_t: Tensor) -> Buffers:
 
 
 def unsupported_step(layer: DecodedLayer) -> str | None:
-    """What the fused path does not cover, in words."""
+    """What the fused path does not cover, as a part of a message; None where it covers all."""
     if not vars(type(layer)).get("has_fused_step", False):
         return "subclasses"
     return unsupported_token(layer.d_inner, layer.d_state, layer.layout())
@@ -185,11 +184,13 @@ def unsupported_step(layer: DecodedLayer) -> str | None:
 def asks_for_fused_step(layer: DecodedLayer) -> bool:
     """Whether this call may take the fused path, whatever the layer and its input.
 
-    Not where a gradient may be asked for, nor where the host must see every outcome.
+    Not where a gradient may be needed, nor where the host must read every outcome.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         return False
-    return layer.backend != "reference" and layer.on_unconverged != "raise"
+    return layer.solve_options.backend != "reference" and (
+        layer.solve_options.on_unconverged != "raise"
+    )
 
 
 def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
@@ -197,20 +198,23 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     if not asks_for_fused_step(layer) or not len(x_t):
         return False
     if x_t.is_cuda:
-        # float64 is for checking numbers, which is the plain path's task
+        # float64 serves to check numbers, for which the plain path is the reference
         return layer.D.dtype != torch.float64 and unsupported_step(layer) is None
-    return layer.backend == "triton" and interpreter_is_on() and unsupported_step(layer) is None
+    options = layer.solve_options
+    if options.backend != "triton" or not interpreter_is_on():
+        return False
+    return unsupported_step(layer) is None
 
 
 def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
-    """Whether this call replays a graph if there is one for x_t."""
+    """Whether this call replays a graph if one exists for x_t."""
     if not isinstance(x_t, Tensor) or not x_t.is_cuda or not asks_for_fused_step(layer):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
 
 def has_graph(layer: DecodedLayer, x_t: Tensor) -> bool:
-    """Whether a token of x_t (b, m) is the replay of a graph, which may have to be made first."""
+    """Whether a token of x_t (b, m) replays a graph, which may have to be captured first."""
     return may_replay(layer, x_t) and takes_fused_step(layer, x_t)
 
 
@@ -239,29 +243,27 @@ def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
             buffers.residual,
             buffers.pivot,
             buffers.converged,
-            buffers.held,
+            buffers.all_converged,
         )
-        decode_token(operands, step_parameters(layer), options, backend=layer.backend)
+        decode_token(operands, step_parameters(layer), options, backend=layer.solve_options.backend)
     output: Tensor = layer.out_proj(hidden)
     return output
 
 
 def step_options(layer: DecodedLayer) -> StepOptions:
     """The layer's options as the kernel takes them."""
-    layout = layer.layout()
-    assert layout is not None
+    options, (kind, sharpness, _) = layer.parameterization(), layer.decay_parameter()
     fed = {name: name in layer.feedback for name in layer.components}
     first = next(iter(fed.values()))
     return StepOptions(
-        layout,
-        layer.input_scale,
-        layer.eigenvalues,
-        layer.decay_parameter()[0],
-        layer.decay_parameter()[1],
+        options.known_layout(),
+        options.input_scale,
+        options.eigenvalues,
+        options.feedback_norm_eps,
+        kind,
+        sharpness,
         (first, fed.get("B", False), fed.get("C", False), fed["mixer"]),
-        layer.feedback_norm_eps,
         None if layer.norm is None else layer.norm.eps,
-        ROUNDING,
     )
 
 
@@ -276,7 +278,7 @@ def step_parameters(layer: DecodedLayer) -> StepParameters:
 def fused_step(
     layer: DecodedLayer, x_t: Tensor, state: BedouinState
 ) -> tuple[Tensor, BedouinState]:
-    """One token without a graph of its own: in a capture of the caller's, or interpreted."""
+    """One token without a graph: within a capture of the caller, or in the interpreter."""
     buffers = make_buffers(layer, x_t)
     buffers.load(state, layer.feedback_norm_eps)
     output = advance(layer, x_t, buffers)

@@ -1,0 +1,220 @@
+"""The memory of a sweep and of its reverse sweep for the Triton launches; free of Triton.
+
+Letters: b batch, t time, d channels, n state per channel, r raw values.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.feedback import normalize_feedback, normalize_feedback_vjp
+from bedouin.kernels.launch import last_axis_contiguous
+from bedouin.kernels.linear import pad_rows, padding
+from bedouin.kernels.operands import Operands, Parameterization
+
+CHUNK = 16
+"""Tokens between two kept h: the backward's workspace is this many (b, d, n) tensors."""
+
+WORKSPACE = 2**23
+"""Most elements of h (32 MB in float32) that the reverse sweep's kernels hold for a chunk."""
+
+
+class SweepBuffers(NamedTuple):
+    """Tensors of a sweep; the last axis of x and raw is contiguous, the others are whole."""
+
+    x: Tensor  # (b, t, d)
+    raw: Tensor  # (b, t, r)
+    W_y: Tensor | None  # (r, d)
+    A: Tensor  # (n, d), log2(e) A
+    h: Tensor  # (b, n, d), in place
+    kept: Tensor  # (b, `count_kept`, n, d)
+    y: Tensor  # (b, t, d)
+    normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, the first token's given
+    statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
+
+
+class SolvedBuffers(NamedTuple):
+    """What the kernels read that run when y is known: its memory, and the reverse sweep."""
+
+    x: Tensor  # (b, t, d)
+    y: Tensor  # (b, t, d)
+    raw: Tensor  # (b, t, r)
+    fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1})
+    A: Tensor  # (n, d), log2(e) A
+    h0: Tensor  # (b, n, d), the samples perhaps in one memory
+    kept: Tensor  # (b, `count_kept`, n, d)
+
+
+class GradBuffers(NamedTuple):
+    """Cotangents, given and computed."""
+
+    y: Tensor  # (b, t, d)
+    H: Tensor  # (b, n, d), of the last h, in place that of h0
+    x: Tensor  # (b, t, d)
+    raw: Tensor  # (b, t, r or more), may be the memory of `fed`; zeros from r on
+    A: Tensor  # (b, n, d), zeros
+    statistics: Tensor  # (2, b, t): defect and scale
+
+
+def choose_chunk(operands: Operands) -> int:
+    """Tokens between two kept h for the kernels: 4 at least, fewer than CHUNK where the workspace
+    would otherwise exceed WORKSPACE."""
+    size = operands.x.shape[0] * operands.A.numel()
+    return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
+
+
+def count_kept(t_end: int, keep_every: int) -> int:
+    """How often h is kept: before tokens keep_every, 2 keep_every, ...; the first one is given."""
+    return max(0, (t_end - 1) // keep_every)
+
+
+def allocate_sweep(
+    operands: Operands, parameterization: Parameterization, keep_every: int
+) -> SweepBuffers:
+    """The inputs as the kernel reads them, and memory for its results."""
+    x, raw, W_y, A, h0, y0 = operands
+    (b, t_end, d), n = x.shape, A.shape[1]
+    y, kept = A.new_empty(b, t_end, d), A.new_empty(b, count_kept(t_end, keep_every), n, d)
+    h, normed = _first_memory(h0, b, A), y
+    if W_y is not None:
+        normed = W_y.new_empty(b, t_end, d)
+        if y0 is None:
+            normed[:, :1].zero_()
+        else:
+            eps = parameterization.feedback_norm_eps
+            normed[:, :1] = normalize_feedback(y0, eps).unsqueeze(1)
+    first = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, _exponents(A)
+    return SweepBuffers(*first, h, kept, y, normed, A.new_empty(4, b, t_end))
+
+
+def allocate_memory(
+    y: Tensor,  # (b, t, d), a fixed point found elsewhere
+    operands: Operands,
+    parameterization: Parameterization,
+    keep_every: int,
+) -> tuple[SolvedBuffers, Tensor]:
+    """Buffers whose `kept` is to be filled, and h (b, n, d), which becomes the last."""
+    x, _, W_y, A, h0, _ = operands
+    (b, t_end, d), n = x.shape, A.shape[1]
+    kept = A.new_empty(b, count_kept(t_end, keep_every), n, d)
+    y = y.contiguous()
+    fed = None if W_y is None else _feedback(y, operands, W_y, parameterization)
+    return _solved_buffers(y, fed, kept, operands), _first_memory(h0, b, A)
+
+
+def allocate_reverse(
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    y: Tensor,  # (b, t, d)
+    kept: Tensor,  # (b, `count_kept`, n, d)
+    operands: Operands,
+    parameterization: Parameterization,
+) -> tuple[SolvedBuffers, GradBuffers]:
+    """norm(y_{t-1}) is computed again where it is needed, not kept from the forward sweep."""
+    x, raw, W_y, A, _, _ = operands
+    (b, t_end, d), n, r = x.shape, A.shape[1], raw.shape[2]
+    if grad_h is None:
+        H, grad_A = A.new_zeros(2, b, n, d).unbind()
+    else:
+        H, grad_A = _state_major(grad_h), A.new_zeros(b, n, d)
+    fed = None
+    if W_y is None:
+        # with the padding, rows start where cuBLAS and wide stores are fastest
+        grad_raw = raw.new_empty(b, t_end, r + padding(r))
+    else:
+        fed = _feedback(y, operands, W_y, parameterization)
+        # a token's feedback is read before its cotangent is written: one memory for both
+        grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    statistics = A.new_empty(2, b, t_end)
+    grads = GradBuffers(last_axis_contiguous(grad_y), H, grad_x, grad_raw, grad_A, statistics)
+    return _solved_buffers(y, fed, kept, operands), grads
+
+
+def collect_gradients(
+    grads: GradBuffers,
+    grad_normed: Tensor | None,  # (splits, b, d), parts of the cotangent of norm(y0)
+    y: Tensor,  # (b, t, d)
+    operands: Operands,
+    parameterization: Parameterization,
+    *,
+    wants_y0: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, raw, W_y (empty without feedback), A, h0 and y0 (empty unless wanted)."""
+    _, raw, W_y, A, _, y0 = operands
+    r = raw.shape[2]
+    grad_y0, grad_W_y = A.new_empty(0, A.shape[0]), A.new_empty(0)
+    if wants_y0 and y0 is not None:
+        eps = parameterization.feedback_norm_eps
+        grad_y0 = torch.zeros_like(y0)
+        if grad_normed is not None:
+            grad_y0 = normalize_feedback_vjp(grad_normed.sum(0), y0, eps)
+    if W_y is not None:
+        rows = grads.raw.to(W_y.dtype).flatten(0, 1)
+        grad_W_y = (rows.mT @ _normed_past(y, operands, W_y, parameterization))[:r]
+    return grads.x, grads.raw[..., :r], grad_W_y, grads.A.sum(0).mT, grads.H.mT, grad_y0
+
+
+def _solved_buffers(
+    y: Tensor,  # (b, t, d)
+    fed: Tensor | None,  # (b, t, r or more)
+    kept: Tensor,  # (b, `count_kept`, n, d)
+    operands: Operands,
+) -> SolvedBuffers:
+    x, raw, _, A, h0, _ = operands
+    (d, n), b = A.shape, len(x)
+    # zeros of all samples in one memory
+    first = A.new_zeros(n, d).expand(b, n, d) if h0 is None else h0.mT.contiguous()
+    rows = last_axis_contiguous(x), y, last_axis_contiguous(raw)
+    return SolvedBuffers(*rows, fed, _exponents(A), first, kept)
+
+
+def _first_memory(
+    h0: Tensor | None,  # (b, d, n); None: zeros
+    b: int,
+    A: Tensor,  # (d, n)
+) -> Tensor:  # (b, n, d), in new memory
+    return A.new_zeros(b, A.shape[1], A.shape[0]) if h0 is None else _state_major(h0)
+
+
+def _state_major(
+    h: Tensor,  # (b, d, n)
+) -> Tensor:  # (b, n, d), in new memory
+    return h.mT.clone(memory_format=torch.contiguous_format)
+
+
+def _normed_past(
+    y: Tensor,  # (b, t, d)
+    operands: Operands,
+    W_y: Tensor,  # (r, d)
+    parameterization: Parameterization,
+) -> Tensor:  # (b t, d)
+    """norm(y_{t-1}) in the dtype of W^y."""
+    from bedouin.kernels.output.launch import shifted_norm_forward
+
+    if not y.numel():
+        return y.to(W_y.dtype).flatten(0, 1)
+    eps = parameterization.feedback_norm_eps
+    return shifted_norm_forward(y, operands.y0, eps, W_y.dtype).flatten(0, 1)
+
+
+def _feedback(
+    y: Tensor,  # (b, t, d)
+    operands: Operands,
+    W_y: Tensor,  # (r, d)
+    parameterization: Parameterization,
+) -> Tensor:  # (b, t, r or more)
+    """W^y norm(y_{t-1}), zeros from r on."""
+    past = _normed_past(y, operands, W_y, parameterization)
+    fed: Tensor = (past @ pad_rows(W_y).mT).unflatten(0, y.shape[:2])
+    return fed
+
+
+def _exponents(
+    A: Tensor,  # (d, n)
+) -> Tensor:  # (n, d)
+    """log2(e) A: the decay is 2 to that times Delta."""
+    exponents = A.new_empty(A.shape[1], A.shape[0])
+    return torch.mul(A.mT, math.log2(math.e), out=exponents)

@@ -1,0 +1,49 @@
+"""Which sweeps the Triton kernels cover.
+
+Letters: d channels, n state per channel.
+"""
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.direct.layout import is_covered
+from bedouin.kernels.launch import MAX_REFLECTIONS, next_power_of_two
+from bedouin.kernels.operands import Operands, Parameterization
+
+MAX_STATE = 32768
+"""Most elements of a sample's memory, both axes rounded up to a power of two: one program holds it
+in registers. 2048 channels with 16 states."""
+
+
+def choose_sweep(
+    backend: Backend,
+    operands: Operands,
+    parameterization: Parameterization,
+    bind_parameters: tuple[Tensor, ...] = (),
+) -> Implementation:
+    """The implementation of a sweep; raises as `choose_backend` does."""
+    unsupported = _unsupported(operands, parameterization, bind_parameters)
+    return choose_backend(backend, operands.x.device, operands.x.dtype, unsupported)
+
+
+def _unsupported(
+    operands: Operands, parameterization: Parameterization, bind_parameters: tuple[Tensor, ...]
+) -> str | None:
+    """What the kernels do not cover, as a part of a message; None where they cover everything."""
+    x, raw, A = operands.x, operands.raw, operands.A
+    layout, (d, n) = parameterization.layout, A.shape
+    if layout is None or not is_covered(layout, raw, A, bind_parameters):
+        return "this mixer (only HouseholderProduct)"
+    if not 1 <= layout.num_householder <= MAX_REFLECTIONS:
+        return f"{layout.num_householder} reflections (at most {MAX_REFLECTIONS})"
+    wide = torch.float64 in (x.dtype, raw.dtype, A.dtype)
+    if A.dtype not in (torch.float32, torch.float64) or (
+        wide and {x.dtype, raw.dtype} != {A.dtype}
+    ):
+        return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (A float32, or all float64)"
+    if d < 1 or n < 1 or next_power_of_two(d) * next_power_of_two(n) > MAX_STATE:
+        return f"{d} channels with {n} states (at most {MAX_STATE} together)"
+    if next_power_of_two(d) * next_power_of_two(layout.num_householder) > MAX_STATE // 2:
+        return f"{layout.num_householder} reflections of {d} channels"
+    return None

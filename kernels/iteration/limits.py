@@ -1,0 +1,58 @@
+"""Which iterations the Triton kernels cover.
+
+Letters: b batch, t time, d channels, n state per channel.
+"""
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.direct.layout import is_covered
+from bedouin.kernels.iteration.types import IterationRule
+from bedouin.kernels.launch import MAX_REFLECTIONS, accumulator, next_power_of_two
+from bedouin.kernels.operands import Operands, Parameterization
+
+MAX_TILE = 16384
+"""Most elements of u_1 .. u_k of a token, both axes rounded up to a power of two: one program of
+the local solve holds them in registers."""
+MAX_STATES = 1024
+
+
+def choose_iteration(
+    backend: Backend,
+    operands: Operands,
+    y: Tensor,  # (b, t, d)
+    parameterization: Parameterization,
+    bind_parameters: tuple[Tensor, ...],
+    rule: IterationRule,
+) -> Implementation:
+    """The implementation of the steps; raises as `choose_backend` does."""
+    unsupported = _unsupported(operands, y, parameterization, bind_parameters, rule)
+    return choose_backend(backend, y.device, y.dtype, unsupported)
+
+
+def _unsupported(
+    operands: Operands,
+    y: Tensor,  # (b, t, d)
+    parameterization: Parameterization,
+    bind_parameters: tuple[Tensor, ...],
+    rule: IterationRule,
+) -> str | None:
+    """What the kernels do not cover, as a part of a message; None where they cover everything."""
+    x, raw, _, A, _, _ = operands
+    layout, (d, n) = parameterization.layout, A.shape
+    if torch.compiler.is_compiling():
+        return "torch.compile"
+    if rule.adaptive:
+        return "adaptive damping (patience)"
+    if layout is None or not is_covered(layout, raw, A, bind_parameters):
+        return "this mixer (only HouseholderProduct)"
+    if not 1 <= layout.num_householder <= MAX_REFLECTIONS:
+        return f"{layout.num_householder} reflections (at most {MAX_REFLECTIONS})"
+    if y.dtype != accumulator(x.dtype) or A.dtype != y.dtype:
+        return f"y and A of {y.dtype}, {A.dtype} (both {accumulator(x.dtype)} for this x)"
+    if not 1 <= n <= MAX_STATES:
+        return f"{n} states (at most {MAX_STATES})"
+    if next_power_of_two(d) * next_power_of_two(layout.num_householder) > MAX_TILE:
+        return f"{layout.num_householder} reflections of {d} channels"
+    return None

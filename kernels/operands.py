@@ -1,0 +1,119 @@
+"""The two objects that travel from a layer to its kernels: `Operands` and `Parameterization`.
+
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+from torch import Tensor
+
+from bedouin.kernels.scan import Eigenvalues, InputScale
+
+Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
+"""How Delta follows from its raw values; "softplus_of_minus" is softplus(-raw)."""
+
+Scalars = tuple[str, bool, int, float, str, str, float | None]
+"""activation, selective, num_householder, beta_max, input_scale, eigenvalues, feedback_norm_eps."""
+
+
+class Operands(NamedTuple):
+    """The tensors that determine a map, which do not change while its fixed point is computed.
+
+    x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
+    """
+
+    x: Tensor  # (b, t, d)
+    raw: Tensor  # (b, t, r), the part that x determines
+    W_y: Tensor | None  # (r, d); None: no feedback
+    A: Tensor  # (d, n)
+    h0: Tensor | None  # (b, d, n), the memory before the first token; None: zeros
+    y0: Tensor | None  # (b, d), the output before the first token; None: zeros
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """h0 (b, d, n) and y0 (b, d), None replaced by zeros."""
+        b, A = self.x.shape[0], self.A
+        h0 = A.new_zeros(b, *A.shape) if self.h0 is None else self.h0
+        return h0, A.new_zeros(b, A.shape[0]) if self.y0 is None else self.y0
+
+    def wide(self) -> "Operands":
+        """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors."""
+        dtype = self.A.dtype
+        x, raw = self.x.to(dtype), self.raw.to(dtype)
+        return Operands(x, raw, self.W_y, self.A, *self.start())
+
+
+class Coefficients(NamedTuple):
+    """What the raw values of a token determine; leading axes (b,) or (b, t)."""
+
+    delta: Tensor  # (..., d)
+    B: Tensor  # (..., n)
+    C: Tensor  # (..., n)
+    e: Tensor  # (..., 1) or (..., d)
+    U: Tensor  # (..., k, d)
+    M: Tensor  # (..., k, k)
+
+
+Bind = Callable[..., Coefficients]
+"""bind(raw, *bind_parameters): the coefficients of raw values (..., r)."""
+
+
+@dataclass(frozen=True)
+class RawLayout:
+    """How kernels compute the coefficients themselves, without a `Bind`: Householder form, e = 0.
+
+    Raw values of a token: [Delta d | B n | C n | u_1 .. u_k k d | alpha k], with Delta =
+    activation(raw), B, C and u_i made unit, beta = beta_max sigmoid(alpha); without `selective`
+    [Delta d | u k d | alpha k] and B = C = 1.
+    """
+
+    activation: Activation
+    selective: bool
+    num_householder: int
+    beta_max: float
+
+    def size(self, d: int, n: int) -> int:
+        """r: raw values a token."""
+        return d + (2 * n if self.selective else 0) + self.num_householder * (d + 1)
+
+
+@dataclass(frozen=True)
+class Parameterization:
+    """The fixed options of a map."""
+
+    layout: RawLayout | None  # None: only a `Bind` can read the raw values
+    input_scale: InputScale
+    eigenvalues: Eigenvalues
+    feedback_norm_eps: float | None  # None: W^y is applied to y itself
+
+    def diagonal(self, e: Tensor) -> Tensor | None:  # (..., 1) or (..., d)
+        """e, or None where the layout says that it is 0: its terms are then not computed."""
+        return e if self.layout is None else None
+
+    def known_layout(self) -> RawLayout:
+        """`layout` for code that cannot do without; ValueError where it is None."""
+        if self.layout is None:
+            raise ValueError("parameterization.layout must be a RawLayout, got None")
+        return self.layout
+
+    def scalars(self) -> Scalars:
+        """The fields one by one, since registered operations take no objects."""
+        layout = self.known_layout()
+        fields = (layout.activation, layout.selective, layout.num_householder, layout.beta_max)
+        return *fields, self.input_scale, self.eigenvalues, self.feedback_norm_eps
+
+    @staticmethod
+    def from_scalars(
+        activation: str,
+        selective: bool,
+        num_householder: int,
+        beta_max: float,
+        input_scale: str,
+        eigenvalues: str,
+        feedback_norm_eps: float | None,
+    ) -> "Parameterization":
+        """The inverse of `scalars`."""
+        layout = RawLayout(cast(Activation, activation), selective, num_householder, beta_max)
+        scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
+        return Parameterization(layout, *scales, feedback_norm_eps)
