@@ -10,11 +10,6 @@ import torch
 from torch import Tensor
 
 
-MAX_REFLECTIONS = 8
-"""Most reflections that the kernels take: they are unrolled over them, and hold k x k matrices in
-registers."""
-
-
 def next_power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size`, for size >= 1."""
     return 1 << (size - 1).bit_length()

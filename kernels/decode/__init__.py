@@ -3,7 +3,8 @@
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
 from bedouin.kernels.decode.reference import decode_token_reference
-from bedouin.kernels.launch import MAX_REFLECTIONS, next_power_of_two
+from bedouin.kernels.device import MAX_REFLECTIONS
+from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import RawLayout
 
 __all__ = [

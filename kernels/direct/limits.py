@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.launch import MAX_REFLECTIONS, next_power_of_two
+from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
 MAX_STATE = 32768

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.checks import check_shape
+from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.householder.autograd import apply_product, build_factor
 from bedouin.kernels.householder.reference import (
     apply_complement,
@@ -18,7 +19,6 @@ from bedouin.kernels.householder.reference import (
     wy_factor,
     wy_factor_vjp,
 )
-from bedouin.kernels.launch import MAX_REFLECTIONS
 
 __all__ = [
     "apply_complement",

@@ -27,12 +27,12 @@ FEWEST_CHANNELS = 8
 PROGRAMS = 1024
 """Programs wanted in the scan, of one warp each."""
 AHEAD = {"picard": 2, "jacobi": 4}
-"""How many tokens the scan loads at once, as many tokens ahead; Picard loads y, too. Fewer would not
+"""How many tokens the scan loads at once, as many tokens ahead; Picard loads y, too. Fewer do not
 hide the latency of memory, more do not stay in registers (64 x 256, microseconds:
 Picard 147 with 2, 156 with 4; Jacobi 165 and 123)."""
 REGISTERS = 128
-"""Of a thread of the scan in float32: 16 programs a multiprocessor. Without this bound Picard's takes
-140, and the last few programs run alone (274 microseconds instead of 147)."""
+"""Of a thread of the scan in float32: 16 programs a multiprocessor. Without this bound Picard's
+takes 140, and the last few programs run alone (274 microseconds instead of 147)."""
 CHANNELS_A_WARP = 256
 """Of the kernels that take a token a program."""
 CHANNELS_AT_ONCE = 4
@@ -253,9 +253,8 @@ def finish(g: Geometry, it: IterationBuffers) -> None:
 def decide(g: Geometry, it: IterationBuffers, *, count: bool) -> None:
     """Defect, scale, converged prefix and failure of every sample."""
     block_p = next_power_of_two(g.parts)
-    block_t = min(
-        next_power_of_two(g.t), max(g.limits.decide_tokens, g.limits.decide_tile // block_p)
-    )
+    fitting = max(g.limits.decide_tokens, g.limits.decide_tile // block_p)
+    block_t = min(next_power_of_two(g.t), fitting)
     decide_kernel[(g.b,)](
         *(it.parts, it.norms, it.counters, g.b, g.t, g.parts),
         ATOL=g.rule.atol,

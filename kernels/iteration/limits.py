@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.iteration.types import IterationRule
-from bedouin.kernels.launch import MAX_REFLECTIONS, accumulator, next_power_of_two
+from bedouin.kernels.launch import accumulator, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
 MAX_TILE = 16384
