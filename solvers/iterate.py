@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
+from bedouin.kernels.launch import accumulator
 from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import FusedMap, Map, Solver, Steps, TimeDim, TokenMap, as_tokens
 from bedouin.solvers.convergence import (
@@ -163,7 +164,7 @@ class _PlainSteps:
     def _judge(self, before: Progress, measured: Measurement) -> Progress:
         f_y = measured.f_y.detach()
         # in float16 small tolerances would be rounded to zero
-        dtype = torch.promote_types(f_y.dtype, torch.float32)
+        dtype = accumulator(f_y.dtype)
         defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
         scale = f_y.abs().amax(-1).to(dtype)
         small = self.solver.within_tolerance(defect, scale) | before.frozen

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.feedback import normalize_feedback, normalize_feedback_vjp
+from bedouin.kernels.launch import last_axis_contiguous
 from bedouin.kernels.linear import pad_rows, padding
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -84,7 +85,7 @@ def allocate_sweep(
         else:
             eps = parameterization.feedback_norm_eps
             normed[:, :1] = normalize_feedback(y0, eps).unsqueeze(1)
-    first = _with_contiguous_rows(x), _with_contiguous_rows(raw), W_y, _exponents(A)
+    first = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, _exponents(A)
     return SweepBuffers(*first, h, kept, y, normed, A.new_empty(4, b, t_end))
 
 
@@ -128,7 +129,7 @@ def allocate_reverse(
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     statistics = A.new_empty(2, b, t_end)
-    grads = GradBuffers(_with_contiguous_rows(grad_y), H, grad_x, grad_raw, grad_A, statistics)
+    grads = GradBuffers(last_axis_contiguous(grad_y), H, grad_x, grad_raw, grad_A, statistics)
     return _solved_buffers(y, fed, kept, operands), grads
 
 
@@ -166,7 +167,7 @@ def _solved_buffers(
     (d, n), b = A.shape, len(x)
     # zeros of all samples in one memory
     first = A.new_zeros(n, d).expand(b, n, d) if h0 is None else h0.mT.contiguous()
-    rows = _with_contiguous_rows(x), y, _with_contiguous_rows(raw)
+    rows = last_axis_contiguous(x), y, last_axis_contiguous(raw)
     return SolvedBuffers(*rows, fed, _exponents(A), first, kept)
 
 
@@ -191,7 +192,7 @@ def _normed_past(
     parameterization: Parameterization,
 ) -> Tensor:  # (b t, d)
     """norm(y_{t-1}) in the dtype of W^y."""
-    from bedouin.kernels.output.triton_kernels import shifted_norm_forward
+    from bedouin.kernels.output.launch import shifted_norm_forward
 
     if not y.numel():
         return y.to(W_y.dtype).flatten(0, 1)
@@ -217,10 +218,3 @@ def _exponents(
     """log2(e) A: the decay is 2 to that times Delta."""
     exponents = A.new_empty(A.shape[1], A.shape[0])
     return torch.mul(A.mT, math.log2(math.e), out=exponents)
-
-
-def _with_contiguous_rows(
-    v: Tensor,  # (b, t, c)
-) -> Tensor:  # (b, t, c)
-    """v, in the same memory if its last axis is contiguous."""
-    return v if v.stride(-1) == 1 else v.contiguous()

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.checks import check_shape
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.householder.autograd import apply_product, build_factor
 from bedouin.kernels.householder.reference import (
@@ -82,27 +83,36 @@ def householder_factor(
     return householder_factor_reference(u, beta)
 
 
-def _apply(v: Tensor, u: Tensor, beta: Tensor, backend: Backend, *, complement: bool) -> Tensor:
+def _apply(
+    v: Tensor,  # (..., d)
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+    backend: Backend,
+    *,
+    complement: bool,
+) -> Tensor:  # (..., d)
     _check_shapes(u, beta)
-    if v.shape != (*u.shape[:-2], u.shape[-1]):
-        expected = (*u.shape[:-2], u.shape[-1])
-        raise ValueError(f"v must have shape {expected} for this u, got {tuple(v.shape)}")
+    check_shape("v", v, (*u.shape[:-2], u.shape[-1]), "(..., d) of this u")
     if _choose(backend, u) == "triton":
         mixed: Tensor = apply_product(v, u, beta, complement)
         return mixed
     return householder_product_reference(v, u, beta, complement=complement)
 
 
-def _choose(backend: Backend, u: Tensor) -> Implementation:
+def _choose(
+    backend: Backend,
+    u: Tensor,  # (..., k, d)
+) -> Implementation:
     many = u.shape[-2] > MAX_REFLECTIONS
     unsupported = f"more than {MAX_REFLECTIONS} reflections" if many else None
     implementation = choose_backend(backend, u.device, u.dtype, unsupported)
     return implementation if u.numel() else "reference"
 
 
-def _check_shapes(u: Tensor, beta: Tensor) -> None:
+def _check_shapes(
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+) -> None:
     if u.dim() < 2:
         raise ValueError(f"u must have shape (..., k, d), got {tuple(u.shape)}")
-    if beta.shape != u.shape[:-1]:
-        expected = tuple(u.shape[:-1])
-        raise ValueError(f"beta must have shape {expected} for this u, got {tuple(beta.shape)}")
+    check_shape("beta", beta, u.shape[:-1], "(..., k) of this u")

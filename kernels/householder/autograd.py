@@ -6,33 +6,52 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.launch import accumulator
 
 
 @torch.library.custom_op("bedouin::householder_product", mutates_args=())
-def apply_product(v: Tensor, u: Tensor, beta: Tensor, complement: bool) -> Tensor:
-    """Q v, or with `complement` (I - Q) v; shapes as in `householder_product_reference`."""
-    from bedouin.kernels.householder.triton_kernels import product_forward
+def apply_product(
+    v: Tensor,  # (..., d)
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+    complement: bool,
+) -> Tensor:  # (..., d)
+    """Q v, or with `complement` (I - Q) v."""
+    from bedouin.kernels.householder.launch import product_forward
 
     return product_forward(v, u, beta, complement=complement)
 
 
 @apply_product.register_fake
-def _apply_product_fake(v: Tensor, u: Tensor, beta: Tensor, complement: bool) -> Tensor:
+def _apply_product_fake(
+    v: Tensor,  # (..., d)
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+    complement: bool,
+) -> Tensor:
     return v.new_empty(v.shape)
 
 
 @torch.library.custom_op("bedouin::householder_product_backward", mutates_args=())
 def _product_backward(
-    grad: Tensor, v: Tensor, u: Tensor, beta: Tensor, complement: bool
+    grad: Tensor,  # (..., d)
+    v: Tensor,  # (..., d)
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+    complement: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from bedouin.kernels.householder.triton_kernels import product_backward
+    from bedouin.kernels.householder.launch import product_backward
 
     return product_backward(grad, v, u, beta, complement=complement)
 
 
 @_product_backward.register_fake
 def _product_backward_fake(
-    grad: Tensor, v: Tensor, u: Tensor, beta: Tensor, complement: bool
+    grad: Tensor,  # (..., d)
+    v: Tensor,  # (..., d)
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+    complement: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return v.new_empty(v.shape), u.new_empty(u.shape), beta.new_empty(beta.shape)
 
@@ -42,39 +61,56 @@ def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*operands)
 
 
-def _pull_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_product(
+    ctx: Any,
+    grad: Tensor,  # (..., d)
+) -> tuple[Tensor | None, ...]:
     operands = ctx.saved_tensors
     with torch.no_grad():
         grads = _product_backward(grad, *operands, ctx.complement)
     return *refuse_second_derivative(grads, [grad, *operands]), None
 
 
-apply_product.register_autograd(_pull_product, setup_context=_save_product)
+apply_product.register_autograd(_backward_product, setup_context=_save_product)
 
 
 @torch.library.custom_op("bedouin::householder_factor", mutates_args=())
-def build_factor(u: Tensor, beta: Tensor) -> Tensor:
-    """T; shapes as in `householder_factor_reference`."""
-    from bedouin.kernels.householder.triton_factor import factor_forward
+def build_factor(
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+) -> Tensor:  # (..., k, k)
+    """T of Q = I - U^T T U."""
+    from bedouin.kernels.householder.launch import factor_forward
 
     return factor_forward(u, beta)
 
 
 @build_factor.register_fake
-def _build_factor_fake(u: Tensor, beta: Tensor) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(u.dtype, beta.dtype), torch.float32)
+def _build_factor_fake(
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+) -> Tensor:
+    dtype = accumulator(u.dtype, beta.dtype)
     return u.new_empty(*beta.shape, beta.shape[-1], dtype=dtype)
 
 
 @torch.library.custom_op("bedouin::householder_factor_backward", mutates_args=())
-def _factor_backward(grad: Tensor, u: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    from bedouin.kernels.householder.triton_factor import factor_backward
+def _factor_backward(
+    grad: Tensor,  # (..., k, k)
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+) -> tuple[Tensor, Tensor]:
+    from bedouin.kernels.householder.launch import factor_backward
 
     return factor_backward(grad, u, beta)
 
 
 @_factor_backward.register_fake
-def _factor_backward_fake(grad: Tensor, u: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+def _factor_backward_fake(
+    grad: Tensor,  # (..., k, k)
+    u: Tensor,  # (..., k, d)
+    beta: Tensor,  # (..., k)
+) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), beta.new_empty(beta.shape)
 
 
@@ -82,11 +118,14 @@ def _save_factor(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _pull_factor(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_factor(
+    ctx: Any,
+    grad: Tensor,  # (..., k, k)
+) -> tuple[Tensor | None, ...]:
     operands = ctx.saved_tensors
     with torch.no_grad():
         grads = _factor_backward(grad, *operands)
     return refuse_second_derivative(grads, [grad, *operands])
 
 
-build_factor.register_autograd(_pull_factor, setup_context=_save_factor)
+build_factor.register_autograd(_backward_factor, setup_context=_save_factor)

@@ -7,11 +7,16 @@ I - Q = diag(e) + U^T M U, with e = 0 and M = T (upper triangular) for a Househo
 import torch
 from torch import Tensor
 
+from bedouin.kernels.launch import accumulator
+
 UNIT_EPS = 1e-6
 
 
-def unit(v: Tensor, eps: float = UNIT_EPS) -> Tensor:
-    """v * rsqrt(|v|^2 + len(v) eps) over the last axis.
+def unit(
+    v: Tensor,  # (..., d)
+    eps: float = UNIT_EPS,
+) -> Tensor:  # (..., d)
+    """v * rsqrt(|v|^2 + d eps) over the last axis.
 
     The eps inside the root keeps the gradient at v = 0 finite (plain division has 1e12 there).
     """
@@ -19,7 +24,11 @@ def unit(v: Tensor, eps: float = UNIT_EPS) -> Tensor:
     return v * torch.rsqrt(squared_norm + v.shape[-1] * eps)
 
 
-def unit_vjp(grad: Tensor, v: Tensor, eps: float = UNIT_EPS) -> Tensor:
+def unit_vjp(
+    grad: Tensor,  # (..., d)
+    v: Tensor,  # (..., d)
+    eps: float = UNIT_EPS,
+) -> Tensor:  # (..., d)
     """Cotangent of v from that of unit(v)."""
     scale = torch.rsqrt(v.square().sum(-1, keepdim=True) + v.shape[-1] * eps)
     direction = v * scale
@@ -40,7 +49,7 @@ def combine_rows(
     a: Tensor,  # (..., k)
     rows: Tensor,  # (..., k, d)
 ) -> Tensor:  # (..., d)
-    """U^T a, as a row vector times U: the layout that batched products like."""
+    """U^T a, as a row vector times U: batched products are faster in this layout."""
     return (a.unsqueeze(-2) @ rows).squeeze(-2)
 
 
@@ -58,8 +67,10 @@ def wy_factor(
     return _inverse_of_one_plus(N) * beta.unsqueeze(-2)
 
 
-def _inverse_of_one_plus(N: Tensor) -> Tensor:
-    """(I + N)^-1 (..., k, k) for strictly upper triangular N."""
+def _inverse_of_one_plus(
+    N: Tensor,  # (..., k, k), strictly upper triangular
+) -> Tensor:  # (..., k, k)
+    """(I + N)^-1."""
     k = N.shape[-1]
     identity = torch.eye(k, dtype=N.dtype, device=N.device)
     inverse = identity - N
@@ -107,14 +118,19 @@ def mix_channels(
 ) -> Tensor:  # (..., d)
     """x~ = Q (x - y) + y, as (1 - e) x + e y + U^T M U (y - x).
 
-    x + (I - Q)(y - x) would lose the digits of a small Q for e = 1: it adds x and takes it away.
+    For e = 1 and a small Q, x + (I - Q)(y - x) would cancel: x is added and subtracted again.
     """
     moved = apply_complement(y - x, None, U, M)
     return moved + (x if e is None else (1 - e) * x + e * y)
 
 
-def apply_complement_transposed(v: Tensor, e: Tensor | None, U: Tensor, M: Tensor) -> Tensor:
-    """(I - Q)^T v = e * v + U^T M^T U v; shapes as in `apply_complement`."""
+def apply_complement_transposed(
+    v: Tensor,  # (..., d)
+    e: Tensor | None,  # (..., 1) or (..., d); None: 0
+    U: Tensor,  # (..., k, d)
+    M: Tensor,  # (..., k, k)
+) -> Tensor:  # (..., d)
+    """(I - Q)^T v = e * v + U^T M^T U v."""
     return apply_complement(v, e, U, M.mT)
 
 
@@ -127,9 +143,9 @@ def householder_product_reference(
 ) -> Tensor:  # (..., d)
     """Q v = H_1 (H_2 ( ... (H_k v))), one reflection after the other: the definition.
 
-    With `complement` (I - Q) v, as the sum of what each reflection takes away: no cancellation.
+    With `complement` (I - Q) v, as the sum of what each reflection subtracts: no cancellation.
     """
-    dtype = _accumulator(v, u, beta)
+    dtype = accumulator(v.dtype, u.dtype, beta.dtype)
     rest, u_bar, beta = v.to(dtype), unit(u.to(dtype)), beta.to(dtype)
     taken = torch.zeros_like(rest)
     for i in reversed(range(u.shape[-2])):
@@ -144,13 +160,6 @@ def householder_factor_reference(
     beta: Tensor,  # (..., k)
 ) -> Tensor:  # (..., k, k)
     """`wy_factor` of the normalized rows, in at least float32."""
-    dtype = _accumulator(u, beta)
+    dtype = accumulator(u.dtype, beta.dtype)
     with torch.autocast(u.device.type, enabled=False):
         return wy_factor(unit(u.to(dtype)), beta.to(dtype))
-
-
-def _accumulator(*operands: Tensor) -> torch.dtype:
-    dtype = torch.float32
-    for operand in operands:
-        dtype = torch.promote_types(dtype, operand.dtype)
-    return dtype

@@ -1,4 +1,4 @@
-"""The k x k factor T of H_1 ... H_k = I - U^T T U in Triton, forward and backward.
+"""Kernels of the k x k factor T of H_1 ... H_k = I - U^T T U, forward and backward.
 
 One program of one warp takes one token: its Gram matrix, collected over blocks of channels in one
 partial sum per thread, and then small algebra in registers. The backward collects it once more.
@@ -9,17 +9,8 @@ Letters: t tokens, k reflections, d channels.
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.householder.triton_kernels import accumulator_of, tokens_first
-from bedouin.kernels.launch import next_power_of_two
-
-PARTIALS = 2048
-"""Partial sums of a Gram matrix in one warp: 64 in each thread."""
 
 
 @triton.jit
@@ -90,7 +81,7 @@ def _unit_gram(raw, d, i, j, EPS: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _factor_kernel(
+def factor_kernel(
     u_ptr,  # (t, k, d)
     beta_ptr,  # (t, k)
     factor_ptr,  # (t, k, k)
@@ -119,7 +110,7 @@ def _factor_kernel(
 
 
 @triton.jit
-def _factor_backward_kernel(
+def factor_backward_kernel(
     grad_ptr,  # (t, k, k)
     u_ptr,  # (t, k, d)
     beta_ptr,  # (t, k)
@@ -169,48 +160,3 @@ def _factor_backward_kernel(
         grad_u = tl.sum(weights[:, :, None] * u.to(ACC)[None, :, :], axis=1)
         out = grad_u_ptr + (token * K + row[:, None]) * d + channel[None, :]
         tl.store(out, grad_u.to(grad_u_ptr.dtype.element_ty), mask=mask)
-
-
-def factor_forward(
-    u: Tensor,  # (..., k, d)
-    beta: Tensor,  # (..., k)
-) -> Tensor:  # (..., k, k)
-    """T in float32, or float64 for such operands. No size may be 0, and k at most 8."""
-    dtype = torch.promote_types(torch.promote_types(u.dtype, beta.dtype), torch.float32)
-    factor = torch.empty(*beta.shape, beta.shape[-1], dtype=dtype, device=u.device)
-    beta, u = tokens_first(beta, u)
-    t, k, d = u.shape
-    _factor_kernel[(t,)](
-        *(u, beta, factor, d, u.stride(0), u.stride(1), *beta.stride()),
-        K=k,
-        EPS=UNIT_EPS,
-        ACC=accumulator_of(u, beta),
-        **_blocks(k, d),
-    )
-    return factor
-
-
-def factor_backward(
-    grad: Tensor,  # (..., k, k)
-    u: Tensor,  # (..., k, d)
-    beta: Tensor,  # (..., k)
-) -> tuple[Tensor, Tensor]:
-    """Cotangents of u and beta; sizes as in `factor_forward`."""
-    grad_u, grad_beta = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (u, beta))
-    grad = grad.contiguous()
-    beta, u = tokens_first(beta, u)
-    t, k, d = u.shape
-    _factor_backward_kernel[(t,)](
-        *(grad, u, beta, grad_u, grad_beta, d, u.stride(0), u.stride(1), *beta.stride()),
-        K=k,
-        EPS=UNIT_EPS,
-        ACC=accumulator_of(u, beta),
-        **_blocks(k, d),
-    )
-    return grad_u, grad_beta
-
-
-def _blocks(k: int, d: int) -> dict[str, int]:
-    block_k = next_power_of_two(k)
-    block_d = min(PARTIALS // block_k**2, next_power_of_two(d), 1024)
-    return {"BLOCK_K": block_k, "BLOCK_D": block_d, "num_warps": 1}

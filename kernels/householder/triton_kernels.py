@@ -1,4 +1,4 @@
-"""Householder products in Triton: Q v and (I - Q) v, forward and backward.
+"""Kernels of Householder products: Q v and (I - Q) v, forward and backward.
 
 One program takes one token, or several where channels are few, with v in registers. The reflections
 are applied one after the other: each row of u passes through once, its norm and its product with v
@@ -7,22 +7,12 @@ are one reduction each, and the next row is on its way meanwhile. The backward r
 Letters: t tokens, k reflections, d channels.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.launch import ceil_div, next_power_of_two
-
-FORWARD_WARP, BACKWARD_WARP = 1024, 512
-"""Channels in one warp, 32 and 16 a thread: more sums without a barrier against more registers, and
-the backward holds twice as many vectors. Half of that in float64."""
-MAX_WARPS = 16
 
 
 @triton.jit
-def _forward_kernel(
+def product_kernel(
     v_ptr,  # (t, d)
     u_ptr,  # (t, k, d)
     beta_ptr,  # (t, k)
@@ -71,7 +61,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def product_backward_kernel(
     grad_ptr,  # (t, d)
     v_ptr,  # (t, d)
     u_ptr,  # (t, k, d)
@@ -154,79 +144,3 @@ def _backward_kernel(
     out = grad_beta_ptr + token[:, None] * K + reflection
     in_k = in_t[:, None] & (reflection < K)
     tl.store(out, grad_beta.to(grad_beta_ptr.dtype.element_ty), mask=in_k)
-
-
-def product_forward(
-    v: Tensor,  # (..., d)
-    u: Tensor,  # (..., k, d)
-    beta: Tensor,  # (..., k)
-    *,
-    complement: bool,
-) -> Tensor:  # (..., d)
-    """Q v, or (I - Q) v. No size may be 0."""
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    v, u, beta = tokens_first(v, u, beta)
-    acc = accumulator_of(v, u, beta)
-    (t, k, d), blocks = u.shape, _blocks(u, FORWARD_WARP, acc)
-    _forward_kernel[(ceil_div(t, blocks["TOKENS"]),)](
-        *(v, u, beta, out, t, d, v.stride(0), u.stride(0), u.stride(1), *beta.stride()),
-        K=k,
-        COMPLEMENT=complement,
-        EPS=UNIT_EPS,
-        ACC=acc,
-        **blocks,
-    )
-    return out
-
-
-def product_backward(
-    grad: Tensor,  # (..., d)
-    v: Tensor,  # (..., d)
-    u: Tensor,  # (..., k, d)
-    beta: Tensor,  # (..., k)
-    *,
-    complement: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cotangents of v, u and beta. No size may be 0."""
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (v, u, beta)]
-    (grad,) = tokens_first(grad)
-    v, u, beta = tokens_first(v, u, beta)
-    acc = accumulator_of(v, u, beta)
-    (t, k, d), blocks = u.shape, _blocks(u, BACKWARD_WARP, acc)
-    _backward_kernel[(ceil_div(t, blocks["TOKENS"]),)](
-        *(grad, v, u, beta, *grads, t, d),
-        *(grad.stride(0), v.stride(0), u.stride(0), u.stride(1), *beta.stride()),
-        K=k,
-        COMPLEMENT=complement,
-        EPS=UNIT_EPS,
-        ACC=acc,
-        BLOCK_K=next_power_of_two(k),
-        **blocks,
-    )
-    return grads[0], grads[1], grads[2]
-
-
-def _blocks(u: Tensor, warp: int, acc: tl.dtype) -> dict[str, int]:
-    """How many tokens one program takes, with all their channels, and its warps."""
-    if acc == tl.float64:
-        warp //= 2
-    block_d = next_power_of_two(u.shape[-1])
-    tokens = max(1, warp // block_d)
-    warps = max(1, min(MAX_WARPS, tokens * block_d // warp))
-    return {"TOKENS": tokens, "BLOCK_D": block_d, "num_warps": warps}
-
-
-def tokens_first(v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The operands with one leading axis; v (..., d), u (..., k, d), beta (..., k).
-
-    Copied only where leading axes do not merge or channels are scattered.
-    """
-    lead = v.dim() - 1
-    flat = (x.reshape(-1, *x.shape[lead:]) for x in (v, *others))
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in flat)
-
-
-def accumulator_of(*operands: Tensor) -> tl.dtype:
-    """float32, or float64 where an operand has it."""
-    double = any(x.dtype == torch.float64 for x in operands)
-    return tl.float64 if double else tl.float32

@@ -10,9 +10,8 @@ from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.iteration.types import IterationRule
-from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.launch import accumulator, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
-from bedouin.kernels.scan.reference import accumulator
 
 MAX_TILE = 16384
 """Most elements of u_1 .. u_k of a token, both axes rounded up to a power of two: one program of

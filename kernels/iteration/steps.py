@@ -27,8 +27,18 @@ from torch import Tensor
 
 from bedouin.kernels.feedback import normalize_feedback
 from bedouin.kernels.iteration.buffers import FAILED, FROZEN, STEPS, IterationBuffers
-from bedouin.kernels.iteration.triton_launch import Geometry, decide, finish, mix, scan, settle
+from bedouin.kernels.iteration.launch import (
+    LIMITS,
+    Geometry,
+    Limits,
+    decide,
+    finish,
+    mix,
+    scan,
+    settle,
+)
 from bedouin.kernels.iteration.types import IterationRule, Progress
+from bedouin.kernels.launch import evenly_spaced
 from bedouin.kernels.linear import pad_rows
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -42,12 +52,13 @@ class FusedIteration:
         y: Tensor,  # (b, t, d), the start
         parameterization: Parameterization,
         rule: IterationRule,
+        limits: Limits = LIMITS,
     ) -> None:
         x, raw, W_y, A, _, _ = operands
         h0, y0 = operands.start()
-        x, raw = _with_regular_rows(x), _with_regular_rows(raw)
+        x, raw = evenly_spaced(x), evenly_spaced(raw)
         W_y, A = None if W_y is None else pad_rows(W_y), A.mT.contiguous()
-        self.geometry = g = Geometry.of(x, raw, W_y, A, parameterization, rule)
+        self.geometry = g = Geometry.of(x, raw, W_y, A, parameterization, rule, limits)
         b, t, _ = y.shape
         y = y.clone(memory_format=torch.contiguous_format)
         mixed = torch.empty_like(y)
@@ -121,11 +132,3 @@ class FusedIteration:
         pivot = v.pivots.amin(1) if self.geometry.jacobi else None
         failed, steps = v.counters[FAILED] > 0, v.counters[STEPS].to(torch.int64)
         return Progress(v.y, frozen, failed, steps, defect, scale, pivot, v.value)
-
-
-def _with_regular_rows(
-    v: Tensor,  # (b, t, c)
-) -> Tensor:  # (b, t, c)
-    """v, copied only where its tokens are not rows at one distance."""
-    regular = v.stride(2) == 1 and v.stride(0) == v.shape[1] * v.stride(1)
-    return v if regular else v.contiguous()

@@ -1,8 +1,9 @@
-"""The scan of a step: Picard's next iterate and its norms, or what Jacobi's solve starts from.
+"""The scan of a step: Picard's next iterate and its norms, or the constant part of Jacobi's solve.
 
-A warp's threads are channels (and groups of states, where there are many). Memory, decay and
-read-out are tuples with an entry a state of the thread, so that a sum over states stays inside a
-thread. Letters: b batch, t time, d channels, n state per channel, r raw values, g groups of states.
+Memory and A are (n, d): a warp's threads are channels (and groups of states, where there are many).
+Memory, decay and read-out are tuples with one entry for each state of the thread, so that a sum
+over states stays inside a thread.
+Letters: b batch, t time, d channels, n state per channel, r raw values, g groups of states.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
@@ -38,9 +39,9 @@ def _load_tokens(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """AHEAD rows, the last one again where not so many are left.
+    """AHEAD rows, the last one repeated where fewer are left.
 
-    Not converted, which would wait for them.
+    Not converted to ACC here, which would wait for the loads.
     """
     rows = ()
     for i in tl.static_range(AHEAD):
@@ -173,7 +174,7 @@ def scan_kernel(
     C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
     for start in range(0, T, AHEAD):
         x_now, raw_now, fed_now, y_now = xs, raws, feds, ys
-        # all at once: a warp has few scoreboards, and one that is shared waits for the last load
+        # all loads together: a warp has few scoreboards, and a shared one waits for the last load
         more = tl.minimum(AHEAD, tl.maximum(last - start, 0) // AHEAD * AHEAD)
         left = last - start - more
         mixed_ptr += more * d
@@ -190,7 +191,7 @@ def scan_kernel(
         for j in tl.static_range(AHEAD):
             t = start + j
             B_now, C_now = B, C
-            # past the last token it reads what is nobody's: to look costs 15 % of the time
+            # past the last token this reads the padding of BC: a mask would cost 15 % of the time
             BC_ptr += 2 * n
             B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
             C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)

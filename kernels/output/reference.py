@@ -1,6 +1,6 @@
-"""The output stage in plain torch: the gate's feedback, the gate, the norm.
+"""The output stage in plain torch: the gate's feedback, the gate and the norm.
 
-    n_t   = norm(y_{t-1})                                      what W^y sees of the past
+    n_t   = norm(y_{t-1})                                      the operand of W^y
     out_t = SiLU(gate_t + fed_t + z_t) * norm(y_t + D * x_t)   fed_t = W^y n_t, the gate's rows
     out_t = (gate_t + fed_t) * SiLU(y_t + D * x_t)             the paper's, without z and norm
 
@@ -12,19 +12,12 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from bedouin.kernels.feedback import normalize_feedback
+from bedouin.kernels.output.types import OutputOperands
 
 
-def gated_output_reference(
-    y: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    D: Tensor,  # (d,)
-    gate: Tensor,  # (b, t, d)
-    fed: Tensor | None,  # (b, t, d)
-    z: Tensor | None,  # (b, t, d)
-    weight: Tensor | None,  # (d,), of the norm
-    eps: float,
-) -> Tensor:  # (b, t, d), as y
+def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (b, t, d), as y
     """The gated output, computed in the dtype of y; without z and weight the paper's."""
+    y, x, D, gate, fed, z, weight = operands
     dtype = y.dtype
     gate = gate.to(dtype)
     if fed is not None:
@@ -40,7 +33,7 @@ def shifted_norm_reference(
     y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
 ) -> Tensor:  # (b, t, d), as y
-    """RMSNorm of y_{t-1}, or y_{t-1} itself for eps None; the first token sees y0."""
+    """RMSNorm of y_{t-1}, or y_{t-1} itself for eps None; y0 is the y before token 0."""
     first = torch.zeros_like(y[:, 0]) if y0 is None else y0
     before = torch.cat([first.unsqueeze(1), y[:, :-1]], dim=1)
     return normalize_feedback(before, eps)

@@ -1,4 +1,4 @@
-"""The output stage in Triton: one launch each way, nothing saved but the operands.
+"""Kernels of the output stage: one launch each way, nothing saved but the operands.
 
 One program takes a token, or several where channels are few, with all channels in registers. The
 gradients of D and of the norm's weight are sums over tokens: in the backward a program takes every
@@ -6,20 +6,8 @@ P-th tile of tokens and writes its part of both sums, which are then added in a 
 Letters: b batch, t time, d channels, P programs.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from bedouin.kernels.householder.triton_kernels import accumulator_of
-from bedouin.kernels.launch import ceil_div, next_power_of_two
-
-TILE = 1024
-"""Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
-MAX_WARPS = 16
-PROGRAMS = 1024
-"""Most programs of the backward: eight on each multiprocessor of an H100, and few enough that
-their parts of the sums are small. The same on every device, so that the sums are."""
 
 
 @triton.jit
@@ -41,7 +29,7 @@ def _store(ptr, v, mask):
 
 
 @triton.jit
-def _forward_kernel(
+def output_kernel(
     y_ptr,  # (b t, d)
     x_ptr,  # (b t, d)
     D_ptr,  # (d,)
@@ -87,7 +75,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def output_backward_kernel(
     grad_ptr,  # (b t, d)
     y_ptr,  # (b t, d)
     x_ptr,  # (b t, d)
@@ -163,7 +151,7 @@ def _backward_kernel(
 
 
 @triton.jit
-def _shifted_norm_kernel(
+def shifted_norm_kernel(
     y_ptr,  # (b, t, d)
     y0_ptr,  # (b, d)
     out_ptr,  # (b, t, d)
@@ -194,7 +182,7 @@ def _shifted_norm_kernel(
 
 
 @triton.jit
-def _shifted_norm_backward_kernel(
+def shifted_norm_backward_kernel(
     grad_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
     y0_ptr,  # (b, d)
@@ -237,137 +225,3 @@ def _shifted_norm_backward_kernel(
     _store(grad_y, grad, later)
     if START:
         _store(grad_y0_ptr + b * d + channel, grad, first)
-
-
-def output_forward(
-    y: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    D: Tensor,  # (d,)
-    gate: Tensor,  # (b, t, d)
-    fed: Tensor | None,  # (b, t, d)
-    z: Tensor | None,  # (b, t, d)
-    weight: Tensor | None,  # (d,)
-    eps: float,
-    dtype: torch.dtype,
-) -> Tensor:  # (b, t, d)
-    """The gated output in `dtype`. No size may be 0."""
-    out = torch.empty(y.shape, dtype=dtype, device=y.device)
-    rows = _operands(y, x, gate, fed, z)
-    norm_weight = D if weight is None else weight.contiguous()
-    d, blocks = y.shape[-1], _blocks(y)
-    tokens = y.numel() // d
-    _forward_kernel[(ceil_div(tokens, blocks["TOKENS"]),)](
-        *(rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
-        *(tokens, d),
-        *(v.stride(0) for v in rows),
-        FED=fed is not None,
-        NORM=weight is not None,
-        EPS=eps,
-        ACC=accumulator_of(y),
-        **blocks,
-    )
-    return out
-
-
-def output_backward(
-    grad: Tensor,  # (b, t, d)
-    y: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    D: Tensor,  # (d,)
-    gate: Tensor,  # (b, t, d)
-    fed: Tensor | None,  # (b, t, d)
-    z: Tensor | None,  # (b, t, d)
-    weight: Tensor | None,  # (d,)
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight (2, d).
-
-    Without weight the last is that of D alone (1, d).
-    """
-    grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
-    (grad_rows,) = _operands(grad)
-    rows = _operands(y, x, gate, fed, z)
-    norm_weight = D if weight is None else weight.contiguous()
-    d, blocks = y.shape[-1], _blocks(y)
-    tokens = y.numel() // d
-    programs = min(PROGRAMS, ceil_div(tokens, blocks["TOKENS"]))
-    sums = y.new_empty(programs, 2 if weight is not None else 1, d)
-    _backward_kernel[(programs,)](
-        *(grad_rows, rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
-        *(tokens, d, grad_rows.stride(0)),
-        *(v.stride(0) for v in rows),
-        FED=fed is not None,
-        NORM=weight is not None,
-        EPS=eps,
-        ACC=accumulator_of(y),
-        **blocks,
-    )
-    return grads[0], grads[1], grads[2], sums.sum(0)
-
-
-def shifted_norm_forward(
-    y: Tensor,  # (b, t, d)
-    y0: Tensor | None,  # (b, d); None: zeros
-    eps: float | None,
-    dtype: torch.dtype,
-) -> Tensor:  # (b, t, d)
-    """RMSNorm of y_{t-1} in `dtype`. No size may be 0."""
-    out = torch.empty(y.shape, dtype=dtype, device=y.device)
-    y = _channels_last(y)
-    first = y if y0 is None else _channels_last(y0)
-    (b, t_end, d), blocks = y.shape, _blocks(y)
-    _shifted_norm_kernel[(ceil_div(b * t_end, blocks["TOKENS"]),)](
-        *(y, first, out, b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
-        START=y0 is not None,
-        NORM=eps is not None,
-        EPS=eps or 0.0,
-        ACC=accumulator_of(y),
-        **blocks,
-    )
-    return out
-
-
-def shifted_norm_backward(
-    grad: Tensor,  # (b, t, d)
-    y: Tensor,  # (b, t, d)
-    y0: Tensor | None,  # (b, d); None: zeros
-    eps: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Cotangents of y and y0, the second empty for None."""
-    grads = [y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
-    grad, y = _channels_last(grad), _channels_last(y)
-    first = y if y0 is None else _channels_last(y0)
-    (b, t_end, d), blocks = y.shape, _blocks(y)
-    rows = b * (t_end + 1)
-    _shifted_norm_backward_kernel[(ceil_div(rows, blocks["TOKENS"]),)](
-        *(grad, y, first, *grads, rows, t_end, d),
-        *(*grad.stride()[:2], *y.stride()[:2], first.stride(0)),
-        START=y0 is not None,
-        NORM=eps is not None,
-        EPS=eps or 0.0,
-        ACC=accumulator_of(y),
-        **blocks,
-    )
-    return grads[0], grads[1]
-
-
-def _operands(first: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """Operands (b t, d) in the same memory if tokens are rows at one distance; None: the first."""
-    first = _flat(first)
-    return [first, *(first if v is None else _flat(v) for v in others)]
-
-
-def _flat(v: Tensor) -> Tensor:
-    return _channels_last(v.reshape(-1, v.shape[-1]))
-
-
-def _channels_last(v: Tensor) -> Tensor:
-    return v if v.stride(-1) == 1 else v.contiguous()
-
-
-def _blocks(y: Tensor) -> dict[str, int]:
-    """How many tokens one program takes at a time, with all their channels, and its warps."""
-    block_d = next_power_of_two(y.shape[-1])
-    tokens = max(1, min(next_power_of_two(y.numel() // y.shape[-1]), TILE // block_d))
-    warps = max(1, min(MAX_WARPS, tokens * block_d // 256))
-    return {"TOKENS": tokens, "BLOCK_D": block_d, "num_warps": warps}

@@ -6,24 +6,17 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.scan.autograd import selective_scan_triton
-from bedouin.kernels.scan.plain import plain_scan
-from bedouin.kernels.scan.reference import (
-    Eigenvalues,
-    InputScale,
-    accumulator,
-    contract,
-    discretize,
-    discretize_vjp,
-    selective_scan_reference,
-)
+from bedouin.kernels.checks import check_choice, check_sequence, check_shape
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.scan.autograd import run_plain_scan, run_triton_scan
+from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
+from bedouin.kernels.scan.types import Eigenvalues, InputScale, ScanOperands, ScanOptions
 
 __all__ = [
     "Eigenvalues",
     "InputScale",
     "contract",
     "discretize",
-    "discretize_vjp",
     "selective_scan",
     "selective_scan_reference",
 ]
@@ -43,9 +36,9 @@ def selective_scan(
     exclusive: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, d, n)
-    """h_t = lambda_t * h_{t-1} + (s_t * x_t) B_t^T, y_t = h_t C_t + D * x_t.
+    """The scan h_t = lambda_t * h_{t-1} + (s_t * x_t) B_t^T, y_t = h_t C_t + D * x_t.
 
-    lambda_t = exp(A delta_t) and s_t are built inside (`discretize`). Returns y and the last h,
+    lambda_t = exp(A delta_t) and s_t are computed inside (`discretize`). Returns y and the last h,
     both differentiable. With `exclusive`, y_t reads memory before token t is written.
     Source: Mamba (arXiv 2312.00752), section 3; Fixed-Point RNNs (arXiv 2503.10799), section 5.
     Computes in at least float32; y has the dtype of x, the last h that of h0 (without h0 at least
@@ -56,16 +49,18 @@ def selective_scan(
     run on the device.
     """
     _check_shapes(x, delta, A, B, C, h0, D)
-    _check_name("input_scale", input_scale, get_args(InputScale))
-    _check_name("eigenvalues", eigenvalues, get_args(Eigenvalues))
+    check_choice("input_scale", input_scale, get_args(InputScale))
+    check_choice("eigenvalues", eigenvalues, get_args(Eigenvalues))
     implementation = choose_backend(backend, x.device, x.dtype)
     if h0 is None:
         h0 = x.new_zeros(x.shape[0], *A.shape, dtype=accumulator(x.dtype))
-    if implementation == "triton" and x.numel() and A.numel():
-        scales = input_scale, eigenvalues
-        return selective_scan_triton(x, delta, A, B, C, h0, D, *scales, exclusive=exclusive)
-    if torch.compiler.is_compiling() and x.numel() and A.numel():
-        y, h = plain_scan(x, delta, A, B, C, h0, input_scale, eigenvalues, exclusive)
+    operands = ScanOperands(x, delta, A, B, C, h0, D)
+    options = ScanOptions(input_scale, eigenvalues, exclusive)
+    is_empty = not (x.numel() and A.numel())
+    if implementation == "triton" and not is_empty:
+        return run_triton_scan(operands, options)
+    if torch.compiler.is_compiling() and not is_empty:
+        y, h = run_plain_scan(operands, options)
     else:
         y, h = selective_scan_reference(
             *(x, delta, A, B, C, h0),
@@ -76,26 +71,22 @@ def selective_scan(
     return (y if D is None else y + D * x), h
 
 
-def _check_name(argument: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ValueError(f"{argument} must be one of {valid}, got {value!r}")
-
-
 def _check_shapes(
-    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor | None, D: Tensor | None
+    x: Tensor,  # (b, t, d)
+    delta: Tensor,  # (b, t, d)
+    A: Tensor,  # (d, n)
+    B: Tensor,  # (b, t, n)
+    C: Tensor,  # (b, t, n)
+    h0: Tensor | None,  # (b, d, n)
+    D: Tensor | None,  # (d,)
 ) -> None:
-    if x.dim() != 3:
-        raise ValueError(f"x must have shape (b, t, d), got {tuple(x.shape)}")
+    check_sequence("x", x)
     b, t, d = x.shape
     if A.dim() != 2 or A.shape[0] != d:
         raise ValueError(f"A must have shape (d, n) = ({d}, n), got {tuple(A.shape)}")
     n = A.shape[1]
-    expected: dict[str, tuple[Tensor, tuple[int, ...]]]
-    expected = {"delta": (delta, (b, t, d)), "B": (B, (b, t, n)), "C": (C, (b, t, n))}
-    if h0 is not None:
-        expected["h0"] = (h0, (b, d, n))
-    if D is not None:
-        expected["D"] = (D, (d,))
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    check_shape("delta", delta, (b, t, d))
+    check_shape("B", B, (b, t, n))
+    check_shape("C", C, (b, t, n))
+    check_shape("h0", h0, (b, d, n))
+    check_shape("D", D, (d,))

@@ -1,119 +1,98 @@
-"""The Triton scan as operations of torch.library, so that torch.compile keeps whole graphs.
+"""The scan as operations of torch.library, so that torch.compile keeps whole graphs.
 
-The operations import Triton when they run: registering them costs nothing where it is not chosen.
+`run_triton_scan` calls the kernels, `run_plain_scan` the reference, which torch.compile would
+otherwise unroll over t. All four registered operations take the operands and options of a scan one
+by one, in the order of `ScanOperands` and `ScanOptions`. Triton is imported when an operation runs:
+registering costs nothing where it is not used.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.scan.options import CHUNK, Cotangents, ScanOptions
-from bedouin.kernels.scan.reference import Eigenvalues, InputScale, accumulator
+from bedouin.kernels.launch import accumulator, ceil_div
+from bedouin.kernels.scan.reference import selective_scan_reference, selective_scan_vjp
+from bedouin.kernels.scan.types import (
+    CHUNK,
+    ScanCotangents,
+    ScanOperands,
+    ScanOptions,
+    ScanResult,
+)
+
+TENSORS = "Tensor x, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor h0"
+OPTIONS = "str input_scale, str eigenvalues, bool exclusive"
+COTANGENTS = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
+
+# The Triton scan
 
 
-@torch.library.custom_op("bedouin::selective_scan", mutates_args=())
-def _scan(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    h0: Tensor,
-    D: Tensor | None,
-    input_scale: str,
-    eigenvalues: str,
-    exclusive: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, last h, and h at every CHUNK-th token (none unless `keep`)."""
-    from bedouin.kernels.scan.triton_kernels import scan_forward
+@torch.library.custom_op(
+    "bedouin::selective_scan",
+    mutates_args=(),
+    schema=f"({TENSORS}, Tensor? D, {OPTIONS}, bool keep) -> (Tensor, Tensor, Tensor)",
+)
+def _scan(*flat: Any) -> ScanResult:
+    """y (b, t, d), the last h (b, d, n), and with `keep` h before every chunk."""
+    from bedouin.kernels.scan.launch import scan_forward
 
-    options = _options(x, input_scale, eigenvalues, exclusive)
-    y, h, kept = scan_forward(x, delta, A, B, C, h0, D, options, keep=keep)
-    return y, h, kept
+    return scan_forward(ScanOperands(*flat[:7]), ScanOptions(*flat[7:10]), keep=flat[10])
 
 
 @_scan.register_fake
-def _scan_fake(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    h0: Tensor,
-    D: Tensor | None,
-    input_scale: str,
-    eigenvalues: str,
-    exclusive: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    b, t, _ = x.shape
-    chunks = (t + CHUNK - 1) // CHUNK if keep else 0
-    kept = x.new_empty(b, chunks, *A.shape, dtype=accumulator(x.dtype))
-    return x.new_empty(x.shape), h0.new_empty(h0.shape), kept
+def _scan_fake(*flat: Any) -> ScanResult:
+    x, _, A, _, _, h0, _ = ScanOperands(*flat[:7])
+    chunks = ceil_div(x.shape[1], CHUNK) if flat[10] else 0
+    kept = x.new_empty(x.shape[0], chunks, *A.shape, dtype=accumulator(x.dtype))
+    return ScanResult(x.new_empty(x.shape), h0.new_empty(h0.shape), kept)
 
 
-@torch.library.custom_op("bedouin::selective_scan_backward", mutates_args=())
-def _scan_backward(
-    grad_y: Tensor,
-    grad_h: Tensor,
-    kept: Tensor,
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    h0: Tensor,
-    D: Tensor | None,
-    input_scale: str,
-    eigenvalues: str,
-    exclusive: bool,
-) -> Cotangents:
-    from bedouin.kernels.scan.triton_kernels import scan_backward
+@torch.library.custom_op(
+    "bedouin::selective_scan_backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor grad_y, Tensor grad_h, Tensor kept, {TENSORS}, Tensor? D, {OPTIONS}) "
+        f"-> ({COTANGENTS}, Tensor)"
+    ),
+)
+def _scan_backward(grad_y: Tensor, grad_h: Tensor, kept: Tensor, *flat: Any) -> ScanCotangents:
+    """Shapes as in `scan_backward`."""
+    from bedouin.kernels.scan.launch import scan_backward
 
-    options = _options(x, input_scale, eigenvalues, exclusive)
-    return scan_backward(grad_y, grad_h, kept, x, delta, A, B, C, h0, D, options=options)
+    operands, options = ScanOperands(*flat[:7]), ScanOptions(*flat[7:])
+    return scan_backward(grad_y, grad_h, kept, operands, options)
 
 
 @_scan_backward.register_fake
 def _scan_backward_fake(
-    grad_y: Tensor,
-    grad_h: Tensor,
-    kept: Tensor,
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    h0: Tensor,
-    D: Tensor | None,
-    input_scale: str,
-    eigenvalues: str,
-    exclusive: bool,
-) -> Cotangents:
-    first = x.new_empty(x.shape), delta.new_empty(delta.shape), A.new_empty(A.shape)
-    then = B.new_empty(B.shape), C.new_empty(C.shape), h0.new_empty(h0.shape)
-    return *first, *then, A.new_empty(0) if D is None else D.new_empty(D.shape)
+    grad_y: Tensor, grad_h: Tensor, kept: Tensor, *flat: Any
+) -> tuple[Tensor, ...]:
+    *operands, D = ScanOperands(*flat[:7])
+    grad_D = grad_y.new_empty(0) if D is None else D.new_empty(D.shape)
+    return *_empty_like(*operands), grad_D
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *operands, input_scale, eigenvalues, exclusive, keep = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *flat, keep = inputs
     if not keep:
         raise ValueError("keep must be True where gradients are recorded, got False")
     kept = output[2]
     ctx.mark_non_differentiable(kept)
-    ctx.set_materialize_grads(False)  # that of `kept` would be written for nothing
-    ctx.save_for_backward(kept, *operands)
-    ctx.options = input_scale, eigenvalues, exclusive
+    ctx.set_materialize_grads(False)  # zeros for `kept` would be written and not read
+    ctx.save_for_backward(kept, *flat[:7])
+    ctx.options = flat[7:]
 
 
 def _backward(
-    ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None, unused: None
+    ctx: Any,
+    grad_y: Tensor | None,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n)
+    _: None,
 ) -> tuple[Tensor | None, ...]:
-    kept, *operands = ctx.saved_tensors
-    x, *_, h0, D = operands
+    kept, *flat = ctx.saved_tensors
+    x, *_, h0, D = operands = ScanOperands(*flat)
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
     grad_h = torch.zeros_like(h0) if grad_h is None else grad_h
     with torch.no_grad():
@@ -123,32 +102,86 @@ def _backward(
     return (*once, None, None, None, None)
 
 
-_scan.register_autograd(_backward, setup_context=_setup_context)
+_scan.register_autograd(_backward, setup_context=_save)
 
 
-def selective_scan_triton(
-    x: Tensor,  # (b, t, d)
-    delta: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n)
-    B: Tensor,  # (b, t, n)
-    C: Tensor,  # (b, t, n)
-    h0: Tensor,  # (b, d, n)
-    D: Tensor | None,  # (d,)
-    input_scale: InputScale,
-    eigenvalues: Eigenvalues,
-    *,
-    exclusive: bool,
-) -> tuple[Tensor, Tensor]:
-    """y and the last h, as `selective_scan_reference` with D * x added. Once differentiable.
+def run_triton_scan(operands: ScanOperands, options: ScanOptions) -> tuple[Tensor, Tensor]:
+    """y (b, t, d) with D * x added, and the last h (b, d, n). Once differentiable.
 
     No size may be 0.
     """
-    operands = (x, delta, A, B, C, h0, D)
     keep = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands)
-    y, h, _ = _scan(*operands, input_scale, eigenvalues, exclusive, keep)
+    y, h, _ = _scan(*operands, *options, keep)
     return y, h
 
 
-def _options(x: Tensor, input_scale: str, eigenvalues: str, exclusive: bool) -> ScanOptions:
-    scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-    return ScanOptions(*scales, exclusive, accumulator(x.dtype))
+# The plain scan
+
+
+@torch.library.custom_op(
+    "bedouin::plain_scan",
+    mutates_args=(),
+    schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)",
+)
+def _plain_scan(*flat: Any) -> tuple[Tensor, Tensor]:
+    """y (b, t, d) and the last h (b, d, n)."""
+    options = ScanOptions(*flat[6:])
+    y, h = selective_scan_reference(*flat[:6], **options._asdict())
+    return y.contiguous(), h.contiguous()
+
+
+@_plain_scan.register_fake
+def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
+    x, *_, h0 = flat[:6]
+    return _empty_like(x, h0)
+
+
+@torch.library.custom_op(
+    "bedouin::plain_scan_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_y, Tensor grad_h, {TENSORS}, {OPTIONS}) -> ({COTANGENTS})",
+)
+def _plain_scan_backward(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+    """Cotangents of x to h0 from those of y (b, t, d) and of the last h (b, d, n)."""
+    dtype = accumulator(flat[0].dtype)
+    read, last, *wide = (v.to(dtype) for v in (grad_y, grad_h, *flat[:6]))
+    grads = selective_scan_vjp(read, last, ScanOperands(*wide), ScanOptions(*flat[6:]))
+    return tuple(grad.to(v.dtype).contiguous() for grad, v in zip(grads, flat[:6], strict=True))
+
+
+@_plain_scan_backward.register_fake
+def _plain_scan_backward_fake(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+    return _empty_like(*flat[:6])
+
+
+def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _backward_plain(
+    ctx: Any,
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor,  # (b, d, n)
+) -> tuple[Tensor | None, ...]:
+    operands = ctx.saved_tensors
+    with torch.no_grad():
+        grads = _plain_scan_backward(grad_y, grad_h, *operands, *ctx.options)
+    return *refuse_second_derivative(grads, [grad_y, grad_h, *operands]), None, None, None
+
+
+_plain_scan.register_autograd(_backward_plain, setup_context=_save_plain)
+
+
+def run_plain_scan(operands: ScanOperands, options: ScanOptions) -> tuple[Tensor, Tensor]:
+    """y (b, t, d) without D * x, and the last h (b, d, n). Once differentiable.
+
+    No size may be 0.
+    """
+    y, h = _plain_scan(*operands[:6], *options)
+    return y, h
+
+
+def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Contiguous tensors of the same shapes and dtypes."""
+    return tuple(v.new_empty(v.shape) for v in tensors)

@@ -3,18 +3,11 @@
 Letters: b batch, t time, d channels, n state per channel.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-InputScale = Literal["delta", "bounded_delta", "one_minus_decay"]
-Eigenvalues = Literal["positive", "full"]
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which operands of `dtype` are scanned: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.scan.types import Eigenvalues, InputScale, ScanOperands, ScanOptions
 
 
 def discretize(
@@ -40,7 +33,10 @@ def discretize(
     return decay, delta.unsqueeze(-1)
 
 
-def _one_minus_exp(exponent: Tensor, power: Tensor) -> Tensor:
+def _one_minus_exp(
+    exponent: Tensor,  # (..., d, n)
+    power: Tensor,  # (..., d, n)
+) -> Tensor:  # (..., d, n)
     """1 - exp(z) from z <= 0 and power = exp(z).
 
     The difference cancels near z = 0, the derivative of expm1 (its value + 1) far from it.
@@ -94,9 +90,9 @@ def selective_scan_reference(
     eigenvalues: Eigenvalues,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, d, n)
-    """h_t = lambda_t * h_{t-1} + (s_t * x_t) B_t^T; returns the read-outs and the last h.
+    """The read-outs and the last h of h_t = lambda_t * h_{t-1} + (s_t * x_t) B_t^T.
 
-    The read-out is h_t C_t, or with `exclusive` what memory holds before token t is written,
+    The read-out is h_t C_t, or with `exclusive` that of the memory before token t is written,
     p_t = (lambda_t * h_{t-1}) C_t. Computes in float32 or float64; y has the dtype of x, the last h
     that of h0.
     """
@@ -110,3 +106,44 @@ def selective_scan_reference(
         outputs.append(contract(decayed if exclusive else h, C[:, t]))
     y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(x)
     return y.to(y_dtype), h.to(h_dtype)
+
+
+def selective_scan_vjp(
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor,  # (b, d, n), of the last h
+    operands: ScanOperands,  # of one dtype
+    options: ScanOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Cotangents of x, delta, A, B, C and h0, by the adjoint recurrence.
+
+    For use inside a registered operation, where autograd is off. The memories are recomputed, so
+    only the operands have to be saved.
+    """
+    x, delta, A, B, C, h0, _ = operands
+    input_scale, eigenvalues, exclusive = options
+    before, scales = [h0], []
+    for t in range(x.shape[1]):
+        decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
+        written = s * x[:, t].unsqueeze(-1) * B[:, t].unsqueeze(-2)
+        before.append(decay * before[-1] + written)
+        scales.append((decay, s))
+    H, grad_A, tokens = grad_h, torch.zeros_like(A), []
+    for t in reversed(range(x.shape[1])):
+        (decay, s), drive, B_t = scales[t], x[:, t].unsqueeze(-1), B[:, t].unsqueeze(-2)
+        read = grad_y[:, t].unsqueeze(-1) * C[:, t].unsqueeze(-2)
+        # the read-out depends on what the token writes unless it is exclusive
+        G = H if exclusive else H + read
+        seen = decay * before[t] if exclusive else before[t + 1]
+        grad_C = (seen * grad_y[:, t].unsqueeze(-1)).sum(-2)
+        grad_s = (G * drive * B_t).sum_to_size(s.shape)
+        H = H + read
+        grad_delta, grad_A_t = discretize_vjp(
+            H * before[t], grad_s, decay, delta[:, t], A, input_scale, eigenvalues
+        )
+        grad_A = grad_A + grad_A_t
+        tokens.append(((G * s * B_t).sum(-1), grad_delta, (G * s * drive).sum(-2), grad_C))
+        H = H * decay
+    grad_x, grad_delta, grad_B, grad_C = (
+        torch.stack(values[::-1], 1) for values in zip(*tokens, strict=True)
+    )
+    return grad_x, grad_delta, grad_A, grad_B, grad_C, H

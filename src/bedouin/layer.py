@@ -27,6 +27,7 @@ from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_ste
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
 from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.decode import DecayKind
+from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
@@ -36,7 +37,6 @@ from bedouin.parameterization import (
     OutputStage,
     SolveOption,
     factory_options,
-    solve_dtype,
 )
 from bedouin.projection import split_linear
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
@@ -300,7 +300,7 @@ class FixedPointLayer(nn.Module, ABC):
         """The state before any token: zeros, at least float32, on the layer's device."""
         check_batch_size(batch_size)
         weight = self.x_proj.weight
-        dtype = solve_dtype(weight.dtype)
+        dtype = accumulator(weight.dtype)
         return zero_state(batch_size, self.d_inner, self.d_state, dtype, weight.device)
 
     def _project(
@@ -313,7 +313,7 @@ class FixedPointLayer(nn.Module, ABC):
         self.deferred.flush()
         projected = self.in_proj(u)
         x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
-        dtype, gemm_dtype = solve_dtype(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
+        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project_x(x, low)
         state = self._incoming(state, x, dtype)
@@ -354,7 +354,7 @@ class FixedPointLayer(nn.Module, ABC):
         state: BedouinState | None,
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
-        dtype = solve_dtype(x.dtype)
+        dtype = accumulator(x.dtype)
         drive = self.drive(x.to(dtype)) if self.has_drive else x
         operands = Operands(drive, raw, W_y, self._A().to(dtype), *(state or (None, None)))
         return kind(operands, self.parameterization(), self.mixer, self._split, self.backend)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
+from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
 from bedouin.solvers import Adjoint, Cap, Direct, Picard, Solver
@@ -121,14 +122,9 @@ def factory_options(device: torch.device | str | None, dtype: torch.dtype | None
     return {"device": device, "dtype": dtype}
 
 
-def solve_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Iterates, states, residuals and k x k solves are at least float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """`tensor` in the dtype of the solve."""
-    return tensor.to(solve_dtype(tensor.dtype))
+    """`tensor`, of any shape, in the dtype of the solve."""
+    return tensor.to(accumulator(tensor.dtype))
 
 
 def log_uniform(like: Tensor, low: float, high: float) -> Tensor:

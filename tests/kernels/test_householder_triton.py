@@ -201,9 +201,9 @@ def test_more_than_eight_reflections_are_left_to_the_reference(
 
 def test_shapes_that_do_not_fit() -> None:
     v, u, beta = draw(2, 3)
-    with pytest.raises(ValueError, match=r"v must have shape \(2, 3, 3\) for this u"):
+    with pytest.raises(ValueError, match=r"v must have shape \(..., d\) of this u = \(2, 3, 3\)"):
         householder_product(v[0], u, beta)
-    with pytest.raises(ValueError, match=r"beta must have shape \(2, 3, 2\) for this u"):
+    with pytest.raises(ValueError, match=r"beta must have shape .* of this u = \(2, 3, 2\)"):
         householder_factor(u, beta[..., :1])
     with pytest.raises(ValueError, match=r"u must have shape \(..., k, d\)"):
         householder_factor(u[0, 0, 0], beta)

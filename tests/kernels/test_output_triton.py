@@ -92,12 +92,28 @@ def test_precisions(dtype: torch.dtype, norm: bool, fed: bool, device: str) -> N
 
 
 @devices
-def test_a_program_takes_many_tokens(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    from bedouin.kernels.output import triton_kernels
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_program_takes_many_tokens(norm: bool, device: str) -> None:
+    """The sums over tokens of few programs, which each take several tiles."""
+    from bedouin.kernels.output.launch import output_backward
+    from bedouin.kernels.output.types import OutputOperands
 
-    monkeypatch.setattr(triton_kernels, "PROGRAMS", 3)
-    check(gated_output, draw(3, 67, 65, device))
-    check(gated_output, draw(3, 67, 65, device, norm=False))
+    o = draw(3, 67, 65, device, norm=norm)
+    names = ("y", "x", "D", "gate", "fed", "z", "weight")
+    operands, grad = OutputOperands(*(o.get(name) for name in names)), torch.ones_like(o["y"])
+    few = output_backward(grad, operands, 1e-5, most_programs=3)
+    _, *expected = summed_gradients(o)
+    for name, ours, theirs in zip(("y", "x", "gate", "sums"), few, expected, strict=True):
+        assert_close(name, ours, theirs, 1e-12, atol=1e-12)
+
+
+def summed_gradients(operands: Operands) -> list[Tensor]:
+    """The reference's value, gradients of y, x and gate, and those of D and weight (2, d)."""
+    leaves = {name: v.detach().requires_grad_() for name, v in operands.items()}
+    out = gated_output(**leaves, backend="reference")
+    grads = dict(zip(leaves, torch.autograd.grad(out.sum(), list(leaves.values())), strict=True))
+    sums = [grads[name] for name in ("D", "weight") if name in grads]
+    return [out, grads["y"], grads["x"], grads["gate"], torch.stack(sums)]
 
 
 @devices
@@ -235,11 +251,13 @@ def test_opcheck_of_the_shifted_norm(device: str) -> None:
     torch.library.opcheck(torch.ops.bedouin.shifted_norm_backward, (*values, None))
 
 
-def test_too_many_channels_are_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bedouin.kernels.output.MAX_CHANNELS", 4)
+@devices
+def test_too_many_channels_are_left_to_the_reference(device: str) -> None:
+    operands = draw(1, 1, 16385, device, torch.float32)
     backends: list[Backend] = ["auto", "reference"]
-    outs = [gated_output(**draw(1, 2, 5), backend=backend) for backend in backends]
-    assert torch.equal(*outs)
+    assert torch.equal(*(gated_output(**operands, backend=backend) for backend in backends))
+    with pytest.raises(ValueError, match=r"does not support 16385 channels \(at most 16384\)"):
+        gated_output(**operands, backend="triton")
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ from torch.nn.functional import softplus
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, discretize_vjp, selective_scan
+from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
+from bedouin.kernels.scan.reference import discretize_vjp
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import StructuredMixer
 from bedouin.solvers import Direct, Jacobi, Picard, Solver

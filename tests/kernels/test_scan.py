@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bedouin.kernels.scan import (
-    Eigenvalues,
-    InputScale,
-    contract,
-    discretize,
-    discretize_vjp,
-    selective_scan,
-)
+from bedouin.kernels.scan import Eigenvalues, InputScale, contract, discretize, selective_scan
+from bedouin.kernels.scan.reference import discretize_vjp
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.scan import selective_scan
-from bedouin.kernels.scan.options import CHUNK
+from bedouin.kernels.scan.types import CHUNK
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -5,13 +5,15 @@ Letters: b batch, t time, d channels, n state per channel.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan
+from bedouin.kernels.scan.types import ScanOperands, ScanOptions
 from bedouin.testing import assert_close
 
 SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
@@ -28,18 +30,6 @@ COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 NAMES = ("y", "h", "grad x", "grad delta", "grad A", "grad B", "grad C", "grad h0", "grad D")
 
 
-class Operands(NamedTuple):
-    """The tensors of one scan, in the order of its arguments."""
-
-    x: Tensor  # (b, t, d)
-    delta: Tensor  # (b, t, d)
-    A: Tensor  # (d, n)
-    B: Tensor  # (b, t, n)
-    C: Tensor  # (b, t, n)
-    h0: Tensor  # (b, d, n)
-    D: Tensor  # (d,)
-
-
 def draw(
     b: int,
     t: int,
@@ -48,7 +38,7 @@ def draw(
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
     state_dtype: torch.dtype | None = None,
-) -> Operands:
+) -> ScanOperands:
     """Random operands; A, h0 and D have `state_dtype`, by default the dtype of the others."""
     generator = torch.Generator().manual_seed(b + 10 * t + 1000 * d)
 
@@ -59,12 +49,12 @@ def draw(
     tokens = normal(b, t, d), delta, normal(b, t, n), normal(b, t, n)
     x, delta, B, C = (v.to(device, dtype) for v in tokens)
     A, h0, D = (v.to(device, state_dtype or dtype) for v in (A, normal(b, d, n), normal(d)))
-    return Operands(x, delta, A, B, C, h0, D)
+    return ScanOperands(x, delta, A, B, C, h0, D)
 
 
-def results(operands: Operands, backend: str, **options: Any) -> list[Tensor]:
+def results(operands: ScanOperands, backend: str, **options: Any) -> list[Tensor]:
     """y, the last h, and the gradients of a weighted sum of both."""
-    leaves = [v.detach().requires_grad_() for v in operands]
+    leaves = [v.detach().requires_grad_() for v in operands if v is not None]
     y, h = selective_scan(*leaves, backend=backend, **options)  # type: ignore[arg-type]
     loss = sum((v.double() * _weights(v)).sum() for v in (y, h))
     # An empty scan does not touch all of them.
@@ -72,16 +62,31 @@ def results(operands: Operands, backend: str, **options: Any) -> list[Tensor]:
     return [y.detach(), h.detach(), *grads]
 
 
+def launched(operands: ScanOperands, limits: Any, **options: Any) -> list[Tensor]:
+    """The same by the launches, with other limits of a plan than the public operation has."""
+    from bedouin.kernels.scan.launch import scan_backward, scan_forward
+
+    chosen = ScanOptions(**options)
+    y, h, kept = scan_forward(operands, chosen, keep=True, limits=limits)
+    weights = (_weights(v).to(v.dtype) for v in (y, h))
+    return [y, h, *scan_backward(*weights, kept, operands, chosen, limits=limits)]
+
+
 def _weights(v: Tensor) -> Tensor:
     weights = torch.linspace(0, 7, v.numel(), dtype=torch.float64, device=v.device).cos()
     return weights.to(v.dtype).double().view_as(v)
 
 
-def check(operands: Operands, **options: Any) -> None:
-    actual = results(operands, "triton", **options)
-    exact = Operands(*(v.double() for v in operands))
+def check(operands: ScanOperands, limits: Any = None, **options: Any) -> None:
+    options = OPTIONS[0] | options
+    if limits is None:
+        actual = results(operands, "triton", **options)
+    else:
+        actual = launched(operands, limits, **options)
+    given = [v for v in operands if v is not None]
+    exact = ScanOperands(*(v.double() for v in given))
     expected = results(exact, "reference", **options)
-    dtypes = [operands.x.dtype, operands.h0.dtype, *(v.dtype for v in operands)]
+    dtypes = [operands.x.dtype, operands.h0.dtype, *(v.dtype for v in given)]
     for name, ours, theirs, dtype in zip(NAMES, actual, expected, dtypes, strict=True):
         assert ours.dtype == dtype, name
         # h and the gradients of A, h0 and D sum what was rounded in x's dtype on its way in.
@@ -103,15 +108,11 @@ def test_lengths_around_a_chunk(t: int, options: dict[str, Any], device: str) ->
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-@pytest.mark.parametrize(("b", "d", "n"), [(1, 1, 1), (3, 20, 1), (1, 20, 16), (1, 3, 33)])
-def test_blocks_of_channels_and_states(
-    monkeypatch: pytest.MonkeyPatch, b: int, d: int, n: int, device: str
-) -> None:
-    from bedouin.kernels.scan import triton_segments
+@pytest.mark.parametrize(("b", "d", "n"), [(1, 1, 1), (2, 20, 1), (1, 17, 16), (1, 3, 33)])
+def test_blocks_of_channels_and_states(b: int, d: int, n: int, device: str) -> None:
+    from bedouin.kernels.scan.launch import Limits
 
-    monkeypatch.setattr(triton_segments, "WARP", 32)
-    check(draw(b, 5, d, n, device))
-    check(draw(b, 5, d, n, device, torch.float32))
+    check(draw(b, 3, d, n, device), Limits(warp=32))
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
@@ -120,17 +121,14 @@ def test_blocks_of_channels_and_states(
     [(33, 2, FEW[0]), (40, 2, FEW[1]), (40, 2, FEW[2]), (80, 5, FEW[2])],
     ids=["plain", "bounded", "coupled", "five"],
 )
-def test_a_cut_sequence(
-    monkeypatch: pytest.MonkeyPatch, t: int, segments: int, options: dict[str, Any], device: str
-) -> None:
-    from bedouin.kernels.scan import triton_segments
+def test_a_cut_sequence(t: int, segments: int, options: dict[str, Any], device: str) -> None:
+    from bedouin.kernels.scan.launch import Limits, plan_scan
 
-    monkeypatch.setattr(triton_segments, "SEGMENT", 16)
-    monkeypatch.setattr(triton_segments, "BACKWARD_SEGMENT", 16)
-    operands = draw(1, t, 3, 2, device)
+    operands, limits = draw(1, t, 3, 2, device), Limits(segment=16, backward_segment=16)
     for reverse in (False, True):
-        assert triton_segments.plan(operands.x, 2, 16, reverse=reverse).segments == segments
-    check(operands, **options)
+        plan = plan_scan(operands.x, 2, reverse=reverse, limits=limits)
+        assert plan.segments == segments
+    check(operands, limits, **options)
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
@@ -145,8 +143,8 @@ def test_scattered_operands(device: str) -> None:
     operands = draw(2, 17, 4, 3, device)
     wide = torch.cat([operands.B, operands.C, operands.x, operands.delta], -1)
     B, C, x, delta = wide.split([3, 3, 4, 4], -1)
-    check(Operands(x, delta, operands.A.mT.contiguous().mT, B, C, operands.h0, operands.D))
-    check(Operands(*(v.mT.contiguous().mT if v.dim() > 1 else v for v in operands)))
+    check(ScanOperands(x, delta, operands.A.mT.contiguous().mT, B, C, operands.h0, operands.D))
+    check(ScanOperands(*(v.mT.contiguous().mT if v.dim() > 1 else v for v in operands)))
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
@@ -159,7 +157,7 @@ def test_without_state_and_skip(device: str) -> None:
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_output_alone_has_gradients(output: int, device: str) -> None:
-    leaves = [v.requires_grad_() for v in draw(2, 18, 3, 2, device)]
+    leaves: list[Any] = [v.requires_grad_() for v in draw(2, 18, 3, 2, device)]
     grads = [
         torch.autograd.grad(selective_scan(*leaves, backend=b)[output].sum(), leaves[:2])
         for b in ("triton", "reference")
@@ -169,7 +167,7 @@ def test_one_output_alone_has_gradients(output: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 def test_gradients_are_once_differentiable(device: str) -> None:
-    leaves = [v.requires_grad_() for v in draw(1, 3, 2, 2, device)]
+    leaves: list[Any] = [v.requires_grad_() for v in draw(1, 3, 2, 2, device)]
     y, _ = selective_scan(*leaves, backend="triton")
     (grad,) = torch.autograd.grad(y.sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once differentiable"):
@@ -184,26 +182,30 @@ def test_empty_operands(b: int, t: int, d: int, n: int, device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
+class KeptMemories(TorchDispatchMode):
+    """Shapes of the memories that scans store for their backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.bedouin.selective_scan.default:
+            self.shapes.append(tuple(out[2].shape))
+        return out
+
+
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 @pytest.mark.parametrize("tracked", [False, True])
-def test_memory_is_kept_for_a_backward_only(
-    monkeypatch: pytest.MonkeyPatch, tracked: bool, device: str
-) -> None:
-    from bedouin.kernels.scan import triton_kernels
-    from bedouin.kernels.scan.triton_kernels import scan_forward
-
-    kept = []
-
-    def spy(*args: Any, **options: Any) -> Any:
-        result = scan_forward(*args, **options)
-        kept.append(tuple(result.kept.shape))
-        return result
-
-    monkeypatch.setattr(triton_kernels, "scan_forward", spy)
+def test_memory_is_kept_for_a_backward_only(tracked: bool, device: str) -> None:
     operands = draw(2, 18, 3, 4, device)
     operands.x.requires_grad_(tracked)
-    selective_scan(*operands, backend="triton")
-    assert kept == [(2, 2 if tracked else 0, 3, 4)]
+    with KeptMemories() as kept:
+        selective_scan(*operands, backend="triton")
+    assert kept.shapes == [(2, 2 if tracked else 0, 3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -221,16 +223,16 @@ def test_memory_is_kept_for_a_backward_only(
 def test_workspaces_are_a_sixteenth_of_all_states_or_sixteen_tokens(
     b: int, t: int, d: int, n: int
 ) -> None:
-    from bedouin.kernels.scan import triton_segments
+    from bedouin.kernels.scan.launch import plan_scan
 
     x = torch.empty(b, t, d, device="meta")
-    layout = triton_segments.plan(x, n, 16, reverse=True)
+    plan = plan_scan(x, n, reverse=True)
     limit = max(b * t * d * n / 16, b * 16 * d * n)
-    assert layout.programs * 16 * layout.block_d * layout.block_n <= limit
-    assert b * t * layout.channel_blocks * n <= limit, "parts of the gradient of B, and of C"
+    assert plan.programs * 16 * plan.block_d * plan.block_n <= limit
+    assert b * t * plan.channel_blocks * n <= limit, "parts of the gradient of B, and of C"
     for reverse in (False, True):
-        layout = triton_segments.plan(x, n, 16, reverse=reverse)
-        assert layout.segments == 1 or b * layout.segments * d * n <= limit / 2
+        plan = plan_scan(x, n, reverse=reverse)
+        assert plan.segments == 1 or b * plan.segments * d * n <= limit / 2
 
 
 @pytest.mark.gpu
@@ -263,7 +265,7 @@ def test_peak_memory_is_far_below_one_tensor_of_all_states() -> None:
     results(operands, "triton")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    leaves = [v.detach().requires_grad_() for v in operands]
+    leaves: list[Any] = [v.detach().requires_grad_() for v in operands]
     sum(v.sum() for v in selective_scan(*leaves, backend="triton")).backward()  # type: ignore[union-attr]
     all_states = 2 * 4096 * 64 * 64 * 4
     assert torch.cuda.max_memory_allocated() - before < all_states / 2

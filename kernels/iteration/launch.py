@@ -8,39 +8,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.iteration.buffers import IterationBuffers
-from bedouin.kernels.iteration.triton_kernels import (
-    decide_kernel,
-    finish_kernel,
-    mix_kernel,
-    restore_kernel,
-    settle_kernel,
-)
+from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_kernel, settle_kernel
 from bedouin.kernels.iteration.triton_scan import scan_kernel
+from bedouin.kernels.iteration.triton_tokens import finish_kernel, mix_kernel
 from bedouin.kernels.iteration.types import IterationRule
-from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, next_power_of_two, triton_dtype
 from bedouin.kernels.operands import Parameterization
 
-STATES, FEWEST_STATES = 16, 4
-"""States of a thread of the scan in float32, and how few they become where programs are few."""
+FEWEST_STATES = 4
+"""Fewest states of a thread of the scan, where programs would otherwise be few."""
 FEWEST_CHANNELS = 8
 """Channels of a program of the scan from which on a row is read without waste."""
 PROGRAMS = 1024
 """Programs wanted in the scan, of one warp each."""
 AHEAD = {"picard": 2, "jacobi": 4}
-"""How many tokens the scan asks for at once, as many tokens ahead; Picard asks for y, too. Less
-would not hide the latency of memory, more does not stay in registers (64 x 256, microseconds:
+"""How many tokens the scan loads at once, as many tokens ahead; Picard loads y, too. Fewer do not
+hide the latency of memory, more do not stay in registers (64 x 256, microseconds:
 Picard 147 with 2, 156 with 4; Jacobi 165 and 123)."""
 REGISTERS = 128
-"""Of a thread of the scan in float32: 16 programs a multiprocessor. Compiled freely, Picard's would
-take 140, and a last few programs would run alone (274 microseconds for 147)."""
-DECIDE_TILE, SMALLEST_DECIDE = 8192, 32
-"""Elements of parts that `decide` takes at a time, and the fewest tokens."""
+"""Of a thread of the scan in float32: 16 programs a multiprocessor. Without this bound Picard's
+takes 140, and the last few programs run alone (274 microseconds instead of 147)."""
 CHANNELS_A_WARP = 256
 """Of the kernels that take a token a program."""
 CHANNELS_AT_ONCE = 4
@@ -48,6 +40,23 @@ CHANNELS_AT_ONCE = 4
 widest load of bfloat16, make Jacobi's local solve 3 % slower."""
 RESTORERS = 4
 """Programs a sample that undo the moves of tokens that have just frozen, without feedback."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that bound a launch; tests give smaller ones to reach its branches with little work.
+
+    states: most states of a thread of the scan in float32, half as many in float64.
+    decide_tile: elements of `parts` that `decide` takes at a time.
+    decide_tokens: fewest tokens that `decide` takes at a time.
+    """
+
+    states: int = 16
+    decide_tile: int = 8192
+    decide_tokens: int = 32
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,9 @@ class ScanTile:
     channels: int
 
     @staticmethod
-    def of(b: int, d: int, n: int, dtype: torch.dtype) -> "ScanTile":
+    def of(b: int, d: int, n: int, dtype: torch.dtype, limits: Limits) -> "ScanTile":
         """All states in one thread where they fit and that makes enough programs."""
-        most = STATES * 4 // dtype.itemsize
+        most = limits.states * 4 // dtype.itemsize
         tile = ScanTile._from_states(min(most, next_power_of_two(n)), n, d)
         while tile._may_be_halved and b * ceil_div(d, tile.channels) < PROGRAMS:
             tile = ScanTile._from_states(tile.states // 2, n, d)
@@ -97,6 +106,7 @@ class Geometry:
     options: Parameterization
     feedback: bool
     dtype: torch.dtype
+    limits: Limits
 
     @staticmethod
     def of(
@@ -106,13 +116,14 @@ class Geometry:
         A: Tensor,  # (n, d)
         options: Parameterization,
         rule: IterationRule,
+        limits: Limits = LIMITS,
     ) -> "Geometry":
         """From the tensors as the kernels get them."""
         (b, t, d), n, dtype = x.shape, A.shape[0], A.dtype
         raw_stride = raw.stride(1)
         strides = x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[0]
-        tile = ScanTile.of(b, d, n, dtype)
-        return Geometry(b, t, d, n, *strides, tile, rule, options, W_y is not None, dtype)
+        tile, feedback = ScanTile.of(b, d, n, dtype, limits), W_y is not None
+        return Geometry(b, t, d, n, *strides, tile, rule, options, feedback, dtype, limits)
 
     @property
     def k(self) -> int:
@@ -126,7 +137,7 @@ class Geometry:
 
     @property
     def ahead(self) -> int:
-        """Tokens that the scan asks for at once."""
+        """Tokens that the scan loads at once."""
         return AHEAD[self.rule.method]
 
     @property
@@ -135,13 +146,13 @@ class Geometry:
 
     @property
     def stores_gain(self) -> bool:
-        """Whether the scan leaves sigma, which needs all decays, to the local solve."""
+        """Whether the scan stores sigma, which needs all decays, for the local solve."""
         coupled = self.options.input_scale == "one_minus_decay"
         return self.jacobi and coupled
 
     @property
     def mixes_ahead(self) -> bool:
-        """Whether the local solve mixes its result, too: without feedback nothing is missing."""
+        """Whether the local solve mixes its result, too: possible without feedback only."""
         return self.jacobi and not self.feedback
 
     @property
@@ -167,7 +178,7 @@ class Geometry:
 
     @property
     def accumulator(self) -> Any:
-        return tl.float64 if self.dtype == torch.float64 else tl.float32
+        return triton_dtype(self.dtype)
 
 
 def mix(g: Geometry, it: IterationBuffers) -> None:
@@ -242,7 +253,8 @@ def finish(g: Geometry, it: IterationBuffers) -> None:
 def decide(g: Geometry, it: IterationBuffers, *, count: bool) -> None:
     """Defect, scale, converged prefix and failure of every sample."""
     block_p = next_power_of_two(g.parts)
-    block_t = min(next_power_of_two(g.t), max(SMALLEST_DECIDE, DECIDE_TILE // block_p))
+    fitting = max(g.limits.decide_tokens, g.limits.decide_tile // block_p)
+    block_t = min(next_power_of_two(g.t), fitting)
     decide_kernel[(g.b,)](
         *(it.parts, it.norms, it.counters, g.b, g.t, g.parts),
         ATOL=g.rule.atol,

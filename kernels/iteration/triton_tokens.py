@@ -1,8 +1,6 @@
-"""The kernels of a step of Picard or Jacobi; fused.py says which does what, and why.
+"""The kernels of a step of Picard or Jacobi that take one token a program: mixing, local solve.
 
-Memory and A are (n, d) here, so that a warp's threads are channels and sums over the n states stay
-inside a thread. A token is one row of (b t, ...); `kept` tokens at the start of each sample are
-frozen and left alone.
+A token is one row of (b t, ...); the first `kept` tokens of each sample are frozen and skipped.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -33,11 +31,6 @@ from bedouin.kernels.device.reflections import (
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.where((a > b) | (a != a), a, b)
-
-
-@triton.jit
 def _load_reflections(
     raw_ptr,
     fed_back_ptr,
@@ -49,9 +42,9 @@ def _load_reflections(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """u_1 .. u_k, not yet unit.
+    """u_1 .. u_k, not yet normalized.
 
-    Read once a launch: what the next launch reads had better stay in the cache.
+    Read once a launch, so evicted first: the cache keeps what the next launch reads.
     """
     u = ()
     for i in tl.static_range(K):
@@ -66,10 +59,10 @@ def _load_reflections(
 
 @triton.jit
 def _token_of(program, batch, T):
-    """Sample and time of a program: last tokens first.
+    """Sample and time of a program, last tokens first.
 
     The scan goes forward in time. What it wrote last is still in the cache for the launch that
-    follows, and what that launch wrote last for the next scan.
+    follows, and what that launch wrote last is still there for the next scan.
     """
     return program % batch, T - 1 - (program // batch).to(tl.int32)
 
@@ -78,15 +71,15 @@ def _token_of(program, batch, T):
 def _load_x(row, cols, d, zero, ALIGN: tl.constexpr, ACC: tl.constexpr):
     """x of a token.
 
-    `zero`, of which the compiler knows nothing, keeps a thread's part of x as wide as that of u:
-    otherwise they are spread over the threads in two ways, and x is moved between them.
+    `zero`, whose value the compiler does not know, keeps a thread's part of x as wide as that of u:
+    otherwise the two have different layouts, and x is exchanged between threads.
     """
     return tl.load(row + ALIGN * zero + cols, mask=cols < d, other=0.0).to(ACC)
 
 
 @triton.jit
 def _reflect(u, beta, v, d, K: tl.constexpr, EPS: tl.constexpr):
-    """(I - H_1 ... H_k) v, the last reflection first: k products less than by way of T."""
+    """(I - H_1 ... H_k) v, the last reflection first: k products fewer than with T."""
     squares = ()
     for i in tl.static_range(K):
         squares = squares + (u[i] * u[i],)
@@ -253,129 +246,3 @@ def finish_kernel(
         tl.store(parts_ptr + token, max_norm(y - before, 0))
         tl.store(parts_ptr + tl.cast(batch, tl.int64) * T + token, max_norm(y, 0))
         tl.store(pivots_ptr + token, pivot)
-
-
-@triton.jit(do_not_specialize=["batch", "T"])
-def decide_kernel(
-    parts_ptr,  # (2, b, parts, t)
-    norms_ptr,  # (2, b, t)
-    counters_ptr,  # (5, b): kept before, kept, frozen, failed, steps
-    batch,
-    T,
-    parts,
-    ATOL: tl.constexpr,
-    RTOL: tl.constexpr,
-    WHOLE: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    sample = tl.program_id(0).to(tl.int64)
-    counters_ptr += sample
-    kept = tl.load(counters_ptr + batch)
-    frozen = tl.load(counters_ptr + 2 * batch)
-    failed = tl.load(counters_ptr + 3 * batch)
-    rows, cols = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
-    tokens = tl.cast(T, tl.int64)
-    all_norms = tl.cast(batch, tl.int64) * tokens
-    all_parts = all_norms * parts
-    parts_ptr += sample * parts * tokens
-    norms_ptr += sample * tokens
-    # the first token that has not converged, or is not finite
-    end = T
-    largest = tl.full([], 0.0, norms_ptr.dtype.element_ty)
-    worst = largest
-    for start in range(0, T, BLOCK_T):
-        t = start + cols
-        at = rows[:, None] * tokens + t[None, :]
-        mask = (rows < parts)[:, None] & (t < T)[None, :]
-        defect = max_norm(tl.load(parts_ptr + at, mask=mask, other=0.0), 0)
-        scale = max_norm(tl.load(parts_ptr + all_parts + at, mask=mask, other=0.0), 0)
-        tl.store(norms_ptr + t, defect, mask=t < T)
-        tl.store(norms_ptr + all_norms + t, scale, mask=t < T)
-        if WHOLE:
-            # a token that is not finite, and all after it, must not keep the ones before it going
-            finite = (scale < float("inf")) | (t >= T)
-            end = tl.minimum(end, tl.min(tl.where(finite, T, t), axis=0))
-            worst = _larger(worst, max_norm(tl.where(t < end, defect, 0.0), 0))
-            largest = _larger(largest, max_norm(tl.where(t < end, scale, 0.0), 0))
-        else:
-            running = _larger(tl.associative_scan(scale, 0, _larger), largest)
-            largest = _larger(largest, max_norm(scale, 0))
-            small = (defect < ATOL + RTOL * running) | (t < frozen) | (t >= T)
-            end = tl.minimum(end, tl.min(tl.where(small, T, t), axis=0))
-    if WHOLE:
-        end = tl.where(worst < ATOL + RTOL * largest, tl.maximum(end, frozen), frozen)
-    at = all_parts + rows * tokens + tl.minimum(end, T - 1)
-    scale = max_norm(tl.load(parts_ptr + at, mask=rows < parts, other=0.0), 0)
-    fails = (failed != 0) | ((end < T) & ((scale < float("inf")) == 0))
-    tl.store(counters_ptr, kept)
-    tl.store(counters_ptr + batch, tl.where(fails, T, end))
-    tl.store(counters_ptr + 2 * batch, end)
-    tl.store(counters_ptr + 3 * batch, fails.to(tl.int32))
-    if COUNT:
-        active = (frozen < T) & (failed == 0)
-        steps = tl.load(counters_ptr + 4 * batch)
-        tl.store(counters_ptr + 4 * batch, steps + active.to(tl.int32))
-
-
-@triton.jit(do_not_specialize=["batch", "T"])
-def settle_kernel(
-    y_ptr,  # (b t, d)
-    next_ptr,  # (b t, d)
-    normed_ptr,  # (b t, d), in the dtype of W^y
-    counters_ptr,  # (5, b): kept before, kept, ...
-    batch,
-    T,
-    d,
-    BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    t, sample = token % T, token // T
-    cols = tl.arange(0, BLOCK_D)
-    before = tl.load(counters_ptr + sample)
-    kept = tl.load(counters_ptr + batch + sample)
-    if (t >= before) & (t < kept):
-        in_d = cols < d
-        y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
-        tl.store(next_ptr + token * d + cols, y, mask=in_d)
-    if (t >= kept) & (t + 1 < T):
-        in_d = cols < d
-        y = tl.load(next_ptr + token * d + cols, mask=in_d, other=0.0)
-        if NORM:
-            y *= tl.rsqrt(tl.sum(y * y, axis=0) / d + NORM_EPS)
-        normed = y.to(normed_ptr.dtype.element_ty)
-        tl.store(normed_ptr + (token + 1) * d + cols, normed, mask=in_d)
-
-
-@triton.jit(do_not_specialize=["batch", "T", "programs"])
-def restore_kernel(
-    y_ptr,  # (b t, d)
-    next_ptr,  # (b t, d)
-    mixed_ptr,  # (b t, d)
-    mixed_next_ptr,  # (b t, d)
-    counters_ptr,  # (5, b): kept before, kept, ...
-    batch,
-    T,
-    programs,
-    d,
-    BLOCK_D: tl.constexpr,
-    MIXED: tl.constexpr,
-):
-    """`settle` without feedback: mostly nothing, so few programs, each for some tokens.
-
-    MIXED: x~ goes back, too.
-    """
-    sample = tl.program_id(0) // programs
-    cols = tl.arange(0, BLOCK_D)
-    before = tl.load(counters_ptr + sample)
-    kept = tl.load(counters_ptr + batch + sample)
-    for t in range(before + tl.program_id(0) % programs, kept, programs):
-        at = (tl.cast(sample, tl.int64) * T + t) * d + cols
-        y = tl.load(y_ptr + at, mask=cols < d, other=0.0)
-        tl.store(next_ptr + at, y, mask=cols < d)
-        if MIXED:
-            mixed = tl.load(mixed_ptr + at, mask=cols < d, other=0.0)
-            tl.store(mixed_next_ptr + at, mixed, mask=cols < d)

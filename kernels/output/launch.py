@@ -1,0 +1,153 @@
+"""Launches of the output stage.
+
+Letters: b batch, t time, d channels.
+"""
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.launch import (
+    accumulator,
+    ceil_div,
+    last_axis_contiguous,
+    next_power_of_two,
+    triton_dtype,
+)
+from bedouin.kernels.output.triton_kernels import (
+    output_backward_kernel,
+    output_kernel,
+    shifted_norm_backward_kernel,
+    shifted_norm_kernel,
+)
+from bedouin.kernels.output.types import OutputOperands
+
+TILE = 1024
+"""Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
+MAX_WARPS = 16
+PROGRAMS = 1024
+"""Most programs of the backward: eight on each multiprocessor of an H100, and few enough that
+their parts of the sums are small. The same on every device, so that the sums are."""
+
+
+def output_forward(operands: OutputOperands, eps: float, dtype: torch.dtype) -> Tensor:  # (b, t, d)
+    """The gated output in `dtype`. No size may be 0."""
+    y, x, D, gate, fed, z, weight = operands
+    out = torch.empty(y.shape, dtype=dtype, device=y.device)
+    rows = _token_rows(y, x, gate, fed, z)
+    norm_weight = D if weight is None else weight.contiguous()
+    d, blocks = y.shape[-1], _blocks(y)
+    tokens = y.numel() // d
+    output_kernel[(ceil_div(tokens, blocks["TOKENS"]),)](
+        *(rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
+        *(tokens, d),
+        *(v.stride(0) for v in rows),
+        FED=fed is not None,
+        NORM=weight is not None,
+        EPS=eps,
+        ACC=triton_dtype(accumulator(y.dtype)),
+        **blocks,
+    )
+    return out
+
+
+def output_backward(
+    grad: Tensor,  # (b, t, d)
+    operands: OutputOperands,
+    eps: float,
+    *,
+    most_programs: int = PROGRAMS,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight (2, d).
+
+    Without weight the last is that of D alone (1, d). No size may be 0.
+    """
+    y, x, D, gate, fed, z, weight = operands
+    grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
+    (grad_rows,) = _token_rows(grad)
+    rows = _token_rows(y, x, gate, fed, z)
+    norm_weight = D if weight is None else weight.contiguous()
+    d, blocks = y.shape[-1], _blocks(y)
+    tokens = y.numel() // d
+    programs = min(most_programs, ceil_div(tokens, blocks["TOKENS"]))
+    sums = y.new_empty(programs, 2 if weight is not None else 1, d)
+    output_backward_kernel[(programs,)](
+        *(grad_rows, rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
+        *(tokens, d, grad_rows.stride(0)),
+        *(v.stride(0) for v in rows),
+        FED=fed is not None,
+        NORM=weight is not None,
+        EPS=eps,
+        ACC=triton_dtype(accumulator(y.dtype)),
+        **blocks,
+    )
+    return grads[0], grads[1], grads[2], sums.sum(0)
+
+
+def shifted_norm_forward(
+    y: Tensor,  # (b, t, d)
+    y0: Tensor | None,  # (b, d); None: zeros
+    eps: float | None,
+    dtype: torch.dtype,
+) -> Tensor:  # (b, t, d)
+    """RMSNorm of y_{t-1} in `dtype`. No size may be 0."""
+    out = torch.empty(y.shape, dtype=dtype, device=y.device)
+    y = last_axis_contiguous(y)
+    first = y if y0 is None else last_axis_contiguous(y0)
+    (b, t_end, d), blocks = y.shape, _blocks(y)
+    shifted_norm_kernel[(ceil_div(b * t_end, blocks["TOKENS"]),)](
+        *(y, first, out, b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
+        START=y0 is not None,
+        NORM=eps is not None,
+        EPS=eps or 0.0,
+        ACC=triton_dtype(accumulator(y.dtype)),
+        **blocks,
+    )
+    return out
+
+
+def shifted_norm_backward(
+    grad: Tensor,  # (b, t, d)
+    y: Tensor,  # (b, t, d)
+    y0: Tensor | None,  # (b, d); None: zeros
+    eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of y and y0, the second empty for None."""
+    grads = [y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
+    grad, y = last_axis_contiguous(grad), last_axis_contiguous(y)
+    first = y if y0 is None else last_axis_contiguous(y0)
+    (b, t_end, d), blocks = y.shape, _blocks(y)
+    rows = b * (t_end + 1)
+    shifted_norm_backward_kernel[(ceil_div(rows, blocks["TOKENS"]),)](
+        *(grad, y, first, *grads, rows, t_end, d),
+        *(*grad.stride()[:2], *y.stride()[:2], first.stride(0)),
+        START=y0 is not None,
+        NORM=eps is not None,
+        EPS=eps or 0.0,
+        ACC=triton_dtype(accumulator(y.dtype)),
+        **blocks,
+    )
+    return grads[0], grads[1]
+
+
+def _token_rows(first: Tensor, *others: Tensor | None) -> list[Tensor]:
+    """The operands (b, t, d) as (b t, d), views where tokens are rows at one distance.
+
+    None, which a kernel does not read, is replaced by the first.
+    """
+    first = _flat(first)
+    return [first, *(first if v is None else _flat(v) for v in others)]
+
+
+def _flat(v: Tensor) -> Tensor:
+    """v (b, t, d) as (b t, d)."""
+    return last_axis_contiguous(v.reshape(-1, v.shape[-1]))
+
+
+def _blocks(
+    y: Tensor,  # (b, t, d)
+) -> dict[str, int]:
+    """How many tokens one program takes at a time, with all their channels, and its warps."""
+    block_d = next_power_of_two(y.shape[-1])
+    tokens = max(1, min(next_power_of_two(y.numel() // y.shape[-1]), TILE // block_d))
+    warps = max(1, min(MAX_WARPS, tokens * block_d // 256))
+    return {"TOKENS": tokens, "BLOCK_D": block_d, "num_warps": warps}

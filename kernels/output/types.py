@@ -1,0 +1,20 @@
+"""What the output stage takes; free of Triton.
+
+Letters: b batch, t time, d channels.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class OutputOperands(NamedTuple):
+    """The tensors of the gated output, in the order of the arguments of `gated_output`."""
+
+    y: Tensor  # (b, t, d)
+    x: Tensor  # (b, t, d)
+    D: Tensor  # (d,)
+    gate: Tensor  # (b, t, d)
+    fed: Tensor | None  # (b, t, d)
+    z: Tensor | None  # (b, t, d)
+    weight: Tensor | None  # (d,), of the norm

@@ -1,0 +1,206 @@
+"""The scan's backward kernel.
+
+One program takes one segment of the sequence of one sample and one block of channels. From the
+memory that the forward kernel stored before each chunk it recomputes the CHUNK memories of the
+chunk into a workspace, and then applies the adjoint recurrence to the chunk from its last token to
+its first. No atomics: sums over programs are written in parts and added by torch, so that results
+are reproducible bit for bit.
+Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py).
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.discretize import (
+    build_coupled,
+    build_decay,
+    coupled_reach,
+    input_scale,
+)
+from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.scan.triton_tokens import load_exponent, load_row
+
+
+@triton.jit
+def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda (d, n) and s, (d, n) for the coupled scale, else (d, 1)."""
+    if INPUT_SCALE == "one_minus_decay":
+        return build_coupled(delta[:, None] * A_log2, FULL, FAST)
+    else:
+        decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
+        return decay, input_scale(delta, INPUT_SCALE)[:, None]
+
+
+@triton.jit
+def backward_kernel(
+    grad_y_ptr,  # (b, t, d)
+    grad_end_ptr,  # (b, s, d, n), cotangent of h after each segment
+    x_ptr,  # (b, t, d)
+    delta_ptr,  # (b, t, d)
+    A_ptr,  # (d, n)
+    B_ptr,  # (b, t, n)
+    C_ptr,  # (b, t, n)
+    D_ptr,  # (d,)
+    kept_ptr,  # (b, ceil(t / CHUNK), d, n)
+    work_ptr,  # (programs, CHUNK, BLOCK_D, BLOCK_N)
+    grad_x_ptr,  # (b, t, d)
+    grad_delta_ptr,  # (b, t, d)
+    grad_A_ptr,  # (b, s, d, n)
+    grad_B_ptr,  # (b, t, blocks, n)
+    grad_C_ptr,  # (b, t, blocks, n)
+    grad_h0_ptr,  # (b, d, n)
+    grad_D_ptr,  # (b, s, d)
+    T,
+    d,
+    n,
+    segments,
+    segment_chunks,
+    grad_y_stride_b,
+    grad_y_stride_t,
+    x_stride_b,
+    x_stride_t,
+    delta_stride_b,
+    delta_stride_t,
+    B_stride_b,
+    B_stride_t,
+    C_stride_b,
+    C_stride_t,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    HAS_D: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
+    batch = batch // segments
+    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    state = tl.arange(0, BLOCK_N)
+    in_d, in_n = channel < d, state < n
+    cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
+    size, chunks = d * n, tl.cdiv(T, CHUNK)
+    slot = tl.arange(0, BLOCK_D)[:, None] * BLOCK_N + state[None, :]
+    slots = work_ptr + program * (CHUNK * BLOCK_D * BLOCK_N) + slot
+    own = batch * segments + segment
+
+    A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
+    g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(ACC)
+    grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)
+    if HAS_D:
+        D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
+        grad_D = tl.zeros((BLOCK_D,), dtype=ACC)
+    first = segment * segment_chunks
+    last = tl.minimum(first + segment_chunks, chunks)
+    for back in range(last - first):
+        chunk = last - 1 - back
+        kept = kept_ptr + (batch * chunks + chunk) * size + cell
+        h = tl.load(kept, mask=in_cell, other=0.0).to(ACC)
+        # The last chunk's walk has read what is overwritten here.
+        tl.debug_barrier()
+        t = chunk * CHUNK
+        x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d)
+        delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
+        B_0 = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n)
+        end = tl.where(t + 1 < T, d, 0)
+        x_1 = load_row(x_ptr, batch, t + 1, x_stride_b, x_stride_t, channel, end)
+        delta_1 = load_row(delta_ptr, batch, t + 1, delta_stride_b, delta_stride_t, channel, end)
+        for i in range(CHUNK):
+            t = chunk * CHUNK + i
+            x, delta, B = x_0.to(ACC), delta_0.to(ACC), B_0.to(ACC)
+            x_0, delta_0 = x_1, delta_1
+            end_d, end_n = tl.where(t + 2 < T, d, 0), tl.where(t + 1 < T, n, 0)
+            x_1 = load_row(x_ptr, batch, t + 2, x_stride_b, x_stride_t, channel, end_d)
+            delta_1 = load_row(
+                delta_ptr, batch, t + 2, delta_stride_b, delta_stride_t, channel, end_d
+            )
+            B_0 = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, end_n)
+            tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
+            decay, s = _build_rows(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            h = decay * h + s * x[:, None] * B[None, :]
+        tl.debug_barrier()
+        t = chunk * CHUNK + CHUNK - 1
+        end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
+        before_0 = tl.load(slots + (CHUNK - 1) * (BLOCK_D * BLOCK_N))
+        grad_y_0 = load_row(grad_y_ptr, batch, t, grad_y_stride_b, grad_y_stride_t, channel, end_d)
+        x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d)
+        delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end_d)
+        B_0 = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n)
+        C_0 = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, end_n)
+        for back_i in range(CHUNK):
+            i = CHUNK - 1 - back_i
+            t = chunk * CHUNK + i
+            before, grad_y = before_0, grad_y_0.to(ACC)
+            x, delta, B, C = x_0.to(ACC), delta_0.to(ACC), B_0.to(ACC), C_0.to(ACC)
+            ahead = tl.maximum(i - 1, 0)
+            before_0 = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
+            t_0 = chunk * CHUNK + ahead
+            end_d, end_n = tl.where(t_0 < T, d, 0), tl.where(t_0 < T, n, 0)
+            grad_y_0 = load_row(
+                grad_y_ptr, batch, t_0, grad_y_stride_b, grad_y_stride_t, channel, end_d
+            )
+            x_0 = load_row(x_ptr, batch, t_0, x_stride_b, x_stride_t, channel, end_d)
+            delta_0 = load_row(
+                delta_ptr, batch, t_0, delta_stride_b, delta_stride_t, channel, end_d
+            )
+            B_0 = load_row(B_ptr, batch, t_0, B_stride_b, B_stride_t, state, end_n)
+            C_0 = load_row(C_ptr, batch, t_0, C_stride_b, C_stride_t, state, end_n)
+
+            decay, s = _build_rows(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            decayed = decay * before
+            written = s * x[:, None]
+            read = decayed if EXCLUSIVE else decayed + written * B[None, :]
+            through = g + grad_y[:, None] * C[None, :]
+            g_written = g if EXCLUSIVE else through
+            grad_C = tl.sum(grad_y[:, None] * read, axis=0)
+            grad_B = tl.sum(g_written * written, axis=0)
+            g_scaled = g_written * B[None, :]
+
+            # As `discretize_vjp`: d lambda / d(A delta) is lambda, or lambda + 1 for "full".
+            if INPUT_SCALE == "one_minus_decay":
+                grad_x = tl.sum(g_scaled * s, axis=1)
+                sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)
+                grad_s = g_scaled * x[:, None]
+                grad_exponent = (through * before - sign * grad_s) * coupled_reach(decay, s, FULL)
+            else:
+                grad_exponent = through * (decayed + before if FULL else decayed)
+            grad_A += grad_exponent * delta[:, None]
+            grad_delta = tl.sum(grad_exponent * A_log2, axis=1) * LN2
+            if INPUT_SCALE == "delta":
+                pulled = tl.sum(g_scaled, axis=1)
+                grad_x = pulled * delta
+                grad_delta += pulled * x
+            if INPUT_SCALE == "bounded_delta":
+                pulled = tl.sum(g_scaled, axis=1) / (1 + delta)
+                grad_x = pulled * delta
+                grad_delta += pulled * x / (1 + delta)
+            if HAS_D:
+                grad_x += D * grad_y
+                grad_D += grad_y * x
+            g = decay * through
+
+            token = batch * T + t
+            out = token * d + channel
+            end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
+            tl.store(grad_x_ptr + out, grad_x.to(grad_x_ptr.dtype.element_ty), mask=channel < end_d)
+            tl.store(
+                grad_delta_ptr + out,
+                grad_delta.to(grad_delta_ptr.dtype.element_ty),
+                mask=channel < end_d,
+            )
+            part = (token * blocks + block) * n + state
+            tl.store(grad_B_ptr + part, grad_B, mask=state < end_n)
+            tl.store(grad_C_ptr + part, grad_C, mask=state < end_n)
+    tl.store(grad_A_ptr + own * size + cell, grad_A, mask=in_cell)
+    if HAS_D:
+        tl.store(grad_D_ptr + own * d + channel, grad_D, mask=in_d)
+    in_d = channel < tl.where(segment == 0, d, 0)
+    grad_h0 = g.to(grad_h0_ptr.dtype.element_ty)
+    tl.store(grad_h0_ptr + batch * size + cell, grad_h0, mask=in_d[:, None] & in_n[None, :])

@@ -1,0 +1,128 @@
+"""The scan's forward kernel.
+
+One program takes one segment of the sequence of one sample and one block of channels, with the
+memory (n, block) in registers. For the backward it stores the memory before every CHUNK-th token.
+Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py).
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.scan.triton_tokens import (
+    build_step,
+    load_columns,
+    load_exponent,
+    load_rows,
+    split_columns,
+    write,
+)
+
+
+@triton.jit(do_not_specialize=["T", "segment_chunks", "zero"])
+def forward_kernel(
+    x_ptr,  # (b, t, d)
+    delta_ptr,  # (b, t, d)
+    A_ptr,  # (n, d)
+    B_ptr,  # (b, t, n)
+    C_ptr,  # (b, t, n)
+    start_ptr,  # (b, s, n, d), h before each segment
+    D_ptr,  # (d,)
+    y_ptr,  # (b, t, d)
+    end_ptr,  # (b, d, n), h after the last token
+    kept_ptr,  # (b, ceil(t / CHUNK), d, n), h before each chunk
+    T,
+    d,
+    n,
+    segments,
+    segment_chunks,
+    zero,
+    x_stride_b,
+    x_stride_t,
+    delta_stride_b,
+    delta_stride_t,
+    B_stride_b,
+    B_stride_t,
+    C_stride_b,
+    C_stride_t,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    HAS_D: tl.constexpr,
+    KEEP: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
+    batch = batch // segments
+    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    state = tl.arange(0, BLOCK_N)
+    in_cell = (state < n)[:, None] & (channel < d)[None, :]
+    # Neighbours in memory belong to neighbouring threads. `zero`, of which the compiler knows no
+    # alignment, keeps it from giving a thread four of them: then a thread would hold few states of
+    # several channels, and every sum over states would be an exchange between threads. An unknown
+    # stride does not do: Triton 3.6 then spreads the states over threads, 3.9 the channels.
+    lanes = state[:, None] * d + channel[None, :] + zero
+    cell = state[:, None] + channel[None, :] * n
+    size, chunks = d * n, tl.cdiv(T, CHUNK)
+
+    A_log2 = load_exponent(A_ptr + lanes, in_cell, ACC)
+    start_ptr += (batch * segments + segment) * size
+    h = tl.load(start_ptr + lanes, mask=in_cell, other=0.0).to(ACC)
+    if HAS_D:
+        D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(ACC)
+    first = segment * segment_chunks * CHUNK
+    count = (tl.minimum(first + segment_chunks * CHUNK, T) - first).to(tl.int32)
+    x_ptr += batch * x_stride_b + first * x_stride_t
+    delta_ptr += batch * delta_stride_b + first * delta_stride_t
+    B_ptr += batch * B_stride_b + first * B_stride_t
+    C_ptr += batch * C_stride_b + first * C_stride_t
+    y_ptr += (batch * T + first) * d
+    kept_ptr += (batch * chunks + segment * segment_chunks) * size
+    # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
+    # for the exchange of B and C more than it computes.
+    xs = load_rows(x_ptr, x_stride_t, count, channel, d)
+    deltas = load_rows(delta_ptr, delta_stride_t, count, channel, d)
+    Bs = load_columns(B_ptr, B_stride_t, count, state, n)
+    Cs = load_columns(C_ptr, C_stride_t, count, state, n)
+    for done in range(0, count, 4):
+        if KEEP:
+            if done % CHUNK == 0:
+                tl.store(kept_ptr + cell, h, mask=in_cell)
+                kept_ptr += size
+        x_4, delta_4 = xs, deltas
+        B_4, C_4 = split_columns(Bs.to(ACC), BLOCK_N), split_columns(Cs.to(ACC), BLOCK_N)
+        x_ptr += 4 * x_stride_t
+        delta_ptr += 4 * delta_stride_t
+        B_ptr += 4 * B_stride_t
+        C_ptr += 4 * C_stride_t
+        left = count - done - 4
+        xs = load_rows(x_ptr, x_stride_t, left, channel, d)
+        deltas = load_rows(delta_ptr, delta_stride_t, left, channel, d)
+        Bs = load_columns(B_ptr, B_stride_t, left, state, n)
+        Cs = load_columns(C_ptr, C_stride_t, left, state, n)
+        for i in tl.static_range(4):
+            x, delta = x_4[i].to(ACC), delta_4[i].to(ACC)
+            decay, s = build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            h *= decay
+            if EXCLUSIVE:
+                y = tl.sum(h * C_4[i][:, None], axis=0)
+                h += write(x, s, B_4[i], INPUT_SCALE)
+            else:
+                h += write(x, s, B_4[i], INPUT_SCALE)
+                y = tl.sum(h * C_4[i][:, None], axis=0)
+            if HAS_D:
+                y += D * x
+            end = tl.where(done + i < count, d, 0)
+            tl.store(y_ptr + channel, y.to(y_ptr.dtype.element_ty), mask=channel < end)
+            y_ptr += d
+    end = tl.where(segment == segments - 1, d, 0)
+    in_cell = (state < n)[:, None] & (channel < end)[None, :]
+    tl.store(end_ptr + batch * size + cell, h.to(end_ptr.dtype.element_ty), mask=in_cell)

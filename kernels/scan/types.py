@@ -1,0 +1,54 @@
+"""What a scan takes and returns; free of Triton.
+
+Letters: b batch, t time, d channels, n state per channel.
+"""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+InputScale = Literal["delta", "bounded_delta", "one_minus_decay"]
+Eigenvalues = Literal["positive", "full"]
+
+CHUNK = 16
+"""Tokens between two memories that the forward kernel stores, and in the backward's workspace."""
+
+
+class ScanOperands(NamedTuple):
+    """The tensors of a scan, in the order of the arguments of `selective_scan`."""
+
+    x: Tensor  # (b, t, d)
+    delta: Tensor  # (b, t, d)
+    A: Tensor  # (d, n)
+    B: Tensor  # (b, t, n)
+    C: Tensor  # (b, t, n)
+    h0: Tensor  # (b, d, n)
+    D: Tensor | None = None  # (d,)
+
+
+class ScanOptions(NamedTuple):
+    """What describes a scan besides its tensors."""
+
+    input_scale: InputScale
+    eigenvalues: Eigenvalues
+    exclusive: bool
+
+
+class ScanResult(NamedTuple):
+    """What the forward kernel computes."""
+
+    y: Tensor  # (b, t, d)
+    h: Tensor  # (b, d, n), after the last token
+    kept: Tensor  # (b, ceil(t / CHUNK), d, n), h before each chunk; no chunk unless asked for
+
+
+class ScanCotangents(NamedTuple):
+    """Cotangents of the operands, each in the shape and dtype of its operand."""
+
+    x: Tensor  # (b, t, d)
+    delta: Tensor  # (b, t, d)
+    A: Tensor  # (d, n)
+    B: Tensor  # (b, t, n)
+    C: Tensor  # (b, t, n)
+    h0: Tensor  # (b, d, n)
+    D: Tensor  # (d,), empty without D
