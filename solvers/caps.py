@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 
 class Cap(ABC):
-    """A limit on the steps of a solve, possibly drawn anew for each training call."""
+    """A limit on the steps of a solve, which may be drawn at random for each training call."""
 
     @property
     @abstractmethod
     def limit(self) -> int:
-        """The most steps that any call may take; what holds in evaluation."""
+        """The most steps that any call may take; the cap of every call in evaluation."""
 
     @property
     @abstractmethod
     def is_random(self) -> bool:
-        """Whether draws may fall short of `limit`."""
+        """Whether a draw may be smaller than `limit`."""
 
     @abstractmethod
     def draw(self, index: int) -> int:
-        """The cap of training call number `index`: a function of the cap's fields and `index`."""
+        """The cap of training call number `index` >= 0; depends on the fields and `index` alone."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,17 @@ class FixedCap(Cap):
 class GammaCap(Cap):
     """ceil(Gamma(shape, scale)) steps in training, between 1 and `limit`; `limit` in evaluation.
 
-    Draw i depends on (seed, i) alone, so all ranks of a data-parallel run draw the same cap, and a
-    resumed run draws what the uninterrupted one would have. Gamma(4, 1) is the paper's choice
+    Draw i depends only on (seed, i), so all ranks of a data-parallel run draw the same cap, and a
+    resumed run draws the same caps as an uninterrupted one. Gamma(4, 1) is the paper's choice
     (arXiv 2503.10799, figure 1). Raises TypeError for values of the wrong type, ValueError for
     values that are not positive.
 
     A layer's training call with a random cap draws one number from torch's default CPU generator.
-    It does not influence the cap; activation checkpointing restores that generator, so a call that
-    runs again in the backward pass is recognized and gets its own cap. With
-    preserve_rng_state=False that holds for one call of a layer in each region of
-    torch.utils.checkpoint; what cannot be recognized is a RuntimeError in the backward pass.
+    The number does not influence the cap. It identifies the call: activation checkpointing restores
+    that generator, so a call recomputed in the backward pass draws the same number and gets the cap
+    of the original call. With preserve_rng_state=False this works for one call of a layer in each
+    region of torch.utils.checkpoint. A recomputed call that cannot be identified raises
+    RuntimeError in the backward pass.
     """
 
     shape: float = 4.0
@@ -82,13 +83,13 @@ class GammaCap(Cap):
 
     def draw(self, index: int) -> int:
         generator = random.Random(f"bedouin.GammaCap/{self.seed}/{index}")
-        # a large scale may overflow to infinity, which has no ceiling
+        # take the minimum first: a large scale may overflow to infinity, which math.ceil rejects
         steps = min(generator.gammavariate(self.shape, self.scale), self.limit)
         return max(math.ceil(steps), 1)
 
 
 def as_cap(max_steps: int | Cap) -> Cap:
-    """`max_steps` as a Cap; TypeError or ValueError where it is neither a Cap nor an int >= 1."""
+    """`max_steps` as a Cap. Raises TypeError or ValueError unless it is a Cap or an int >= 1."""
     if isinstance(max_steps, Cap):
         return max_steps
     _check_count("max_steps", max_steps)

@@ -1,8 +1,8 @@
 """The convergence rule: which tokens have converged, and the residual that is reported.
 
-defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t| in the max norm. A token is judged against the
-largest scale up to its own time, and converges only with all tokens before it, so that no later
-token has a say. Letters: b batch, t tokens of a sample.
+defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t| in the max norm. Token t has converged when
+defect_s < atol + rtol max_{r <= s} scale_r for all s <= t, so later tokens have no influence on it.
+Letters: b batch, t tokens of a sample.
 """
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from bedouin.kernels.direct import ROUNDING
 
 ATOL = 1e-30
-"""The default atol. What counts as small is for rtol to say, since nothing is known of the scale of
-y: cotangents, and layers behind small inputs, lie far below any fixed number. This one only lets a
-sample converge that is exactly zero, which no relative tolerance does, and is a normal float32."""
+"""The default atol, in units of y. The tolerance is relative by default because the scale of y is
+unknown: cotangents, and layers with small inputs, can be far below any fixed number. This atol only
+lets a sample converge that is exactly zero, which no relative tolerance does. It is a normal number
+in float32."""
 
 
 def holds_so_far(condition: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def within_tolerance(
     rtol: float,
     atol: float,
 ) -> Tensor:  # as defect
-    """Whether a defect alone is small enough; the rule of prefixes is `holds_so_far`."""
+    """Whether each defect is small enough; `holds_so_far` extends this to all earlier tokens."""
     return defect < atol + rtol * largest
 
 
@@ -41,7 +42,7 @@ def within_rounding(
     scale: Tensor,  # (b, t), |F(y)_t|
     magnitude: Tensor,  # (b, t), the largest term in the sums of F(y)_t
 ) -> Tensor:  # (b,)
-    """Finite, and every defect explained by rounding."""
+    """Whether all values are finite and every defect is within the rounding error of F(y)."""
     terms = largest_so_far(torch.maximum(scale, magnitude))
     bound = ROUNDING * torch.finfo(terms.dtype).eps * terms
     return (torch.isfinite(terms) & (defect <= bound)).all(1)
@@ -51,7 +52,10 @@ def first_open_token_is_nonfinite(
     frozen: Tensor,  # (b, t)
     scale: Tensor,  # (b, t), |F(y)_t|
 ) -> Tensor:  # (b,)
-    """A later token may be Inf while the iteration is under way, the first open one not."""
+    """Whether the first token that has not converged is NaN or Inf, so the sample has failed.
+
+    Tokens after it may be non-finite during the iteration and still converge later.
+    """
     last = frozen.shape[1] - 1
     first_open = frozen.sum(1, keepdim=True).clamp(max=last)
     return ~torch.isfinite(scale).gather(1, first_open).squeeze(1) & ~frozen.all(1)

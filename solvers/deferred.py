@@ -1,4 +1,4 @@
-"""The warnings of one layer: not at every call, and on a GPU without waiting for the outcome."""
+"""Convergence warnings of one layer: rate-limited, and on a GPU without synchronization."""
 
 import sys
 import warnings
@@ -17,24 +17,27 @@ from bedouin.solvers.solution import (
     describe,
 )
 
-NOT_THE_USER = ("bedouin", "torch")
-"""Packages whose lines a warning does not point at; torch's Module.__call__ and backward are in
-between."""
+SKIPPED_PACKAGES = ("bedouin", "torch")
+"""A warning points at the innermost caller outside these packages. torch is one of them because its
+Module.__call__ and backward lie between the user's line and this package."""
 
 
 class _Pending(NamedTuple):
-    accepted: Tensor  # (b,), on the host when the event has passed
-    event: torch.cuda.Event
+    """An outcome that is being copied to the host."""
+
+    accepted: Tensor  # (b,) on the host, valid once the event has completed
+    event: torch.cuda.Event | None  # None: the copy is complete, because it came from a CPU
     stats: SolveStats
     cut_at: int | None
 
 
 class DeferredWarning:
-    """Warns about solves that did not converge: at the 1st, 10th, 100th, ... of each subject, or at
-    `every` one.
+    """Warns about solves that did not converge: the 1st, 10th, 100th, ... of each subject, or every
+    one if `every`. A subject is the name of what was solved, as messages show it.
 
-    `schedule` keeps an asynchronous copy of an outcome, and `flush` warns once it has arrived.
-    Belongs to one layer. A copy of the layer starts without pending outcomes and counts anew.
+    `schedule` starts an asynchronous copy of an outcome to the host, and `flush` warns once the
+    copy is complete. Belongs to one layer; a copy of the layer starts with counts of zero and
+    without pending outcomes.
     """
 
     def __init__(self, every: bool = False) -> None:
@@ -49,27 +52,31 @@ class DeferredWarning:
         return DeferredWarning, (self._every,)
 
     def is_pending(self, subject: str) -> bool:
-        """Whether an outcome is on its way; another one is not scheduled until it has been seen."""
+        """Whether an outcome is being copied; until `flush` reads it no other one is scheduled."""
         return subject in self._pending
 
     def schedule(self, stats: SolveStats, subject: str, cut_at: int | None = None) -> None:
-        """Start to copy the outcome (on a CUDA device) to the host; `cut_at`: see `accepted`."""
+        """Start to copy an outcome to the host; for `cut_at` see `accepted`."""
         if self.is_pending(subject):
             return
         copy = accepted(stats, cut_at).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        # not the cell of the adjoint's statistics, which may know the owner of this object
+        event = None
+        if stats.converged.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        # without the cell of the adjoint's statistics, which may refer to the owner of this object
         stats = SolveStats(stats.num_steps, stats.residual, stats.converged)
         self._pending[subject] = _Pending(copy, event, stats, cut_at)
 
     def flush(self) -> None:
-        """Warn about scheduled outcomes that have arrived; under torch.compile do nothing."""
+        """Warn about scheduled outcomes whose copy is complete; under torch.compile do nothing."""
         if torch.compiler.is_compiling():
-            return  # a graph that asks would be compiled anew with every change of the answer
+            return  # a graph that depends on pending outcomes would be recompiled when they change
         for subject, pending in list(self._pending.items()):
-            # a capture fails if it asks for an event from outside it
-            if not can_read_device(pending.stats.converged) or not pending.event.query():
+            # a graph capture fails if it queries an event recorded outside it
+            if not can_read_device(pending.stats.converged):
+                continue
+            if pending.event is not None and not pending.event.query():
                 continue
             del self._pending[subject]
             if not bool(pending.accepted.all()):
@@ -77,9 +84,9 @@ class DeferredWarning:
                 self.warn(describe(pending.stats, named, pending.cut_at), subject)
 
     def warn(self, message: str, subject: str) -> None:
-        """Warn about an outcome of `subject` if it is the 1st, 10th, 100th, ..., with that number.
+        """Warn about the 1st, 10th, 100th, ... call for `subject`, with its number, or every call.
 
-        The warning points at the innermost line outside this package and torch.
+        The warning points at the innermost caller outside `SKIPPED_PACKAGES`.
         """
         if not self._every:
             self._counts[subject] += 1
@@ -97,12 +104,13 @@ def _is_power_of_ten(count: int) -> bool:
 
 
 def _stacklevel(frame: FrameType) -> int:
-    """Of the innermost caller's line outside this package and torch, for a warning from `frame`."""
+    """The stacklevel, for a warning from `frame`, of the innermost caller outside
+    `SKIPPED_PACKAGES`."""
     level, outer = 1, frame.f_back
     while outer is not None:
         level += 1
         package = str(outer.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in NOT_THE_USER:
+        if package not in SKIPPED_PACKAGES:
             return level
         outer = outer.f_back
     return level

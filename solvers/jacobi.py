@@ -1,4 +1,4 @@
-"""Block-Jacobi in time: all tokens in parallel, each local equation solved exactly."""
+"""Block Jacobi in time: all tokens in parallel, with each token's local equation solved exactly."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,18 @@ from bedouin.solvers.iterate import IterativeSolver, Measurement
 @strict_options
 @dataclass(frozen=True)
 class Jacobi(IterativeSolver):
-    """y <- G(y), where G solves every token's local equation from the other tokens of y.
+    """y <- G(y), where G solves every token's local equation given the other tokens of y.
 
     The error operator is strictly lower triangular in time, so the iteration is exact after at most
-    t steps from any start, for any Q, contractive or not; one more certifies it. Fewer are needed
-    where memory decays fast or feedback is off. Convergence is judged on G: |G(y)_s - y_s| < atol +
-    rtol max_{r<=s} |G(y)_r| for all s <= t; the default atol is for exact zeros only. Needs a map
-    with `block_solve`: TypeError otherwise.
+    t steps from any start and for any Q, contractive or not; one more step confirms convergence.
+    Fewer steps suffice if memory decays fast or feedback is off. Token t has converged when
+    |G(y)_s - y_s| < atol + rtol max_{r<=s} |G(y)_r| for all s <= t.
+
+    rtol: relative tolerance, >= 0.
+    atol: absolute tolerance in units of y, >= 0; by default for exact zeros only.
+
+    Raises ValueError for values out of range, and TypeError in `solve` for a map without
+    `block_solve`.
     """
 
     rtol: float = 1e-4
@@ -39,7 +44,11 @@ class Jacobi(IterativeSolver):
     def rule(self) -> IterationRule:
         return IterationRule("jacobi", self.rtol, self.atol)
 
-    def evaluate(self, f: Map, y: Tensor) -> Measurement:
+    def evaluate(
+        self,
+        f: Map,
+        y: Tensor,  # (b, t, c)
+    ) -> Measurement:
         if not isinstance(f, BlockMap):
             raise TypeError(
                 "Jacobi needs a map with a method block_solve(y), and time_dim=1, got "
@@ -48,5 +57,10 @@ class Jacobi(IterativeSolver):
             )
         return Measurement(*f.block_solve(y))
 
-    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
+    def update(
+        self,
+        y: Tensor,  # (b, t, c)
+        f_y: Tensor,  # (b, t, c)
+        memory: Any,
+    ) -> tuple[Tensor, Any]:
         return f_y, None

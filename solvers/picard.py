@@ -15,11 +15,11 @@ StopRule = Literal["prefix", "paper"]
 
 
 class _Damping(NamedTuple):
-    """Per sample, (b,): the present factor, the lowest defect, the steps since it was reached."""
+    """The state of adaptive damping of each sample."""
 
-    factor: Tensor
-    lowest: Tensor
-    waited: Tensor
+    factor: Tensor  # (b,), the current damping factor
+    lowest: Tensor  # (b,), the lowest defect so far
+    stalled: Tensor  # (b,), steps since the lowest defect or the last reduction of the factor
 
 
 @strict_options
@@ -27,26 +27,29 @@ class _Damping(NamedTuple):
 class Picard(IterativeSolver):
     """y <- (1 - damping) y + damping f(y).
 
-    Converges linearly where f contracts. On long sequences with feedback it needs at least about as
-    many steps as tokens, and may diverge where |sigma| |I - Q| > 1: prefer Direct or Jacobi, which
-    need no contraction, where the map has their structure.
+    Converges linearly if f is a contraction. On long sequences with feedback it needs at least
+    about as many steps as there are tokens, and may diverge if |sigma| |I - Q| > 1 (sigma is the
+    factor by which x~_t enters y_t). Prefer Direct or Jacobi, which need no contraction, if the map
+    has their structure.
 
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
         s <= t. The tolerance bounds the defect, not the error: iterates that grow without bound by
-        constant steps, as of f(y) = y + 1, satisfy it once they are 1 / rtol times as large as a
-        step (after 10 steps with rtol = 0.1, after 10,000 with the default). By default it is
-        relative alone, but for exact zeros; where the fixed point itself is zero, give an atol in
-        units of y.
-    damping: in (0, 1]; 1 is the plain iteration.
-    patience: with an int, a sample whose largest defect has not reached a new low for this many
-        steps multiplies its damping factor by `shrink` (adaptive damping, arXiv 2503.10799,
-        section 4). It looks at the whole sequence, so the output is then causal only to tolerance.
-    stop_rule: "prefix" as above, causal bit for bit, returns the y whose defect was measured.
+        constant steps, such as those of f(y) = y + 1, satisfy it once they are 1 / rtol times as
+        large as a step (after 10 steps with rtol = 0.1, after 10,000 with the default). The default
+        atol is for exact zeros only; if the fixed point itself is zero, pass an atol in units of y.
+    damping: in (0, 1]; 1 is the undamped iteration.
+    patience: if an int, the damping factor of a sample is multiplied by `shrink` whenever its
+        largest defect has not reached a new minimum for this many steps (adaptive damping,
+        arXiv 2503.10799, section 4). The largest defect depends on the whole sequence, so the
+        output is then causal only to tolerance.
+    shrink: in [0, 1].
+    stop_rule: "prefix" is the rule above: exactly causal; returns the y whose defect was measured.
         "paper" (arXiv 2503.10799, section 5.3) stops a sample when |f(y) - y| < atol + rtol |f(y)|
-        in the max norm over its whole sequence: not causal, since later tokens decide how far
-        earlier ones are iterated. It returns the sample's last evaluation f(y), undamped, also when
-        max_steps cuts it. stats.residual is then that of the last step, not of the returned value,
-        and adjoints take the returned value for y*.
+        in the max norm over its whole sequence. This is not causal, because later tokens determine
+        the number of steps of earlier ones. It returns the sample's last evaluation f(y), undamped,
+        also when max_steps ends the iteration. stats.residual then belongs to the last step, not
+        to the returned value, and adjoints use the returned value as y*.
+
     Raises ValueError for values out of range.
     """
 
@@ -77,37 +80,55 @@ class Picard(IterativeSolver):
     def returns_evaluation(self) -> bool:
         return self.stop_rule == "paper"
 
-    def start(self, y0: Tensor) -> _Damping | None:
+    def start(
+        self,
+        y0: Tensor,  # (b, t, c)
+    ) -> _Damping | None:
         if self.patience is None:
             return None
         factor = torch.full_like(y0[:, 0, 0], self.damping)
         return _Damping(factor, torch.full_like(factor, torch.inf), torch.zeros_like(factor))
 
-    def evaluate(self, f: Map, y: Tensor) -> Measurement:
+    def evaluate(
+        self,
+        f: Map,
+        y: Tensor,  # (b, t, c)
+    ) -> Measurement:
         return Measurement(f(y), None)
 
     def update(
-        self, y: Tensor, f_y: Tensor, memory: _Damping | None
+        self,
+        y: Tensor,  # (b, t, c)
+        f_y: Tensor,  # (b, t, c)
+        memory: _Damping | None,
     ) -> tuple[Tensor, _Damping | None]:
         if memory is None:
             return (f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)), None
         memory = self._adapt(memory, (f_y - y).detach().abs().amax((1, 2)))
         return torch.lerp(y, f_y, memory.factor[:, None, None]), memory
 
-    def _adapt(self, memory: _Damping, defect: Tensor) -> _Damping:
+    def _adapt(
+        self,
+        memory: _Damping,
+        defect: Tensor,  # (b,), the largest of the sample
+    ) -> _Damping:
         improved = defect < memory.lowest
-        waited = torch.where(improved, 0.0, memory.waited + 1)
-        shrinks = waited >= (self.patience or 0)
+        stalled = torch.where(improved, 0.0, memory.stalled + 1)
+        shrinks = stalled >= (self.patience or 0)
         return _Damping(
             torch.where(shrinks, memory.factor * self.shrink, memory.factor),
             torch.where(improved, defect, memory.lowest),
-            torch.where(shrinks, 0.0, waited),
+            torch.where(shrinks, 0.0, stalled),
         )
 
-    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:
+    def within_tolerance(
+        self,
+        defect: Tensor,  # (b, t)
+        scale: Tensor,  # (b, t), |F(y)_t|
+    ) -> Tensor:  # (b, t)
         if self.stop_rule == "prefix":
             return super().within_tolerance(defect, scale)
-        # a token that is not finite, and all after it, must not keep the ones before it going
+        # tokens from the first non-finite one on must not prevent the earlier ones from stopping
         finite = holds_so_far(torch.isfinite(scale))
         worst = torch.where(finite, defect, 0.0).amax(1, keepdim=True)
         largest = torch.where(finite, scale, 0.0).amax(1, keepdim=True)

@@ -1,9 +1,10 @@
-"""Activation checkpointing: which calls run inside a checkpointed region, and which run again.
+"""Activation checkpointing: whether a call is inside a checkpointed region, or a recomputation.
 
-torch.utils.checkpoint tells the code inside a region neither. What it holds while it runs is read
-from the Python stack: the region's node (reentrant) or frame object (non-reentrant), the same
-object in the forward and in each recomputation. If a version of torch names these locals otherwise,
-no region is found, and callers have less to go by (see `bedouin.solvers.draws`).
+torch.utils.checkpoint has no public function for either question, so both are answered from local
+variables on the Python stack: the region's autograd node (reentrant) or its frame object
+(non-reentrant), which is the same object in the forward pass and in each recomputation. With a
+version of torch that renames these variables no region is found, and `bedouin.solvers.draws`
+identifies calls by their random key alone.
 """
 
 import sys
@@ -16,43 +17,45 @@ import torch.utils.checkpoint
 
 
 class Region(NamedTuple):
-    """A checkpointed region that the present call is part of."""
+    """A checkpointed region that contains the current call."""
 
     owner: object
-    """Lives as long as the region may be recomputed."""
+    """The region's identity; alive as long as the region may be recomputed."""
     recomputes: bool
-    """Whether the region's forward is over: this run restores what it did not keep."""
+    """Whether this run is a recomputation, after the region's forward pass."""
     preserves_rng: bool
-    """Whether the random state is restored for the recomputation (where `recomputes`)."""
+    """Whether the random state is restored for the recomputation (if `recomputes`)."""
     reentrant: bool
-    """Whether the recomputation's own graph is taken back; else it only restores tensors."""
+    """use_reentrant=True: backward runs through the recomputation's graph. False: the recomputation
+    only restores saved tensors, and its graph is discarded."""
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread, as in every usual recomputation."""
+    """Whether autograd is running a backward pass in this thread."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
 
 
 def checkpoint_regions() -> list[Region]:
-    """The regions around the present call, innermost first."""
+    """The checkpointed regions that contain the current call, innermost first."""
     return list(_regions(sys._getframe(1)))
 
 
 def is_recomputation() -> bool:
-    """Whether torch.utils.checkpoint runs this call again, after its forward."""
+    """Whether torch.utils.checkpoint is recomputing this call in a backward pass."""
     return in_backward() and any(region.recomputes for region in checkpoint_regions())
 
 
 def restores_tensors_only() -> bool:
-    """Whether this is a recomputation whose own graph is never taken back (use_reentrant=False)."""
+    """Whether this is a recomputation whose own graph is discarded (use_reentrant=False)."""
     if not in_backward():
         return False
     return any(region.recomputes and not region.reentrant for region in checkpoint_regions())
 
 
 def _regions(frame: FrameType | None) -> Iterator[Region]:
+    """The regions on the stack from `frame` outwards."""
     preserves_rng = True
     while frame is not None:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
@@ -65,12 +68,13 @@ def _regions(frame: FrameType | None) -> Iterator[Region]:
                 ctx, again = values["ctx"], name == "backward"
                 yield Region(ctx, again, bool(getattr(ctx, "preserve_rng_state", True)), True)
             elif name == "checkpoint" and "gen" in values:
-                yield from _started(values["gen"])
+                yield from _non_reentrant_forward(values["gen"])
         frame = frame.f_back
 
 
-def _started(generator: object) -> Iterator[Region]:
-    """The region of a non-reentrant forward, whose set-up is suspended in a generator."""
+def _non_reentrant_forward(generator: object) -> Iterator[Region]:
+    """The region of a non-reentrant forward pass, whose frame object is a local variable of the
+    suspended generator that set it up."""
     frame = getattr(generator, "gi_frame", None)
     if frame is not None and "new_frame" in frame.f_locals:
         yield Region(frame.f_locals["new_frame"], False, True, False)

@@ -1,4 +1,4 @@
-"""What is said about the solves of one call: nothing, a warning or an error."""
+"""Reports of solves that did not converge: nothing, a warning or an error."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,10 +21,13 @@ OnUnconverged = Literal["warn", "raise", "ignore"]
 
 @dataclass(frozen=True)
 class Reporting:
-    """Reports the forward solve of a call and that of its adjoint, as `policy` says.
+    """Reports the forward solve and the adjoint solve of one call according to `policy`.
 
-    cut_at: the cap of this call if it was drawn and lies below its limit, else None. Finite samples
-        that it cuts short are recorded in the statistics, and not reported.
+    policy: "warn", "raise" or "ignore".
+    subject: the name of what is solved, for messages.
+    warnings: counts the warnings of the layer, and delays those from a GPU.
+    cut_at: the cap of this call if it was drawn and is below its limit, else None. Finite samples
+        that it stops are recorded in the statistics but not reported.
     """
 
     policy: OnUnconverged
@@ -33,21 +36,21 @@ class Reporting:
     cut_at: int | None
 
     def forward(self, solution: Solution, *, capped: bool) -> None:
-        """Report a forward solve; `capped`: by the cap of this call."""
+        """Report a forward solve. capped: whether the cap of this call limited its steps."""
         if solution.result is Result.converged or self.policy == "ignore":
             return
-        # what activation checkpointing runs again was reported when it ran first
+        # a call recomputed by activation checkpointing was reported the first time
         if not is_recomputation():
             cut_at = self.cut_at if capped else None
             self._report(solution.stats, solution.result, self.subject, cut_at)
 
     def adjoint(self, stats: SolveStats, result: Result) -> None:
-        """Report an iterative adjoint solve, which has the cap of the forward one."""
+        """Report an iterative adjoint solve, which has the same cap as the forward solve."""
         if result is not Result.converged:
             self._report(stats, result, self._adjoint_subject, self.cut_at)
 
     def sweep(self, cell: BackwardStats) -> None:
-        """Report an exact adjoint, whose statistics `cell` computes when they are read."""
+        """Report an exact adjoint, whose statistics `cell` computes when they are first read."""
         if self.policy == "ignore" or self.warnings.is_pending(self._adjoint_subject):
             return
         stats = cell.stats

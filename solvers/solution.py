@@ -1,4 +1,4 @@
-"""What a solve returns: value, statistics and the sentence that the user reads.
+"""What a solve returns: its value, its statistics and its outcome with a message for the user.
 
 Letters: b batch, t tokens of a sample.
 """
@@ -23,8 +23,9 @@ class ConvergenceError(RuntimeError):
 class ConvergenceWarning(UserWarning):
     """A solve with on_unconverged="warn" did not converge.
 
-    It points at the line that called into this package. A layer warns at its 1st, 10th, 100th, ...
-    call that did not converge, forward and adjoint solves counted apart; a plain `solve` each time.
+    It points at the line that called into this package. A layer warns about its 1st, 10th, 100th,
+    ... call that did not converge, and counts forward and adjoint solves separately; `solve`
+    called directly warns every time.
     """
 
 
@@ -51,9 +52,9 @@ class Result(enum.Enum):
 
 
 class BackwardStats:
-    """The cell that an adjoint fills when it has run its own solve.
+    """A mutable cell for the statistics of the adjoint solve, which runs after the forward solve.
 
-    A copy holds the statistics alone.
+    A copy keeps the statistics, without the deferred computation and the listener.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class BackwardStats:
 
     @property
     def stats(self) -> "SolveStats | None":
+        """The statistics, computed now if they were deferred; None before the backward pass."""
         if self._pending is not None:
             self.stats = self._pending()
         return self._stats
@@ -75,11 +77,11 @@ class BackwardStats:
         self._stats, self._pending = stats, None
 
     def listen(self, listener: "Callable[[BackwardStats], None]") -> None:
-        """Have `listener` called with this cell whenever statistics are deferred."""
+        """Call `listener` with this cell whenever statistics are deferred."""
         self._listener = listener
 
     def defer(self, compute: "Callable[[], SolveStats]") -> None:
-        """Statistics that are computed when they are first read, at most once."""
+        """Let `compute` return the statistics when they are first read; it runs at most once."""
         self._pending = compute
         if self._listener is not None:
             self._listener(self)
@@ -90,53 +92,60 @@ class SolveStats:
     """Statistics of one solve, each of shape (b,) and detached.
 
     num_steps: evaluations of the map until the sample froze; for Jacobi at most t + 1, the last of
-        which only certifies; 1 for Direct.
+        which only confirms convergence; 1 for Direct.
     residual: max over tokens of defect_t / scale_t at the returned value, where
-        defect_t = |F(y)_t - y_t| and scale_t = max_{s <= t} |F(y)_s| (max norms). It bounds the
-        defect, not the distance to the fixed point. Under Picard's stop_rule="paper" it is that of
-        the last step, whose F(y) is the returned value.
-    converged: whether every token of the sample converged, as its solver judges the defect. With a
+        defect_t = |F(y)_t - y_t| and scale_t = max_{s <= t} |F(y)_s| (max norms); dimensionless. It
+        bounds the defect, not the distance to the fixed point. With Picard's stop_rule="paper" it
+        is the residual of the last step, whose F(y) is the returned value.
+    converged: whether every token of the sample converged by the criterion of its solver. With a
         relative tolerance Picard and Jacobi also accept iterates that have grown 1 / rtol times as
         large as their steps (see `Picard`); Anderson and Broyden do not.
     conditioning: smallest pivot of the sample's local systems (Direct, Jacobi), else None.
     """
 
-    num_steps: Tensor
-    residual: Tensor
-    converged: Tensor
-    conditioning: Tensor | None = None
+    num_steps: Tensor  # (b,) int64
+    residual: Tensor  # (b,)
+    converged: Tensor  # (b,) bool
+    conditioning: Tensor | None = None  # (b,)
     _backward: BackwardStats = field(default_factory=BackwardStats, repr=False, compare=False)
 
     @property
     def backward(self) -> "SolveStats | None":
-        """The adjoint's own statistics once backward has run, else None."""
+        """The statistics of the adjoint solve after the backward pass, None before it."""
         return self._backward.stats
 
 
 @dataclass(frozen=True)
 class Solution:
-    """`value` (the shape of y0), `stats`, and `result`."""
+    """The value, statistics and outcome of a solve."""
 
-    value: Tensor
+    value: Tensor  # the shape of y0
     stats: SolveStats
     result: Result
 
 
-def empty_stats(y0: Tensor) -> SolveStats:
-    """Statistics for a value without any element: converged after no step."""
+def empty_stats(
+    y0: Tensor,  # (b, ...)
+) -> SolveStats:
+    """Statistics of a solve without any element: converged after 0 steps."""
     b = y0.shape[0]
     zeros = torch.zeros(b, dtype=y0.dtype, device=y0.device)
     return SolveStats(zeros.to(torch.int64), zeros, torch.ones_like(zeros, dtype=torch.bool))
 
 
-def empty_solution(y0: Tensor) -> Solution:
-    """The solution for a start without any element: a copy of it."""
+def empty_solution(
+    y0: Tensor,  # (b, ...)
+) -> Solution:
+    """The solution for a y0 without any element: a copy of y0."""
     return Solution(y0.clone(), empty_stats(y0), Result.converged)
 
 
 def can_read_device(tensor: Tensor) -> bool:
-    """Whether the host may look at values: not under compile, torch.func transforms or capture, not
-    at batched cotangents, and not on the meta device, which has no values."""
+    """Whether the host may read the values of `tensor` (any shape).
+
+    Not under torch.compile, torch.func transforms or graph capture, not for batched cotangents, and
+    not on the meta device, which holds no values.
+    """
     if tensor.is_meta:
         return False
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -147,7 +156,7 @@ def can_read_device(tensor: Tensor) -> bool:
 
 
 def read_result(stats: SolveStats) -> Result:
-    """The outcome, from the host (synchronizes on a GPU)."""
+    """The outcome of a solve; synchronizes with a GPU."""
     if bool(stats.converged.all()):
         return Result.converged
     failed = ~stats.converged & ~torch.isfinite(stats.residual)
@@ -155,16 +164,18 @@ def read_result(stats: SolveStats) -> Result:
 
 
 def accepted(stats: SolveStats, cut_at: int | None) -> Tensor:
-    """(b,): samples that are not reported: converged, or finite and cut short after `cut_at` steps,
-    a random training cap below its limit (None: the solve was not limited by one)."""
+    """(b,) bool: samples that need no report: converged, or finite and stopped by `cut_at` steps.
+
+    cut_at: a random training cap below its limit; None if no such cap limited the solve.
+    """
     if cut_at is None:
         return stats.converged
     return stats.converged | (torch.isfinite(stats.residual) & (stats.num_steps >= cut_at))
 
 
 def describe(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
-    """One line about the samples that are not accepted: how many, in how many steps, how far, and
-    what to do."""
+    """One line about the samples that are not `accepted`: their number, steps and worst residual,
+    and what to do."""
     open_samples = ~accepted(stats, cut_at)
     count, b = int(open_samples.sum()), open_samples.numel()
     residual, steps = stats.residual[open_samples], stats.num_steps[open_samples]

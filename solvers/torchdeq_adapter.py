@@ -1,15 +1,15 @@
-"""Anderson and Broyden, by torchdeq (arXiv 2310.18605): the only file that imports it.
+"""Anderson and Broyden by torchdeq (arXiv 2310.18605); the only file that imports torchdeq.
 
-torchdeq proposes iterates; this file decides. It hands torchdeq a guarded map that
+torchdeq computes the iterates, and the map that it is given (`_GuardedMap`) judges them. This map
 
-* measures convergence as every solver here does, but not against a size that the iterates only
-  reached by diverging (`_Guard._tolerance`), and answers "solved" (a zero residual) for samples
-  that converged, so that they neither move nor hold up others;
-* answers "solved" for tokens that are not finite, so that a NaN touches nothing before it;
+* measures convergence with the rule of all solvers here, except that a scale which the iterates
+  reached by diverging does not count (`_GuardedMap._tolerance`), and returns z itself (a zero
+  residual) for samples that have converged, so that they neither move nor delay other samples;
+* returns z itself for non-finite tokens, so that a NaN does not affect earlier tokens;
 * is scaled to a unit residual per sample, because torchdeq's Anderson regularizes with an absolute
-  constant, and starts anew every few steps to keep that scale;
-* answers the first call of a round from memory, because every round starts where one ended;
-* is never called on an empty batch, which torchdeq cannot take.
+  constant; torchdeq is restarted every few steps to keep that scale;
+* reuses the last evaluation in the first call of a round, which starts at the best iterate so far;
+* is never called on an empty batch, which torchdeq does not support.
 
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
@@ -19,6 +19,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torchdeq.solver.anderson import anderson_solver
 from torchdeq.solver.broyden import broyden_solver
@@ -47,63 +48,90 @@ from bedouin.solvers.solution import (
 )
 
 
-def _solved(z: Tensor) -> float:
-    """torchdeq stops below this residual; the guarded map answers with exact zeros. Not a constant,
-    which the dtype of z might round to zero."""
+def _stop_tolerance(z: Tensor) -> float:
+    """The residual below which torchdeq stops: the smallest normal number of the dtype of z.
+
+    z: (b, t c). Only the exact zeros that the guarded map returns for solved samples are below it.
+    """
     return torch.finfo(z.dtype).tiny
 
 
-class _Guard:
-    """The map as torchdeq sees it: z = y / unit, with the bookkeeping of every evaluation.
+class _GuardedMap:
+    """The map in the variable z = y / unit (b, t c), which judges every evaluation.
 
+    budget: evaluations left.
+    best, f_best (b, t, c): the iterate with the lowest residual, and the map's value there.
+    lowest (b,): that residual.
+    nonfinite (b, t): tokens at which F(y0) is not finite, and all after them.
+    frozen (b,): samples that have converged.
+    num_steps (b,): evaluations until the sample was frozen.
     change (b, t): the larger of |F(y0)_s| and the largest defect_s so far, over all s <= t.
     """
 
-    def __init__(self, f: Map, y0: Tensor, rtol: float, atol: float, budget: int) -> None:
+    def __init__(
+        self,
+        f: Map,
+        y0: Tensor,  # (b, t, c)
+        rtol: float,
+        atol: float,
+        budget: int,
+    ) -> None:
         self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
         b, t, _ = y0.shape
         self.best = self.f_best = y0
         self.lowest = y0.new_full((b,), torch.inf)
-        self.lost = torch.zeros(b, t, dtype=torch.bool, device=y0.device)
-        self.frozen = self.lost[:, 0].clone()
+        self.nonfinite = torch.zeros(b, t, dtype=torch.bool, device=y0.device)
+        self.frozen = self.nonfinite[:, 0].clone()
         self.num_steps = torch.zeros(b, dtype=torch.int64, device=y0.device)
         self.change = y0.new_zeros(b, t)
         self.evaluate(y0, first=True)
 
     def start_round(self) -> Tensor:
-        """z at the best iterate, in units of its residual; its image is not computed again."""
+        """z (b, t c) at the best iterate, in units of its residual; `__call__` reuses F there."""
         difference = self.f_best - self.best
-        size = torch.where(self.lost.unsqueeze(-1), 0.0, difference).flatten(1).norm(dim=1)
+        defect = torch.where(self.nonfinite.unsqueeze(-1), 0.0, difference)
+        size = rearrange(defect, "b t c -> b (t c)").norm(dim=1)
         usable = torch.isfinite(size) & (size > 0)
-        self.unit = torch.where(usable, size, 1.0)[:, None, None]
+        self.unit = rearrange(torch.where(usable, size, 1.0), "b -> b 1 1")
         self.at_start = True
-        return (self.best / self.unit).flatten(1)
+        return rearrange(self.best / self.unit, "b t c -> b (t c)")
 
     @property
     def finished(self) -> bool:
+        """Whether all samples have converged or no evaluation is left; reads the device."""
         return self.budget <= 0 or bool(self.frozen.all())
 
-    def evaluate(self, y: Tensor, first: bool = False) -> tuple[Tensor, Tensor]:
-        """F(y), and the tokens (b, t, 1) that stay: of a solved sample, or not finite."""
+    def evaluate(
+        self,
+        y: Tensor,  # (b, t, c)
+        first: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # (b, t, c), (b, t, 1)
+        """F(y), and the tokens that must not move: of a converged sample, or not finite."""
         self.budget -= 1
         self.num_steps = self.num_steps + ~self.frozen
         y = torch.where(torch.isfinite(y).all(-1, keepdim=True), y, self.best)
         f_y = self.f(y)
         finite = holds_so_far(torch.isfinite(f_y).all(-1))
         if first:
-            self.lost = ~finite
+            self.nonfinite = ~finite
             self.change = self._largest_so_far(f_y.abs().amax(-1))
         self._judge(y, f_y, finite)
         return f_y, (self.frozen.unsqueeze(1) | ~finite).unsqueeze(-1)
 
-    def _judge(self, y: Tensor, f_y: Tensor, finite: Tensor) -> None:
-        defect = torch.where(self.lost, 0.0, (f_y - y).abs().amax(-1))
-        scale = torch.where(self.lost, 0.0, f_y.abs().amax(-1))
+    def _judge(
+        self,
+        y: Tensor,  # (b, t, c)
+        f_y: Tensor,  # (b, t, c)
+        finite: Tensor,  # (b, t), whether F(y) is finite up to the token
+    ) -> None:
+        """Measure the defect of y; update the best iterate and the samples that are frozen."""
+        defect = torch.where(self.nonfinite, 0.0, (f_y - y).abs().amax(-1))
+        scale = torch.where(self.nonfinite, 0.0, f_y.abs().amax(-1))
         largest = self._largest_so_far(scale)
         self.change = torch.maximum(self.change, self._largest_so_far(defect))
-        judged = (finite | self.lost).all(1) & self._is_measurable(largest)
+        judged = (finite | self.nonfinite).all(1) & self._is_measurable(largest)
         small = defect < self._tolerance(largest)
-        done = (small | self.lost).all(1) & judged
+        done = (small | self.nonfinite).all(1) & judged
         residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
         better = (done | (residual < self.lowest)) & ~self.frozen
         self.best = torch.where(better[:, None, None], y, self.best)
@@ -111,47 +139,64 @@ class _Guard:
         self.lowest = torch.where(better, residual, self.lowest)
         self.frozen = self.frozen | done
 
-    def _tolerance(self, largest: Tensor) -> Tensor:
-        """(b, t): atol + rtol scale, of which rtol scale counts up to sqrt(rtol) `change`.
+    def _tolerance(
+        self,
+        largest: Tensor,  # (b, t), max_{s <= t} |F(y)_s|
+    ) -> Tensor:  # (b, t)
+        """atol + min(rtol largest, sqrt(rtol) change).
 
         Quasi-Newton steps on a map without a fixed point, such as y + 1, make y grow until any
-        constant defect is small beside it. So the defect must also have come down from its start.
-        An iterate up to 1 / sqrt(rtol) times as large as `change` is judged by rtol scale alone.
+        constant defect is small relative to it. The second term therefore requires that the defect
+        has decreased from its initial size. It has no effect on iterates of at most
+        1 / sqrt(rtol) times `change`.
         """
         relative = torch.minimum(self.rtol * largest, math.sqrt(self.rtol) * self.change)
         return self.atol + relative
 
-    def _is_measurable(self, largest: Tensor) -> Tensor:
-        """(b,): whether y is small enough that rounding leaves something of a constant defect."""
+    def _is_measurable(
+        self,
+        largest: Tensor,  # (b, t), max_{s <= t} |F(y)_s|
+    ) -> Tensor:  # (b,)
+        """Whether y is small enough that a constant defect would not be lost in rounding."""
         eps = torch.finfo(largest.dtype).eps
         return (eps * largest <= self.change / 2).all(1)
 
-    def _largest_so_far(self, size: Tensor) -> Tensor:
-        """max_{s <= t} size_s, over the finite values where those that are not were lost."""
-        kept = torch.where(self.lost, 0.0, torch.nan_to_num(size, nan=torch.inf))
+    def _largest_so_far(
+        self,
+        size: Tensor,  # (b, t)
+    ) -> Tensor:  # (b, t)
+        """max_{s <= t} size_s, without the tokens in `nonfinite`."""
+        kept = torch.where(self.nonfinite, 0.0, torch.nan_to_num(size, nan=torch.inf))
         return largest_so_far(kept)
 
-    def __call__(self, z: Tensor) -> Tensor:
+    def __call__(
+        self,
+        z: Tensor,  # (b, t c)
+    ) -> Tensor:  # (b, t c)
         z_tokens = z.reshape(self.best.shape)
         if self.at_start:
             self.at_start = False
-            f_y, stays = self.f_best, (self.frozen.unsqueeze(1) | self.lost).unsqueeze(-1)
+            f_y, stays = self.f_best, (self.frozen.unsqueeze(1) | self.nonfinite).unsqueeze(-1)
         else:
             f_y, stays = self.evaluate((z_tokens * self.unit).to(self.best.dtype))
-        # z itself for what stays: a rounding error away from it would not count as solved
+        # z itself, because torchdeq takes only a residual of exactly zero for solved
         return torch.where(stays, z_tokens, (f_y / self.unit).to(z.dtype)).reshape(z.shape)
 
 
 class _TorchDEQSolver(Solver):
-    """What Anderson and Broyden share: rounds of torchdeq until solved or out of steps."""
+    """The base of Anderson and Broyden: rounds of torchdeq until solved or out of steps."""
 
     can_unroll = False
     rtol: float
     atol: float
 
     @abstractmethod
-    def _run(self, guard: _Guard, z: Tensor) -> None:
-        """One round of torchdeq from z (b, t c), of at least one evaluation; see the guard."""
+    def _run(
+        self,
+        guarded: _GuardedMap,
+        z: Tensor,  # (b, t c)
+    ) -> None:
+        """One round of torchdeq from z, of at least one evaluation of the guarded map."""
 
     @torch.no_grad()
     def solve(
@@ -167,36 +212,41 @@ class _TorchDEQSolver(Solver):
         if y.numel() == 0:
             return empty_solution(y0)
         f_tokens = f if y.shape == y0.shape else TokenMap(f, y0.shape, y.shape)
-        # as everywhere, the evaluation that measures the last iterate is not a step
-        guard = _Guard(f_tokens, y, self.rtol, self.atol, max_steps + 1)
-        while not guard.finished:
-            self._run(guard, guard.start_round())
-        return self._conclude(guard, y0, max_steps)
+        # one evaluation more than steps: the one that only measures the last iterate
+        guarded = _GuardedMap(f_tokens, y, self.rtol, self.atol, max_steps + 1)
+        while not guarded.finished:
+            self._run(guarded, guarded.start_round())
+        return self._conclude(guarded, y0.shape, max_steps)
 
-    def _conclude(self, guard: _Guard, y0: Tensor, max_steps: int) -> Solution:
-        failed = guard.lost.any(1)
-        value = torch.where(guard.lost.unsqueeze(-1), torch.nan, guard.best).reshape(y0.shape)
-        residual = torch.where(failed, torch.nan, guard.lowest)
-        num_steps = guard.num_steps.clamp(max=max_steps)
-        stats = SolveStats(num_steps, residual, guard.frozen & ~failed)
-        return Solution(value, stats, read_result(stats))
+    def _conclude(self, guarded: _GuardedMap, shape: torch.Size, max_steps: int) -> Solution:
+        """The solution with the best iterates, of the shape of y0."""
+        failed = guarded.nonfinite.any(1)
+        value = torch.where(guarded.nonfinite.unsqueeze(-1), torch.nan, guarded.best)
+        residual = torch.where(failed, torch.nan, guarded.lowest)
+        num_steps = guarded.num_steps.clamp(max=max_steps)
+        stats = SolveStats(num_steps, residual, guarded.frozen & ~failed)
+        return Solution(value.reshape(shape), stats, read_result(stats))
 
 
 @strict_options
 @dataclass(frozen=True)
 class Anderson(_TorchDEQSolver):
-    """Anderson acceleration: the next iterate mixes the last `memory` ones.
+    """Anderson acceleration: the next iterate is a combination of the last `memory` ones.
 
-    For general maps (an ordinary DEQ) that contract slowly. On a Bedouin layer with feedback it
-    does worse than Picard, because F is nilpotent in time rather than slowly contracting; use
-    Direct or Jacobi there. It mixes tokens: an output is causal, and independent of its neighbours
-    in the batch, only to tolerance.
+    For general maps (an ordinary deep equilibrium model) that contract slowly. On a Bedouin layer
+    with feedback it does worse than Picard, because F is nilpotent in time rather than slowly
+    contracting; use Direct or Jacobi there. It mixes tokens: an output is causal, and independent
+    of the other samples in the batch, only to tolerance.
 
-    rtol, atol: a sample has converged when every token has (see `Picard`), and the defect has also
-        come down to sqrt(rtol) times the larger of |f(y0)| and the largest defect so far, so that
-        iterates that grow without bound do not pass.
-    memory: iterates mixed; regularization: relative to the residual at the start of a round;
+    rtol, atol: a sample has converged when every token has (see `Picard`) and its defect is also at
+        most sqrt(rtol) times the larger of |f(y0)| and the largest defect so far; iterates that
+        grow without bound do not satisfy this.
+    memory: iterates combined, >= 2.
+    regularization: of the least-squares problem, relative to the residual at the start of a round.
     damping: torchdeq's tau, in (0, 1].
+
+    Raises ValueError for values out of range, and RuntimeError in `solve` if the device cannot be
+    read (torch.compile, torch.func transforms, graph capture, the meta device).
     """
 
     rtol: float = 1e-4
@@ -213,21 +263,27 @@ class Anderson(_TorchDEQSolver):
         if type(self.memory) is not int or self.memory < 2:
             raise ValueError(f"memory must be an int >= 2, got {self.memory!r}")
 
-    def _run(self, guard: _Guard, z: Tensor) -> None:
-        z = z.double()  # in float32 rounding of the normal equations drowns the regularization
+    def _run(
+        self,
+        guarded: _GuardedMap,
+        z: Tensor,  # (b, t c)
+    ) -> None:
+        # in float32 the rounding errors of the normal equations exceed the regularization
+        z = z.double()
         try:
             anderson_solver(
-                guard,
+                guarded,
                 z,
-                max_iter=min(3 * self.memory, guard.budget + 1),
-                tol=_solved(z),
+                max_iter=min(3 * self.memory, guarded.budget + 1),
+                tol=_stop_tolerance(z),
                 stop_mode="abs",
                 m=self.memory,
                 lam=self.regularization,
                 tau=self.damping,
             )
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            # one sample's residuals are all alike: the others go on from their best iterates
+            # the system of a sample with equal residuals is singular, which ends the round for the
+            # whole batch; the next round starts at the best iterates
             return
 
 
@@ -236,14 +292,17 @@ class Anderson(_TorchDEQSolver):
 class Broyden(_TorchDEQSolver):
     """Broyden's quasi-Newton method with a low-rank inverse Jacobian.
 
-    For general maps that do not contract; it needs O(b size rank) memory. On a Bedouin layer with
+    For general maps that do not contract; needs O(b t c max_rank) memory. On a Bedouin layer with
     feedback it does worse than Picard; use Direct or Jacobi there. It mixes tokens: an output is
-    causal, and independent of its neighbours in the batch, only to tolerance.
+    causal, and independent of the other samples in the batch, only to tolerance.
 
-    rtol, atol: a sample has converged when every token has (see `Picard`), and the defect has also
-        come down to sqrt(rtol) times the larger of |f(y0)| and the largest defect so far, so that
-        iterates that grow without bound do not pass.
-    max_rank: updates kept, None for all.
+    rtol, atol: a sample has converged when every token has (see `Picard`) and its defect is also at
+        most sqrt(rtol) times the larger of |f(y0)| and the largest defect so far; iterates that
+        grow without bound do not satisfy this.
+    max_rank: rank-one updates kept, None for all.
+
+    Raises ValueError for values out of range, and RuntimeError in `solve` if the device cannot be
+    read (torch.compile, torch.func transforms, graph capture, the meta device).
     """
 
     rtol: float = 1e-4
@@ -256,13 +315,17 @@ class Broyden(_TorchDEQSolver):
         if self.max_rank is not None and (type(self.max_rank) is not int or self.max_rank < 1):
             raise ValueError(f"max_rank must be None or an int >= 1, got {self.max_rank!r}")
 
-    def _run(self, guard: _Guard, z: Tensor) -> None:
-        steps = guard.budget
+    def _run(
+        self,
+        guarded: _GuardedMap,
+        z: Tensor,  # (b, t c)
+    ) -> None:
+        steps = guarded.budget
         broyden_solver(
-            guard,
+            guarded,
             z,
             max_iter=steps,
-            tol=_solved(z),
+            tol=_stop_tolerance(z),
             stop_mode="abs",
             LBFGS_thres=min(self.max_rank or steps, steps),
             ls=False,

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from bedouin.solvers import (
     UnrolledAdjoint,
     solve,
 )
-from bedouin.solvers.draws import Draws
+from bedouin.solvers.recompute import checkpoint_regions
 
 CAP = GammaCap(4.0, 1.0, 12, seed=3)
 WAYS = {
@@ -318,7 +319,7 @@ def test_two_calls_in_a_region_that_forgets_the_random_state_are_an_error(
     way: dict[str, Any],
 ) -> None:
     y = checkpoint(twice, make(), draw_input(), preserve_rng_state=False, **way)
-    with pytest.raises(RuntimeError, match="several calls fit.*preserve_rng_state=True"):
+    with pytest.raises(RuntimeError, match="several earlier calls match.*preserve_rng_state=True"):
         y.sum().backward()
 
 
@@ -370,24 +371,37 @@ def test_other_checkpointing_of_calls_with_equal_keys_is_an_error() -> None:
 
 
 def test_calls_are_forgotten_with_their_region() -> None:
-    layer = make()
-    draws: Draws = layer.draws
+    layer, owners = make(), []
+
+    def watched(x: Tensor) -> Tensor:
+        output: Tensor = layer(x)
+        owners.append(weakref.ref(checkpoint_regions()[0].owner))
+        return output
+
     for _ in range(3):
-        y = checkpoint(layer, draw_input(), use_reentrant=False)
-        assert len(draws._regions) == 1
+        y = checkpoint(watched, draw_input(), use_reentrant=False)
+        assert owners[-1]() is not None
         del y
-    assert len(draws._regions) == 0
+    assert all(owner() is None for owner in owners)
 
 
 def test_copies_keep_the_count_alone() -> None:
-    layer = make()
-    y = checkpoint(layer, draw_input(), use_reentrant=False)
+    layer, x = make(), draw_input()
+    random_state = torch.get_rng_state()
+    layer(x)
     torch.save(layer, buffer := io.BytesIO())
     buffer.seek(0)
     for other in (copy.deepcopy(layer), torch.load(buffer, weights_only=False)):
-        assert other.draws.count == 1 and not other.draws._recent
-        assert len(other.draws._regions) == 0
-    y.sum().backward()
+        assert other.draws.count == 1
+
+        def recompute(grad: Tensor, other: torch.nn.Module = other) -> None:
+            torch.set_rng_state(random_state)
+            other(x)
+
+        y = torch.ones(1, requires_grad=True).clone()
+        y.register_hook(recompute)
+        with pytest.raises(RuntimeError, match="no earlier call drew the same random key"):
+            y.backward()
 
 
 def test_a_region_around_vmap() -> None:

@@ -1,6 +1,7 @@
-"""Decoding from captured steps: the numbers of `step`, no aliasing, no stale parameters.
+"""Decoding on fixed buffers: the numbers of `step`, no aliasing, no stale parameters.
 
-On a CPU a stand-in for the CUDA graph is captured: a function that runs again on the same buffers.
+On a GPU a token is a CUDA graph. On a CPU `StepGraphs` replays a token by computing it again on the
+same buffers; a layer and a `Decoder` use this path only in Triton's interpreter.
 """
 
 import copy
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank
-from bedouin.decoding.graphs import MAX_GRAPHS, Run, StepGraphs, graph_key
+from bedouin.decoding.graphs import CHECK_EVERY, MAX_GRAPHS, StepGraphs, graph_key
 from bedouin.decoding.token import has_graph, takes_fused_step
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.layer import FixedPointLayer
@@ -31,18 +32,9 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (FixedPointRNN, {"decay": "griffin", "feedback": ()}),
 ]
 gpu = pytest.mark.gpu
-
-
-class Fake:
-    """Stands in for graph capture, and counts."""
-
-    def __init__(self) -> None:
-        self.captures = 0
-
-    def __call__(self, run: Run) -> tuple[Callable[[], object], Tensor]:
-        self.captures += 1
-        output = run()
-        return lambda: output.copy_(run()), output
+backends = pytest.mark.parametrize(
+    "backend", ["auto", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
 
 
 def make(kind: type[Bedouin] | type[FixedPointRNN] = Bedouin, **options: Any) -> FixedPointLayer:
@@ -64,7 +56,7 @@ def assert_same(state: BedouinState, expected: BedouinState, rtol: float = 1e-12
 @torch.no_grad()
 @pytest.mark.parametrize("kind, options", VARIANTS)
 def test_captured_steps_equal_plain_steps(kind: type[Bedouin], options: dict[str, Any]) -> None:
-    layer, graphs, x = make(kind, **options), StepGraphs(Fake()), tokens()
+    layer, graphs, x = make(kind, **options), StepGraphs(), tokens()
     state = plain_state = layer.init_state(3)
     for t in range(x.shape[1]):
         expected, plain_state = layer.step(x[:, t], plain_state)
@@ -83,7 +75,7 @@ def test_captured_steps_equal_plain_steps(kind: type[Bedouin], options: dict[str
 
 @torch.no_grad()
 def test_nothing_returned_changes_later_and_old_states_branch() -> None:
-    layer, graphs, x = make(), StepGraphs(Fake()), tokens()
+    layer, graphs, x = make(), StepGraphs(), tokens()
     start = layer.init_state(3)
     y_0, first = graphs.step(layer, x[:, 0], start)
     stats = layer.stats
@@ -100,7 +92,7 @@ def test_nothing_returned_changes_later_and_old_states_branch() -> None:
 
 @torch.no_grad()
 def test_statistics_are_cut_out_when_they_are_asked_for_and_copy() -> None:
-    layer, graphs, x = make(), StepGraphs(Fake()), tokens()
+    layer, graphs, x = make(), StepGraphs(), tokens()
     _, state = graphs.step(layer, x[:, 0], layer.init_state(3))
     stats = layer.stats
     assert stats is not None and stats.conditioning is not None and stats.backward is None
@@ -115,7 +107,7 @@ def test_statistics_are_cut_out_when_they_are_asked_for_and_copy() -> None:
 
 @torch.no_grad()
 def test_a_kept_graph_is_replayed_without_other_checks() -> None:
-    layer, graphs, x = make(), StepGraphs(Fake()), tokens()
+    layer, graphs, x = make(), StepGraphs(), tokens()
     state = layer.init_state(3)
     assert graphs.replay(layer, x[:, 0], state) is None
     expected, _ = graphs.step(layer, x[:, 0], state)
@@ -146,7 +138,7 @@ def test_a_graph_is_made_for_what_autocast_casts_to() -> None:
 def test_a_state_changed_in_place_is_read_again(
     mode: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    layer, graphs, x = make(), StepGraphs(Fake()), tokens()
+    layer, graphs, x = make(), StepGraphs(), tokens()
     with mode():
         _, state = graphs.step(layer, x[:, 0], layer.init_state(3))
         state.ssm[1] = 0
@@ -180,35 +172,40 @@ def _module(layer: FixedPointLayer) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("change", "captures"),
-    [(_in_place, 1), (_behind_the_version, 1), (_storage, 2), (_parameter, 2), (_module, 2)],
+    ("change", "is_replacement"),
+    [
+        (_in_place, False),
+        (_behind_the_version, False),
+        (_storage, True),
+        (_parameter, True),
+        (_module, True),
+    ],
 )
 def test_changed_parameters_are_seen(
-    change: Callable[[FixedPointLayer], None], captures: int
+    change: Callable[[FixedPointLayer], None], is_replacement: bool
 ) -> None:
-    fake = Fake()
-    layer, graphs, x = make(), StepGraphs(fake), tokens()
+    layer, graphs, x = make(), StepGraphs(), tokens()
     _, state = graphs.step(layer, x[:, 0], layer.init_state(3))
     change(layer)
     expected, expected_state = layer.step(x[:, 1], state)
-    y_t, state = graphs.step(layer, x[:, 1], state)
+    replayed = graphs.replay(layer, x[:, 1], state)
+    assert (replayed is None) == is_replacement
+    y_t, new_state = replayed or graphs.step(layer, x[:, 1], state)
     assert_close("output", y_t, expected, 1e-12)
-    assert_same(state, expected_state)
-    assert fake.captures == captures
+    assert_same(new_state, expected_state)
+    assert len(graphs) == 1
 
 
 @torch.no_grad()
 def test_a_graph_for_each_batch_and_precision_and_not_too_many() -> None:
-    fake = Fake()
-    layer = make(dtype=torch.float32)
-    graphs = StepGraphs(fake)
+    layer, graphs = make(dtype=torch.float32), StepGraphs()
     for _ in range(2):
         for b in (1, 3):
             x = tokens(b=b, dtype=torch.float32)
             expected, _ = layer.step(x[:, 0], layer.init_state(b))
             y_t, _ = graphs.step(layer, x[:, 0], layer.init_state(b))
             assert_close("output", y_t, expected, 1e-5)
-    assert fake.captures == len(graphs) == 2
+    assert len(graphs) == 2
     with torch.autocast("cpu", torch.bfloat16):
         y_t, _ = graphs.step(layer, x[:, 0], layer.init_state(3))
     assert len(graphs) == 3 and y_t.dtype == torch.bfloat16
@@ -222,7 +219,7 @@ def test_a_graph_for_each_batch_and_precision_and_not_too_many() -> None:
 @torch.no_grad()
 def test_copies_of_a_layer_start_without_graphs() -> None:
     layer, x = make(), tokens()
-    graphs = StepGraphs(Fake())
+    graphs = StepGraphs()
     graphs.step(layer, x[:, 0], layer.init_state(3))
     assert len(copy.deepcopy(graphs)) == len(pickle.loads(pickle.dumps(graphs))) == 0
     assert len(copy.deepcopy(layer).graphs) == 0
@@ -230,7 +227,7 @@ def test_copies_of_a_layer_start_without_graphs() -> None:
 
 @torch.no_grad()
 def test_wrong_states_are_named() -> None:
-    layer, graphs, x = make(), StepGraphs(Fake()), tokens()
+    layer, graphs, x = make(), StepGraphs(), tokens()
     with pytest.raises(ValueError, match=r"state.ssm must have shape \(3, 12, 16\)"):
         graphs.step(layer, x[:, 0], layer.init_state(2))
     with pytest.raises(ValueError, match="dtype"):
@@ -240,13 +237,12 @@ def test_wrong_states_are_named() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("capture", [Fake(), None], ids=["captured", "plain"])
-def test_decoder_continues_a_prompt(capture: Fake | None) -> None:
-    layer, x = make(), tokens()
+@backends
+def test_decoder_continues_a_prompt(backend: str) -> None:
+    layer, x = make(backend=backend), tokens()
     whole, end = layer(x, return_state=True)
     _, state = layer(x[:, :2], return_state=True)
-    options: Any = {} if capture is None else {"capture": capture}
-    decoder = Decoder(layer, 3, state=state, **options)
+    decoder = Decoder(layer, 3, state=state)
     for t in range(2, x.shape[1]):
         assert_close(f"token {t}", decoder(x[:, t]), whole[:, t], 1e-10)
     found = decoder.state
@@ -260,14 +256,23 @@ def test_decoder_continues_a_prompt(capture: Fake | None) -> None:
 
 
 @torch.no_grad()
-def test_decoder_keeps_its_state_when_a_parameter_is_replaced() -> None:
-    layer, x, fake = make(), tokens(), Fake()
-    decoder = Decoder(layer, 3, capture=fake)
+@backends
+def test_decoder_keeps_its_state_when_a_parameter_is_replaced(backend: str) -> None:
+    layer, x = make(backend=backend), tokens()
+    decoder = Decoder(layer, 3)
     decoder(x[:, 0])
     _parameter(layer)
     expected, _ = layer.step(x[:, 1], decoder.state)
     assert_close("output", decoder(x[:, 1]), expected, 1e-12)
-    assert fake.captures == 2
+
+
+@torch.no_grad()
+def test_failed_tokens_are_reported_when_they_are_checked() -> None:
+    layer, graphs, x_t = make(), StepGraphs(), tokens()[:, 0]
+    x_t[1, 0] = torch.nan
+    with pytest.warns(ConvergenceWarning, match="1 of 3 samples"):
+        for _ in range(CHECK_EVERY + 1):
+            graphs.step(layer, x_t, layer.init_state(3))
 
 
 def test_where_steps_are_not_fused() -> None:
@@ -328,6 +333,17 @@ def test_graph_equals_forward(
             assert_close(f"decoder {t}", decoder(x[:, t]), y_t, rtol)
     assert len(layer.graphs) == 1
     assert layer.stats is not None and bool(layer.stats.converged.all())
+
+
+@gpu
+@torch.no_grad()
+def test_a_decoder_on_a_gpu_keeps_its_state_when_a_parameter_is_replaced() -> None:
+    layer, x = _on_gpu(Bedouin, torch.float32), torch.randn(3, 2, 64, device="cuda")
+    decoder = Decoder(layer, 3)
+    decoder(x[:, 0])
+    _parameter(layer)
+    expected, _ = layer.step(x[:, 1], decoder.state)
+    assert_close("output", decoder(x[:, 1]), expected, 1e-5)
 
 
 @gpu

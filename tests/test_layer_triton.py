@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin import Bedouin, FixedPointRNN, LowRank
-from bedouin.kernels.direct import direct_sweep
-from bedouin.kernels.operands import Operands
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Jacobi, OneStepAdjoint, Picard
 from bedouin.testing import assert_close
@@ -91,21 +90,29 @@ def test_autocast_with_kernels(device: str) -> None:
         assert_close(name, a.double(), b.double(), 0.05, atol=0.05)
 
 
+class _SweepOperands(TorchDispatchMode):
+    """Records dtype and row stride of the operands x and raw of the operation "direct_sweep"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.dtype, torch.dtype, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.name() == "bedouin::direct_sweep":
+            x, raw = (arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 3)
+            self.seen.append((x.dtype, raw.dtype, raw.stride(1) % 64))
+        return func(*args, **(kwargs or {}))
+
+
 @devices
-def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    seen = []
-
-    def spy(operands: Operands, *rest: Any, **options: Any) -> Any:
-        x, raw, *_ = operands
-        seen.append((x.dtype, raw.dtype, raw.stride(1) % 64))
-        return direct_sweep(operands, *rest, **options)
-
-    monkeypatch.setattr("bedouin.fixed_point_map.direct_sweep", spy)
+def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     layer, _ = pair(Bedouin, device, torch.bfloat16)
-    layer(torch.randn(2, 3, 6).bfloat16().to(device))
-    assert seen == [(torch.bfloat16, torch.bfloat16, 0)]
+    x = torch.randn(2, 3, 6).bfloat16().to(device)
+    with _SweepOperands() as operands:
+        layer(x)
+    assert operands.seen == [(torch.bfloat16, torch.bfloat16, 0)]
 
 
 @pytest.mark.gpu

@@ -264,11 +264,15 @@ def test_bad_tokens_and_states() -> None:
         ({"dtype": torch.int64}, TypeError, "dtype must be None or one of torch.float32, "),
         ({"mixers": 3}, TypeError, "mixers must be a sequence of modules or a function .* got int"),
         ({"mixers": lambda i: Leaky(), "num_layers": 1.5}, TypeError, "num_layers must be an int"),
-        ({"mixers": []}, ValueError, "mixers must hold at least one layer"),
+        ({"mixers": []}, ValueError, "mixers must contain at least one layer"),
         ({"mixers": Leaky()}, TypeError, "got the module Leaky: wrap it in a list"),
         ({"mixers": ["mamba"]}, TypeError, "mixers must be nn.Modules, got str"),
         ({"mixers": lambda i: Leaky()}, ValueError, "num_layers must be at least 1 .*got None"),
-        ({"num_layers": 1}, ValueError, "num_layers goes with a function .*got 1 and a list of 1"),
+        (
+            {"num_layers": 1},
+            ValueError,
+            "num_layers must be None .*got 1 and 1 mixers",
+        ),
         (
             {"output_size": 3, "tie_embeddings": True},
             ValueError,

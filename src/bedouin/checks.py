@@ -1,4 +1,4 @@
-"""Checks of arguments that several modules share."""
+"""Checks of arguments; a message has the argument's name, what is expected and what was given."""
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def positive_int(name: str, value: int) -> int:
-    """`value`; TypeError or ValueError that names it unless it is an int of at least 1."""
+    """Return `value`. Raises TypeError unless it is an int, ValueError if it is below 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int >= 1, got {value!r}")
     if value < 1:
@@ -25,26 +25,26 @@ def positive_int(name: str, value: int) -> int:
 
 
 def check_bool(name: str, value: object) -> None:
-    """TypeError unless `value` is True or False: "no" and 0.0 would be taken for either."""
+    """Raise TypeError unless `value` is a bool; strings and numbers have truth values, too."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_dtype(dtype: object) -> None:
-    """TypeError unless `dtype` is None or a dtype that parameters may have."""
+    """Raise TypeError unless `dtype` is None or one of `DTYPES`, which parameters may have."""
     if dtype is not None and dtype not in DTYPES:
         names = ", ".join(map(str, DTYPES))
         raise TypeError(f"dtype must be None or one of {names}, got {dtype!r}")
 
 
 def check_batch_size(value: object) -> None:
-    """ValueError unless `value` is an int of at least 0."""
+    """Raise ValueError unless `value` is an int of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"batch_size must be an int >= 0, got {value!r}")
 
 
 def check_tensor(name: str, value: object, shape: str) -> None:
-    """TypeError that says how to make one unless `value` is a tensor."""
+    """Raise TypeError, with a remedy, unless `value` is a tensor; `shape` is for the message."""
     if isinstance(value, Tensor):
         return
     if isinstance(value, PackedSequence):
@@ -58,24 +58,24 @@ def check_tensor(name: str, value: object, shape: str) -> None:
 
 
 def one_of(name: str, value: OptionT, valid: Sequence[str]) -> OptionT:
-    """`value`; ValueError that names it unless it is one of `valid`."""
+    """Return `value`. Raises ValueError unless it is one of `valid`."""
     if value not in valid:
         raise ValueError(f"{name} must be one of {tuple(valid)}, got {value!r}")
     return value
 
 
 def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in `values`, in the order of `valid`; ValueError where one is not in `valid`."""
-    listed = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
-    # an iterator can be read only once
-    names = list(values) if listed else [None]
+    """The names in `values` in the order of `valid`. Raises ValueError for any other name."""
+    is_collection = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
+    # a list, because an iterator can be read only once
+    names = list(values) if is_collection else [None]
     if not all(v in valid for v in names):
         raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
     return tuple(v for v in valid if v in names)
 
 
 def reject_unknown(cls: type[nn.Module], unknown: dict[str, Any]) -> NoReturn:
-    """Raise the TypeError for options that `cls` does not have, with the valid or nearest names."""
+    """Raise TypeError for the first option in `unknown`, with the valid options of `cls`."""
     name = next(iter(unknown))
     if name == "d_conv":
         raise TypeError(f"{cls.__name__} has no short convolution: feedback replaces it")

@@ -1,6 +1,7 @@
-"""Channel mixers Q_t: how the raw values of a token become a d x d matrix, never formed.
+"""Channel mixers: the matrices Q_t (d, d) as functions of the raw values of a token.
 
-Letters: d channels, k reflections or rank, r raw values.
+Q is never formed; a mixer multiplies by I - Q. Letters: d channels, k reflections or rank, r raw
+values; leading axes (...) are batch and time.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from bedouin.solvers.base import check_number
 
 
 class WYForm(NamedTuple):
-    """I - Q = diag(e) + U^T M U: what the exact local solve needs."""
+    """I - Q = diag(e) + U^T M U, the form that the exact solution of the local equation needs."""
 
     e: Tensor  # (..., 1) or (..., d)
     U: Tensor  # (..., k, d)
@@ -23,47 +24,73 @@ class WYForm(NamedTuple):
 
 
 class ChannelMixer(nn.Module, ABC):
-    """A family of matrices Q. The layer owns the projection that makes the raw values."""
+    """A family of matrices Q, parameterized by raw values that the layer projects for each token.
+
+    To add a mixer, derive from this class and write `raw_size` and `complement`, or derive from
+    `StructuredMixer`.
+    """
 
     @abstractmethod
     def raw_size(self, d_inner: int) -> int:
-        """How many raw values a token needs for d_inner channels."""
+        """The number r of raw values that a token needs for d_inner channels."""
 
     @abstractmethod
-    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
-        """(I - Q) v (..., d) for the Q that raw (..., raw_size) stands for."""
+    def complement(
+        self,
+        raw: Tensor,  # (..., r)
+        v: Tensor,  # (..., d)
+    ) -> Tensor:  # (..., d)
+        """(I - Q) v for the Q that `raw` parameterizes."""
 
-    def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """x~ = Q (x - y) + y (..., d).
+    def mix(
+        self,
+        raw: Tensor,  # (..., r)
+        x: Tensor,  # (..., d)
+        y: Tensor,  # (..., d)
+    ) -> Tensor:  # (..., d)
+        """x~ = Q (x - y) + y, computed as x + (I - Q)(y - x).
 
-        As x + (I - Q)(y - x), which loses the digits of a Q far smaller than 1: a mixer with such Q
-        computes Q (x - y) + y instead.
+        That form loses digits if Q is much smaller than the identity; a mixer with such Q overrides
+        this method and computes Q (x - y) + y.
         """
         return x + self.complement(raw, y - x)
 
 
 class StructuredMixer(ChannelMixer):
-    """A mixer with I - Q = diag(e) + U^T M U: `Direct` and `Jacobi` need one."""
+    """A mixer with I - Q = diag(e) + U^T M U, which `Direct` and `Jacobi` need."""
 
     @abstractmethod
-    def forward(self, raw: Tensor) -> WYForm:
-        """Bind raw values (..., raw_size) to (e, U, M)."""
+    def forward(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> WYForm:
+        """(e, U, M) of the Q that `raw` parameterizes."""
 
-    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+    def complement(
+        self,
+        raw: Tensor,  # (..., r)
+        v: Tensor,  # (..., d)
+    ) -> Tensor:  # (..., d)
         return apply_complement(v, *self(raw))
 
-    def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def mix(
+        self,
+        raw: Tensor,  # (..., r)
+        x: Tensor,  # (..., d)
+        y: Tensor,  # (..., d)
+    ) -> Tensor:  # (..., d)
         return mix_channels(x, y, *self(raw))
 
 
 class HouseholderProduct(StructuredMixer):
     """Q = H_1 H_2 ... H_k with H_i = I - beta_i u_i u_i^T, u_i unit.
 
-    beta_i = beta_max sigmoid(alpha_i). beta_max = 1 gives every H_i eigenvalues in [0, 1]; 2 allows
-    reflections, and singular local systems (see `SolveStats.conditioning`). Raw values of a
-    token: k d for u, then k for alpha.
-    Source: arXiv 2503.10799, section 4; arXiv 2502.10297. Raises ValueError for num_householder < 1
-    or beta_max outside (0, 2].
+    beta_i = beta_max sigmoid(alpha_i). With beta_max = 1 every H_i has eigenvalues in [0, 1];
+    beta_max = 2 allows reflections, and local systems that are singular (see
+    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha.
+    Source: arXiv 2503.10799, section 4; arXiv 2502.10297.
+    Raises TypeError for a num_householder that is not an int, ValueError for num_householder < 1 or
+    beta_max outside (0, 2].
     """
 
     def __init__(self, num_householder: int = 2, beta_max: float = 1.0) -> None:
@@ -78,7 +105,7 @@ class HouseholderProduct(StructuredMixer):
     def forward(self, raw: Tensor) -> WYForm:
         k = self.num_householder
         u, alpha = raw[..., :-k], raw[..., -k:]
-        U = unit(u.unflatten(-1, (k, u.shape[-1] // k)))
+        U = unit(u.unflatten(-1, (k, u.shape[-1] // k)))  # (..., k, d)
         T = wy_factor(U, self.beta_max * torch.sigmoid(alpha))
         return WYForm(torch.zeros_like(raw[..., :1]), U, T)
 
@@ -89,9 +116,10 @@ class HouseholderProduct(StructuredMixer):
 class LowRank(StructuredMixer):
     """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part.
 
-    I - Q has full rank (e = 1, M = -diag(alpha)); the local systems can be singular where the input
-    gain reaches 1, in more than `rank` channels above all. Raw values of a token: k d for u, then k
-    for alpha. Raises ValueError for rank < 1.
+    I - Q has full rank (e = 1, M = -diag(alpha)). The local systems can be singular if the input
+    gain reaches 1, in particular if it does so in more than `rank` channels. Raw values of a token:
+    k d for u, then k for alpha.
+    Raises TypeError for a rank that is not an int, ValueError for rank < 1.
     """
 
     def __init__(self, rank: int = 2) -> None:

@@ -1,6 +1,6 @@
 """A sequence model around any mixing layer: embedding, residual blocks, head.
 
-Letters: b batch, t time, m d_model, v vocabulary (of the output where a head is meant).
+Letters: b batch, t time, m d_model, v classes (output_size).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,14 @@ from bedouin.checks import check_bool, check_dtype, check_tensor, positive_int
 from bedouin.solvers.base import check_number
 
 ModelState = tuple[Any, ...]
-"""One state for each layer, as its mixer defines it."""
+"""One state for each layer, of the type that its mixer returns."""
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (GLU Variants Improve Transformer, arXiv 2002.05202): W_2 (SiLU(W_g x) ⊙ W_1 x)."""
+    """SwiGLU (GLU Variants Improve Transformer, arXiv 2002.05202): W_2 (SiLU(W_g x) ⊙ W_1 x).
+
+    expand: hidden width as a multiple of d_model.
+    """
 
     def __init__(
         self,
@@ -40,9 +43,9 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then, if there is one, x + mlp(norm(x)).
+    """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
-    Pre-norm: the residual stream itself is never normalized, so gradients reach the embedding.
+    mlp_expand: hidden width of the MLP as a multiple of d_model; None for no MLP.
     """
 
     def __init__(
@@ -68,18 +71,30 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         return self._residual(x, _mixed(self.mixer, self.mixer(self.norm(x)), x))
 
-    def forward_state(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """As `forward`, from a state and to the state after the last token."""
+    def forward_state(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: Any,
+    ) -> tuple[Tensor, Any]:  # (b, t, m) and the state
+        """`forward` from a state; also returns the state after the last token."""
         _method(self.mixer, "init_state")
         output, state = self.mixer(self.norm(x), state=state, return_state=True)
         return self._residual(x, _mixed(self.mixer, output, x)), state
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:  # (b, m) -> (b, m)
-        """One token."""
+    def step(
+        self,
+        x: Tensor,  # (b, m)
+        state: Any,
+    ) -> tuple[Tensor, Any]:  # (b, m) and the state
+        """One token; also returns the next state."""
         output, state = _method(self.mixer, "step")(self.norm(x), state)
         return self._residual(x, _mixed(self.mixer, output, x)), state
 
-    def _residual(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def _residual(
+        self,
+        x: Tensor,  # (..., m)
+        mixed: Tensor,  # (..., m), the mixer's output
+    ) -> Tensor:  # (..., m)
         x = x + mixed
         if self.mlp is None:
             return x
@@ -88,39 +103,40 @@ class Block(nn.Module):
 
 
 class SequenceModel(nn.Module):
-    """Embedding, pre-norm residual blocks around the given mixers, RMSNorm, head.
+    """An embedding, pre-norm residual blocks around the given mixers, RMSNorm and a linear head.
 
         model = SequenceModel(60, 128, [Bedouin(128)])                                  # one layer
         model = SequenceModel(60, 128, lambda i: Bedouin(128, layer_idx=i), num_layers=2)
         logits = model(tokens)                                           # (b, t) -> (b, t, v)
 
-    A mixer is any module (b, t, m) -> (b, t, m). Layers that return a tuple, such as
-    flash-linear-attention's (output, None, cache), are accepted: the first entry counts.
+    A mixer is any module (b, t, m) -> (b, t, m). If a mixer returns a tuple, such as
+    flash-linear-attention's (output, None, cache), its first entry is used.
     `init_state`, `step` and states in `forward` work if every mixer has `init_state(batch_size)`,
     `step(x, state)` and `forward(x, state=…, return_state=True)`, as `bedouin.Bedouin` has.
 
-    The model neither reads values on the host nor writes in place, so it runs under
+    The model does not synchronize with the device and does not write in place, so it runs under
     `torch.func.functional_call` and `vmap` over stacked parameters if its mixers do.
 
     Args:
         vocab_size: number of input ids.
         d_model: width m of the residual stream.
-        mixers: the mixing layers, or a function of the layer's index that makes one (then
-            `num_layers` says how many). They are used as they come: device and dtype are theirs.
-        num_layers: with a function only.
-        output_size: number of classes, `vocab_size` if None.
+        mixers: the mixing layers, or a function from the index of a layer to its mixer, which
+            requires `num_layers`. They keep their device and dtype.
+        num_layers: number of layers, only if `mixers` is a function.
+        output_size: number of classes v; None: `vocab_size`.
         mlp_expand: hidden width of a gated MLP after every mixer, as a multiple of d_model; None
             for no MLP.
-        norm_eps: of every RMSNorm.
+        norm_eps: epsilon of every RMSNorm.
         embedding_std: standard deviation of the initial embedding.
-        tie_embeddings: the head shares the embedding's weight; start from a smaller
-            `embedding_std` (d_model**-0.5) then, or the first logits are large.
-        device, dtype: of everything but the mixers.
+        tie_embeddings: share the embedding's weight with the head. Use a smaller `embedding_std`
+            (d_model**-0.5) in this case, or the first logits are large.
+        device, dtype: of all parameters except the mixers'.
 
     Raises:
-        ValueError: numbers out of range, no mixer, a missing or unneeded `num_layers`, a tied head
-            whose output_size is not vocab_size.
-        TypeError: `mixers` is a single module, or holds what is no module; sizes that are no ints.
+        ValueError: a number out of range, no mixer, a missing or unneeded `num_layers`, a tied head
+            with output_size != vocab_size.
+        TypeError: `mixers` is a single module or contains something other than modules; a size that
+            is not an int.
     """
 
     def __init__(
@@ -150,7 +166,7 @@ class SequenceModel(nn.Module):
         check_bool("tie_embeddings", tie_embeddings)
         check_dtype(dtype)
         _check_tied(tie_embeddings, vocab_size, output_size)
-        layers = _made_mixers(mixers, num_layers)
+        layers = _make_mixers(mixers, num_layers)
         self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.blocks = nn.ModuleList(
@@ -170,12 +186,11 @@ class SequenceModel(nn.Module):
     ) -> Tensor | tuple[Tensor, ModelState]:
         """Logits (b, t, v); with `return_state` also the state after the last token.
 
-        Feeding a sequence in chunks, each from the state that the one before returned, gives what
-        one call gives.
+        A sequence can be processed in chunks, each from the state that the previous one returned.
 
         Raises:
-            TypeError: tokens of a dtype that is no integer; a state where a mixer keeps none.
-            ValueError: tokens not of rank 2; a state of another number of layers.
+            TypeError: tokens that are not int64 or int32; a state, if a mixer has no `init_state`.
+            ValueError: tokens not of rank 2; a state for another number of layers.
         """
         _check_tokens(tokens, 2, "(b, t)")
         x = self.embedding(tokens)  # (b, t, m)
@@ -184,7 +199,7 @@ class SequenceModel(nn.Module):
                 x = block(x)
             return self._logits(x)
         state = self.init_state(len(tokens)) if state is None else state
-        x, state = self._through(x, state, Block.forward_state)
+        x, state = self._run_blocks(x, state, Block.forward_state)
         return (self._logits(x), state) if return_state else self._logits(x)
 
     def init_state(self, batch_size: int) -> ModelState:
@@ -195,15 +210,19 @@ class SequenceModel(nn.Module):
         """
         return tuple(_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
-    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """One token: ids (b,) and a state -> logits (b, v) and the next state.
+    def step(
+        self,
+        tokens: Tensor,  # (b,) integer ids
+        state: ModelState,
+    ) -> tuple[Tensor, ModelState]:  # (b, v) and the state
+        """The logits at one token, and the next state.
 
         Raises:
-            TypeError: a mixer without `step`, or tokens of a dtype that is no integer.
-            ValueError: tokens not of rank 1; a state of another number of layers.
+            TypeError: a mixer without `step`, or tokens that are not int64 or int32.
+            ValueError: tokens not of rank 1; a state for another number of layers.
         """
         _check_tokens(tokens, 1, "(b,)")
-        x, state = self._through(self.embedding(tokens), state, Block.step)
+        x, state = self._run_blocks(self.embedding(tokens), state, Block.step)
         return self._logits(x), state
 
     @property
@@ -213,7 +232,7 @@ class SequenceModel(nn.Module):
 
     @property
     def stats(self) -> list[Any]:
-        """The `stats` of the last call, of those mixers that keep any (`SolveStats` of ours)."""
+        """The `stats` of the last call of every mixer that has any, such as `SolveStats`."""
         kept = (getattr(mixer, "stats", None) for mixer in self.mixers)
         return [stats for stats in kept if stats is not None]
 
@@ -221,12 +240,13 @@ class SequenceModel(nn.Module):
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
 
-    def _through(
+    def _run_blocks(
         self,
-        x: Tensor,
+        x: Tensor,  # (..., m)
         state: ModelState,
         run: Callable[[Block, Tensor, Any], tuple[Tensor, Any]],
-    ) -> tuple[Tensor, ModelState]:
+    ) -> tuple[Tensor, ModelState]:  # (..., m) and the states
+        """`run` on each block in turn, with its entry of `state`."""
         if not isinstance(state, tuple | list) or hasattr(state, "_fields"):
             raise TypeError(
                 "state must be a tuple with one entry for each layer, got "
@@ -248,8 +268,13 @@ class SequenceModel(nn.Module):
         return logits
 
 
-def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:
-    """The tensor in what a mixer returned, which must have the shape of its input."""
+def _mixed(
+    mixer: nn.Module,
+    output: object,
+    x: Tensor,  # (..., m), the residual stream
+) -> Tensor:  # (..., m)
+    """The tensor in `output`, the return value of `mixer`. Raises TypeError if there is none and
+    ValueError if its shape is not that of x."""
     tensor = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(tensor, Tensor):
         raise TypeError(
@@ -265,6 +290,7 @@ def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:
 
 
 def _method(mixer: object, name: str) -> Callable[..., Any]:
+    """The method of a mixer. Raises TypeError if it has none of this name."""
     method = getattr(mixer, name, None)
     if not callable(method):
         raise TypeError(
@@ -275,18 +301,19 @@ def _method(mixer: object, name: str) -> Callable[..., Any]:
     return found
 
 
-def _made_mixers(
+def _make_mixers(
     mixers: Sequence[nn.Module] | Callable[[int], nn.Module], num_layers: int | None
 ) -> list[nn.Module]:
+    """The mixers as a list. Raises TypeError or ValueError for invalid arguments."""
     if isinstance(mixers, nn.Module) and not isinstance(mixers, nn.ModuleList):
         raise TypeError(
             f"mixers must be a sequence of modules or a function that makes one, got the module "
             f"{type(mixers).__name__}: wrap it in a list"
         )
     if isinstance(mixers, Sequence | nn.ModuleList):
-        made = _listed(list(mixers), num_layers)
+        made = _check_listed(list(mixers), num_layers)
     elif callable(mixers):
-        made = _called(mixers, num_layers)
+        made = _call_for_each_layer(mixers, num_layers)
     else:
         raise TypeError(
             "mixers must be a sequence of modules or a function that makes one, got "
@@ -298,20 +325,22 @@ def _made_mixers(
     return made
 
 
-def _listed(mixers: list[nn.Module], num_layers: int | None) -> list[nn.Module]:
+def _check_listed(mixers: list[nn.Module], num_layers: int | None) -> list[nn.Module]:
     if not mixers:
-        raise ValueError("mixers must hold at least one layer, got none")
+        raise ValueError("mixers must contain at least one layer, got none")
     if num_layers is not None:
         raise ValueError(
-            f"num_layers goes with a function that makes mixers, got {num_layers} and a list of "
-            f"{len(mixers)}: leave it out"
+            f"num_layers must be None if mixers is a sequence, got {num_layers} and {len(mixers)} "
+            "mixers: leave it out"
         )
     return mixers
 
 
-def _called(make: Callable[[int], nn.Module], num_layers: int | None) -> list[nn.Module]:
+def _call_for_each_layer(
+    make: Callable[[int], nn.Module], num_layers: int | None
+) -> list[nn.Module]:
     if num_layers is None:
-        raise ValueError("num_layers must be at least 1 where mixers is a function, got None")
+        raise ValueError("num_layers must be at least 1 if mixers is a function, got None")
     return [make(index) for index in range(positive_int("num_layers", num_layers))]
 
 
@@ -322,7 +351,12 @@ def _check_tied(tied: bool, vocab_size: int, output_size: int) -> None:
         )
 
 
-def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
+def _check_tokens(
+    tokens: Tensor,  # of `rank` axes
+    rank: int,
+    shape: str,
+) -> None:
+    """Raise TypeError or ValueError unless `tokens` are integer ids; `shape` is for messages."""
     check_tensor("tokens", tokens, shape)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"tokens must be int64 or int32 ids, got {tokens.dtype}")

@@ -1,10 +1,10 @@
-"""A product whose outputs are wanted in two parts, as the kernels and the library like them.
+"""A linear projection whose output is split into two parts without copies.
 
-Rows of r values with r no multiple of eight start at addresses that wide loads and the fast paths
-of cuBLAS do not take. So the first part is a view of a wider product, whose last columns are
-nobody's, and its cotangent is used as it comes: autograd's own view would copy it into a tensor of
-zeros. The gradients of the two halves of the matrix are written where they belong: autograd's own
-split would join them by a copy.
+Rows of r values start at aligned addresses only if r is a multiple of eight; wide loads and
+cuBLAS's fast kernels require that. The first part is therefore a view of a wider product, whose
+extra columns are not used. Its cotangent is multiplied as it is, whereas autograd of a view would
+copy it into a tensor of zeros. The gradients of the two parts of the weight are written directly
+into one tensor, whereas autograd of a split would concatenate them.
 
 Letters: i rows, d channels, r outputs of the first part, s of the second.
 """
@@ -21,26 +21,34 @@ from bedouin.kernels.linear import in_eights, padding
 
 
 class _SplitLinear(torch.autograd.Function):
-    """rows W^T + bias as (i, r), rows r + padding(r) apart, and (i, s)."""
+    """rows W^T + bias as (i, r), with a row stride of r + padding(r), and (i, s)."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, r: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        rows: Tensor,  # (i, d)
+        weight: Tensor,  # (r + s, d)
+        bias: Tensor,  # (r + s,)
+        r: int,
+    ) -> tuple[Tensor, Tensor]:  # (i, r), (i, s)
         ctx.save_for_backward(rows, weight)
         ctx.r = r
         wide = r + padding(r)
         first, first_bias = weight[:wide], bias[:wide]
         if len(first) < wide:
-            # fewer outputs than columns to fill
+            # s < padding(r): there are not enough other rows of the weight for the extra columns
             missing = wide - len(first)
             first, first_bias = F.pad(first, (0, 0, 0, missing)), F.pad(first_bias, (0, missing))
-        # a copy starts at an aligned address, as the bias of a fast product must
+        # copied to an aligned address, which cuBLAS's fast kernels require of the bias
         rest_bias = bias[r:].clone()
         return F.linear(rows, first, first_bias)[:, :r], F.linear(rows, weight[r:], rest_bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad: Tensor,  # (i, r)
+        grad_rest: Tensor,  # (i, s)
+    ) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         wants, r = ctx.needs_input_grad, ctx.r
         grads, weights = (*in_eights(grad, 1), grad_rest), (*in_eights(weight[:r], 0), weight[r:])
@@ -52,31 +60,45 @@ class _SplitLinear(torch.autograd.Function):
         return grad_rows, grad_weight, grad_bias, None
 
 
-def _rows_gradient(grads: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:
-    """The sum of grads @ weights, the last first."""
+def _rows_gradient(
+    grads: tuple[Tensor, ...],  # (i, c) for parts of c columns
+    weights: tuple[Tensor, ...],  # (c, d) for the same parts
+) -> Tensor:  # (i, d)
+    """The sum of grad @ weight over the parts, starting with the last."""
     *others, (grad, weight) = zip(grads, weights, strict=True)
     total = grad @ weight
-    # a sum in place has no room for the batch axis of another cotangent
+    # under vmap only some of the cotangents may have a batch axis, which an in-place sum rejects
     add = torch.Tensor.addmm if is_batched(*grads) else torch.Tensor.addmm_
     for grad, weight in reversed(others):
         total = add(total, grad, weight)
     return total
 
 
-def _weight_gradient(grad: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+def _weight_gradient(
+    grad: Tensor,  # (i, c)
+    rows: Tensor,  # (i, d)
+    out: Tensor | None = None,  # (c, d)
+) -> Tensor:  # (c, d)
     return torch.mm(grad.mT, rows, out=out)
 
 
-def _bias_gradient(grad: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+def _bias_gradient(
+    grad: Tensor,  # (i, c)
+    rows: Tensor,  # (i, d), unused: the signature of _weight_gradient
+    out: Tensor | None = None,  # (c,)
+) -> Tensor:  # (c,)
     return torch.sum(grad, 0, out=out)
 
 
 def _joined(
-    compute: Callable[..., Tensor], grads: tuple[Tensor, ...], rows: Tensor, like: Tensor
-) -> Tensor:
-    """The parts of a gradient, one below the other, in one tensor of the shape of `like`."""
+    compute: Callable[..., Tensor],
+    grads: tuple[Tensor, ...],  # (i, c) for parts of c columns
+    rows: Tensor,  # (i, d)
+    like: Tensor,  # (r + s, d) or (r + s,)
+) -> Tensor:  # as like
+    """The gradients of all parts, one below the other."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_batched(*grads):
-        # neither autograd nor a graph takes a given output, nor do batched cotangents
+        # autograd, torch.compile and batched cotangents do not support out=
         return torch.cat([compute(grad, rows) for grad in grads])
     joined = like.new_empty(like.shape)
     for grad, out in zip(grads, joined.split([v.shape[1] for v in grads]), strict=True):
@@ -91,8 +113,10 @@ def split_linear(
     *,
     r: int,
 ) -> tuple[Tensor, Tensor]:  # (i, r), (i, s)
-    """`torch.nn.functional.linear`, its first r columns and the others, of operands of one dtype;
-    autocast must have cast them."""
+    """The first r columns of `torch.nn.functional.linear(rows, weight, bias)`, and the others.
+
+    All operands have the same dtype; the caller casts them under autocast.
+    """
     with torch.autocast(rows.device.type, enabled=False):
         parts: tuple[Tensor, Tensor] = _SplitLinear.apply(rows, weight, bias, r)  # type: ignore[no-untyped-call]
     return parts

@@ -1,4 +1,4 @@
-"""The recurrent state of a layer."""
+"""The recurrent state of a layer. Letters: b batch, d d_inner, n d_state."""
 
 from typing import Any, NamedTuple
 
@@ -9,33 +9,33 @@ from bedouin.checks import check_tensor
 
 
 class BedouinState(NamedTuple):
-    """What a layer carries from token to token, at least float32.
+    """The recurrent state of a layer between two tokens, at least float32.
 
-    ssm: (b, d, n), the scan's memory h; y: (b, d), the fixed point at the last token.
-    A state that a layer returns owns its memory: keeping it keeps nothing else, and what is written
-    into `state.detach()` in place changes neither the call that made it nor its backward.
+    A state that a layer returns owns its memory: it keeps no other tensor alive, and writing into
+    `state.detach()` in place affects neither the call that returned it nor its backward pass.
     """
 
-    ssm: Tensor
-    y: Tensor
+    ssm: Tensor  # (b, d, n), the memory h of the scan
+    y: Tensor  # (b, d), the fixed point at the last token
 
     def detach(self) -> "BedouinState":
-        """The state without its gradient history: truncated back-propagation through time."""
+        """The state without its gradient history, for truncated back-propagation through time."""
         return BedouinState(self.ssm.detach(), self.y.detach())
 
     def to(self, *args: Any, **options: Any) -> "BedouinState":
-        """Both tensors through `Tensor.to`."""
+        """The state with `Tensor.to` applied to both tensors."""
         return BedouinState(self.ssm.to(*args, **options), self.y.to(*args, **options))
 
     def __getitem__(self, index: Any) -> "BedouinState":  # type: ignore[override]
-        """Samples of the batch: state[2:5], state[mask]; state[i] is one, without batch axis."""
+        """Samples of the batch: state[2:5], state[mask]; state[i] is one without a batch axis."""
         return BedouinState(self.ssm[index], self.y[index])
 
 
 def check_state(state: object, b: int, d: int, n: int, like: Tensor) -> BedouinState:
-    """`state` with a batch axis; TypeError or ValueError where it does not fit the input.
+    """`state` with a batch axis; a batch axis of 1 is added if it has none.
 
-    `like` has the dtype and device that the state must have.
+    like: a tensor of any shape with the dtype and device that the state must have.
+    Raises TypeError for another type, ValueError for another shape, dtype or device.
     """
     if not isinstance(state, BedouinState):
         raise TypeError(
@@ -67,6 +67,6 @@ def check_state(state: object, b: int, d: int, n: int, like: Tensor) -> BedouinS
 def zero_state(
     b: int, d: int, n: int, dtype: torch.dtype, device: torch.device | None
 ) -> BedouinState:
-    """The state before any token."""
+    """The state before the first token: zeros."""
     ssm = torch.zeros(b, d, n, dtype=dtype, device=device)
     return BedouinState(ssm, torch.zeros(b, d, dtype=dtype, device=device))

@@ -1,8 +1,8 @@
-"""Measurements and assertions for layers that are defined by a fixed point.
+"""Measurements and assertions for layers that are defined as a fixed point.
 
-Feedback amplifies rounding, so a law about equal values holds up to the measured growth of a
-perturbation of the input (`measure_growth`); where that exceeds `GROWTH_LIMIT`, residuals are
-compared instead of values (`assert_same_fixed_point`). Imports torch and this library only.
+Feedback amplifies rounding errors. Two ways to compute the same values therefore agree up to the
+growth of a perturbation of the input (`measure_growth`). If the growth exceeds `GROWTH_LIMIT`,
+`assert_same_fixed_point` compares residuals instead of values. Imports torch and this library only.
 Letters: b batch, t time, m d_model, d d_inner, n d_state.
 """
 
@@ -24,15 +24,19 @@ from bedouin.solvers.base import Map, TimeDim
 from bedouin.state import BedouinState
 
 GROWTH_LIMIT = 1e6
-"""Above this measured growth two correct values may differ in all digits that matter."""
+"""Above this measured growth two correct values may differ in all significant digits."""
 
 LayerT = TypeVar("LayerT", bound=FixedPointLayer)
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """max|actual - expected| / max|expected| (the absolute error where expected is 0).
+def relative_error(
+    actual: Tensor,  # any shape
+    expected: Tensor,  # the same shape
+) -> float:
+    """max|actual - expected| / max|expected|, or the absolute error if `expected` is zero.
 
-    Inf where NaN or Inf stand in one tensor only, or differ; equal non-finite values are equal.
+    The error is inf if an entry is NaN or Inf in only one of the tensors, or if non-finite entries
+    differ; equal non-finite entries have error 0.
     """
     a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
     difference = _distance(a, e)
@@ -42,19 +46,26 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return difference.max().item() / (scale or 1.0)
 
 
-def _distance(a: Tensor, e: Tensor) -> Tensor:
-    """|a - e|, 0 where both are the same non-finite value, inf where only one is NaN."""
+def _distance(
+    a: Tensor,  # any shape
+    e: Tensor,  # the same shape
+) -> Tensor:  # the same shape
+    """|a - e|; 0 where both are the same non-finite value, inf where only one is NaN."""
     distance = torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, (a - e).abs())
     return torch.where(distance.isnan(), torch.inf, distance)
 
 
 def assert_close(
-    name: str, actual: Tensor, expected: Tensor, rtol: float = 1e-10, atol: float = 0.0
+    name: str,
+    actual: Tensor,  # any shape
+    expected: Tensor,  # the same shape
+    rtol: float = 1e-10,
+    atol: float = 0.0,
 ) -> None:
-    """AssertionError unless max|actual - expected| <= atol + rtol max|expected|.
+    """Raise AssertionError unless max|actual - expected| <= atol + rtol max|expected|.
 
-    The message names the tensor, its worst index and the relative error in the max norm. Shapes and
-    dtypes must agree; NaN equals NaN.
+    The message contains the name, the worst index and the relative error in the max norm. Shapes
+    and dtypes must be equal; NaN equals NaN.
     """
     if actual.shape != expected.shape:
         raise AssertionError(f"{name}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
@@ -75,13 +86,19 @@ def assert_close(
 
 @dataclass(frozen=True)
 class _Recorder(Solver):
-    """A solver that keeps the map and the solution of its last call."""
+    """A solver that records the map and the solution of every call."""
 
     inner: Solver
     calls: list[tuple[Map, Solution]] = field(default_factory=list)
 
     def solve(
-        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+        self,
+        f: Map,
+        y0: Tensor,  # (b, ...)
+        *,
+        max_steps: int,
+        time_dim: TimeDim,
+        unroll: bool,
     ) -> Solution:
         solution = self.inner.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll)
         self.calls.append((f, solution))
@@ -90,17 +107,17 @@ class _Recorder(Solver):
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """A solved fixed point with its map: y (b, t, d), the layer's output (b, t, m), statistics."""
+    """A fixed point that a solver found, with its map."""
 
     f: Map
-    y: Tensor
-    output: Tensor
+    y: Tensor  # (b, t, d)
+    output: Tensor  # (b, t, m), the layer's output
     stats: SolveStats
 
     @property
     @torch.no_grad()
     def residual(self) -> Tensor:
-        """max_t |F(y)_t - y_t| / max|F(y)| (b,), measured anew with the layer's own map."""
+        """max_t |F(y)_t - y_t| / max|F(y)| (b,), from a new evaluation of the layer's map."""
         f_y = self.f(self.y)
         scale = f_y.abs().amax((1, 2))
         return (f_y - self.y).abs().amax((1, 2)) / torch.where(scale == 0, 1.0, scale)
@@ -109,12 +126,12 @@ class FixedPoint:
 @torch.no_grad()
 def find_fixed_point(
     layer: FixedPointLayer,
-    x: Tensor,
+    x: Tensor,  # (b, t, m), t >= 1
     *,
     solver: Solver | None = None,
     state: BedouinState | None = None,
 ) -> FixedPoint:
-    """Run a copy of `layer` on x (b, t, m), t >= 1, with `solver` (None: its own); never warns."""
+    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings."""
     recorder = _Recorder(layer.solver if solver is None else solver)
     probe = _with(layer, solver=recorder, on_unconverged="ignore")
     output = probe(x, state=state)
@@ -125,19 +142,22 @@ def find_fixed_point(
 @torch.no_grad()
 def measure_growth(
     layer: FixedPointLayer,
-    x: Tensor,
+    x: Tensor,  # (b, t, m)
     *,
     state: BedouinState | None = None,
     size: float = 1e-9,
     seed: int = 0,
     num_directions: int = 3,
 ) -> float:
-    """How much a relative perturbation of the input x (b, t, m) grows on its way to the result.
+    """The factor by which a relative perturbation of the input grows in the result.
 
-    max|r(x + dx) - r(x)| / max|r(x)| / size, the largest over results r (output, fixed point) and
-    over a few random dx with max|dx| = size max|x|; at least 1, inf where a result is not finite.
-    Works on float64 copies, solved with `Direct` where the mixer allows it. Raises ValueError for
-    size <= 0.
+    max|r(x + dx) - r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point)
+    and over a few random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite.
+    Computed with copies in float64, by `Direct` if the mixer allows it.
+
+    size: relative size of the perturbation, dimensionless.
+    seed, num_directions: of the random directions of dx.
+    Raises ValueError for size <= 0.
     """
     if size <= 0:
         raise ValueError(f"size must be positive, got {size}")
@@ -162,7 +182,7 @@ def measure_growth(
 
 def assert_same_fixed_point(
     layer: FixedPointLayer,
-    x: Tensor,
+    x: Tensor,  # (b, t, m)
     solver: Solver,
     *,
     reference: Solver | None = None,
@@ -170,10 +190,10 @@ def assert_same_fixed_point(
     rtol: float = 1e-10,
     growth_limit: float = GROWTH_LIMIT,
 ) -> None:
-    """AssertionError unless `solver` and `reference` (None: Direct()) find one fixed point for x.
+    """Raise AssertionError unless `solver` and `reference` (None: Direct()) find one fixed point.
 
-    Both residuals must be at most rtol; outputs and fixed points must agree to rtol times the
-    measured growth where that is at most `growth_limit`.
+    Both residuals must be at most rtol. If the measured growth is at most `growth_limit`, outputs
+    and fixed points must also agree to rtol times the growth.
     """
     expected = find_fixed_point(layer, x, solver=reference or Direct(), state=state)
     actual = find_fixed_point(layer, x, solver=solver, state=state)
@@ -189,17 +209,18 @@ def assert_same_fixed_point(
 
 def layer_gradients(
     layer: FixedPointLayer,
-    x: Tensor,
+    x: Tensor,  # (b, t, m)
     adjoint: Adjoint | None = None,
     *,
     solver: Solver | None = None,
     state: BedouinState | None = None,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Gradients of a fixed random linear function of output and new state, by name.
+    """Gradients of a random linear function of output and new state, by name.
 
-    Names: the parameters', "x", and "state.ssm", "state.y" where a state is given. `adjoint` and
-    `solver` None: the layer's own. Works on a copy; `layer` keeps its gradients and statistics.
+    The names are those of the parameters, "x", and, if a state is given, "state.ssm" and "state.y".
+    The function depends only on the shapes and `seed`. `adjoint` or `solver` None means the
+    layer's own. Works on a copy; gradients and statistics of `layer` do not change.
     """
     probe = _with(layer, adjoint=adjoint or layer.adjoint, solver=solver or layer.solver)
     named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
@@ -214,7 +235,10 @@ def layer_gradients(
     }
 
 
-def _random_functional(result: tuple[Tensor, BedouinState], seed: int) -> Tensor:
+def _random_functional(
+    result: tuple[Tensor, BedouinState],  # (b, t, m), ((b, d, n), (b, d))
+    seed: int,
+) -> Tensor:  # ()
     """A random linear function of output and state, the same for the same shapes and seed."""
     generator = torch.Generator().manual_seed(seed)
     total = result[0].new_zeros(())
@@ -225,24 +249,32 @@ def _random_functional(result: tuple[Tensor, BedouinState], seed: int) -> Tensor
 
 
 def gradient_cosine(
-    layer: FixedPointLayer, x: Tensor, adjoint_a: Adjoint, adjoint_b: Adjoint
+    layer: FixedPointLayer,
+    x: Tensor,  # (b, t, m)
+    adjoint_a: Adjoint,
+    adjoint_b: Adjoint,
 ) -> float:
     """Cosine between the gradients of all parameters by two adjoints, for a random linear loss.
 
-    Parameters outside the fixed point (the output stage) count, too. NaN where a gradient is 0.
+    Includes the parameters of the output stage, which are outside the fixed point. NaN if one of
+    the gradients is zero.
     """
     a, b = (_flat(layer_gradients(layer, x, adjoint)) for adjoint in (adjoint_a, adjoint_b))
     return float(a @ b / (a.norm() * b.norm()))
 
 
 def _flat(gradients: dict[str, Tensor]) -> Tensor:
+    """The gradients of all parameters in one float64 vector."""
     own = (g for name, g in gradients.items() if name != "x")
     return torch.cat([g.flatten().to(torch.float64) for g in own])
 
 
 @torch.no_grad()
-def parallel_decode_gap(layer: FixedPointLayer, x: Tensor) -> float:
-    """How far `step` token by token is from one call on x (b, t, m): relative, in the max norm."""
+def parallel_decode_gap(
+    layer: FixedPointLayer,
+    x: Tensor,  # (b, t, m)
+) -> float:
+    """The relative error, in the max norm, of `step` token by token against one call on x."""
     probe = _with(layer, on_unconverged="ignore")
     expected = probe(x)
     state, steps = probe.init_state(x.shape[0]), []
@@ -255,9 +287,8 @@ def parallel_decode_gap(layer: FixedPointLayer, x: Tensor) -> float:
 def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
     """A small float64 `Bedouin` or `FixedPointRNN` with every option drawn from `rng`.
 
-    `fixed` holds options that are not drawn, "kind" (the class) among them. Every decay, input
-    scale, eigenvalue range, feedback subset, mixer, beta_max in {0.5, 1, 2} and 1 to 4 reflections
-    can come.
+    `fixed` contains the options that are not drawn; "kind" is the class. Drawn are decay, input
+    scale, eigenvalue range, feedback, mixer, beta_max in {0.5, 1, 2} and 1 to 4 reflections.
     """
     kind = fixed.pop("kind", None) or rng.choice((Bedouin, FixedPointRNN))
     options = _shared_options(rng) | (_bedouin_options(rng) if kind is Bedouin else {})
@@ -299,7 +330,7 @@ def _subset(rng: random.Random, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _with(layer: LayerT, **attributes: Any) -> LayerT:
-    """A copy of the layer with some attributes set."""
+    """A copy of the layer with the given attributes."""
     probe = copy.deepcopy(layer)
     for name, value in attributes.items():
         setattr(probe, name, value)

@@ -1,4 +1,7 @@
-"""The warning that comes one call late, with a stand-in for the events of a GPU."""
+"""Warnings that are issued by a later call, when the copy of the outcome is complete.
+
+A copy from a CPU is complete at once; the test that depends on the delay needs a GPU.
+"""
 
 import copy
 import pickle
@@ -11,63 +14,55 @@ from bedouin.solvers import ConvergenceWarning, SolveStats
 from bedouin.solvers.deferred import DeferredWarning
 
 
-class _Event:
-    """An event of a device whose copies arrive when the test says so."""
-
-    arrived = False
-
-    def record(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        return type(self).arrived
-
-
-@pytest.fixture
-def event(monkeypatch: pytest.MonkeyPatch) -> type[_Event]:
-    class Event(_Event):
-        pass
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    return Event
-
-
 def _stats(*converged: bool) -> SolveStats:
     flags = torch.tensor(converged)
     return SolveStats(torch.full_like(flags, 9, dtype=torch.int64), (~flags).float(), flags)
 
 
-def test_nothing_is_said_before_the_copy_arrives(event: type[_Event]) -> None:
+def test_the_warning_describes_the_earlier_call() -> None:
     warning = DeferredWarning()
     warning.schedule(_stats(True, False), "layer 2")
-    warning.flush()
-    event.arrived = True
     message = r"layer 2 \(an earlier call\): 1 of 2 samples did not converge in 9 steps"
     with pytest.warns(ConvergenceWarning, match=message):
         warning.flush()
     warning.flush()
 
 
-def test_a_converged_solve_says_nothing(event: type[_Event]) -> None:
-    event.arrived = True
+@pytest.mark.gpu
+def test_no_warning_before_the_copy_is_complete() -> None:
+    warning = DeferredWarning()
+    failed = torch.zeros(2, dtype=torch.bool, device="cuda")
+    product = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(100):  # some tenths of a second that the copy has to wait for
+        product = (product @ product).clamp(-1, 1)
+    steps = torch.full_like(failed, 9, dtype=torch.int64)
+    warning.schedule(SolveStats(steps, (~failed).float(), failed), "layer")
+    warning.flush()
+    assert warning.is_pending("layer")
+    torch.cuda.synchronize()
+    with pytest.warns(ConvergenceWarning, match="2 of 2 samples"):
+        warning.flush()
+    assert not warning.is_pending("layer")
+
+
+def test_a_converged_solve_says_nothing() -> None:
     warning = DeferredWarning()
     warning.schedule(_stats(True, True), "layer")
     warning.flush()
 
 
-def test_a_second_outcome_of_a_subject_waits_for_the_first(event: type[_Event]) -> None:
+def test_a_second_outcome_of_a_subject_waits_for_the_first() -> None:
     warning = DeferredWarning()
     warning.schedule(_stats(False), "layer")
     warning.schedule(_stats(False, False), "layer")
     assert warning.is_pending("layer") and not warning.is_pending("adjoint")
-    event.arrived = True
     with pytest.warns(ConvergenceWarning, match="1 of 1 samples"):
         warning.flush()
     warning.flush()
 
 
-def test_subjects_do_not_wait_for_each_other(event: type[_Event]) -> None:
-    event.arrived = True
+def test_subjects_do_not_wait_for_each_other() -> None:
     warning = DeferredWarning()
     warning.schedule(_stats(False), "layer")
     warning.schedule(_stats(True, False), "adjoint")
@@ -76,8 +71,7 @@ def test_subjects_do_not_wait_for_each_other(event: type[_Event]) -> None:
     assert [str(w.message)[:8] for w in found] == ["layer (a", "adjoint "]
 
 
-def test_what_a_drawn_cap_excuses_is_no_reason_to_warn(event: type[_Event]) -> None:
-    event.arrived = True
+def test_what_a_drawn_cap_excuses_is_no_reason_to_warn() -> None:
     warning = DeferredWarning()
     warning.schedule(_stats(False, True), "layer", 9)
     warning.flush()
@@ -86,8 +80,7 @@ def test_what_a_drawn_cap_excuses_is_no_reason_to_warn(event: type[_Event]) -> N
         warning.flush()
 
 
-def test_the_1st_10th_and_100th_outcome_of_a_subject_warn(event: type[_Event]) -> None:
-    event.arrived = True
+def test_the_1st_10th_and_100th_outcome_of_a_subject_warn() -> None:
     warning = DeferredWarning()
     with pytest.warns(ConvergenceWarning) as found:
         for _ in range(150):
@@ -99,8 +92,7 @@ def test_the_1st_10th_and_100th_outcome_of_a_subject_warn(event: type[_Event]) -
     assert [text.partition(" ")[0] for text in told] == ["1", "10", "100"]
 
 
-def test_a_warning_points_at_the_line_outside_the_package(event: type[_Event]) -> None:
-    event.arrived = True
+def test_a_warning_points_at_the_line_outside_the_package() -> None:
     warning = DeferredWarning()
     warning.schedule(_stats(False), "layer")
     with pytest.warns(ConvergenceWarning) as found:
@@ -109,10 +101,9 @@ def test_a_warning_points_at_the_line_outside_the_package(event: type[_Event]) -
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
-def test_a_copy_starts_without_pending_outcomes(event: type[_Event], duplicate: Any) -> None:
+def test_a_copy_starts_without_pending_outcomes(duplicate: Any) -> None:
     warning = DeferredWarning()
     warning.schedule(_stats(False), "layer")
-    event.arrived = True
     duplicate(warning).flush()
     with pytest.warns(ConvergenceWarning):
         warning.flush()

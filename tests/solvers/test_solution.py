@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.solvers import Result, SolveStats
+from bedouin.solvers import Picard, Result, SolveStats, solve
 from bedouin.solvers.solution import (
     BackwardStats,
     accepted,
@@ -76,9 +76,10 @@ def test_backward_is_none_until_an_adjoint_reports() -> None:
 
 
 def test_two_statistics_do_not_share_their_backward_cell() -> None:
-    first, second = _stats([True], [0.0]), _stats([True], [0.0])
-    first._backward.stats = second
-    assert second.backward is None
+    x = torch.ones(1, 1, requires_grad=True)
+    first, second = (solve(lambda y: y / 2 + x, torch.zeros(1, 1), Picard()) for _ in range(2))
+    first.value.sum().backward()
+    assert first.stats.backward is not None and second.stats.backward is None
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))])

@@ -51,13 +51,11 @@ def test_rows_are_packed_samples(task: Copying, b: int, seed: int) -> None:
 
 
 def test_the_rows_of_the_docstring() -> None:
-    task = Copying(context_len=24, min_length=2, max_length=4)
-    words = ("bat", "node", "ox", "go")
-    ids = [[task.symbols.index(c) for c in word.ljust(4, "a")] for word in words]
-    lengths = torch.tensor([[len(word) for word in words]])
-    tokens, labels = task._render(torch.tensor([ids]), lengths, 24)
-    assert task.decode(tokens) == ["$bat|bat.$node|node.$ox|"]
-    assert task.decode(labels) == ["    bat.      node.     "]
+    """The rule that the other tests compare sampled rows with gives the labels of the docstring."""
+    row, labels = "$bat|bat.$node|node.$ox|", "    bat.      node.     "
+    assert expected_labels(row) == labels
+    for line in (row, labels):
+        assert line.rstrip() in (Copying.__doc__ or "")
 
 
 def test_vocabulary() -> None:

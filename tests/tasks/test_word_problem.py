@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedouin.tasks import IGNORE, Group, WordProblem, cyclic, stream, symmetric
+from bedouin.tasks import IGNORE, Batch, Group, WordProblem, cyclic, stream, symmetric
 
 A5 = Group.from_name("A5")
 
@@ -41,14 +41,17 @@ def test_the_rows_of_the_docstring() -> None:
     products = cyclic(5).prefix_products(elements)
     assert products.tolist() == [[3, 3, 2, 3, 4, 1]]
 
-    filled = WordProblem(cyclic(5), tokens_per_transition=2)._dress(elements, products)
-    x = IGNORE
-    assert filled.tokens.tolist() == [[3, 5, 0, 5, 4, 5, 1, 5, 1, 5, 2, 5]]
-    assert filled.labels.tolist() == [[x, 3, x, 3, x, 2, x, 3, x, 4, x, 1]]
 
-    official = WordProblem(cyclic(5), protocol="official")._dress(elements, products)
-    assert official.tokens.tolist() == [[6, 3, 0, 4, 1, 1, 2]]
-    assert official.labels.tolist() == [[6, 3, 3, 2, 3, 4, 1]]
+def test_fillers_and_bos_are_added_to_the_plain_rows() -> None:
+    def sample(**options: Any) -> Batch:
+        return WordProblem(cyclic(5), length=6, **options).sample(8, stream("train", 0))
+
+    plain, filled, official = sample(), sample(tokens_per_transition=2), sample(protocol="official")
+    assert torch.equal(filled.tokens[:, ::2], plain.tokens)
+    assert torch.equal(filled.labels[:, 1::2], plain.labels)
+    assert bool((filled.tokens[:, 1::2] == 5).all() and (filled.labels[:, ::2] == IGNORE).all())
+    for full, row in zip(official, plain, strict=True):
+        assert torch.equal(full[:, 1:], row) and bool((full[:, 0] == 6).all())
 
 
 def test_sizes() -> None:

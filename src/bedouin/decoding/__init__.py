@@ -1,4 +1,4 @@
-"""Decoding: one token at a time from buffers that stay where they are, as a CUDA graph on a GPU."""
+"""Decoding: one token at a time on buffers at fixed addresses, as a CUDA graph on a GPU."""
 
 from bedouin.decoding.decoder import Decoder
 from bedouin.decoding.graphs import StepGraphs

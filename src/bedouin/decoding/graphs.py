@@ -1,7 +1,8 @@
-"""Tokens as CUDA graphs: captured once for each kind of input, replayed, and captured anew.
+"""Capture and replay: one token as a CUDA graph, captured once for each kind of input.
 
-The graph reads the parameters themselves, so a change in place is seen by the next token; a
-parameter, module or storage that is replaced makes a new graph. Letters: b batch, m d_model.
+The graph reads the parameters at their addresses, so a change in place affects the next token. If a
+parameter, module or storage is replaced, the token is captured again.
+Letters: b batch, m d_model, d d_inner, n d_state.
 """
 
 import threading
@@ -16,75 +17,85 @@ from bedouin.kernels.backend import autocast_dtype
 from bedouin.state import BedouinState
 
 MAX_GRAPHS = 8
-"""Graphs that a layer keeps, one for each batch size, dtype, autocast dtype and stream; the one
-unused for longest goes first."""
+"""Graphs that a layer keeps, one for each batch size, dtype, autocast dtype and stream; the least
+recently used one is dropped first."""
 
-LOOK_EVERY = 32
-"""Tokens between two asynchronous looks at whether all of them were solved."""
+CHECK_EVERY = 32
+"""Tokens between two asynchronous checks of whether all of them were solved."""
 
-WARMUP = 2
+WARMUP_RUNS = 2
+"""Runs before a capture, so that Triton compiles and cuBLAS allocates its workspace outside it."""
 
 Run = Callable[[], Tensor]
-Capture = Callable[[Run], tuple[Callable[[], object], Tensor]]
-"""Turns a function into (replay, what it returns, at a fixed place)."""
 
 
-class Watch:
-    """Notices when a module, parameter or storage below a layer is replaced.
+class ReplacementWatch:
+    """Detects that a module, parameter or storage of a layer was replaced since the watch was made.
 
-    A change in place needs no notice: a graph reads the parameters where they lie.
+    Changes in place are not detected and need not be: a graph reads the current values.
     """
 
     def __init__(self, layer: DecodedLayer) -> None:
-        self._held: list[tuple[dict[str, Any], str, object]] = []
-        self._placed: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._submodules: list[tuple[dict[str, Any], str, object]] = []
+        self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
         for module in layer.modules():
-            self._held += [(module._modules, *item) for item in module._modules.items()]
+            self._submodules += [(module._modules, *item) for item in module._modules.items()]
             for owner in (module._parameters, module._buffers):
                 for name, tensor in owner.items():
                     if tensor is not None:
-                        self._placed.append((owner, name, tensor, tensor.data_ptr()))
+                        self._tensors.append((owner, name, tensor, tensor.data_ptr()))
 
     def has_changed(self) -> bool:
-        for owner, name, module in self._held:
+        """Whether anything was replaced; compares addresses, so it does not synchronize."""
+        for owner, name, module in self._submodules:
             if owner.get(name) is not module:
                 return True
-        for owner, name, tensor, pointer in self._placed:
+        for owner, name, tensor, pointer in self._tensors:
             if owner.get(name) is not tensor or tensor.data_ptr() != pointer:
                 return True
         return False
 
 
 class Captured:
-    """`advance` on fixed places, ready to be replayed."""
+    """`advance` on buffers at fixed addresses, ready to be replayed."""
 
-    def __init__(self, layer: DecodedLayer, x_t: Tensor, capture: Capture) -> None:
+    def __init__(
+        self,
+        layer: DecodedLayer,
+        x_t: Tensor,  # (b, m)
+    ) -> None:
         device, dtype = x_t.device.type, autocast_dtype(x_t)
-        # tensors born in inference mode could not be written outside it; without the cache of
-        # autocast, whose casts of the weights would be frozen into the graph
+        # Tensors made in inference mode cannot be written outside it. The cache of autocast is off
+        # because its casts of the weights would become constants of the graph.
         cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
         with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
             self.buffers = make_buffers(layer, x_t)
-            self.x = torch.zeros_like(x_t, memory_format=torch.contiguous_format)
-            self.replay, self.output = capture(lambda: advance(layer, self.x, self.buffers))
+            self.x = x_t.clone(memory_format=torch.contiguous_format)
+            make_replay = capture_graph if x_t.is_cuda else rerun
+            self.replay, self.output = make_replay(lambda: advance(layer, self.x, self.buffers))
             self.buffers.all_converged.fill_(1)
-        self._watch = Watch(layer)
+        self._watch = ReplacementWatch(layer)
         self._tokens = 0
-        self._last: tuple[Tensor, Tensor, int] | None = None
+        self._last: tuple[Tensor, Tensor, int] | None = None  # ssm, y, version of ssm
 
     def is_stale(self) -> bool:
+        """Whether a module, parameter or storage was replaced since the capture."""
         return self._watch.has_changed()
 
     def load(self, layer: DecodedLayer, state: BedouinState) -> None:
-        """Take a state in, unless it is the one that the last token left behind."""
+        """Copy a state into the buffers, unless it is the unchanged state of the last token."""
         last = self._last
         if last is not None and isinstance(state, BedouinState):
             if state.ssm is last[0] and state.y is last[1] and last[0]._version == last[2]:
                 return
         self.buffers.load(state, layer.feedback_norm_eps)
 
-    def run(self, layer: DecodedLayer, x_t: Tensor) -> Tensor:
-        """One token from the state in the buffers; the output stays in its place."""
+    def run(
+        self,
+        layer: DecodedLayer,
+        x_t: Tensor,  # (b, m)
+    ) -> Tensor:  # (b, m)
+        """One token from the state in the buffers; the output is a buffer, too."""
         layer.deferred.flush()
         if layer.training:
             layer.draws.next(layer.solve_options.cap)
@@ -92,51 +103,62 @@ class Captured:
         self.replay()
         self._last = None
         self._tokens += 1
-        if self._tokens % LOOK_EVERY == 0 and layer.solve_options.on_unconverged == "warn":
+        if self._tokens % CHECK_EVERY == 0 and layer.solve_options.on_unconverged == "warn":
             subject = type(layer).__name__
             if not layer.deferred.is_pending(subject):
                 layer.deferred.schedule(self.buffers.take_stats(), subject)
         return self.output
 
     def step(
-        self, layer: DecodedLayer, x_t: Tensor, state: BedouinState
-    ) -> tuple[Tensor, BedouinState]:
-        """One token; nothing that comes out shares memory with what is kept."""
+        self,
+        layer: DecodedLayer,
+        x_t: Tensor,  # (b, m)
+        state: BedouinState,  # (b, d, n), (b, d)
+    ) -> tuple[Tensor, BedouinState]:  # (b, m)
+        """One token; the results share no memory with the buffers."""
         self.load(layer, state)
         return self.run(layer, x_t).clone(), self.copies(layer)
 
     def copies(self, layer: DecodedLayer) -> BedouinState:
-        """The state after the last token; the layer gets its statistics."""
+        """A copy of the state after the last token; also sets `layer.stats`."""
         state, vars(layer)["stats"] = self.buffers.copies()
         self._last = state.ssm, state.y, state.ssm._version
         return state
 
 
 def capture_graph(run: Run) -> tuple[Callable[[], object], Tensor]:
-    """A CUDA graph of `run`, after a few runs on a side stream."""
+    """(replay, output): a CUDA graph of `run`, and the buffer to which a replay writes the result.
+
+    `run` is first called a few times on a side stream.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(WARMUP):
+        for _ in range(WARMUP_RUNS):
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # other threads may use the device meanwhile
+    # capture_error_mode: other threads may use the device during the capture
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = run()
     return graph.replay, output
 
 
+def rerun(run: Run) -> tuple[Callable[[], object], Tensor]:
+    """What `capture_graph` returns, for a CPU: the replay calls `run` again."""
+    output = run()
+    return lambda: output.copy_(run()), output
+
+
 class StepGraphs:
     """The graphs of one layer. A copy of the layer starts without any."""
 
-    def __init__(self, capture: Capture = capture_graph) -> None:
-        self._capture = capture
+    def __init__(self) -> None:
         self._entries: dict[tuple[Any, ...], Captured] = {}
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepGraphs":
-        return StepGraphs(self._capture)
+        return StepGraphs()
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[()]]:
         return StepGraphs, ()
@@ -145,28 +167,38 @@ class StepGraphs:
         return len(self._entries)
 
     def step(
-        self, layer: DecodedLayer, x_t: Tensor, state: BedouinState
-    ) -> tuple[Tensor, BedouinState]:
-        """One token, from a graph that is made if need be; results have memory of their own."""
+        self,
+        layer: DecodedLayer,
+        x_t: Tensor,  # (b, m)
+        state: BedouinState,  # (b, d, n), (b, d)
+    ) -> tuple[Tensor, BedouinState]:  # (b, m)
+        """One token, captured if there is no graph for x_t; the results own their memory.
+
+        Raises TypeError or ValueError for an invalid state.
+        """
         with self._lock:
             key = graph_key(x_t)
             captured = self._kept(key)
             if captured is None:
-                captured = self._entries[key] = Captured(layer, x_t, self._capture)
+                captured = self._entries[key] = Captured(layer, x_t)
                 if len(self._entries) > MAX_GRAPHS:
                     del self._entries[next(iter(self._entries))]
             return captured.step(layer, x_t, state)
 
     def replay(
-        self, layer: DecodedLayer, x_t: Tensor, state: BedouinState
-    ) -> tuple[Tensor, BedouinState] | None:
-        """`step` if there is a graph for x_t; it was checked when that was made."""
+        self,
+        layer: DecodedLayer,
+        x_t: Tensor,  # (b, m)
+        state: BedouinState,  # (b, d, n), (b, d)
+    ) -> tuple[Tensor, BedouinState] | None:  # (b, m)
+        """`step` if there is a graph for inputs like x_t, else None. x_t needs no other check: an
+        input with the same key was checked when the graph was made."""
         with self._lock:
             captured = self._kept(graph_key(x_t))
             return None if captured is None else captured.step(layer, x_t, state)
 
     def _kept(self, key: tuple[Any, ...]) -> Captured | None:
-        """The graph for a key, which becomes the last to go; None where there is none that fits."""
+        """The graph for a key, now the most recently used; None if there is none or it is stale."""
         captured = self._entries.pop(key, None)
         if captured is None or captured.is_stale():
             return None
@@ -174,11 +206,13 @@ class StepGraphs:
         return captured
 
 
-def graph_key(x_t: Tensor) -> tuple[Any, ...]:
-    """What a graph is made for: an x_t with the same key needs no check but that."""
+def graph_key(
+    x_t: Tensor,  # (b, m)
+) -> tuple[Any, ...]:
+    """The properties of an input for which a graph is valid: shape, dtypes, device and stream."""
     if not x_t.is_cuda:
         return x_t.shape, x_t.dtype, autocast_dtype(x_t)
     device = x_t.get_device()
-    # what torch.cuda.current_stream wraps, without the object
+    # torch.cuda.current_stream makes an object around this number at every call
     stream = torch._C._cuda_getCurrentRawStream(device)
     return x_t.shape, x_t.dtype, autocast_dtype(x_t), device, stream

@@ -1,4 +1,4 @@
-"""Synthetic tasks, generated on the device that trains: no files, no downloads, torch only.
+"""Synthetic tasks, generated with torch on the training device, without files or downloads.
 
 from bedouin.tasks import Group, WordProblem, stream, token_accuracy
 

@@ -1,4 +1,4 @@
-"""What a task returns, and how a prediction is judged.
+"""The batches that a task returns, and the accuracy of predictions.
 
 Letters: b batch, t time, v classes.
 """
@@ -9,30 +9,31 @@ import torch
 from torch import Tensor
 
 IGNORE: Final = -100
-"""The label that no loss and no accuracy counts (`ignore_index` of `cross_entropy`)."""
+"""The label of positions that losses and accuracies ignore (`ignore_index` of `cross_entropy`)."""
 
 
 class Batch(NamedTuple):
     """A batch of rows; unpacks as `tokens, labels = task.sample(...)`."""
 
     tokens: Tensor  # (b, t) int64
-    labels: Tensor  # (b, t) int64, IGNORE where nothing is asked
+    labels: Tensor  # (b, t) int64, IGNORE at positions without a label
 
 
 def token_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Fraction of the labels that are predicted right, as a scalar tensor (never reads the device).
+    """Fraction of the labels that are predicted correctly, without synchronization.
 
     Args:
-        prediction: logits (b, t, v), of which the largest is taken, or class ids (b, t). A position
-            where any logit is NaN has no largest one and is predicted wrong.
-        labels: (b, t) integers; `IGNORE` marks positions that do not count.
+        prediction: logits (b, t, v), whose argmax is the predicted class, or class ids (b, t). A
+            position at which any logit is NaN counts as wrong.
+        labels: (b, t) integers; positions with `IGNORE` do not count.
 
     Returns:
-        A float32 scalar; NaN where no label counts.
+        A float32 scalar (); NaN if every label is `IGNORE`.
 
     Raises:
-        ValueError: `prediction` fits `labels` neither as logits nor as class ids, or v is 0.
-        TypeError: labels or class ids that are not integers, logits that are no real numbers.
+        ValueError: the shape of `prediction` is that of neither logits nor class ids for `labels`,
+            or v is 0.
+        TypeError: labels or class ids that are not integers, logits that are complex or bool.
     """
     counted = labels != IGNORE
     correct = (_classes(prediction, labels) == labels) & counted
@@ -40,9 +41,9 @@ def token_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
 
 
 def sequence_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Fraction of the rows in which *every* label is predicted right; as `token_accuracy` else.
+    """Fraction of the rows in which *every* label is predicted correctly.
 
-    Rows without a label that counts are left out.
+    Arguments, result and errors are those of `token_accuracy`. Rows without labels do not count.
     """
     counted = labels != IGNORE
     correct = (_classes(prediction, labels) == labels) | ~counted
@@ -50,12 +51,15 @@ def sequence_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
     return (correct.all(dim=-1) & rows).sum().float() / rows.sum().float()
 
 
-def _classes(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Predicted class ids (b, t); IGNORE, which is right nowhere, where a logit is NaN."""
+def _classes(
+    prediction: Tensor,  # (b, t, v) or (b, t)
+    labels: Tensor,  # (b, t)
+) -> Tensor:  # (b, t)
+    """Predicted class ids; IGNORE, which counts as wrong, where a logit is NaN."""
     _check_ids("labels", labels)
     if prediction.shape[:-1] == labels.shape and prediction.ndim == labels.ndim + 1:
         _check_logits(prediction)
-        largest, classes = prediction.max(dim=-1)  # NaN is larger than any number here
+        largest, classes = prediction.max(dim=-1)  # the maximum of a row with a NaN is NaN
         return classes.masked_fill(largest.isnan(), IGNORE)
     if prediction.shape != labels.shape:
         raise ValueError(
@@ -66,13 +70,18 @@ def _classes(prediction: Tensor, labels: Tensor) -> Tensor:
     return prediction
 
 
-def _check_logits(logits: Tensor) -> None:
+def _check_logits(
+    logits: Tensor,  # (b, t, v)
+) -> None:
     if logits.shape[-1] == 0:
         raise ValueError(f"logits must have at least one class, got {tuple(logits.shape)}")
     if logits.is_complex() or logits.dtype == torch.bool:
         raise TypeError(f"logits must be real numbers, got {logits.dtype}")
 
 
-def _check_ids(name: str, ids: Tensor) -> None:
+def _check_ids(
+    name: str,
+    ids: Tensor,  # (b, t)
+) -> None:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name} must be of integer dtype, got {ids.dtype}")

@@ -4,10 +4,10 @@ from numbers import Integral
 
 
 def whole_number(name: str, value: int, low: int, high: int | None = None) -> int:
-    """`value` as an int in [low, high), NumPy's integers included.
+    """`value`, an integer of Python or NumPy in [low, high), as an int.
 
     Raises:
-        TypeError: anything else than an integer; a bool counts as none.
+        TypeError: not an integer, or a bool.
         ValueError: an integer out of the range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -20,11 +21,12 @@ Protocol = Literal["plain", "official"]
 
 @dataclass(frozen=True)
 class Copying:
-    """Repeat a string: `$` starts a sample, `|` asks for the copy, `.` ends it, `*` is padding.
+    """Repeat a string: `$` starts a sample, `|` requests the copy, `.` ends it, `*` is padding.
 
-    A training row, `context_len=24, min_length=2, max_length=4`: packed samples, the last one is
-    cut. Labels are shifted by one, so they stand under the token that must predict them; a blank
-    is ignored: prompts are, the cut sample is, and so is the last position:
+    A training row with `context_len=24, min_length=2, max_length=4` consists of packed samples, of
+    which the last is cut off. Labels are shifted by one: each is written below the token after
+    which it must be predicted. A blank stands for `IGNORE`: prompts, a sample that is cut off, and
+    the last position have no labels:
 
         tokens  $bat|bat.$node|node.$ox|
         labels      bat.      node.
@@ -34,27 +36,28 @@ class Copying:
         tokens  $owl|owl.
         labels      owl.
 
-    Protocol (Repeat After Me, arXiv 2402.01032; the same in Fixed-Point RNNs). Lengths are uniform
-    in [min_length, max_length], letters uniform with repetition. Answers are read by teacher-forced
-    argmax, *not* generated: a wrong letter is replaced by the right one before the next is asked
-    for. Character accuracy is the fraction of answer letters that are right, string accuracy that
-    of answers without an error; the final `.` counts in the loss but in neither accuracy.
-    Train and test strings of equal length never coincide (see `bedouin.tasks.streams`): a string's
-    last letter keeps it in its split. The split is ours; the official code samples both alike.
+    Protocol (Repeat After Me, arXiv 2402.01032, and Fixed-Point RNNs, arXiv 2503.10799). Lengths
+    are uniform in [min_length, max_length], letters uniform and independent. Predictions are
+    teacher-forced argmaxes, *not* generated: after a wrong letter the model reads the right one.
+    Character accuracy is the fraction of answer letters that are right, string accuracy the
+    fraction of answers without an error; the final `.` counts in the loss but in neither accuracy.
+    Train and test strings of equal length never coincide, because the last letter of a string is
+    drawn from those that its split allows (see `bedouin.tasks.streams`). The official code has no
+    such split: it draws training and test strings from the same distribution.
 
     `protocol="official"` fills evaluation rows with `.` up to `context_len`, as the code of
-    Fixed-Point RNNs does (copy_exp); these positions are ignored, and with a causal model they cost
-    time and change nothing. The official script also leaves out the longest evaluation length.
+    Fixed-Point RNNs does (copy_exp). These positions are ignored; with a causal model they cost
+    time but do not change the result. The official script also omits the longest evaluation length.
 
     Args:
         context_len: tokens in a training row; at least one whole sample, 2·max_length + 3.
-        min_length, max_length: number of letters in a training string, both included.
-        num_letters: size of the alphabet, 2 to 26; the vocabulary has 4 more.
+        min_length, max_length: smallest and largest number of letters in a training string.
+        num_letters: size of the alphabet, 2 to 26; the vocabulary has 4 more symbols.
         protocol: `"plain"` or `"official"`.
 
     Raises:
         ValueError: a field out of its range.
-        TypeError: a number that is no int.
+        TypeError: a number that is not an int.
     """
 
     context_len: int = 32
@@ -104,25 +107,25 @@ class Copying:
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw packed training rows, on the generator's device and without waiting for it.
+        """Draw packed training rows on the generator's device, without synchronization.
 
         Args:
             batch_size: number of rows, 0 or more.
             generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from all
-                strings, or from the `split` that is named.
-            device: where the result is moved to, if not where it was made.
-            split: None for the stream's own; naming another one raises.
+                strings, or from `split`.
+            device: the device of the result; None: the generator's.
+            split: None: the stream's own. Another one than the stream's raises an error.
 
         Returns:
             tokens and labels (b, context_len).
 
         Raises:
             ValueError: a negative batch size, or a split that is not the stream's.
-            TypeError: a batch size that is no int, or no generator.
+            TypeError: a batch size that is not an int, or a generator that is not one.
         """
         split = resolve_split(generator, split)
-        most = -(-self.context_len // (2 * self.min_length + 3))  # J: enough if all are short
-        shape = (whole_number("batch_size", batch_size, 0), most)
+        num_strings = -(-self.context_len // (2 * self.min_length + 3))  # J, if all are short
+        shape = (whole_number("batch_size", batch_size, 0), num_strings)
         lengths = torch.randint(
             self.min_length,
             self.max_length + 1,
@@ -142,13 +145,17 @@ class Copying:
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw evaluation rows: one string of exactly `length` letters, no packing.
+        """Draw evaluation rows, each one string of exactly `length` letters.
+
+        Args:
+            length: number of letters, 1 or more; the other arguments are those of `sample`.
 
         Returns:
-            tokens and labels (b, 2·length + 3); the official protocol fills up to `context_len`.
+            tokens and labels (b, 2·length + 3), padded to `context_len` in the official protocol.
 
         Raises:
             ValueError: as `sample`, or a length below 1.
+            TypeError: as `sample`, or a length that is not an int.
         """
         length = whole_number("length", length, 1)
         split = resolve_split(generator, split)
@@ -162,20 +169,38 @@ class Copying:
             labels = pad(labels, (0, missing), value=IGNORE)
         return _moved(Batch(tokens, labels), device)
 
-    def character_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Fraction of the answer letters that are right: logits (b, t, v) or ids (b, t), labels."""
+    def character_accuracy(
+        self,
+        prediction: Tensor,  # logits (b, t, v) or ids (b, t)
+        labels: Tensor,  # (b, t)
+    ) -> Tensor:  # ()
+        """Fraction of the answer letters that are right. Raises the errors of `token_accuracy`."""
         return token_accuracy(prediction, self._letters_only(labels))
 
-    def string_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Fraction of the rows whose answer letters are all right (rows of `sample_eval`)."""
+    def string_accuracy(
+        self,
+        prediction: Tensor,  # logits (b, t, v) or ids (b, t)
+        labels: Tensor,  # (b, t)
+    ) -> Tensor:  # ()
+        """Fraction of the rows of `sample_eval` whose answer letters are all right.
+
+        Raises the errors of `token_accuracy`.
+        """
         return sequence_accuracy(prediction, self._letters_only(labels))
 
-    def decode(self, tokens: Tensor) -> list[str]:
-        """Rows as text: (b, t) -> b strings. `IGNORE` is shown as a blank. Reads the device."""
+    def decode(
+        self,
+        tokens: Tensor,  # (b, t)
+    ) -> list[str]:
+        """Each row as text, with a blank for `IGNORE`. Synchronizes with the device."""
         rows = tokens.tolist()
         return ["".join(" " if i == IGNORE else self.symbols[i] for i in row) for row in rows]
 
-    def _letters_only(self, labels: Tensor) -> Tensor:
+    def _letters_only(
+        self,
+        labels: Tensor,  # (b, t)
+    ) -> Tensor:  # (b, t)
+        """The labels with IGNORE in place of symbols."""
         return labels.masked_fill(labels >= self.num_letters, IGNORE)
 
     def _draw_strings(
@@ -184,15 +209,16 @@ class Copying:
         width: int,
         split: Split,
         rng: torch.Generator,
-    ) -> Tensor:
-        """Letters (b, J, width); the first `lengths` are used, the last of them keeps the split."""
+    ) -> Tensor:  # (b, J, width)
+        """Random letters, of which the first `lengths` are used; the last one of these is drawn so
+        that the string belongs to `split`."""
         shape = (*lengths.shape, width)
         letters = torch.randint(self.num_letters, shape, generator=rng, device=rng.device)
-        last = lengths.unsqueeze(-1) - 1  # (b, J, 1)
+        last = rearrange(lengths - 1, "b j -> b j 1")
         is_prefix = torch.arange(width, device=rng.device) < last
         prefix = letters.masked_fill(~is_prefix, 0)
         drawn = draw_last(row_hash(prefix), self.num_letters, split, rng)
-        return letters.scatter(-1, last, drawn.unsqueeze(-1))
+        return letters.scatter(-1, last, rearrange(drawn, "b j -> b j 1"))
 
     def _render(
         self,
@@ -200,15 +226,17 @@ class Copying:
         lengths: Tensor,  # (b, J)
         context_len: int,
     ) -> Batch:
-        """Write `$string|string.` J times into rows that are cut at `context_len`."""
+        """Write `$string|string.` J times into each row and cut the rows off at `context_len`."""
         ends = (2 * lengths + 3).cumsum(-1)  # (b, J)
         position = torch.arange(context_len, device=letters.device)
-        which = (position[:, None] >= ends[:, None, :]).sum(-1)  # (b, t): the sample at a position
+        has_ended = rearrange(position, "t -> t 1") >= rearrange(ends, "b j -> b 1 j")
+        which = has_ended.sum(-1)  # (b, t): index of the sample at a position
         length, end = lengths.gather(-1, which), ends.gather(-1, which)
-        local = position - end + 2 * length + 3  # (b, t): the place inside the sample
+        local = position - end + 2 * length + 3  # (b, t): position inside the sample
         offset = torch.where(local <= length, local - 1, local - length - 2)
         offset = offset.clamp(0, letters.shape[-1] - 1)
-        tokens = letters.flatten(1).gather(-1, which * letters.shape[-1] + offset)
+        flat_letters = rearrange(letters, "b j width -> b (j width)")
+        tokens = flat_letters.gather(-1, which * letters.shape[-1] + offset)
         for symbol, place in (("$", 0), ("|", length + 1), (".", 2 * length + 2)):
             tokens = tokens.masked_fill(local == place, self.symbols.index(symbol))
         answered = (local >= length + 2) & (end <= context_len)
@@ -217,4 +245,5 @@ class Copying:
 
 
 def _moved(batch: Batch, device: torch.device | str | None) -> Batch:
+    """The batch on `device`; None: where it is."""
     return batch if device is None else Batch(batch.tokens.to(device), batch.labels.to(device))

@@ -1,7 +1,9 @@
-"""Finite groups as permutation groups, closed from generators.
+"""Finite groups as permutation groups, given by generators.
 
-The product reads from left to right, as a sequence of tokens does: `g · h` is "first g, then h",
-(g · h)(i) = h(g(i)). The other convention gives other labels and the same difficulty.
+Products are read from left to right, like a sequence of tokens: `g · h` is "first g, then h",
+(g · h)(i) = h(g(i)). The opposite convention gives other labels but an equally hard task.
+
+Letters: b batch, t time.
 """
 
 import re
@@ -11,6 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from bedouin.tasks.checks import whole_number
@@ -18,7 +21,7 @@ from bedouin.tasks.checks import whole_number
 Permutation = tuple[int, ...]
 
 MAX_ORDER: Final = 1024
-"""Largest group that is tabulated: the table has order² entries (S6 has 720 elements)."""
+"""The largest order of a group; its multiplication table has order² entries (S6 has order 720)."""
 
 _FORMS: Final = "S5, A5, Z60, D8 or a product such as A4xZ5"
 
@@ -30,17 +33,17 @@ class Group:
     Elements are numbered in lexicographic order of their permutations, so 0 is the identity,
     element i of Z_n is the rotation by i, and (a, b) of G x H has the number a·|H| + b.
 
-    Example: S3 in that order is 012, 021, 102, 120, 201, 210 (images of 0, 1, 2), and
-    `table[1, 2]` is 3: first 021, then 102, takes 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0.
+    Example: S3 in this order is 012, 021, 102, 120, 201, 210 (images of 0, 1, 2). `table[1, 2]` is
+    3, because 021 followed by 102 maps 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0, which is 120.
 
     Args:
-        name: how the group is called in messages and results.
+        name: the name of the group in messages and results.
         generators: permutations of 0 … degree - 1, each the tuple of its images.
 
     Raises:
-        ValueError: no generator, one that is no permutation, different degrees, or a group of more
-            than 1024 elements.
-        TypeError: generators that are no tuples of ints.
+        ValueError: no generator, a generator that is not a permutation, different degrees, or a
+            group of more than 1024 elements.
+        TypeError: generators that are not tuples of ints.
     """
 
     name: str
@@ -69,7 +72,7 @@ class Group:
 
     @cached_property
     def permutations(self) -> tuple[Permutation, ...]:
-        """All elements, identity first, in lexicographic order."""
+        """All elements in lexicographic order, so the identity is the first."""
         seen = {tuple(range(self.degree))}
         frontier = list(seen)
         while frontier:
@@ -91,22 +94,25 @@ class Group:
         radix = torch.tensor([self.degree**i for i in range(len(base))])
         codes, numbers = (permutations[:, base] * radix).sum(-1).sort()
         images = permutations[:, permutations[:, base]]  # (h, g, base): h(g(i)) for base points i
-        product_codes = (images * radix).sum(-1).T.contiguous()
+        product_codes = rearrange((images * radix).sum(-1), "h g -> g h").contiguous()
         return numbers[torch.searchsorted(codes, product_codes)]
 
     def table_on(self, device: torch.device) -> Tensor:
-        """The table on a device; copied there once and kept."""
+        """`table` on a device, which keeps its copy."""
         return _table_on(self, device)
 
     @cached_property
     def num_moved(self) -> tuple[int, ...]:
-        """How many points each element moves (2 for a transposition)."""
+        """The number of points that each element moves (2 for a transposition)."""
         return tuple(sum(i != image for i, image in enumerate(p)) for p in self.permutations)
 
-    def prefix_products(self, elements: Tensor) -> Tensor:
-        """Running products g_0 · g_1 · … · g_t: (b, t) int64 -> (b, t) int64, on its device.
+    def prefix_products(
+        self,
+        elements: Tensor,  # (..., t) int64
+    ) -> Tensor:  # (..., t) int64
+        """Running products g_0 · g_1 · … · g_t on the device of `elements`.
 
-        Products are associative, so spans are doubled: about log2(t) table look-ups, not t.
+        A parallel scan of about log2(t) table look-ups, because products are associative.
         Raises TypeError for another dtype.
         """
         if elements.dtype != torch.int64:
@@ -127,8 +133,8 @@ class Group:
         """Parse S5, A5, Z60, D8 (the octagon's, 16 elements) or products: A4xZ5, A4_x_Z5, A4*Z5.
 
         Raises:
-            ValueError: another form, or an n for which the constructor raises.
-            TypeError: no string.
+            ValueError: a name of another form, or an n for which the constructor raises.
+            TypeError: a name that is not a string.
         """
         if not isinstance(name, str):
             raise TypeError(f"group name must be a string such as {_FORMS}, got {name!r}")
@@ -176,7 +182,8 @@ def dihedral(n: int) -> Group:
 
 
 def direct_product(g: Group, h: Group) -> Group:
-    """G x H on disjoint points; (a, b) has the number a·|H| + b. TypeError if one is no group."""
+    """G x H on disjoint points; (a, b) has the number a·|H| + b. Raises TypeError unless both are
+    groups."""
     for name, group in (("g", g), ("h", h)):
         if not isinstance(group, Group):
             raise TypeError(f"{name} must be a Group, got {group!r}")
@@ -206,21 +213,21 @@ def _three_cycle(n: int, last: int) -> Permutation:
 
 
 def _check_n(constructor: str, n: int, least: int) -> None:
-    """A group of these on more than MAX_ORDER points is too large: say so before making points."""
+    """Raise an error unless least <= n <= MAX_ORDER; a group on more points would be too large."""
     name = f"n of {constructor}(n)"
     if whole_number(name, n, least) > MAX_ORDER:
         raise ValueError(f"{name} must be at most {MAX_ORDER}, the largest order, got {n}")
 
 
 def _check_tuples(generators: tuple[Permutation, ...]) -> None:
-    """A group is a key of the tables' cache, which a list could not be."""
+    """Raise TypeError for lists: a group is a key of the cache of tables and must be hashable."""
     nested = isinstance(generators, tuple) and all(isinstance(g, tuple) for g in generators)
     if not nested or any(type(image) is not int for g in generators for image in g):
         raise TypeError(f"generators must be a tuple of tuples of ints, got {generators!r}")
 
 
 def _base(permutations: Sequence[Permutation]) -> list[int]:
-    """Points whose images alone tell all elements apart (a base of the permutation group)."""
+    """Points whose images determine an element (a base of the permutation group)."""
     base: list[int] = []
     distinct = 1
     for point in range(len(permutations[0])):

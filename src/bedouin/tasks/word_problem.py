@@ -1,4 +1,4 @@
-"""Word problems of finite groups: keep track of a running product.
+"""Word problems of finite groups: the running product of a sequence of elements.
 
 Letters: b batch, t time, v vocabulary.
 """
@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Final, Literal, get_args
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from bedouin.tasks.batch import IGNORE, Batch
@@ -32,42 +33,43 @@ class WordProblem:
         tokens  3 0 4 1 1 2
         labels  3 3 2 3 4 1
 
-    The same with `tokens_per_transition=2`; the filler is token 5, `.` is ignored:
+    The same with `tokens_per_transition=2`; the filler is token 5, and `.` stands for `IGNORE`:
 
         tokens  3 5 0 5 4 5 1 5 1 5 2 5
         labels  . 3 . 3 . 2 . 3 . 4 . 1
 
-    The same with `protocol="official"`; BOS is token 6, in the labels too:
+    The same with `protocol="official"`; BOS is token 6, also in the labels:
 
         tokens  6 3 0 4 1 1 2
         labels  6 3 3 2 3 4 1
 
-    Protocol. Elements are drawn uniformly and independently, except that the last one keeps the row
-    in its stream's split (see `bedouin.tasks.streams`): no row of a train stream is ever a row of a
-    test stream at the same length. At lengths 1 and 2 the space itself is small, so a split of it
-    says little. Report token and sequence accuracy, at the training length and beyond.
+    Protocol. Elements are drawn uniformly and independently, except that the last one is drawn from
+    those that the stream's split allows (see `bedouin.tasks.streams`): no row of a training stream
+    is a row of a test stream of the same length. There are so few rows of lengths 1 and 2 that a
+    test split of them says little. Report token and sequence accuracy, at the training length and
+    beyond.
 
     `protocol="official"` is that of the code of Fixed-Point RNNs (word_problem_exp): 7 special
-    tokens behind the elements in input *and* output (67 ids for A5), BOS in front of tokens and
-    labels, and counted in loss and accuracy, which flatters both: knowing BOS alone is worth
-    1/(length + 1). By default that code also mixes all lengths from 2 on: pass `length` for that.
+    tokens after the elements in input *and* output (67 ids for A5), and BOS in front of tokens and
+    labels. BOS counts in loss and accuracy and improves both: predicting BOS alone gives an
+    accuracy of 1/(length + 1). By default that code also mixes all lengths from 2 on; pass `length`
+    to `sample` for that.
 
     Args:
-        group: the group, `Group.from_name("A5")`.
-        length: number of group elements in a row, unless `sample` is told otherwise.
+        group: the group, for instance `Group.from_name("A5")`.
+        length: number of group elements in a row, unless `sample` gets another one.
         elements: what is drawn. `"all"`; `"swaps"`: transpositions only; `"3-permutations"`:
             elements that move two or three points. These are the restrictions of Unlocking
             State-Tracking in Linear RNNs Through Negative Eigenvalues, section 5, except that the
-            paper also draws the identity in both, which is left out here. Labels still range over
-            the whole group.
-        tokens_per_transition: every element is followed by this many less one filler tokens, and
-            the label stands at the last of them; gives a layer more steps for each product.
+            paper also draws the identity in both. Labels range over the whole group.
+        tokens_per_transition: every element is followed by this number minus one of filler tokens,
+            and its label is at the last of them, which gives a layer more steps for each product.
         protocol: `"plain"` or `"official"`.
 
     Raises:
-        ValueError: a field out of its range; fewer than two elements to draw from; fillers in the
+        ValueError: a field out of its range; fewer than two elements to draw from; fillers with the
             official protocol, which has none.
-        TypeError: a group that is no `Group`, a number that is no int.
+        TypeError: a group that is not a `Group`, a number that is not an int.
     """
 
     group: Group
@@ -101,7 +103,7 @@ class WordProblem:
 
     @property
     def alphabet(self) -> tuple[int, ...]:
-        """The elements that are drawn."""
+        """The numbers of the elements that are drawn."""
         if self.elements == "all":
             return tuple(range(self.group.order))
         most = _MOST_MOVED[self.elements]
@@ -128,56 +130,62 @@ class WordProblem:
         length: int | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw rows, on the generator's device and without waiting for it.
+        """Draw rows on the generator's device, without synchronization.
 
         Args:
             batch_size: number of rows, 0 or more.
             generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from
-                the uniform distribution over all rows, or from the `split` that is named.
-            device: where the result is moved to, if not where it was made.
-            length: number of group elements, `self.length` if None.
-            split: None for the stream's own; naming another one raises.
+                the uniform distribution over all rows, or from `split`.
+            device: the device of the result; None: the generator's.
+            length: number of group elements; None: `self.length`.
+            split: None: the stream's own. Another one than the stream's raises an error.
 
         Returns:
             tokens and labels (b, t), t = length · tokens_per_transition, plus 1 for the official
             BOS.
 
         Raises:
-            ValueError: a negative batch size, a length below 1, or not the stream's split.
-            TypeError: a batch size or length that is no int, or no generator.
+            ValueError: a negative batch size, a length below 1, or a split that is not the
+                stream's.
+            TypeError: a batch size or length that is not an int, or a generator that is not one.
         """
         length = whole_number("length", self.length if length is None else length, 1)
         batch_size = whole_number("batch_size", batch_size, 0)
         split = resolve_split(generator, split)
         elements = self._draw(batch_size, length, split, generator)
-        batch = self._dress(elements, self.group.prefix_products(elements))
+        batch = self._add_specials(elements, self.group.prefix_products(elements))
         return batch if device is None else Batch(batch[0].to(device), batch[1].to(device))
 
-    def _draw(self, batch_size: int, length: int, split: Split, rng: torch.Generator) -> Tensor:
+    def _draw(
+        self, batch_size: int, length: int, split: Split, rng: torch.Generator
+    ) -> Tensor:  # (b, length)
+        """Random elements whose rows belong to `split`."""
         alphabet = _alphabet_on(self, rng.device)
         size = len(alphabet)
         shape = (batch_size, length - 1)
         prefix = torch.randint(size, shape, generator=rng, device=rng.device)
         last = draw_last(row_hash(prefix), size, split, rng)
-        return alphabet[torch.cat([prefix, last.unsqueeze(-1)], dim=-1)]
+        return alphabet[torch.cat([prefix, rearrange(last, "b -> b 1")], dim=-1)]
 
-    def _dress(self, tokens: Tensor, labels: Tensor) -> Batch:  # (b, length), (b, length)
+    def _add_specials(
+        self,
+        tokens: Tensor,  # (b, length)
+        labels: Tensor,  # (b, length)
+    ) -> Batch:
+        """Add BOS (official protocol) or fillers, if there are any."""
         if self.protocol == "official":
             bos = tokens.new_full((len(tokens), 1), self.group.order + _BOS)
             return Batch(torch.cat([bos, tokens], dim=-1), torch.cat([bos, labels], dim=-1))
         fillers = (*tokens.shape, self.tokens_per_transition - 1)
-        filler, ignored = (
-            tokens.new_full(fillers, self.group.order),
-            labels.new_full(fillers, IGNORE),
-        )
-        return Batch(
-            torch.cat([tokens.unsqueeze(-1), filler], dim=-1).flatten(1),
-            torch.cat([ignored, labels.unsqueeze(-1)], dim=-1).flatten(1),
-        )
+        filler = tokens.new_full(fillers, self.group.order)
+        ignored = labels.new_full(fillers, IGNORE)
+        tokens = torch.cat([rearrange(tokens, "b t -> b t 1"), filler], dim=-1)
+        labels = torch.cat([ignored, rearrange(labels, "b t -> b t 1")], dim=-1)
+        return Batch(*(rearrange(row, "b t step -> b (t step)") for row in (tokens, labels)))
 
 
 @lru_cache(maxsize=64)
-def _alphabet_on(task: WordProblem, device: torch.device) -> Tensor:
+def _alphabet_on(task: WordProblem, device: torch.device) -> Tensor:  # (size of the alphabet,)
     return torch.tensor(task.alphabet, device=device)
 
 
