@@ -2,7 +2,8 @@
 
 An entry kernel has a flat signature, builds the bundles in the call of its body, and passes them
 on. A bundle is never assigned to a name inside a kernel: Triton would turn its constexprs into
-tensors. A field that a kernel does not read is None.
+tensors. It holds either bundles or values, since Triton 3.6 loses the constexprs of bundles beside
+values inside loops. A field that a kernel does not read is None, and stands last.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
@@ -40,6 +41,7 @@ class Sizes(NamedTuple):
     batch: Integer = None
     t_end: Integer = None
     r: Constant = None
+    KEEP: Constant = None  # every so many tokens h is kept
 
 
 class Options(NamedTuple):
@@ -84,11 +86,18 @@ class Counters(NamedTuple):
     tiles: Pointer  # finished tiles
 
 
+class Tokens(NamedTuple):
+    """Tensors that are read token by token."""
+
+    raw: Rows  # (b, t, r), raw^x
+    x: Rows | None = None  # (b, t, d)
+    fed: Rows | None = None  # (b, t, r), W^y norm(y_{t-1})
+    grad_y: Rows | None = None  # (b, t, d)
+
+
 class ForwardBuffers(NamedTuple):
     """Tensors of the forward sweep."""
 
-    x: Rows  # (b, t, d)
-    raw: Rows  # (b, t, r), raw^x
     W_ptr: Pointer  # (r, d), W^y
     A_ptr: Pointer  # (n, d), log2(e) A
     h_ptr: Pointer  # (b, n, d), in place
@@ -101,26 +110,20 @@ class ForwardBuffers(NamedTuple):
 
 
 class ForwardSweep(NamedTuple):
+    """All that the forward sweep's programs share."""
+
+    tokens: Tokens
     buffers: ForwardBuffers
     counters: Counters
     sizes: Sizes
     options: Options
     product: Product
-    KEEP: Constant
-
-
-class Inputs(NamedTuple):
-    """What determines the coefficients of all tokens once y is known."""
-
-    raw: Rows  # (b, t, r), raw^x
-    fed: Rows  # (b, t, r), W^y norm(y_{t-1})
-    A_ptr: Pointer  # (n, d), log2(e) A
-    x: Rows = None  # type: ignore[assignment]  # (b, t, d)
-    y_ptr: Pointer = None  # (b, t, d)
 
 
 class Prepared(NamedTuple):
-    """Intermediate results of the tokens of a chunk, written by `prepare_token`."""
+    """A, and the intermediate results of the tokens of a chunk, written by `prepare_token`."""
+
+    A_ptr: Pointer  # (n, d), log2(e) A
 
     mixed_ptr: Pointer  # (b, count, d): x~
     local_ptr: Pointer  # (b, count, 3 P + K K + 5 K + 4 + 2 n): see triton_prepare.py
@@ -145,28 +148,30 @@ class Chunk(NamedTuple):
     done: Integer = None  # tokens after the chunk, which the reverse sweep has taken back already
 
 
-class Cotangents(NamedTuple):
-    """Tensors of the reverse sweep, given and written."""
+class ReverseBuffers(NamedTuple):
+    """Tensors of the reverse sweep that are whole."""
 
-    y: Rows  # (b, t, d)
-    normed_ptr: Pointer  # (splits, b, d): parts of (W^y)^T grad_raw_{t+1}, that of norm(y_t)
-    H_ptr: Pointer  # (b, n, d): that of the last h, replaced by that of h before the first token
-    x_ptr: Pointer  # (b, t, d)
-    raw_ptr: Pointer  # (b, t, r), may be the memory of `fed`
-    A_ptr: Pointer  # (b, n, d), added to
+    y_ptr: Pointer  # (b, t, d), y
+    W_ptr: Pointer  # (R, d), W^y; of r columns of grad_raw the last r - R are 0
+    grad_normed_ptr: Pointer  # (splits, b, d): parts of (W^y)^T grad_raw_{t+1}, that of norm(y_t)
+    H_ptr: Pointer  # (b, n, d): cotangent of the last h, replaced by that before the first token
+    grad_x_ptr: Pointer  # (b, t, d)
+    grad_raw_ptr: Pointer  # (b, t, r), may be the memory of `fed`
+    grad_A_ptr: Pointer  # (b, n, d), added to
     statistics_ptr: Pointer  # (2, b, t): defect and scale of the adjoint equation
 
 
 class ReverseSweep(NamedTuple):
-    inputs: Inputs
+    """All that the reverse sweep's programs share."""
+
+    tokens: Tokens
     prepared: Prepared
     memories: Memories
-    grads: Cotangents
+    buffers: ReverseBuffers
     counters: Counters
     sizes: Sizes
     options: Options
     product: Product
-    W_ptr: Pointer = None  # (R, d), W^y; of r columns of grad_raw the last r - R are 0
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from bedouin.kernels.direct.triton_bundles import (
     Product,
     Rows,
     Sizes,
+    Tokens,
 )
 from bedouin.kernels.direct.triton_product import load_tile, tile_product
 from bedouin.kernels.direct.triton_token import solve_token
@@ -59,8 +60,8 @@ def _multiply(W, sweep, t, done, first_tile, tiles):
 @triton.jit
 def _keep(h, sweep, sample, slots, t, state, in_state):
     """Store h before token t, if the reverse sweep starts a chunk there."""
-    if (t > 0) & (t % sweep.KEEP == 0):
-        slot = sample * slots + t // sweep.KEEP - 1
+    if (t > 0) & (t % sweep.sizes.KEEP == 0):
+        slot = sample * slots + t // sweep.sizes.KEEP - 1
         kept_ptr = sweep.buffers.kept_ptr + slot * sweep.sizes.n * sweep.sizes.d
         tl.store(kept_ptr + state, h, mask=in_state)
 
@@ -86,7 +87,7 @@ def _walk(
     rows, cols = tl.arange(0, sweep.sizes.BLOCK_N), tl.arange(0, sweep.sizes.BLOCK_D)
     state = rows[:, None] * d + cols[None, :]
     in_state = (rows < n)[:, None] & (cols < d)[None, :]
-    slots = tl.cdiv(sweep.sizes.t_end, sweep.KEEP) - 1
+    slots = tl.cdiv(sweep.sizes.t_end, sweep.sizes.KEEP) - 1
     for t in range(start, stop):
         done = t - start
         if WITH_TILES:
@@ -95,8 +96,8 @@ def _walk(
             if program < sweep.sizes.batch:
                 _keep(h, sweep, own, slots, t, state, in_state)
                 h = solve_token(
-                    h, sweep.buffers, sweep.counters, sweep.sizes, sweep.options, sweep.product,
-                    own, t, (done + 1) * tiles,
+                    h, sweep.tokens, sweep.buffers, sweep.counters, sweep.sizes, sweep.options,
+                    sweep.product, own, t, (done + 1) * tiles,
                 )  # fmt: skip
         if WITH_SAMPLES and not sweep.product.RESIDENT:
             for index in range(program, sweep.sizes.batch, stride):
@@ -105,8 +106,8 @@ def _walk(
                 h = tl.load(memory, mask=in_state, other=0.0)
                 _keep(h, sweep, sample, slots, t, state, in_state)
                 h = solve_token(
-                    h, sweep.buffers, sweep.counters, sweep.sizes, sweep.options, sweep.product,
-                    sample, t, (done + 1) * tiles,
+                    h, sweep.tokens, sweep.buffers, sweep.counters, sweep.sizes, sweep.options,
+                    sweep.product, sample, t, (done + 1) * tiles,
                 )  # fmt: skip
                 tl.store(memory, h, mask=in_state)
                 # the next token reads h, perhaps in other threads than those that wrote it
@@ -215,9 +216,11 @@ def sweep_kernel(
     """
     _sweep(
         ForwardSweep(
-            ForwardBuffers(
-                Rows(x_ptr, x_stride_b, x_stride_t),
+            Tokens(
                 Rows(raw_ptr, raw_stride_b, raw_stride_t),
+                Rows(x_ptr, x_stride_b, x_stride_t),
+            ),
+            ForwardBuffers(
                 W_ptr,
                 A_ptr,
                 h_ptr,
@@ -229,7 +232,7 @@ def sweep_kernel(
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr, tiles=counters_ptr + 1),
-            Sizes(d, n, BLOCK_D, BLOCK_N, 1, batch, t_end, r),
+            Sizes(d, n, BLOCK_D, BLOCK_N, 1, batch, t_end, r, KEEP),
             Options(
                 K,
                 ACTIVATION,
@@ -259,7 +262,6 @@ def sweep_kernel(
                 PRECISION,
                 DOT,
             ),
-            KEEP,
         ),
         start,
         stop,

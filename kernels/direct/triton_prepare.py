@@ -36,11 +36,11 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.direct.triton_bundles import (
     Chunk,
-    Inputs,
     Options,
     Prepared,
     Rows,
     Sizes,
+    Tokens,
     aligned_row,
     token_row,
 )
@@ -48,7 +48,8 @@ from bedouin.kernels.direct.triton_bundles import (
 
 @triton.jit
 def prepare_token(
-    inputs,  # Inputs
+    tokens,  # Tokens
+    y_ptr,  # (b, t, d)
     prepared,  # Prepared
     chunk,  # Chunk
     sizes,  # Sizes
@@ -66,10 +67,10 @@ def prepare_token(
     rows, cols = tl.arange(0, sizes.BLOCK_N * sizes.BLOCKS), tl.arange(0, sizes.BLOCK_D)
     in_n, in_d = rows < n, cols < d
     u_at = d + (2 * n if options.SELECTIVE else 0)
-    raw = aligned_row(inputs.raw, sample, t, options.ALIGNED)
-    fed = aligned_row(inputs.fed, sample, t, options.ALIGNED)
-    x = tl.load(token_row(inputs.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
-    y = tl.load(inputs.y_ptr + (sample * sizes.t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
+    raw = aligned_row(tokens.raw, sample, t, options.ALIGNED)
+    fed = aligned_row(tokens.fed, sample, t, options.ALIGNED)
+    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    y = tl.load(y_ptr + (sample * sizes.t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
     v = y - x
     raw_delta = load_raw(raw, fed, cols, in_d, options.FEEDBACK, ACC, ".cg")
     delta = activate(raw_delta, options.ACTIVATION)
@@ -87,7 +88,7 @@ def prepare_token(
     if options.INPUT_SCALE == "one_minus_decay":
         in_state = in_n[:, None] & in_d[None, :]
         state = rows[:, None] * d + cols[None, :]
-        A_log2 = tl.load(inputs.A_ptr + state, mask=in_state, other=0.0)
+        A_log2 = tl.load(prepared.A_ptr + state, mask=in_state, other=0.0)
         _, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
         sigma = tl.sum(s_rows * BC[:, None], axis=0)
     else:
@@ -186,14 +187,13 @@ def prepare_kernel(
     x~ = x + U^T T U (y - x), and those that the module's docstring lists.
     """
     prepare_token(
-        Inputs(
+        Tokens(
             Rows(raw_ptr, raw_stride_b, raw_stride_t),
-            Rows(fed_ptr, fed_stride_b, fed_stride_t),
-            A_ptr,
             Rows(x_ptr, x_stride_b, x_stride_t),
-            y_ptr,
+            Rows(fed_ptr, fed_stride_b, fed_stride_t),
         ),
-        Prepared(mixed_ptr, local_ptr),
+        y_ptr,
+        Prepared(A_ptr, mixed_ptr, local_ptr),
         Chunk(None, start, count),
         Sizes(d, n, BLOCK_D, BLOCK_N, t_end=t_end),
         Options(

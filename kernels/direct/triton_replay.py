@@ -13,12 +13,12 @@ from bedouin.kernels.device.discretize import build_coupled, build_decay, input_
 from bedouin.kernels.device.raw import load_raw
 from bedouin.kernels.direct.triton_bundles import (
     Chunk,
-    Inputs,
     Memories,
     Options,
     Prepared,
     Rows,
     Sizes,
+    Tokens,
     aligned_row,
 )
 
@@ -44,7 +44,7 @@ def token_memory(memories, sample, i_token, chunk, sizes):
 
 @triton.jit
 def replay_block(
-    inputs,  # Inputs
+    tokens,  # Tokens
     prepared,  # Prepared
     memories,  # Memories
     last,  # Rows, without a time axis, (b, n, d): h after the chunk, if KEEP_LAST
@@ -68,15 +68,15 @@ def replay_block(
     in_n, in_d = rows < n, cols < d
     state = rows[:, None] * d + cols[None, :]
     in_state = in_n[:, None] & in_d[None, :]
-    A_log2 = tl.load(inputs.A_ptr + state, mask=in_state, other=0.0)
+    A_log2 = tl.load(prepared.A_ptr + state, mask=in_state, other=0.0)
     memory = _chunk_memory(memories, sample, chunk.slot, sizes)
     h = tl.load(memory + state, mask=in_state, other=0.0)
     # loads of a token are issued while the one before it is computed
     SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
     mixed_row = prepared.mixed_ptr + sample * chunk.count * d + cols
     B_row = prepared.local_ptr + sample * chunk.count * (SIZE + 2 * n) + SIZE + rows
-    raw_row = aligned_row(inputs.raw, sample, chunk.start, options.ALIGNED)
-    fed_row = aligned_row(inputs.fed, sample, chunk.start, options.ALIGNED)
+    raw_row = aligned_row(tokens.raw, sample, chunk.start, options.ALIGNED)
+    fed_row = aligned_row(tokens.fed, sample, chunk.start, options.ALIGNED)
     mixed_next = tl.load(mixed_row, mask=in_d, other=0.0)
     delta_next = load_raw(raw_row, fed_row, cols, in_d, options.FEEDBACK, ACC, ".cg")
     B_next = tl.load(B_row, mask=in_n, other=0.0)
@@ -84,8 +84,8 @@ def replay_block(
         mixed, delta, B = mixed_next, activate(delta_next, options.ACTIVATION), B_next
         step = tl.minimum(i + 1, chunk.count - 1)
         mixed_next = tl.load(mixed_row + step * d, mask=in_d, other=0.0)
-        raw = raw_row + tl.multiple_of(step * inputs.raw.stride_t, options.ALIGNED)
-        fed = fed_row + tl.multiple_of(step * inputs.fed.stride_t, options.ALIGNED)
+        raw = raw_row + tl.multiple_of(step * tokens.raw.stride_t, options.ALIGNED)
+        fed = fed_row + tl.multiple_of(step * tokens.fed.stride_t, options.ALIGNED)
         delta_next = load_raw(raw, fed, cols, in_d, options.FEEDBACK, ACC, ".cg")
         B_next = tl.load(B_row + step * (SIZE + 2 * n), mask=in_n, other=0.0)
         if KEEP_ALL:
@@ -142,12 +142,12 @@ def replay_kernel(
     h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
     """
     replay_block(
-        Inputs(
+        Tokens(
             Rows(raw_ptr, raw_stride_b, raw_stride_t),
+            Rows(raw_ptr, raw_stride_b, raw_stride_t),  # x is not read
             Rows(fed_ptr, fed_stride_b, fed_stride_t),
-            A_ptr,
         ),
-        Prepared(mixed_ptr, local_ptr),
+        Prepared(A_ptr, mixed_ptr, local_ptr),
         Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, slots),
         Rows(last_ptr, last_stride_b, None),
         Chunk(slot, start, count),

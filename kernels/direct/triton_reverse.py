@@ -17,16 +17,16 @@ import triton.language as tl
 from bedouin.kernels.device.sync import announce, wait_for
 from bedouin.kernels.direct.triton_bundles import (
     Chunk,
-    Cotangents,
     Counters,
-    Inputs,
     Memories,
     Options,
     Prepared,
     Product,
+    ReverseBuffers,
     ReverseSweep,
     Rows,
     Sizes,
+    Tokens,
 )
 from bedouin.kernels.direct.triton_prepare import prepare_token
 from bedouin.kernels.direct.triton_product import load_tile, tile_product
@@ -39,7 +39,7 @@ from bedouin.kernels.direct.triton_state_grads import load_blocks, store_blocks
 def _step(sweep, chunk, i_token):
     """A token of the program's sample."""
     own = tl.program_id(0).to(tl.int64)
-    H_ptr = sweep.grads.H_ptr + own * sweep.sizes.n * sweep.sizes.d
+    H_ptr = sweep.buffers.H_ptr + own * sweep.sizes.n * sweep.sizes.d
     H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
     memory = token_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
     H = reverse_token(H, sweep, chunk, own, i_token, memory, 0)
@@ -107,17 +107,17 @@ def step_kernel(
     """
     _step(
         ReverseSweep(
-            Inputs(
+            Tokens(
                 Rows(raw_ptr, raw_stride_b, raw_stride_t),
-                Rows(fed_ptr, fed_stride_b, fed_stride_t),
-                A_ptr,
                 Rows(x_ptr, x_stride_b, x_stride_t),
-                y_ptr,
-            ),
-            Prepared(mixed_ptr, local_ptr),
-            Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, slots),
-            Cotangents(
+                Rows(fed_ptr, fed_stride_b, fed_stride_t),
                 Rows(grad_y_ptr, grad_y_stride_b, grad_y_stride_t),
+            ),
+            Prepared(A_ptr, mixed_ptr, local_ptr),
+            Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, slots),
+            ReverseBuffers(
+                y_ptr,
+                grad_raw_ptr,  # instead of W, which is not read
                 grad_normed_ptr,
                 H_ptr,
                 grad_x_ptr,
@@ -157,21 +157,21 @@ def _multiply(W, sweep, t, finished, first_tile, tiles):
     STATES: tl.constexpr = 2 * sweep.sizes.n if sweep.options.SELECTIVE else 0
     R: tl.constexpr = d + STATES + sweep.options.K * (d + 1)
     batch = sweep.sizes.batch
-    vector_ptr = sweep.grads.raw_ptr + tl.cast(t, tl.int64) * r
+    vector_ptr = sweep.buffers.grad_raw_ptr + tl.cast(t, tl.int64) * r
     if first_tile < tiles:
         wait_for(sweep.counters.samples, finished, sweep.product.COMPILED)
     if sweep.product.ONE_TILE:
         if first_tile < tiles:
             tile_product(
-                W, first_tile, vector_ptr, sweep.grads.normed_ptr, t >> 30, batch, d, r,
+                W, first_tile, vector_ptr, sweep.buffers.grad_normed_ptr, t >> 30, batch, d, r,
                 sweep.sizes.t_end * r, d, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
     else:
         for tile in range(first_tile, tiles, tl.num_programs(0)):
-            part = load_tile(sweep.W_ptr, tile, d, R, 1, d, sweep.product)
+            part = load_tile(sweep.buffers.W_ptr, tile, d, R, 1, d, sweep.product)
             tile_product(
-                part, tile, vector_ptr, sweep.grads.normed_ptr, t >> 30, batch, d, r,
+                part, tile, vector_ptr, sweep.buffers.grad_normed_ptr, t >> 30, batch, d, r,
                 sweep.sizes.t_end * r, d, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
@@ -203,7 +203,7 @@ def _walk_back(
         if WITH_SAMPLES and not sweep.product.RESIDENT:
             for index in range(program, sweep.sizes.batch, stride):
                 sample = tl.cast(index, tl.int64)
-                H_ptr = sweep.grads.H_ptr + sample * sweep.sizes.n * sweep.sizes.d
+                H_ptr = sweep.buffers.H_ptr + sample * sweep.sizes.n * sweep.sizes.d
                 later = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
                 memory = token_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
                 later = reverse_token(later, sweep, chunk, sample, i_token, memory, done * tiles)
@@ -224,11 +224,14 @@ def _prepare_chunk(sweep, chunk, phase_ptr, phases, REPLAY_D: tl.constexpr):
     # every program has finished the last chunk, whose memory is overwritten
     _end_phase(phase_ptr, programs * (phases + 1), COMPILED)
     for index in range(program, batch * chunk.count, programs):
-        prepare_token(sweep.inputs, sweep.prepared, chunk, sweep.sizes, sweep.options, index)
+        prepare_token(
+            sweep.tokens, sweep.buffers.y_ptr, sweep.prepared, chunk, sweep.sizes, sweep.options,
+            index,
+        )  # fmt: skip
     _end_phase(phase_ptr, programs * (phases + 2), COMPILED)
     for index in range(program, batch * tl.cdiv(sweep.sizes.d, REPLAY_D), programs):
         replay_block(
-            sweep.inputs, sweep.prepared, sweep.memories, None, chunk,
+            sweep.tokens, sweep.prepared, sweep.memories, None, chunk,
             Sizes(sweep.sizes.d, sweep.sizes.n, REPLAY_D, sweep.sizes.BLOCK_N, sweep.sizes.BLOCKS),
             sweep.options, index, True, False,
         )  # fmt: skip
@@ -253,7 +256,7 @@ def _reverse_chunk(
             _walk_back((), W, sweep, chunk, first_tile, tiles, stride, True, False)
         else:
             own_H = ()
-            H_ptr = sweep.grads.H_ptr + program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
+            H_ptr = sweep.buffers.H_ptr + program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
             if sweep.product.RESIDENT:
                 own_H = load_blocks(H_ptr, own_n, sweep.sizes)
             own_H = _walk_back(own_H, (), sweep, chunk, first_tile, tiles, stride, False, True)
@@ -287,10 +290,10 @@ def _reverse(
         tiles = tl.cdiv(d, sweep.product.BLOCK_M) * sweep.product.SPLITS
     W = ()
     if sweep.product.PERSISTENT and sweep.product.ONE_TILE:
-        W = load_tile(sweep.W_ptr, programs - 1 - program, d, R, 1, d, sweep.product)
+        W = load_tile(sweep.buffers.W_ptr, programs - 1 - program, d, R, 1, d, sweep.product)
     # in blocks of states, so that few registers are in use at a time
     own_n = tl.where(program < sweep.sizes.batch, n, 0)
-    own_H_ptr = sweep.grads.H_ptr + program.to(tl.int64) * n * d
+    own_H_ptr = sweep.buffers.H_ptr + program.to(tl.int64) * n * d
     H = ()
     if sweep.product.RESIDENT and not sweep.product.SEPARATE:
         H = load_blocks(own_H_ptr, own_n, sweep.sizes)
@@ -391,17 +394,17 @@ def reverse_kernel(
     """
     _reverse(
         ReverseSweep(
-            Inputs(
+            Tokens(
                 Rows(raw_ptr, raw_stride_b, raw_stride_t),
-                Rows(fed_ptr, fed_stride_b, fed_stride_t),
-                A_ptr,
                 Rows(x_ptr, x_stride_b, x_stride_t),
-                y_ptr,
-            ),
-            Prepared(mixed_ptr, local_ptr),
-            Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, tl.cdiv(t_end, KEEP) - 1),
-            Cotangents(
+                Rows(fed_ptr, fed_stride_b, fed_stride_t),
                 Rows(grad_y_ptr, grad_y_stride_b, grad_y_stride_t),
+            ),
+            Prepared(A_ptr, mixed_ptr, local_ptr),
+            Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, tl.cdiv(t_end, KEEP) - 1),
+            ReverseBuffers(
+                y_ptr,
+                W_ptr,
                 grad_normed_ptr,
                 H_ptr,
                 grad_x_ptr,
@@ -440,7 +443,6 @@ def reverse_kernel(
                 PRECISION,
                 DOT,
             ),
-            W_ptr,
         ),
         counters_ptr + 2,
         first_slot,

@@ -13,7 +13,8 @@ The k x k system of w is the transpose of that of y, with the scalars of `prepar
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
@@ -68,18 +69,18 @@ def reverse_token(
     in_d = cols < d
     u_at = d + (2 * n if sweep.options.SELECTIVE else 0)
     token = sample * sweep.sizes.t_end + t
-    raw = aligned_row(sweep.inputs.raw, sample, t, sweep.options.ALIGNED)
-    fed = aligned_row(sweep.inputs.fed, sample, t, sweep.options.ALIGNED)
+    raw = aligned_row(sweep.tokens.raw, sample, t, sweep.options.ALIGNED)
+    fed = aligned_row(sweep.tokens.fed, sample, t, sweep.options.ALIGNED)
 
     # first all that does not depend on the cotangents of later tokens, while the program waits
     in_chunk = sample * chunk.count + i_token
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = sweep.prepared.local_ptr + in_chunk * (SIZE + 2 * n)
     BC = tl.load(row + SIZE - 3)
-    x = tl.load(token_row(sweep.inputs.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
-    y = tl.load(sweep.inputs.y_ptr + token * d + cols, mask=in_d, other=0.0).to(ACC)
+    x = tl.load(token_row(sweep.tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    y = tl.load(sweep.buffers.y_ptr + token * d + cols, mask=in_d, other=0.0).to(ACC)
     mixed = tl.load(sweep.prepared.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
-    grad_y = token_row(sweep.grads.y, sample, t)
+    grad_y = token_row(sweep.tokens.grad_y, sample, t)
     g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
     raw_delta = load_raw(raw, fed, cols, in_d, sweep.options.FEEDBACK, ACC, ".cg")
     delta = activate(raw_delta, sweep.options.ACTIVATION)
@@ -104,7 +105,7 @@ def reverse_token(
         in_state = (n_rows < n)[:, None] & in_d[None, :]
         B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
-        A_log2 = tl.load(sweep.inputs.A_ptr + state, mask=in_state, other=0.0)
+        A_log2 = tl.load(sweep.prepared.A_ptr + state, mask=in_state, other=0.0)
         h = load_uncached(memory_ptr + state, in_state)
         decay, s_rows = _discretize(delta, A_log2, COUPLED, sweep.options)
         decayed = decayed + (decay * h,)
@@ -147,7 +148,7 @@ def reverse_token(
         grad_normed = tl.zeros([BLOCK_D], dtype=ACC)
         for split in tl.static_range(sweep.product.SPLITS):
             at = (tl.cast(sweep.sizes.batch, tl.int64) * split + sample) * d + cols
-            grad_normed += load_uncached(sweep.grads.normed_ptr + at, in_d).to(ACC)
+            grad_normed += load_uncached(sweep.buffers.grad_normed_ptr + at, in_d).to(ACC)
         if sweep.options.NORM:
             rms = tl.load(row + SIZE - 4)
             g += rms * grad_normed
@@ -178,8 +179,10 @@ def reverse_token(
     S = load_tuple(row + PAIRS, PAIRS)
     U_g = add(q, symmetric_times(S, T_g, K), K)
     grad_mixed = from_memory + sigma * w
-    grad_raw = sweep.grads.raw_ptr + tl.multiple_of(token * sweep.sizes.r, sweep.options.ALIGNED)
-    kind: tl.constexpr = sweep.grads.raw_ptr.dtype.element_ty
+    grad_raw = sweep.buffers.grad_raw_ptr + tl.multiple_of(
+        token * sweep.sizes.r, sweep.options.ALIGNED
+    )
+    kind: tl.constexpr = sweep.buffers.grad_raw_ptr.dtype.element_ty
     G = load_tuple(row + 2 * PAIRS, PAIRS)
     T_v = load_tuple(row + 3 * PAIRS + K * K, K)
     c = load_tuple(row + 3 * PAIRS + K * K + K, K)
@@ -206,15 +209,15 @@ def reverse_token(
     tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
     if sweep.options.SELECTIVE:
         store_state_grads(
-            H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, sweep.inputs.A_ptr,
+            H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, sweep.prepared.A_ptr,
             sweep.sizes, sweep.options,
         )  # fmt: skip
     if sweep.product.PERSISTENT:
         announce(sweep.counters.samples)
 
     tl.store(
-        sweep.grads.x_ptr + token * d + cols,
-        grad_mixed.to(sweep.grads.x_ptr.dtype.element_ty),
+        sweep.buffers.grad_x_ptr + token * d + cols,
+        grad_mixed.to(sweep.buffers.grad_x_ptr.dtype.element_ty),
         mask=in_d,
     )
     checks = sums(rows_times(u, from_memory + sigma * w, K))
@@ -222,7 +225,7 @@ def reverse_token(
     applied = g + combine(upper_transposed_times(T, checks, K), u, K)
     finite = 0 * checks[0]
     defect, size = max_norms_of_two(applied - w, applied)
-    cell = sweep.grads.statistics_ptr + token
+    cell = sweep.buffers.statistics_ptr + token
     tl.store(cell, defect + finite)
     tl.store(cell + tl.cast(sweep.sizes.batch, tl.int64) * sweep.sizes.t_end, size + finite)
     new_H = ()
@@ -232,7 +235,7 @@ def reverse_token(
         in_state = (n_rows < n)[:, None] & in_d[None, :]
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         # the decay again: kept over the wait it would cost too many registers
-        A_log2 = tl.load(sweep.inputs.A_ptr + state, mask=in_state, other=0.0)
+        A_log2 = tl.load(sweep.prepared.A_ptr + state, mask=in_state, other=0.0)
         decay, s_rows = _discretize(delta, A_log2, COUPLED, sweep.options)
         total = H[block] + C[:, None] * w[None, :]
         if COUPLED or sweep.options.FULL:
@@ -241,7 +244,7 @@ def reverse_token(
             reach = _reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
         else:
             reach = decayed[block]
-        sum_A = sweep.grads.A_ptr + sample * n * d + state
+        sum_A = sweep.buffers.grad_A_ptr + sample * n * d + state
         grad_A = load_uncached(sum_A, in_state) + total * reach * delta[None, :]
         tl.store(sum_A, grad_A, mask=in_state)
         new_H = new_H + (total * decay,)

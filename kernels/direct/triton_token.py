@@ -10,7 +10,8 @@ Rows u_i are raw values, U has unit rows: scalars are multiplied by `inv`, 1 / |
 Letters: d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
@@ -50,6 +51,7 @@ def _load_fed(fed, at, mask, part, SPLITS: tl.constexpr, ROUND: tl.constexpr, AC
 @triton.jit
 def solve_token(
     h,  # (BLOCK_N, BLOCK_D), h_{t-1}
+    tokens,  # Tokens
     buffers,  # ForwardBuffers
     counters,  # Counters
     sizes,  # Sizes
@@ -69,14 +71,14 @@ def solve_token(
     in_n, in_d = rows < n, cols < d
     # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if options.SELECTIVE
     u_at = d + (2 * n if options.SELECTIVE else 0)
-    raw = aligned_row(buffers.raw, sample, t, options.ALIGNED)
+    raw = aligned_row(tokens.raw, sample, t, options.ALIGNED)
     fed = buffers.fed_ptr + tl.multiple_of(sample * buffers.fed_stride, options.ALIGNED)
     ROUND: tl.constexpr = buffers.normed_ptr.dtype.element_ty
     token = sample * sizes.t_end + t
     # loads that do not depend on y_{t-1} are issued before the program waits for the feedback
     in_state = in_n[:, None] & in_d[None, :]
     A_log2 = tl.load(buffers.A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
-    x = tl.load(token_row(buffers.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
     delta = load_uncached(raw + cols, in_d).to(ACC)
     u = ()
     alpha = ()
