@@ -47,7 +47,7 @@ def check_device(mixer: ChannelMixer, device: torch.device) -> None:
         if parameter.device != device:
             raise ValueError(
                 f"mixer must be on the layer's device {device}, got {name} on {parameter.device}: "
-                "construct it there, or move the whole layer with to(device) afterwards"
+                "make it there, or move the whole layer with to(device) once it is made"
             )
 
 
