@@ -49,7 +49,9 @@ Call = Callable[[FixedPointLayer, Tensor], Tensor]
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-def make(kind: type[FixedPointLayer] = Bedouin, cap: Any = CAP, **options: Any) -> FixedPointLayer:
+def make(
+    kind: Callable[..., FixedPointLayer] = Bedouin, cap: Any = CAP, **options: Any
+) -> FixedPointLayer:
     """A layer whose solves every cap cuts short, so that each cap gives other gradients."""
     defaults = {"solver": Picard(rtol=0.0, atol=0.0), "adjoint": OneStepAdjoint()}
     torch.manual_seed(0)

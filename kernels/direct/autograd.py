@@ -23,8 +23,8 @@ from bedouin.kernels.outside import outside_of_graphs
 class _DirectSweep(torch.autograd.Function):
     """y*, last h, kept h, defect, scale, magnitude, pivot; y* is solved, or `y_star` if given.
 
-    `operands` and `parameters` are the fields of `Operands.wide` and the bind parameters, one by
-    one, since torch finds no tensors inside of a NamedTuple.
+    The tensors are those of `Operands.wide` and the bind parameters, one by one: torch finds no
+    tensors that need gradients inside of a NamedTuple.
     """
 
     generate_vmap_rule = True
@@ -73,7 +73,8 @@ class _DirectSweep(torch.autograd.Function):
         # the memory before the first token is in `checkpoints`
         operands = Operands(x, raw, W_y, A, None, y0)
         with torch.no_grad(), without_autocast(x.device):
-            solved = SolvedSweep.of(y, operands, *ctx.options, tuple(parameters))
+            parameterization, bind = ctx.options
+            solved = SolvedSweep.of(y, operands, parameterization, bind, tuple(parameters))
             grads = reverse_sweep(grad_y, grad_h, checkpoints, CHUNK, solved, ctx.report)
         sources = [grad_y, grad_h, x, raw, W_y, A, y0, *parameters]
         return (None, None, None, None, *refuse_second_derivative(grads, sources))

@@ -18,7 +18,6 @@ from bedouin.checks import (
     check_batch_size,
     check_bool,
     check_dtype,
-    check_tensor,
     one_of,
     ordered_subset,
     positive_int,
@@ -31,12 +30,14 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.layer_checks import check_device, check_layer_input, inner_size
 from bedouin.mixers import ChannelMixer, StructuredMixer
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     OutputStage,
     SolveOption,
     factory_options,
+    split_feedback_weight,
 )
 from bedouin.projection import split_linear
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
@@ -121,7 +122,7 @@ class FixedPointLayer(nn.Module, ABC):
             positive_int("d_model", d_model),
             positive_int("d_state", d_state),
         )
-        self.d_inner = _inner_size(expand, d_model)
+        self.d_inner = inner_size(expand, d_model)
         check_bool("feedback_norm", feedback_norm)
         check_bool("bias", bias)
         check_dtype(dtype)
@@ -153,7 +154,7 @@ class FixedPointLayer(nn.Module, ABC):
         self.D = nn.Parameter(torch.empty(d, **factory))
         self.norm = nn.RMSNorm(d, eps=norm_eps, **factory) if output == "norm" else None
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
-        _check_device(mixer, self.D.device)
+        check_device(mixer, self.D.device)
 
     # -- what a subclass provides
 
@@ -240,18 +241,7 @@ class FixedPointLayer(nn.Module, ABC):
         if self.y_proj is None:
             return None, None
         weight = self.y_proj.weight.to(dtype)
-        if self.feedback == self.components:
-            loop, gate = weight.split([self.raw_size, self.d_inner])
-            return loop, gate
-        sizes = [self._sizes[name] for name in self.feedback]
-        *fed, gate = weight.split([*sizes, self.d_inner])
-        rows = dict(zip(self.feedback, fed, strict=True))
-        d = self.d_inner
-        blocks = [
-            rows[name] if name in rows else gate.new_zeros(size, d)
-            for name, size in self._sizes.items()
-        ]
-        return torch.cat(blocks), gate
+        return split_feedback_weight(weight, self.feedback, self._sizes)
 
     # -- calls
 
@@ -430,26 +420,8 @@ class FixedPointLayer(nn.Module, ABC):
         return BedouinState(call.f.memory(y).clone(), y[:, -1].clone())
 
     def check_input(self, x: Tensor, rank: int) -> None:
-        shape = "(b, t, m)" if rank == 3 else "(b, m)"
-        check_tensor("x", x, shape)
-        if x.dim() != rank:
-            raise ValueError(f"x must have shape {shape}, got {tuple(x.shape)}")
-        if x.shape[-1] != self.d_model:
-            raise ValueError(
-                f"x must have shape {shape} with m = d_model = {self.d_model}, got {tuple(x.shape)}"
-            )
-        if not x.is_floating_point():
-            raise TypeError(f"x must have a floating dtype, got {x.dtype}: embed tokens first")
-        weight = self.x_proj.weight
-        if x.device != weight.device:
-            raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
-        if x.dtype != weight.dtype and not (autocast_dtype(x) and autocast_dtype(weight)):
-            wide = torch.float64 in (x.dtype, weight.dtype)
-            remedy = " (torch.autocast casts no float64)" if wide else ", or use torch.autocast"
-            raise TypeError(
-                f"x must have the layer's dtype {weight.dtype}, got {x.dtype}: convert one of "
-                f"them{remedy}"
-            )
+        """Raise unless x is (b, t, m) for rank 3, (b, m) for rank 2, as the layer takes it."""
+        check_layer_input(x, rank, self.d_model, self.x_proj.weight)
 
     # -- saving: one always-present counter, whatever the solver, adjoint, cap or backend
 
@@ -472,20 +444,3 @@ class FixedPointLayer(nn.Module, ABC):
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
             f"feedback={self.feedback}, solver={self.solver}, adjoint={self.adjoint}"
         )
-
-
-def _check_device(mixer: ChannelMixer, device: torch.device) -> None:
-    for name, parameter in mixer.named_parameters():
-        if parameter.device != device:
-            raise ValueError(
-                f"mixer must be on the layer's device {device}, got {name} on {parameter.device}: "
-                "make it there, or move the whole layer with to(device) once it is made"
-            )
-
-
-def _inner_size(expand: float, d_model: int) -> int:
-    check_number("expand", expand, 0, 1e3, open_low=True)
-    d = int(expand * d_model)
-    if d < 1:
-        raise ValueError(f"expand * d_model must be at least 1, got {expand} * {d_model}")
-    return d

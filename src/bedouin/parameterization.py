@@ -117,6 +117,27 @@ def householder_layout(
     return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max)
 
 
+def split_feedback_weight(
+    weight: Tensor,  # (f + d, d), the rows of `feedback` and, last, of the gate
+    feedback: tuple[str, ...],
+    sizes: dict[str, int],
+) -> tuple[Tensor, Tensor]:
+    """W^y of the loop (r, d), zero rows for components without feedback, and of the gate (d, d).
+
+    `sizes` are those of all components, in the order of the raw values.
+    """
+    d = weight.shape[1]
+    if feedback == tuple(sizes):
+        loop, gate = weight.split([sum(sizes.values()), d])
+        return loop, gate
+    *fed, gate = weight.split([*(sizes[name] for name in feedback), d])
+    rows = dict(zip(feedback, fed, strict=True))
+    blocks = [
+        rows[name] if name in rows else gate.new_zeros(size, d) for name, size in sizes.items()
+    ]
+    return torch.cat(blocks), gate
+
+
 def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
     """Where and in which dtype a layer makes its parameters, as torch's modules take it."""
     return {"device": device, "dtype": dtype}

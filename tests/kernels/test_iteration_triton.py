@@ -8,7 +8,7 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -289,7 +289,7 @@ def test_default_tolerances_at_small_scale_and_at_zero(solver: IterativeSolver) 
     setting = Setting(t=3, dtype=torch.float32, feedback=0.0)
     inputs = setting.inputs()
     inputs.x.mul_(torch.tensor([1e-10, 0.0], device=DEVICE)[:, None, None])
-    inputs = replace(inputs, h0=None, y0=None)
+    inputs = inputs._replace(h0=None, y0=None)
     y0 = torch.zeros_like(inputs.x)
     ours, theirs = (run(setting, solver, b, 40, inputs, y0) for b in ("triton", "reference"))
     assert ours.stats.converged.tolist() == [True, True] and ours.stats.num_steps[1] == 1
@@ -362,7 +362,7 @@ def test_operands_need_not_be_contiguous() -> None:
     scattered = torch.stack([inputs.x, inputs.x], -1)[..., 0]
     y0 = torch.zeros_like(inputs.x)
     expected = run(setting, Picard(), "triton", 2, inputs, y0).value
-    for other in (replace(inputs, raw=raw, x=x), replace(inputs, x=scattered)):
+    for other in (inputs._replace(raw=raw, x=x), inputs._replace(x=scattered)):
         assert torch.equal(run(setting, Picard(), "triton", 2, other, y0).value, expected)
 
 

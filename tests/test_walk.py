@@ -1,0 +1,96 @@
+"""How many functions of the library a call passes on its way from a layer to the arithmetic.
+
+Counted are Python frames of bedouin from `forward` to the function that does the work: the loop
+over time in plain torch, or the function that launches a Triton kernel. Frames of torch
+(`Module.__call__`, the dispatcher of registered operations, `autograd.Function.apply`) are left
+out.
+"""
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from bedouin import Bedouin
+from bedouin.solvers import Direct, Jacobi, Picard, Solver
+
+MOST_FRAMES = 10
+LOOPS = ("forward_sweep", "selective_scan_reference")
+"""The functions with a loop over time in plain torch."""
+
+solvers = pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
+gradients = pytest.mark.parametrize("gradient", [True, False])
+
+
+def walks(solver: Solver, backend: Any, gradient: bool) -> list[list[str]]:
+    """Names of the frames from `forward` to each loop or launch, in calls of one layer."""
+    layer = Bedouin(2, d_state=2, num_householder=1, solver=solver, max_steps=2, backend=backend)
+    layer.on_unconverged = "ignore"
+    found: list[list[str]] = []
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and _does_the_work(frame):
+            names = _names(frame)
+            # the layer's output stage has launches of its own, which are no part of the solve
+            if "_output" not in names:
+                found.append(names)
+
+    x = torch.randn(1, 2, 2)
+    sys.setprofile(watch)
+    try:
+        with torch.set_grad_enabled(gradient):
+            layer(x)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def _does_the_work(frame: FrameType) -> bool:
+    if frame.f_code.co_name in LOOPS:
+        return _module(frame).startswith("bedouin.")
+    # kernel[grid](...): a frame of Triton that the launching function calls
+    caller = frame.f_back
+    return caller is not None and (
+        _module(frame).startswith("triton.")
+        and frame.f_code.co_name == "__getitem__"
+        and _module(caller).startswith("bedouin.kernels.")
+    )
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _names(frame: FrameType) -> list[str]:
+    """Functions of bedouin up to the layer's `forward`, innermost first."""
+    names: list[str] = []
+    outer: FrameType | None = frame
+    while outer is not None:
+        if _module(outer).startswith("bedouin."):
+            names.append(outer.f_code.co_name)
+            if isinstance(outer.f_locals.get("self"), Bedouin) and names[-1] == "forward":
+                return names
+        outer = outer.f_back
+    return names
+
+
+def check(solver: Solver, backend: Any, gradient: bool) -> None:
+    found = walks(solver, backend, gradient)
+    longest = max(found, key=len)
+    assert longest[-1] == "forward"
+    assert len(longest) <= MOST_FRAMES, " <- ".join(longest)
+
+
+@solvers
+@gradients
+def test_the_walk_to_the_plain_loop(solver: Solver, gradient: bool) -> None:
+    check(solver, "reference", gradient)
+
+
+@pytest.mark.interpreter
+@solvers
+@gradients
+def test_the_walk_to_a_kernel(solver: Solver, gradient: bool) -> None:
+    check(solver, "triton", gradient)
