@@ -89,10 +89,11 @@ def _backward(
     ctx: Any,
     grad_y: Tensor | None,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n)
-    _: None,
+    grad_kept: None,
 ) -> tuple[Tensor | None, ...]:
     kept, *flat = ctx.saved_tensors
-    x, *_, h0, D = operands = ScanOperands(*flat)
+    operands = ScanOperands(*flat)
+    x, h0, D = operands.x, operands.h0, operands.D
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
     grad_h = torch.zeros_like(h0) if grad_h is None else grad_h
     with torch.no_grad():

@@ -177,11 +177,7 @@ def test_every_layout(activation: Activation, selective: bool) -> None:
 @pytest.mark.parametrize(("k", "beta_max"), [(1, 2.0), (2, 1.0), (3, 2.0), (4, 1.0), (8, 2.0)])
 def test_every_number_of_reflections(k: int, beta_max: float) -> None:
     layout = RawLayout("sigmoid", True, k, beta_max)
-    # with eight the kernels take long to compile, in float64 twice as long
-    dtype = torch.float64 if k < 8 else torch.float32
-    _assert_like_the_plain_sweep(
-        Setting(t=2, d=9, n=4, layout=layout, input_scale="delta", dtype=dtype)
-    )
+    _assert_like_the_plain_sweep(Setting(t=2, d=9, n=4, layout=layout, input_scale="delta"))
 
 
 @needs_triton
