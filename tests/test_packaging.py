@@ -1,4 +1,4 @@
-"""The wheel's list of packages, the names on sys.path, and imports that go one way."""
+"""The wheel's list of packages, the names on sys.path, and the direction of imports."""
 
 import ast
 import sys
@@ -19,7 +19,7 @@ FOLDERS = {
     "bedouin.kernels": ROOT / "kernels",
     "bedouin.solvers": ROOT / "solvers",
 }
-# What the modules below a prefix may import of bedouin; the longest prefix decides.
+# The parts of bedouin that the modules under a prefix may import; the longest prefix applies.
 ALLOWED = {
     "bedouin": ("bedouin",),
     "bedouin.tasks": ("bedouin.tasks",),

@@ -10,7 +10,7 @@ different times, and a rate that has decayed by then slows down the late ones.""
 
 
 def decay(schedule: Schedule, step: int, warmup_steps: int, steps: int) -> float:
-    """Factor on the learning rate: linear warm-up, then decay to zero; see HOLD_SHARE for "hold"."""
+    """Factor on the learning rate: linear warm-up, then decay to zero, late for "hold"."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = (step - warmup_steps) / max(1, steps - warmup_steps)

@@ -1,4 +1,4 @@
-"""What ends a run early: signals, files and folders that cannot be used, a full disk."""
+"""Runs that end early: signals, unusable files and folders, a full disk."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The training scripts: what they write, and that a cut run continues bit for bit."""
+"""The training scripts: their results, and exact continuation of interrupted runs."""
 
 import dataclasses
 import json
