@@ -1,4 +1,4 @@
-"""Layers under activation checkpointing: the same numbers as without it, and no call counted twice."""
+"""Layers under activation checkpointing: unchanged numbers, and no call counted twice."""
 
 import copy
 import functools

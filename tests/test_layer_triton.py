@@ -94,7 +94,7 @@ class _SweepOperands(TorchDispatchMode):
     """Records dtype and row stride of the operands x and raw of the operation "direct_sweep"."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[tuple[torch.dtype, torch.dtype, int]] = []
 
     def __torch_dispatch__(

@@ -348,7 +348,11 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(
     (tmp_path / "file").write_text("mine")
     (tmp_path / "taken" / "model.safetensors").mkdir(parents=True)
     config = small(make(tmp_path))
-    problem = dataclasses.replace(train_a5.word_problem(config), train_batch=pytest.fail)
+
+    def train_batch(rows: Stream, now: int) -> Batch:
+        pytest.fail("the training has started")
+
+    problem = dataclasses.replace(train_a5.word_problem(config), train_batch=train_batch)
     with pytest.raises(UsageError, match=rf"^--out must be a folder .*{reason}.*another one$"):
         training.train(problem, config)
     assert (tmp_path / "file").read_text() == "mine"
