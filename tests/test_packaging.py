@@ -147,8 +147,8 @@ def test_layers_and_decoding_import_each_other_in_no_circle() -> None:
     TopologicalSorter(graph).prepare()  # CycleError names the circle
 
 
-def test_tasks_import_only_torch() -> None:
-    known = sys.stdlib_module_names | {"bedouin", "torch"}
+def test_tasks_import_only_torch_and_einops() -> None:
+    known = sys.stdlib_module_names | {"bedouin", "einops", "torch"}
     found = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in (FOLDERS["bedouin"] / "tasks").rglob("*.py")
