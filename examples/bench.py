@@ -1,4 +1,4 @@
-"""Time, memory and share of the floor of the layer, its solvers, its parts and its peers.
+"""Time, memory and share of the floor of the layer, its solvers, its parts and other layers.
 
     python examples/bench.py                            # every row at its shapes, under 4 minutes
     python examples/bench.py --quick                    # the exact sweep only, under a minute
@@ -8,19 +8,20 @@
     python examples/bench.py --device cpu --tiny --precision float32 --repeats 1    # without a GPU
 
 Before a row is timed, its fast path is compared with the plain reference, in float32 and in the
-precision of the run, and the row is run once: kernels that no earlier run has compiled take
-minutes, which no limit of the measurement counts. `--warm` does only this and prints failures
-alone; several processes can do it side by side, each for other rows or shapes.
+precision of the run, and the row is run once. This compiles the kernels, which may take minutes
+that do not count towards the limits of the measurement. `--warm` does only this and prints only
+failures; several processes can run it side by side, each for other rows or shapes.
 
-A time is the median of `--repeats` calls (plain torch: of 3) after a warm-up, by CUDA events, on
-random inputs that rotate so that none is left in the L2 cache; forward is without gradients,
-forward + backward with those of the input and of all parameters; "graph" is the replay of a CUDA
-graph of the same call. Peak memory ("GiB") is torch.cuda.max_memory_allocated of one call,
-parameters, input and gradients included; "kept GiB" is what a forward leaves allocated for its
-backward, its output included. The floor is the larger of bytes / copy bandwidth and flops / GEMM
-rate, both measured at the start (benchmarks/cost.py says what counts).
+A time is the median of `--repeats` calls (plain torch: 3) after a warm-up, by CUDA events, on sets
+of random inputs that alternate so that none is left in the L2 cache. Forward is without gradients;
+forward + backward computes the gradients of the input and all parameters; "graph" is the replay of
+a CUDA graph of the same call. Peak memory ("GiB") is torch.cuda.max_memory_allocated of one call,
+including parameters, input and gradients; "kept GiB" is what a forward pass leaves allocated for
+its backward pass, including its output. The floor is the larger of bytes / copy bandwidth and
+flops / GEMM rate, both measured at the start (benchmarks/cost.py defines bytes and flops).
 
-A row that fails is reported with its message, and the others go on; the exit status is then 1.
+A row that fails is reported with its message, and the other rows are still measured; the exit
+status is then 1.
 """
 
 import json
@@ -43,19 +44,22 @@ from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
 
 Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]
-"""What came of the comparisons made so far: None, or in what they differed."""
+"""The results of the comparisons made so far: None, or the message of a difference."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds for a row's check and for its first run, for measuring it, and left for measuring."""
+    """Time limits in seconds."""
 
     prepare: float
+    """For each comparison of a row, and for its first run."""
     row: float
+    """For measuring a row."""
     left: float
+    """For measuring all rows that remain."""
 
     def after(self, row: table.Row) -> "Limits":
-        """What is left once this row is done."""
+        """The limits after this row was measured."""
         return replace(self, left=self.left - row.get("seconds", 0.0))
 
 
@@ -70,7 +74,7 @@ class Config:
     quick: bool = False
     """Only the exact sweep, with and without feedback."""
     tiny: bool = False
-    """Toy sizes: shows that every row runs, the times mean nothing."""
+    """Toy sizes, to check that every row runs; the times are meaningless."""
     device: str = "auto"
     """cuda, cpu, or auto: the GPU if there is one."""
     precision: Precision = "bf16"
@@ -84,9 +88,9 @@ class Config:
     budget: float = 200.0
     """Seconds of measuring after which no further row is started."""
     row_limit: float = 60.0
-    """Seconds of measuring after which a row is given up."""
+    """Seconds of measuring after which a row is aborted."""
     prepare_limit: float = 240.0
-    """Seconds after which a row's check, and then its first run, is given up: both compile."""
+    """Seconds after which a comparison of a row, or its first run, is aborted; both compile."""
     out: Path = Path("runs/bench/results.json")
     """The numbers of all rows."""
     readme: Path | None = None
@@ -100,7 +104,7 @@ class Config:
 
 
 def main(config: Config) -> int:
-    """Measure, print, write; the exit status."""
+    """Measure all rows, print and write them; returns the exit status."""
     if config.readme is not None:
         print(table.markdown(json.loads(config.readme.read_text())))
         return 0
@@ -125,7 +129,7 @@ def main(config: Config) -> int:
 
 
 def warm(config: Config) -> int:
-    """Check and run every chosen row once; the exit status."""
+    """Compare and run every chosen row once; returns the exit status."""
     context = make_context(config)
     agreed: Agreed = {}
     failed = False
@@ -144,7 +148,7 @@ def warm(config: Config) -> int:
 
 
 def chosen(config: Config) -> list[tuple[cases.Case, Shape]]:
-    """What to measure, in order."""
+    """The cases to measure with their shapes, in order."""
     shapes = config.shapes or (cases.TINY if config.tiny else ())
     return cases.select(cases.QUICK if config.quick else config.rows, shapes)
 
@@ -157,7 +161,7 @@ def make_context(config: Config) -> Context:
     device = torch.device(name)
     sizes = {"m": 8, "n": 2, "k": 2} if config.tiny else {}
     setting = Setting(device, config.precision, **sizes)
-    # nothing is compared with the speed of the machine where nothing is timed
+    # a small product suffices if the speed of the machine is not used
     size = 8192 if device.type == "cuda" and not config.warm else 256
     machine = measure_machine(device, setting.gemm_dtype, size)
     return Context(setting, machine, config.repeats, config.graph)
@@ -181,7 +185,7 @@ def run_row(
     agreed: Agreed,
     limits: Limits,
 ) -> table.Row:
-    """Measure one row; never raises for what the row does."""
+    """Measure one row; an error of the row is recorded and not raised."""
     row: table.Row = {"case": case.name, "title": case.title, "shape": shape.label, "numbers": {}}
     reason = case.missing()
     if reason is None and limits.left <= 0:
@@ -205,7 +209,8 @@ def run_row(
 
 
 def prepare(context: Context, case: cases.Case, shape: Shape, agreed: Agreed, limit: float) -> None:
-    """Check the row and run it once, so that everything is compiled; each within the limit."""
+    """Compare the row with its reference and run it once, each within `limit` seconds, so that all
+    kernels are compiled. Raises TimeoutError after that, AssertionError for a difference."""
     with time_limit(limit):
         check_agreement(context.setting, case, shape, agreed)
     if not case.compiles:
@@ -213,14 +218,14 @@ def prepare(context: Context, case: cases.Case, shape: Shape, agreed: Agreed, li
 
 
 def run_once(context: Context, case: cases.Case, shape: Shape, limit: float) -> None:
-    """Every call of the row, untimed."""
+    """Make every call of the row once, without timing it."""
     with time_limit(limit):
         case.measure(replace(context, repeats=0, graph=False), shape)
     release_memory()
 
 
 def measure(context: Context, case: cases.Case, shape: Shape) -> Numbers:
-    """The numbers of a row, with the repeats where they are fewer than asked for."""
+    """The numbers of a row, including "repeats" if they are fewer than in the context."""
     if case.most_repeats is None or case.most_repeats >= context.repeats:
         return case.measure(context, shape)
     fewer = replace(context, repeats=case.most_repeats)
@@ -228,7 +233,7 @@ def measure(context: Context, case: cases.Case, shape: Shape) -> Numbers:
 
 
 def check_agreement(setting: Setting, case: cases.Case, shape: Shape, agreed: Agreed) -> None:
-    """Make the row's comparisons with the reference, each once; AssertionError if one failed."""
+    """Make the row's comparisons that are not in `agreed`. Raises AssertionError if one failed."""
     if case.agrees is None:
         return
     for check in agreement.checks(setting, shape):
@@ -246,7 +251,7 @@ def check_agreement(setting: Setting, case: cases.Case, shape: Shape, agreed: Ag
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError after so many seconds; without effect outside the main thread."""
+    """Raise TimeoutError after so many seconds; no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -264,7 +269,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """The report as JSON, after every row."""
+    """Write the report as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Many seeds at once: one process trains a stack of one-layer models on a word problem or copying.
+"""Train one-layer models with several seeds in one process, on a word problem or copying.
 
     python examples/ensemble.py --out runs/a5-five-seeds                # 5 seeds, A5 at length 16
     python examples/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
@@ -7,14 +7,15 @@
     python examples/ensemble.py --preset paper --out runs/a5-paper      # the paper's d_model
 
 Parameters, optimizer and data of all seeds are stacked and the step is vmapped over them; on a GPU
-it is captured as a CUDA graph, because one small layer is bound by launches. Larger layers fill a
-GPU by themselves: with --no-stacked the models take turns inside one step, each through the Triton
-kernels, which torch.func transforms do not reach. The preset "paper" (d_model 512, k = 4, batch
-128, length 16, bf16 autocast) does so. Every combination of
-the options that take several values is trained, one after the other. Results go to
-OUT/results.json: accuracy by length, the history of loss, accuracy and the smallest pivot of the
-local systems (`SolveStats.conditioning`), and the step at which each seed first reached 0.99.
-Failed seeds stay in.
+it is captured as a CUDA graph, because small layers are limited by kernel launches. Layers that are
+large enough for a GPU are trained with --no-stacked: the models run one after the other inside one
+step and use the Triton kernels, which torch.func transforms do not. The preset "paper" (d_model
+512, k = 4, batch 128, length 16, bf16 autocast) does this. Every combination of the options with
+several values is trained. OUT/results.json contains accuracy by length, the history of loss,
+accuracy and smallest pivot of the local systems (`SolveStats.conditioning`), and the step at which
+each seed first reached an accuracy of 0.99, for all seeds, failed ones included.
+
+Letters: s seeds, b batch, t time, v classes.
 """
 
 import argparse
@@ -54,8 +55,8 @@ class Config:
     """Options of the study; those with several values span a grid."""
 
     preset: Literal["small", "paper"] = "small"
-    """Where the other defaults come from; paper: the width of Fixed-Point RNNs, appendix D.2, with
-    a training schedule of ours."""
+    """Determines the other defaults; paper: the width of Fixed-Point RNNs, appendix D.2, with
+    another training schedule."""
     task: Literal["word", "copy"] = "word"
     """A word problem, or copying."""
     group: str = "A5"
@@ -75,10 +76,10 @@ class Config:
     num_householder: tuple[int, ...] = (4,)
     decay: tuple[str, ...] = ("mamba",)
     rate_scale: tuple[float, ...] = (1.0,)
-    """Factor on the initial decay rates -A of "mamba" (1 .. d_state): below 1 memory is longer."""
+    """Factor on the initial decay rates -A of "mamba" (1 .. d_state); below 1 memory is longer."""
     beta_max: tuple[float, ...] = (1.0,)
     feedback: tuple[str, ...] = ("delta+B+C+mixer",)
-    """What y_{t-1} influences, joined by "+"; "none" switches feedback off."""
+    """What depends on y_{t-1}, joined by "+"; "none" switches feedback off."""
     feedback_init: tuple[float, ...] = (0.1,)
     lr: tuple[float, ...] = (1e-3,)
     schedule: tuple[Schedule, ...] = ("cosine",)
@@ -100,7 +101,7 @@ class Config:
     graph: bool = True
     """Capture the step as a CUDA graph (GPU only)."""
     stacked: bool = True
-    """vmap over the models; otherwise one after the other, without torch.func."""
+    """Whether to vmap over the models; otherwise they run one after the other."""
     autocast: Literal["no", "bf16"] = "no"
     """Precision of the matrix products; the fixed point stays in float32 either way."""
     out: Path = Path("runs/ensemble")
@@ -133,7 +134,7 @@ GRID = (*LAYER_OPTIONS, "rate_scale", "lr", "schedule", "batch_size", "steps")
 
 
 DRAWN_AHEAD = 50
-"""Batches drawn at once where the models take turns."""
+"""Number of batches drawn at once if the models run one after the other."""
 
 
 EVAL_BATCH = 256
@@ -153,7 +154,7 @@ def layer_options(point: dict[str, Any]) -> dict[str, Any]:
 
 
 class Data:
-    """Rows for all seeds: tokens and labels (s, b, t)."""
+    """Training and test rows for all seeds: tokens and labels (s, b, t)."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.word = WordProblem(Group.from_name(config.group), config.length)
@@ -171,7 +172,7 @@ class Data:
         return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
 
     def batches(self, size: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless batches, drawn `ahead` at a time: a draw is some dozens of launches."""
+        """Endless batches; `ahead` are drawn at once, because a draw takes dozens of launches."""
         while True:
             tokens, labels = self.batch(size * ahead)
             yield from zip(tokens.split(size, 1), labels.split(size, 1), strict=True)
@@ -213,7 +214,7 @@ class Ensemble:
             lr=self.lr,
             betas=config.betas,
             capturable=device.type == "cuda",
-            # one pass over the parameters where they are large
+            # a single pass over large parameters
             fused=device.type == "cuda" and not config.stacked,
         )
         self.batches = data.batches(point["batch_size"], 1 if config.stacked else DRAWN_AHEAD)
@@ -243,13 +244,23 @@ class Ensemble:
         )
         return model.to(self.device)
 
-    def _loss(self, params: Params, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
+    def _loss(
+        self,
+        params: Params,
+        tokens: Tensor,  # (b, t)
+        labels: Tensor,  # (b, t)
+    ) -> tuple[Tensor, Any]:  # ()
+        """Loss, and (accuracy, smallest pivot), of one model."""
         logits = self._logits(params, tokens)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
         correct = token_accuracy(logits, labels)
         return loss, (correct, self.model.stats[0].conditioning.min())
 
-    def _logits(self, params: Params, tokens: Tensor) -> Tensor:
+    def _logits(
+        self,
+        params: Params,
+        tokens: Tensor,  # (b, t)
+    ) -> Tensor:  # (b, t, v)
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.config.autocast == "bf16"
         ):
@@ -257,7 +268,7 @@ class Ensemble:
         return logits.float()
 
     def _gradients(self) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Of every model: gradients, loss, accuracy, smallest pivot."""
+        """Gradients, and loss, accuracy and smallest pivot (s,), of all models."""
         if self.config.stacked:
             differentiate = vmap(grad_and_value(self._loss, has_aux=True))
             grads, (loss, (correct, pivot)) = differentiate(self.params, self.tokens, self.labels)
@@ -268,14 +279,14 @@ class Ensemble:
         return grads, torch.stack(losses), torch.stack(corrects), torch.stack(pivots)
 
     def _gradient(self, i: int) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Of model i, by autograd alone."""
+        """Gradients, loss, accuracy and smallest pivot of model i, without torch.func."""
         params = {name: p[i].detach().requires_grad_() for name, p in self.params.items()}
         loss, (correct, pivot) = self._loss(params, self.tokens[i], self.labels[i])
         grads = torch.autograd.grad(loss, list(params.values()))
         return dict(zip(params, grads, strict=True)), loss.detach(), correct, pivot
 
     def step(self) -> None:
-        """One update of every model from the static batch."""
+        """One update of every model from the batch in `tokens` and `labels`."""
         grads, loss, correct, pivot = self._gradients()
         squares = (g.flatten(1).square().sum(1) for g in grads.values())
         square = sum(squares, torch.zeros_like(loss))
@@ -313,9 +324,8 @@ class Ensemble:
 
     @torch.no_grad()
     def accuracy(self, length: int) -> dict[str, list[float]]:
-        """Token and sequence accuracy of each seed on `eval_rows` test rows; for copying those of
-        characters and strings."""
-
+        """Token and sequence accuracy of each seed on `eval_rows` test rows; for copying, character
+        and string accuracy."""
         task, left = self.data.task, self.config.eval_rows
         each_token, each_row = vmap(token_accuracy), vmap(sequence_accuracy)
         if isinstance(task, Copying):
@@ -331,8 +341,11 @@ class Ensemble:
             sequence = sequence + share * each_row(logits, labels)
         return {"token": token.tolist(), "sequence": sequence.tolist()}
 
-    def _each(self, rows: Tensor) -> Tensor:
-        """The logits (s, b, t, v) of every model for its rows (s, b, t)."""
+    def _each(
+        self,
+        rows: Tensor,  # (s, b, t)
+    ) -> Tensor:  # (s, b, t, v)
+        """The logits of every model for its rows."""
         if self.config.stacked:
             return vmap(self._logits)(self.params, rows)
         models = range(self.config.seeds)
@@ -370,7 +383,7 @@ def _reset(ensemble: Ensemble, saved: Params) -> None:
 
 
 def train(config: Config, point: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Train one point of the grid; the returned row is what the JSON holds."""
+    """Train one point of the grid; returns its row of the JSON file."""
     ensemble = Ensemble(config, point, Data(config, device), device)
     run, history, started = stepper(ensemble), [], time.perf_counter()
     for step in range(point["steps"]):
@@ -384,7 +397,7 @@ def train(config: Config, point: dict[str, Any], device: torch.device) -> dict[s
     seconds = time.perf_counter() - started
     accuracy = {str(length): ensemble.accuracy(length) for length in config.eval_lengths}
     row = {"point": point, "accuracy": accuracy, "seconds": seconds, "history": history}
-    # with the drawing of data and the logs, without capture and evaluation
+    # includes drawing data and logging, but not capture and evaluation
     row["ms_per_step"] = 1e3 * seconds / point["steps"]
     row["step_at_0.99"] = [first_at(history, i) for i in range(config.seeds)]
     row["smallest_conditioning"] = [
@@ -434,7 +447,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
     """The command line: the preset gives the defaults, the flags override them."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default="small")
-    # a wrong name gets any defaults: tyro rejects it below
+    # for an unknown name any preset will do, because tyro rejects the name below
     default = PRESETS.get(early.parse_known_args(args)[0].preset, PRESETS["small"])
     return tyro.cli(Config, args=args, default=default, description=__doc__)
 

@@ -3,8 +3,8 @@
     python examples/summarize.py examples/results/a5_parameterizations.json
     python examples/summarize.py --figure a5_cpu.png examples/results/a5_cpu_seed?.json
 
-The table has one line for each point of the grid, its seeds side by side, failed ones included.
-Below it, whether the seeds that lag are those whose local systems came near a singular one.
+The table has one line for each point of the grid, with the values of all seeds, failed ones
+included. The lines below it show whether the seeds that failed had nearly singular local systems.
 The figure is drawn from the metrics.json of `train_a5.py` or `train_copy.py`, one file a seed:
 accuracy by length, the median of the seeds as a line and their range as a band.
 """
@@ -24,7 +24,7 @@ NEAR_SINGULAR = 0.05
 
 @dataclass(frozen=True)
 class Config:
-    """Which results to print or to draw."""
+    """The results to print or to draw."""
 
     results: tyro.conf.Positional[tuple[Path, ...]]
     """A results.json of ensemble.py; with --figure the metrics.json of one or more seeds."""
@@ -75,7 +75,7 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def draw(path: Path, runs: list[dict[str, Any]]) -> None:
-    """The figure of runs that differ in the seed only; ValueError for others."""
+    """Draw the figure of runs that differ only in the seed. Raises ValueError for other runs."""
     config = runs[0]["config"]
     for run in runs[1:]:
         if differing := different(config, run["config"]) - {"seed", "out"}:
@@ -101,7 +101,7 @@ def different(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
 
 
 def scores(run: dict[str, Any]) -> Scores:
-    """The numbers of a metrics.json that a figure shows; null, which stands for NaN, as NaN."""
+    """The numbers of a metrics.json that a figure shows, with NaN instead of null."""
     names = ("accuracy", "sequence_accuracy", "num_steps")
     return {name: {n: math.nan if v is None else v for n, v in run[name].items()} for name in names}
 

@@ -5,8 +5,8 @@
     python examples/train_a5.py --resume               # after Ctrl-C or a kill: continues
     accelerate launch examples/train_a5.py             # several processes
 
-The model is trained on products of one length and evaluated on longer ones, which it has never
-seen. The table printed at the end, metrics.json and accuracy.png show the accuracy by length;
+The model is trained on products of one length and evaluated on longer ones. The table printed at
+the end, metrics.json and accuracy.png show the accuracy by length;
 model.safetensors holds the weights. `--help` lists all options.
 """
 
@@ -32,8 +32,8 @@ class WordProblemConfig(TrainConfig):
     length: int = 6
     """Length of the training sequences."""
     warmup_length: int | None = None
-    """If given, the batches of the first third of the steps have lengths drawn from here to
-    `length`: on short products the plateau ends earlier."""
+    """If given, the batches of the first third of the steps have lengths drawn between this and
+    `length`: on short products the loss leaves its plateau earlier."""
     protocol: Literal["plain", "official"] = "plain"
     """official: special tokens and a counted BOS, as in the code of Fixed-Point RNNs."""
 
@@ -68,7 +68,7 @@ CPU = WordProblemConfig(
     final_lengths=(2, 4, 8, 10, 16, 20),
 )
 
-# Length 16 as in the papers, with what trains within minutes on one GPU.
+# Length 16 as in the papers, with settings that train within minutes on one GPU.
 GPU = replace(
     CPU,
     preset="gpu",

@@ -1,4 +1,4 @@
-"""Train one Bedouin layer to copy strings: "$owl|" asks for "owl.".
+"""Train one Bedouin layer to copy strings: the answer to "$owl|" is "owl.".
 
     python examples/train_copy.py                      # on a GPU if there is one, else on the CPU
     python examples/train_copy.py --preset cpu --seed 1 --out runs/copy-seed1
@@ -34,7 +34,7 @@ class CopyingConfig(TrainConfig):
     num_letters: int = 26
     """Size of the alphabet."""
     protocol: Literal["plain", "official"] = "plain"
-    """official: test rows are filled up, as in the code of Fixed-Point RNNs."""
+    """official: test rows are padded to context_len, as in the code of Fixed-Point RNNs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +58,7 @@ CPU = CopyingConfig(
     final_lengths=(5, 6, 7, 10, 12, 14),
 )
 
-# The lengths of the paper, with an optimizer that gets there in fewer steps.
+# The lengths of the paper, with optimizer settings that need fewer steps.
 GPU = replace(
     CPU,
     preset="gpu",

@@ -1,4 +1,4 @@
-"""What every test gets: one thread, fixed seeds, NaN in uninitialized memory, skipped GPU tests."""
+"""Setup of all tests: one thread, fixed seeds, NaN in uninitialized memory, skipped GPU tests."""
 
 import os
 import random
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-# Deterministic mode needs it before the first cuBLAS call.
+# Deterministic mode requires this before the first cuBLAS call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -28,15 +28,15 @@ class _TorchRandom:
         torch.set_rng_state(state)
 
 
-# Held by a name because hypothesis keeps a weak reference only.
+# Assigned to a name because hypothesis keeps only a weak reference.
 _TORCH_RANDOM = _TorchRandom()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The tensors of the tests are small, and the workers share the cores.
+    # One thread: the tensors are small, and the workers share the cores.
     torch.set_num_threads(1)
     hypothesis.register_random(_TORCH_RANDOM)
-    # No deadline: the first example pays for imports and for a busy machine.
+    # No deadline: the first example includes imports, and the machine may be busy.
     hypothesis.settings.register_profile("bedouin", deadline=None, print_blob=True)
     ci = hypothesis.settings(hypothesis.settings.get_profile("bedouin"), derandomize=True)
     hypothesis.settings.register_profile("bedouin-ci", ci)

@@ -42,5 +42,5 @@ if __name__ == "__main__":
     require_installed()
     count = import_everything()
     shape = run_layer()
-    # The one line of `make build` that says the wheel works.
+    # `make build` shows this line as evidence that the wheel works.
     print(f"wheel: {count} modules imported, Bedouin(16) gives {shape}")  # noqa: T201

@@ -1,4 +1,4 @@
-"""No output depends on later tokens, on its neighbours in the batch, or on their NaN."""
+"""No output depends on later tokens or other samples, even if these are NaN."""
 
 import random
 from typing import Any
@@ -90,7 +90,7 @@ def test_the_past_sees_the_future_within_tolerance_only(solver: Solver, kind: An
 
 @torch.no_grad()
 def test_the_papers_stop_rule_is_not_causal_at_a_loose_tolerance() -> None:
-    """What its docstring says: later tokens decide how far earlier ones are iterated."""
+    """As documented: later tokens determine how many steps earlier ones are iterated."""
     solver = Picard(rtol=0.1, atol=0.0, stop_rule="paper")
     layer = Bedouin(4, d_state=1, feedback_init=1.0, solver=solver, dtype=torch.float64)
     layer.dt_bias.add_(2.0)

@@ -1,4 +1,4 @@
-"""Layers under activation checkpointing: the same numbers as without, and nothing counted twice."""
+"""Layers under activation checkpointing: unchanged numbers, and no call counted twice."""
 
 import copy
 import functools
@@ -147,7 +147,7 @@ def test_micro_batches_before_one_backward(way: dict[str, Any], seed: int | None
     )
 
 
-# the reentrant kind says so of each region in a region, whose forward runs without gradients
+# reentrant checkpointing warns about nested regions, whose forward runs without gradients
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @ways
 @pytest.mark.parametrize("inner", [{"use_reentrant": True}, {"use_reentrant": False}], ids=str)
@@ -288,7 +288,7 @@ def test_an_iterative_adjoint_reads_tensors_saved_on_the_cpu_once() -> None:
     (grad,) = torch.autograd.grad(y.sum(), x)
     (expected,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
-    # one of them twice: what the adjoint solve starts from
+    # one of them twice: at the y from which the adjoint solve starts
     assert counts["unpacked"] <= counts["packed"] + 1
 
 
@@ -326,7 +326,7 @@ def test_two_calls_in_a_region_that_forgets_the_random_state_are_an_error(
 
 
 class _OwnCheckpoint(torch.autograd.Function):
-    """Checkpointing that torch.utils.checkpoint knows nothing about."""
+    """An implementation of checkpointing without torch.utils.checkpoint."""
 
     @staticmethod
     def forward(ctx: Any, f: Any, preserves: bool, x: Tensor) -> Tensor:
@@ -419,7 +419,7 @@ def test_a_region_around_vmap() -> None:
     assert_same(vmapped, checkpointed, on_unconverged="ignore")
 
 
-# torch.compile's own, where it goes on after a break of the graph
+# a warning of torch.compile itself, when it resumes after a graph break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Whole layers under torch.compile: one graph, the numbers of eager mode, no compiling anew.
+"""Whole layers under torch.compile: one graph, the numbers of eager mode, no recompilation.
 
 Letters: b batch, t time, m d_model.
 """
@@ -14,7 +14,7 @@ from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, find_fixed_point
 
-# dynamo itself makes an instance of torch.autograd.Function where it traces a class below it
+# dynamo instantiates torch.autograd.Function when it traces a subclass
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
@@ -31,7 +31,7 @@ kinds = pytest.mark.parametrize(("kind", "options"), KINDS)
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """What other tests compiled of the same code counts as compiling anew."""
+    """Compilations of the same code by other tests would count as recompilations."""
     torch.compiler.reset()
 
 
@@ -84,7 +84,7 @@ def test_eager_calls_between_compiled_ones_change_nothing(device: str) -> None:
     layer, x = make(Bedouin, device), draw(device)
     call = compiled_once(layer)
     expected = call(x)
-    layer(x)  # counts a training call and, on a GPU, leaves an outcome to look at later
+    layer(x)  # counts a training call and, on a GPU, leaves a pending outcome
     with torch.compiler.set_stance("fail_on_recompile"):
         assert torch.equal(call(x), expected)
 
@@ -154,7 +154,7 @@ def test_the_default_compiler_gives_the_same_numbers(
     assert_close_in_bfloat16(actual, expected)
 
 
-# what it does not fuse or capture is no error
+# code that it does not fuse or capture is not an error
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_the_compiler_may_replay_cuda_graphs() -> None:

@@ -17,8 +17,8 @@ from bedouin.kernels.operands import RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.solvers import ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 
-# dynamo itself makes an instance of torch.autograd.Function where it traces a class below it
-# and it reads .grad of what one graph hands to the next
+# dynamo instantiates torch.autograd.Function when it traces a subclass
+# and it reads .grad of the tensors that one graph passes to the next
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -48,7 +48,7 @@ OUTSIDE: dict[str, dict[str, Any]] = {
 REMEDIES = {"long iteration": "use Direct, a smaller max_steps", "low rank": "HouseholderProduct"}
 
 
-# every mode for one kind, every kind in training: a compilation takes some seconds
+# all modes for one layer, and all layers in training mode: a compilation takes some seconds
 iterations = pytest.mark.parametrize(
     ("kind", "solve", "mode"),
     [
@@ -62,7 +62,7 @@ iterations = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """What other tests compiled of the same code counts as compiling anew."""
+    """Compilations of the same code by other tests would count as recompilations."""
     torch.compiler.reset()
 
 

@@ -51,7 +51,7 @@ def dense_Q(layer: FixedPointLayer, raw: Tensor) -> Tensor:
 
 @dataclass
 class Token:
-    """What one token's raw values stand for; decay and scale are (d, n)."""
+    """The coefficients from the raw values of one token; decay and scale are (d, n)."""
 
     decay: Tensor
     scale: Tensor

@@ -1,4 +1,4 @@
-"""On a GPU: the numbers of the CPU, graph capture, and warnings that do not wait."""
+"""On a GPU: the numbers of the CPU, graph capture, and warnings without synchronization."""
 
 import copy
 import warnings
@@ -38,7 +38,7 @@ def _gradients(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]
     y = layer(x)
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
     grads = torch.autograd.grad((y * weights).sum(), list(layer.parameters()))
-    # detached: a graph kept alive would tie the next call to this call's stream
+    # detached: an autograd graph that stays alive would tie the next call to this call's stream
     return y.detach(), list(grads)
 
 
@@ -86,8 +86,8 @@ def test_forward_and_backward_can_be_captured(solver: Solver) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-# torch's own graphed backward runs on another stream than the capture, and torch warms up with
-# output gradients of uninitialized memory, which may hold NaN
+# torch runs the graphed backward on another stream than the capture, and it warms up with
+# uninitialized output gradients, which may contain NaN
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.filterwarnings("ignore:Bedouin, adjoint solve.*not finite:UserWarning")
 def test_torch_can_graph_a_layer_whose_last_outcome_is_still_unread() -> None:

@@ -1,4 +1,4 @@
-"""Laws of the fixed point in float64, over drawn shapes, parameterizations and seeds."""
+"""Laws of the fixed point in float64, for random shapes, parameterizations and seeds."""
 
 import random
 
@@ -43,9 +43,9 @@ def test_direct_solves_to_rounding(rng: random.Random, b: int, t: int, seed: int
     found = find_fixed_point(layer, x, solver=Direct(), state=state)
     pivot = found.stats.conditioning
     assert pivot is not None
-    # Woodbury loses digits next to a singular token; the pivot says how many
+    # the local solve loses digits near a singular system; the pivot bounds how many
     assert (found.residual <= 1e-12 / pivot.clamp(max=1)).all(), found.stats
-    # with one channel Q is a number, and all of Q x may cancel
+    # with one channel Q is a scalar, and Q x may cancel entirely
     if layer.d_inner > 1:
         assert found.stats.converged[pivot > 0.05].all(), found.stats
     assert found.stats.num_steps.tolist() == [1] * b
@@ -67,7 +67,7 @@ SOLVERS: list[tuple[Solver, float]] = [
 def test_every_solver_finds_directs_fixed_point(
     solver: Solver, rtol: float, rng: random.Random, b: int, t: int, seed: int
 ) -> None:
-    """By residual wherever it says it converged, by value where growth and condition allow."""
+    """Residuals if it reports convergence, values if growth and conditioning permit."""
     layer, x, state = draw(rng, b, t, seed)
     exact = find_fixed_point(layer, x, solver=Direct(), state=state)
     found = find_fixed_point(layer, x, solver=solver, state=state)
@@ -85,7 +85,7 @@ def test_every_solver_finds_directs_fixed_point(
 
 @pytest.mark.parametrize("solver", [s for s, _ in SOLVERS], ids=lambda v: str(v)[:40])
 def test_every_solver_converges_on_the_default_layers(solver: Solver) -> None:
-    """The law above says nothing about a solver that never converges."""
+    """The law above would hold trivially for a solver that never converges."""
     for kind in (Bedouin, FixedPointRNN):
         layer = kind(4, max_steps=200, dtype=torch.float64)
         found = find_fixed_point(layer, torch.randn(3, 8, 4, dtype=torch.float64), solver=solver)

@@ -199,7 +199,7 @@ def test_weights_from_x_to_delta_may_start_at_zero() -> None:
 
 
 def test_feedback_may_be_any_iterable_of_names() -> None:
-    """An iterator is read once, though two classes look at it."""
+    """An iterator is read only once, although two classes use it."""
     assert Bedouin(4, feedback=iter(("C", "B"))).feedback == ("B", "C")  # type: ignore[arg-type]
     assert FixedPointRNN(4, feedback=iter(("mixer",))).feedback == ("mixer",)  # type: ignore[arg-type]
     assert Bedouin(4, feedback={"B", "C"}).feedback == ("B", "C")
@@ -273,7 +273,7 @@ def test_statistics_of_the_last_call(kind: Any, solver: Solver) -> None:
         assert not stats.conditioning.requires_grad
 
 
-# -- what happens when a solve does not converge
+# -- solves that do not converge
 
 
 def unconverged(**options: Any) -> Bedouin:

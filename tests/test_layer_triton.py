@@ -25,7 +25,7 @@ VARIANTS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"output": "paper", "bias": False}),
     (FixedPointRNN, {}),
 ]
-# never converged, so both take all steps and stay comparable to rounding
+# these never converge, so both take all steps and agree to rounding
 STEPS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"solver": Picard(rtol=0, atol=0), "adjoint": OneStepAdjoint(), "max_steps": 2}),
     (FixedPointRNN, {"solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
@@ -94,7 +94,7 @@ class _SweepOperands(TorchDispatchMode):
     """Records dtype and row stride of the operands x and raw of the operation "direct_sweep"."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[tuple[torch.dtype, torch.dtype, int]] = []
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""Nothing outlives a call: an autograd graph that holds itself is invisible to the collector."""
+"""No memory is kept after a call; the garbage collector cannot see cycles of autograd graphs."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Channel mixers: the matrices they stand for, and layers that use them."""
+"""Channel mixers: their matrices, and layers that use them."""
 
 import random
 from typing import Any

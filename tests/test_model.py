@@ -19,7 +19,7 @@ VOCAB = 11
 
 
 class Leaky(nn.Module):
-    """h_t = a ⊙ h_{t-1} + W x_t, the smallest layer with the interface of ours."""
+    """h_t = a ⊙ h_{t-1} + W x_t, a minimal layer with the interface of `Bedouin`."""
 
     def __init__(self, d_model: int = D_MODEL) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Foreign(nn.Module):
 
 
 class Returns(nn.Module):
-    """Returns what it is told to."""
+    """A mixer with a given return value."""
 
     def __init__(self, output: Callable[[Tensor], object]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Dtypes: what each precision gives, and that none is mixed by accident."""
+"""Dtypes of results in each precision, and errors for mixed dtypes."""
 
 from typing import Any
 

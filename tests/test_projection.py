@@ -1,4 +1,4 @@
-"""The split product against torch's own: values, gradients, and where its rows lie."""
+"""The split product against torch's own: values, gradients and strides."""
 
 import pytest
 import torch

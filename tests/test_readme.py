@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and every number of it is that of a raw result."""
+"""The README's Python code runs, and its numbers are those of the raw results."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a layer says about solves that fail: which, when, about which sample, pointing where."""
+"""Warnings and errors about solves that fail: which calls, which samples, which line."""
 
 import copy
 import inspect
@@ -71,7 +71,7 @@ def test_a_sample_that_is_not_finite_is_reported_with_a_random_cap(
     solver: Solver, limit: int
 ) -> None:
     layer = make(solver=solver, max_steps=GammaCap(limit=limit), on_unconverged="raise")
-    # a single step that is also the limit is none for an iteration
+    # an iteration cannot converge in a single step, but this cap is also the limit
     count = 3 if limit == 1 and not solver.is_exact else 1
     message = f"{count} of 3 samples.*worst residual not finite"
     with pytest.raises(ConvergenceError, match=message):

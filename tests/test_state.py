@@ -263,7 +263,7 @@ def test_states_of_the_kernels_own_their_memory(solver: Solver) -> None:
 
 
 def check_writing(layer: FixedPointLayer, b: int = 2, t: int = 3) -> None:
-    """Gradients of output and state are those of a call whose state nobody writes into."""
+    """Writing into the returned state does not change the gradients of output and state."""
     x = torch.randn(b, t, 4, dtype=layer.D.dtype)
 
     def gradients(writes: bool) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""bedouin.testing: its assertions fail where they should, its measurements measure."""
+"""bedouin.testing: assertions fail when they should, and measurements are right."""
 
 import random
 

@@ -28,7 +28,7 @@ from bedouin.solvers import (
     UnrolledAdjoint,
 )
 
-# torch scripts its own formulas for forward mode
+# torch compiles its formulas for forward mode with TorchScript, which is deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}

@@ -1,4 +1,4 @@
-"""The built wheel and sdist hold the library, all of it, and nothing else."""
+"""The built wheel and sdist contain the whole library and nothing else."""
 
 import re
 import shutil

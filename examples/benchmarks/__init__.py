@@ -1,1 +1,1 @@
-"""Time, memory and floors of the layer, its solvers, its parts and its peers: see ../bench.py."""
+"""Time, memory and lower bounds of the layer, its parts and other layers; see ../bench.py."""

@@ -1,8 +1,10 @@
-"""What must hold before a time means anything: every fast path equals the plain reference.
+"""Comparisons of every fast path with the plain reference, made before anything is timed.
 
-Each check is made once in float32 at a small d_model, where the bound is tight, and once in the
-setting and with the batch of the row, so with its own plan and kernels (`checks`). Both are short
-in time: what a sweep does to a token does not depend on how many follow.
+Each comparison is made once in float32 with a small d_model, where the bound is tight, and once
+with the setting and batch size of the row, so with the kernels that are timed (`checks`). Both use
+short sequences, because a sweep treats every token in the same way.
+
+Letters: b batch, t time, m d_model.
 """
 
 import copy
@@ -19,21 +21,22 @@ from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import LINEAR_RTOL, scan_inputs
 
 FLOAT32 = 1e-4
-"""Relative 2-norm: rounding of float32 through TOKENS tokens of feedback, with a margin."""
-LOW = 0.02
-"""Relative 2-norm in bfloat16, whose eight bits give 0.004 (measured on a CPU), with a margin."""
+"""Bound of the relative 2-norm: rounding in float32 over TOKENS tokens, with a margin."""
+BFLOAT16 = 0.02
+"""The same in bfloat16, where rounding gives 0.004 (measured on a CPU)."""
 SMALL, TOKENS = 64, 18
-"""d_model of the float32 check, and tokens of every check: one chunk of the sweep and a bit."""
+"""d_model of the float32 comparison, and tokens of every one: slightly more than a chunk of the
+sweep."""
 
 
 def checks(setting: Setting, shape: Shape) -> tuple[tuple[Setting, Shape], ...]:
-    """At what the check of a row is made."""
+    """The settings and shapes of the comparisons for a row."""
     small = replace(setting, m=min(SMALL, setting.m), precision="float32")
     return (small, Shape(3, TOKENS)), (setting, Shape(shape.b, min(shape.t, TOKENS)))
 
 
 def _tolerance(setting: Setting) -> float:
-    return FLOAT32 if setting.gemm_dtype == torch.float32 else LOW
+    return FLOAT32 if setting.gemm_dtype == torch.float32 else BFLOAT16
 
 
 def direct_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
@@ -47,7 +50,7 @@ def linear_agrees(setting: Setting, shape: Shape) -> None:
 
 
 def jacobi_agrees(setting: Setting, shape: Shape) -> None:
-    """Exact after t steps, so its gradient, taken at the fixed point, is exact as well."""
+    """Values and gradients after t + 1 steps, when both are exact."""
     cap = FixedCap(shape.t + 1)
     _layer_agrees(setting, shape, Jacobi(rtol=0.0, atol=0.0), gradients=True, max_steps=cap)
 
@@ -58,7 +61,7 @@ def linear_jacobi_agrees(setting: Setting, shape: Shape) -> None:
 
 
 def picard_agrees(setting: Setting, shape: Shape) -> None:
-    """Values only: its gradient in the benchmark is the biased one-step gradient."""
+    """Values only, because the benchmark uses the biased one-step gradient."""
     _layer_agrees(setting, shape, Picard(rtol=1e-6), gradients=False, max_steps=FixedCap(400))
 
 
@@ -73,7 +76,7 @@ def scan_agrees(setting: Setting, shape: Shape) -> None:
 
 
 def step_agrees(setting: Setting, shape: Shape) -> None:
-    """Token by token, by `step` and by `Decoder`, against one call, whatever t the row has."""
+    """`step` and `Decoder` token by token against one call on TOKENS tokens."""
     layer, tolerance = setting.layer(), _tolerance(setting)
     x = setting.randn(shape.b, TOKENS, setting.m)
     with torch.inference_mode(), setting.autocast():
@@ -86,8 +89,11 @@ def step_agrees(setting: Setting, shape: Shape) -> None:
 
 
 def _scan_results(
-    inputs: tuple[Tensor, ...], backend: Any, dtype: torch.dtype
+    inputs: tuple[Tensor, ...],  # as `scan_inputs` returns them
+    backend: Any,
+    dtype: torch.dtype,
 ) -> tuple[list[str], list[Tensor]]:
+    """The output and the gradients of the scan, with their names."""
     x, delta, A, B, C = (tensor.detach() for tensor in inputs)
     leaves = [tensor.to(dtype).requires_grad_() for tensor in (x, delta, B, C)]
     x, delta, B, C = leaves
@@ -114,7 +120,11 @@ def _layer_agrees(
         _close(f"{solver}, {setting.precision}, {name}", value, expected[name], bound)
 
 
-def _results(layer: Bedouin, x: Tensor, gradients: bool) -> dict[str, Tensor]:
+def _results(
+    layer: Bedouin,
+    x: Tensor,  # (b, t, m)
+    gradients: bool,
+) -> dict[str, Tensor]:
     """The output, and the gradients of x and of the two large weights."""
     x = x.clone().requires_grad_()
     output: Tensor = layer(x)
@@ -129,8 +139,13 @@ def _results(layer: Bedouin, x: Tensor, gradients: bool) -> dict[str, Tensor]:
     return found
 
 
-def _close(name: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
-    """AssertionError unless the relative 2-norm of the difference is below the tolerance."""
+def _close(
+    name: str,
+    got: Tensor,  # any shape
+    expected: Tensor,  # the same shape
+    tolerance: float,
+) -> None:
+    """Raise AssertionError unless the relative 2-norm of the difference is within the tolerance."""
     a, e = got.detach().double(), expected.detach().double()
     error = float((a - e).norm() / e.norm().clamp(min=1e-30))
     if not error <= tolerance:

@@ -1,4 +1,4 @@
-"""The rows of the benchmark: what is measured, where, and what must agree before."""
+"""The rows of the benchmark: what is measured, at which shapes, and the comparison before it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def _always() -> str | None:
 
 @dataclass(frozen=True)
 class Case:
-    """A row name with its procedure."""
+    """A row of the benchmark."""
 
     name: str
     title: str
@@ -30,11 +30,11 @@ class Case:
     shapes: tuple[str, ...] = EVERY
     agrees: Agreement | None = None
     missing: Callable[[], str | None] = _always
-    """Why it cannot be measured here, None if it can."""
+    """Returns why it cannot be measured on this machine, or None if it can."""
     most_repeats: int | None = None
-    """Fewer timed calls for what is slow and only stands there for comparison."""
+    """The largest number of timed calls, for slow rows that are only there for comparison."""
     compiles: bool = False
-    """Calls torch.compile each time, so that a run before the measurement would save nothing."""
+    """Whether every measurement calls torch.compile, so that running it before saves no time."""
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
@@ -148,15 +148,16 @@ CASES = (
         compiles=True,
     ),
 )
-"""In the order in which they are measured: what matters most comes first."""
+"""In the order of measurement, the most important first, since the time budget may run out."""
 
 QUICK = ("direct", "direct-no-feedback")
 
 
 def select(names: tuple[str, ...], shapes: tuple[str, ...]) -> list[tuple[Case, Shape]]:
-    """The cases with these names at those of these shapes at which they are measured.
+    """The cases with these names, each with its shape, at those of `shapes` that apply to it.
 
-    Empty means all. Raises ValueError for an unknown name.
+    A shape applies to a case if the case lists it or if no case does. Empty `names` or `shapes`
+    mean all. Raises ValueError for an unknown name.
     """
     known = {case.name: case for case in CASES}
     for name in names:

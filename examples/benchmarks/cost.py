@@ -1,15 +1,15 @@
-"""Bytes and flops that cannot be avoided: the floors.
+"""Lower bounds on bytes moved and floating-point operations, from which floors are computed.
 
 Bytes: every product, the sweep, the scan and the output stage read their operands once and write
-their results once; weights count once a pass. Flops: dense products only. A backward pass counts
-twice its forward pass. Letters as in setting.py.
+their results once; weights count once per pass. Flops: dense products only. A backward pass counts
+as two forward passes. Letters as in setting.py; e is the number of bytes of a value.
 """
 
 from benchmarks.setting import Setting, Shape
 from benchmarks.timing import Cost
 
-STATE = 4
-"""Bytes of a float32."""
+FLOAT32_BYTES = 4
+"""Bytes of a value of the state, which is float32."""
 
 
 def layer_cost(setting: Setting, shape: Shape, *, feedback: bool, backward: bool) -> Cost:
@@ -17,16 +17,16 @@ def layer_cost(setting: Setting, shape: Shape, *, feedback: bool, backward: bool
     m, d, r, e = setting.m, setting.d, setting.r, setting.gemm_dtype.itemsize
     weights = 2 * d * m + (2 if feedback else 1) * d * (r + d) + d * m
     products = (m + 2 * d) + (d + r + d) + (d + m)
-    sweep = e * (d + r) + STATE * d
-    gate = (STATE + e) * d if feedback else 0
-    output_stage = STATE * d + 4 * e * d
+    sweep = e * (d + r) + FLOAT32_BYTES * d
+    gate = (FLOAT32_BYTES + e) * d if feedback else 0
+    output_stage = FLOAT32_BYTES * d + 4 * e * d
     a_token = e * products + sweep + gate + output_stage
     forward = Cost(e * weights + a_token * shape.tokens, 2.0 * weights * shape.tokens)
     return forward * 3 if backward else forward
 
 
 def lstm_cost(setting: Setting, shape: Shape, *, backward: bool) -> Cost:
-    """Gates from the input in one product, then one product a token."""
+    """The gates' input part in one product, then one product per token."""
     m, d, e = setting.m, setting.d, setting.gemm_dtype.itemsize
     weights = 4 * d * (m + d)
     a_token = e * (m + 4 * d + 4 * d + d)
@@ -35,21 +35,22 @@ def lstm_cost(setting: Setting, shape: Shape, *, backward: bool) -> Cost:
 
 
 def scan_cost(setting: Setting, shape: Shape, *, backward: bool) -> Cost:
-    """x, Delta, B, C -> y; backward: those and the gradient of y -> the gradients of those."""
+    """Forward: reads x, Delta, B, C and writes y. Backward: reads these and the gradient of y, and
+    writes the gradients of x, Delta, B, C."""
     d, n, e = setting.d, setting.n, setting.gemm_dtype.itemsize
-    forward = Cost(e * shape.tokens * (3 * d + 2 * n) + STATE * d * n, 0)
-    reverse = Cost(e * shape.tokens * (5 * d + 4 * n) + 2 * STATE * d * n, 0)
+    forward = Cost(e * shape.tokens * (3 * d + 2 * n) + FLOAT32_BYTES * d * n, 0)
+    reverse = Cost(e * shape.tokens * (5 * d + 4 * n) + 2 * FLOAT32_BYTES * d * n, 0)
     return forward + reverse if backward else forward
 
 
 def iteration_cost(setting: Setting, shape: Shape) -> Cost:
-    """One read of raw and x as the products leave them, one of y, one write of y."""
+    """One read of raw and x in the dtype of the products, one read and one write of y."""
     e = setting.gemm_dtype.itemsize
-    return Cost(shape.tokens * (e * (setting.r + setting.d) + 2 * STATE * setting.d), 0)
+    return Cost(shape.tokens * (e * (setting.r + setting.d) + 2 * FLOAT32_BYTES * setting.d), 0)
 
 
 def step_cost(setting: Setting) -> Cost:
-    """One token of one sample: the weights and the memory, there and back."""
+    """One token of one sample: reads the weights, reads and writes the state."""
     m, d, r, e = setting.m, setting.d, setting.r, setting.gemm_dtype.itemsize
     weights = 3 * d * m + 2 * d * (r + d)
-    return Cost(e * weights + 2 * STATE * d * setting.n, 2.0 * weights)
+    return Cost(e * weights + 2 * FLOAT32_BYTES * d * setting.n, 2.0 * weights)

@@ -1,4 +1,7 @@
-"""From a function of tensors to a row of numbers: eager and captured, forward and backward."""
+"""Measurement of a differentiable function: eager and captured, forward and backward.
+
+Letters: b batch, t time, m d_model.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,39 +25,40 @@ from benchmarks.timing import (
 )
 
 Numbers = dict[str, Any]
-"""What a row holds besides its name: JSON values."""
+"""The numbers of a row, as JSON values."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every measurement needs."""
+    """Sizes, machine and procedure, the same for all measurements."""
 
     setting: Setting
     machine: Machine
     repeats: int
-    """Timed calls; 0: every call is made once and no time is taken (it is then NaN)."""
+    """Number of timed calls. 0: every call is made once, and the times are NaN."""
     graph: bool
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A differentiable function, what it is applied to, and what it cannot do without."""
+    """A differentiable function with its inputs, its parameters and its minimal cost."""
 
     function: Callable[..., Tensor]
     draw: Callable[[], tuple[Tensor, ...]]
-    """Fresh random inputs, all of which get a gradient."""
+    """Returns new random inputs, all of which require a gradient."""
     parameters: tuple[Tensor, ...]
     forward_cost: Cost
     both_cost: Cost
     sequential_steps: int = 0
-    """Steps along time that wait for each other, in a forward pass."""
+    """Number of sequentially dependent steps in a forward pass."""
     has_graph: bool = True
+    """Whether the function can be captured."""
     observe: Callable[[], Numbers] = field(default=dict)
-    """Further numbers, read after the measurement."""
+    """Returns further numbers after the measurement."""
 
 
 def measure_subject(context: Context, make: Callable[[], Subject]) -> Numbers:
-    """Forward (no_grad) and forward + backward (gradients of inputs and parameters) in ms."""
+    """Forward (no_grad) and forward + backward (gradients of inputs and parameters), in ms."""
     subject = make()
     numbers = _eager(context, subject)
     if context.graph and subject.has_graph and context.setting.device.type == "cuda":
@@ -78,7 +82,7 @@ def _eager(context: Context, subject: Subject) -> Numbers:
 
 
 class _Calls:
-    """The two calls that are timed, on inputs that rotate."""
+    """The two calls that are timed, on sets of inputs that alternate."""
 
     def __init__(self, setting: Setting, subject: Subject) -> None:
         self.setting, self.subject = setting, subject
@@ -106,7 +110,7 @@ class _Calls:
 
     @torch.no_grad()
     def refill(self, i: int) -> None:
-        """Put the inputs of set i where the captured calls read: into set 0."""
+        """Copy the inputs of another set, chosen by i, into set 0, which captured calls read."""
         j = 1 + i % (len(self.sets) - 1)
         for static, fresh in zip(self.sets[0], self.sets[j], strict=True):
             static.copy_(fresh)
@@ -114,11 +118,11 @@ class _Calls:
 
 
 def _captured(context: Context, make: Callable[[], Subject]) -> Numbers:
-    """Replays of the two calls; the inputs are refilled between replays, uncounted.
+    """Times of replays of the two calls; refilling the inputs between replays is not timed.
 
-    Parameters and inputs are new, made and used on the stream of the capture alone: the node that
-    gathers the gradient of a leaf belongs to the stream of its first use, and a capture that meets
-    another stream fails.
+    Parameters and inputs are made again, on the stream of the capture: the autograd node that
+    accumulates the gradient of a leaf belongs to the stream of the leaf's first use, and a capture
+    that involves another stream fails.
     """
     numbers: Numbers = {}
     stream = torch.cuda.Stream()
@@ -131,7 +135,7 @@ def _captured(context: Context, make: Callable[[], Subject]) -> Numbers:
         try:
             graph = capture(partial(call, 0), stream)
         except (RuntimeError, ValueError) as error:
-            # the eager numbers stand; the row says why these are missing
+            # the row keeps its eager times and says why these are missing
             numbers[name + "_failed"] = first_line(error)
             torch.cuda.synchronize()
             continue
@@ -143,7 +147,7 @@ def _captured(context: Context, make: Callable[[], Subject]) -> Numbers:
 
 
 def _achieved(machine: Machine, subject: Subject, numbers: Numbers) -> Numbers:
-    """Rates and shares of the floor, of the faster of eager and captured."""
+    """Rates and shares of the floor, from the faster of the eager and the captured time."""
     found: Numbers = {}
     for name, cost in (("forward", subject.forward_cost), ("both", subject.both_cost)):
         ms = best_ms(numbers, name)
@@ -161,20 +165,20 @@ def _achieved(machine: Machine, subject: Subject, numbers: Numbers) -> Numbers:
 
 
 def best_ms(numbers: Numbers, name: str) -> float | None:
-    """The faster of the eager and the captured time, None if neither was taken."""
+    """The faster of the eager and the captured time; None if neither was measured."""
     times = [numbers.get(key) for key in (f"{name}_ms", f"graph_{name}_ms")]
     taken = [time for time in times if time is not None]
     return min(taken) if taken else None
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line."""
+    """The type and the first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200] if text else 'no message'}"
 
 
 def inputs_of(setting: Setting, shape: Shape) -> Callable[[], tuple[Tensor, ...]]:
-    """Draws x (b, t, m)."""
+    """A function that returns new random inputs, the tuple of one x (b, t, m)."""
 
     def draw() -> tuple[Tensor, ...]:
         return (setting.randn(shape.b, shape.t, setting.m).requires_grad_(),)

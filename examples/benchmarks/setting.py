@@ -1,4 +1,4 @@
-"""What is measured on what: sizes of the layer, shapes of its input, facts about the machine.
+"""The sizes of the layer and the shapes of its input.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, r raw values.
 """
@@ -18,7 +18,7 @@ Precision = Literal["bf16", "autocast", "float32"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the layer's input without its channels."""
+    """The batch and time axes of the layer's input."""
 
     b: int
     t: int
@@ -33,7 +33,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """From e.g. "64x256"; ValueError otherwise."""
+        """Parse BATCHxTIME, such as "64x256". Raises ValueError for anything else."""
         match = re.fullmatch(r"(\d+)x(\d+)", text)
         if match is None or not all(int(size) for size in match.groups()):
             raise ValueError(f"a shape must read BATCHxTIME, such as 64x256, got {text!r}")
@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes and precision of everything in one run of the benchmark."""
+    """Sizes and precision in one run of the benchmark."""
 
     device: torch.device
     precision: Precision = "bf16"
@@ -61,7 +61,7 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and inputs; under autocast both are float32."""
+        """The dtype of parameters and inputs; float32 under autocast."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @property
@@ -69,13 +69,13 @@ class Setting:
         return torch.float32 if self.precision == "float32" else torch.bfloat16
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around every call; does nothing unless the precision is "autocast"."""
+        """The context of every call; does nothing unless the precision is "autocast"."""
         if self.precision != "autocast":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def layer(self, **options: Any) -> Bedouin:
-        """One layer of these sizes from a fixed seed; it never looks at its own convergence."""
+        """One layer of these sizes from a fixed seed, which never checks its convergence."""
         torch.manual_seed(0)
         return Bedouin(
             self.m,

@@ -1,4 +1,7 @@
-"""Measurements with a procedure of their own: one iteration, one decoded token, torch.compile."""
+"""Measurements with their own procedures: one iteration, one decoded token, torch.compile.
+
+Letters: b batch, t time, m d_model.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -14,17 +17,18 @@ from benchmarks.setting import Shape
 from benchmarks.timing import capture, median_ms, release_memory, replay_ms
 
 FEW, MANY = 8, 24
+"""The two caps whose times give the time of one iteration."""
 TOKENS = 64
-"""Decoded tokens in one timed stretch."""
+"""Number of tokens that are decoded in one timed call."""
 STACK = 4
-"""Layers decoded one after the other: together larger than the L2 cache of 50 MB."""
+"""Number of layers in a stack that is larger than the 50 MB of L2 cache of an H100."""
 
 
 def one_iteration(context: Context, shape: Shape, *, kind: type[Jacobi] | type[Picard]) -> Numbers:
-    """One fused iteration without its product: the slope of the forward time in the cap.
+    """One fused iteration without its product: the slope of the forward time over the cap.
 
-    Feedback is off, so the raw values are those of x and no product stands in the loop; the
-    tolerances are 0, so that no token freezes. Captured where there is a GPU.
+    Feedback is off, so the loop contains no product; the tolerances are 0, so no token freezes.
+    Captured on a GPU.
     """
     times = [_capped_ms(context, shape, kind, cap) for cap in (FEW, MANY)]
     ms = (times[1] - times[0]) / (MANY - FEW)
@@ -51,7 +55,7 @@ def _capped_ms(
 
 
 def _replayed_ms(context: Context, call: Callable[[], object]) -> float:
-    """Median of a captured call, of the eager call without a GPU or with --no-graph."""
+    """Median time of a captured call, or of the eager call without a GPU or with --no-graph."""
     setting = context.setting
     with setting.autocast():
         if setting.device.type != "cuda" or not context.graph:
@@ -62,13 +66,12 @@ def _replayed_ms(context: Context, call: Callable[[], object]) -> float:
 
 
 def decode(context: Context, shape: Shape) -> Numbers:
-    """Microseconds a layer and token: `step` of one layer again and again, of a stack of four, and
-    the same with `Decoder`, which keeps the state in place."""
+    """Microseconds per layer and token with `step` and `Decoder`, for one layer and a stack."""
     setting = context.setting
     layers = [setting.layer() for _ in range(STACK)]
     floor_us = 1e3 * step_cost(setting).floor_ms(context.machine)
     numbers: Numbers = {"floor_us": floor_us}
-    # the layers are made outside: tensors born in inference mode do not count their changes
+    # the layers are made outside, because tensors made in inference mode have no version counter
     with torch.inference_mode(), setting.autocast():
         for name, chain in (("", layers[:1]), ("_in_a_stack", layers)):
             steps = [_stepping(layer, shape.b) for layer in chain]
@@ -79,7 +82,7 @@ def decode(context: Context, shape: Shape) -> Numbers:
 
 
 def _stepping(layer: Bedouin, b: int) -> Callable[[Tensor], Tensor]:
-    """`step` as a function of the token alone."""
+    """`step` as a function (b, m) -> (b, m) that keeps the state."""
     state = layer.init_state(b)
 
     def step(x_t: Tensor) -> Tensor:
@@ -93,6 +96,7 @@ def _stepping(layer: Bedouin, b: int) -> Callable[[Tensor], Tensor]:
 def _stretch_us(
     context: Context, shape: Shape, chain: Sequence[Callable[[Tensor], Tensor]]
 ) -> float:
+    """Microseconds per layer and token when TOKENS tokens (b, m) pass through the chain."""
     setting = context.setting
     tokens = [setting.randn(shape.b, setting.m) for _ in range(TOKENS)]
 
@@ -107,7 +111,7 @@ def _stretch_us(
 
 
 def compiled_map_step(context: Context, shape: Shape) -> Numbers:
-    """F(y) once with feedback, eager and under torch.compile as one whole graph."""
+    """One evaluation of F(y) with feedback, eager and under torch.compile as a single graph."""
     setting = context.setting
     layer = setting.layer()
     x = setting.randn(shape.b, shape.t, setting.m)
@@ -135,8 +139,9 @@ def _compare(
     context: Context,
     eager: Callable[[Tensor], Tensor],
     compiled: Callable[[Tensor], Tensor],
-    argument: Tensor,
+    argument: Tensor,  # (b, t, ...)
 ) -> Numbers:
+    """Times of the two functions, after a check that their values agree."""
     setting = context.setting
     with setting.autocast():
         expected, got = eager(argument), compiled(argument)

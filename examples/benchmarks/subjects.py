@@ -1,10 +1,14 @@
-"""What is measured at a shape: this layer, its scan, and the peers."""
+"""The functions that are measured: this layer, its scan, and other layers for comparison.
+
+Letters: b batch, t time, m d_model, d d_inner, n d_state, k reflections.
+"""
 
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,26 +30,26 @@ from benchmarks.setting import Setting, Shape
 from benchmarks.timing import Cost
 
 CAP = 16
-"""Iterations of the parallel solvers: the smaller cap of the paper's times."""
+"""Iterations of the parallel solvers, as many as in the faster timing of the paper's code."""
 
 LINEAR_RTOL = 1e-5
-"""Tolerance of the iteration without feedback: near the rounding of float32 sums."""
+"""Tolerance of the iteration without feedback, near the rounding error of float32 sums."""
 
 
 def direct(
     setting: Setting, shape: Shape, *, feedback: bool = True, backend: Backend = "auto"
 ) -> Subject:
-    """The layer as it comes: exact sweep, exact gradient."""
+    """The layer with its default solver: exact sweep, exact gradient."""
     options: dict[str, Any] = {"backend": backend} | ({} if feedback else {"feedback": ()})
     return _layer_subject(setting, shape, setting.layer(**options), sequential=True)
 
 
 def direct_recomputed(setting: Setting, shape: Shape) -> Subject:
-    """The same, but nothing of the layer's inside is kept for the backward: it runs again."""
+    """The same under activation checkpointing: the backward pass recomputes the forward pass."""
     layer = setting.layer()
 
     def function(x: Tensor) -> Tensor:
-        # no random numbers are drawn in a layer
+        # with a fixed cap a layer draws no random numbers
         output: Tensor = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
         return output
 
@@ -63,7 +67,7 @@ def jacobi_without_feedback(setting: Setting, shape: Shape) -> Subject:
     """Block-Jacobi iterations until the defect is below 1e-5 of the scale, exact gradient."""
     solver = Jacobi(rtol=LINEAR_RTOL, atol=0.0)
     layer = setting.layer(solver=solver, feedback=())
-    # the host reads the residual now and then to stop, which a captured call cannot
+    # the host reads the residual to decide when to stop, which a captured call cannot
     return replace(_layer_subject(setting, shape, layer, sequential=False), has_graph=False)
 
 
@@ -77,7 +81,7 @@ def picard(setting: Setting, shape: Shape) -> Subject:
 def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[Broyden]) -> Subject:
     """CAP evaluations of the plain map under torchdeq's accelerated methods, exact gradient."""
     layer = setting.layer(solver=kind(rtol=0.0, atol=0.0), max_steps=FixedCap(CAP))
-    # the host looks at every residual
+    # the host reads every residual, which a captured call cannot
     return replace(_layer_subject(setting, shape, layer, sequential=False), has_graph=False)
 
 
@@ -95,7 +99,7 @@ def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential
 
 
 def solve_numbers(layer: Bedouin) -> Numbers:
-    """What the last solve says about itself."""
+    """The worst statistics of the layer's last solve."""
     stats = layer.stats
     if stats is None:
         return {}
@@ -127,16 +131,17 @@ def lstm(setting: Setting, shape: Shape) -> Subject:
 
 
 def scan_inputs(setting: Setting, shape: Shape) -> tuple[Tensor, ...]:
-    """x, Delta (b, t, d), A (d, n), B, C (b, t, n) as Mamba has them."""
+    """x, Delta (b, t, d), A (d, n), B, C (b, t, n) with Mamba's ranges of values."""
     b, t, d, n, dtype = shape.b, shape.t, setting.d, setting.n, setting.gemm_dtype
     x, B, C = (setting.randn(b, t, size, dtype=dtype) for size in (d, n, n))
     delta = torch.nn.functional.softplus(setting.randn(b, t, d, dtype=dtype) - 2)
-    A = -torch.arange(1, n + 1, device=setting.device, dtype=torch.float32).repeat(d, 1)
+    rates = -torch.arange(1, n + 1, device=setting.device, dtype=torch.float32)
+    A = repeat(rates, "n -> d n", d=d).contiguous()
     return tuple(tensor.requires_grad_() for tensor in (x, delta, A, B, C))
 
 
 def scan(setting: Setting, shape: Shape) -> Subject:
-    """Our diagonal scan alone."""
+    """This library's diagonal scan alone."""
 
     def function(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         return selective_scan(x, delta, A, B, C, input_scale="delta")[0]
@@ -150,8 +155,10 @@ def mamba_scan(setting: Setting, shape: Shape) -> Subject:
 
     def draw() -> tuple[Tensor, ...]:
         x, delta, A, B, C = scan_inputs(setting, shape)
-        turned = (tensor.detach().mT.contiguous() for tensor in (x, delta, B, C))
-        x, delta, B, C = (tensor.requires_grad_() for tensor in turned)
+        x, delta, B, C = (
+            rearrange(tensor.detach(), "b t c -> b c t").contiguous().requires_grad_()
+            for tensor in (x, delta, B, C)
+        )
         return x, delta, A, B, C
 
     forward, both = (scan_cost(setting, shape, backward=backward) for backward in (False, True))
@@ -172,7 +179,7 @@ def _scan_subject(setting: Setting, shape: Shape, function: Any) -> Subject:
 
 
 def gated_delta_product(setting: Setting, shape: Shape) -> Subject:
-    """flash-linear-attention's operation with d channels in heads of 64 and k reflections."""
+    """flash-linear-attention's operation, with heads of 64 of the d channels and k reflections."""
     from fla.ops.gated_delta_product import chunk_gated_delta_product
 
     size, k, dtype = min(64, setting.d), setting.k, setting.gemm_dtype
@@ -191,7 +198,7 @@ def gated_delta_product(setting: Setting, shape: Shape) -> Subject:
         beta = torch.rand(b, t * k, heads, device=setting.device, dtype=dtype)
         return tuple(tensor.requires_grad_() for tensor in (q, keys, v, g, beta))
 
-    # read q, k keys, k values and write the output
+    # reads q, k keys and k values, and writes the output
     moved = dtype.itemsize * shape.tokens * setting.d * (2 + 2 * k)
     cost = Cost(moved, 0)
     return Subject(function, draw, (), cost, cost * 3)

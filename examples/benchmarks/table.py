@@ -1,4 +1,4 @@
-"""The report of a run as text for the terminal and as Markdown for examples/results/README.md."""
+"""The report of a run, as text for the terminal and as Markdown for examples/results/README.md."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from benchmarks.measure import Numbers
 from benchmarks.targets import LSTM, PAPER_16, PAPER_100, TARGETS
 
 Row = dict[str, Any]
-"""One measured (or failed, or skipped) case: case, title, shape, status, seconds, numbers."""
+"""One case at one shape: case, title, shape, status (measured, failed, skipped), numbers, …"""
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("fwd ms", "forward_ms", ".3f"),
@@ -44,7 +44,7 @@ def _cell(numbers: Numbers, key: str, spec: str) -> str:
 
 
 def note(row: Row) -> str:
-    """What stands behind the columns: further numbers, or why there are none."""
+    """The text after the columns: further numbers, or why the row was not measured."""
     if row["status"] != "measured":
         return f"{row['status']}: {row['reason']}"
     numbers = row["numbers"]
@@ -74,7 +74,7 @@ def text_line(row: Row) -> str:
 
 
 def target_rows(rows: Sequence[Row]) -> list[list[str]]:
-    """Text, shape, measured, at most, aim, the paper's code, LSTM there, verdict."""
+    """One row of cells for each target that was measured, in the order of `TARGET_TITLES`."""
     by_key = {(row["case"], row["shape"]): row["numbers"] for row in rows}
     found = []
     for target in TARGETS:
@@ -127,7 +127,7 @@ def describe_machine(report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The whole report for examples/results/README.md; skipped rows become one sentence."""
+    """The whole report for examples/results/README.md, with one sentence for all skipped rows."""
     rows = [row for row in report["rows"] if row["status"] != "skipped"]
     titles = ["shape", "row", *(title for title, _, _ in COLUMNS), "note"]
     body = [[row["shape"], row["title"], *cells(row), note(row)] for row in rows]
@@ -141,7 +141,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def skipped(rows: Sequence[Row]) -> str:
-    """What was not measured and why, as a sentence; empty if everything was."""
+    """A sentence with the rows that were not measured and the reasons; empty if there are none."""
     reasons = {row["title"]: row["reason"] for row in rows if row["status"] == "skipped"}
     listed = ", ".join(f"{title} ({reason})" for title, reason in reasons.items())
     return f"Not measured: {listed}." if listed else ""

@@ -1,4 +1,4 @@
-"""Medians of CUDA events (of the clock on a CPU), CUDA-graph capture, peak memory, floors."""
+"""Median times by CUDA events (by the clock on a CPU), graph capture, memory and machine speed."""
 
 import gc
 import math
@@ -18,7 +18,7 @@ MAX_POOL = 64
 
 @dataclass(frozen=True)
 class Machine:
-    """What the floors are computed from, measured here and now."""
+    """The measured speed of this machine, from which floors are computed."""
 
     device: str
     torch: str
@@ -27,7 +27,7 @@ class Machine:
     copy_gb_per_s: float
     """Bytes read and written by a large device copy."""
     gemm_tflop_per_s: float
-    """Of a large square product in the dtype of the run."""
+    """Rate of a large square product in the dtype of the run."""
 
     @property
     def facts(self) -> dict[str, str | float | None]:
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operation cannot do without."""
+    """Lower bounds on the bytes and the floating-point operations of an operation."""
 
     bytes: float
     flops: float
@@ -59,9 +59,9 @@ def median_ms(
     repeats: int,
     before: Callable[[int], object] | None = None,
 ) -> float:
-    """Median time of call(i) over i < repeats after a warm-up; before(i) is not counted.
+    """Median time in ms of call(i) for i < repeats, after a warm-up; before(i) is not timed.
 
-    With 0 repeats there is one call, and NaN.
+    With repeats = 0, makes one call and returns NaN.
     """
     if repeats == 0:
         call(0)
@@ -100,7 +100,7 @@ def _clocked(
 def capture(
     call: Callable[[], object], stream: torch.cuda.Stream | None = None
 ) -> torch.cuda.CUDAGraph:
-    """The CUDA graph of one call, after a few, all on one side stream; its result is dropped."""
+    """The CUDA graph of one call, after a few warm-up calls on the same side stream."""
     side = torch.cuda.Stream() if stream is None else stream
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -114,8 +114,10 @@ def capture(
 
 
 def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
-    """torch.cuda.max_memory_allocated during a call, in GiB: with all that is alive before it
-    (parameters, inputs, cuBLAS workspaces), nothing subtracted; None on a CPU."""
+    """torch.cuda.max_memory_allocated during a call, in GiB; None on a CPU.
+
+    Includes the memory allocated before the call: parameters, inputs, cuBLAS workspaces.
+    """
     if device.type != "cuda":
         return None
     call()
@@ -127,8 +129,10 @@ def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
 
 
 def kept_gib(call: Callable[[], object], device: torch.device) -> float | None:
-    """What a call leaves allocated as long as its result lives, in GiB: after a forward, all that
-    waits for the backward, and the result; None on a CPU."""
+    """The memory in GiB that is allocated after a call while its result exists; None on a CPU.
+
+    After a forward pass these are the result and the tensors saved for the backward pass.
+    """
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -140,17 +144,17 @@ def kept_gib(call: Callable[[], object], device: torch.device) -> float | None:
 
 
 def release_memory() -> None:
-    """Give back what earlier measurements left behind."""
+    """Release the memory of earlier measurements."""
     gc.collect()
     if torch.cuda.is_available():
-        # 32 MB on an H100 for each stream and thread that a product ran on: they would count in
-        # the peaks of later rows. No captured graph, which may use one, is alive here.
+        # The workspaces take 32 MB on an H100 for each stream and thread with a product, and would
+        # count in the peaks of later rows. No captured graph, which may use one, exists here.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
 def pool_size(bytes_each: float, device: torch.device) -> int:
-    """How many sets of inputs to rotate so that none is still in the L2 cache at its next turn."""
+    """How many sets of inputs to alternate so that none is in the L2 cache when it is reused."""
     if device.type != "cuda":
         return 2
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -163,7 +167,7 @@ def replay_ms(
     repeats: int,
     before: Callable[[int], object] | None = None,
 ) -> float:
-    """Median time of a replay."""
+    """Median time of a replay in ms."""
     return median_ms(lambda i: graph.replay(), device, repeats, before)
 
 

@@ -1,1 +1,1 @@
-"""What the training scripts share; importable from the scripts in this folder only."""
+"""Code shared by the training scripts; importable only from the scripts in examples/."""

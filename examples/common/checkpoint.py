@@ -1,4 +1,4 @@
-"""A checkpoint is all of a `Run` in one file, so that a killed run continues bit for bit."""
+"""Checkpoints: the whole state of a `Run` in one file, so that a killed run continues exactly."""
 
 import dataclasses
 import os
@@ -22,11 +22,11 @@ _REMEDY = "start without --resume, or name another folder with --out"
 _MAY_CHANGE = frozenset(
     ("out", "resume", "preset", "log_every", "checkpoint_every", "final_lengths", "final_rows")
 )
-"""Options that a resumed run may set anew: none touches the parameters or the history."""
+"""Options that a resumed run may change, because they affect neither parameters nor history."""
 
 
 def checkpoint_path(job: Job) -> Path:
-    """Where the checkpoint of a job lies."""
+    """The path of a job's checkpoint."""
     return job.folder / CHECKPOINT
 
 
@@ -38,7 +38,7 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def save_checkpoint(job: Job, run: Run) -> None:
-    """Write the whole run; a kill while writing leaves the previous file untouched."""
+    """Write the whole run; a process killed while writing leaves the previous file untouched."""
     content = {
         "model": job.accelerator.unwrap_model(run.model).state_dict(),
         "optimizer": run.optimizer.state_dict(),
@@ -59,26 +59,26 @@ def _replace(path: Path, content: dict[str, Any]) -> None:
         with unfinished.open("wb") as file:
             torch.save(content, file)
             file.flush()
-            os.fsync(file.fileno())  # else a power cut could leave the new name on an empty file
+            os.fsync(file.fileno())  # otherwise a power failure could leave an empty new file
         os.replace(unfinished, path)
     finally:
-        unfinished.unlink(missing_ok=True)  # half a checkpoint would fill a full disk
+        unfinished.unlink(missing_ok=True)  # after an error, to free the space on a full disk
 
 
 def check_resumable(job: Job) -> None:
-    """FileNotFoundError if there is no checkpoint; makes nothing."""
+    """Raise FileNotFoundError if there is no checkpoint; creates no folder."""
     path = checkpoint_path(job)
     if not path.exists():
         raise FileNotFoundError(f"--resume: there is no checkpoint {path}; start without --resume")
 
 
 def load_checkpoint(job: Job, run: Run) -> None:
-    """Bring `run` to the state in the file.
+    """Set `run` to the state in the file.
 
     Raises:
         FileNotFoundError: no checkpoint.
-        UsageError: another file or a damaged one, or it was written with other options, by another
-            script or by another number of processes.
+        UsageError: a file that is not a checkpoint or is damaged, or one written with other
+            options, by another script or by another number of processes.
     """
     check_resumable(job)
     path = checkpoint_path(job)
@@ -97,14 +97,14 @@ def load_checkpoint(job: Job, run: Run) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What `save_checkpoint` wrote, on the CPU.
+    """The content that `save_checkpoint` wrote, with tensors on the CPU.
 
     Raises:
-        UsageError: another file or a damaged one.
+        UsageError: a file that is not a checkpoint, or is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load compares no checksum
+            damaged = archive.testzip()  # torch.load does not verify checksums
         if damaged is not None:
             raise _unusable(path, f"a damaged one (checksum of {damaged})")
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -112,7 +112,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise
     except OSError as error:
         raise _unusable(path, f"one that cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # a foreign or damaged file raises anything
+    except Exception as error:  # other and damaged files raise errors of many types
         size = path.stat().st_size
         reason = str(error).partition("\n")[0]
         raise _unusable(path, f"another or a cut file of {size} bytes ({reason})") from error

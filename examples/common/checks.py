@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; a round bracket leaves its end out."""
+    """The interval from `low` to `high`; a round bracket excludes its end."""
 
     low: float
     high: float = math.inf
@@ -17,7 +17,7 @@ class Range:
     whole: bool = False
 
     def holds(self, value: object) -> bool:
-        """Whether the value is one of these numbers; NaN and bools never are."""
+        """Whether the value is in the interval; False for NaN and bools."""
         kinds = int if self.whole else int | float
         if isinstance(value, bool) or not isinstance(value, kinds):
             return False
@@ -30,7 +30,7 @@ class Range:
 
 
 def whole(low: int, high: float = math.inf) -> Range:
-    """The integers from `low` to below `high`."""
+    """The integers in [low, high)."""
     return Range(low, high, whole=True)
 
 
@@ -42,7 +42,8 @@ def flag(name: str) -> str:
 def check_ranges(
     options: object, ranges: Mapping[str, Range], optional: Collection[str] = ()
 ) -> None:
-    """ValueError that names the flag unless all numbers are in their ranges, None if optional."""
+    """Raise ValueError with the flag's name unless all numbers are in their ranges; the options in
+    `optional` may be None."""
     for name, wanted in ranges.items():
         value = getattr(options, name)
         for number in value if isinstance(value, tuple) else (value,):
@@ -52,7 +53,7 @@ def check_ranges(
 
 @contextmanager
 def naming_flags(names: Collection[str]) -> Iterator[None]:
-    """Raise the library's ValueError with flags in place of its names of arguments."""
+    """Re-raise ValueErrors of the library with flags instead of argument names."""
     try:
         yield
     except ValueError as error:

@@ -1,12 +1,12 @@
-"""What ends a script with a message instead of a traceback."""
+"""Errors that end a script with a message instead of a traceback."""
 
 
 class UsageError(ValueError):
-    """Something that whoever started the script can mend: an option, a file, a folder."""
+    """An error that the user of the script can correct: an option, a file, a folder."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run that was asked to stop, and has saved a checkpoint."""
+    """A signal stopped the run, after it saved a checkpoint."""
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)

@@ -23,9 +23,9 @@ def layer_stats(model: nn.Module, accelerator: Accelerator) -> list[SolveStats]:
 
 
 def solve_scores(stats: Sequence[SolveStats], accelerator: Accelerator) -> dict[str, float]:
-    """Median num_steps, worst residual, smallest conditioning over samples and processes.
+    """Median num_steps, largest residual, smallest conditioning over samples and processes.
 
-    Worst is NaN as soon as one sample has failed.
+    The residual is NaN if any sample has failed.
     """
     num_steps = accelerator.gather(torch.cat([item.num_steps for item in stats]))
     residual = accelerator.gather(torch.cat([item.residual for item in stats]))
@@ -58,8 +58,8 @@ def evaluate_length(
 def evaluate(job: Job, model: nn.Module, *, final: bool) -> Scores:
     """Scores by metric and length, on the same test rows at every call.
 
-    The evaluation after training (`final`) draws other rows than those during training, so that an
-    early stop is not judged by the rows that caused it.
+    The evaluation after training (`final`) draws other rows than those during training, so that its
+    result is not biased by an early stop that the latter decided.
     """
     rows = job.config.final_rows if final else job.config.eval_rows
     names = ("accuracy", "sequence_accuracy", "num_steps", "residual", "conditioning")
@@ -75,12 +75,12 @@ def evaluate(job: Job, model: nn.Module, *, final: bool) -> Scores:
 
 
 def lengths(job: Job, *, final: bool) -> list[int]:
-    """What an evaluation covers; the longest training length is always among it."""
+    """The lengths of an evaluation, which always include the longest training length."""
     asked = {*job.config.eval_lengths, max(job.problem.train_lengths)}
     return sorted(asked | set(job.config.final_lengths) if final else asked)
 
 
 def stop_accuracy(job: Job, scores: Scores) -> float:
-    """What an early stop looks at: the lowest accuracy at a training length."""
+    """The accuracy that decides about an early stop: the lowest at a training length."""
     trained = set(lengths(job, final=False)) & set(job.problem.train_lengths)
     return min(scores["accuracy"][str(length)] for length in trained)

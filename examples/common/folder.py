@@ -1,4 +1,4 @@
-"""The folder of the results: made and tried out before the training, written to during it."""
+"""The folder of the results, which is created and tested before training."""
 
 import tempfile
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ METRICS, FIGURE, WEIGHTS = "metrics.json", "accuracy.png", "model.safetensors"
 
 
 def prepare_folder(folder: Path, accelerator: Accelerator) -> None:
-    """Make the folder and try whether all that a run writes can be written there.
+    """Create the folder and test whether all files of a run can be written there.
 
     Raises:
-        UsageError: it can't, in every process alike.
+        UsageError: they cannot; raised in every process.
     """
     obstacle = [_obstacle(folder) if accelerator.is_main_process else None]
     broadcast_object_list(obstacle)
@@ -43,18 +43,18 @@ def _obstacle(folder: Path) -> str | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what a full disk or a lost folder raises into an OSError that says what to do."""
+    """Turn the errors of a full disk or a missing folder into an OSError that says what to do."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         raise OSError(
-            f"{path} could not be written: {_reason(error)}; make room or mend the folder, then "
-            "--resume continues from the last checkpoint"
+            f"{path} could not be written: {_reason(error)}; free some space or repair the folder, "
+            "then --resume continues from the last checkpoint"
         ) from error
 
 
 def _reason(error: BaseException) -> str:
-    """torch raises a RuntimeError about its own bookkeeping while it handles the OSError."""
+    """The message of the OSError behind `error`, which torch may hide behind a RuntimeError."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError):

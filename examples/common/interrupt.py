@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run between two steps, where its state is whole."""
+"""Ctrl-C and SIGTERM end a run between two steps, when its state is consistent."""
 
 import os
 import signal
@@ -15,10 +15,10 @@ _NOTICE = b"\nfinishing the step, then saving; a second signal stops at once and
 
 
 class StopRequest:
-    """While it is entered, the first signal is only remembered; a second one acts as usual.
+    """A context in which the first signal is only recorded; a second one has its usual effect.
 
-    Signals that the process ignores (nohup, a job in the background) stay ignored. Python delivers
-    signals to the main thread alone, so in any other thread nothing changes.
+    Signals that the process ignores (nohup, a background job) stay ignored. Python delivers signals
+    to the main thread only, so the context has no effect in other threads.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -40,9 +40,9 @@ class StopRequest:
     def agreed(self, *, meeting: bool) -> bool:
         """Whether to stop before the next step.
 
-        Signals reach several processes at different times, and all must stop before the same step:
-        they ask each other, which waits for the devices, only at a `meeting`. A single process
-        stops at once and reads nothing.
+        Signals reach several processes at different times, but all must stop before the same step.
+        They therefore exchange their signals, which synchronizes with the devices, in calls with
+        `meeting`. A single process stops at once without synchronization.
         """
         if self._agreed:
             return True
@@ -58,7 +58,7 @@ class StopRequest:
         self.signum = signum
         self._restore()
         if self._accelerator.is_main_process:
-            with suppress(OSError):  # print is not allowed to be entered twice, as it would be here
+            with suppress(OSError):  # print is not reentrant, and the signal may interrupt one
                 os.write(2, _NOTICE)
 
     def _restore(self) -> None:

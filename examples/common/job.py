@@ -1,4 +1,4 @@
-"""The three parts of a training run: the task, what stays (`Job`), what changes (`Run`).
+"""The three parts of a training run: task (`Problem`), constants (`Job`) and state (`Run`).
 
 Letters: b batch, t time, v classes of the output.
 """
@@ -18,7 +18,7 @@ from common.options import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a script trains on: its data, its two accuracies and how they are called."""
+    """The task of a script: its data, and its two accuracies with their names."""
 
     name: str
     """Short name, part of the default folder."""
@@ -36,12 +36,12 @@ class Problem:
     sequence_accuracy: Callable[[Tensor, Tensor], Tensor]
     """From logits (b, t, v) and labels (b, t)."""
     accuracy_names: tuple[str, str] = ("accuracy", "sequence_accuracy")
-    """What the literature calls the two; metrics.json has them under these names as well."""
+    """The names of the two accuracies in the literature, which metrics.json uses as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What stays the same during training."""
+    """The constants of a training run."""
 
     problem: Problem
     config: TrainConfig
@@ -56,13 +56,13 @@ class Job:
 
 @dataclass(kw_only=True)
 class Run:
-    """What changes during training."""
+    """The state of a training run."""
 
     model: nn.Module
     optimizer: AcceleratedOptimizer
     generator: Stream
     loss_sum: Tensor
-    """Sum of the training losses since the last evaluation, on the device."""
+    """Sum () of the training losses since the last evaluation, on the device."""
     loss_count: int = 0
     step: int = 0
     seconds: float = 0.0

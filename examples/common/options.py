@@ -1,4 +1,4 @@
-"""Options that the training scripts share, and what is built from them: solver, layer, model.
+"""Options of all training scripts, and the solver, layer and model that they describe.
 
 Every field of `TrainConfig` is a command-line flag; `--help` lists them with the defaults of the
 chosen preset. An unknown flag is an error that names the flags with a similar spelling.
@@ -66,7 +66,7 @@ class TrainConfig:
     warmup_steps: int = 100
     """Steps of linear warm-up."""
     weight_decay: float = 0.01
-    """Weight decay; parameters marked `_no_weight_decay` (A_log, omega, D) are spared."""
+    """Weight decay; parameters marked `_no_weight_decay` (A_log, omega, D) are not decayed."""
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's averaging constants."""
     clip: float = 1.0
@@ -95,7 +95,7 @@ class TrainConfig:
     eigenvalues: Literal["positive", "full"] = "positive"
     """Range of the decay: [0, 1] or [-1, 1]."""
     feedback: tuple[Feedback, ...] = ("delta", "B", "C", "mixer")
-    """What the previous output influences; the flag without values switches it off."""
+    """What depends on the previous output; the flag without values switches feedback off."""
     feedback_init: float = 0.1
     """Factor on the initial feedback weights."""
 
@@ -142,7 +142,7 @@ class TrainConfig:
                 )
 
 
-_MAX_SEED = MAX_SEED // 2  # a run uses two seeds of the task's: one to watch, one for the end
+_MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
 _FROM_ONE = (
     *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
     *("num_householder", "max_steps", "log_every", "eval_every", "eval_lengths", "final_lengths"),

@@ -1,4 +1,4 @@
-"""What a training run leaves behind: a table, metrics.json and accuracy.png."""
+"""The results of a training run: a table, metrics.json and accuracy.png."""
 
 import json
 import math
@@ -24,7 +24,7 @@ Scores = dict[str, dict[str, float]]
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of the packages on which the numbers depend."""
     others = {name: metadata.version(name) for name in ("torchdeq", "accelerate")}
     own = {"bedouin": bedouin.__version__, "torch": torch.__version__}
     return {"python": platform.python_version(), **own, **others}
@@ -38,7 +38,7 @@ def device_name(device: torch.device) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold (NaN, Inf) by None, at any depth."""
+    """Replace numbers that JSON cannot represent (NaN, Inf) by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -4,18 +4,18 @@ import math
 from typing import Literal
 
 Schedule = Literal["cosine", "linear", "hold"]
-HELD = 0.6
-"""Share of the steps for which "hold" keeps the full rate: seeds leave the plateau at different
-times, and a rate that has decayed by then holds the late ones back."""
+HOLD_SHARE = 0.6
+"""Share of the steps for which "hold" keeps the full rate. Seeds leave the plateau of the loss at
+different times, and a rate that has decayed by then slows down the late ones."""
 
 
 def decay(schedule: Schedule, step: int, warmup_steps: int, steps: int) -> float:
-    """Factor on the learning rate: linear warm-up, then down to zero; "hold" starts down late."""
+    """Factor on the learning rate: linear warm-up, then decay to zero, late for "hold"."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = (step - warmup_steps) / max(1, steps - warmup_steps)
     if schedule == "linear":
         return 1 - done
     if schedule == "hold":
-        done = max(0.0, (done - HELD) / (1 - HELD))
+        done = max(0.0, (done - HOLD_SHARE) / (1 - HOLD_SHARE))
     return (1 + math.cos(math.pi * done)) / 2

@@ -1,4 +1,4 @@
-"""How a training script ends: its exit status, and a message where a traceback would not help."""
+"""The exit status of a training script, and messages instead of tracebacks for user errors."""
 
 import os
 import shlex
@@ -13,9 +13,9 @@ from common.options import ConfigT, parse_config
 def run_script(main: Callable[[ConfigT], None], presets: Mapping[str, ConfigT]) -> None:
     """Read the command line and train.
 
-    Exit status: 2 for bad flags, 1 for what a message explains (checkpoint, folder, disk, loss),
-    130 and 143 after Ctrl-C and SIGTERM, with the command that continues. Other errors are ours and
-    keep their traceback.
+    Exit status: 2 for invalid flags; 1 for errors that the user can correct (checkpoint, folder,
+    disk, loss); 130 and 143 after Ctrl-C and SIGTERM, with the command that continues the run.
+    Other errors are bugs and keep their traceback.
     """
     config = parse_config(presets)
     try:
@@ -32,7 +32,7 @@ def run_script(main: Callable[[ConfigT], None], presets: Mapping[str, ConfigT]) 
 def resume_command() -> str:
     """The command line of this process with --resume.
 
-    A process of several does not know its launcher's options: they are left to the reader.
+    With several processes the options of `accelerate launch` are unknown and left out as "...".
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     words = ["accelerate", "launch", "...", *sys.argv] if several else sys.orig_argv

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from einops import rearrange
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -44,10 +45,10 @@ from common.schedule import decay
 
 
 def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
-    """Train, evaluate, write the results to the folder; returns what metrics.json holds.
+    """Train, evaluate and write the results to the folder; returns the content of metrics.json.
 
     Raises:
-        UsageError: a folder that cannot be written, or a checkpoint that is not of this run.
+        UsageError: a folder that cannot be written, or a checkpoint of another run.
         FileNotFoundError: nothing to resume.
         FloatingPointError: the training loss is no longer finite.
         Interrupted: Ctrl-C or SIGTERM, after the step was finished and a checkpoint written.
@@ -92,12 +93,12 @@ def train_steps(job: Job, run: Run, stop: StopRequest, started: float) -> None:
 
 
 def due(run: Run, every: int, config: TrainConfig) -> bool:
-    """Whether something that happens every so many steps happens now; always at the end."""
+    """Whether this step is a multiple of `every`, or the last one."""
     return run.step % every == 0 or run.step == config.steps
 
 
 def start_job(problem: Problem, config: TrainConfig) -> Job:
-    """Set threads and device, make the folder of the results.
+    """Set threads and device, and create the folder of the results.
 
     Raises:
         FileNotFoundError, UsageError: nothing to resume, or a folder that cannot be written.
@@ -131,24 +132,26 @@ def start_run(job: Job) -> Run:
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW; parameters marked `_no_weight_decay` are not decayed."""
     decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for parameter in model.parameters():
-        (spared if getattr(parameter, "_no_weight_decay", False) else decayed).append(parameter)
+        exempt = getattr(parameter, "_no_weight_decay", False)
+        (undecayed if exempt else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": spared, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
 
 
-def train_step(job: Job, run: Run, batch: Batch) -> Tensor:
-    """One optimizer step; returns the logits (b, t, v). Reads nothing from the device."""
+def train_step(job: Job, run: Run, batch: Batch) -> Tensor:  # (b, t, v)
+    """One optimizer step; returns the logits. Does not synchronize with the device."""
     config = job.config
     for group in run.optimizer.param_groups:
         factor = decay(config.schedule, run.step, config.warmup_steps, config.steps)
         group["lr"] = config.lr * factor
     logits: Tensor = run.model(batch.tokens)
-    loss = cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    tokens = rearrange(logits, "b t v -> (b t) v")
+    loss = cross_entropy(tokens, rearrange(batch.labels, "b t -> (b t)"))
     job.accelerator.backward(loss)
     job.accelerator.clip_grad_norm_(run.model.parameters(), job.config.clip)
     run.optimizer.step()
@@ -159,8 +162,13 @@ def train_step(job: Job, run: Run, batch: Batch) -> Tensor:
     return logits.detach()
 
 
-def progress(job: Job, run: Run, logits: Tensor, batch: Batch) -> dict[str, str]:
-    """What the progress bar shows, from the last batch; the loss is a mean since the last
+def progress(
+    job: Job,
+    run: Run,
+    logits: Tensor,  # (b, t, v)
+    batch: Batch,
+) -> dict[str, str]:
+    """The numbers of the progress bar, from the last batch; the loss is the mean since the last
     evaluation."""
     solved = solve_scores(layer_stats(run.model, job.accelerator), job.accelerator)
     return {
@@ -172,7 +180,7 @@ def progress(job: Job, run: Run, logits: Tensor, batch: Batch) -> dict[str, str]
 
 
 def record(job: Job, run: Run, scores: Scores) -> str:
-    """Append an evaluation to the history and decide about the early stop; returns a line to print.
+    """Append an evaluation to the history and decide about an early stop; returns a line to print.
 
     Raises:
         FloatingPointError: the training loss is no longer finite.
@@ -196,7 +204,7 @@ def announce(job: Job, bar: tqdm, line: str) -> None:
 
 
 def hidden(job: Job) -> bool | None:
-    """tqdm's `disable`: shown by the main process only, and there only on a terminal."""
+    """tqdm's `disable`: None shows the bar on a terminal only, for the main process."""
     return None if job.accelerator.is_main_process else True
 
 
@@ -223,7 +231,7 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
 
 
 def write_results(job: Job, run: Run, metrics: dict[str, Any], scores: Scores) -> None:
-    """The numbers, the figure and the weights."""
+    """Write the numbers, the figure and the weights."""
     folder, title, longest = job.folder, job.problem.title, max(job.problem.train_lengths)
     chance = chance_level(metrics["config"])
     with writing(folder / METRICS):

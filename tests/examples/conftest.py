@@ -1,4 +1,4 @@
-"""The scripts import each other as a script run from its folder does."""
+"""Lets tests import the scripts of examples/ as a script in that folder does."""
 
 import sys
 from pathlib import Path

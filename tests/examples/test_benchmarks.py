@@ -54,19 +54,25 @@ def test_under_autocast_the_layer_is_timed_too(tmp_path: Path) -> None:
 
 
 def test_a_failing_row_is_reported_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert bench.main(toy(tmp_path, rows=("direct", "lstm"), prepare_limit=1e-5)) == 1
+    found = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["status"] for row in found] == ["failed", "failed"]
+    assert capsys.readouterr().out.count("TimeoutError: gave up after 0 s") == 2
+
+
+def test_a_row_that_differs_from_the_reference_is_not_timed(tmp_path: Path) -> None:
     def broken(setting: Setting, shape: Shape) -> None:
         raise AssertionError("output: relative error 1")
 
-    rows = list(cases.CASES)
-    rows[0] = dataclasses.replace(rows[0], agrees=broken)
-    monkeypatch.setattr(cases, "CASES", tuple(rows))
-    assert bench.main(toy(tmp_path, rows=("direct", "lstm"))) == 1
-    found = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert [row["status"] for row in found] == ["failed", "measured"]
-    assert "not timed, it differs from the reference" in found[0]["reason"]
-    assert "relative error 1" in capsys.readouterr().out
+    context, case = bench.make_context(toy(tmp_path)), cases.CASES[0]
+    limits = bench.Limits(prepare=60, row=60, left=60)
+    case = dataclasses.replace(case, agrees=broken)
+    row = bench.run_row(context, case, Shape(2, 4), {}, limits)
+    assert row["status"] == "failed" and not row["numbers"]
+    for part in ("not timed, it differs from the reference", "relative error 1"):
+        assert part in row["reason"] and part in table.text_line(row)
 
 
 def test_no_row_starts_after_the_budget(tmp_path: Path) -> None:
@@ -91,9 +97,7 @@ def test_preparing_a_row_has_a_limit_of_its_own(tmp_path: Path) -> None:
     assert row["status"] == "failed" and row["reason"].startswith("TimeoutError: gave up")
 
 
-def test_warm_runs_every_row_once_and_prints_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_is_prepared_by_one_run_that_is_not_timed(tmp_path: Path) -> None:
     seen: list[tuple[int, bool]] = []
     direct = cases.CASES[0]
 
@@ -102,23 +106,19 @@ def test_warm_runs_every_row_once_and_prints_nothing(
         return direct.measure(context, shape)
 
     watched = dataclasses.replace(direct, measure=measure)
-    monkeypatch.setattr(cases, "CASES", (watched, *cases.CASES[1:]))
-    assert bench.main(toy(tmp_path, rows=("direct", "decode"), warm=True)) == 0
+    bench.prepare(bench.make_context(toy(tmp_path)), watched, Shape(2, 4), {}, 60)
     assert seen == [(0, False)]
+
+
+def test_warm_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(toy(tmp_path, rows=("direct", "decode"), warm=True)) == 0
     captured = capsys.readouterr()
     assert not captured.out and not captured.err and not (tmp_path / "r.json").exists()
 
 
-def test_warm_reports_what_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(context: Context, shape: Shape) -> Numbers:
-        raise RuntimeError("no such kernel")
-
-    first = dataclasses.replace(cases.CASES[0], measure=broken)
-    monkeypatch.setattr(cases, "CASES", (first, *cases.CASES[1:]))
-    assert bench.main(toy(tmp_path, rows=("direct",), warm=True)) == 1
-    assert "direct 2x4: RuntimeError: no such kernel" in capsys.readouterr().err
+def test_warm_reports_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(toy(tmp_path, rows=("direct",), warm=True, prepare_limit=1e-5)) == 1
+    assert "direct 2x4: TimeoutError: gave up" in capsys.readouterr().err
 
 
 def test_a_row_with_fewer_repeats_says_so(tmp_path: Path) -> None:
@@ -159,17 +159,23 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         toy(tmp_path, quick=True, rows=("direct",))
 
 
-def test_agreement_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = Setting(CPU, "float32", m=8, n=2, k=2)
-    agreement.direct_agrees(setting, Shape(2, 12))
-    true = Bedouin.forward
+class WrongLayer(Bedouin):
+    """A layer whose output is wrong unless it is the reference."""
 
-    def wrong(self: Any, x: torch.Tensor, *rest: Any) -> Any:
-        return true(self, x, *rest) * (1.001 if self.backend == "auto" else 1.0)
+    def forward(self, x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        factor = 1.0 if self.backend == "reference" else 1.001
+        return super().forward(x, *rest, **options) * factor
 
-    monkeypatch.setattr(Bedouin, "forward", wrong)
+
+class WrongSetting(Setting):
+    def layer(self, **options: Any) -> Bedouin:
+        return WrongLayer(self.m, d_state=self.n, num_householder=self.k, **options)
+
+
+def test_agreement_detects_a_wrong_result() -> None:
+    agreement.direct_agrees(Setting(CPU, "float32", m=8, n=2, k=2), Shape(2, 12))
     with pytest.raises(AssertionError, match="output: relative error"):
-        agreement.direct_agrees(setting, Shape(2, 12))
+        agreement.direct_agrees(WrongSetting(CPU, "float32", m=8, n=2, k=2), Shape(2, 12))
 
 
 def test_floor_is_the_larger_of_memory_and_products() -> None:

@@ -1,4 +1,4 @@
-"""The study script: models that take turns are the models of the stack; presets and results."""
+"""The study script: stacked and sequential models agree; presets and results."""
 
 import dataclasses
 import json

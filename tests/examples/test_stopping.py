@@ -1,5 +1,6 @@
-"""What ends a run early: signals, files and folders that cannot be used, a full disk."""
+"""Runs that end early: signals, unusable files and folders, a full disk."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 import train_a5
 import train_copy
+from bedouin.tasks import Batch, Stream
 from common import script, training
 from common.checkpoint import read_checkpoint
 from common.errors import Interrupted, UsageError
@@ -96,16 +98,19 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
         assert torch.equal(value, two["model"][name]), name
 
 
-def send_in_step(monkeypatch: pytest.MonkeyPatch, *signals: int, step: int = 1) -> None:
-    original = training.train_step
+def train_with_signals(
+    config: train_a5.WordProblemConfig, *signals: int, step: int = 1
+) -> dict[str, Any]:
+    """Train; the process gets the signals while the batch of a step is drawn."""
+    problem = train_a5.word_problem(config)
 
-    def interrupted(job: Any, run: Any, batch: Any) -> torch.Tensor:
-        if run.step == step:
+    def train_batch(rows: Stream, now: int) -> Batch:
+        if now == step:
             for signum in signals:
                 signal.raise_signal(signum)
-        return original(job, run, batch)
+        return problem.train_batch(rows, now)
 
-    monkeypatch.setattr(training, "train_step", interrupted)
+    return training.train(dataclasses.replace(problem, train_batch=train_batch), config)
 
 
 @contextmanager
@@ -120,49 +125,40 @@ def handled(signum: int, handler: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_the_step_is_finished_and_handlers_are_restored(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    signum: signal.Signals,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], signum: signal.Signals
 ) -> None:
-    send_in_step(monkeypatch, signum)
     with (
         handled(signum, signal.default_int_handler),
         pytest.raises(Interrupted, match="after step 2 of 4, saved in .*checkpoint.pt") as stop,
     ):
-        train_a5.main(small(tmp_path, checkpoint_every=100))
+        train_with_signals(small(tmp_path, checkpoint_every=100), signum)
     assert stop.value.signum == signum
     assert read_checkpoint(tmp_path / "checkpoint.pt")["step"] == 2
     assert "finishing the step, then saving" in capfd.readouterr().err
 
 
-def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    send_in_step(monkeypatch, signal.SIGINT, signal.SIGINT)
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     with (
         handled(signal.SIGINT, signal.default_int_handler),
         pytest.raises(KeyboardInterrupt) as stop,
     ):
-        train_a5.main(small(tmp_path))
+        train_with_signals(small(tmp_path), signal.SIGINT, signal.SIGINT)
     assert not isinstance(stop.value, Interrupted)
     assert not (tmp_path / "checkpoint.pt").exists()
 
 
-def test_an_ignored_signal_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    send_in_step(monkeypatch, signal.SIGINT)
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     with handled(signal.SIGINT, signal.SIG_IGN):
-        train_a5.main(small(tmp_path))
+        train_with_signals(small(tmp_path), signal.SIGINT)
     assert metrics(tmp_path)["steps"] == 4
 
 
-def test_a_signal_in_the_last_step_leaves_the_evaluation_to_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send_in_step(monkeypatch, signal.SIGINT, step=3)
+def test_a_signal_in_the_last_step_leaves_the_evaluation_to_the_next_start(tmp_path: Path) -> None:
     with (
         handled(signal.SIGINT, signal.default_int_handler),
         pytest.raises(Interrupted, match="after step 4 of 4"),
     ):
-        train_a5.main(small(tmp_path))
+        train_with_signals(small(tmp_path), signal.SIGINT, step=3)
     assert not (tmp_path / "metrics.json").exists()
     train_a5.main(small(tmp_path, resume=True))
     assert metrics(tmp_path)["steps"] == 4
@@ -347,16 +343,18 @@ def test_the_checkpoint_of_another_script_is_named(tmp_path: Path, finished: byt
     ids=["file", "below a file", "below a device", "proc", "a result is a folder"],
 )
 def test_a_folder_that_cannot_be_written_is_found_at_the_start(
-    tmp_path: Path,
-    make: Callable[[Path], Path],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, make: Callable[[Path], Path], reason: str
 ) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "taken" / "model.safetensors").mkdir(parents=True)
-    monkeypatch.setattr(training, "start_run", pytest.fail)
+    config = small(make(tmp_path))
+
+    def train_batch(rows: Stream, now: int) -> Batch:
+        pytest.fail("the training has started")
+
+    problem = dataclasses.replace(train_a5.word_problem(config), train_batch=train_batch)
     with pytest.raises(UsageError, match=rf"^--out must be a folder .*{reason}.*another one$"):
-        train_a5.main(small(make(tmp_path)))
+        training.train(problem, config)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -397,6 +395,15 @@ def test_a_checkpoint_that_does_not_fit(tmp_path: Path, size: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_that_does_not_fit_leaves_the_previous_one(tmp_path: Path) -> None:
+    train_a5.main(small(tmp_path))
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    with largest_file(len(before) // 2), pytest.raises(OSError, match="File too large"):
+        train_a5.main(small(tmp_path))
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not (tmp_path / "checkpoint.tmp").exists()
+
+
 @pytest.mark.parametrize("name", ["metrics.json", "accuracy.png"])
 def test_results_that_do_not_fit(tmp_path: Path, finished: bytes, name: str) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(finished)
@@ -405,11 +412,9 @@ def test_results_that_do_not_fit(tmp_path: Path, finished: bytes, name: str) -> 
         train_a5.main(small(tmp_path, resume=True))
 
 
-def test_weights_that_do_not_fit(
-    tmp_path: Path, finished: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_do_not_fit(tmp_path: Path, finished: bytes) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(finished)
-    monkeypatch.setattr(training, "save_figure", lambda *args, **options: None)
+    (tmp_path / "accuracy.png").symlink_to("/dev/null")  # the figure is larger than the limit, too
     with (
         largest_file(8000),
         pytest.raises(OSError, match="model.safetensors could not be written: .*File too large"),

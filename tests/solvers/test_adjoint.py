@@ -1,4 +1,4 @@
-"""Gradients at a fixed point: exact ones agree, cheap ones point the same way.
+"""Gradients at a fixed point: exact ones agree, biased ones have a similar direction.
 
 Letters: b batch, c values of a sample.
 """

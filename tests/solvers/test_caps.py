@@ -1,4 +1,4 @@
-"""Caps: what one training call may cost, drawn from (seed, number of the call) alone."""
+"""Caps: draws depend only on the seed and the number of the call."""
 
 import pickle
 import statistics

@@ -1,4 +1,4 @@
-"""Direct: one sweep, its statistics, and the maps it refuses."""
+"""Direct: one sweep, its statistics, and the maps that it rejects."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Picard: what it returns, when it stops, and what a sample or a token may not see.
+"""Picard: what it returns, when it stops, and independence of samples and tokens.
 
 Letters: b batch, t tokens, c values of a token.
 """

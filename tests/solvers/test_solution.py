@@ -1,4 +1,4 @@
-"""What a solve returns: residuals, outcome, and the sentence that the user reads."""
+"""What a solve returns: residuals, outcome and message."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""`solve` on any tensor function: what every solver returns, reports and refuses.
+"""`solve` on any tensor function: results, reports and errors of every solver.
 
 Letters: b batch, t tokens, c values of a token.
 """

@@ -1,4 +1,4 @@
-"""Anderson and Broyden through torchdeq: convergence, counting, and what the adapter mends.
+"""Anderson and Broyden through torchdeq: convergence, counting, and corrections of torchdeq.
 
 Letters: b batch, t tokens, c values of a token.
 """

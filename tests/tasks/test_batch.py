@@ -1,4 +1,4 @@
-"""Accuracies by hand: masks, logits and ids, rows without labels, messages."""
+"""Accuracies against values computed by hand: masks, logits and ids, rows without labels."""
 
 import pytest
 import torch

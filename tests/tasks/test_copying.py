@@ -28,7 +28,7 @@ tasks = st.builds(
 
 
 def expected_labels(row: str) -> str:
-    """The mask rule in plain Python: the answers of whole samples, one place to the left."""
+    """The mask rule in plain Python: the answers of whole samples, shifted left by one."""
     blanks = [" "] * len(row)
     for found in re.finditer(r"\$([a-z]+)\|\1\.", row):
         for place in range(found.start() + len(found[1]) + 2, found.end()):
@@ -120,7 +120,7 @@ def test_accuracies_count_letters_only() -> None:
     task = Copying()
     _, labels = task.sample_eval(4, 5, stream("test", 0))
     predicted = labels.clamp(min=0)
-    predicted[labels == task.symbols.index(".")] = 0  # a wrong end costs nothing
+    predicted[labels == task.symbols.index(".")] = 0  # a wrong final `.` does not count
     assert task.character_accuracy(predicted, labels).item() == 1.0
     assert task.string_accuracy(predicted, labels).item() == 1.0
     predicted[0, 6] = (predicted[0, 6] + 1) % 26

@@ -1,4 +1,4 @@
-"""Streams: seeds that never meet, and the rule that puts every sequence into one split."""
+"""Streams: disjoint seeds, and the rule that assigns every sequence to one split."""
 
 import copy
 import io
