@@ -191,7 +191,7 @@ def test_blocks_of_channels_and_of_tokens(method: type[Any]) -> None:
     from bedouin.kernels.iteration.launch import LIMITS, Limits
     from bedouin.kernels.iteration.steps import FusedIteration
 
-    setting = Setting(t=5, d=20, n=4)
+    setting = Setting(b=1, t=3, d=9, n=4)
     f, rule = setting.map(setting.inputs(), "triton"), method(rtol=0.2, atol=0.0).rule()
     found = []
     for limits in (LIMITS, Limits(states=2, decide_tile=2, decide_tokens=2)):
