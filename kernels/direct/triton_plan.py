@@ -36,17 +36,41 @@ class Plan:
     separate: bool  # no program has a tile and samples
 
 
-def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
-    """The plan for products of a matrix (m, v) of W's dtype with b vectors on W's device.
+@dataclass(frozen=True)
+class Device:
+    """What a plan depends on; None programs: Triton's interpreter, one program after the other."""
+
+    programs: int | None  # that run at the same time if each occupies a whole multiprocessor
+    shared_memory: int  # bytes that one program can have
+
+    @staticmethod
+    def of(device: torch.device) -> "Device":
+        """The properties of a GPU, or of Triton's interpreter."""
+        if interpreter_is_on():
+            return Device(None, 232448)
+        properties = torch.cuda.get_device_properties(device)
+        shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return Device(properties.multi_processor_count, shared_memory)
+
+
+def plan_product(
+    m: int,
+    v: int,
+    W: Tensor,  # (m, v) or (v, m)
+    b: int,
+    device: Device | None = None,  # None: W's
+) -> Plan | None:
+    """The plan for products of a matrix (m, v) of W's dtype with b vectors.
 
     None if there is none: then the products are computed by torch, between launches.
 
     Every program keeps one tile in shared memory from token to token. A matrix with more tiles than
     the device has multiprocessors would be read again for every token, which torch does faster.
     """
-    if W.dtype == torch.float64 and not interpreter_is_on():
+    device = Device.of(W.device) if device is None else device
+    if W.dtype == torch.float64 and device.programs is not None:
         return None
-    shared = _shared_memory(W.device)
+    shared = _shared_memory(device)
     if shared is None:
         return None
     tile_bytes, vector_bytes = shared
@@ -64,28 +88,23 @@ def plan_product(m: int, v: int, W: Tensor, b: int) -> Plan | None:
     splits = ceil_div(v, columns)
     tiles = ceil_div(m, block_m) * splits
     sizes = (block_m, block_k, columns // block_k, block_b, splits)
-    if interpreter_is_on():
+    if device.programs is None:
         # programs run one after the other: two that wait for each other would never finish
         return Plan(1, *sizes, one_tile=tiles == 1, separate=False)
-    programs = multiprocessors(W.device)
-    if tiles > programs or (size > 2 and columns > 256):
+    if tiles > device.programs or (size > 2 and columns > 256):
         return None
-    return Plan(programs, *sizes, one_tile=True, separate=tiles + b <= programs)
+    separate = tiles + b <= device.programs
+    return Plan(device.programs, *sizes, one_tile=True, separate=separate)
 
 
-def _shared_memory(device: torch.device) -> tuple[int, int] | None:
+def _shared_memory(device: Device) -> tuple[int, int] | None:
     """Bytes for a tile and for vectors; None if the smallest choice does not fit the device."""
-    available = 232448
-    if not interpreter_is_on():
-        properties = torch.cuda.get_device_properties(device)
-        available = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    fitting = (v for v in SHARED_MEMORY if sum(v) * 1024 + REDUCTIONS <= available)
+    available = device.shared_memory - REDUCTIONS
+    fitting = (v for v in SHARED_MEMORY if sum(v) * 1024 <= available)
     chosen = next(fitting, None)
     return None if chosen is None else (chosen[0] * 1024, chosen[1] * 1024)
 
 
 def multiprocessors(device: torch.device) -> int:
     """Programs that run at the same time if each occupies a whole multiprocessor."""
-    if interpreter_is_on():
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return Device.of(device).programs or 1

@@ -1,57 +1,53 @@
-"""How products with W^y are spread over persistent programs, for devices that are not here."""
+"""How products with W^y are spread over persistent programs, on given devices."""
 
-from types import SimpleNamespace
+import itertools
 
 import pytest
 import torch
 
 planning = pytest.importorskip("bedouin.kernels.direct.triton_plan")
 
-H100 = {"multi_processor_count": 132, "shared_memory_per_block_optin": 232448}
-A100 = {"multi_processor_count": 108, "shared_memory_per_block_optin": 166912}
-SMALL = {"multi_processor_count": 46, "shared_memory_per_block_optin": 101376}
-OLD = {"multi_processor_count": 80, "shared_memory_per_block_optin": 49152}
+H100, A100 = planning.Device(132, 232448), planning.Device(108, 166912)
+SMALL, OLD = planning.Device(46, 101376), planning.Device(80, 49152)
+DEVICES = {"h100": H100, "a100": A100, "small": SMALL, "old": OLD}
+BATCHES, WIDTHS = (1, 8, 16, 64, 128, 200), (6, 128, 1000, 1024)
+WIDEST = {
+    ("h100", torch.bfloat16): 1024,
+    ("h100", torch.float32): 128,
+    ("a100", torch.bfloat16): 1024,
+    ("a100", torch.float32): 128,
+    ("small", torch.bfloat16): 128,
+    ("small", torch.float32): 128,
+    ("old", torch.bfloat16): 0,  # not enough shared memory
+    ("old", torch.float32): 0,
+}
+"""The largest of WIDTHS that has a plan; in float32 a wide tile would be unrolled too far."""
 
 
-@pytest.fixture(params=[H100, A100, SMALL, OLD], ids=["h100", "a100", "small", "old"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU's properties, seen by the plan of a compiled kernel."""
-    properties = SimpleNamespace(**request.param)
-    monkeypatch.setattr(planning, "interpreter_is_on", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return properties
+@pytest.mark.parametrize(("device", "dtype"), WIDEST)
+def test_a_plan_exists_up_to_a_width_and_fits_the_device(device: str, dtype: torch.dtype) -> None:
+    properties, size = DEVICES[device], dtype.itemsize
+    for b, d in itertools.product(BATCHES, WIDTHS):
+        r = 5 * d + 36
+        plan = planning.plan_product(r, d, torch.empty(1, dtype=dtype), b, properties)
+        assert (plan is not None) == (d <= WIDEST[device, dtype]), (b, d)
+        if plan is None:
+            continue
+        tile = plan.block_m * plan.block_k * plan.chunks
+        vectors = plan.block_k * plan.block_b * (2 if plan.chunks > 1 else 1)
+        assert (tile + vectors) * size <= properties.shared_memory
+        tiles = -(-r // plan.block_m) * plan.splits
+        assert tiles <= plan.programs == properties.programs
+        assert plan.block_k * plan.chunks * plan.splits >= d
+        assert plan.separate == (tiles + b <= plan.programs)
+        # otherwise warpgroups would repeat each other's products
+        assert plan.chunks == 1 or plan.block_m == planning.MAX_ROWS or size > 2
 
 
-@pytest.mark.parametrize("b", [1, 8, 16, 64, 128, 200])
-@pytest.mark.parametrize("d", [6, 128, 1000, 1024])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_plan_fits_the_device(
-    device: SimpleNamespace, b: int, d: int, dtype: torch.dtype
-) -> None:
-    r = 5 * d + 36
-    W = torch.empty(1, dtype=dtype)
-    plan = planning.plan_product(r, d, W, b)
-    if plan is None:
-        return
-    size = W.element_size()
-    tile = plan.block_m * plan.block_k * plan.chunks
-    vectors = plan.block_k * plan.block_b * (2 if plan.chunks > 1 else 1)
-    assert (tile + vectors) * size <= device.shared_memory_per_block_optin
-    tiles = -(-r // plan.block_m) * plan.splits
-    assert tiles <= plan.programs == device.multi_processor_count
-    assert plan.block_k * plan.chunks * plan.splits >= d
-    assert plan.separate == (tiles + b <= plan.programs)
-    # or warpgroups would repeat each other's products
-    assert plan.chunks == 1 or plan.block_m == planning.MAX_ROWS or size > 2
-
-
-def test_the_size_of_the_paper_is_persistent_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(**H100)
-    monkeypatch.setattr(planning, "interpreter_is_on", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+def test_the_size_of_the_paper_is_persistent_on_an_h100() -> None:
     W = torch.empty(1, dtype=torch.bfloat16)
     for b in (8, 16, 64, 128):
-        assert planning.plan_product(5156, 1024, W, b) is not None
-        assert planning.plan_product(1024, 5184, W, b) is not None
+        assert planning.plan_product(5156, 1024, W, b, H100) is not None
+        assert planning.plan_product(1024, 5184, W, b, H100) is not None
     # in float32 a tile would be unrolled over too many columns
-    assert planning.plan_product(5156, 1024, W.float(), 8) is None
+    assert planning.plan_product(5156, 1024, W.float(), 8, H100) is None
