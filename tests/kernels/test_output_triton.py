@@ -100,7 +100,8 @@ def test_a_program_takes_many_tokens(norm: bool, device: str) -> None:
 
     o = draw(3, 67, 65, device, norm=norm)
     names = ("y", "x", "D", "gate", "fed", "z", "weight")
-    operands, grad = OutputOperands(*(o.get(name) for name in names)), torch.ones_like(o["y"])
+    tensors: list[Any] = [o.get(name) for name in names]
+    operands, grad = OutputOperands(*tensors), torch.ones_like(o["y"])
     few = output_backward(grad, operands, 1e-5, most_programs=3)
     _, *expected = summed_gradients(o)
     for name, ours, theirs in zip(("y", "x", "gate", "sums"), few, expected, strict=True):

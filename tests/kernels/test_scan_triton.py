@@ -68,8 +68,8 @@ def launched(operands: ScanOperands, limits: Any, **options: Any) -> list[Tensor
 
     chosen = ScanOptions(**options)
     y, h, kept = scan_forward(operands, chosen, keep=True, limits=limits)
-    weights = (_weights(v).to(v.dtype) for v in (y, h))
-    return [y, h, *scan_backward(*weights, kept, operands, chosen, limits=limits)]
+    grad_y, grad_h = _weights(y).to(y.dtype), _weights(h).to(h.dtype)
+    return [y, h, *scan_backward(grad_y, grad_h, kept, operands, chosen, limits=limits)]
 
 
 def _weights(v: Tensor) -> Tensor:
@@ -144,7 +144,8 @@ def test_scattered_operands(device: str) -> None:
     wide = torch.cat([operands.B, operands.C, operands.x, operands.delta], -1)
     B, C, x, delta = wide.split([3, 3, 4, 4], -1)
     check(ScanOperands(x, delta, operands.A.mT.contiguous().mT, B, C, operands.h0, operands.D))
-    check(ScanOperands(*(v.mT.contiguous().mT if v.dim() > 1 else v for v in operands)))
+    tensors: list[Any] = list(operands)
+    check(ScanOperands(*(v.mT.contiguous().mT if v.dim() > 1 else v for v in tensors)))
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
@@ -157,7 +158,8 @@ def test_without_state_and_skip(device: str) -> None:
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_output_alone_has_gradients(output: int, device: str) -> None:
-    leaves: list[Any] = [v.requires_grad_() for v in draw(2, 18, 3, 2, device)]
+    drawn: list[Any] = list(draw(2, 18, 3, 2, device))
+    leaves = [v.requires_grad_() for v in drawn]
     grads = [
         torch.autograd.grad(selective_scan(*leaves, backend=b)[output].sum(), leaves[:2])
         for b in ("triton", "reference")
@@ -167,7 +169,8 @@ def test_one_output_alone_has_gradients(output: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 def test_gradients_are_once_differentiable(device: str) -> None:
-    leaves: list[Any] = [v.requires_grad_() for v in draw(1, 3, 2, 2, device)]
+    drawn: list[Any] = list(draw(1, 3, 2, 2, device))
+    leaves = [v.requires_grad_() for v in drawn]
     y, _ = selective_scan(*leaves, backend="triton")
     (grad,) = torch.autograd.grad(y.sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once differentiable"):
@@ -186,7 +189,7 @@ class KeptMemories(TorchDispatchMode):
     """Shapes of the memories that scans store for their backward."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(
@@ -265,7 +268,8 @@ def test_peak_memory_is_far_below_one_tensor_of_all_states() -> None:
     results(operands, "triton")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    leaves: list[Any] = [v.detach().requires_grad_() for v in operands]
+    tensors: list[Any] = list(operands)
+    leaves = [v.detach().requires_grad_() for v in tensors]
     sum(v.sum() for v in selective_scan(*leaves, backend="triton")).backward()  # type: ignore[union-attr]
     all_states = 2 * 4096 * 64 * 64 * 4
     assert torch.cuda.max_memory_allocated() - before < all_states / 2
