@@ -1,0 +1,14 @@
+"""Other mixing layers with the interface of `Bedouin`, for comparisons."""
+
+from bedouin.baselines.attention import Attention, AttentionState
+from bedouin.baselines.lstm import LSTM, LSTMState
+from bedouin.baselines.mamba import Mamba, MambaState
+
+__all__ = [
+    "LSTM",
+    "Attention",
+    "AttentionState",
+    "LSTMState",
+    "Mamba",
+    "MambaState",
+]
