@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bedouin import baselines
-from bedouin.baselines import LSTM, Attention, Mamba
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.baselines.interface import Baseline
 from bedouin.model import SequenceModel
 
@@ -24,6 +24,10 @@ KINDS: list[Any] = [
         "lstm_conv": partial(LSTM, d_conv=3),
         "mamba": Mamba,
         "mamba_plain": partial(Mamba, d_conv=None, eigenvalues="full"),
+        "delta_net": DeltaNet,
+        "delta_net_gated": partial(DeltaNet, gated=True, d_conv=None),
+        "delta_product": DeltaProduct,
+        "delta_product_gated": partial(DeltaProduct, gated=True, num_householder=3, expand_v=1.5),
         "attention": Attention,
         "attention_conv": partial(Attention, d_conv=4, rope_base=None),
     }.items()
@@ -184,7 +188,7 @@ def test_wrong_states(kind: Kind) -> None:
     with pytest.raises(TypeError, match=r"state must be a \w+State or None, got tuple: make one"):
         layer(x, tuple(state))
     with pytest.raises(TypeError, match="state must not be None"):
-        layer.step(x[:, 0], None)  # type: ignore[arg-type]
+        layer.step(x[:, 0], None)
     with pytest.raises(ValueError, match=r"state.conv must have shape \(2, .*got \(3, "):
         layer(x, layer.init_state(3))
     with pytest.raises(ValueError, match="must have dtype torch.float32, got torch.float64: use"):
@@ -212,6 +216,15 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (Mamba, {"eigenvalues": "negative"}, ValueError, "eigenvalues must be one of ('positive', "),
     (Mamba, {"backend": "cuda"}, ValueError, "backend must be one of ('auto', 'triton', "),
     (Mamba, {"bias": None}, TypeError, "bias must be True or False, got None"),
+    (DeltaNet, {"gated": 1}, TypeError, "gated must be True or False, got 1"),
+    (DeltaNet, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3: choose"),
+    (DeltaNet, {"expand_v": 0.1}, ValueError, "expand_v * head_dim must be at least 1, got 0.1"),
+    (DeltaNet, {"output_gate": 0}, TypeError, "output_gate must be True or False, got 0"),
+    (DeltaNet, {"backend": "triton"}, ValueError, "backend must be one of ('auto', 'torch', 'fla"),
+    (DeltaProduct, {"num_householder": 0}, ValueError, "num_householder must be at least 1, got 0"),
+    (DeltaProduct, {"eigenvalues": "any"}, ValueError, "eigenvalues must be one of ('positive', "),
+    (DeltaProduct, {"norm_eps": 0.0}, ValueError, "norm_eps must be finite and > 0, got 0.0"),
+    (DeltaProduct, {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
     (Attention, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3: choose"),
     (Attention, {"num_heads": 8}, ValueError, "got d_model / num_heads = 1: choose another"),
     (Attention, {"rope_base": -1.0}, ValueError, "rope_base must be finite and > 0, got -1.0"),

@@ -10,7 +10,7 @@ from bedouin.baselines import LSTM, LSTMState
 
 def recurrence(layer: LSTM, x: Tensor, state: LSTMState) -> Tensor:
     """The outputs (b, t, m) of inputs (b, t, m), without convolution, token by token."""
-    W, U, b, b_U = layer.lstm._flat_weights
+    W, U, b, b_U = layer.lstm.parameters()
     h, c = state.h, state.c
     outputs = []
     for x_t in x.unbind(1):

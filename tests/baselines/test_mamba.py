@@ -58,7 +58,7 @@ def test_initial_values_are_the_authors() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.interpreter
 def test_triton_scan_equals_the_reference(autocast: bool) -> None:
-    layers = [Mamba(4, d_state=2, backend=backend) for backend in ("triton", "reference")]  # type: ignore[arg-type]
+    layers = [Mamba(4, d_state=2, backend=backend) for backend in ("triton", "reference")]
     layers[1].load_state_dict(layers[0].state_dict())
     u = torch.randn(2, 5, 4)
     results = []

@@ -117,11 +117,11 @@ class Attention(Baseline[AttentionState]):
             q, k = (rotate(u, s, self.rope_base) for u in (q, k))
         keys = torch.cat([state.keys, k.to(self.state_dtype)], dim=1)
         values = torch.cat([state.values, v.to(self.state_dtype)], dim=1)
-        o = F.scaled_dot_product_attention(
-            *(u.to(q.dtype).transpose(1, 2) for u in (q, keys, values)),
-            attn_mask=_mask(t, s, x.device) if s and t > 1 else None,
-            is_causal=s == 0 and t > 1,
-        )
+        query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
+        # is_causal compares positions from the first key on, so it holds without earlier tokens only
+        mask = _mask(t, s, x.device) if s and t > 1 else None
+        causal = s == 0 and t > 1
+        o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
         return output, AttentionState(window, owned(keys), owned(values))
 
@@ -144,9 +144,9 @@ def rotate(
     half = x.shape[-1] // 2
     with without_autocast(x.device):
         first, second = at_least_float32(x).chunk(2, -1)
-        angles = {"dtype": first.dtype, "device": x.device}
-        frequency = base ** (-torch.arange(half, **angles) / half)
-        position = torch.arange(start, start + x.shape[1], **angles)
+        dtype, device = first.dtype, x.device
+        frequency = base ** (-torch.arange(half, dtype=dtype, device=device) / half)
+        position = torch.arange(start, start + x.shape[1], dtype=dtype, device=device)
         angle = (position.unsqueeze(-1) * frequency).unsqueeze(1)  # (t, 1, p/2)
         cos, sin = angle.cos(), angle.sin()
         rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

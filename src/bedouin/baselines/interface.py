@@ -79,10 +79,11 @@ class Baseline(nn.Module, ABC, Generic[StateT]):
         """The state before any token: zeros on the layer's device."""
         check_batch_size(batch_size)
         device, dtype = self.out_proj.weight.device, self.state_dtype
-        return self._make_state(
+        state: StateT = self._make_state(
             torch.zeros(batch_size, *(n or 0 for n in size), dtype=dtype, device=device)
             for size in self._state_sizes().values()
         )
+        return state
 
     @property
     def state_dtype(self) -> torch.dtype:
