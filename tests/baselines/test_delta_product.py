@@ -1,5 +1,6 @@
 """DeltaProduct and DeltaNet: the layer written out; n - 1 reflections compose any permutation."""
 
+import math
 from collections.abc import Callable
 from itertools import permutations
 from typing import Any
@@ -119,7 +120,7 @@ def before_silu(value: float) -> float:
     low, high = (0.0, 2.0) if value >= 0 else (-1.278, 0.0)
     for _ in range(60):
         middle = (low + high) / 2
-        below = middle / (1 + 2.718281828459045**-middle) < value
+        below = middle / (1 + math.exp(-middle)) < value
         low, high = (middle, high) if below else (low, middle)
     return low
 

@@ -136,6 +136,24 @@ def test_bfloat16(kind: Kind, autocast: bool) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
+@pytest.mark.gpu
+@every_kind
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gpu_gives_what_the_cpu_gives(kind: Kind, autocast: bool) -> None:
+    layer = kind(64)
+    on_gpu = copy.deepcopy(layer).to("cuda")
+    x, results = torch.randn(3, 70, 64), []
+    for one, u in ((layer, x), (on_gpu, x.cuda())):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            first, state = one(u[:, :40], return_state=True)
+            y = torch.cat([first, one(u[:, 40:], state)], dim=1).float()
+        y.square().sum().backward()
+        results.append([y.cpu(), *(p.grad.cpu() for p in one.parameters() if p.grad is not None)])
+    for on_cpu, value in zip(*results, strict=True):
+        # cuDNN's LSTM multiplies in TensorFloat32
+        assert (on_cpu - value).norm() < (0.05 if autocast else 5e-3) * on_cpu.norm()
+
+
 @every_kind
 def test_reset_parameters_draws_all_anew(kind: Kind) -> None:
     torch.manual_seed(1)

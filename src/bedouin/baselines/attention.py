@@ -109,7 +109,11 @@ class Attention(Baseline[AttentionState]):
             )
         return state
 
-    def _run(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: AttentionState,
+    ) -> tuple[Tensor, AttentionState]:  # (b, t, m)
         qkv, window = self.conv(self.in_proj(x), state.conv)
         q, k, v = rearrange(qkv, "b t (i h p) -> i b t h p", i=3, h=self.num_heads)
         t, s = x.shape[1], state.keys.shape[1]
@@ -118,7 +122,7 @@ class Attention(Baseline[AttentionState]):
         keys = torch.cat([state.keys, k.to(self.state_dtype)], dim=1)
         values = torch.cat([state.values, v.to(self.state_dtype)], dim=1)
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
-        # is_causal compares positions from the first key on, so it holds without earlier tokens only
+        # is_causal aligns query 0 with key 0, so it is right only without earlier tokens
         mask = _mask(t, s, x.device) if s and t > 1 else None
         causal = s == 0 and t > 1
         o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)

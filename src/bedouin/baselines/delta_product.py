@@ -150,7 +150,11 @@ class DeltaProduct(Baseline[DeltaState]):
         memory = self.num_heads, self.head_dim, self.value_dim
         return {"conv": self.conv.window_size, "memory": memory}
 
-    def _run(self, x: Tensor, state: DeltaState) -> tuple[Tensor, DeltaState]:
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: DeltaState,
+    ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         qkv, window = self.conv(qkv, state.conv)
         low = qkv.dtype

@@ -64,7 +64,12 @@ def delta_rule(
     return delta_rule_chunked(inputs, memory)
 
 
-def _takes_fla(query: Tensor, dtype: torch.dtype, backend: DeltaBackend) -> bool:
+def _takes_fla(
+    query: Tensor,  # (b, t, h, p)
+    dtype: torch.dtype,
+    backend: DeltaBackend,
+) -> bool:
+    """Whether `delta_rule` calls flash-linear-attention; ValueError where it must and cannot."""
     fits = query.is_cuda and dtype in FLA_DTYPES
     if backend == "fla" and not fits:
         raise ValueError(
@@ -77,7 +82,10 @@ def _takes_fla(query: Tensor, dtype: torch.dtype, backend: DeltaBackend) -> bool
     return backend == "fla"
 
 
-def delta_rule_reference(inputs: DeltaInputs, memory: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule_reference(
+    inputs: DeltaInputs,
+    memory: Tensor,  # (b, h, p, v)
+) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
     """`delta_rule` as a loop over tokens and Householder steps: the specification."""
     query, key, value, beta, log_decay = inputs
     outputs = []
@@ -94,8 +102,11 @@ def delta_rule_reference(inputs: DeltaInputs, memory: Tensor) -> tuple[Tensor, T
 
 
 def delta_rule_chunked(
-    inputs: DeltaInputs, memory: Tensor, *, chunk_steps: int = CHUNK_STEPS
-) -> tuple[Tensor, Tensor]:
+    inputs: DeltaInputs,
+    memory: Tensor,  # (b, h, p, v)
+    *,
+    chunk_steps: int = CHUNK_STEPS,
+) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
     """`delta_rule` in chunks of tokens with `chunk_steps` Householder steps, or a token.
 
     With G_i the decay from the start of the chunk to step i, the memory after step i is
@@ -143,8 +154,12 @@ def delta_rule_chunked(
     return rearrange(torch.cat(outputs, dim=2), "b h t v -> b t h v")[:, :t], memory
 
 
-def _chunks(tensor: Tensor, c: int, pattern: str) -> Tensor:
-    """`tensor` (b, t, ...) rearranged in chunks of c tokens; the last is filled up with zeros,
+def _chunks(
+    tensor: Tensor,  # (b, t, ...)
+    c: int,
+    pattern: str,
+) -> Tensor:
+    """`tensor` rearranged in chunks of c tokens; the last is filled up with zeros,
     which neither decay nor write."""
     missing = -tensor.shape[1] % c
     if missing:
@@ -163,8 +178,10 @@ def _ratio(
 
 
 def delta_rule_fla(
-    inputs: DeltaInputs, memory: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    inputs: DeltaInputs,
+    memory: Tensor,  # (b, h, p, v)
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
     """`delta_rule` by the kernels of flash-linear-attention, with products in `dtype`."""
     from fla.ops.gated_delta_product import chunk_gated_delta_product
 

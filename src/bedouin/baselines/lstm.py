@@ -40,6 +40,7 @@ class LSTM(Baseline[LSTMState]):
         i, f, g, o = W x_t + U h_{t-1} + bias
         c_t = sigmoid(f) * c_{t-1} + sigmoid(i) * tanh(g),   h_t = sigmoid(o) * tanh(c_t)
 
+    torch.compile breaks its graph at torch.nn.LSTM unless torch._dynamo.config.allow_rnn is set.
     Source: Long Short-Term Memory (Hochreiter and Schmidhuber, 1997).
 
     Args:
@@ -75,7 +76,11 @@ class LSTM(Baseline[LSTMState]):
     def _state_sizes(self) -> Sizes:
         return {"conv": self.conv.window_size, "h": (self.d_inner,), "c": (self.d_inner,)}
 
-    def _run(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: LSTMState,
+    ) -> tuple[Tensor, LSTMState]:  # (b, t, m)
         x, window = self.conv(x, state.conv)
         if self.conv.width is not None:
             x = F.silu(x)

@@ -113,7 +113,11 @@ class Mamba(Baseline[MambaState]):
     def _state_sizes(self) -> Sizes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
 
-    def _run(self, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: MambaState,
+    ) -> tuple[Tensor, MambaState]:  # (b, t, m)
         x, z = self.in_proj(x).chunk(2, -1)
         x, window = self.conv(x, state.conv)
         x = F.silu(x)
@@ -124,11 +128,11 @@ class Mamba(Baseline[MambaState]):
             delta = F.softplus(at_least_float32(raw) + at_least_float32(self.dt_proj.bias))
             A = -torch.exp(at_least_float32(self.A_log))
             y, ssm = selective_scan(
-                *(x, delta, A, B, C, state.ssm, self.D.to(x.dtype)),
+                *(x, delta, A, B, C, state.ssm, self.D),
                 eigenvalues=self.eigenvalues,
                 backend=self.backend,
             )
-        output = self.out_proj(y * F.silu(z))
+        output = self.out_proj(y.to(z.dtype) * F.silu(z))
         return output, MambaState(window, owned(ssm))
 
     def extra_repr(self) -> str:
