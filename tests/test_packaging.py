@@ -22,6 +22,7 @@ FOLDERS = {
 # The parts of bedouin that the modules under a prefix may import; the longest prefix applies.
 ALLOWED = {
     "bedouin": ("bedouin",),
+    "bedouin.baselines": ("bedouin.baselines", "bedouin.checks", "bedouin.kernels"),
     "bedouin.tasks": ("bedouin.tasks",),
     "bedouin.kernels": ("bedouin.kernels",),
     "bedouin.solvers": ("bedouin.kernels", "bedouin.solvers"),
@@ -146,6 +147,16 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert "bedouin.decoding" in graph["bedouin.layer"]
     assert "bedouin.kernels.direct" in graph["bedouin.fixed_point_map"]
     TopologicalSorter(graph).prepare()  # CycleError names the circle
+
+
+def test_the_library_does_not_import_its_baselines() -> None:
+    found = [
+        f"{module}: {imported}"
+        for module, path in modules()
+        for imported in imports_in(path.read_text())
+        if is_below(imported, "bedouin.baselines") and not is_below(module, "bedouin.baselines")
+    ]
+    assert not found
 
 
 def test_tasks_import_only_torch_and_einops() -> None:

@@ -1,0 +1,19 @@
+"""Other mixing layers with the interface of `Bedouin`, for comparisons."""
+
+from bedouin.baselines.attention import Attention, AttentionState
+from bedouin.baselines.delta_net import DeltaNet
+from bedouin.baselines.delta_product import DeltaProduct, DeltaState
+from bedouin.baselines.lstm import LSTM, LSTMState
+from bedouin.baselines.mamba import Mamba, MambaState
+
+__all__ = [
+    "LSTM",
+    "Attention",
+    "AttentionState",
+    "DeltaNet",
+    "DeltaProduct",
+    "DeltaState",
+    "LSTMState",
+    "Mamba",
+    "MambaState",
+]

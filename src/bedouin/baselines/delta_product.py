@@ -1,0 +1,201 @@
+"""DeltaProduct: a linear RNN whose transitions are products of Householder matrices.
+
+Letters: b batch, t time, m d_model, h heads, k num_householder, p key channels and v value channels
+of a head, w convolution width.
+"""
+
+from typing import Any, NamedTuple, get_args
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bedouin.baselines.delta_rule import (
+    DeltaBackend,
+    DeltaInputs,
+    check_delta_backend,
+    delta_rule,
+)
+from bedouin.baselines.interface import Baseline, Sizes, each, owned
+from bedouin.baselines.options import (
+    at_least_float32,
+    expanded,
+    factory_options,
+    head_size,
+    mark,
+    positive_number,
+    reset_dt_bias,
+)
+from bedouin.baselines.short_convolution import ShortConvolution
+from bedouin.checks import check_bool, one_of, positive_int
+from bedouin.kernels.backend import without_autocast
+from bedouin.kernels.scan import Eigenvalues
+
+UNIT_EPS = 1e-6
+"""Under the root of the norm of queries and keys, as in flash-linear-attention."""
+
+A_MAX = 16.0
+"""The largest initial exp(A_log) of a gated layer, as in Gated DeltaNet."""
+
+
+class DeltaState(NamedTuple):
+    """conv: (b, w - 1, h (p + k p + k v)), the last inputs of the convolution; memory:
+    (b, h, p, v); at least float32."""
+
+    conv: Tensor
+    memory: Tensor
+
+    def detach(self) -> "DeltaState":
+        """The state without its gradient history: truncated back-propagation through time."""
+        return DeltaState(*each(self, Tensor.detach))
+
+    def to(self, *args: Any, **options: Any) -> "DeltaState":
+        """Both tensors through `Tensor.to`."""
+        return DeltaState(*each(self, lambda v: v.to(*args, **options)))
+
+    def __getitem__(self, index: Any) -> "DeltaState":  # type: ignore[override]
+        """Samples of the batch: state[2:5], state[mask]; state[i] is one, without batch axis."""
+        return DeltaState(*each(self, lambda v: v[index]))
+
+
+class DeltaProduct(Baseline[DeltaState]):
+    """DeltaProduct, (b, t, m) -> (b, t, m): k delta-rule steps a token and head,
+
+        S <- alpha_t S,  then for j = 1 ... k:  S <- (I - beta_j k_j k_j^T) S + beta_j k_j v_j^T
+        out = out_proj(norm(S^T q / sqrt(p)) * SiLU(g))
+
+    where q, k, v = SiLU(conv(proj(x))), queries and keys have unit length, and norm is an RMSNorm
+    of each head. Source: DeltaProduct (arXiv 2502.10297); projections, options and their defaults
+    are those of flash-linear-attention's GatedDeltaProduct, but for the sizes of the heads.
+
+    Args:
+        num_householder: k.
+        gated: whether there is a decay alpha_t = exp(-exp(A_log) softplus(a_proj(x) + dt_bias)) for
+            each head, as in Gated DeltaNet (arXiv 2412.06464).
+        eigenvalues: of I - beta k k^T; "positive": beta = sigmoid(b_proj(x)), so in [0, 1];
+            "full": beta = 2 sigmoid(b_proj(x)), so in [-1, 1].
+        num_heads: h.
+        head_dim: p; None: d_model / num_heads.
+        expand_v: v is expand_v * p.
+        output_gate: whether there is a gate SiLU(g), g = g_proj(x).
+        d_conv: width of the short convolution; None: no convolution, SiLU stays.
+        backend: "torch": plain torch; "fla": the kernels of flash-linear-attention, on a GPU in
+            bfloat16 or float16; "auto": "fla" where that is possible and the package is installed.
+    """
+
+    state_type = DeltaState
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_householder: int = 2,
+        gated: bool = False,
+        eigenvalues: Eigenvalues = "full",
+        num_heads: int = 4,
+        head_dim: int | None = None,
+        expand_v: float = 2,
+        output_gate: bool = True,
+        d_conv: int | None = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        backend: DeltaBackend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, dtype)
+        check_bool("gated", gated)
+        check_bool("output_gate", output_gate)
+        check_delta_backend(backend)
+        self.gated, self.backend = gated, backend
+        self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
+        self.norm_eps = positive_number("norm_eps", norm_eps)
+        h = self.num_heads = positive_int("num_heads", num_heads)
+        k = self.num_householder = positive_int("num_householder", num_householder)
+        p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
+        v = expanded("expand_v", expand_v, "head_dim", p)
+        self.head_dim, self.value_dim = p, v
+        self._sizes = [h * p, k * h * p, k * h * v]
+
+        factory = factory_options(device, dtype)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(d_model, size, bias=False, **factory) for size in self._sizes
+        )
+        self.b_proj = nn.Linear(d_model, k * h, bias=False, **factory)
+        self.conv = ShortConvolution(sum(self._sizes), d_conv, bias=conv_bias, **factory)
+        self.a_proj = nn.Linear(d_model, h, bias=False, **factory) if gated else None
+        if gated:
+            self.A_log = nn.Parameter(torch.empty(h, **factory))
+            self.dt_bias = nn.Parameter(torch.empty(h, **factory))
+        self.g_proj = nn.Linear(d_model, h * v, bias=False, **factory) if output_gate else None
+        self.norm_weight = nn.Parameter(torch.empty(v, **factory))
+        self.out_proj = nn.Linear(h * v, d_model, bias=False, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in self.children():
+            assert isinstance(module, nn.Linear | ShortConvolution)
+            module.reset_parameters()
+        nn.init.ones_(self.norm_weight)
+        if self.gated:
+            with torch.no_grad():
+                # exp(A_log) is uniform in (0, 16]: rand may be 0, whose logarithm is not finite
+                self.A_log.copy_(torch.log(A_MAX * (1 - torch.rand_like(self.A_log))))
+            reset_dt_bias(self.dt_bias)
+            for parameter in (self.A_log, self.dt_bias):
+                mark(parameter, "_no_weight_decay")
+
+    def _state_sizes(self) -> Sizes:
+        memory = self.num_heads, self.head_dim, self.value_dim
+        return {"conv": self.conv.window_size, "memory": memory}
+
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: DeltaState,
+    ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        qkv, window = self.conv(qkv, state.conv)
+        low = qkv.dtype
+        rates = self.b_proj(x), None if self.a_proj is None else self.a_proj(x)
+        with without_autocast(x.device):
+            inputs = self._inputs(at_least_float32(F.silu(qkv)), *rates)
+            o, memory = delta_rule(inputs, state.memory, low, self.backend)
+            o = F.rms_norm(o, (self.value_dim,), None, self.norm_eps)
+            o = rearrange(o * self.norm_weight, "b t h v -> b t (h v)").to(low)
+        if self.g_proj is not None:
+            o = o * F.silu(self.g_proj(x))
+        return self.out_proj(o), DeltaState(window, owned(memory))
+
+    def _inputs(
+        self,
+        qkv: Tensor,  # (b, t, h p + k h p + k h v)
+        b_raw: Tensor,  # (b, t, k h)
+        a_raw: Tensor | None,  # (b, t, h)
+    ) -> DeltaInputs:
+        """Unit queries and keys, values, beta and the decay, in at least float32."""
+        q, k, v = qkv.split(self._sizes, -1)
+        heads = {"k": self.num_householder, "h": self.num_heads}
+        q = rearrange(q, "b t (h p) -> b t h p", h=self.num_heads)
+        k, v = (rearrange(u, "b t (k h p) -> b t k h p", **heads) for u in (k, v))
+        beta = torch.sigmoid(rearrange(at_least_float32(b_raw), "b t (k h) -> b t k h", **heads))
+        if self.eigenvalues == "full":
+            beta = 2 * beta
+        decay = None
+        if a_raw is not None:
+            dt = F.softplus(at_least_float32(a_raw) + at_least_float32(self.dt_bias))
+            decay = -torch.exp(at_least_float32(self.A_log)) * dt
+        return DeltaInputs(_unit(q), _unit(k), v, beta, decay)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.d_model}, num_householder={self.num_householder}, gated={self.gated}, "
+            f"eigenvalues={self.eigenvalues!r}, num_heads={self.num_heads}, "
+            f"head_dim={self.head_dim}, value_dim={self.value_dim}"
+        )
+
+
+def _unit(x: Tensor) -> Tensor:  # (..., p) -> (..., p)
+    """x / |x|, with an eps that keeps the gradient finite at x = 0."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)

@@ -1,0 +1,148 @@
+"""The interface that every baseline has, that of `Bedouin`: forward, step, init_state.
+
+Letters: b batch, t time, m d_model.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.baselines.options import check_input
+from bedouin.checks import check_batch_size, check_dtype, check_tensor, positive_int
+
+StateT = TypeVar("StateT", bound=tuple[Any, ...])
+
+Sizes = dict[str, tuple[int | None, ...]]
+"""The shape of each tensor of a state without its batch axis; None: any length."""
+
+
+class Baseline(nn.Module, ABC, Generic[StateT]):
+    """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state.
+
+    A subclass names the type of its state, the sizes of the state's tensors, and computes outputs
+    and the state after the last token.
+    """
+
+    state_type: ClassVar[type[tuple[Any, ...]]]
+
+    out_proj: nn.Linear
+    """The last layer of every baseline; its weight has the layer's dtype and device."""
+
+    def __init__(self, d_model: int, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        self.d_model = positive_int("d_model", d_model)
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+
+    @abstractmethod
+    def _state_sizes(self) -> Sizes:
+        """The sizes of the state's tensors, in the order of its fields."""
+
+    @abstractmethod
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m), neither empty
+        state: StateT,
+    ) -> tuple[Tensor, StateT]:  # (b, t, m)
+        """The outputs and the state after the last token, which owns its memory."""
+
+    def forward(self, x: Tensor, state: StateT | None = None, return_state: bool = False) -> Any:
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state).
+
+        A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
+        rounding. Raises TypeError for integer or foreign dtypes, ValueError for wrong shapes,
+        devices and states.
+        """
+        check_input(x, 3, self.d_model, self.out_proj.weight)
+        output, new_state = self._checked_run(x, state)
+        return (output, new_state) if return_state else output
+
+    def step(
+        self,
+        x_t: Tensor,  # (b, m)
+        state: StateT,
+    ) -> tuple[Tensor, StateT]:  # (b, m)
+        """One token. Raises as `forward` does."""
+        check_input(x_t, 2, self.d_model, self.out_proj.weight)
+        if state is None:
+            raise TypeError("state must not be None: make one with init_state(batch_size)")
+        output, new_state = self._checked_run(x_t.unsqueeze(1), state)
+        return output.squeeze(1), new_state
+
+    def init_state(self, batch_size: int) -> StateT:
+        """The state before any token: zeros on the layer's device."""
+        check_batch_size(batch_size)
+        device, dtype = self.out_proj.weight.device, self.state_dtype
+        state: StateT = self._make_state(
+            torch.zeros(batch_size, *(n or 0 for n in size), dtype=dtype, device=device)
+            for size in self._state_sizes().values()
+        )
+        return state
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the state: at least float32."""
+        return torch.promote_types(self.out_proj.weight.dtype, torch.float32)
+
+    def _make_state(self, tensors: Any) -> Any:
+        return self.state_type(*tensors)
+
+    def _checked_run(self, x: Tensor, state: StateT | None) -> tuple[Tensor, StateT]:
+        b = x.shape[0]
+        state = self.init_state(b) if state is None else self._checked_state(state, b)
+        if not x.numel():
+            return x.clone(), state
+        return self._run(x, state)
+
+    def _checked_state(self, state: StateT, b: int) -> StateT:
+        """`state` with a batch axis; TypeError or ValueError where it does not fit the layer."""
+        name = self.state_type.__name__
+        if not isinstance(state, self.state_type):
+            raise TypeError(
+                f"state must be a {name} or None, got {type(state).__name__}: make one with "
+                "init_state(batch_size)"
+            )
+        sizes = self._state_sizes()
+        for field, tensor in zip(sizes, state, strict=True):
+            axes = ", ".join("any" if n is None else str(n) for n in sizes[field])
+            check_tensor(f"state.{field}", tensor, f"(b, {axes})")
+        if all(v.dim() == len(size) for v, size in zip(state, sizes.values(), strict=True)):
+            state = self._make_state(v.unsqueeze(0) for v in state)
+        for (field, size), tensor in zip(sizes.items(), state, strict=True):
+            self._check_field(f"state.{field}", tensor, (b, *size))
+        return state
+
+    def _check_field(self, name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+        pairs = zip(tensor.shape, shape, strict=False)
+        if tensor.dim() != len(shape) or any(n not in (None, size) for size, n in pairs):
+            expected = ", ".join("any" if n is None else str(n) for n in shape)
+            raise ValueError(
+                f"{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one with "
+                "init_state(batch_size) or select samples with state[...]"
+            )
+        if tensor.dtype != self.state_dtype:
+            raise ValueError(
+                f"{name} must have dtype {self.state_dtype}, got {tensor.dtype}: "
+                f"use state.to({self.state_dtype})"
+            )
+        device = self.out_proj.weight.device
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} must be on {device}, got {tensor.device}: use state.to(device)"
+            )
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """A copy where autograd may have saved the tensor: a state may be written in place."""
+    return tensor.clone() if tensor.requires_grad else tensor
+
+
+def each(state: tuple[Tensor, ...], method: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """`method` of every tensor of a state."""
+    return [method(tensor) for tensor in state]

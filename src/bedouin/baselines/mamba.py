@@ -1,0 +1,142 @@
+"""Mamba: a selective diagonal state-space model.
+
+Letters: b batch, t time, m d_model, d d_inner, n d_state, r dt_rank, w convolution width.
+"""
+
+import math
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bedouin.baselines.interface import Baseline, Sizes, each, owned
+from bedouin.baselines.options import (
+    at_least_float32,
+    expanded,
+    factory_options,
+    mark,
+    reset_dt_bias,
+)
+from bedouin.baselines.short_convolution import ShortConvolution
+from bedouin.checks import check_bool, one_of, positive_int
+from bedouin.kernels.backend import Backend, check_backend, without_autocast
+from bedouin.kernels.scan import Eigenvalues, selective_scan
+
+
+class MambaState(NamedTuple):
+    """conv: (b, w - 1, d), the last inputs of the convolution; ssm: (b, d, n); at least float32."""
+
+    conv: Tensor
+    ssm: Tensor
+
+    def detach(self) -> "MambaState":
+        """The state without its gradient history: truncated back-propagation through time."""
+        return MambaState(*each(self, Tensor.detach))
+
+    def to(self, *args: Any, **options: Any) -> "MambaState":
+        """Both tensors through `Tensor.to`."""
+        return MambaState(*each(self, lambda v: v.to(*args, **options)))
+
+    def __getitem__(self, index: Any) -> "MambaState":  # type: ignore[override]
+        """Samples of the batch: state[2:5], state[mask]; state[i] is one, without batch axis."""
+        return MambaState(*each(self, lambda v: v[index]))
+
+
+class Mamba(Baseline[MambaState]):
+    """Mamba-1's block on Bedouin's selective scan, (b, t, m) -> (b, t, m).
+
+        x, z = in_proj(u);  x = SiLU(conv(x));  dt, B, C = x_proj(x);  Delta = softplus(dt_proj(dt))
+        h_t = lambda_t * h_{t-1} + (Delta_t * x_t) B_t^T,  lambda_t = exp(-exp(A_log) Delta_t)
+        out = out_proj(SiLU(z) * (h C + D * x))
+
+    Source: Mamba (arXiv 2312.00752); parameters, their names and initial values are the authors'.
+
+    Args:
+        expand: d_inner is expand * d_model.
+        d_conv: width of the short convolution; None: no convolution, SiLU stays.
+        dt_rank: rank of the projection to Delta; None: ceil(d_model / 16).
+        eigenvalues: "positive": lambda in [0, 1]; "full": 2 lambda - 1 in [-1, 1]
+            (Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, 2411.12537).
+        backend: implementation of the scan: "auto", "triton" or "reference".
+    """
+
+    state_type = MambaState
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        d_conv: int | None = 4,
+        expand: float = 2,
+        dt_rank: int | None = None,
+        eigenvalues: Eigenvalues = "positive",
+        conv_bias: bool = True,
+        bias: bool = False,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, dtype)
+        factory = factory_options(device, dtype)
+        check_bool("bias", bias)
+        check_backend(backend)
+        self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
+        self.backend, self.d_state = backend, positive_int("d_state", d_state)
+        default_rank = math.ceil(d_model / 16)
+        self.dt_rank = default_rank if dt_rank is None else positive_int("dt_rank", dt_rank)
+        d = self.d_inner = expanded("expand", expand, "d_model", d_model)
+        self.in_proj = nn.Linear(d_model, 2 * d, bias=bias, **factory)
+        self.conv = ShortConvolution(d, d_conv, bias=conv_bias, **factory)
+        self.x_proj = nn.Linear(d, self.dt_rank + 2 * d_state, bias=False, **factory)
+        self.dt_proj = nn.Linear(self.dt_rank, d, **factory)
+        self.A_log = nn.Parameter(torch.empty(d, d_state, **factory))
+        self.D = nn.Parameter(torch.empty(d, **factory))
+        self.out_proj = nn.Linear(d, d_model, bias=bias, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in (self.in_proj, self.conv, self.x_proj, self.out_proj):
+            module.reset_parameters()
+        bound = self.dt_rank**-0.5
+        nn.init.uniform_(self.dt_proj.weight, -bound, bound)
+        reset_dt_bias(self.dt_proj.bias)
+        with torch.no_grad():
+            n = torch.arange(1, self.d_state + 1, device=self.D.device)
+            self.A_log.copy_(at_least_float32(n).log().expand_as(self.A_log))
+            self.D.fill_(1.0)
+        mark(self.A_log, "_no_weight_decay")
+        mark(self.D, "_no_weight_decay")
+        mark(self.dt_proj.bias, "_no_reinit")
+
+    def _state_sizes(self) -> Sizes:
+        return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
+
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: MambaState,
+    ) -> tuple[Tensor, MambaState]:  # (b, t, m)
+        x, z = self.in_proj(x).chunk(2, -1)
+        x, window = self.conv(x, state.conv)
+        x = F.silu(x)
+        n = self.d_state
+        dt, B, C = self.x_proj(x).split([self.dt_rank, n, n], -1)
+        raw = F.linear(dt, self.dt_proj.weight)
+        with without_autocast(x.device):
+            delta = F.softplus(at_least_float32(raw) + at_least_float32(self.dt_proj.bias))
+            A = -torch.exp(at_least_float32(self.A_log))
+            y, ssm = selective_scan(
+                *(x, delta, A, B, C, state.ssm, self.D),
+                eigenvalues=self.eigenvalues,
+                backend=self.backend,
+            )
+        output = self.out_proj(y.to(z.dtype) * F.silu(z))
+        return output, MambaState(window, owned(ssm))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
+            f"dt_rank={self.dt_rank}, eigenvalues={self.eigenvalues!r}"
+        )

@@ -1,0 +1,73 @@
+"""The short causal convolution that Mamba and DeltaNet put before their recurrence.
+
+Letters: b batch, t time, c channels, w width.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bedouin.baselines.options import factory_options
+from bedouin.checks import check_bool, positive_int
+
+
+class ShortConvolution(nn.Module):
+    """y_t = sum_i weight[:, i] * x_{t - w + 1 + i} + bias for each channel by itself.
+
+    A width of None is the identity. The state is the window of the last w - 1 inputs.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        channels: int,
+        width: int | None,
+        *,
+        bias: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_bool("conv_bias", bias)
+        self.channels = channels
+        self.width = None if width is None else positive_int("d_conv", width)
+        factory = factory_options(device, dtype)
+        self.weight = self.bias = None
+        if self.width is not None:
+            self.weight = nn.Parameter(torch.empty(channels, self.width, **factory))
+            self.bias = nn.Parameter(torch.empty(channels, **factory)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as torch.nn.Conv1d does."""
+        for parameter in (self.weight, self.bias):
+            if parameter is not None and self.width is not None:
+                bound = 1 / math.sqrt(self.width)
+                nn.init.uniform_(parameter, -bound, bound)
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """(w - 1, c): the shape of the state of one sample."""
+        return (self.width or 1) - 1, self.channels
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, c)
+        window: Tensor,  # (b, w - 1, c)
+    ) -> tuple[Tensor, Tensor]:
+        """The convolved x (b, t, c) and the window after the last token, in the window's dtype."""
+        if self.weight is None:
+            return x, window
+        padded = torch.cat([window.to(x.dtype), x], dim=1)
+        weight = self.weight.unsqueeze(1)
+        y = F.conv1d(padded.mT, weight, self.bias, groups=self.channels).mT
+        # a copy: a view would keep all of `padded` alive
+        kept = padded[:, x.shape[1] :].clone()
+        return y, kept.to(window.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, width={self.width}, bias={self.bias is not None}"

@@ -1,0 +1,116 @@
+"""The delta rule: loop, definition, chunks and the kernels of flash-linear-attention agree."""
+
+import re
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin.baselines.delta_rule import (
+    DeltaInputs,
+    delta_rule,
+    delta_rule_chunked,
+    delta_rule_fla,
+    delta_rule_reference,
+)
+
+B, H, P, V = 2, 3, 4, 5
+
+
+def draw(t: int, k: int, *, gated: bool, beta_max: float = 2.0) -> tuple[DeltaInputs, Tensor]:
+    """Random inputs in float64 and a random memory, all with gradients."""
+    key = torch.randn(B, t, k, H, P, dtype=torch.float64)
+    inputs = DeltaInputs(
+        torch.randn(B, t, H, P, dtype=torch.float64).requires_grad_(),
+        (key / key.norm(dim=-1, keepdim=True)).requires_grad_(),
+        torch.randn(B, t, k, H, V, dtype=torch.float64).requires_grad_(),
+        (beta_max * torch.rand(B, t, k, H, dtype=torch.float64)).requires_grad_(),
+        (-3 * torch.rand(B, t, H, dtype=torch.float64)).requires_grad_() if gated else None,
+    )
+    return inputs, torch.randn(B, H, P, V, dtype=torch.float64).requires_grad_()
+
+
+def results(pair: tuple[Tensor, Tensor], inputs: DeltaInputs, memory: Tensor) -> list[Tensor]:
+    """Outputs, last memory, and the gradients of a sum that weighs both unevenly."""
+    weights = [torch.linspace(-1, 2, v.numel()).view_as(v).to(v) for v in pair]
+    loss = torch.stack([(v * w).sum() for v, w in zip(pair, weights, strict=True)]).sum()
+    leaves = [v for v in (*inputs, memory) if v is not None]
+    return [*pair, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_loop_equals_the_matrices(gated: bool) -> None:
+    inputs, memory = draw(3, 2, gated=gated)
+    query, key, value, beta, log_decay = inputs
+    o, last = delta_rule_reference(inputs, memory)
+    S, eye = memory, torch.eye(P, dtype=torch.float64)
+    for t in range(3):
+        S = S if log_decay is None else log_decay[:, t, :, None, None].exp() * S
+        for j in range(2):
+            row, b = key[:, t, j].unsqueeze(-1), beta[:, t, j, :, None, None]
+            S = (eye - b * row @ row.mT) @ S + b * row @ value[:, t, j].unsqueeze(-2)
+        torch.testing.assert_close(o[:, t], (S.mT @ query[:, t].unsqueeze(-1)).squeeze(-1) / P**0.5)
+    torch.testing.assert_close(last, S)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("t", "k", "chunk_steps"),
+    [(1, 1, 64), (7, 1, 3), (9, 2, 6), (5, 3, 1), (8, 4, 16), (40, 2, 64)],
+)
+def test_chunks_equal_the_loop(t: int, k: int, chunk_steps: int, gated: bool) -> None:
+    inputs, memory = draw(t, k, gated=gated)
+    expected = results(delta_rule_reference(inputs, memory), inputs, memory)
+    chunked = delta_rule_chunked(inputs, memory, chunk_steps=chunk_steps)
+    torch.testing.assert_close(results(chunked, inputs, memory), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_chunks_survive_a_decay_to_zero_and_equal_keys() -> None:
+    inputs, memory = draw(30, 2, gated=True)
+    key = inputs.key[:, :1, :1].expand_as(inputs.key)
+    decay = torch.full((B, 30, H), -500.0, dtype=torch.float64)
+    for log_decay in (decay, None):
+        hard = inputs._replace(key=key, beta=torch.full_like(inputs.beta, 2.0), log_decay=log_decay)
+        pair = delta_rule_chunked(hard, memory)
+        torch.testing.assert_close(pair, delta_rule_reference(hard, memory), rtol=1e-9, atol=1e-9)
+
+
+def test_full_eigenvalues_keep_the_norm_of_a_memory() -> None:
+    inputs, memory = draw(20, 2, gated=False)
+    still = inputs._replace(
+        value=torch.zeros_like(inputs.value), beta=torch.full_like(inputs.beta, 2)
+    )
+    _, last = delta_rule_chunked(still, memory)
+    torch.testing.assert_close(last.mT @ last, memory.mT @ memory)
+
+
+def test_fla_needs_a_gpu_and_low_precision() -> None:
+    inputs, memory = draw(3, 1, gated=False)
+    message = "needs a CUDA device and bfloat16 or float16, got cpu and torch.float64: use"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        delta_rule(inputs, memory, torch.float64, "fla")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_fla_equals_the_loop(k: int, gated: bool) -> None:
+    def unit(*shape: int) -> Tensor:
+        return torch.nn.functional.normalize(torch.randn(*shape, device="cuda"), dim=-1)
+
+    b, t, h, p, v = 2, 100, 2, 32, 64
+    leaves = DeltaInputs(
+        unit(b, t, h, p).requires_grad_(),
+        unit(b, t, k, h, p).requires_grad_(),
+        torch.randn(b, t, k, h, v, device="cuda").requires_grad_(),
+        (2 * torch.rand(b, t, k, h, device="cuda")).requires_grad_(),
+        (-torch.rand(b, t, h, device="cuda")).requires_grad_() if gated else None,
+    )
+    memory = torch.randn(b, h, p, v, device="cuda").requires_grad_()
+    expected = results(delta_rule_reference(leaves, memory), leaves, memory)
+    got = results(delta_rule_fla(leaves, memory, torch.bfloat16), leaves, memory)
+    for ours, theirs in zip(expected, got, strict=True):
+        # the kernels' products are in bfloat16: eight bits of each of hundreds of summands
+        assert (ours - theirs).norm() < 0.03 * ours.norm()

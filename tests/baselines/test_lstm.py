@@ -1,0 +1,35 @@
+"""LSTM: equal to the recurrence written out."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bedouin.baselines import LSTM, LSTMState
+
+
+def recurrence(layer: LSTM, x: Tensor, state: LSTMState) -> Tensor:
+    """The outputs (b, t, m) of inputs (b, t, m), without convolution, token by token."""
+    W, U, b, b_U = layer.lstm.parameters()
+    h, c = state.h, state.c
+    outputs = []
+    for x_t in x.unbind(1):
+        i, f, g, o = (x_t @ W.T + b + h @ U.T + b_U).chunk(4, -1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        outputs.append(h @ layer.out_proj.weight.T)
+    return torch.stack(outputs, dim=1)
+
+
+@pytest.mark.parametrize("d_conv", [None, 3])
+def test_equals_the_recurrence(d_conv: int | None) -> None:
+    layer = LSTM(4, expand=1.5, d_conv=d_conv, dtype=torch.float64)
+    assert layer.d_inner == 6
+    x = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
+    state = LSTMState(*(torch.randn_like(v) for v in layer.init_state(2)))
+    driven = x if d_conv is None else F.silu(layer.conv(x, state.conv)[0])
+    expected, y = recurrence(layer, driven, state), layer(x, state)
+    torch.testing.assert_close(y, expected)
+    inputs = [x, *layer.parameters()]
+    grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
+    torch.testing.assert_close(*grads)
