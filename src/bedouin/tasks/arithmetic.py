@@ -50,9 +50,10 @@ class ModularArithmetic:
     Negative Eigenvalues, arXiv 2411.12537; Fixed-Point RNNs): m = 5, lengths uniform from 3 to 40
     in training and from 40 to 256 in the test (`min_length=3, length=40`, then
     `min_length=40, length=256`), scaled accuracy with `chance=1/m`. The lengths of their code
-    count the answer, which is no token here, and with brackets a padding token. Results are not
-    uniform when there is multiplication: 0 is more frequent than 1/m, so an answer that is always
-    0 scores above zero.
+    count the answer, which is no token here, and with brackets a padding token.
+
+    With brackets and multiplication the values are not uniform: for m = 5, lengths 40 to 256, 0 has
+    probability 0.30, so an answer that is always 0 has a scaled accuracy of 0.12.
 
     Args:
         modulus: m, at least 2. The digits are 0 to m - 1, one token each, also above 10.
@@ -172,6 +173,8 @@ class ModularArithmetic:
         operators = torch.randint(most, shape, generator=rng, device=rng.device)
         last = (is_digit * torch.arange(width, device=rng.device)).amax(-1, keepdim=True)  # (b, 1)
         prefix = self._expression(digits.scatter(-1, last, 0), operators, layout)
+        # Without the padding, so that a row is in the same split whatever it is padded to.
+        prefix = prefix.masked_fill(layout.kind == Kind.NOTHING, 0)
         drawn = draw_last(row_hash(prefix), self.modulus, split, rng)
         digits = digits.scatter(-1, last, drawn.unsqueeze(-1))
         evaluate = bracketed_value if self.brackets else flat_value
@@ -191,7 +194,7 @@ class ModularArithmetic:
     ) -> Tensor:
         """Tokens (b, t) of expressions, padding behind them."""
         kind = layout.kind
-        tokens = torch.where(kind == Kind.DIGIT, digits, self._id("_"))
+        tokens = digits.masked_fill(kind != Kind.DIGIT, self._id("_"))
         tokens = torch.where(kind == Kind.OPERATOR, self.modulus + operators, tokens)
         if not self.brackets:
             return tokens

@@ -45,7 +45,7 @@ def flat_layout(
 ) -> Layout:
     """Digits at even positions, operators at odd ones."""
     position = torch.arange(width, device=lengths.device).expand(len(lengths), -1)
-    kind = torch.where(position % 2 == 0, Kind.DIGIT, Kind.OPERATOR)
+    kind = torch.full_like(position, Kind.DIGIT).masked_fill(position % 2 == 1, Kind.OPERATOR)
     return Layout(kind.masked_fill(position >= lengths, Kind.NOTHING), position, depth=0)
 
 
@@ -66,7 +66,7 @@ def bracketed_layout(
     position = torch.arange(width, device=lengths.device).expand(len(lengths), -1)
     draws = torch.randint(2**62, position.shape, generator=rng, device=rng.device)
     start = torch.zeros_like(position)  # of the undivided span around a position
-    size = torch.where(position < lengths, lengths, 0)  # of that span; 0 where none is left
+    size = lengths * (position < lengths)  # of that span; 0 where none is left
     kind, right = torch.zeros_like(position), torch.zeros_like(position)
     depth = max_depth(width)
     for rounds in range(depth):
