@@ -7,6 +7,7 @@ train, test = stream("train", seed=0), stream("test", seed=0)
 tokens, labels = task.sample(128, train)       # two (b, t) int64 tensors
 """
 
+from bedouin.tasks.arithmetic import ModularArithmetic
 from bedouin.tasks.batch import IGNORE, Batch, sequence_accuracy, token_accuracy
 from bedouin.tasks.copying import Copying
 from bedouin.tasks.group import (
@@ -15,8 +16,11 @@ from bedouin.tasks.group import (
     cyclic,
     dihedral,
     direct_product,
+    generating_set,
     symmetric,
 )
+from bedouin.tasks.metrics import last_position_accuracy, scale_accuracy, scaled_accuracy
+from bedouin.tasks.parity import Parity
 from bedouin.tasks.streams import Split, Stream, stream
 from bedouin.tasks.word_problem import WordProblem
 
@@ -25,6 +29,8 @@ __all__ = [
     "Batch",
     "Copying",
     "Group",
+    "ModularArithmetic",
+    "Parity",
     "Split",
     "Stream",
     "WordProblem",
@@ -32,6 +38,10 @@ __all__ = [
     "cyclic",
     "dihedral",
     "direct_product",
+    "generating_set",
+    "last_position_accuracy",
+    "scale_accuracy",
+    "scaled_accuracy",
     "sequence_accuracy",
     "stream",
     "symmetric",

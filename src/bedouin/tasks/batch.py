@@ -18,6 +18,10 @@ class Batch(NamedTuple):
     tokens: Tensor  # (b, t) int64
     labels: Tensor  # (b, t) int64, IGNORE at positions without a label
 
+    def to(self, device: torch.device | str | None) -> "Batch":
+        """The same batch on a device; itself for None."""
+        return self if device is None else Batch(self.tokens.to(device), self.labels.to(device))
+
 
 def token_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
     """Fraction of the labels that are predicted correctly, without synchronization.

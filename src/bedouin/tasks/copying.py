@@ -134,7 +134,7 @@ class Copying:
             device=generator.device,
         )
         letters = self._draw_strings(lengths, self.max_length, split, generator)
-        return _moved(self._render(letters, lengths, self.context_len), device)
+        return self._render(letters, lengths, self.context_len).to(device)
 
     def sample_eval(
         self,
@@ -167,7 +167,7 @@ class Copying:
             missing = max(0, self.context_len - tokens.shape[-1])
             tokens = pad(tokens, (0, missing), value=self.symbols.index("."))
             labels = pad(labels, (0, missing), value=IGNORE)
-        return _moved(Batch(tokens, labels), device)
+        return Batch(tokens, labels).to(device)
 
     def character_accuracy(
         self,
@@ -242,8 +242,3 @@ class Copying:
         answered = (local >= length + 2) & (end <= context_len)
         labels = tokens.masked_fill(~answered, IGNORE)
         return Batch(tokens, pad(labels[:, 1:], (0, 1), value=IGNORE))
-
-
-def _moved(batch: Batch, device: torch.device | str | None) -> Batch:
-    """The batch on `device`; None: where it is."""
-    return batch if device is None else Batch(batch.tokens.to(device), batch.labels.to(device))

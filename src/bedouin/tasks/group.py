@@ -6,6 +6,7 @@ Products are read from left to right, like a sequence of tokens: `g · h` is "fi
 Letters: b batch, t time.
 """
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ Permutation = tuple[int, ...]
 MAX_ORDER: Final = 1024
 """The largest order of a group; its multiplication table has order² entries (S6 has order 720)."""
 
+_MAX_TRIES: Final = 1000
 _FORMS: Final = "S5, A5, Z60, D8 or a product such as A4xZ5"
 
 
@@ -154,6 +156,35 @@ class Group:
 def compose(first: Permutation, second: Permutation) -> Permutation:
     """First `first`, then `second`: i -> second(first(i))."""
     return tuple(second[i] for i in first)
+
+
+@lru_cache(maxsize=64)
+def generating_set(group: Group, size: int, seed: int) -> tuple[int, ...]:
+    """Numbers of `size` elements, the identity excluded, that generate the group, ascending.
+
+    Drawn uniformly among all such sets; the same (group, size, seed) gives the same set on every
+    machine. Sets that do not generate the group are drawn anew, at most 1000 times.
+
+    Args:
+        group: the group, of at least 3 elements.
+        size: number of elements, at least 2 and less than the order of the group.
+        seed: 0 or more.
+
+    Raises:
+        ValueError: a number out of its range, or no set found: the group needs more generators.
+        TypeError: a number that is no int.
+    """
+    whole_number("size", size, 2, group.order)
+    draws = random.Random(whole_number("seed", seed, 0))
+    for _ in range(_MAX_TRIES):
+        keys = [draws.random() for _ in range(group.order)]
+        chosen = sorted(sorted(range(1, group.order), key=keys.__getitem__)[:size])
+        if Group(group.name, tuple(group.permutations[g] for g in chosen)).order == group.order:
+            return tuple(chosen)
+    raise ValueError(
+        f"no {size} elements that generate {group.name} were found in {_MAX_TRIES} tries: "
+        "ask for more"
+    )
 
 
 def symmetric(n: int) -> Group:

@@ -8,16 +8,18 @@ from functools import lru_cache
 from typing import Final, Literal, get_args
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch
-from bedouin.tasks.checks import whole_number
-from bedouin.tasks.group import Group
+from bedouin.tasks.checks import one_of, whole_number
+from bedouin.tasks.group import Group, generating_set
 from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
 
 Elements = Literal["all", "swaps", "3-permutations"]
 Protocol = Literal["plain", "official"]
+LabelAt = Literal["transition", "every", "last"]
 
 _MOST_MOVED: Final[dict[Elements, int]] = {"swaps": 2, "3-permutations": 3}
 _NUM_SPECIALS: Final = 7  # PAD, BOS, UNK, EOS, SEP, CLS, MASK, in this order
@@ -38,7 +40,12 @@ class WordProblem:
         tokens  3 5 0 5 4 5 1 5 1 5 2 5
         labels  . 3 . 3 . 2 . 3 . 4 . 1
 
-    The same with `protocol="official"`; BOS is token 6, also in the labels:
+    The same with `label_at="every"` as well, where 0 is the identity, and with `label_at="last"`:
+
+        labels  0 3 3 3 3 2 2 3 3 4 4 1
+        labels  . . . . . . . . . . . 1
+
+    The same with `protocol="official"`; BOS is token 6, in the labels too:
 
         tokens  6 3 0 4 1 1 2
         labels  6 3 3 2 3 4 1
@@ -59,17 +66,32 @@ class WordProblem:
         group: the group, for instance `Group.from_name("A5")`.
         length: number of group elements in a row, unless `sample` gets another one.
         elements: what is drawn. `"all"`; `"swaps"`: transpositions only; `"3-permutations"`:
-            elements that move two or three points. These are the restrictions of Unlocking
-            State-Tracking in Linear RNNs Through Negative Eigenvalues, section 5, except that the
-            paper also draws the identity in both. Labels range over the whole group.
+            elements that move two or three points. Labels still range over the whole group.
         tokens_per_transition: every element is followed by this number minus one of filler tokens,
-            and its label is at the last of them, which gives a layer more steps for each product.
+            which gives a layer more steps for each product.
         protocol: `"plain"` or `"official"`.
+        include_identity: whether `"swaps"` and `"3-permutations"` draw the identity too.
+        label_at: where a label stands. `"transition"`: at the last token of every element, so at
+            every token without fillers; `"every"`: at the fillers too, where the label of a product
+            follows its element after `tokens_per_transition - 1` tokens and the identity stands
+            before the first; `"last"`: at the last token of the row only.
+        generators: draw from a fixed random set of this many elements that generates the group
+            (see `bedouin.tasks.generating_set`) instead of from all; None for all.
+        generator_seed: which of these sets.
+
+    Published variants. Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues
+    (arXiv 2411.12537, section 5.2) on S5, trained at length 32, with accuracy of whole sequences:
+    `elements="swaps"` and `elements="3-permutations"`, both with `include_identity=True` (the
+    default leaves the identity out), and `tokens_per_transition=4, label_at="every"` at 16
+    elements. PD-SSM (arXiv 2509.22284), trained up to 40 and tested from 40 to 256:
+    `generators=12` on A5, `generators=8` and `generators=32` on S5, with `label_at="last"`; the
+    elements of its sets are not published, so the sets here are others of the same size.
 
     Raises:
-        ValueError: a field out of its range; fewer than two elements to draw from; fillers with the
-            official protocol, which has none.
-        TypeError: a group that is not a `Group`, a number that is not an int.
+        ValueError: a field out of its range; fewer than two elements to draw from; fillers or
+            another `label_at` in the official protocol, which has neither; `include_identity` with
+            `elements="all"`, which has it; `generators` together with restricted `elements`.
+        TypeError: a group that is no `Group`, a number that is no int.
     """
 
     group: Group
@@ -77,17 +99,44 @@ class WordProblem:
     elements: Elements = "all"
     tokens_per_transition: int = 1
     protocol: Protocol = "plain"
+    include_identity: bool = False
+    label_at: LabelAt = "transition"
+    generators: int | None = None
+    generator_seed: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, Group):
             raise TypeError(
                 f"group must be a Group, got {self.group!r}: parse names with Group.from_name"
             )
-        _check_choice("elements", self.elements, get_args(Elements))
-        _check_choice("protocol", self.protocol, get_args(Protocol))
+        one_of("elements", self.elements, get_args(Elements))
+        one_of("protocol", self.protocol, get_args(Protocol))
+        one_of("label_at", self.label_at, get_args(LabelAt))
         whole_number("length", self.length, 1)
         whole_number("tokens_per_transition", self.tokens_per_transition, 1)
+        self._check_restrictions()
         self._check_alphabet()
+
+    def _check_restrictions(self) -> None:
+        if self.include_identity and self.elements == "all":
+            raise ValueError(
+                'include_identity=True needs elements="swaps" or "3-permutations": '
+                'elements="all" draws the identity anyway'
+            )
+        if self.generators is None:
+            if self.generator_seed != 0:
+                raise ValueError(
+                    f"generator_seed must be 0 without generators, got {self.generator_seed}: "
+                    "it chooses the set of generators"
+                )
+            return
+        whole_number("generators", self.generators, 2, self.group.order)
+        whole_number("generator_seed", self.generator_seed, 0)
+        if self.elements != "all":
+            raise ValueError(
+                f'generators needs elements="all", got {self.elements!r}: both restrict what is '
+                "drawn"
+            )
 
     def _check_alphabet(self) -> None:
         if len(self.alphabet) < 2:
@@ -100,14 +149,22 @@ class WordProblem:
                 "tokens_per_transition must be 1 with protocol='official', which has no fillers, "
                 f"got {self.tokens_per_transition}: use protocol='plain'"
             )
+        if self.protocol == "official" and self.label_at != "transition":
+            raise ValueError(
+                "label_at must be 'transition' with protocol='official', which labels every token, "
+                f"got {self.label_at!r}: use protocol='plain'"
+            )
 
     @property
     def alphabet(self) -> tuple[int, ...]:
         """The numbers of the elements that are drawn."""
+        if self.generators is not None:
+            return generating_set(self.group, self.generators, self.generator_seed)
         if self.elements == "all":
             return tuple(range(self.group.order))
+        least = 0 if self.include_identity else 2
         most = _MOST_MOVED[self.elements]
-        return tuple(g for g, moved in enumerate(self.group.num_moved) if 0 < moved <= most)
+        return tuple(g for g, moved in enumerate(self.group.num_moved) if least <= moved <= most)
 
     @property
     def vocab_size(self) -> int:
@@ -153,8 +210,7 @@ class WordProblem:
         batch_size = whole_number("batch_size", batch_size, 0)
         split = resolve_split(generator, split)
         elements = self._draw(batch_size, length, split, generator)
-        batch = self._add_specials(elements, self.group.prefix_products(elements))
-        return batch if device is None else Batch(batch[0].to(device), batch[1].to(device))
+        return self._add_specials(elements, self.group.prefix_products(elements)).to(device)
 
     def _draw(
         self, batch_size: int, length: int, split: Split, rng: torch.Generator
@@ -178,17 +234,17 @@ class WordProblem:
             return Batch(torch.cat([bos, tokens], dim=-1), torch.cat([bos, labels], dim=-1))
         fillers = (*tokens.shape, self.tokens_per_transition - 1)
         filler = tokens.new_full(fillers, self.group.order)
-        ignored = labels.new_full(fillers, IGNORE)
+        previous = torch.full_like(labels, IGNORE)
+        if self.label_at == "every":
+            previous = pad(labels[:, :-1], (1, 0))  # element 0 is the identity
+        if self.label_at == "last":
+            labels = pad(labels[:, -1:], (labels.shape[-1] - 1, 0), value=IGNORE)
+        before = repeat(previous, "b t -> b t step", step=fillers[-1])
         tokens = torch.cat([rearrange(tokens, "b t -> b t 1"), filler], dim=-1)
-        labels = torch.cat([ignored, rearrange(labels, "b t -> b t 1")], dim=-1)
+        labels = torch.cat([before, rearrange(labels, "b t -> b t 1")], dim=-1)
         return Batch(*(rearrange(row, "b t step -> b (t step)") for row in (tokens, labels)))
 
 
 @lru_cache(maxsize=64)
 def _alphabet_on(task: WordProblem, device: torch.device) -> Tensor:  # (size of the alphabet,)
     return torch.tensor(task.alphabet, device=device)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
