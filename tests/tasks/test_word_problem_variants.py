@@ -90,11 +90,11 @@ def test_labels_of_the_docstring() -> None:
     elements = torch.tensor([[3, 0, 4, 1, 1, 2]])
     products = cyclic(5).prefix_products(elements)
     every = WordProblem(cyclic(5), tokens_per_transition=2, label_at="every")
-    assert every._dress(elements, products).labels.tolist() == [
+    assert every._add_specials(elements, products).labels.tolist() == [
         [0, 3, 3, 3, 3, 2, 2, 3, 3, 4, 4, 1]
     ]
     last = WordProblem(cyclic(5), tokens_per_transition=2, label_at="last")
-    assert last._dress(elements, products).labels.tolist() == [[X] * 11 + [1]]
+    assert last._add_specials(elements, products).labels.tolist() == [[X] * 11 + [1]]
 
 
 @settings(max_examples=30)
