@@ -155,7 +155,7 @@ def test_the_index_lists_every_file_with_its_device(path: Path) -> None:
 def test_tuning_runs_are_those_of_the_index(path: Path) -> None:
     content = json.loads(path.read_text())
     (row,) = content["rows"]
-    assert device(content) == "H100" and content["config"]["first_seed"] == 100
+    assert device(content) == "H100" and content["config"]["first_seed"] >= 100
     task, name = path.stem.split("-", 1)
     table = INDEX.split(f"| tuning/{task}-…")[1].split("\n\n")[0]
     both = [f"{a['token'][0]:.2f} / {a['sequence'][0]:.2f}" for a in row["accuracy"].values()]
