@@ -10,10 +10,12 @@ Parameters, optimizer and data of all seeds are stacked and the step is vmapped 
 it is captured as a CUDA graph, because small layers are limited by kernel launches. Layers that are
 large enough for a GPU are trained with --no-stacked: the models run one after the other inside one
 step and use the Triton kernels, which torch.func transforms do not. The preset "paper" (d_model
-512, k = 4, batch 128, length 16, bf16 autocast) does this. Every combination of the options with
-several values is trained. OUT/results.json contains accuracy by length, the history of loss,
-accuracy and smallest pivot of the local systems (`SolveStats.conditioning`), and the step at which
-each seed first reached an accuracy of 0.99, for all seeds, failed ones included.
+512, k = 4, batch 128, length 16, bf16 autocast) does this. `--mixer-layer` trains a baseline
+instead, which needs --no-stacked. Every combination of the options with several values is trained.
+OUT/results.json contains the number of parameters, accuracy by length, the history of loss,
+accuracy and smallest pivot of the local systems (`SolveStats.conditioning`; null for a baseline),
+and the step at which each seed first reached an accuracy of 0.99, for all seeds, failed ones
+included.
 
 Letters: s seeds, b batch, t time, v classes.
 """
@@ -21,12 +23,11 @@ Letters: s seeds, b batch, t time, v classes.
 import argparse
 import itertools
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import asdict
+from math import isinf
+from typing import Any
 
 import torch
 import tyro
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 
-from bedouin import Bedouin, SequenceModel
+from bedouin import SequenceModel
 from bedouin.tasks import (
     IGNORE,
     Copying,
@@ -45,92 +46,10 @@ from bedouin.tasks import (
     stream,
     token_accuracy,
 )
-from common.schedule import Schedule, decay
+from common.schedule import decay
+from common.study import GRID, PRESETS, Config, make_layer, model_seeds
 
 Params = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Config:
-    """Options of the study; those with several values span a grid."""
-
-    preset: Literal["small", "paper"] = "small"
-    """Determines the other defaults; paper: the width of Fixed-Point RNNs, appendix D.2, with
-    another training schedule."""
-    task: Literal["word", "copy"] = "word"
-    """A word problem, or copying."""
-    group: str = "A5"
-    """Group of the word problem."""
-    length: int = 16
-    """Training length of the word problem."""
-    min_string: int = 4
-    """Shortest string to copy."""
-    max_string: int = 8
-    """Longest string to copy."""
-    context: int = 32
-    """Context of the copying task."""
-    eval_lengths: tuple[int, ...] = (16, 48, 128)
-    """Lengths at which the trained models are evaluated."""
-    input_scale: tuple[str, ...] = ("bounded_delta",)
-    d_state: tuple[int, ...] = (16,)
-    num_householder: tuple[int, ...] = (4,)
-    decay: tuple[str, ...] = ("mamba",)
-    rate_scale: tuple[float, ...] = (1.0,)
-    """Factor on the initial decay rates -A of "mamba" (1 .. d_state); below 1 memory is longer."""
-    beta_max: tuple[float, ...] = (1.0,)
-    feedback: tuple[str, ...] = ("delta+B+C+mixer",)
-    """What depends on y_{t-1}, joined by "+"; "none" switches feedback off."""
-    feedback_init: tuple[float, ...] = (0.1,)
-    lr: tuple[float, ...] = (1e-3,)
-    schedule: tuple[Schedule, ...] = ("cosine",)
-    batch_size: tuple[int, ...] = (256,)
-    steps: tuple[int, ...] = (5000,)
-    d_model: int = 128
-    seeds: int = 5
-    """Number of models in the stack."""
-    first_seed: int = 0
-    """Model i draws parameters and data from seed first_seed + i. Settings are chosen on seeds from
-    100 on and reported on 0, 1, 2."""
-    eval_rows: int = 2048
-    """Test rows of each model and length."""
-    warmup: int = 100
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.99)
-    clip: float = 1.0
-    log_every: int = 50
-    graph: bool = True
-    """Capture the step as a CUDA graph (GPU only)."""
-    stacked: bool = True
-    """Whether to vmap over the models; otherwise they run one after the other."""
-    autocast: Literal["no", "bf16"] = "no"
-    """Precision of the matrix products; the fixed point stays in float32 either way."""
-    out: Path = Path("runs/ensemble")
-    """Folder for results.json."""
-    device: Annotated[str, tyro.conf.arg(help="cpu, cuda, or auto")] = field(default="auto")
-
-
-PAPER = Config(
-    preset="paper",
-    d_model=512,
-    batch_size=(128,),
-    steps=(12000,),
-    lr=(5e-4,),
-    seeds=1,
-    stacked=False,
-    autocast="bf16",
-)
-PRESETS = {"small": Config(), "paper": PAPER}
-
-LAYER_OPTIONS = (
-    "input_scale",
-    "d_state",
-    "num_householder",
-    "decay",
-    "beta_max",
-    "feedback",
-    "feedback_init",
-)
-GRID = (*LAYER_OPTIONS, "rate_scale", "lr", "schedule", "batch_size", "steps")
 
 
 DRAWN_AHEAD = 50
@@ -139,18 +58,6 @@ DRAWN_AHEAD = 50
 
 EVAL_BATCH = 256
 """Test rows evaluated at once."""
-
-
-def model_seeds(config: Config) -> range:
-    """The seeds of the models of the stack."""
-    return range(config.first_seed, config.first_seed + config.seeds)
-
-
-def layer_options(point: dict[str, Any]) -> dict[str, Any]:
-    """The options of the layer at a point of the grid."""
-    options = {name: point[name] for name in LAYER_OPTIONS}
-    fed = options["feedback"]
-    return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
 
 
 class Data:
@@ -192,12 +99,17 @@ class Ensemble:
 
     def __init__(self, config: Config, point: dict[str, Any], data: Data, device: torch.device):
         self.config, self.point, self.data, self.device = config, point, data, device
-        models = [self._model(seed) for seed in model_seeds(config)]
-        self.model = models[0]
-        params, _ = stack_module_state(models)
+        self.models = [self._model(seed) for seed in model_seeds(config)]
+        self.model = self.models[0]
+        params, _ = stack_module_state(self.models)
         self.params: Params = {n: p.detach().clone() for n, p in params.items()}
         for p in self.params.values():
             p.grad = torch.zeros_like(p)
+        # without vmap each model reads its own slice, and is called as it is: cuDNN's LSTM does not
+        # see parameters that functional_call replaces
+        for i, model in enumerate(self.models):
+            for n, parameter in model.named_parameters():
+                parameter.data = self.params[n][i]
         undecayed = {
             n for n, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)
         }
@@ -226,51 +138,64 @@ class Ensemble:
 
     def _model(self, seed: int) -> SequenceModel:
         torch.manual_seed(seed)
-        layer = Bedouin(
-            self.config.d_model,
-            on_unconverged="ignore",
-            **layer_options(self.point),
-        )
-        rate_scale = self.point["rate_scale"]
-        if layer.decay == "mamba":
-            with torch.no_grad():
-                layer.A_log.add_(math.log(rate_scale))
-        elif rate_scale != 1:
-            raise ValueError(f"rate_scale must be 1 without decay 'mamba', got {rate_scale}")
         task = self.data.task
         output_size = task.output_size if isinstance(task, WordProblem) else task.vocab_size
         model = SequenceModel(
-            task.vocab_size, self.config.d_model, [layer], output_size=output_size
+            task.vocab_size,
+            self.config.d_model,
+            lambda _: make_layer(self.config, self.point),
+            num_layers=self.config.num_layers,
+            output_size=output_size,
         )
         return model.to(self.device)
 
     def _loss(
         self,
+        logits: Tensor,  # (b, t, v)
+        labels: Tensor,  # (b, t)
+        model: SequenceModel,
+    ) -> tuple[Tensor, Any]:  # ()
+        """Loss, and (accuracy, smallest pivot), of one model."""
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        pivot = torch.full_like(loss, torch.inf)
+        if self.config.mixer_layer == "bedouin":
+            pivot = torch.stack([stats.conditioning.min() for stats in model.stats]).amin()
+        return loss, (token_accuracy(logits, labels), pivot)
+
+    def _stacked_loss(
+        self,
         params: Params,
         tokens: Tensor,  # (b, t)
         labels: Tensor,  # (b, t)
     ) -> tuple[Tensor, Any]:  # ()
-        """Loss, and (accuracy, smallest pivot), of one model."""
-        logits = self._logits(params, tokens)
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-        correct = token_accuracy(logits, labels)
-        return loss, (correct, self.model.stats[0].conditioning.min())
+        return self._loss(self._stacked_logits(params, tokens), labels, self.model)
 
-    def _logits(
+    def _stacked_logits(
         self,
         params: Params,
         tokens: Tensor,  # (b, t)
     ) -> Tensor:  # (b, t, v)
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.config.autocast == "bf16"
-        ):
+        with self._autocast():
             logits: Tensor = functional_call(self.model, params, (tokens,))
         return logits.float()
+
+    def _logits(
+        self,
+        model: SequenceModel,
+        tokens: Tensor,  # (b, t)
+    ) -> Tensor:  # (b, t, v)
+        with self._autocast():
+            logits: Tensor = model(tokens)
+        return logits.float()
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.config.autocast == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def _gradients(self) -> tuple[Params, Tensor, Tensor, Tensor]:
         """Gradients, and loss, accuracy and smallest pivot (s,), of all models."""
         if self.config.stacked:
-            differentiate = vmap(grad_and_value(self._loss, has_aux=True))
+            differentiate = vmap(grad_and_value(self._stacked_loss, has_aux=True))
             grads, (loss, (correct, pivot)) = differentiate(self.params, self.tokens, self.labels)
             return grads, loss, correct, pivot
         found = [self._gradient(i) for i in range(self.config.seeds)]
@@ -280,8 +205,10 @@ class Ensemble:
 
     def _gradient(self, i: int) -> tuple[Params, Tensor, Tensor, Tensor]:
         """Gradients, loss, accuracy and smallest pivot of model i, without torch.func."""
-        params = {name: p[i].detach().requires_grad_() for name, p in self.params.items()}
-        loss, (correct, pivot) = self._loss(params, self.tokens[i], self.labels[i])
+        model = self.models[i]
+        params = dict(model.named_parameters())
+        logits = self._logits(model, self.tokens[i])
+        loss, (correct, pivot) = self._loss(logits, self.labels[i], model)
         grads = torch.autograd.grad(loss, list(params.values()))
         return dict(zip(params, grads, strict=True)), loss.detach(), correct, pivot
 
@@ -315,7 +242,7 @@ class Ensemble:
             "step": step,
             "loss": (self.loss_sum / n).tolist(),
             "accuracy": (self.correct_sum / n).tolist(),
-            "conditioning": self.pivot_min.tolist(),
+            "conditioning": [None if isinf(v) else v for v in self.pivot_min.tolist()],
         }
         self.loss_sum.zero_()
         self.correct_sum.zero_()
@@ -347,11 +274,8 @@ class Ensemble:
     ) -> Tensor:  # (s, b, t, v)
         """The logits of every model for its rows."""
         if self.config.stacked:
-            return vmap(self._logits)(self.params, rows)
-        models = range(self.config.seeds)
-        return torch.stack(
-            [self._logits({n: p[i] for n, p in self.params.items()}, rows[i]) for i in models]
-        )
+            return vmap(self._stacked_logits)(self.params, rows)
+        return torch.stack([self._logits(m, row) for m, row in zip(self.models, rows, strict=True)])
 
 
 def stepper(ensemble: Ensemble) -> Callable[[], None]:
@@ -397,12 +321,12 @@ def train(config: Config, point: dict[str, Any], device: torch.device) -> dict[s
     seconds = time.perf_counter() - started
     accuracy = {str(length): ensemble.accuracy(length) for length in config.eval_lengths}
     row = {"point": point, "accuracy": accuracy, "seconds": seconds, "history": history}
+    row["parameters"] = sum(p.numel() for p in ensemble.model.parameters())
     # includes drawing data and logging, but not capture and evaluation
     row["ms_per_step"] = 1e3 * seconds / point["steps"]
     row["step_at_0.99"] = [first_at(history, i) for i in range(config.seeds)]
-    row["smallest_conditioning"] = [
-        min(h["conditioning"][i] for h in history) for i in range(config.seeds)
-    ]
+    pivots = ([h["conditioning"][i] for h in history] for i in range(config.seeds))
+    row["smallest_conditioning"] = [min(p) if None not in p else None for p in pivots]
     return row
 
 
@@ -412,13 +336,14 @@ def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> i
 
 
 def describe(row: dict[str, Any]) -> str:
-    def show(values: list[float]) -> str:
-        return " ".join(f"{v:.2f}" for v in values)
+    def show(values: list[float | None]) -> str:
+        return " ".join("-" if v is None else f"{v:.2f}" for v in values)
 
     accuracy = "  ".join(f"{n}: {show(a['token'])}" for n, a in row["accuracy"].items())
     return (
         f"{row['point']}\n    {accuracy}\n    at 0.99: {row['step_at_0.99']}  conditioning: "
         f"{show(row['smallest_conditioning'])}  {row['seconds']:.0f} s, "
+        f"{row['parameters']:,} parameters, "
         f"{row['ms_per_step']:.2f} ms a step"
     )
 

@@ -10,6 +10,7 @@ import torch
 
 import ensemble
 from bedouin.testing import assert_close
+from common import study
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
@@ -53,7 +54,7 @@ def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_preset_of_the_papers_size_is_overridden_by_flags() -> None:
     config = ensemble.parse(["--preset", "paper", "--lr", "0.001", "--steps", "10"])
-    changed = dataclasses.replace(ensemble.PAPER, lr=(1e-3,), steps=(10,))
+    changed = dataclasses.replace(study.PAPER, lr=(1e-3,), steps=(10,))
     assert config == changed
     assert (config.d_model, config.num_householder, config.batch_size) == (512, (4,), (128,))
     assert config.length == 16 and not config.stacked and config.autocast == "bf16"
@@ -67,3 +68,26 @@ def test_batches_drawn_ahead_are_of_their_split() -> None:
     assert first[0].shape == second[1].shape == (2, 8, 4)
     assert not torch.equal(first[0], second[0])
     assert torch.equal(data.word.group.prefix_products(second[0][0]), second[1][0])
+
+
+@pytest.mark.parametrize("name", ["lstm", "mamba", "deltanet", "deltaproduct", "attention"])
+def test_a_baseline_learns_something(tmp_path: Path, name: Any) -> None:
+    options = {"steps": (30,), "batch_size": (16,), "lr": (3e-2,), "log_every": 10, "eval_rows": 8}
+    config = small(mixer_layer=name, num_layers=2, stacked=False, seeds=1, out=tmp_path, **options)
+    ensemble.main(config)
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    first, *_, last = (entry["loss"][0] for entry in row["history"])
+    assert last < first and row["parameters"] > 0 and row["smallest_conditioning"] == [None]
+
+
+def test_options_that_a_baseline_does_not_take_are_refused() -> None:
+    point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
+    lstm = small(mixer_layer="lstm", stacked=False)
+    with pytest.raises(ValueError, match="decay must keep its default 'mamba' for mixer_layer"):
+        study.make_layer(lstm, {**point, "decay": "griffin"})
+    with pytest.raises(ValueError, match="eigenvalues must be None for mixer_layer 'lstm'"):
+        study.make_layer(dataclasses.replace(lstm, eigenvalues="full"), point)
+    with pytest.raises(ValueError, match="eigenvalues must be None for mixer_layer 'bedouin'"):
+        study.make_layer(small(eigenvalues="full"), point)
+    with pytest.raises(ValueError, match="stacked must be False for mixer_layer 'lstm'"):
+        study.make_layer(dataclasses.replace(lstm, stacked=True), point)
