@@ -159,4 +159,5 @@ def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
         if name not in ("mamba", "deltanet", "deltaproduct"):
             raise ValueError(f"eigenvalues must be None for mixer_layer {name!r}")
         options["eigenvalues"] = config.eigenvalues
-    return BASELINES[name](config.d_model, **options)
+    layer: nn.Module = BASELINES[name](config.d_model, **options)
+    return layer

@@ -20,9 +20,9 @@ POINT = {
 CPU = torch.device("cpu")
 
 
-def small(**changes: Any) -> ensemble.Config:
+def small(**changes: Any) -> study.Config:
     values: dict[str, Any] = {"length": 4, "eval_lengths": (4, 6), "d_model": 8, "seeds": 2}
-    return ensemble.Config(**{**values, "warmup": 1, "log_every": 2, "device": "cpu", **changes})
+    return study.Config(**{**values, "warmup": 1, "log_every": 2, "device": "cpu", **changes})
 
 
 def test_models_that_take_turns_are_those_of_the_stack() -> None:
@@ -58,7 +58,7 @@ def test_preset_of_the_papers_size_is_overridden_by_flags() -> None:
     assert config == changed
     assert (config.d_model, config.num_householder, config.batch_size) == (512, (4,), (128,))
     assert config.length == 16 and not config.stacked and config.autocast == "bf16"
-    assert ensemble.parse([]) == ensemble.Config()
+    assert ensemble.parse([]) == study.Config()
 
 
 def test_batches_drawn_ahead_are_of_their_split() -> None:
