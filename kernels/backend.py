@@ -80,7 +80,9 @@ def is_forward_mode() -> bool:
     return level >= 0
 
 
-def is_batched(*tensors: Tensor | None) -> bool:
+def is_batched(
+    *tensors: Tensor | None,  # any shapes
+) -> bool:
     """Whether one of the tensors holds the cotangents of `torch.autograd.grad` with
     is_grads_batched=True, which batches them in a way of its own, without a transform."""
     if torch.compiler.is_compiling():
@@ -96,7 +98,9 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(
+    x: torch.Tensor,  # any shape
+) -> torch.dtype | None:
     """What autocast makes of x for a product; None where it is off, or leaves x as it is, as it
     does float64."""
     device = x.device.type

@@ -26,7 +26,10 @@ FORWARD_MODE = (
 )
 
 
-def refuse_forward_mode(ctx: Any, *tangents: Tensor) -> Any:
+def refuse_forward_mode(
+    ctx: Any,
+    *tangents: Tensor,  # any shapes
+) -> Any:
     """The `jvp` of an autograd.Function that has none."""
     raise RuntimeError(FORWARD_MODE)
 
@@ -37,15 +40,25 @@ class _Once(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        count: int,
+        *tensors: Tensor,  # any shapes
+    ) -> tuple[Tensor, ...]:
         return tuple(tensor.clone() for tensor in tensors[:count])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: tuple[Tensor, ...],  # any shapes
+    ) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(
+        ctx: Any,
+        *grads: Tensor,  # any shapes
+    ) -> Any:
         raise RuntimeError(SECOND_DERIVATIVE)
 
 
@@ -53,12 +66,16 @@ class _OnceEager(_Once):
     """The same in forward mode; torch.compile traces no Function with a jvp."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+    def jvp(
+        ctx: Any,
+        *tangents: Tensor,  # any shapes
+    ) -> Any:
         raise RuntimeError(SECOND_DERIVATIVE)
 
 
 def refuse_second_derivative(
-    grads: Sequence[Tensor | None], depends_on: Sequence[Tensor | None]
+    grads: Sequence[Tensor | None],  # any shapes
+    depends_on: Sequence[Tensor | None],  # any shapes
 ) -> tuple[Tensor | None, ...]:
     """`grads`, such that a derivative of them with respect to `depends_on` raises RuntimeError.
 

@@ -35,12 +35,16 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
 
 
-def last_axis_contiguous(v: Tensor) -> Tensor:
+def last_axis_contiguous(
+    v: Tensor,  # (..., c)
+) -> Tensor:  # (..., c)
     """v (..., c), copied only where its last axis is not contiguous."""
     return v if v.stride(-1) == 1 else v.contiguous()
 
 
-def evenly_spaced(v: Tensor) -> Tensor:
+def evenly_spaced(
+    v: Tensor,  # (b, t, c)
+) -> Tensor:  # (b, t, c)
     """v (b, t, c), copied only where its b t rows are not contiguous and at one distance."""
     spaced = v.stride(2) == 1 and v.stride(0) == v.shape[1] * v.stride(1)
     return v if spaced else v.contiguous()

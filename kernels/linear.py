@@ -15,13 +15,18 @@ def padding(r: int) -> int:
     return -r % ALIGNMENT
 
 
-def pad_rows(W: Tensor) -> Tensor:
+def pad_rows(
+    W: Tensor,  # (r, d)
+) -> Tensor:  # (r + padding(r), d)
     """W (r, d), below it `padding(r)` rows of zeros."""
     missing = padding(W.shape[0])
     return torch.nn.functional.pad(W, (0, 0, 0, missing)) if missing else W
 
 
-def in_eights(v: Tensor, axis: int) -> tuple[Tensor, ...]:
+def in_eights(
+    v: Tensor,  # any shape
+    axis: int,
+) -> tuple[Tensor, ...]:
     """v, whose last few along an axis by themselves; one part where it is short."""
     size = v.shape[axis]
     rest = size % 8

@@ -25,15 +25,25 @@ class _Attach(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tracked: Tensor, y_star: Tensor) -> Tensor:
+    def forward(
+        tracked: Tensor,  # (b, ...)
+        y_star: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         return y_star.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Tensor, ...],  # tracked and y_star
+        output: Tensor,  # (b, ...)
+    ) -> None:
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad_output: Tensor,  # (b, ...)
+    ) -> tuple[Tensor | None, ...]:
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([grad_output], sources), None)
 
@@ -42,11 +52,18 @@ class _AttachEager(_Attach):
     """The same with the tangent of `tracked`; torch.compile traces no Function with a jvp."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, unused: Tensor | None) -> Tensor:
+    def jvp(
+        ctx: Any,
+        tangent: Tensor,  # (b, ...), that of `tracked`
+        unused: Tensor | None,  # that of y_star
+    ) -> Tensor:  # (b, ...)
         return tangent
 
 
-def _attach(tracked: Tensor, y_star: Tensor) -> Tensor:
+def _attach(
+    tracked: Tensor,  # (b, ...)
+    y_star: Tensor,  # (b, ...)
+) -> Tensor:  # (b, ...)
     function = _Attach if torch.compiler.is_compiling() else _AttachEager
     value: Tensor = function.apply(tracked, y_star)  # type: ignore[no-untyped-call]
     return value

@@ -38,14 +38,20 @@ class _ImplicitGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tracked: Tensor, y_star: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+        ctx: Any,
+        tracked: Tensor,  # (b, ...), F(y*)
+        y_star: Tensor,  # (b, ...)
+        solve_adjoint: Callable[[Tensor], Tensor],
+    ) -> Tensor:  # (b, ...)
         ctx.solve_adjoint = solve_adjoint
         ctx.save_for_backward(tracked)
         return y_star.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad_output: Tensor,  # (b, ...)
+    ) -> tuple[Tensor | None, ...]:
         if is_batched(grad_output):
             raise RuntimeError(
                 "ImplicitAdjoint with an iterative solve takes one cotangent at a time, not "
@@ -59,13 +65,18 @@ class _ImplicitGrad(torch.autograd.Function):
 
 
 def _attach_implicit(
-    tracked: Tensor, y_star: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
-) -> Tensor:
+    tracked: Tensor,  # (b, ...), F(y*)
+    y_star: Tensor,  # (b, ...)
+    solve_adjoint: Callable[[Tensor], Tensor],
+) -> Tensor:  # (b, ...)
     value: Tensor = _ImplicitGrad.apply(tracked, y_star, solve_adjoint)  # type: ignore[no-untyped-call]
     return value
 
 
-def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
+def _depends_on_another(
+    tracked: Tensor,  # (b, ...), F(y)
+    y: Tensor,  # (b, ...)
+) -> bool:
     """Whether a leaf other than y wants the gradient of `tracked`."""
     if not tracked.requires_grad:
         return False
@@ -85,14 +96,26 @@ def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
 class _AdjointMap:
     """w -> J^T w + g, flipped in time: J^T is block upper-triangular, its flip lower-triangular."""
 
-    def __init__(self, y: Tensor, tracked: Tensor, grad_output: Tensor, flips: bool) -> None:
+    def __init__(
+        self,
+        y: Tensor,  # (b, ...)
+        tracked: Tensor,  # (b, ...), F(y)
+        grad_output: Tensor,  # (b, ...)
+        flips: bool,
+    ) -> None:
         self.y, self.tracked, self.flips = y, tracked, flips
         self.g = self.flip(grad_output)
 
-    def flip(self, w: Tensor) -> Tensor:
+    def flip(
+        self,
+        w: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         return w.flip(1) if self.flips else w
 
-    def __call__(self, w: Tensor) -> Tensor:
+    def __call__(
+        self,
+        w: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         (product,) = torch.autograd.grad(
             self.tracked, self.y, self.flip(w), retain_graph=True, allow_unused=True
         )
@@ -103,12 +126,19 @@ class _BlockAdjointMap(_AdjointMap):
     """The same for a map with a local equation: Jacobi backward in time."""
 
     def __init__(
-        self, y: Tensor, tracked: Tensor, grad_output: Tensor, f: TransposedBlockMap
+        self,
+        y: Tensor,  # (b, t, c)
+        tracked: Tensor,  # (b, t, c), F(y)
+        grad_output: Tensor,  # (b, t, c)
+        f: TransposedBlockMap,
     ) -> None:
         super().__init__(y, tracked, grad_output, flips=True)
         self.diagonal, self.invert = f.block_transpose(y.detach())
 
-    def block_solve(self, w: Tensor) -> tuple[Tensor, None]:
+    def block_solve(
+        self,
+        w: Tensor,  # (b, t, c)
+    ) -> tuple[Tensor, None]:
         w_in_time = self.flip(w)
         rest = self.flip(self(w)) - self.diagonal(w_in_time)
         return self.flip(self.invert(rest)), None
@@ -130,13 +160,21 @@ class _AdjointSolve:
     """grad_output -> w, by an iterative solver; reports its statistics."""
 
     def __init__(
-        self, problem: Problem, solver: Solver, y: Tensor, tracked: Tensor, stats: SolveStats
+        self,
+        problem: Problem,
+        solver: Solver,
+        y: Tensor,  # (b, ...), y*
+        tracked: Tensor,  # (b, ...), F(y*)
+        stats: SolveStats,
     ) -> None:
         self.problem, self.solver, self.stats = problem, solver, stats
         self.y, self.tracked = y, tracked
         self.hooked, self.autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
 
-    def _map(self, grad_output: Tensor) -> _AdjointMap:
+    def _map(
+        self,
+        grad_output: Tensor,  # (b, ...)
+    ) -> _AdjointMap:
         f, flips = self.problem.f, self.problem.time_dim == 1
         y, tracked = self._evaluation()
         if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
@@ -155,7 +193,10 @@ class _AdjointSolve:
         with torch.enable_grad(), self.autocast:
             return y, self.problem.f(y)
 
-    def __call__(self, grad_output: Tensor) -> Tensor:
+    def __call__(
+        self,
+        grad_output: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         f = self._map(grad_output)
         solution = self.solver.solve(
             f,

@@ -41,9 +41,10 @@ class SweepResult(Protocol):
 class BlockMap(Protocol):
     """A map whose local equation can be solved token by token: what `Jacobi` needs."""
 
-    def __call__(self, y: Tensor) -> Tensor: ...
-
-    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, c)
+    ) -> Tensor:  # (b, t, c)
         """G(y) (b, t, c), each token's local equation solved from the other tokens of y, and the
         smallest pivot (b,)."""
 
@@ -52,9 +53,10 @@ class BlockMap(Protocol):
 class TriangularMap(Protocol):
     """A map that is block lower-triangular in time: what `Direct` needs."""
 
-    def __call__(self, y: Tensor) -> Tensor: ...
-
-    def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, c)
+    ) -> Tensor:  # (b, t, c)
         """Solve token after token. Its gradient is the exact implicit one, which reports into
         `cell`, or with `unroll` that of back-propagation through the loop."""
 
@@ -87,7 +89,11 @@ class FusedMap(Protocol):
 class ExactAdjointMap(Protocol):
     """A map that offers the exact reverse sweep."""
 
-    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:
+    def attach(
+        self,
+        y_star: Tensor,  # (b, t, c)
+        cell: BackwardStats,
+    ) -> Tensor:  # (b, t, c)
         """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
 
 
@@ -95,7 +101,10 @@ class ExactAdjointMap(Protocol):
 class TransposedBlockMap(Protocol):
     """A map whose adjoint equation can be solved token by token: Jacobi backward in time."""
 
-    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
+    def block_transpose(
+        self,
+        y_star: Tensor,  # (b, t, c)
+    ) -> tuple[Callable[[Tensor], Tensor], ...]:
         """(w -> L^T w, r -> (I - L^T)^-1 r), L the block diagonal of the Jacobian at y_star."""
 
 
@@ -174,7 +183,10 @@ class TokenMap(MapWrapper):
         super().__init__(f)
         self.shape, self.tokens = shape, tokens
 
-    def __call__(self, y: Tensor) -> Tensor:
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, c)
+    ) -> Tensor:  # (b, t, c)
         return self.f(y.reshape(self.shape)).reshape(self.tokens)
 
 

@@ -73,7 +73,12 @@ class IterativeSolver(Solver):
         """The map that is iterated, at y (b, t, c)."""
 
     @abstractmethod
-    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
+    def update(
+        self,
+        y: Tensor,  # (b, t, c)
+        f_y: Tensor,  # (b, t, c), the map at y
+        memory: Any,
+    ) -> tuple[Tensor, Any]:
         """The next iterate and memory."""
 
     def within_tolerance(
@@ -89,7 +94,13 @@ class IterativeSolver(Solver):
         return None
 
     def solve(
-        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+        self,
+        f: Map,
+        y0: Tensor,  # (b, ...)
+        *,
+        max_steps: int,
+        time_dim: TimeDim,
+        unroll: bool,
     ) -> Solution:
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
             return _solve_outside(self, f, y0, max_steps, time_dim, unroll)
@@ -110,7 +121,13 @@ class IterativeSolver(Solver):
                 steps.certify()
         return _conclude(steps.progress, y0.shape, readable)
 
-    def _steps(self, f: Map, y: Tensor, shape: torch.Size, unroll: bool) -> Steps:
+    def _steps(
+        self,
+        f: Map,
+        y: Tensor,  # (b, t, c)
+        shape: torch.Size,  # of the user's y, (b, ...)
+        unroll: bool,
+    ) -> Steps:
         if y.shape != shape:
             return _PlainSteps(self, TokenMap(f, shape, y.shape), y)
         rule = self.rule()
@@ -126,7 +143,12 @@ class IterativeSolver(Solver):
     "fullgraph=False",
 )
 def _solve_outside(
-    solver: IterativeSolver, f: Map, y0: Tensor, max_steps: int, time_dim: TimeDim, unroll: bool
+    solver: IterativeSolver,
+    f: Map,
+    y0: Tensor,  # (b, ...)
+    max_steps: int,
+    time_dim: TimeDim,
+    unroll: bool,
 ) -> Solution:
     return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll)
 
@@ -134,7 +156,12 @@ def _solve_outside(
 class _PlainSteps:
     """Steps of any solver on any map, differentiable."""
 
-    def __init__(self, solver: IterativeSolver, f: Map, y: Tensor) -> None:
+    def __init__(
+        self,
+        solver: IterativeSolver,
+        f: Map,
+        y: Tensor,  # (b, t, c)
+    ) -> None:
         self.solver, self.f = solver, f
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)

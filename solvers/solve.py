@@ -127,7 +127,10 @@ def solve(
     return options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, Caller(subject, deferred, draw))
 
 
-def _check_start(y0: Tensor, time_dim: TimeDim) -> None:
+def _check_start(
+    y0: Tensor,  # (b, ...)
+    time_dim: TimeDim,
+) -> None:
     if time_dim not in (None, 1):
         raise ValueError(f"time_dim must be None or 1, got {time_dim!r}")
     least = 2 if time_dim == 1 else 1
@@ -141,11 +144,17 @@ class _CheckedMap(MapWrapper):
     """An ordinary function whose result must have the shape of its argument."""
 
     @staticmethod
-    def wrap(f: Map, y0: Tensor) -> Map:
+    def wrap(
+        f: Map,
+        y0: Tensor,  # (b, ...)
+    ) -> Map:
         """Maps with structure (objects with a sweep or a block solve) check themselves."""
         return f if hasattr(f, "block_solve") or hasattr(f, "sweep") else _CheckedMap(f)
 
-    def __call__(self, y: Tensor) -> Tensor:
+    def __call__(
+        self,
+        y: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         f_y = self.f(y)
         if f_y.shape != y.shape:
             raise ValueError(

@@ -54,7 +54,9 @@ class _DirectSweep(torch.autograd.Function):
 
     @staticmethod
     def setup_context(
-        ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+        ctx: FunctionCtx,
+        inputs: tuple[Any, ...],
+        output: tuple[Tensor, ...],  # those that `forward` returns
     ) -> None:
         parameterization, bind, report, _, x, raw, W_y, A, _, y0, *parameters = inputs
         y, _, checkpoints, *statistics = output
@@ -67,7 +69,7 @@ class _DirectSweep(torch.autograd.Function):
         ctx: Any,
         grad_y: Tensor,  # (b, t, d)
         grad_h: Tensor,  # (b, d, n)
-        *unused: Tensor,
+        *unused: Tensor,  # cotangents of the checkpoints and the statistics
     ) -> tuple[Any, ...]:
         y, checkpoints, x, raw, W_y, A, y0, *parameters = ctx.saved_tensors
         # the memory before the first token is in `checkpoints`
@@ -84,7 +86,7 @@ def eager_sweep(
     operands: Operands,
     parameterization: Parameterization,
     bind: Bind | None,
-    bind_parameters: tuple[Tensor, ...],
+    bind_parameters: tuple[Tensor, ...],  # any shapes
     y_star: Tensor | None,  # (b, t, d)
     report: ReportBackward | None,
 ) -> Sweep:

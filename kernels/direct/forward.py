@@ -81,7 +81,7 @@ def forward_sweep(
     operands: Operands,
     parameterization: Parameterization,
     bind: Bind,
-    bind_parameters: tuple[Tensor, ...],
+    bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
 ) -> tuple[Sweep, list[Tensor]]:
     """`direct_sweep_reference`, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, ...
@@ -138,7 +138,7 @@ def memory_of(
     operands: Operands,
     parameterization: Parameterization,
     bind: Bind,
-    bind_parameters: tuple[Tensor, ...],
+    bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """The last h (b, d, n), and the memories that `forward_sweep` keeps, for a known y."""

@@ -25,7 +25,7 @@ def is_covered(
     layout: RawLayout | None,
     raw: Tensor,  # (..., r)
     A: Tensor,  # (d, n)
-    bind_parameters: tuple[Tensor, ...],
+    bind_parameters: tuple[Tensor, ...],  # any shapes
 ) -> bool:
     """Whether the coefficients depend on nothing but the raw values, as `layout` describes it."""
     if layout is None or bind_parameters:

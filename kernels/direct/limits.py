@@ -21,7 +21,7 @@ def choose_sweep(
     backend: Backend,
     operands: Operands,
     parameterization: Parameterization,
-    bind_parameters: tuple[Tensor, ...] = (),
+    bind_parameters: tuple[Tensor, ...] = (),  # any shapes
 ) -> Implementation:
     """The implementation of a sweep; raises as `choose_backend` does."""
     unsupported = _unsupported(operands, parameterization, bind_parameters)
@@ -29,7 +29,9 @@ def choose_sweep(
 
 
 def _unsupported(
-    operands: Operands, parameterization: Parameterization, bind_parameters: tuple[Tensor, ...]
+    operands: Operands,
+    parameterization: Parameterization,
+    bind_parameters: tuple[Tensor, ...],  # any shapes
 ) -> str | None:
     """What the kernels do not cover, as a part of a message; None where they cover everything."""
     x, raw, A = operands.x, operands.raw, operands.A

@@ -86,7 +86,11 @@ def factor_local(
     return LocalFactors(sigma, gain, U, M, LU, pivots, e, D, at, shrink)
 
 
-def solve_local(p: Tensor, factors: LocalFactors, x: Tensor | None = None) -> Tensor:
+def solve_local(
+    p: Tensor,  # (..., d)
+    factors: LocalFactors,
+    x: Tensor | None = None,  # (..., d)
+) -> Tensor:  # (..., d)
     """y (..., d) with (I - diag(sigma)(I - Q)) y = p + sigma * Q x; Inf or NaN where singular.
 
     Without x the right-hand side is p. One step of iterative refinement keeps the residual at
@@ -102,7 +106,12 @@ def solve_local(p: Tensor, factors: LocalFactors, x: Tensor | None = None) -> Te
     return _refined(known, r, x, factors)
 
 
-def _refined(known: Tensor, r: Tensor, x: Tensor | None, factors: LocalFactors) -> Tensor:
+def _refined(
+    known: Tensor,  # (..., d)
+    r: Tensor,  # (..., d)
+    x: Tensor | None,  # (..., d)
+    factors: LocalFactors,
+) -> Tensor:  # (..., d)
     """y from r = known / D, which is 0 in the channels with rows of their own."""
     U, at, k = factors.U, factors.at, factors.U.shape[-2]
     right = rows_dot(U, r if x is None else r - x)
@@ -119,7 +128,11 @@ def _refined(known: Tensor, r: Tensor, x: Tensor | None, factors: LocalFactors) 
     return _compose(unknowns + _lu_solve(defect, factors), r, factors)[0]
 
 
-def _compose(unknowns: Tensor, r: Tensor, factors: LocalFactors) -> tuple[Tensor, Tensor]:
+def _compose(
+    unknowns: Tensor,  # (..., k) or (..., k + m)
+    r: Tensor,  # (..., d)
+    factors: LocalFactors,
+) -> tuple[Tensor, Tensor]:
     """y and U^T M w from w and z."""
     k = factors.U.shape[-2]
     a = (factors.M @ unknowns[..., :k].unsqueeze(-1)).squeeze(-1)
@@ -128,7 +141,12 @@ def _compose(unknowns: Tensor, r: Tensor, factors: LocalFactors) -> tuple[Tensor
     return y if factors.at is None else y.scatter(-1, factors.at, unknowns[..., k:]), moved
 
 
-def _lu_solve(right: Tensor, factors: LocalFactors, *, adjoint: bool = False) -> Tensor:
+def _lu_solve(
+    right: Tensor,  # (..., k) or (..., k + m)
+    factors: LocalFactors,
+    *,
+    adjoint: bool = False,
+) -> Tensor:  # as `right`
     shrink = factors.shrink
     if shrink is not None and not adjoint:
         right = shrink * right
@@ -137,7 +155,10 @@ def _lu_solve(right: Tensor, factors: LocalFactors, *, adjoint: bool = False) ->
     return solved if shrink is None or not adjoint else shrink * solved
 
 
-def solve_local_transposed(rhs: Tensor, factors: LocalFactors) -> Tensor:
+def solve_local_transposed(
+    rhs: Tensor,  # (..., d)
+    factors: LocalFactors,
+) -> Tensor:  # (..., d)
     """w with (I - (I - Q)^T diag(sigma)) w = rhs (..., d)."""
     U, M, at = factors.U, factors.M, factors.at
     right = (M.mT @ rows_dot(U, factors.gain * rhs).unsqueeze(-1)).squeeze(-1)

@@ -72,7 +72,10 @@ def plain_reverse(
     solved = SolvedSweep.of(y, wide, parameterization, bind, ())
     statistics = A.new_zeros(2, *x.shape[:2])
 
-    def report(defect: Tensor, scale: Tensor) -> None:
+    def report(
+        defect: Tensor,  # (b, t)
+        scale: Tensor,  # (b, t)
+    ) -> None:
         statistics[0], statistics[1] = defect, scale
 
     grad_h = torch.zeros_like(wide.start()[0]) if grad_h is None else grad_h

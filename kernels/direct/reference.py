@@ -86,7 +86,7 @@ def direct_sweep_reference(
     operands: Operands,
     parameterization: Parameterization,
     bind: Bind | None = None,
-    bind_parameters: tuple[Tensor, ...] = (),
+    bind_parameters: tuple[Tensor, ...] = (),  # any shapes
 ) -> Sweep:
     """Solve token after token; autograd through this loop is the exact gradient, too.
 

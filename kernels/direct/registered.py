@@ -47,12 +47,12 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @torch.library.custom_op("bedouin::direct_sweep", mutates_args=())
 def sweep_operation(
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     activation: str,
     selective: bool,
     num_householder: int,
@@ -81,12 +81,12 @@ def sweep_operation(
 
 @sweep_operation.register_fake
 def _sweep_fake(
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     *options: Any,
 ) -> SweepResult:
     b, t, d = x.shape
@@ -96,13 +96,13 @@ def _sweep_fake(
 
 @torch.library.custom_op("bedouin::direct_sweep_known", mutates_args=())
 def memory_operation(
-    y_star: Tensor,
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    y_star: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     activation: str,
     selective: bool,
     num_householder: int,
@@ -131,13 +131,13 @@ def memory_operation(
 
 @memory_operation.register_fake
 def _memory_fake(
-    y_star: Tensor,
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    y_star: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     *options: Any,
 ) -> MemoryResult:
     return y_star.new_empty(y_star.shape), *_memory_like(x, A, *options[-2:])
@@ -179,16 +179,16 @@ def summarize(
 
 @torch.library.custom_op("bedouin::direct_sweep_backward", mutates_args=())
 def _sweep_backward(
-    grad_y: Tensor,
-    grad_h: Tensor | None,
-    y: Tensor,
-    kept: Tensor,
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    y: Tensor,  # (b, t, d)
+    kept: Tensor,  # (b, `_slots` n d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     wants_y0: bool,
     activation: str,
     selective: bool,
@@ -221,16 +221,16 @@ def _sweep_backward(
 
 @_sweep_backward.register_fake
 def _sweep_backward_fake(
-    grad_y: Tensor,
-    grad_h: Tensor | None,
-    y: Tensor,
-    kept: Tensor,
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    y: Tensor,  # (b, t, d)
+    kept: Tensor,  # (b, `_slots` n d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     wants_y0: bool,
     *options: Any,
 ) -> Gradients:
@@ -285,13 +285,19 @@ def _gradients(
 
 
 def _sweep_vjp(
-    ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None, *unused: None
+    ctx: Any,
+    grad_y: Tensor | None,  # (b, t, d); None: zeros
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    *unused: None,
 ) -> tuple[Tensor | None, ...]:
     return (*_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars))
 
 
 def _memory_vjp(
-    ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None, *unused: None
+    ctx: Any,
+    grad_y: Tensor | None,  # (b, t, d); None: zeros
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    *unused: None,
 ) -> tuple[Tensor | None, ...]:
     return (None, *_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars))
 

@@ -59,7 +59,7 @@ class SolvedSweep(NamedTuple):
         operands: Operands,  # as `Operands.wide` gives them
         parameterization: Parameterization,
         bind: Bind,
-        bind_parameters: tuple[Tensor, ...],
+        bind_parameters: tuple[Tensor, ...],  # any shapes
     ) -> "SolvedSweep":
         raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
         assert operands.y0 is not None

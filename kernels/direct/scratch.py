@@ -18,14 +18,22 @@ class Scratch:
     where no operand is batched: the result may have a batch axis that the tensor lacks.
     """
 
-    def __init__(self, *operands: Tensor) -> None:
+    def __init__(
+        self,
+        *operands: Tensor,  # at least one, of any shape
+    ) -> None:
         """`operands`: the tensors, one at least, that torch may batch (vmap, is_grads_batched)."""
         self.in_place = not (is_transformed() or is_batched(*operands))
         on_cpu = operands[0].device.type == "cpu"
         self.reuses = self.in_place and on_cpu and not torch.compiler.is_compiling()
         self.buffers: dict[str, Tensor] = {}
 
-    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+    def product(
+        self,
+        name: str,
+        a: Tensor,  # any shape
+        b: Tensor,  # a shape that broadcasts with that of a
+    ) -> Tensor:  # the broadcast shape
         """a * b, valid until the next product of this name."""
         if not self.reuses:
             return a * b
@@ -35,22 +43,41 @@ class Scratch:
             return buffer
         return torch.mul(a, b, out=buffer)
 
-    def add_(self, a: Tensor, b: Tensor) -> Tensor:
+    def add_(
+        self,
+        a: Tensor,  # any shape
+        b: Tensor,  # a shape that expands to that of a
+    ) -> Tensor:  # as a
         """a + b, in the memory of a if possible; the same holds for `sub_` and `mul_`."""
         return a.add_(b) if self.in_place else a + b
 
-    def sub_(self, a: Tensor, b: Tensor) -> Tensor:
+    def sub_(
+        self,
+        a: Tensor,  # any shape
+        b: Tensor,  # a shape that expands to that of a
+    ) -> Tensor:  # as a
         return a.sub_(b) if self.in_place else a - b
 
-    def mul_(self, a: Tensor, b: Tensor) -> Tensor:
+    def mul_(
+        self,
+        a: Tensor,  # any shape
+        b: Tensor,  # a shape that expands to that of a
+    ) -> Tensor:  # as a
         return a.mul_(b) if self.in_place else a * b
 
-    def rows_dot(self, rows: Tensor, v: Tensor) -> Tensor:
+    def rows_dot(
+        self,
+        rows: Tensor,  # (..., n, d)
+        v: Tensor,  # (..., d)
+    ) -> Tensor:  # (..., n)
         """`rows_dot` (..., n) for rows (..., n, d) as large as h."""
         if not self.reuses:
             return rows_dot(rows, v)
         return self.product("outer", rows, v.unsqueeze(-2)).sum(-1)
 
-    def keep(self, h: Tensor) -> Tensor:
+    def keep(
+        self,
+        h: Tensor,  # (b, n, d)
+    ) -> Tensor:  # (b, n, d)
         """h as a tensor that no later product overwrites."""
         return h.clone() if self.reuses else h

@@ -56,7 +56,11 @@ def _product_backward_fake(
     return v.new_empty(v.shape), u.new_empty(u.shape), beta.new_empty(beta.shape)
 
 
-def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_product(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,  # (..., d)
+) -> None:
     *operands, ctx.complement = inputs
     ctx.save_for_backward(*operands)
 
@@ -114,7 +118,11 @@ def _factor_backward_fake(
     return u.new_empty(u.shape), beta.new_empty(beta.shape)
 
 
-def _save_factor(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_factor(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,  # (..., k, k)
+) -> None:
     ctx.save_for_backward(*inputs)
 
 

@@ -39,7 +39,10 @@ def _output_fake(*flat: Any) -> Tensor:
     mutates_args=(),
     schema=f"(Tensor grad, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _output_backward(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _output_backward(
+    grad: Tensor,  # (b, t, d)
+    *flat: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of y, x and gate (b, t, d), and of D and weight (2, d), or of D alone (1, d)."""
     from bedouin.kernels.output.launch import output_backward
 
@@ -48,18 +51,28 @@ def _output_backward(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, 
 
 
 @_output_backward.register_fake
-def _output_backward_fake(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _output_backward_fake(
+    grad: Tensor,  # (b, t, d)
+    *flat: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y, x, D, gate, _, _, weight = OutputOperands(*flat[:7])
     sums = y.new_empty(1 if weight is None else 2, *D.shape)
     return y.new_empty(y.shape), x.new_empty(x.shape), gate.new_empty(gate.shape), sums
 
 
-def _save_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_output(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,  # (b, t, d)
+) -> None:
     *operands, ctx.eps, _ = inputs
     ctx.save_for_backward(*operands)
 
 
-def _backward_output(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_output(
+    ctx: Any,
+    grad: Tensor,  # (b, t, d)
+) -> tuple[Tensor | None, ...]:
     """Cotangents of all operands from that of the output (b, t, d)."""
     operands = OutputOperands(*ctx.saved_tensors)
     _, _, D, gate, fed, z, weight = operands
@@ -128,12 +141,19 @@ def _shifted_norm_backward_fake(
     return y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)
 
 
-def _save_shifted_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_shifted_norm(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,  # (b, t, d)
+) -> None:
     y, y0, ctx.eps, _ = inputs
     ctx.save_for_backward(y, y0)
 
 
-def _backward_shifted_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_shifted_norm(
+    ctx: Any,
+    grad: Tensor,  # (b, t, d)
+) -> tuple[Tensor | None, ...]:
     """Cotangents of y and y0 from that of the result (b, t, d)."""
     operands = ctx.saved_tensors
     with torch.no_grad():

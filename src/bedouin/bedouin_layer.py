@@ -211,7 +211,10 @@ class Bedouin(FixedPointLayer):
         d, n = self.d_inner, self.d_state
         return {"delta": d, "B": n, "C": n, "mixer": self.mixer.raw_size(d)}
 
-    def _split(self, raw: Tensor) -> ScanInputs:
+    def _split(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> ScanInputs:
         delta, B, C, mixer_raw = raw.split(list(self._sizes.values()), -1)
         delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
         return ScanInputs(delta, unit(B), unit(C), mixer_raw)

@@ -156,9 +156,9 @@ def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tens
 
 def _call(
     module: nn.Module,
-    values: Sequence[Tensor],
+    values: Sequence[Tensor],  # any shapes
     raw: Tensor,  # (..., raw size of the mixer)
-    *args: Tensor,
+    *args: Tensor,  # (..., d)
 ) -> Any:
     """module(raw, *args) with `values` in place of what `_named_values` lists."""
     names = (name for name, _ in _named_values(module, raw.dtype))
@@ -173,7 +173,12 @@ class _Mix(nn.Module):
         super().__init__()
         self.mixer = mixer
 
-    def forward(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def forward(
+        self,
+        raw: Tensor,  # (b, t, raw size of the mixer)
+        x: Tensor,  # (b, t, d)
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
         return self.mixer.mix(raw, x, y)
 
 
@@ -187,7 +192,11 @@ class MixerBind:
     def __init__(self, split: Callable[[Tensor], ScanInputs], mixer: ChannelMixer) -> None:
         self.split, self.mixer = split, mixer
 
-    def __call__(self, raw: Tensor, *mixer_values: Tensor) -> Coefficients:
+    def __call__(
+        self,
+        raw: Tensor,  # (..., r)
+        *mixer_values: Tensor,  # any shapes
+    ) -> Coefficients:
         delta, B, C, mixer_raw = self.split(raw)
         if not mixer_values:
             return Coefficients(delta, B, C, *self.mixer(mixer_raw))
@@ -258,7 +267,10 @@ class StructuredMap(FixedPointMap):
         ).y
 
     def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
-        def report(defect: Tensor, scale: Tensor) -> None:
+        def report(
+            defect: Tensor,  # (b, t)
+            scale: Tensor,  # (b, t)
+        ) -> None:
             if can_read_device(defect):
                 cell.defer(partial(_reverse_stats, defect, scale))
 
@@ -302,10 +314,14 @@ class StructuredMap(FixedPointMap):
             sigma, gap = self._input_gain(delta, B, C)
             factors = factor_local(sigma, diagonal, U, M, gap)
 
-        def apply(w: Tensor) -> Tensor:
+        def apply(
+            w: Tensor,  # (b, t, d)
+        ) -> Tensor:  # (b, t, d)
             return apply_complement_transposed(sigma * w, diagonal, U, M)
 
-        def invert(r: Tensor) -> Tensor:
+        def invert(
+            r: Tensor,  # (b, t, d)
+        ) -> Tensor:  # (b, t, d)
             return solve_local_transposed(r, factors)
 
         return apply, invert

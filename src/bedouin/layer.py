@@ -435,7 +435,10 @@ class FixedPointLayer(nn.Module, ABC):
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.draws.count)
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(
+        self,
+        state: Tensor,  # (), the count of draws
+    ) -> None:
         self.draws.count = int(state)
 
     def extra_repr(self) -> str:

@@ -148,18 +148,26 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(accumulator(tensor.dtype))
 
 
-def log_uniform(like: Tensor, low: float, high: float) -> Tensor:
+def log_uniform(
+    like: Tensor,  # any shape
+    low: float,
+    high: float,
+) -> Tensor:  # as `like`
     """A tensor like `like`, whose logarithm is uniform between those of `low` and `high`."""
     span = math.log(high) - math.log(low)
     return torch.exp(torch.rand_like(like) * span + math.log(low))
 
 
-def inverse_softplus(value: Tensor) -> Tensor:
+def inverse_softplus(
+    value: Tensor,  # any shape
+) -> Tensor:  # as `value`
     """The x with softplus(x) = `value`, which is positive."""
     return value + torch.log(-torch.expm1(-value))
 
 
-def griffin_omega(like: Tensor) -> Tensor:
+def griffin_omega(
+    like: Tensor,  # any shape
+) -> Tensor:  # as `like`
     """omega with exp(-8 softplus(omega)) uniform in [0.9, 0.999]: the decay at Delta = 1."""
     decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)
     return inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS)

@@ -123,7 +123,10 @@ class FixedPointRNN(FixedPointLayer):
     def _component_sizes(self) -> dict[str, int]:
         return {"decay": self.d_inner, "mixer": self.mixer.raw_size(self.d_inner)}
 
-    def _split(self, raw: Tensor) -> ScanInputs:
+    def _split(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> ScanInputs:
         decay_raw, mixer_raw = raw.split(list(self._sizes.values()), -1)
         # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
         sigmoid = self.decay == "sigmoid"
@@ -145,5 +148,8 @@ class FixedPointRNN(FixedPointLayer):
             return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
         return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
 
-    def drive(self, x: Tensor) -> Tensor:
+    def drive(
+        self,
+        x: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
         return F.silu(F.linear(x, self.b_proj.weight.to(x.dtype))) * x
