@@ -16,7 +16,7 @@ from bedouin.solvers.solution import Solution, SolveStats, can_read_device
 
 
 def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> Solution:
-    """`solution` with the gradient that `solver` finds from the adjoint equation in backward."""
+    """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
     if not can_read_device(solution.value):
         raise RuntimeError(
             "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.compile, "
@@ -32,7 +32,8 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
 
 
 class _ImplicitGrad(torch.autograd.Function):
-    """The value y_star with the path of `tracked`, its gradient first sent through the solve."""
+    """The value y_star on the graph of `tracked`, which receives w, the solution of the adjoint
+    equation for the incoming gradient, instead of that gradient itself."""
 
     jvp = staticmethod(refuse_forward_mode)
 
@@ -77,7 +78,7 @@ def _depends_on_another(
     tracked: Tensor,  # (b, ...), F(y)
     y: Tensor,  # (b, ...)
 ) -> bool:
-    """Whether a leaf other than y wants the gradient of `tracked`."""
+    """Whether a leaf of the graph other than y receives a gradient from `tracked`."""
     if not tracked.requires_grad:
         return False
     seen: set[torch.autograd.graph.Node] = set()
@@ -94,7 +95,11 @@ def _depends_on_another(
 
 
 class _AdjointMap:
-    """w -> J^T w + g, flipped in time: J^T is block upper-triangular, its flip lower-triangular."""
+    """w -> J^T w + g, where g is `grad_output`.
+
+    With `flips`, w and g are reversed along time: J^T is block upper-triangular in time, so that
+    the reversed map is lower-triangular, as the convergence test of a causal map assumes.
+    """
 
     def __init__(
         self,
@@ -123,7 +128,7 @@ class _AdjointMap:
 
 
 class _BlockAdjointMap(_AdjointMap):
-    """The same for a map with a local equation: Jacobi backward in time."""
+    """The adjoint map of a map whose local equation can be solved, for Jacobi backward in time."""
 
     def __init__(
         self,
@@ -145,19 +150,20 @@ class _BlockAdjointMap(_AdjointMap):
 
 
 def _saved_tensors_are_hooked() -> bool:
-    """Whether saved_tensors_hooks are on; where torch does not tell, True, which costs a step."""
+    """Whether saved_tensors_hooks are active. True also where this torch cannot tell, which costs
+    one more evaluation of the map."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 
 
 def _present_autocast(device: str) -> torch.autocast:
-    """A context that restores the present state of autocast on a kind of device."""
+    """A context that restores the present autocast state of a device type."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return torch.autocast(device, dtype, enabled=enabled)
 
 
 class _AdjointSolve:
-    """grad_output -> w, by an iterative solver; reports its statistics."""
+    """A function grad_output -> w that solves the adjoint equation and reports its statistics."""
 
     def __init__(
         self,
@@ -182,10 +188,11 @@ class _AdjointSolve:
         return _AdjointMap(y, tracked, grad_output, flips)
 
     def _evaluation(self) -> tuple[Tensor, Tensor]:
-        """y* and F(y*) in a graph that holds its tensors.
+        """y* and F(y*), both (b, ...), in a graph whose saved tensors no hook has replaced.
 
-        Hooks, such as those of non-reentrant checkpointing, may run the whole forward or a copy
-        each time that a graph's tensors are read, here once for each step of the adjoint solve.
+        Hooks such as those of non-reentrant checkpointing may recompute the forward pass, or copy,
+        whenever a saved tensor is read, and each step of the adjoint solve reads all of them. So
+        the map is evaluated once more, outside of the hooks.
         """
         if not self.hooked:
             return self.y, self.tracked

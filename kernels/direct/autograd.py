@@ -21,10 +21,11 @@ from bedouin.kernels.outside import outside_of_graphs
 
 
 class _DirectSweep(torch.autograd.Function):
-    """y*, last h, kept h, defect, scale, magnitude, pivot; y* is solved, or `y_star` if given.
+    """Returns y*, last h, kept h, defect, scale, magnitude and pivot. y* is `y_star` if given, and
+    otherwise solved for.
 
-    The tensors are those of `Operands.wide` and the bind parameters, one by one: torch finds no
-    tensors that need gradients inside of a NamedTuple.
+    The tensors of `Operands.wide` and the bind parameters are passed one by one, because torch does
+    not find tensors that require gradients inside a NamedTuple.
     """
 
     generate_vmap_rule = True
@@ -36,7 +37,7 @@ class _DirectSweep(torch.autograd.Function):
         bind: Bind,
         report: ReportBackward | None,
         y_star: Tensor | None,  # (b, t, d)
-        *tensors: Any,  # the operands, then the bind parameters
+        *tensors: Any,  # the six operands, then the bind parameters, of any shapes
     ) -> tuple[Tensor, ...]:
         operands, parameters = Operands(*tensors[:6]), tensors[6:]
         options = parameterization, bind, parameters, CHUNK
@@ -72,7 +73,7 @@ class _DirectSweep(torch.autograd.Function):
         *unused: Tensor,  # cotangents of the checkpoints and the statistics
     ) -> tuple[Any, ...]:
         y, checkpoints, x, raw, W_y, A, y0, *parameters = ctx.saved_tensors
-        # the memory before the first token is in `checkpoints`
+        # h0 is not needed: `checkpoints` begin with the memory before the first token
         operands = Operands(x, raw, W_y, A, None, y0)
         with torch.no_grad(), without_autocast(x.device):
             parameterization, bind = ctx.options

@@ -1,10 +1,10 @@
-"""The sweep as operations of torch.library, so that torch.compile keeps whole graphs.
+"""The sweep as operations of torch.library, so that torch.compile sees no graph breaks.
 
-Three operations: a solve; the memory for a y that is given, whose gradient is the same; the reverse
-sweep of both. Each runs the Triton kernels or, with `plain`, eager PyTorch, which torch.compile
-would otherwise write out token by token. `Operands` and `Parameterization` are flattened to tensors
-and scalars here, and nowhere else. Triton is imported when an operation runs, not when it is
-registered.
+There are three operations: the solve; the memory for a given y, which has the same gradient; and
+the reverse sweep of both. Each runs the Triton kernels or, with `plain`, eager PyTorch, which
+torch.compile would otherwise unroll token by token. `Operands` and `Parameterization` are flattened
+to tensors and scalars here and nowhere else. Triton is imported when an operation runs, not when it
+is registered.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -34,15 +34,18 @@ from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 
 MemoryResult = tuple[Tensor, Tensor, Tensor]
-"""y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d). The last has one axis, and begins with
-the first memory in the plain sweep, because torch.compile specializes on sizes 0 and 1 of an axis
-and would compile sequences of more than `keep_every` tokens anew."""
+"""y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d).
+
+The kept h are flattened to one axis, and the plain sweep's begin with the first memory, because
+torch.compile specializes on axes of size 0 and 1 and would recompile for sequences of more than
+`keep_every` tokens."""
 
 SweepResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The same, the statistics (4, b, t), and of them residual and pivot (2, b) and converged (b,)."""
+"""The tensors of MemoryResult, the statistics (4, b, t), and two tensors derived from these:
+residual and smallest pivot (2, b), and converged (b,)."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of x, raw, W_y, A, h0, y0; and the statistics (2, b, t) of the adjoint equation."""
+"""Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
 
 
 @torch.library.custom_op("bedouin::direct_sweep", mutates_args=())
@@ -149,21 +152,21 @@ def _memory_like(
     plain: bool,
     keep_every: int,
 ) -> tuple[Tensor, Tensor]:
-    """The last h and the kept h of an operation, without values."""
+    """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
     (b, t, d), n = x.shape, A.shape[1]
     return A.new_empty(b, n, d).mT, A.new_empty(b, _slots(t, plain, keep_every) * n * d)
 
 
 def _slots(t: int, plain: bool, keep_every: int) -> int:
-    """How many memories are kept: the plain sweep keeps the first, too."""
+    """Number of kept memories; the plain sweep also keeps the first one."""
     return (t + keep_every - 1) // keep_every if plain else count_kept(t, keep_every)
 
 
 def summarize(
     statistics: Tensor,  # (4, b, t)
 ) -> tuple[Tensor, Tensor]:
-    """Residual and smallest pivot of the samples (2, b), and whether they converged (b,), from the
-    statistics of a sweep; as `relative_residual` and `Direct` define them."""
+    """Residual and smallest pivot of each sample (2, b), and whether it converged (b,), from the
+    statistics of a sweep, with the definitions of `relative_residual` and `Direct`."""
     _, b, t_end = statistics.shape
     summary = statistics.new_empty(2, b)
     converged = torch.empty(b, dtype=torch.bool, device=statistics.device)
@@ -251,7 +254,7 @@ def _save(
 ) -> None:
     y, _, *others = output
     ctx.mark_non_differentiable(*others)
-    ctx.set_materialize_grads(False)  # zeros for the others would be written and never read
+    ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
     ctx.save_for_backward(y, others[0], *operands)
     # the gradient of y0 costs a product that most calls do not need
     ctx.wants_y0 = wants_y0
