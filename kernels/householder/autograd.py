@@ -1,4 +1,8 @@
-"""Householder products in Triton, registered with torch.library; Triton is imported on a run."""
+"""Householder products in Triton as operations of torch.library.
+
+Triton is imported when an operation runs. Letters: d channels, k reflections; leading axes are
+free.
+"""
 
 from typing import Any
 

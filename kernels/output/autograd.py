@@ -1,6 +1,7 @@
-"""The output stage in Triton, registered with torch.library; Triton is imported on a run.
+"""The output stage in Triton as operations of torch.library.
 
-The operations of the gated output take its operands one by one, in the order of `OutputOperands`.
+Triton is imported when an operation runs. The operations of the gated output take the fields of
+`OutputOperands` one by one, in the same order.
 """
 
 from typing import Any
@@ -43,7 +44,8 @@ def _output_backward(
     grad: Tensor,  # (b, t, d)
     *flat: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of y, x and gate (b, t, d), and of D and weight (2, d), or of D alone (1, d)."""
+    """Cotangents of y, x and gate, each (b, t, d), and those of D and weight together (2, d), or of
+    D alone (1, d) without weight."""
     from bedouin.kernels.output.launch import output_backward
 
     *operands, eps = flat
@@ -79,7 +81,7 @@ def _backward_output(
     with torch.no_grad():
         grad_y, grad_x, grad_gate, sums = _output_backward(grad, *operands, ctx.eps)
         grad_D, *grad_weight = sums.to(D.dtype).unbind(0)
-    # the three summands of the gate have the same cotangent
+    # gate, fed and z are summands of one sum and have the same cotangent
     summands = [None if v is None else grad_gate.to(v.dtype) for v in (gate, fed, z)]
     last = None if weight is None else grad_weight[0].to(weight.dtype)
     grads = [grad_y, grad_x, grad_D, *summands, last]
