@@ -46,9 +46,14 @@ class BlockMap(Protocol):
     def __call__(
         self,
         y: Tensor,  # (b, t, c)
-    ) -> Tensor:  # (b, t, c)
-        """G(y) (b, t, c), each token's local equation solved from the other tokens of y, and the
-        smallest pivot (b,)."""
+    ) -> Tensor: ...  # (b, t, c)
+
+    def block_solve(
+        self,
+        y: Tensor,  # (b, t, c)
+    ) -> tuple[Tensor, Tensor]:
+        """G(y) (b, t, c) and the smallest pivot (b,). G solves the local equation of each token for
+        the values of the other tokens in y."""
 
 
 @runtime_checkable
@@ -58,7 +63,9 @@ class TriangularMap(Protocol):
     def __call__(
         self,
         y: Tensor,  # (b, t, c)
-    ) -> Tensor:  # (b, t, c)
+    ) -> Tensor: ...  # (b, t, c)
+
+    def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
         """Solve token after token. The result carries the exact implicit gradient, whose backward
         pass reports into `cell`; with `unroll`, that of back-propagation through the loop."""
 

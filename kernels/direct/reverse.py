@@ -208,9 +208,8 @@ def _bind_adjoint(
     layout = solved.parameterization.layout
     if layout is not None and is_covered(layout, raw, solved.operands.A, parameters):
         return lambda t, grads: (bind_vjp(layout, raw[:, t], grads),)
-    # torch.func.vjp raises under hooks on saved tensors such as those of save_on_cpu, and a graph
-    # of its own, which `_vjp` builds, is impossible under a transform, where such hooks cannot be
-    # on
+    # torch.func.vjp raises under hooks on saved tensors such as those of save_on_cpu. Under a
+    # transform no such hooks are active, and `_vjp` cannot build a graph with leaves of its own
     vjp = torch.func.vjp if is_transformed() else _vjp
     return lambda t, grads: vjp(solved.bind, raw[:, t], *parameters)[1](grads)
 

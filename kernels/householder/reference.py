@@ -18,7 +18,7 @@ def unit(
 ) -> Tensor:  # (..., d)
     """v * rsqrt(|v|^2 + d eps) over the last axis.
 
-    With eps inside the root, the gradient at v = 0 is at most 1 / sqrt(d eps).
+    With eps inside the root, the derivative at v = 0 is finite, 1 / sqrt(d eps).
     """
     squared_norm = v.square().sum(-1, keepdim=True)
     return v * torch.rsqrt(squared_norm + v.shape[-1] * eps)

@@ -34,11 +34,12 @@ from bedouin.solvers.reporting import OnUnconverged
 
 
 class FixedPointRNN(FixedPointLayer):
-    """The vector-state version: the fixed point of channel mixing and a gated diagonal recurrence.
+    """An RNN with a vector state: the fixed point of channel mixing and a gated diagonal
+    recurrence.
 
         h_t = lambda_t * h_{t-1} + (1 - lambda_t) * (Q_t (b_t * x_t - h_t) + h_t)
 
-    with b_t = SiLU(W_b x_t), Q_t from (x_t, h_{t-1}), and Bedouin's gated, normalized output stage.
+    with b_t = SiLU(W_b x_t), Q_t a function of x_t and h_{t-1}, and the output stage of Bedouin.
     Source: Fixed-Point RNNs (arXiv 2503.10799), section 4. Shapes, calls, state (n = 1) and the
     options not listed here are those of `Bedouin`.
 
