@@ -15,8 +15,8 @@ from bedouin.kernels.backend import is_forward_mode
 
 SECOND_DERIVATIVE = (
     "the gradient of bedouin's fixed point is once differentiable: second derivatives (double "
-    "backward, create_graph=True, torch.func.hessian) are not supported; for those of a small "
-    "problem take finite differences of the gradient"
+    "backward, create_graph=True, torch.func.hessian) are not supported; for a small problem, use "
+    "finite differences of the gradient"
 )
 
 FORWARD_MODE = (

@@ -87,8 +87,8 @@ class ImplicitAdjoint(Adjoint):
     of the number of iterations. Source: Bai et al., arXiv 1909.01377, theorem 1.
 
     solver: solves the adjoint equation. None: the exact reverse sweep if the map offers it,
-        with any forward solver; otherwise the forward solver with its tolerances and cap. `Direct()`
-        requires the reverse sweep.
+        with any forward solver; otherwise the forward solver with its tolerances and cap.
+        `Direct()` requires the reverse sweep.
 
     The adjoint solve is reported in `stats.backward`, and `on_unconverged` applies to it as to the
     forward solve. "raise" raises ConvergenceError from backward(), which synchronizes with a GPU.

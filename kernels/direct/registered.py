@@ -256,7 +256,7 @@ def _save(
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
     ctx.save_for_backward(y, others[0], *operands)
-    # the gradient of y0 costs a product that most calls do not need
+    # the gradient of y0 needs a matrix product that most calls can omit
     ctx.wants_y0 = wants_y0
     ctx.scalars = scalars
     ctx.report = None
