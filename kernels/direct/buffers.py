@@ -15,14 +15,14 @@ from bedouin.kernels.linear import pad_rows, padding
 from bedouin.kernels.operands import Operands, Parameterization
 
 CHUNK = 16
-"""Tokens between two kept h: the backward's workspace is this many (b, d, n) tensors."""
+"""Tokens between two kept h. The reverse sweep's workspace is this many tensors (b, n, d)."""
 
 WORKSPACE = 2**23
 """Most elements of h (32 MB in float32) that the reverse sweep's kernels hold for a chunk."""
 
 
 class SweepBuffers(NamedTuple):
-    """Tensors of a sweep. Of x and raw the last axis is contiguous; the others are contiguous."""
+    """Tensors of a sweep, all contiguous except x and raw, whose last axis is contiguous."""
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)

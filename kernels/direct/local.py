@@ -75,7 +75,7 @@ def factor_local(
         K = identity - (U * sigma.unsqueeze(-2)) @ U.mT @ M
         LU, pivots, _ = torch.linalg.lu_factor_ex(K)
         return LocalFactors(sigma, sigma, U, M, LU, pivots, None, None, None, None)
-    # 1 - sigma e, without a difference for e = 0 and e = 1
+    # 1 - sigma e in a form without rounding errors for e = 0, and for e = 1 with a given gap
     D = (1 - e) + e * (1 - sigma if gap is None else gap)
     at = D.detach().abs().topk(min(U.shape[-2:]), largest=False, sorted=False).indices
     gain = (sigma / D.scatter(-1, at, 1.0)).scatter(-1, at, 0.0)

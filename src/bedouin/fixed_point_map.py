@@ -81,7 +81,7 @@ class FixedPointMap:
         """The values of `_named_values` for the mixer, cast to the dtype of A."""
         if self._mixer_values is None:
             dtype = self.operands.A.dtype
-            # as in `wide`
+            # cached with its graph, for the reason given in `wide`
             with torch.enable_grad():
                 named = _named_values(self.mixer, dtype)
                 self._mixer_values = tuple(value.to(dtype) for _, value in named)

@@ -331,7 +331,7 @@ class FixedPointLayer(nn.Module, ABC):
         if choose_backend(self.backend, x.device, x.dtype) != "triton":
             raw, gate = F.linear(x, weight, bias).split([r, self.d_inner], -1)
             return raw, gate
-        # torch adds the bias within the product where x is a matrix, else in a second pass
+        # flattened, because torch fuses the bias into the product only if x is a matrix
         rows = x.flatten(0, 1)
         raw, gate = split_linear(*(v.to(dtype) for v in (rows, weight, bias)), r=r)
         return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
