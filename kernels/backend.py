@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: decided here, from the argument and the tensors."""
+"""The choice of an operation's implementation, from the argument `backend` and the tensors."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,8 @@ Backend = Literal["auto", "triton", "reference"]
 Implementation = Literal["triton", "reference"]
 
 AUTO_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Where "auto" takes Triton; float64 is for checking numbers, which is the reference's task."""
+"""Dtypes for which "auto" chooses Triton. float64 serves to check numbers, as the reference
+does."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -28,13 +29,13 @@ def choose_backend(
     dtype: torch.dtype = torch.float32,
     unsupported: str | None = None,
 ) -> Implementation:
-    """The implementation for tensors of `dtype` on `device`; only "auto" chooses.
+    """The implementation for tensors of `dtype` on `device`.
 
-    "auto" is Triton on a GPU, but the reference for float64, under torch.func transforms and
-    forward mode, which no Triton operation has rules for, and where `unsupported` names what the
-    kernels do not cover.
-    Raises ValueError for an unknown name, and for "triton" where it cannot run: without Triton,
-    with something unsupported, under a transform, and on a CPU unless Triton's interpreter is on.
+    "auto" chooses Triton on a GPU, except for float64, under torch.func transforms and forward
+    mode, for which no Triton operation has rules, and if `unsupported` names a property of the call
+    that the kernels do not support; then it chooses the reference. Raises ValueError for an unknown
+    name, and for "triton" if it cannot run: without Triton, with an unsupported call, under a
+    transform, or on a CPU unless Triton's interpreter is on.
     """
     check_backend(backend)
     if unsupported is None and is_transformed():
@@ -66,23 +67,25 @@ def _check_triton(device: torch.device, unsupported: str | None) -> None:
 
 
 def is_transformed() -> bool:
-    """Whether a torch.func transform such as vmap is at work, or forward-mode differentiation."""
+    """Whether a torch.func transform such as vmap, or forward-mode differentiation, is active."""
     if torch.compiler.is_compiling():
         return False
     return is_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_forward_mode() -> bool:
-    """Whether tensors may carry tangents: torch.func.jvp and its kin, torch.autograd.forward_ad."""
+    """Whether tensors may carry tangents, as within torch.func.jvp or torch.autograd.forward_ad."""
     if torch.compiler.is_compiling():
         return False
     level: int = torch.autograd.forward_ad._current_level
     return level >= 0
 
 
-def is_batched(*tensors: Tensor | None) -> bool:
-    """Whether one of the tensors holds the cotangents of `torch.autograd.grad` with
-    is_grads_batched=True, which batches them in a way of its own, without a transform."""
+def is_batched(
+    *tensors: Tensor | None,  # any shapes
+) -> bool:
+    """Whether one of the tensors is a batch of cotangents from `torch.autograd.grad` with
+    is_grads_batched=True, which batches tensors without a torch.func transform."""
     if torch.compiler.is_compiling():
         return False
     is_one = torch._C._functorch.is_legacy_batchedtensor
@@ -90,15 +93,16 @@ def is_batched(*tensors: Tensor | None) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which autocast casts nothing on `device`; the meta device has none to begin
-    with."""
-    # torch.autocast refuses devices that it does not know
+    """A context in which autocast is off on `device`; the meta device has no autocast."""
+    # torch.autocast raises for the meta device
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """What autocast makes of x for a product; None where it is off, or leaves x as it is, as it
-    does float64."""
+def autocast_dtype(
+    x: torch.Tensor,  # any shape
+) -> torch.dtype | None:
+    """The dtype to which autocast casts x for a matrix product; None if autocast is off or does not
+    cast x, as for float64."""
     device = x.device.type
     if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
@@ -108,7 +112,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 def interpreter_is_on() -> bool:
     """Whether Triton kernels run in its interpreter, on tensors of any device.
 
-    Triton reads TRITON_INTERPRET when a kernel's module is imported: set it before the start.
-    torch.compile can trace this, unlike Triton's own knob.
+    Triton reads TRITON_INTERPRET when a kernel's module is imported, so set it before the program
+    starts. Unlike Triton's own setting, this function can be traced by torch.compile.
     """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

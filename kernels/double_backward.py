@@ -1,8 +1,8 @@
-"""Gradients that may be taken once.
+"""Errors for second derivatives and for forward mode, which bedouin does not support.
 
-torch's own `once_differentiable` hangs its error on a node that a second `torch.autograd.grad` with
-explicit inputs never visits, so a wrong second derivative is returned silently. Here the error
-is part of the graph between the gradients and what they depend on.
+torch's own `once_differentiable` raises its error in a node that a second `torch.autograd.grad`
+with explicit inputs never visits, so that a wrong second derivative is returned silently. Here the
+node lies in the graph between the gradients and the tensors that they depend on.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from bedouin.kernels.backend import is_forward_mode
 
 SECOND_DERIVATIVE = (
     "the gradient of bedouin's fixed point is once differentiable: second derivatives (double "
-    "backward, create_graph=True, torch.func.hessian) are not supported; for those of a small "
-    "problem take finite differences of the gradient"
+    "backward, create_graph=True, torch.func.hessian) are not supported; for a small problem, use "
+    "finite differences of the gradient"
 )
 
 FORWARD_MODE = (
@@ -26,43 +26,61 @@ FORWARD_MODE = (
 )
 
 
-def refuse_forward_mode(ctx: Any, *tangents: Tensor) -> Any:
-    """The `jvp` of an autograd.Function that has none."""
+def refuse_forward_mode(
+    ctx: Any,
+    *tangents: Tensor,  # any shapes
+) -> Any:
+    """A `jvp` for autograd.Functions without forward mode; raises RuntimeError."""
     raise RuntimeError(FORWARD_MODE)
 
 
 class _Once(torch.autograd.Function):
-    """Its first `count` tensors, unchanged; differentiating them is an error."""
+    """Returns copies of the first `count` tensors, whose differentiation raises RuntimeError."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        count: int,
+        *tensors: Tensor,  # any shapes
+    ) -> tuple[Tensor, ...]:
         return tuple(tensor.clone() for tensor in tensors[:count])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: tuple[Tensor, ...],  # any shapes
+    ) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(
+        ctx: Any,
+        *grads: Tensor,  # any shapes
+    ) -> Any:
         raise RuntimeError(SECOND_DERIVATIVE)
 
 
 class _OnceEager(_Once):
-    """The same in forward mode; torch.compile traces no Function with a jvp."""
+    """`_Once` with an error in forward mode, too. A class of its own, because torch.compile cannot
+    trace a Function that has a jvp."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+    def jvp(
+        ctx: Any,
+        *tangents: Tensor,  # any shapes
+    ) -> Any:
         raise RuntimeError(SECOND_DERIVATIVE)
 
 
 def refuse_second_derivative(
-    grads: Sequence[Tensor | None], depends_on: Sequence[Tensor | None]
+    grads: Sequence[Tensor | None],  # any shapes
+    depends_on: Sequence[Tensor | None],  # any shapes
 ) -> tuple[Tensor | None, ...]:
-    """`grads`, such that a derivative of them with respect to `depends_on` raises RuntimeError.
+    """`grads`, marked so that their derivative with respect to `depends_on` raises RuntimeError.
 
-    Costs nothing unless the backward pass itself is being recorded, or runs in forward mode.
+    Returns `grads` unchanged unless the backward pass itself is recorded or runs in forward mode.
     """
     forward_mode = is_forward_mode()
     sources = [t for t in depends_on if t is not None and (forward_mode or t.requires_grad)]

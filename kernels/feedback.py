@@ -43,7 +43,7 @@ def shifted(
     y: Tensor,  # (b, t, d)
     y0: Tensor,  # (b, d)
 ) -> Tensor:  # (b, t, d)
-    """y_{t-1} for every t; y0 stands before the first token."""
+    """y_{t-1} for every t, where y0 is the output before the first token."""
     return torch.cat([y0.unsqueeze(1), y[:, :-1]], dim=1) if y.shape[1] else y
 
 

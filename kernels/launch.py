@@ -1,7 +1,7 @@
-"""Sizes, dtypes and memory layout of launches, shared by all operations; free of Triton.
+"""Sizes, dtypes and memory layout of launches, shared by all operations.
 
-Triton has functions of the same names as the sizes here, but they are made for kernels and slow on
-the host.
+Importing this module does not import Triton. Triton has functions like `ceil_div` of its own, but
+these are made for kernels and are slow on the host.
 """
 
 from typing import Any
@@ -21,9 +21,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def accumulator(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype in which operands of `dtypes` are computed: float64 if one is, otherwise float32.
-
-    Iterates, memories, residuals and sums have at least float32 throughout the library.
+    """The dtype of computations with operands of `dtypes`: float64 if one of them is float64,
+    otherwise float32. Iterates, memories, residuals and sums have it throughout the library.
     """
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -35,12 +34,16 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
 
 
-def last_axis_contiguous(v: Tensor) -> Tensor:
-    """v (..., c), copied only where its last axis is not contiguous."""
+def last_axis_contiguous(
+    v: Tensor,  # (..., c)
+) -> Tensor:  # (..., c)
+    """v, copied only if its last axis is not contiguous."""
     return v if v.stride(-1) == 1 else v.contiguous()
 
 
-def evenly_spaced(v: Tensor) -> Tensor:
-    """v (b, t, c), copied only where its b t rows are not contiguous and at one distance."""
+def evenly_spaced(
+    v: Tensor,  # (b, t, c)
+) -> Tensor:  # (b, t, c)
+    """v, copied unless its b t rows are contiguous and evenly spaced in memory."""
     spaced = v.stride(2) == 1 and v.stride(0) == v.shape[1] * v.stride(1)
     return v if spaced else v.contiguous()

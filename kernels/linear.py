@@ -1,7 +1,7 @@
-"""Shapes that the fast products of cuBLAS take.
+"""Padding and splitting of matrices to shapes for which cuBLAS is fast.
 
-Where the contiguous extent of an operand or of the result is no multiple of eight, cuBLAS falls
-back to kernels that take twice as long or more.
+If the contiguous extent of an operand or of the result is not a multiple of eight, cuBLAS falls
+back to kernels that take at least twice as long.
 """
 
 import torch
@@ -11,18 +11,24 @@ ALIGNMENT = 64
 
 
 def padding(r: int) -> int:
-    """Values to add to r for a multiple of 64, so that rows of r values are aligned."""
+    """The number to add to r for a multiple of ALIGNMENT, so that rows of r values are aligned."""
     return -r % ALIGNMENT
 
 
-def pad_rows(W: Tensor) -> Tensor:
-    """W (r, d), below it `padding(r)` rows of zeros."""
+def pad_rows(
+    W: Tensor,  # (r, d)
+) -> Tensor:  # (r + padding(r), d)
+    """W with `padding(r)` rows of zeros appended."""
     missing = padding(W.shape[0])
     return torch.nn.functional.pad(W, (0, 0, 0, missing)) if missing else W
 
 
-def in_eights(v: Tensor, axis: int) -> tuple[Tensor, ...]:
-    """v, whose last few along an axis by themselves; one part where it is short."""
+def in_eights(
+    v: Tensor,  # any shape
+    axis: int,
+) -> tuple[Tensor, ...]:
+    """v split along an axis into a part whose size is a multiple of eight and the rest; v alone if
+    there is no rest, or if v has at most eight entries along the axis."""
     size = v.shape[axis]
     rest = size % 8
     return v.split([size - rest, rest], axis) if rest and size > 8 else (v,)

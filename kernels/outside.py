@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves out of its graphs."""
+"""A decorator for functions that torch.compile must not trace."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,12 +9,13 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def outside_of_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
-    """Decorator: a graph breaks before the function, and with fullgraph=True the error says
-    `reason`. As `torch.compiler.disable`, which would import the compiler with this library."""
+    """Decorator: torch.compile breaks the graph at the function, and with fullgraph=True its error
+    message contains `reason`. Equivalent to `torch.compiler.disable`, which would import the
+    compiler when this library is imported."""
 
     def decorate(function: FunctionT) -> FunctionT:
         outside: Any = _disable_dynamo(function)
-        # where torch keeps both for its own decorator
+        # the attributes that torch's own decorator sets
         outside._torchdynamo_disable = True
         outside._torchdynamo_disable_msg = reason
         left_out: FunctionT = outside

@@ -1,7 +1,7 @@
 """Adjoints: the gradient of a fixed point y* = F(y*, theta).
 
-An adjoint runs the solve that it is handed and returns a solution whose value has a gradient path.
-All are once differentiable, and the same in training and evaluation.
+An adjoint runs the solve that it is given and returns a solution whose value has a gradient. All
+adjoints are once differentiable, and they behave alike in training and in evaluation.
 """
 
 from abc import ABC, abstractmethod
@@ -20,33 +20,51 @@ from bedouin.solvers.solution import Solution
 
 
 class _Attach(torch.autograd.Function):
-    """The value y_star with the gradient path of `tracked`."""
+    """The value y_star, whose gradient is passed on to `tracked`."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tracked: Tensor, y_star: Tensor) -> Tensor:
+    def forward(
+        tracked: Tensor,  # (b, ...)
+        y_star: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         return y_star.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Tensor, ...],  # tracked and y_star
+        output: Tensor,  # (b, ...)
+    ) -> None:
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad_output: Tensor,  # (b, ...)
+    ) -> tuple[Tensor | None, ...]:
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([grad_output], sources), None)
 
 
 class _AttachEager(_Attach):
-    """The same with the tangent of `tracked`; torch.compile traces no Function with a jvp."""
+    """`_Attach` with forward mode: the tangent is that of `tracked`. A class of its own, because
+    torch.compile cannot trace a Function that has a jvp."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, unused: Tensor | None) -> Tensor:
+    def jvp(
+        ctx: Any,
+        tangent: Tensor,  # (b, ...), that of `tracked`
+        unused: Tensor | None,  # that of y_star
+    ) -> Tensor:  # (b, ...)
         return tangent
 
 
-def _attach(tracked: Tensor, y_star: Tensor) -> Tensor:
+def _attach(
+    tracked: Tensor,  # (b, ...)
+    y_star: Tensor,  # (b, ...)
+) -> Tensor:  # (b, ...)
     function = _Attach if torch.compiler.is_compiling() else _AttachEager
     value: Tensor = function.apply(tracked, y_star)  # type: ignore[no-untyped-call]
     return value
@@ -57,7 +75,7 @@ class Adjoint(ABC):
 
     @abstractmethod
     def apply(self, problem: Problem) -> Solution:
-        """Run the solve; the returned value carries the gradient."""
+        """Run the solve and return a solution whose value carries the gradient."""
 
 
 @strict_options
@@ -65,18 +83,19 @@ class Adjoint(ABC):
 class ImplicitAdjoint(Adjoint):
     """Implicit function theorem: w = J^T w + g with J = dF/dy at y*, then the vjp of one step.
 
-    Exact when the forward and the adjoint solve converge; memory of one step, whatever the number
-    of iterations. Source: Bai et al., arXiv 1909.01377, theorem 1.
+    Exact if the forward and the adjoint solve converge. Needs the memory of one step, independent
+    of the number of iterations. Source: Bai et al., arXiv 1909.01377, theorem 1.
 
-    solver: for the adjoint equation. None: the exact reverse sweep if the map offers it (whatever
-        the forward solver), else the forward's solver, tolerances and cap. `Direct()` asks for the
-        sweep.
-    The adjoint's own solve is reported in `stats.backward`, and `on_unconverged` holds for it as
-    for the forward solve: "raise" raises ConvergenceError from backward(), which on a GPU waits for
-    the outcome; "warn" warns in backward(), but on a GPU about the reverse sweep one call late,
-    from an asynchronous copy; under torch.compile, torch.func transforms and graph capture the
-    outcome is not read. A drawn cap below its limit excuses an iterative adjoint that it cuts
-    short, not the sweep, which has no cap.
+    solver: solves the adjoint equation. None: the exact reverse sweep if the map offers it,
+        with any forward solver; otherwise the forward solver with its tolerances and cap.
+        `Direct()` requires the reverse sweep.
+
+    The adjoint solve is reported in `stats.backward`, and `on_unconverged` applies to it as to the
+    forward solve. "raise" raises ConvergenceError from backward(), which synchronizes with a GPU.
+    "warn" warns in backward(), except that on a GPU a warning about the reverse sweep comes one
+    call late, from an asynchronous copy. Under torch.compile, torch.func transforms and graph
+    capture the outcome is not read. An iterative adjoint that a drawn cap below its limit cuts
+    short is not reported as a failure; the reverse sweep has no cap.
     """
 
     solver: Solver | None = None
@@ -98,7 +117,7 @@ class ImplicitAdjoint(Adjoint):
         with torch.set_grad_enabled(torch.is_grad_enabled() and exact is not None and is_swept):
             solution = problem.run()
         cell = solution.stats._backward
-        # a compiled graph calls no listener; it returns the cell as an output
+        # a compiled graph returns the cell as an output and cannot call a listener
         if exact is not None and not torch.compiler.is_compiling():
             cell.listen(problem.reporting.sweep)
         if not torch.is_grad_enabled() or (exact is not None and is_swept):
@@ -111,9 +130,9 @@ class ImplicitAdjoint(Adjoint):
 @strict_options
 @dataclass(frozen=True)
 class OneStepAdjoint(Adjoint):
-    """vjp of one step at y*: w = g ("Jacobian-free").
+    """The vjp of one step at y*, that is w = g ("Jacobian-free").
 
-    Cheap and biased: a descent direction where F contracts enough. Memory of one step.
+    Cheap and biased: a descent direction if F contracts enough. Needs the memory of one step.
     Source: arXiv 2503.10799, theorem 3.3; arXiv 2103.12803.
     """
 
@@ -126,9 +145,9 @@ class OneStepAdjoint(Adjoint):
 class PhantomAdjoint(Adjoint):
     """`num_steps` damped differentiable steps from y* (phantom gradient, arXiv 2111.05177).
 
-    y <- (1 - damping) y + damping F(y): between one step and the exact gradient; memory of
-    num_steps steps, whatever the number of iterations. The value stays y*. Raises ValueError for
-    num_steps < 1 or damping outside (0, 1].
+    Each step is y <- (1 - damping) y + damping F(y). The gradient lies between that of one step and
+    the exact one, and needs the memory of num_steps steps, independent of the number of iterations.
+    The value stays y*. Raises ValueError for num_steps < 1 or damping outside (0, 1].
     """
 
     num_steps: int = 4
@@ -154,10 +173,11 @@ class PhantomAdjoint(Adjoint):
 @strict_options
 @dataclass(frozen=True)
 class UnrolledAdjoint(Adjoint):
-    """Back-propagation through the solve itself: memory grows with the number of iterations.
+    """Back-propagation through the solve itself, whose memory grows with the number of iterations.
 
-    For tests and small problems. With too few steps it is the gradient of those steps, not of the
-    fixed point. Anderson and Broyden cannot be unrolled: TypeError.
+    For tests and small problems. If the solve has not converged, it is the gradient of the steps
+    taken, not of the fixed point. Raises TypeError for Anderson and Broyden, which cannot be
+    unrolled.
     """
 
     def apply(self, problem: Problem) -> Solution:

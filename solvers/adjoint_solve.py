@@ -16,7 +16,7 @@ from bedouin.solvers.solution import Solution, SolveStats, can_read_device
 
 
 def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> Solution:
-    """`solution` with the gradient that `solver` finds from the adjoint equation in backward."""
+    """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
     if not can_read_device(solution.value):
         raise RuntimeError(
             "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.compile, "
@@ -32,20 +32,27 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
 
 
 class _ImplicitGrad(torch.autograd.Function):
-    """The value y_star with the path of `tracked`, its gradient first sent through the solve."""
+    """The value y_star on the graph of `tracked`, which receives w, the solution of the adjoint
+    equation for the incoming gradient, instead of that gradient itself."""
 
     jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def forward(
-        ctx: Any, tracked: Tensor, y_star: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+        ctx: Any,
+        tracked: Tensor,  # (b, ...), F(y*)
+        y_star: Tensor,  # (b, ...)
+        solve_adjoint: Callable[[Tensor], Tensor],
+    ) -> Tensor:  # (b, ...)
         ctx.solve_adjoint = solve_adjoint
         ctx.save_for_backward(tracked)
         return y_star.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad_output: Tensor,  # (b, ...)
+    ) -> tuple[Tensor | None, ...]:
         if is_batched(grad_output):
             raise RuntimeError(
                 "ImplicitAdjoint with an iterative solve takes one cotangent at a time, not "
@@ -59,14 +66,19 @@ class _ImplicitGrad(torch.autograd.Function):
 
 
 def _attach_implicit(
-    tracked: Tensor, y_star: Tensor, solve_adjoint: Callable[[Tensor], Tensor]
-) -> Tensor:
+    tracked: Tensor,  # (b, ...), F(y*)
+    y_star: Tensor,  # (b, ...)
+    solve_adjoint: Callable[[Tensor], Tensor],
+) -> Tensor:  # (b, ...)
     value: Tensor = _ImplicitGrad.apply(tracked, y_star, solve_adjoint)  # type: ignore[no-untyped-call]
     return value
 
 
-def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
-    """Whether a leaf other than y wants the gradient of `tracked`."""
+def _depends_on_another(
+    tracked: Tensor,  # (b, ...), F(y)
+    y: Tensor,  # (b, ...)
+) -> bool:
+    """Whether a leaf of the graph other than y receives a gradient from `tracked`."""
     if not tracked.requires_grad:
         return False
     seen: set[torch.autograd.graph.Node] = set()
@@ -83,16 +95,32 @@ def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
 
 
 class _AdjointMap:
-    """w -> J^T w + g, flipped in time: J^T is block upper-triangular, its flip lower-triangular."""
+    """w -> J^T w + g, where g is `grad_output`.
 
-    def __init__(self, y: Tensor, tracked: Tensor, grad_output: Tensor, flips: bool) -> None:
+    With `flips`, w and g are reversed along time: J^T is block upper-triangular in time, so that
+    the reversed map is lower-triangular, as the convergence test of a causal map assumes.
+    """
+
+    def __init__(
+        self,
+        y: Tensor,  # (b, ...)
+        tracked: Tensor,  # (b, ...), F(y)
+        grad_output: Tensor,  # (b, ...)
+        flips: bool,
+    ) -> None:
         self.y, self.tracked, self.flips = y, tracked, flips
         self.g = self.flip(grad_output)
 
-    def flip(self, w: Tensor) -> Tensor:
+    def flip(
+        self,
+        w: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         return w.flip(1) if self.flips else w
 
-    def __call__(self, w: Tensor) -> Tensor:
+    def __call__(
+        self,
+        w: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         (product,) = torch.autograd.grad(
             self.tracked, self.y, self.flip(w), retain_graph=True, allow_unused=True
         )
@@ -100,43 +128,59 @@ class _AdjointMap:
 
 
 class _BlockAdjointMap(_AdjointMap):
-    """The same for a map with a local equation: Jacobi backward in time."""
+    """The adjoint map of a map whose local equation can be solved, for Jacobi backward in time."""
 
     def __init__(
-        self, y: Tensor, tracked: Tensor, grad_output: Tensor, f: TransposedBlockMap
+        self,
+        y: Tensor,  # (b, t, c)
+        tracked: Tensor,  # (b, t, c), F(y)
+        grad_output: Tensor,  # (b, t, c)
+        f: TransposedBlockMap,
     ) -> None:
         super().__init__(y, tracked, grad_output, flips=True)
         self.diagonal, self.invert = f.block_transpose(y.detach())
 
-    def block_solve(self, w: Tensor) -> tuple[Tensor, None]:
+    def block_solve(
+        self,
+        w: Tensor,  # (b, t, c)
+    ) -> tuple[Tensor, None]:
         w_in_time = self.flip(w)
         rest = self.flip(self(w)) - self.diagonal(w_in_time)
         return self.flip(self.invert(rest)), None
 
 
 def _saved_tensors_are_hooked() -> bool:
-    """Whether saved_tensors_hooks are on; where torch does not tell, True, which costs a step."""
+    """Whether saved_tensors_hooks are active. True also where this torch cannot tell, which costs
+    one more evaluation of the map."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 
 
 def _present_autocast(device: str) -> torch.autocast:
-    """A context that restores the present state of autocast on a kind of device."""
+    """A context that restores the present autocast state of a device type."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return torch.autocast(device, dtype, enabled=enabled)
 
 
 class _AdjointSolve:
-    """grad_output -> w, by an iterative solver; reports its statistics."""
+    """A function grad_output -> w that solves the adjoint equation and reports its statistics."""
 
     def __init__(
-        self, problem: Problem, solver: Solver, y: Tensor, tracked: Tensor, stats: SolveStats
+        self,
+        problem: Problem,
+        solver: Solver,
+        y: Tensor,  # (b, ...), y*
+        tracked: Tensor,  # (b, ...), F(y*)
+        stats: SolveStats,
     ) -> None:
         self.problem, self.solver, self.stats = problem, solver, stats
         self.y, self.tracked = y, tracked
         self.hooked, self.autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
 
-    def _map(self, grad_output: Tensor) -> _AdjointMap:
+    def _map(
+        self,
+        grad_output: Tensor,  # (b, ...)
+    ) -> _AdjointMap:
         f, flips = self.problem.f, self.problem.time_dim == 1
         y, tracked = self._evaluation()
         if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
@@ -144,10 +188,11 @@ class _AdjointSolve:
         return _AdjointMap(y, tracked, grad_output, flips)
 
     def _evaluation(self) -> tuple[Tensor, Tensor]:
-        """y* and F(y*) in a graph that holds its tensors.
+        """y* and F(y*), both (b, ...), in a graph whose saved tensors no hook has replaced.
 
-        Hooks, such as those of non-reentrant checkpointing, may run the whole forward or a copy
-        each time that a graph's tensors are read, here once for each step of the adjoint solve.
+        Hooks such as those of non-reentrant checkpointing may recompute the forward pass, or copy,
+        whenever a saved tensor is read, and each step of the adjoint solve reads all of them. So
+        the map is evaluated once more, outside of the hooks.
         """
         if not self.hooked:
             return self.y, self.tracked
@@ -155,7 +200,10 @@ class _AdjointSolve:
         with torch.enable_grad(), self.autocast:
             return y, self.problem.f(y)
 
-    def __call__(self, grad_output: Tensor) -> Tensor:
+    def __call__(
+        self,
+        grad_output: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         f = self._map(grad_output)
         solution = self.solver.solve(
             f,

@@ -1,7 +1,8 @@
 """What every solver shares: the abstract Solver, the protocols of maps, and checks of options.
 
 Letters: b batch, t tokens of a sample, c the values of a token. Convergence is judged token by
-token: t is time where `time_dim=1` (a map that is causal in time), else a sample is one token.
+token. With `time_dim=1`, for a map that is causal in time, the axis t is time; otherwise a sample
+is a single token and t = 1.
 """
 
 import difflib
@@ -23,7 +24,8 @@ TimeDim = Literal[1] | None
 
 
 class SweepResult(Protocol):
-    """What a direct sweep hands over: y (b, t, c), the norms (b, t), pivot (b,)."""
+    """Result of a direct sweep: y (b, t, c), the norms defect, scale and magnitude (b, t), and the
+    smallest pivot (b,)."""
 
     @property
     def y(self) -> Tensor: ...
@@ -39,37 +41,46 @@ class SweepResult(Protocol):
 
 @runtime_checkable
 class BlockMap(Protocol):
-    """A map whose local equation can be solved token by token: what `Jacobi` needs."""
+    """A map whose local equation can be solved token by token, as `Jacobi` requires."""
 
-    def __call__(self, y: Tensor) -> Tensor: ...
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, c)
+    ) -> Tensor: ...  # (b, t, c)
 
-    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """G(y) (b, t, c), each token's local equation solved from the other tokens of y, and the
-        smallest pivot (b,)."""
+    def block_solve(
+        self,
+        y: Tensor,  # (b, t, c)
+    ) -> tuple[Tensor, Tensor]:
+        """G(y) (b, t, c) and the smallest pivot (b,). G solves the local equation of each token for
+        the values of the other tokens in y."""
 
 
 @runtime_checkable
 class TriangularMap(Protocol):
-    """A map that is block lower-triangular in time: what `Direct` needs."""
+    """A map that is block lower-triangular in time, as `Direct` requires."""
 
-    def __call__(self, y: Tensor) -> Tensor: ...
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, c)
+    ) -> Tensor: ...  # (b, t, c)
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
-        """Solve token after token. Its gradient is the exact implicit one, which reports into
-        `cell`, or with `unroll` that of back-propagation through the loop."""
+        """Solve token after token. The result carries the exact implicit gradient, whose backward
+        pass reports into `cell`; with `unroll`, that of back-propagation through the loop."""
 
 
 class Steps(Protocol):
-    """An iteration under way."""
+    """A running iteration: its state, and how it is advanced and judged."""
 
     def advance(self) -> None:
-        """Evaluate the map at y, freeze what has converged, move the rest, count the evaluation."""
+        """Evaluate the map at y, freeze converged tokens, update the others, and count the step."""
 
     def certify(self) -> None:
-        """Evaluate the map at y and judge it; y stays, and the evaluation is not counted."""
+        """Evaluate the map at y and judge convergence, without an update of y or of the count."""
 
     def finished(self) -> bool:
-        """Whether every sample has converged or failed; looks at the device."""
+        """Whether every sample has converged or failed; synchronizes with the device."""
 
     @property
     def progress(self) -> Progress: ...
@@ -77,33 +88,42 @@ class Steps(Protocol):
 
 @runtime_checkable
 class FusedMap(Protocol):
-    """A map that can do whole steps of some solvers: evaluate, judge, freeze and move."""
+    """A map that runs whole steps of some solvers itself: it evaluates, judges, freezes and updates
+    y, usually in one kernel."""
 
     def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:
-        """Steps from y (b, t, c); None where the plain loop has to do."""
+        """Steps from y (b, t, c), or None if the plain loop must be used."""
 
 
 @runtime_checkable
 class ExactAdjointMap(Protocol):
     """A map that offers the exact reverse sweep."""
 
-    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:
+    def attach(
+        self,
+        y_star: Tensor,  # (b, t, c)
+        cell: BackwardStats,
+    ) -> Tensor:  # (b, t, c)
         """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
 
 
 @runtime_checkable
 class TransposedBlockMap(Protocol):
-    """A map whose adjoint equation can be solved token by token: Jacobi backward in time."""
+    """A map whose adjoint equation can be solved token by token, by Jacobi backward in time."""
 
-    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """(w -> L^T w, r -> (I - L^T)^-1 r), L the block diagonal of the Jacobian at y_star."""
+    def block_transpose(
+        self,
+        y_star: Tensor,  # (b, t, c)
+    ) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """Two functions on (b, t, c): w -> L^T w and r -> (I - L^T)^-1 r, where L is the block
+        diagonal of the Jacobian at y_star."""
 
 
 SolverT = TypeVar("SolverT", bound=type)
 
 
 def strict_options(cls: SolverT) -> SolverT:
-    """Class decorator: an unknown option is a TypeError that lists the valid names."""
+    """Class decorator: an unknown option raises a TypeError that lists the valid names."""
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     valid = [f.name for f in fields(cls) if f.init]
 
@@ -121,7 +141,7 @@ def strict_options(cls: SolverT) -> SolverT:
 
 
 def unknown_option(owner: str, name: str, valid: list[str]) -> str:
-    """The message for an option that `owner` does not have."""
+    """The error message for an option that `owner` does not have."""
     near = difflib.get_close_matches(name, valid, n=1)
     guess = f"; did you mean {near[0]!r}?" if near else "."
     options = ", ".join(valid) if valid else "no options at all"
@@ -129,7 +149,7 @@ def unknown_option(owner: str, name: str, valid: list[str]) -> str:
 
 
 def check_number(name: str, value: float, low: float, high: float, *, open_low: bool) -> None:
-    """ValueError unless low <= value <= high (low < value for `open_low`)."""
+    """Raise ValueError unless low <= value <= high, or low < value <= high with `open_low`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     if value < low or value > high or (open_low and value == low):
@@ -138,13 +158,15 @@ def check_number(name: str, value: float, low: float, high: float, *, open_low: 
 
 
 class Solver(ABC):
-    """A way to find y with f(y) = y. Solvers are frozen dataclasses: options only, no state."""
+    """A method that finds y with f(y) = y. Solvers are frozen dataclasses that hold options
+    only."""
 
     can_unroll = True
     """Whether back-propagation through the solve is possible."""
 
     is_exact = False
-    """Whether the solver takes one step by definition, whatever `max_steps`."""
+    """Whether the solver takes exactly one step by definition, so that `max_steps` has no
+    effect."""
 
     @abstractmethod
     def solve(
@@ -154,32 +176,36 @@ class Solver(ABC):
 
 
 class MapWrapper:
-    """A map around another one; messages name the inner one, which the user knows."""
+    """A map around another map. Error messages name the inner map, which the user passed."""
 
     def __init__(self, f: Map) -> None:
         self.f = f
 
 
 def map_name(f: Map) -> str:
-    """The type of the map that the user handed over."""
+    """The name of the type of the map that the user passed, inside of any wrappers."""
     while isinstance(f, MapWrapper):
         f = f.f
     return type(f).__name__
 
 
 class TokenMap(MapWrapper):
-    """`f` on (b, t, c) views of its own shape."""
+    """`f`, which takes tensors of `shape`, as a map of tensors of the shape `tokens`, (b, t, c)."""
 
     def __init__(self, f: Map, shape: torch.Size, tokens: torch.Size) -> None:
         super().__init__(f)
         self.shape, self.tokens = shape, tokens
 
-    def __call__(self, y: Tensor) -> Tensor:
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, c)
+    ) -> Tensor:  # (b, t, c)
         return self.f(y.reshape(self.shape)).reshape(self.tokens)
 
 
 def as_tokens(y: Tensor, time_dim: TimeDim) -> Tensor:
-    """(b, ...) as (b, t, c): one token a sample, or axis 1 as time."""
+    """y (b, ...) as (b, t, c): axis 1 is time with `time_dim=1`, otherwise a sample is one
+    token."""
     if time_dim == 1:
         return y.reshape(y.shape[0], y.shape[1], math.prod(y.shape[2:]))
     return y.reshape(y.shape[0], 1, math.prod(y.shape[1:]))

@@ -31,28 +31,29 @@ from bedouin.solvers.solution import (
 )
 
 CHECK_EVERY = 4
-"""Evaluations between two looks of the host at a GPU: a look costs a synchronization, an evaluation
-too many costs nothing but itself, since converged tokens stay frozen and steps are counted on the
-device. The outcome of a solve of at most so many steps is not read (`Result.unknown`)."""
+"""Evaluations between two checks for termination on a GPU. A check costs a synchronization; a
+superfluous evaluation changes nothing, since converged tokens stay frozen and steps are counted on
+the device. A solve of at most this many steps does not read its outcome (`Result.unknown`)."""
 
 MAX_TRACED_STEPS = 16
-"""Most steps that torch.compile writes out: some hundred nodes each, and none can be spared."""
+"""Most steps that torch.compile unrolls: each adds some hundred nodes to the graph, and a graph
+cannot stop early."""
 
 
 class Measurement(NamedTuple):
-    """One evaluation of the map a solver iterates (F, or G for Jacobi)."""
+    """One evaluation of the map that a solver iterates: F, or G for Jacobi."""
 
     f_y: Tensor  # (b, t, c)
     pivot: Tensor | None  # (b,)
 
 
 class IterativeSolver(Solver):
-    """A solver that improves all tokens at once, one evaluation of the map a step.
+    """A solver that updates all tokens at once, with one evaluation of the map in each step.
 
     defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has
-    converged when defect_s < atol + rtol * scale_s for all s <= t; it keeps the y at which that was
-    measured. So with atol below every scale of interest, as by default, convergence does not depend
-    on the units of y; only a map whose fixed point is zero needs a larger atol.
+    converged when defect_s < atol + rtol * scale_s for all s <= t; it then keeps the y at which the
+    defect was measured. If atol is below every scale of interest, as by default, convergence does
+    not depend on the units of y; only a map whose fixed point is zero needs a larger atol.
     """
 
     rtol: float
@@ -60,36 +61,49 @@ class IterativeSolver(Solver):
 
     @property
     def returns_evaluation(self) -> bool:
-        """Whether a solve returns its last evaluation f(y), with that step's defect, rather than
-        the y at which the defect was measured."""
+        """Whether a solve returns its last evaluation f(y), with the defect measured in that step,
+        rather than the y at which it was measured."""
         return False
 
     def start(self, y0: Tensor) -> Any:
-        """The solver's memory between steps; None for solvers without any. y0: (b, t, c)."""
+        """What the solver keeps between steps, from y0 (b, t, c); None for solvers without
+        memory."""
         return None
 
     @abstractmethod
     def evaluate(self, f: Map, y: Tensor) -> Measurement:
-        """The map that is iterated, at y (b, t, c)."""
+        """Evaluate the map that is iterated at y (b, t, c)."""
 
     @abstractmethod
-    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        """The next iterate and memory."""
+    def update(
+        self,
+        y: Tensor,  # (b, t, c)
+        f_y: Tensor,  # (b, t, c), the map at y
+        memory: Any,
+    ) -> tuple[Tensor, Any]:
+        """The next iterate (b, t, c) and the next memory."""
 
     def within_tolerance(
         self,
         defect: Tensor,  # (b, t)
         scale: Tensor,  # (b, t), |F(y)_t|
     ) -> Tensor:  # (b, t)
-        """Tokens whose own defect is small enough; the prefix rule is applied by the caller."""
+        """Which tokens have a defect within tolerance, regardless of the tokens before them; the
+        caller requires the same of all earlier tokens."""
         return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
 
     def rule(self) -> IterationRule | None:
-        """What the solver does, for maps that do whole steps; None: it cannot be fused."""
+        """The solver's step as data, for a `FusedMap`; None: this solver cannot be fused."""
         return None
 
     def solve(
-        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+        self,
+        f: Map,
+        y0: Tensor,  # (b, ...)
+        *,
+        max_steps: int,
+        time_dim: TimeDim,
+        unroll: bool,
     ) -> Solution:
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
             return _solve_outside(self, f, y0, max_steps, time_dim, unroll)
@@ -97,7 +111,7 @@ class IterativeSolver(Solver):
         if y.numel() == 0:
             return empty_solution(y0)
         steps = self._steps(f, y, y0.shape, unroll)
-        # with so few steps a look saves less than it costs: the caller may look later
+        # with so few steps an early stop saves less than the synchronization costs
         readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every = CHECK_EVERY if y.is_cuda else 1
         for i in range(max_steps):
@@ -105,16 +119,22 @@ class IterativeSolver(Solver):
             if readable and (i + 1) % check_every == 0 and steps.finished():
                 break
         else:
-            # the last evaluation was judged when it was made; a y that has moved since was not
+            # y was updated after the last evaluation, so its own defect is not known yet
             if not self.returns_evaluation:
                 steps.certify()
         return _conclude(steps.progress, y0.shape, readable)
 
-    def _steps(self, f: Map, y: Tensor, shape: torch.Size, unroll: bool) -> Steps:
+    def _steps(
+        self,
+        f: Map,
+        y: Tensor,  # (b, t, c)
+        shape: torch.Size,  # of the user's y, (b, ...)
+        unroll: bool,
+    ) -> Steps:
         if y.shape != shape:
             return _PlainSteps(self, TokenMap(f, shape, y.shape), y)
         rule = self.rule()
-        # fused steps leave no graph behind
+        # fused steps record no autograd graph
         if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
             return f.fuse(y, rule) or _PlainSteps(self, f, y)
         return _PlainSteps(self, f, y)
@@ -126,15 +146,25 @@ class IterativeSolver(Solver):
     "fullgraph=False",
 )
 def _solve_outside(
-    solver: IterativeSolver, f: Map, y0: Tensor, max_steps: int, time_dim: TimeDim, unroll: bool
+    solver: IterativeSolver,
+    f: Map,
+    y0: Tensor,  # (b, ...)
+    max_steps: int,
+    time_dim: TimeDim,
+    unroll: bool,
 ) -> Solution:
     return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll)
 
 
 class _PlainSteps:
-    """Steps of any solver on any map, differentiable."""
+    """Steps of any solver on any map in plain torch, which autograd can differentiate."""
 
-    def __init__(self, solver: IterativeSolver, f: Map, y: Tensor) -> None:
+    def __init__(
+        self,
+        solver: IterativeSolver,
+        f: Map,
+        y: Tensor,  # (b, t, c)
+    ) -> None:
         self.solver, self.f = solver, f
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
@@ -150,7 +180,7 @@ class _PlainSteps:
         now = self._judge(before, measured)
         keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
         y = torch.where(keep, before.y, y_next)
-        # a frozen y gives the same evaluation again
+        # the evaluation of a frozen y does not change, so the last one holds for every token
         num_steps = before.num_steps + active
         self.progress = now._replace(y=y, num_steps=num_steps, value=value)
 
@@ -163,7 +193,7 @@ class _PlainSteps:
 
     def _judge(self, before: Progress, measured: Measurement) -> Progress:
         f_y = measured.f_y.detach()
-        # in float16 small tolerances would be rounded to zero
+        # small tolerances would underflow to zero in float16
         dtype = accumulator(f_y.dtype)
         defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
         scale = f_y.abs().amax(-1).to(dtype)
@@ -181,6 +211,6 @@ def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution
     residual = relative_residual(progress.defect, progress.scale)
     residual = torch.where(progress.failed, torch.nan, residual)
     converged = progress.frozen.all(1)
-    # the cell is given because torch.compile cannot trace a default made by a class
+    # BackwardStats is passed because torch.compile cannot trace a default_factory
     stats = SolveStats(progress.num_steps, residual, converged, progress.pivot, BackwardStats())
     return Solution(value, stats, read_result(stats) if readable else Result.unknown)

@@ -1,4 +1,4 @@
-"""One solve with all its arguments: what an adjoint is given."""
+"""The arguments of one solve as a single object, which an adjoint receives."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from bedouin.solvers.solution import Solution
 
 @dataclass(frozen=True)
 class Problem:
-    """A map, a start and how to solve; `run` solves.
+    """A map, an initial value and the options of the solve, which `run` executes.
 
-    max_steps is the number that the cap gave for this call.
+    max_steps is the number of steps that the cap gives for this call.
     """
 
     f: Map

@@ -16,15 +16,16 @@ from bedouin.solvers.reporting import OnUnconverged, Reporting
 from bedouin.solvers.solution import Solution, SolveStats
 
 _DEFERRED = DeferredWarning(every=True)
-"""Outcomes of plain solves on a GPU, which the next one reports."""
+"""Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """On whose behalf a solve runs: the name in messages, and what its calls share.
+    """Who runs a solve: the name used in messages, and what all calls of one caller share.
 
-    deferred: counts and delays its warnings. draw: the number of a training call, which a random
-    cap depends on; None in evaluation. record: gets the statistics before a failure is reported.
+    deferred: counts and delays the caller's warnings. draw: the number of the training call, which
+    a random cap depends on; None in evaluation. record: receives the statistics before a failure is
+    reported.
     """
 
     subject: str
@@ -35,9 +36,10 @@ class Caller:
 
 @dataclass(frozen=True)
 class SolveOptions:
-    """How to solve: the arguments of `solve` that a layer keeps, and the backend of its maps.
+    """The arguments of `solve` that a layer keeps, and the backend of its maps.
 
-    adjoint None: ImplicitAdjoint(). Raises TypeError or ValueError that names the wrong field.
+    adjoint None stands for ImplicitAdjoint(). Raises a TypeError or ValueError that names the
+    field.
     """
 
     solver: Solver
@@ -71,7 +73,7 @@ class SolveOptions:
         time_dim: TimeDim,
         caller: Caller,
     ) -> Solution:
-        """As the function `solve`, for a map whose results need no check."""
+        """Like the function `solve`, but without checks of what the map returns."""
         steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
         cut_at = steps if steps < self.cap.limit else None
         reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
@@ -99,21 +101,23 @@ def solve(
     """Find y* = f(y*) from y0 (b, ...), axis 0 being the batch.
 
     Args:
-        f: y -> f(y) of the same shape; what it closes over gets gradients through `adjoint`.
+        f: y -> f(y) of the same shape; the tensors that it closes over get gradients through
+            `adjoint`.
         solver: Picard, Jacobi, Direct, Anderson or Broyden.
-        max_steps: an int or a Cap; a Cap's `limit` holds unless `draw` gives the number of a
-            training call.
+        max_steps: an int or a Cap. The `limit` of a Cap is used unless `draw` is given.
         adjoint: None for ImplicitAdjoint().
-        on_unconverged: "raise" a ConvergenceError (reads the outcome from a GPU), "warn" with a
-            ConvergenceWarning (on a GPU after Direct, a few steps or an exact adjoint one call
-            late, from an asynchronous copy), or "ignore"; the adjoint's own solve in the backward
-            pass likewise. Finite samples that a drawn cap below its limit cuts short are only
-            recorded in the statistics. Under torch.compile, torch.func transforms and graph
-            capture nothing is read, see `Result.unknown`.
-        time_dim: 1 if f is causal along axis 1: convergence is then judged token by token. None: a
-            sample converges as a whole.
-        subject: named in messages.
-        deferred: counts and delays the warnings of one caller; None: every call warns.
+        on_unconverged: "raise" raises a ConvergenceError, which synchronizes with a GPU; "warn"
+            issues a ConvergenceWarning, on a GPU one call late and from an asynchronous copy if the
+            solver is Direct, takes only a few steps, or has an exact adjoint; "ignore" does
+            neither. The same holds for the adjoint solve in the backward pass. Finite samples that
+            a drawn cap below its limit cuts short are only recorded in the statistics. Under
+            torch.compile, torch.func transforms and graph capture the outcome is not read, see
+            `Result.unknown`.
+        time_dim: 1 if f is causal along axis 1, so that convergence is judged token by token. None:
+            a sample converges as a whole.
+        draw: the number of a training call, from which a random Cap draws its number of steps.
+        subject: the name used in messages.
+        deferred: counts and delays the warnings of one caller. None: every call warns.
 
     Returns a Solution: value (the shape of y0), stats (each (b,)), result.
     Raises TypeError or ValueError for arguments of the wrong kind, for a map without the structure
@@ -127,7 +131,10 @@ def solve(
     return options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, Caller(subject, deferred, draw))
 
 
-def _check_start(y0: Tensor, time_dim: TimeDim) -> None:
+def _check_start(
+    y0: Tensor,  # (b, ...)
+    time_dim: TimeDim,
+) -> None:
     if time_dim not in (None, 1):
         raise ValueError(f"time_dim must be None or 1, got {time_dim!r}")
     least = 2 if time_dim == 1 else 1
@@ -138,14 +145,21 @@ def _check_start(y0: Tensor, time_dim: TimeDim) -> None:
 
 
 class _CheckedMap(MapWrapper):
-    """An ordinary function whose result must have the shape of its argument."""
+    """A plain function, with a check that its result has the shape of its argument."""
 
     @staticmethod
-    def wrap(f: Map, y0: Tensor) -> Map:
-        """Maps with structure (objects with a sweep or a block solve) check themselves."""
+    def wrap(
+        f: Map,
+        y0: Tensor,  # (b, ...)
+    ) -> Map:
+        """f with the check, or f itself if it has a sweep or a block solve: such maps check their
+        own results."""
         return f if hasattr(f, "block_solve") or hasattr(f, "sweep") else _CheckedMap(f)
 
-    def __call__(self, y: Tensor) -> Tensor:
+    def __call__(
+        self,
+        y: Tensor,  # (b, ...)
+    ) -> Tensor:  # (b, ...)
         f_y = self.f(y)
         if f_y.shape != y.shape:
             raise ValueError(

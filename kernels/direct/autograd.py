@@ -21,10 +21,11 @@ from bedouin.kernels.outside import outside_of_graphs
 
 
 class _DirectSweep(torch.autograd.Function):
-    """y*, last h, kept h, defect, scale, magnitude, pivot; y* is solved, or `y_star` if given.
+    """Returns y*, last h, kept h, defect, scale, magnitude and pivot. y* is `y_star` if given, and
+    otherwise solved for.
 
-    The tensors are those of `Operands.wide` and the bind parameters, one by one: torch finds no
-    tensors that need gradients inside of a NamedTuple.
+    The tensors of `Operands.wide` and the bind parameters are passed one by one, because torch does
+    not find tensors that require gradients inside a NamedTuple.
     """
 
     generate_vmap_rule = True
@@ -36,7 +37,7 @@ class _DirectSweep(torch.autograd.Function):
         bind: Bind,
         report: ReportBackward | None,
         y_star: Tensor | None,  # (b, t, d)
-        *tensors: Any,  # the operands, then the bind parameters
+        *tensors: Any,  # the six operands, then the bind parameters, of any shapes
     ) -> tuple[Tensor, ...]:
         operands, parameters = Operands(*tensors[:6]), tensors[6:]
         options = parameterization, bind, parameters, CHUNK
@@ -54,7 +55,9 @@ class _DirectSweep(torch.autograd.Function):
 
     @staticmethod
     def setup_context(
-        ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+        ctx: FunctionCtx,
+        inputs: tuple[Any, ...],
+        output: tuple[Tensor, ...],  # those that `forward` returns
     ) -> None:
         parameterization, bind, report, _, x, raw, W_y, A, _, y0, *parameters = inputs
         y, _, checkpoints, *statistics = output
@@ -67,10 +70,10 @@ class _DirectSweep(torch.autograd.Function):
         ctx: Any,
         grad_y: Tensor,  # (b, t, d)
         grad_h: Tensor,  # (b, d, n)
-        *unused: Tensor,
+        *unused: Tensor,  # cotangents of the checkpoints and the statistics
     ) -> tuple[Any, ...]:
         y, checkpoints, x, raw, W_y, A, y0, *parameters = ctx.saved_tensors
-        # the memory before the first token is in `checkpoints`
+        # h0 is not needed: `checkpoints` begin with the memory before the first token
         operands = Operands(x, raw, W_y, A, None, y0)
         with torch.no_grad(), without_autocast(x.device):
             parameterization, bind = ctx.options
@@ -84,7 +87,7 @@ def eager_sweep(
     operands: Operands,
     parameterization: Parameterization,
     bind: Bind | None,
-    bind_parameters: tuple[Tensor, ...],
+    bind_parameters: tuple[Tensor, ...],  # any shapes
     y_star: Tensor | None,  # (b, t, d)
     report: ReportBackward | None,
 ) -> Sweep:

@@ -1,4 +1,4 @@
-"""The memory of a sweep and of its reverse sweep for the Triton launches; free of Triton.
+"""Allocation of the buffers of the sweep and the reverse sweep in Triton; does not import Triton.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -15,65 +15,66 @@ from bedouin.kernels.linear import pad_rows, padding
 from bedouin.kernels.operands import Operands, Parameterization
 
 CHUNK = 16
-"""Tokens between two kept h: the backward's workspace is this many (b, d, n) tensors."""
+"""Tokens between two kept h. The reverse sweep's workspace is this many tensors (b, n, d)."""
 
 WORKSPACE = 2**23
 """Most elements of h (32 MB in float32) that the reverse sweep's kernels hold for a chunk."""
 
 
 class SweepBuffers(NamedTuple):
-    """Tensors of a sweep; the last axis of x and raw is contiguous, the others are whole."""
+    """Tensors of a sweep, all contiguous except x and raw, whose last axis is contiguous."""
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
     W_y: Tensor | None  # (r, d)
     A: Tensor  # (n, d), log2(e) A
-    h: Tensor  # (b, n, d), in place
+    h: Tensor  # (b, n, d), the first memory, overwritten by the last
     kept: Tensor  # (b, `count_kept`, n, d)
     y: Tensor  # (b, t, d)
-    normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, the first token's given
+    normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, filled in for the first token
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
 
 class SolvedBuffers(NamedTuple):
-    """What the kernels read that run when y is known: its memory, and the reverse sweep."""
+    """Inputs of the kernels that run for a known y: its memory, and the reverse sweep."""
 
     x: Tensor  # (b, t, d)
     y: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
     fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1})
     A: Tensor  # (n, d), log2(e) A
-    h0: Tensor  # (b, n, d), the samples perhaps in one memory
+    h0: Tensor  # (b, n, d), possibly expanded: all samples may share one memory
     kept: Tensor  # (b, `count_kept`, n, d)
 
 
 class GradBuffers(NamedTuple):
-    """Cotangents, given and computed."""
+    """Cotangents: those of y and H are inputs of the reverse sweep, the others its results."""
 
     y: Tensor  # (b, t, d)
-    H: Tensor  # (b, n, d), of the last h, in place that of h0
+    H: Tensor  # (b, n, d), of the last h, overwritten by that of h0
     x: Tensor  # (b, t, d)
-    raw: Tensor  # (b, t, r or more), may be the memory of `fed`; zeros from r on
-    A: Tensor  # (b, n, d), zeros
+    raw: Tensor  # (b, t, r or more), may share memory with `fed`; zeros from column r on
+    A: Tensor  # (b, n, d), zeros at first
     statistics: Tensor  # (2, b, t): defect and scale
 
 
 def choose_chunk(operands: Operands) -> int:
-    """Tokens between two kept h for the kernels: 4 at least, fewer than CHUNK where the workspace
+    """Tokens between two kept h in the kernels: CHUNK, or fewer, but at least 4, if the workspace
     would otherwise exceed WORKSPACE."""
     size = operands.x.shape[0] * operands.A.numel()
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 
 
 def count_kept(t_end: int, keep_every: int) -> int:
-    """How often h is kept: before tokens keep_every, 2 keep_every, ...; the first one is given."""
+    """Number of kept h: those before tokens keep_every, 2 keep_every, and so on. The h before
+    token 0 is an input."""
     return max(0, (t_end - 1) // keep_every)
 
 
 def allocate_sweep(
     operands: Operands, parameterization: Parameterization, keep_every: int
 ) -> SweepBuffers:
-    """The inputs as the kernel reads them, and memory for its results."""
+    """The inputs in the layout that the kernel reads, and memory for its results."""
     x, raw, W_y, A, h0, y0 = operands
     (b, t_end, d), n = x.shape, A.shape[1]
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, count_kept(t_end, keep_every), n, d)
@@ -95,7 +96,8 @@ def allocate_memory(
     parameterization: Parameterization,
     keep_every: int,
 ) -> tuple[SolvedBuffers, Tensor]:
-    """Buffers whose `kept` is to be filled, and h (b, n, d), which becomes the last."""
+    """Buffers whose `kept` the kernel fills, and h (b, n, d), the first memory, which the kernel
+    overwrites with the last."""
     x, _, W_y, A, h0, _ = operands
     (b, t_end, d), n = x.shape, A.shape[1]
     kept = A.new_empty(b, count_kept(t_end, keep_every), n, d)
@@ -112,7 +114,7 @@ def allocate_reverse(
     operands: Operands,
     parameterization: Parameterization,
 ) -> tuple[SolvedBuffers, GradBuffers]:
-    """norm(y_{t-1}) is computed again where it is needed, not kept from the forward sweep."""
+    """The inputs of the reverse sweep and memory for its results; the feedback is recomputed."""
     x, raw, W_y, A, _, _ = operands
     (b, t_end, d), n, r = x.shape, A.shape[1], raw.shape[2]
     if grad_h is None:
@@ -121,11 +123,11 @@ def allocate_reverse(
         H, grad_A = _state_major(grad_h), A.new_zeros(b, n, d)
     fed = None
     if W_y is None:
-        # with the padding, rows start where cuBLAS and wide stores are fastest
+        # padded, so that rows are aligned for cuBLAS and for vectorized stores
         grad_raw = raw.new_empty(b, t_end, r + padding(r))
     else:
         fed = _feedback(y, operands, W_y, parameterization)
-        # a token's feedback is read before its cotangent is written: one memory for both
+        # a token's feedback is read before its cotangent is written, so both can share memory
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     statistics = A.new_empty(2, b, t_end)
@@ -142,7 +144,7 @@ def collect_gradients(
     *,
     wants_y0: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, raw, W_y (empty without feedback), A, h0 and y0 (empty unless wanted)."""
+    """Gradients of x, raw, W_y (empty without feedback), A, h0, and y0 (empty if not wanted)."""
     _, raw, W_y, A, _, y0 = operands
     r = raw.shape[2]
     grad_y0, grad_W_y = A.new_empty(0, A.shape[0]), A.new_empty(0)
@@ -165,7 +167,7 @@ def _solved_buffers(
 ) -> SolvedBuffers:
     x, raw, _, A, h0, _ = operands
     (d, n), b = A.shape, len(x)
-    # zeros of all samples in one memory
+    # all samples share one memory of zeros
     first = A.new_zeros(n, d).expand(b, n, d) if h0 is None else h0.mT.contiguous()
     rows = last_axis_contiguous(x), y, last_axis_contiguous(raw)
     return SolvedBuffers(*rows, fed, _exponents(A), first, kept)
@@ -206,7 +208,7 @@ def _feedback(
     W_y: Tensor,  # (r, d)
     parameterization: Parameterization,
 ) -> Tensor:  # (b, t, r or more)
-    """W^y norm(y_{t-1}), zeros from r on."""
+    """W^y norm(y_{t-1}), with zeros from column r on."""
     past = _normed_past(y, operands, W_y, parameterization)
     fed: Tensor = (past @ pad_rows(W_y).mT).unflatten(0, y.shape[:2])
     return fed
@@ -215,6 +217,6 @@ def _feedback(
 def _exponents(
     A: Tensor,  # (d, n)
 ) -> Tensor:  # (n, d)
-    """log2(e) A: the decay is 2 to that times Delta."""
+    """log2(e) A, with which the decay is 2^(log2(e) A Delta)."""
     exponents = A.new_empty(A.shape[1], A.shape[0])
     return torch.mul(A.mT, math.log2(math.e), out=exponents)

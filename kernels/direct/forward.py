@@ -1,9 +1,9 @@
-"""The direct sweep for speed in eager PyTorch: what `direct_sweep_reference` does, laid out for it.
+"""The direct sweep in eager PyTorch, optimized: same results as `direct_sweep_reference`.
 
-Memory is kept as h (b, n, d), so that sums over the n states run along contiguous channels: a
-contraction is then one batched row-vector product, 4 to 8 times faster on a CPU than over
-(b, d, n). The public layout stays (b, d, n). What is as large as h is computed in place: on a CPU,
-touching new memory costs more than the arithmetic.
+The memory h is stored as (b, n, d), so that sums over the n states run along contiguous channels: a
+contraction is then one batched row-vector product, 4 to 8 times faster on a CPU than with (b, d,
+n), the public layout. Tensors of the size of h are computed in place, because on a CPU writing to
+new memory takes longer than the arithmetic.
 
 Letters: b batch, t time, d channels, n state per channel.
 """
@@ -28,7 +28,7 @@ def discretize_rows(
 ) -> tuple[Tensor, Tensor]:
     """lambda (..., n, d) and s, (..., n, d) for "one_minus_decay", else (..., 1, d): `discretize`.
 
-    lambda is in the buffer `name`, the s that has a state axis in the buffer "scale".
+    lambda is stored in the buffer `name`, and an s with a state axis in the buffer "scale".
     """
     delta, full = delta.unsqueeze(-2), parameterization.eigenvalues == "full"
     decay = scratch.product(name, delta, A).exp_()
@@ -60,7 +60,7 @@ def write_rows_(
     B: Tensor,  # (..., n)
 ) -> Tensor:  # (..., n, d)
     """h_t = decayed + B (s * x~), in the memory of `decayed`."""
-    # not addcmul_, which vmap has no rule for
+    # not addcmul_, for which vmap has no batching rule
     written = scratch.product("outer", s * mixed.unsqueeze(-2), B.unsqueeze(-1))
     return scratch.add_(decayed, written)
 
@@ -71,7 +71,7 @@ def gap_rows(
     C: Tensor,  # (..., n)
     parameterization: Parameterization,
 ) -> Tensor | None:  # (..., d)
-    """`gain_gap`, state-major."""
+    """1 - sigma as `gain_gap` computes it, for a decay with the states before the channels."""
     if parameterization.input_scale != "one_minus_decay":
         return None
     return (1 - (B * C).sum(-1, keepdim=True)) + gain_rows(decay.abs(), B, C)
@@ -81,13 +81,11 @@ def forward_sweep(
     operands: Operands,
     parameterization: Parameterization,
     bind: Bind,
-    bind_parameters: tuple[Tensor, ...],
+    bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
 ) -> tuple[Sweep, list[Tensor]]:
-    """`direct_sweep_reference`, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, ...
-
-    `operands` are those of `Operands.wide`.
-    """
+    """The result of `direct_sweep_reference`, and h (b, n, d) before tokens 0, keep_every,
+    2 keep_every, and so on. `operands` must be the result of `Operands.wide`."""
     x, raw, W_y, A, h0, y = operands
     assert h0 is not None and y is not None
     h, kept = h0.mT.contiguous(), []
@@ -138,10 +136,13 @@ def memory_of(
     operands: Operands,
     parameterization: Parameterization,
     bind: Bind,
-    bind_parameters: tuple[Tensor, ...],
+    bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The last h (b, d, n), and the memories that `forward_sweep` keeps, for a known y."""
+    """For a known y, the last h (b, d, n) and the memories that `forward_sweep` would keep.
+
+    `operands` must be the result of `Operands.wide`.
+    """
     x, _, _, A, h0, _ = operands
     assert h0 is not None
     raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)

@@ -1,8 +1,8 @@
-"""Coefficients from raw values as a `RawLayout` describes them, and their derivative, plain torch.
+"""Coefficients from raw values as a `RawLayout` describes them, with their derivative.
 
-Operations of torch.library take no functions, so inside of them raw values are read by the layout.
-The derivative is written out: a sweep that calls no autograd of its own runs inside an operation,
-under every transform and under hooks on saved tensors.
+Operations of torch.library cannot take a function as an argument, so they compute the coefficients
+from the layout. The derivative is explicit, not by autograd, so that the reverse sweep works inside
+an operation, under every transform and under hooks on saved tensors. Everything is plain torch.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values; leading axes
 are free.
@@ -18,16 +18,16 @@ from bedouin.kernels.householder import unit, unit_vjp, wy_factor, wy_factor_vjp
 from bedouin.kernels.operands import Bind, Coefficients, Parameterization, RawLayout
 
 SOFTPLUS_IS_LINEAR = 20.0
-"""Where torch's softplus returns its argument."""
+"""The value above which torch's softplus returns its argument."""
 
 
 def is_covered(
     layout: RawLayout | None,
     raw: Tensor,  # (..., r)
     A: Tensor,  # (d, n)
-    bind_parameters: tuple[Tensor, ...],
+    bind_parameters: tuple[Tensor, ...],  # any shapes
 ) -> bool:
-    """Whether the coefficients depend on nothing but the raw values, as `layout` describes it."""
+    """Whether `layout` describes the coefficients, which then depend on the raw values alone."""
     if layout is None or bind_parameters:
         return False
     return raw.shape[-1] == layout.size(*A.shape)
@@ -46,7 +46,7 @@ def choose_bind(
     parameterization: Parameterization,
     A: Tensor,  # (d, n)
 ) -> Bind:
-    """`bind`, or for None what the layout describes; ValueError where there is neither."""
+    """`bind`, or if it is None the function that the layout describes; ValueError without both."""
     return bind or bind_by_layout(parameterization.known_layout(), A)
 
 
@@ -99,7 +99,7 @@ def bind_vjp(
     grads = (cotangents.B, cotangents.C)
     parts += [unit_vjp(grad, v) for grad, v in zip(grads, memory, strict=False)]
     grad_u = unit_vjp(cotangents.U + grad_U, u)
-    # a reshape, since batched cotangents have no rule for flatten
+    # reshape, because flatten has no batching rule for batched cotangents
     parts.append(grad_u.reshape(*grad_u.shape[:-2], u.shape[-2] * d))
     parts.append(grad_beta * layout.beta_max * gate * (1 - gate))
     return torch.cat(parts, -1)

@@ -13,15 +13,15 @@ from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
 MAX_STATE = 32768
-"""Most elements of a sample's memory, both axes rounded up to a power of two: one program holds it
-in registers. 2048 channels with 16 states."""
+"""Most elements of a sample's memory, with both axes rounded up to a power of two, because one
+program holds it in registers: for example 2048 channels with 16 states."""
 
 
 def choose_sweep(
     backend: Backend,
     operands: Operands,
     parameterization: Parameterization,
-    bind_parameters: tuple[Tensor, ...] = (),
+    bind_parameters: tuple[Tensor, ...] = (),  # any shapes
 ) -> Implementation:
     """The implementation of a sweep; raises as `choose_backend` does."""
     unsupported = _unsupported(operands, parameterization, bind_parameters)
@@ -29,9 +29,12 @@ def choose_sweep(
 
 
 def _unsupported(
-    operands: Operands, parameterization: Parameterization, bind_parameters: tuple[Tensor, ...]
+    operands: Operands,
+    parameterization: Parameterization,
+    bind_parameters: tuple[Tensor, ...],  # any shapes
 ) -> str | None:
-    """What the kernels do not cover, as a part of a message; None where they cover everything."""
+    """The first property that the kernels do not support, as part of an error message; None if they
+    support the call."""
     x, raw, A = operands.x, operands.raw, operands.A
     layout, (d, n) = parameterization.layout, A.shape
     if layout is None or not is_covered(layout, raw, A, bind_parameters):

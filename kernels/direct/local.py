@@ -1,4 +1,7 @@
-"""The local equation of one token (DESIGN: the fixed point is block lower-triangular in time).
+"""The local equation of one token.
+
+The fixed point is block lower-triangular in time: given the memory h_{t-1} and the output y_{t-1},
+y_t follows from an equation of token t alone.
 
 With I - Q = diag(e) + U^T M U the fixed point of one token obeys
 
@@ -6,17 +9,18 @@ With I - Q = diag(e) + U^T M U the fixed point of one token obeys
 
 With w = U (y - x) and D = 1 - sigma e, y = (p + sigma (1 - e) x + sigma U^T M w) / D: a pivoted
 k x k system K w = U (r - x), K = I - S M, S = U diag(sigma / D) U^T, r = (p + sigma (1 - e) x) / D.
-No term is larger than y and Q x, so small Q lose no digits (I - Q taken from x would).
+No term is larger than y and Q x, so a small Q causes no cancellation, which x - (I - Q) x would.
 
-Where D is nearly 0, as where a gate saturates and e = 1, this division has lost all digits although
-the equation need not be singular: U^T M U has rank k and makes up for k such channels. So the k
-channels with the smallest |D| keep their own rows and their z = y as unknowns beside w:
+Where D is nearly 0, for example where a gate saturates and e = 1, the division by D loses all
+digits although the equation need not be singular: U^T M U has rank k and can compensate for k such
+channels. So the k channels with the smallest |D| are not eliminated: their values z = y are
+unknowns beside w, with rows of their own in the system:
 
     [ I - S M              -U_z ] [w]   [U (r - x)                      ]
     [ -sigma_z U_z^T M   diag(D_z) ] [z] = [p_z + sigma_z (1 - e_z) x_z],   with S and r 0 there.
 
-Which channels these are changes nothing but the rounding. Letters: d channels, k reflections,
-m = min(k, d) channels of their own; leading axes are free.
+The choice of these channels affects nothing but rounding. Letters: d channels, k reflections,
+m = min(k, d) channels with rows of their own; leading axes are free.
 """
 
 from typing import NamedTuple
@@ -28,9 +32,9 @@ from bedouin.kernels.householder import combine_rows, rows_dot
 
 
 class LocalFactors(NamedTuple):
-    """What the solves with one token's matrix and with its transpose share.
+    """Factors shared by the solves with the matrix of a token and with its transpose.
 
-    The last four are None for e = 0: then D = 1 and no channel needs a row.
+    The last four are None for e = 0: then D = 1, and no channel needs a row of its own.
     """
 
     sigma: Tensor  # (..., d)
@@ -42,15 +46,15 @@ class LocalFactors(NamedTuple):
     e: Tensor | None  # (..., 1) or (..., d)
     D: Tensor | None  # (..., d)
     at: Tensor | None  # (..., m), the channels with rows of their own
-    shrink: Tensor | None  # (..., k + m), what the rows of the matrix were multiplied with
+    shrink: Tensor | None  # (..., k + m), factors by which the rows of the matrix were scaled
 
     def token(self, i: int) -> "LocalFactors":
-        """Those of token i, from factors (b, t, ...)."""
+        """The factors of token i, from factors with leading axes (b, t)."""
         return LocalFactors(*(None if value is None else value[:, i] for value in self))  # type: ignore[arg-type]
 
     @property
     def divisor(self) -> Tensor:
-        """D (..., d), with 1 in the channels that nothing divides."""
+        """D (..., d), with 1 in the channels `at`, which are not divided."""
         assert self.D is not None and self.at is not None
         return self.D.scatter(-1, self.at, 1.0)
 
@@ -62,16 +66,16 @@ def factor_local(
     M: Tensor,  # (..., k, k)
     gap: Tensor | None = None,  # (..., d)
 ) -> LocalFactors:
-    """Factors of I - diag(sigma)(I - Q); never raises or synchronizes, singular or not.
+    """Factors of I - diag(sigma)(I - Q). Never raises or synchronizes, even for a singular matrix.
 
-    `gap` is 1 - sigma, from callers who know it better than the rounded difference does.
+    `gap` is 1 - sigma, if the caller can compute it more accurately than by the difference.
     """
     identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     if e is None:
         K = identity - (U * sigma.unsqueeze(-2)) @ U.mT @ M
         LU, pivots, _ = torch.linalg.lu_factor_ex(K)
         return LocalFactors(sigma, sigma, U, M, LU, pivots, None, None, None, None)
-    # 1 - sigma e, without a difference for e = 0 and e = 1
+    # 1 - sigma e in a form without rounding errors for e = 0, and for e = 1 with a given gap
     D = (1 - e) + e * (1 - sigma if gap is None else gap)
     at = D.detach().abs().topk(min(U.shape[-2:]), largest=False, sorted=False).indices
     gain = (sigma / D.scatter(-1, at, 1.0)).scatter(-1, at, 0.0)
@@ -80,13 +84,17 @@ def factor_local(
     rows = -(U_z * sigma.gather(-1, at).unsqueeze(-2)).mT @ M
     own = torch.diag_embed(D.gather(-1, at))
     bordered = torch.cat([torch.cat([K, -U_z], -1), torch.cat([rows, own], -1)], -2)
-    # a small D that is left makes large rows, whose rounding must not pass for a pivot
+    # a small remaining D makes large rows; scaled, their rounding errors are no false pivots
     shrink = 1 / bordered.detach().abs().amax(-1).clamp(min=1)
     LU, pivots, _ = torch.linalg.lu_factor_ex(shrink.unsqueeze(-1) * bordered)
     return LocalFactors(sigma, gain, U, M, LU, pivots, e, D, at, shrink)
 
 
-def solve_local(p: Tensor, factors: LocalFactors, x: Tensor | None = None) -> Tensor:
+def solve_local(
+    p: Tensor,  # (..., d)
+    factors: LocalFactors,
+    x: Tensor | None = None,  # (..., d)
+) -> Tensor:  # (..., d)
     """y (..., d) with (I - diag(sigma)(I - Q)) y = p + sigma * Q x; Inf or NaN where singular.
 
     Without x the right-hand side is p. One step of iterative refinement keeps the residual at
@@ -102,7 +110,12 @@ def solve_local(p: Tensor, factors: LocalFactors, x: Tensor | None = None) -> Te
     return _refined(known, r, x, factors)
 
 
-def _refined(known: Tensor, r: Tensor, x: Tensor | None, factors: LocalFactors) -> Tensor:
+def _refined(
+    known: Tensor,  # (..., d)
+    r: Tensor,  # (..., d)
+    x: Tensor | None,  # (..., d)
+    factors: LocalFactors,
+) -> Tensor:  # (..., d)
     """y from r = known / D, which is 0 in the channels with rows of their own."""
     U, at, k = factors.U, factors.at, factors.U.shape[-2]
     right = rows_dot(U, r if x is None else r - x)
@@ -119,8 +132,12 @@ def _refined(known: Tensor, r: Tensor, x: Tensor | None, factors: LocalFactors) 
     return _compose(unknowns + _lu_solve(defect, factors), r, factors)[0]
 
 
-def _compose(unknowns: Tensor, r: Tensor, factors: LocalFactors) -> tuple[Tensor, Tensor]:
-    """y and U^T M w from w and z."""
+def _compose(
+    unknowns: Tensor,  # (..., k) or (..., k + m)
+    r: Tensor,  # (..., d)
+    factors: LocalFactors,
+) -> tuple[Tensor, Tensor]:
+    """y and U^T M w, both (..., d), from the unknowns w and z."""
     k = factors.U.shape[-2]
     a = (factors.M @ unknowns[..., :k].unsqueeze(-1)).squeeze(-1)
     moved = combine_rows(a, factors.U)
@@ -128,7 +145,12 @@ def _compose(unknowns: Tensor, r: Tensor, factors: LocalFactors) -> tuple[Tensor
     return y if factors.at is None else y.scatter(-1, factors.at, unknowns[..., k:]), moved
 
 
-def _lu_solve(right: Tensor, factors: LocalFactors, *, adjoint: bool = False) -> Tensor:
+def _lu_solve(
+    right: Tensor,  # (..., k) or (..., k + m)
+    factors: LocalFactors,
+    *,
+    adjoint: bool = False,
+) -> Tensor:  # as `right`
     shrink = factors.shrink
     if shrink is not None and not adjoint:
         right = shrink * right
@@ -137,7 +159,10 @@ def _lu_solve(right: Tensor, factors: LocalFactors, *, adjoint: bool = False) ->
     return solved if shrink is None or not adjoint else shrink * solved
 
 
-def solve_local_transposed(rhs: Tensor, factors: LocalFactors) -> Tensor:
+def solve_local_transposed(
+    rhs: Tensor,  # (..., d)
+    factors: LocalFactors,
+) -> Tensor:  # (..., d)
     """w with (I - (I - Q)^T diag(sigma)) w = rhs (..., d)."""
     U, M, at = factors.U, factors.M, factors.at
     right = (M.mT @ rows_dot(U, factors.gain * rhs).unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""What the registered operations run without Triton: the plain sweep with the operations' results.
+"""The eager implementation of the registered operations, with their shapes and strides.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -20,9 +20,9 @@ def plain_sweep(
     operands: Operands, parameterization: Parameterization, keep_every: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y (b, t, d), the last h (b, d, n), the kept h (b, slots, n, d) and the statistics (4, b, t):
-    defect, scale, magnitude, pivot, where the pivot of every token is the smallest of its sample.
+    defect, scale, magnitude and pivot, where each token has the smallest pivot of its sample.
 
-    Unlike the kernels' `kept`, this one begins with h before the first token.
+    Unlike in the kernels, the kept h begin with the one before the first token.
     """
     bind = choose_bind(None, parameterization, operands.A)
     sweep, kept = forward_sweep(operands.wide(), parameterization, bind, (), keep_every)
@@ -34,8 +34,8 @@ def plain_sweep(
 def plain_summary(
     statistics: Tensor,  # (4, b, t)
 ) -> tuple[Tensor, Tensor]:
-    """As the kernels' summary, (2, b) and (b,), but only the pivot (2nd row) is filled: the caller
-    computes the others from the statistics."""
+    """A summary with the shapes of the kernels' summary, (2, b) and (b,), in which only the pivot
+    (the second row) is valid; the caller computes the rest from the statistics."""
     _, b, t_end = statistics.shape
     unknown = statistics.new_full((b,), math.nan)
     pivot = statistics[3].amin(1) if t_end else statistics.new_full((b,), math.inf)
@@ -48,7 +48,7 @@ def plain_memory(
     parameterization: Parameterization,
     keep_every: int,
 ) -> tuple[Tensor, Tensor]:
-    """The last h (b, d, n) and the kept h, as `plain_sweep`."""
+    """The last h (b, d, n) and the kept h (b, slots, n, d), as `plain_sweep` returns them."""
     bind = choose_bind(None, parameterization, operands.A)
     h, kept = memory_of(y, operands.wide(), parameterization, bind, (), keep_every)
     return _in_new_memory(h), _stack_kept(kept, operands)
@@ -65,14 +65,17 @@ def plain_reverse(
     *,
     wants_y0: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, raw, W_y (empty without feedback), A, h0 and y0 (empty unless wanted), and
+    """Gradients of x, raw, W_y (empty without feedback), A, h0 and y0 (empty if not wanted), and
     the statistics (2, b, t) of the adjoint equation: defect and scale."""
     x, raw, _, A, _, _ = operands
     wide, bind = operands.wide(), choose_bind(None, parameterization, A)
     solved = SolvedSweep.of(y, wide, parameterization, bind, ())
     statistics = A.new_zeros(2, *x.shape[:2])
 
-    def report(defect: Tensor, scale: Tensor) -> None:
+    def report(
+        defect: Tensor,  # (b, t)
+        scale: Tensor,  # (b, t)
+    ) -> None:
         statistics[0], statistics[1] = defect, scale
 
     grad_h = torch.zeros_like(wide.start()[0]) if grad_h is None else grad_h
@@ -81,7 +84,7 @@ def plain_reverse(
     )
     assert grad_x is not None and grad_raw is not None and grad_A is not None
     assert grad_h0 is not None and grad_y0 is not None
-    # with the strides that the operation declares
+    # the same strides as in the fake implementation of the operation
     r = raw.shape[2]
     rows = F.pad(grad_raw.to(raw.dtype), (0, padding(r)))[..., :r]
     first = grad_x.to(x.dtype), rows, A.new_empty(0) if grad_W_y is None else grad_W_y

@@ -3,7 +3,7 @@
 Token t is solved from the memory h_{t-1} and the output y_{t-1} alone:
 
     raw_t = raw^x_t + W^y norm(y_{t-1})              Delta, B, C, (e, U, M) = bind(raw_t)
-    p_t   = (lambda_t * h_{t-1}) C_t                 what memory reads before token t is written
+    p_t   = (lambda_t * h_{t-1}) C_t                 the output before token t is written to memory
     (I - diag(sigma_t)(I - Q_t)) y_t = p_t + sigma_t * Q_t x_t
     h_t   = lambda_t * h_{t-1} + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
 
@@ -23,17 +23,17 @@ from bedouin.kernels.operands import Bind, Operands, Parameterization
 from bedouin.kernels.scan import contract, discretize
 
 ROUNDING = 1e4
-"""A sweep has converged where defect_t <= ROUNDING eps times the largest of the terms that F(y)_s
-sums, s <= t. Woodbury with a pivoted k x k system is backward stable; sums over d channels and the
-growth factor of the elimination leave three digits or so."""
+"""A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
+the sums F(y)_s, s <= t. The Woodbury formula with a pivoted k x k system is backward stable; the
+factor allows for the sums over d channels and the growth factor of the elimination."""
 
 
 class Sweep(NamedTuple):
-    """Result of a sweep, max norms: defect_t = |F(y)_t - y_t|, scale_t = |F(y)_t|.
+    """Result of a sweep. In the max norm, defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t|.
 
-    magnitude_t = |s_t| (|(1 - e) x_t| + |e y_t| + |x~_t|) bounds the terms whose sum F(y)_t is:
-    where B_t and C_t are nearly orthogonal, or (1 - e) x_t and U^T M U x_t nearly the same, they
-    cancel, and rounding is relative to them.
+    magnitude_t = |s_t| (|(1 - e) x_t| + |e y_t| + |x~_t|) bounds the terms whose sum is F(y)_t.
+    These cancel where B_t and C_t are nearly orthogonal or (1 - e) x_t and U^T M U x_t nearly
+    equal, and the rounding error is relative to the terms, not to their sum.
     """
 
     y: Tensor  # (b, t, d)
@@ -61,9 +61,9 @@ def gain_gap(
     C: Tensor,  # (..., n)
     parameterization: Parameterization,
 ) -> Tensor | None:  # (..., d)
-    """1 - sigma, where the difference itself would lose its digits to rounding.
+    """1 - sigma without the cancellation of the difference, for the scale "one_minus_decay".
 
-    1 - sigma = 1 - B C + sum over n of B C |lambda| for the coupled scale; None for the others.
+    There 1 - sigma = (1 - sum over n of B C) + sum over n of B C |lambda|. None for other scales.
     """
     if parameterization.input_scale != "one_minus_decay":
         return None
@@ -86,11 +86,11 @@ def direct_sweep_reference(
     operands: Operands,
     parameterization: Parameterization,
     bind: Bind | None = None,
-    bind_parameters: tuple[Tensor, ...] = (),
+    bind_parameters: tuple[Tensor, ...] = (),  # any shapes
 ) -> Sweep:
-    """Solve token after token; autograd through this loop is the exact gradient, too.
+    """Solve token after token. Back-propagation through this loop also gives the exact gradient.
 
-    `bind` None: the raw values are read as the layout says.
+    `bind` None: the coefficients are computed from the raw values as the layout describes.
     """
     x, raw, W_y, A, h, y = operands.wide()
     assert h is not None and y is not None

@@ -1,10 +1,10 @@
-"""The sweep as operations of torch.library, so that torch.compile keeps whole graphs.
+"""The sweep as operations of torch.library, so that torch.compile sees no graph breaks.
 
-Three operations: a solve; the memory for a y that is given, whose gradient is the same; the reverse
-sweep of both. Each runs the Triton kernels or, with `plain`, eager PyTorch, which torch.compile
-would otherwise write out token by token. `Operands` and `Parameterization` are flattened to tensors
-and scalars here, and nowhere else. Triton is imported when an operation runs, not when it is
-registered.
+There are three operations: the solve; the memory for a given y, which has the same gradient; and
+the reverse sweep of both. Each runs the Triton kernels or, with `plain`, eager PyTorch, which
+torch.compile would otherwise unroll token by token. `Operands` and `Parameterization` are flattened
+to tensors and scalars here and nowhere else. Triton is imported when an operation runs, not when it
+is registered.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -34,25 +34,28 @@ from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 
 MemoryResult = tuple[Tensor, Tensor, Tensor]
-"""y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d). The last has one axis, and begins with
-the first memory in the plain sweep, because torch.compile specializes on sizes 0 and 1 of an axis
-and would compile sequences of more than `keep_every` tokens anew."""
+"""y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d).
+
+The kept h are flattened to one axis, and the plain sweep's begin with the first memory, because
+torch.compile specializes on axes of size 0 and 1 and would recompile for sequences of more than
+`keep_every` tokens."""
 
 SweepResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The same, the statistics (4, b, t), and of them residual and pivot (2, b) and converged (b,)."""
+"""The tensors of MemoryResult, the statistics (4, b, t), and two tensors derived from these:
+residual and smallest pivot (2, b), and converged (b,)."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of x, raw, W_y, A, h0, y0; and the statistics (2, b, t) of the adjoint equation."""
+"""Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
 
 
 @torch.library.custom_op("bedouin::direct_sweep", mutates_args=())
 def sweep_operation(
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     activation: str,
     selective: bool,
     num_householder: int,
@@ -81,12 +84,12 @@ def sweep_operation(
 
 @sweep_operation.register_fake
 def _sweep_fake(
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     *options: Any,
 ) -> SweepResult:
     b, t, d = x.shape
@@ -96,13 +99,13 @@ def _sweep_fake(
 
 @torch.library.custom_op("bedouin::direct_sweep_known", mutates_args=())
 def memory_operation(
-    y_star: Tensor,
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    y_star: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     activation: str,
     selective: bool,
     num_householder: int,
@@ -131,13 +134,13 @@ def memory_operation(
 
 @memory_operation.register_fake
 def _memory_fake(
-    y_star: Tensor,
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    y_star: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     *options: Any,
 ) -> MemoryResult:
     return y_star.new_empty(y_star.shape), *_memory_like(x, A, *options[-2:])
@@ -149,21 +152,21 @@ def _memory_like(
     plain: bool,
     keep_every: int,
 ) -> tuple[Tensor, Tensor]:
-    """The last h and the kept h of an operation, without values."""
+    """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
     (b, t, d), n = x.shape, A.shape[1]
     return A.new_empty(b, n, d).mT, A.new_empty(b, _slots(t, plain, keep_every) * n * d)
 
 
 def _slots(t: int, plain: bool, keep_every: int) -> int:
-    """How many memories are kept: the plain sweep keeps the first, too."""
+    """Number of kept memories; the plain sweep also keeps the first one."""
     return (t + keep_every - 1) // keep_every if plain else count_kept(t, keep_every)
 
 
 def summarize(
     statistics: Tensor,  # (4, b, t)
 ) -> tuple[Tensor, Tensor]:
-    """Residual and smallest pivot of the samples (2, b), and whether they converged (b,), from the
-    statistics of a sweep; as `relative_residual` and `Direct` define them."""
+    """Residual and smallest pivot of each sample (2, b), and whether it converged (b,), from the
+    statistics of a sweep, with the definitions of `relative_residual` and `Direct`."""
     _, b, t_end = statistics.shape
     summary = statistics.new_empty(2, b)
     converged = torch.empty(b, dtype=torch.bool, device=statistics.device)
@@ -179,16 +182,16 @@ def summarize(
 
 @torch.library.custom_op("bedouin::direct_sweep_backward", mutates_args=())
 def _sweep_backward(
-    grad_y: Tensor,
-    grad_h: Tensor | None,
-    y: Tensor,
-    kept: Tensor,
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    y: Tensor,  # (b, t, d)
+    kept: Tensor,  # (b, `_slots` n d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     wants_y0: bool,
     activation: str,
     selective: bool,
@@ -221,16 +224,16 @@ def _sweep_backward(
 
 @_sweep_backward.register_fake
 def _sweep_backward_fake(
-    grad_y: Tensor,
-    grad_h: Tensor | None,
-    y: Tensor,
-    kept: Tensor,
-    x: Tensor,
-    raw: Tensor,
-    W_y: Tensor | None,
-    A: Tensor,
-    h0: Tensor | None,
-    y0: Tensor | None,
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    y: Tensor,  # (b, t, d)
+    kept: Tensor,  # (b, `_slots` n d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d)
+    A: Tensor,  # (d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
     wants_y0: bool,
     *options: Any,
 ) -> Gradients:
@@ -251,9 +254,9 @@ def _save(
 ) -> None:
     y, _, *others = output
     ctx.mark_non_differentiable(*others)
-    ctx.set_materialize_grads(False)  # zeros for the others would be written and never read
+    ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
     ctx.save_for_backward(y, others[0], *operands)
-    # the gradient of y0 costs a product that most calls do not need
+    # the gradient of y0 needs a matrix product that most calls can omit
     ctx.wants_y0 = wants_y0
     ctx.scalars = scalars
     ctx.report = None
@@ -285,13 +288,19 @@ def _gradients(
 
 
 def _sweep_vjp(
-    ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None, *unused: None
+    ctx: Any,
+    grad_y: Tensor | None,  # (b, t, d); None: zeros
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    *unused: None,
 ) -> tuple[Tensor | None, ...]:
     return (*_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars))
 
 
 def _memory_vjp(
-    ctx: Any, grad_y: Tensor | None, grad_h: Tensor | None, *unused: None
+    ctx: Any,
+    grad_y: Tensor | None,  # (b, t, d); None: zeros
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    *unused: None,
 ) -> tuple[Tensor | None, ...]:
     return (None, *_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars))
 

@@ -6,8 +6,8 @@ and the feedback of token t+1), the adjoint equation w = g + (dF/dy)^T w is bloc
     (I - (I - Q_t)^T diag(sigma_t)) w_t = g_t + (I - Q_t)^T sum_n s_t H_t B_t
     H_{t-1} = lambda_t * (H_t + C_t w_t^T)
 
-What does not depend on the cotangents is computed for a chunk of tokens at once, the gradient of
-W^y in one product after the loop. Memory is laid out as in forward.py: h and H are (b, n, d).
+Everything that does not depend on the cotangents is computed for a chunk of tokens at once, and the
+gradient of W^y in one product after the loop. As in forward.py, h and H are stored as (b, n, d).
 
 Letters: b batch, t time, c tokens of a chunk, d channels, n state per channel, k reflections,
 r raw values.
@@ -43,7 +43,7 @@ ReportBackward = Callable[[Tensor, Tensor], None]
 
 
 class SolvedSweep(NamedTuple):
-    """A fixed point with everything that determined it: what the reverse sweep reads."""
+    """A fixed point with all inputs of its solve, as the reverse sweep reads them."""
 
     y: Tensor  # (b, t, d)
     y_before: Tensor  # (b, t, d), y shifted by one token
@@ -59,7 +59,7 @@ class SolvedSweep(NamedTuple):
         operands: Operands,  # as `Operands.wide` gives them
         parameterization: Parameterization,
         bind: Bind,
-        bind_parameters: tuple[Tensor, ...],
+        bind_parameters: tuple[Tensor, ...],  # any shapes
     ) -> "SolvedSweep":
         raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
         assert operands.y0 is not None
@@ -68,7 +68,7 @@ class SolvedSweep(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Tokens of a chunk: all that the cotangents do not change."""
+    """The quantities of a chunk of tokens that do not depend on the cotangents."""
 
     c: Coefficients  # (b, c, ...)
     sigma: Tensor  # (b, c, d)
@@ -86,7 +86,7 @@ def _prepare(
     A: Tensor,  # (n, d)
     scratch: Scratch,
 ) -> _Chunk:
-    """Compute the memory of a chunk again, and what does not depend on the cotangents."""
+    """Recompute the memory of a chunk, and everything else that no cotangent enters."""
     options = solved.parameterization
     x, y = solved.operands.x[:, tokens], solved.y[:, tokens]
     c = solved.bind(solved.full_raw[:, tokens], *solved.bind_parameters)
@@ -112,7 +112,7 @@ def _at(
 
 
 class _Cotangents(NamedTuple):
-    """What one reverse token hands on."""
+    """The cotangents that the adjoint of one token computes."""
 
     H: Tensor  # (b, n, d), of h_{t-1}
     x: Tensor  # (b, d)
@@ -126,7 +126,7 @@ def _reverse_token(
     chunk: _Chunk,
     i: int,
     g: Tensor,  # (b, d), the cotangent of y_t
-    H: Tensor,  # (b, n, d), that of h_t, overwritten
+    H: Tensor,  # (b, n, d), the cotangent of h_t, overwritten
     A: Tensor,  # (n, d)
     options: Parameterization,
     scratch: Scratch,
@@ -181,13 +181,13 @@ def _discretize_vjp(
     options: Parameterization,
     scratch: Scratch,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of delta (b, d) and A (n, d): `discretize_vjp`, state-major, in place."""
+    """Cotangents of delta (b, d) and A (n, d), for `discretize_rows`; overwrites grad_decay."""
     full = options.eigenvalues == "full"
     reach = decay + 1 if full else decay
     if options.input_scale == "one_minus_decay":
         grad_decay = scratch.sub_(grad_decay, decay.sign() * grad_s if full else grad_s)
         if full:
-            # the same 2 exp(A delta), where the sum has lost its digits
+            # also 2 exp(A delta), but without the cancellation of decay + 1 near -1
             reach = torch.where(decay < 0, s, reach)
     grad_exponent = scratch.mul_(grad_decay, reach)
     grad_delta = scratch.product("outer", grad_exponent, A).sum(-2)
@@ -202,14 +202,14 @@ def _discretize_vjp(
 def _bind_adjoint(
     solved: SolvedSweep,
 ) -> Callable[[int, Coefficients], tuple[Tensor, ...]]:
-    """t, cotangents of the coefficients of token t -> those of its raw values (b, r) and of the
-    bind parameters."""
+    """The adjoint of `bind`: a function of t and the cotangents of the coefficients of token t that
+    returns the cotangents of its raw values (b, r) and of the bind parameters."""
     raw, parameters = solved.full_raw, solved.bind_parameters
     layout = solved.parameterization.layout
     if layout is not None and is_covered(layout, raw, solved.operands.A, parameters):
         return lambda t, grads: (bind_vjp(layout, raw[:, t], grads),)
-    # torch.func.vjp refuses hooks on saved tensors, such as those of save_on_cpu; under a transform
-    # there are none, and no leaves of a graph of its own either
+    # torch.func.vjp raises under hooks on saved tensors such as those of save_on_cpu. Under a
+    # transform no such hooks are active, and `_vjp` cannot build a graph with leaves of its own
     vjp = torch.func.vjp if is_transformed() else _vjp
     return lambda t, grads: vjp(solved.bind, raw[:, t], *parameters)[1](grads)
 
@@ -218,7 +218,7 @@ def _vjp(
     bind: Bind,
     *operands: Tensor,  # raw (b, r) and the bind parameters
 ) -> tuple[Coefficients, Callable[[Coefficients], tuple[Tensor, ...]]]:
-    """`torch.func.vjp` for tensors that no transform holds."""
+    """`torch.func.vjp` by plain autograd, for use outside of transforms."""
     leaves = [v.detach().requires_grad_() for v in operands]
     with torch.enable_grad():
         found = bind(*leaves)
@@ -234,7 +234,7 @@ def _vjp(
 
 
 class _Totals:
-    """Gradients of all tokens, collected from the last to the first."""
+    """Gradients accumulated over the tokens, from the last to the first."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ def reverse_sweep(
     solved: SolvedSweep,
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters."""
+    """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters; None without W_y."""
     x, _, W_y, *_ = solved.operands
     options, t_end = solved.parameterization, x.shape[1]
     A = solved.operands.A.mT.contiguous()
@@ -333,6 +333,6 @@ def _weight_gradient(
     if W_y is None:
         return None
     normed = normalize_feedback(solved.y_before, solved.parameterization.feedback_norm_eps)
-    # not flatten, which batched cotangents have no rule for
+    # reshape, because flatten has no batching rule for batched cotangents
     rows = grad_raw.to(W_y.dtype).reshape(-1, W_y.shape[0])
     return rows.mT @ normed.to(W_y.dtype).flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Buffers as large as h that a sweep uses again for every token.
+"""Buffers of the size of h that a sweep reuses for every token.
 
-On a CPU, touching new memory of some megabytes costs several times the arithmetic done in it.
+On a CPU, writing to newly allocated megabytes takes several times as long as the arithmetic itself.
 """
 
 import torch
@@ -13,19 +13,28 @@ from bedouin.kernels.householder import rows_dot
 class Scratch:
     """Products in named buffers; a buffer is overwritten by the next product of its name.
 
-    New memory instead where reuse is impossible (batched tensors have no `out=`) or pointless (a
-    GPU's caching allocator, torch.compile). What changes a tensor in place elsewhere does so only
-    where no operand is batched: the result may have a batch axis that the tensor lacks.
+    Allocates new memory instead where reuse is impossible (batched tensors support no `out=`) or
+    useless (the caching allocator of a GPU, torch.compile). The methods that end in `_` work in
+    place only if no operand is batched, since the result may have a batch axis that their first
+    argument lacks.
     """
 
-    def __init__(self, *operands: Tensor) -> None:
-        """`operands`: the tensors, one at least, that torch may batch (vmap, is_grads_batched)."""
+    def __init__(
+        self,
+        *operands: Tensor,  # at least one, of any shape
+    ) -> None:
+        """`operands`: the tensors that vmap or is_grads_batched may have batched."""
         self.in_place = not (is_transformed() or is_batched(*operands))
         on_cpu = operands[0].device.type == "cpu"
         self.reuses = self.in_place and on_cpu and not torch.compiler.is_compiling()
         self.buffers: dict[str, Tensor] = {}
 
-    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+    def product(
+        self,
+        name: str,
+        a: Tensor,  # any shape
+        b: Tensor,  # a shape that broadcasts with that of a
+    ) -> Tensor:  # the broadcast shape
         """a * b, valid until the next product of this name."""
         if not self.reuses:
             return a * b
@@ -35,22 +44,43 @@ class Scratch:
             return buffer
         return torch.mul(a, b, out=buffer)
 
-    def add_(self, a: Tensor, b: Tensor) -> Tensor:
-        """a + b, in the memory of a if possible; the same holds for `sub_` and `mul_`."""
+    def add_(
+        self,
+        a: Tensor,  # any shape
+        b: Tensor,  # a shape that expands to that of a
+    ) -> Tensor:  # as a
+        """a + b, in the memory of a if possible."""
         return a.add_(b) if self.in_place else a + b
 
-    def sub_(self, a: Tensor, b: Tensor) -> Tensor:
+    def sub_(
+        self,
+        a: Tensor,  # any shape
+        b: Tensor,  # a shape that expands to that of a
+    ) -> Tensor:  # as a
+        """a - b, in the memory of a if possible."""
         return a.sub_(b) if self.in_place else a - b
 
-    def mul_(self, a: Tensor, b: Tensor) -> Tensor:
+    def mul_(
+        self,
+        a: Tensor,  # any shape
+        b: Tensor,  # a shape that expands to that of a
+    ) -> Tensor:  # as a
+        """a * b, in the memory of a if possible."""
         return a.mul_(b) if self.in_place else a * b
 
-    def rows_dot(self, rows: Tensor, v: Tensor) -> Tensor:
-        """`rows_dot` (..., n) for rows (..., n, d) as large as h."""
+    def rows_dot(
+        self,
+        rows: Tensor,  # (..., n, d)
+        v: Tensor,  # (..., d)
+    ) -> Tensor:  # (..., n)
+        """The function `rows_dot`, for rows of the size of h."""
         if not self.reuses:
             return rows_dot(rows, v)
         return self.product("outer", rows, v.unsqueeze(-2)).sum(-1)
 
-    def keep(self, h: Tensor) -> Tensor:
-        """h as a tensor that no later product overwrites."""
+    def keep(
+        self,
+        h: Tensor,  # (b, n, d)
+    ) -> Tensor:  # (b, n, d)
+        """h, copied if a later product could overwrite it."""
         return h.clone() if self.reuses else h

@@ -61,7 +61,8 @@ def householder_complement(
     *,
     backend: Backend = "auto",
 ) -> Tensor:  # (..., d)
-    """(I - Q) v, exact also where Q is close to the identity; else as `householder_product`."""
+    """(I - Q) v, without cancellation if Q is close to the identity; otherwise like
+    `householder_product`."""
     return _apply(v, u, beta, backend, complement=True)
 
 

@@ -1,4 +1,8 @@
-"""Householder products in Triton, registered with torch.library; Triton is imported on a run."""
+"""Householder products in Triton as operations of torch.library.
+
+Triton is imported when an operation runs. Letters: d channels, k reflections; leading axes are
+free.
+"""
 
 from typing import Any
 
@@ -56,7 +60,11 @@ def _product_backward_fake(
     return v.new_empty(v.shape), u.new_empty(u.shape), beta.new_empty(beta.shape)
 
 
-def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_product(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,  # (..., d)
+) -> None:
     *operands, ctx.complement = inputs
     ctx.save_for_backward(*operands)
 
@@ -114,7 +122,11 @@ def _factor_backward_fake(
     return u.new_empty(u.shape), beta.new_empty(beta.shape)
 
 
-def _save_factor(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_factor(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,  # (..., k, k)
+) -> None:
     ctx.save_for_backward(*inputs)
 
 

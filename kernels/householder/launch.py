@@ -18,11 +18,12 @@ from bedouin.kernels.launch import (
 )
 
 FORWARD_WARP, BACKWARD_WARP = 1024, 512
-"""Channels in one warp, 32 and 16 a thread: more sums without a barrier against more registers, and
-the backward holds twice as many vectors. Half of that in float64."""
+"""Channels per warp, which are 32 and 16 per thread; half of that in float64. More channels per
+warp avoid barriers in sums but need more registers, and the backward holds twice as many
+vectors."""
 MAX_WARPS = 16
 PARTIALS = 2048
-"""Partial sums of a Gram matrix in one warp: 64 in each thread."""
+"""Partial sums of a Gram matrix per warp, which are 64 per thread."""
 
 
 def product_forward(
@@ -78,7 +79,7 @@ def product_backward(
 
 
 def _product_blocks(d: int, warp: int, acc: torch.dtype) -> dict[str, int]:
-    """How many tokens one program takes, with all their channels, and its warps."""
+    """Tokens per program, with all their channels, and the number of warps."""
     if acc == torch.float64:
         warp //= 2
     block_d = next_power_of_two(d)
@@ -127,7 +128,8 @@ def factor_backward(
 
 
 def _factor_blocks(k: int, d: int) -> dict[str, int]:
-    """Tiles of one program, which takes one token, all reflections and blocks of channels."""
+    """Tile sizes of a program, which handles one token with all reflections, in blocks of
+    channels."""
     block_k = next_power_of_two(k)
     block_d = min(PARTIALS // block_k**2, next_power_of_two(d), 1024)
     return {"BLOCK_K": block_k, "BLOCK_D": block_d, "num_warps": 1}
@@ -137,9 +139,10 @@ def _flat_tokens(
     v: Tensor,  # (..., d) or (..., k)
     *others: Tensor,  # with the same leading axes
 ) -> tuple[Tensor, ...]:
-    """The operands with one leading axis, and contiguous along the last.
+    """The operands with one leading axis and a contiguous last axis.
 
-    Copied only where leading axes cannot be merged or the last axis is not contiguous.
+    An operand is copied only if its leading axes cannot be merged or its last axis is not
+    contiguous.
     """
     lead = v.dim() - 1
     return tuple(last_axis_contiguous(x.reshape(-1, *x.shape[lead:])) for x in (v, *others))

@@ -18,7 +18,7 @@ def unit(
 ) -> Tensor:  # (..., d)
     """v * rsqrt(|v|^2 + d eps) over the last axis.
 
-    The eps inside the root keeps the gradient at v = 0 finite (plain division has 1e12 there).
+    With eps inside the root, the derivative at v = 0 is finite, 1 / sqrt(d eps).
     """
     squared_norm = v.square().sum(-1, keepdim=True)
     return v * torch.rsqrt(squared_norm + v.shape[-1] * eps)
@@ -118,7 +118,8 @@ def mix_channels(
 ) -> Tensor:  # (..., d)
     """x~ = Q (x - y) + y, as (1 - e) x + e y + U^T M U (y - x).
 
-    For e = 1 and a small Q, x + (I - Q)(y - x) would cancel: x is added and subtracted again.
+    For e = 1 and a small Q, the form x + (I - Q)(y - x) would add x and subtract it again, which
+    loses digits to cancellation.
     """
     moved = apply_complement(y - x, None, U, M)
     return moved + (x if e is None else (1 - e) * x + e * y)
@@ -143,7 +144,7 @@ def householder_product_reference(
 ) -> Tensor:  # (..., d)
     """Q v = H_1 (H_2 ( ... (H_k v))), one reflection after the other: the definition.
 
-    With `complement` (I - Q) v, as the sum of what each reflection subtracts: no cancellation.
+    With `complement`, (I - Q) v as the sum of what each reflection subtracts, without cancellation.
     """
     dtype = accumulator(v.dtype, u.dtype, beta.dtype)
     rest, u_bar, beta = v.to(dtype), unit(u.to(dtype)), beta.to(dtype)

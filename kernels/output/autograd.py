@@ -1,6 +1,7 @@
-"""The output stage in Triton, registered with torch.library; Triton is imported on a run.
+"""The output stage in Triton as operations of torch.library.
 
-The operations of the gated output take its operands one by one, in the order of `OutputOperands`.
+Triton is imported when an operation runs. The operations of the gated output take the fields of
+`OutputOperands` one by one, in the same order.
 """
 
 from typing import Any
@@ -39,8 +40,12 @@ def _output_fake(*flat: Any) -> Tensor:
     mutates_args=(),
     schema=f"(Tensor grad, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _output_backward(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of y, x and gate (b, t, d), and of D and weight (2, d), or of D alone (1, d)."""
+def _output_backward(
+    grad: Tensor,  # (b, t, d)
+    *flat: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cotangents of y, x and gate, each (b, t, d), and those of D and weight together (2, d), or of
+    D alone (1, d) without weight."""
     from bedouin.kernels.output.launch import output_backward
 
     *operands, eps = flat
@@ -48,25 +53,35 @@ def _output_backward(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, 
 
 
 @_output_backward.register_fake
-def _output_backward_fake(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _output_backward_fake(
+    grad: Tensor,  # (b, t, d)
+    *flat: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y, x, D, gate, _, _, weight = OutputOperands(*flat[:7])
     sums = y.new_empty(1 if weight is None else 2, *D.shape)
     return y.new_empty(y.shape), x.new_empty(x.shape), gate.new_empty(gate.shape), sums
 
 
-def _save_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_output(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,  # (b, t, d)
+) -> None:
     *operands, ctx.eps, _ = inputs
     ctx.save_for_backward(*operands)
 
 
-def _backward_output(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_output(
+    ctx: Any,
+    grad: Tensor,  # (b, t, d)
+) -> tuple[Tensor | None, ...]:
     """Cotangents of all operands from that of the output (b, t, d)."""
     operands = OutputOperands(*ctx.saved_tensors)
     _, _, D, gate, fed, z, weight = operands
     with torch.no_grad():
         grad_y, grad_x, grad_gate, sums = _output_backward(grad, *operands, ctx.eps)
         grad_D, *grad_weight = sums.to(D.dtype).unbind(0)
-    # the three summands of the gate have the same cotangent
+    # gate, fed and z are summands of one sum and have the same cotangent
     summands = [None if v is None else grad_gate.to(v.dtype) for v in (gate, fed, z)]
     last = None if weight is None else grad_weight[0].to(weight.dtype)
     grads = [grad_y, grad_x, grad_D, *summands, last]
@@ -128,12 +143,19 @@ def _shifted_norm_backward_fake(
     return y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)
 
 
-def _save_shifted_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_shifted_norm(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,  # (b, t, d)
+) -> None:
     y, y0, ctx.eps, _ = inputs
     ctx.save_for_backward(y, y0)
 
 
-def _backward_shifted_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_shifted_norm(
+    ctx: Any,
+    grad: Tensor,  # (b, t, d)
+) -> tuple[Tensor | None, ...]:
     """Cotangents of y and y0 from that of the result (b, t, d)."""
     operands = ctx.saved_tensors
     with torch.no_grad():

@@ -16,7 +16,7 @@ from bedouin.kernels.output.types import OutputOperands
 
 
 def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (b, t, d), as y
-    """The gated output, computed in the dtype of y; without z and weight the paper's."""
+    """The gated output, computed in the dtype of y; without z or weight, that of the paper."""
     y, x, D, gate, fed, z, weight = operands
     dtype = y.dtype
     gate = gate.to(dtype)

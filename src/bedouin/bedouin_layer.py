@@ -41,7 +41,7 @@ from bedouin.solvers.reporting import OnUnconverged
 class Bedouin(FixedPointLayer):
     """A dense, selective RNN defined as the fixed point of channel mixing and a diagonal scan.
 
-    Replaces `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0.
+    A drop-in replacement of `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0.
 
         x, z = in_proj(u);  raw = W^x x_t + W^y norm(y_{t-1}), split into Delta, B, C, mixer, gate
         x~_t = Q_t (x_t - y_t) + y_t
@@ -56,31 +56,34 @@ class Bedouin(FixedPointLayer):
     Args:
         d_model: m. d_state: n. expand: d = expand * m.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
-            beta_max); 2 and 1.0 unless given.
-        mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Parameters of its own
-            are used in the dtype of the solve, at least float32.
+            beta_max), by default 2 and 1.0.
+        mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Its parameters are
+            used in the dtype of the solve, at least float32.
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
             1 - |lambda|. With mamba decay and "delta" the gain is unbounded and local systems can
             become singular in training; see SolveStats.conditioning.
-        eigenvalues: of the decay: "positive": lambda; "full": 2 lambda - 1 in [-1, 1].
-        feedback: which of "delta", "B", "C", "mixer" see y_{t-1}; () switches feedback off, the
-            gate's included.
-        feedback_norm: RMSNorm on y_{t-1} before W^y. feedback_init: factor on W^y at the start.
-        delta_from_x_init: factor on the weights from x to Delta at the start; with 0, the paper's
-            choice for copying, Delta starts as a function of its bias (and of feedback) alone.
-        norm_eps: of the output norm.
+        eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
+        feedback: which of "delta", "B", "C", "mixer" depend on y_{t-1}; () switches all feedback
+            off, also that of the gate.
+        feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
+        feedback_init: factor on W^y at initialization.
+        delta_from_x_init: factor on the weights from x to Delta at initialization. With 0, the
+            paper's choice for copying, Delta initially depends on its bias and feedback alone.
+        norm_eps: eps of the output norm.
         solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
             Picard.
-        adjoint: a gradient object; None: ImplicitAdjoint(), exact.
+        adjoint: an adjoint object; None: ImplicitAdjoint(), the exact gradient.
         max_steps: an int or a Cap. backend: "auto", "triton" or "reference".
-        on_unconverged: "warn" (at the 1st, 10th, 100th, ... call of this layer, see
-            ConvergenceWarning), "raise" a ConvergenceError or "ignore", for the forward solve and,
-            in the backward pass, for that of the adjoint (see ImplicitAdjoint).
+        on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this
+            layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither.
+            Applies to the forward solve and to the adjoint solve in the backward pass (see
+            ImplicitAdjoint).
         output: "norm" as above, or "paper": gate * SiLU(y + D * x) without z and norm.
-        bias: whether the projections of x other than Delta's have one.
-        layer_idx: kept for cache-based callers. device, dtype: of the parameters.
+        bias: whether the projections of x other than that to Delta have a bias.
+        layer_idx: stored for callers that keep a cache per layer.
+        device, dtype: of the parameters.
 
     Raises TypeError for unknown options and values of the wrong type, ValueError for values that do
     not fit.
@@ -166,15 +169,17 @@ class Bedouin(FixedPointLayer):
         delta_from_x_init: float = 1.0,
         **options: Any,
     ) -> Self:
-        """The seed paper's FP-Mamba (arXiv 2503.10799, section 5.3), exactly.
+        """FP-Mamba exactly as in its paper (arXiv 2503.10799, section 5.3).
 
-        Griffin decay, input scale Delta, beta = 2 sigmoid(alpha), feedback in B, C, mixer and gate
-        but not in Delta, no feedback norm, output gate * SiLU(y* + D x) without norm, bias on Delta
-        only; solver None: Picard with the paper's stop rule at 0.1, which returns the last
-        evaluation; adjoint None: the one-step gradient. Pass max_steps=GammaCap(4.0, 1.0, 100) for
-        its random caps, and delta_from_x_init=0.0 for its start in the copying task, where the
-        weights from x to Delta are zero (v1, section 4.5). `options` are other options of Bedouin,
-        and may not contradict the above (TypeError).
+        It has Griffin decay, input scale Delta, beta = 2 sigmoid(alpha), feedback to B, C, mixer
+        and gate but not to Delta, no feedback norm, the output gate * SiLU(y* + D x) without norm,
+        and a bias on Delta only. solver None: Picard with the paper's stop rule at 0.1, which
+        returns the last evaluation. adjoint None: the one-step gradient.
+
+        For the paper's random caps, pass max_steps=GammaCap(4.0, 1.0, 100); for its initialization
+        in the copying task, where the weights from x to Delta are zero (v1, section 4.5), pass
+        delta_from_x_init=0.0. `options` are other options of Bedouin; one that is fixed above
+        raises TypeError.
         """
         return cls(
             d_model,
@@ -211,7 +216,10 @@ class Bedouin(FixedPointLayer):
         d, n = self.d_inner, self.d_state
         return {"delta": d, "B": n, "C": n, "mixer": self.mixer.raw_size(d)}
 
-    def _split(self, raw: Tensor) -> ScanInputs:
+    def _split(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> ScanInputs:
         delta, B, C, mixer_raw = raw.split(list(self._sizes.values()), -1)
         delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
         return ScanInputs(delta, unit(B), unit(C), mixer_raw)

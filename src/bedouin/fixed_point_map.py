@@ -40,7 +40,7 @@ from bedouin.solvers.solution import BackwardStats, SolveStats, can_read_device
 
 
 class ScanInputs(NamedTuple):
-    """What the scan of a token needs besides x~, and the raw values of the mixer."""
+    """The inputs of the scan other than x~, and the raw values of the mixer."""
 
     delta: Tensor  # (..., d)
     B: Tensor  # (..., n)
@@ -49,7 +49,7 @@ class ScanInputs(NamedTuple):
 
 
 class FixedPointMap:
-    """y (b, t, d) -> F(y) for any mixer: what Picard, Anderson and Broyden need.
+    """y (b, t, d) -> F(y) for any mixer, as Picard, Anderson and Broyden require.
 
     `split` turns raw values (..., r) into the scan's inputs.
     """
@@ -69,19 +69,19 @@ class FixedPointMap:
 
     @property
     def wide(self) -> Operands:
-        """`Operands.wide`, for plain torch; the kernels read the operands as they are."""
+        """`Operands.wide`, for plain torch; the kernels read `operands` directly."""
         if self._wide is None:
-            # kept for calls that record gradients, though the first may record none
+            # cached with its graph, because later calls may record gradients if the first does not
             with torch.enable_grad():
                 self._wide = self.operands.wide()
         return self._wide
 
     @property
     def mixer_values(self) -> tuple[Tensor, ...]:
-        """`_named_values` of the mixer in the dtype of A, which all their products have."""
+        """The values of `_named_values` for the mixer, cast to the dtype of A."""
         if self._mixer_values is None:
             dtype = self.operands.A.dtype
-            # as in `wide`
+            # cached with its graph, for the reason given in `wide`
             with torch.enable_grad():
                 named = _named_values(self.mixer, dtype)
                 self._mixer_values = tuple(value.to(dtype) for _, value in named)
@@ -91,7 +91,7 @@ class FixedPointMap:
         self,
         y: Tensor,  # (b, t, d)
     ) -> Tensor:  # (b, t, r)
-        """raw^x + W^y norm(y_{t-1}); before the first token stands the incoming state's y."""
+        """raw^x + W^y norm(y_{t-1}), where the y before the first token is that of the state."""
         return raw_with_feedback(y, self.wide, self.parameterization.feedback_norm_eps)
 
     def __call__(
@@ -148,7 +148,8 @@ class FixedPointMap:
 
 
 def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-    """Parameters, and buffers that have another floating dtype than `dtype`: others stay."""
+    """Names and values of the parameters, and of the buffers of a floating dtype other than
+    `dtype`; the other buffers need no conversion."""
     buffers = module.named_buffers()
     others = [(n, v) for n, v in buffers if v.is_floating_point() and v.dtype != dtype]
     return [*module.named_parameters(), *others]
@@ -156,9 +157,9 @@ def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tens
 
 def _call(
     module: nn.Module,
-    values: Sequence[Tensor],
+    values: Sequence[Tensor],  # any shapes
     raw: Tensor,  # (..., raw size of the mixer)
-    *args: Tensor,
+    *args: Tensor,  # (..., d)
 ) -> Any:
     """module(raw, *args) with `values` in place of what `_named_values` lists."""
     names = (name for name, _ in _named_values(module, raw.dtype))
@@ -167,27 +168,36 @@ def _call(
 
 
 class _Mix(nn.Module):
-    """The method `mix` of a mixer as a module, which functional calls need."""
+    """The method `mix` of a mixer as a module, which `functional_call` requires."""
 
     def __init__(self, mixer: ChannelMixer) -> None:
         super().__init__()
         self.mixer = mixer
 
-    def forward(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def forward(
+        self,
+        raw: Tensor,  # (b, t, raw size of the mixer)
+        x: Tensor,  # (b, t, d)
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
         return self.mixer.mix(raw, x, y)
 
 
 class MixerBind:
-    """raw (..., r) -> Delta, B, C, e, U, M, with the values of the mixer as they are given.
+    """raw (..., r) -> Delta, B, C, e, U, M, computed with the given values of the mixer.
 
-    Not a method of the map: an autograd graph holds this object, the map holds a tensor of that
-    graph, and Python's collector never frees a cycle through an autograd graph.
+    Not a method of the map, because an autograd graph refers to this object and the map refers to a
+    tensor of that graph: Python's garbage collector never frees a cycle through an autograd graph.
     """
 
     def __init__(self, split: Callable[[Tensor], ScanInputs], mixer: ChannelMixer) -> None:
         self.split, self.mixer = split, mixer
 
-    def __call__(self, raw: Tensor, *mixer_values: Tensor) -> Coefficients:
+    def __call__(
+        self,
+        raw: Tensor,  # (..., r)
+        *mixer_values: Tensor,  # any shapes
+    ) -> Coefficients:
         delta, B, C, mixer_raw = self.split(raw)
         if not mixer_values:
             return Coefficients(delta, B, C, *self.mixer(mixer_raw))
@@ -198,7 +208,7 @@ def _reverse_stats(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t)
 ) -> SolveStats:
-    # the reverse sweep begins with the last token
+    # flipped, because the reverse sweep begins with the last token
     with torch.no_grad():
         residual = relative_residual(defect.flip(1), scale.flip(1))
         converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
@@ -206,7 +216,7 @@ def _reverse_stats(
 
 
 class StructuredMap(FixedPointMap):
-    """F with a mixer of the form (e, U, M): Direct, Jacobi and the exact adjoint work on it."""
+    """F with a mixer of the form (e, U, M), as Direct, Jacobi and the exact adjoint require."""
 
     _swept: Sweep | None = None
 
@@ -236,7 +246,8 @@ class StructuredMap(FixedPointMap):
         self,
         y: Tensor,  # (b, t, d)
     ) -> Tensor:  # (b, d, n)
-        """As for any map, without a second pass where the last sweep gave y."""
+        """h after the last token of y, without another scan if y is the result of the last
+        sweep."""
         if self._swept is not None and self._swept.y is y:
             return self._swept.h
         return super().memory(y)
@@ -258,7 +269,10 @@ class StructuredMap(FixedPointMap):
         ).y
 
     def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
-        def report(defect: Tensor, scale: Tensor) -> None:
+        def report(
+            defect: Tensor,  # (b, t)
+            scale: Tensor,  # (b, t)
+        ) -> None:
             if can_read_device(defect):
                 cell.defer(partial(_reverse_stats, defect, scale))
 
@@ -269,8 +283,8 @@ class StructuredMap(FixedPointMap):
         y: Tensor,  # (b, t, d)
         rule: IterationRule,
     ) -> Steps | None:
-        """Steps on the device alone where the kernels cover this map (HouseholderProduct) and the
-        rule; None: the plain loop. Raises ValueError where backend="triton" cannot run them."""
+        """Steps in kernels, or None if these do not support the rule or this map, whose mixer must
+        be a HouseholderProduct. Raises ValueError if backend="triton" cannot run."""
         values, backend = self.mixer_values, self.backend
         return fuse_iteration(
             self.operands, y, self.parameterization, values, rule, backend=backend
@@ -280,8 +294,8 @@ class StructuredMap(FixedPointMap):
         self,
         y: Tensor,  # (b, t, d)
     ) -> tuple[Tensor, Tensor]:
-        """G(y) (b, t, d), each token's local equation solved from what memory and feedback hold in
-        y, and the smallest pivot (b,)."""
+        """G(y) (b, t, d) and the smallest pivot (b,). G solves the local equation of each token,
+        with its memory and its feedback computed from y."""
         x = self.wide.x
         delta, B, C, e, U, M = self.coefficients(y)
         diagonal = self.parameterization.diagonal(e)
@@ -295,17 +309,22 @@ class StructuredMap(FixedPointMap):
         self,
         y_star: Tensor,  # (b, t, d)
     ) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """(w -> L^T w, r -> (I - L^T)^-1 r), L_t = diag(sigma_t)(I - Q_t), at y_star."""
+        """The functions w -> L^T w and r -> (I - L^T)^-1 r, L_t = diag(sigma_t)(I - Q_t), at
+        y_star."""
         with torch.no_grad():
             delta, B, C, e, U, M = self.coefficients(y_star)
             diagonal = self.parameterization.diagonal(e)
             sigma, gap = self._input_gain(delta, B, C)
             factors = factor_local(sigma, diagonal, U, M, gap)
 
-        def apply(w: Tensor) -> Tensor:
+        def apply(
+            w: Tensor,  # (b, t, d)
+        ) -> Tensor:  # (b, t, d)
             return apply_complement_transposed(sigma * w, diagonal, U, M)
 
-        def invert(r: Tensor) -> Tensor:
+        def invert(
+            r: Tensor,  # (b, t, d)
+        ) -> Tensor:  # (b, t, d)
             return solve_local_transposed(r, factors)
 
         return apply, invert
@@ -316,10 +335,10 @@ class StructuredMap(FixedPointMap):
         B: Tensor,  # (b, t, n)
         C: Tensor,  # (b, t, n)
     ) -> tuple[Tensor, Tensor | None]:
-        """sigma (b, t, d), and 1 - sigma as `gain_gap` has it, for mixers with e."""
+        """sigma (b, t, d), and for mixers with e also 1 - sigma (b, t, d) from `gain_gap`."""
         options = self.parameterization
-        # except for the coupled scale s has no state axis and does not depend on A: one column of
-        # A spares the decays of the others
+        # except for the coupled scale, s has no state axis and does not depend on A, so that one
+        # column of A is enough
         coupled = options.input_scale == "one_minus_decay"
         A = self.operands.A if coupled else self.operands.A[:, :1]
         decay, s = discretize(delta, A, options.input_scale, options.eigenvalues)

@@ -1,4 +1,4 @@
-"""What the layers share: parameters, projections, the fixed point, the output stage.
+"""The base class of the layers: parameters, projections, the fixed point, the output stage.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, r raw values.
 """
@@ -51,7 +51,7 @@ from bedouin.state import BedouinState, check_state, zero_state
 
 
 class _Call(NamedTuple):
-    """One call between its projections and its output stage."""
+    """The intermediate values of a call, from its projections to its output stage."""
 
     f: FixedPointMap
     start: Tensor  # (b, t, d), where the solve starts
@@ -64,26 +64,25 @@ class _Call(NamedTuple):
 
 
 class FixedPointLayer(nn.Module, ABC):
-    """What the layers share: one fused projection, the solve, the output stage, the state.
+    """The base class of the layers: one fused projection, the solve, the output stage, the state.
 
-    A call is `_project`, the solve of `solve_options`, and `_output`.
-
-    A subclass says which components the raw values have and how they become the scan's inputs.
+    A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
+    the components of the raw values and how these become the inputs of the scan.
     """
 
     components: ClassVar[tuple[str, ...]]
     """Names of the raw components, in the order of the fused projection; the gate is last."""
 
     has_fused_step: ClassVar[bool] = False
-    """Declared by a class whose `_split`, `_A` and `drive` are what the decoding kernel computes;
-    not inherited, since a subclass may change them."""
+    """Whether the decoding kernel computes the `_split`, `_A` and `drive` of exactly this class. A
+    subclass must set it again, since it may override them."""
 
     has_drive: ClassVar[bool] = False
     """Whether `drive` changes its argument."""
 
     solve_options: SolveOptions
-    """How calls are solved; `solver`, `adjoint`, `cap`, `on_unconverged` and `backend` are its
-    fields."""
+    """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
+    `backend` read and set its fields."""
     solver = SolveOption[Solver]()
     adjoint = SolveOption[Adjoint | None]()
     cap = SolveOption[Cap]()
@@ -91,11 +90,11 @@ class FixedPointLayer(nn.Module, ABC):
     backend = SolveOption[Backend]()
 
     stats: SolveStats | None
-    """Statistics of the last call, None before any; after a ConvergenceError those of the call that
-    failed. A recomputation of non-reentrant checkpointing leaves them as they are. Under torch.func
-    transforms they are the transform's own tensors: return them from the transformed function to
-    read them; copies of the layer do not hold them. Under torch.compile they are outputs of the
-    graph that are not read (no warning, no error), and stats.backward stays None."""
+    """Statistics of the last call, also of one that raised a ConvergenceError; None before any
+    call. The recomputation of non-reentrant checkpointing does not change them. Under torch.func
+    transforms they are tensors of the transform: to read them, return them from the transformed
+    function; copies of the layer do not contain them. Under torch.compile they are outputs of the
+    graph that are not read, so nothing warns or raises, and stats.backward stays None."""
 
     def __init__(
         self,
@@ -156,30 +155,30 @@ class FixedPointLayer(nn.Module, ABC):
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
         check_device(mixer, self.D.device)
 
-    # -- what a subclass provides
+    # -- methods of subclasses
 
     @abstractmethod
     def _component_sizes(self) -> dict[str, int]:
-        """Sizes of the raw components, in the order of `components`; the first has d values."""
+        """Sizes of the raw components in the order of `components`; the first has size d."""
 
     @abstractmethod
     def _split(
         self,
         raw: Tensor,  # (..., r)
     ) -> ScanInputs:
-        """Raw values as the scan's inputs."""
+        """Raw values converted to the inputs of the scan."""
 
     @abstractmethod
     def _A(self) -> Tensor:
-        """(d, n): the decay is exp(A Delta)."""
+        """A (d, n), with which the decay is exp(A Delta)."""
 
     @abstractmethod
     def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
-        """How `_A` comes from which parameter (d, n): kind, sharpness, parameter."""
+        """How `_A` is computed: the kind of decay, its sharpness, and the parameter (d, n)."""
 
     @abstractmethod
     def layout(self) -> RawLayout | None:
-        """How kernels compute what `_split` and the mixer do with raw values; None: they cannot."""
+        """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
 
     def drive(
         self,
@@ -192,7 +191,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     @property
     def raw_size(self) -> int:
-        """r: raw values a token, without the gate."""
+        """r, the number of raw values per token, without the gate."""
         return sum(self._sizes.values())
 
     @property
@@ -200,7 +199,7 @@ class FixedPointLayer(nn.Module, ABC):
         return FEEDBACK_NORM_EPS if self.feedback_norm else None
 
     def parameterization(self) -> Parameterization:
-        """The options of the map, as its kernels take them."""
+        """The options of the map for its kernels."""
         scales = self.input_scale, self.eigenvalues
         return Parameterization(self.layout(), *scales, self.feedback_norm_eps)
 
@@ -223,7 +222,7 @@ class FixedPointLayer(nn.Module, ABC):
     def _mark_parameters(self) -> None:
         """Set the attributes that initializers and optimizers of Mamba read.
 
-        Set again with the values, since `to_empty` makes new parameters without them.
+        Called whenever values are initialized, since `to_empty` makes parameters without them.
         """
         self.dt_bias._no_reinit = True  # type: ignore[attr-defined]
         for parameter in (self.D, self.decay_parameter()[2]):
@@ -231,13 +230,14 @@ class FixedPointLayer(nn.Module, ABC):
                 parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def _x_bias(self) -> Tensor:
-        """The bias of W^x (r + d,): Delta's own first, that of the gate last."""
+        """The bias of W^x (r + d,), which begins with that of Delta and ends with the gate's."""
         if self.raw_bias is None:
             return F.pad(self.dt_bias, (0, self.raw_size))
         return torch.cat([self.dt_bias, self.raw_bias])
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """W^y of the loop (r, d), zero rows where nothing is fed back, and of the gate (d, d)."""
+        """W^y of the loop (r, d), with zero rows for components without feedback, and W^y of the
+        gate (d, d); None without feedback."""
         if self.y_proj is None:
             return None, None
         weight = self.y_proj.weight.to(dtype)
@@ -250,9 +250,9 @@ class FixedPointLayer(nn.Module, ABC):
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
 
-        A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
-        rounding. Raises TypeError for integer or foreign dtypes, ValueError for wrong shapes,
-        devices and states, ConvergenceError with on_unconverged="raise".
+        A sequence in chunks, each with the state after the previous one, gives the same output as a
+        single call, up to rounding. Raises TypeError for a dtype that the layer cannot take,
+        ValueError for wrong shapes, devices and states, ConvergenceError if on_unconverged="raise".
         """
         self.check_input(x, rank=3)
         call = self._project(x, state, self.solve_options)
@@ -262,11 +262,11 @@ class FixedPointLayer(nn.Module, ABC):
         return (output, new_state) if return_state else output
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
-        """One token: (b, m) -> (b, m), solved exactly whatever the layer's solver.
+        """One token: (b, m) -> (b, m), solved exactly with any solver of the layer.
 
-        With a mixer that has no form (e, U, M) the layer's own solver is used, to its tolerance.
-        On a GPU, without gradients, a token is the replay of a CUDA graph (bedouin.decoding), which
-        the first call with a batch size and dtype captures. Raises as `forward` does.
+        If the mixer is not of the form (e, U, M), the layer's solver is used with its tolerance.
+        On a GPU without gradients, a token is a replay of a CUDA graph (bedouin.decoding), which
+        the first call with a batch size and dtype captures. Raises the same errors as `forward`.
         """
         replays = may_replay(self, x_t)
         if replays:
@@ -287,7 +287,7 @@ class FixedPointLayer(nn.Module, ABC):
         return output.squeeze(1), new_state
 
     def init_state(self, batch_size: int) -> BedouinState:
-        """The state before any token: zeros, at least float32, on the layer's device."""
+        """The state before the first token: zeros in at least float32 on the layer's device."""
         check_batch_size(batch_size)
         weight = self.x_proj.weight
         dtype = accumulator(weight.dtype)
@@ -299,7 +299,7 @@ class FixedPointLayer(nn.Module, ABC):
         state: BedouinState | None,
         options: SolveOptions,
     ) -> _Call:
-        """Everything before the solve: projections, weights, the map and the start."""
+        """Everything before the solve: projections, weights, the map and the initial y."""
         self.deferred.flush()
         projected = self.in_proj(u)
         x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
@@ -311,7 +311,7 @@ class FixedPointLayer(nn.Module, ABC):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, W_y, state)
             if isinstance(options.solver, Direct):
-                # it reads nothing of the start except its shape
+                # Direct uses only the shape of the initial y
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
                 start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
@@ -322,16 +322,16 @@ class FixedPointLayer(nn.Module, ABC):
         x: Tensor,  # (b, t, d)
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """W^x x: the raw values (b, t, r) and the gate (b, t, d); in `dtype` for kernels.
+        """W^x x: the raw values (b, t, r) and the gate (b, t, d), in `dtype` if kernels read them.
 
-        For kernels two products, so that each result and its cotangent are whole tensors: a split
-        of one result would be joined again in the backward, by a copy of all of it.
+        For kernels there are two products, so that each result and its cotangent are contiguous.
+        The backward pass of a split would concatenate the cotangents, which copies all of them.
         """
         weight, bias, r = self.x_proj.weight, self._x_bias(), self.raw_size
         if choose_backend(self.backend, x.device, x.dtype) != "triton":
             raw, gate = F.linear(x, weight, bias).split([r, self.d_inner], -1)
             return raw, gate
-        # torch adds the bias within the product where x is a matrix, else in a second pass
+        # flattened, because torch fuses the bias into the product only if x is a matrix
         rows = x.flatten(0, 1)
         raw, gate = split_linear(*(v.to(dtype) for v in (rows, weight, bias)), r=r)
         return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
@@ -353,7 +353,7 @@ class FixedPointLayer(nn.Module, ABC):
         return Caller(type(self).__name__, self.deferred, self.next_draw(), self._keep_stats)
 
     def _keep_stats(self, stats: SolveStats | None) -> None:
-        # of such a recomputation nothing is kept: stats.backward goes to the first call's
+        # a checkpoint's recomputation keeps those of the first call, which get stats.backward
         if not restores_tensors_only():
             self.stats = stats
 
@@ -365,8 +365,8 @@ class FixedPointLayer(nn.Module, ABC):
     ) -> tuple[Tensor, BedouinState | None]:
         """The layer's output (b, t, m), and the state after the last token if wanted.
 
-        SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), projected; the gate
-        includes its feedback W^y norm(y_{t-1}).
+        The output is the projection of SiLU(gate + z) * norm(y + D x), or of the paper's
+        gate * SiLU(y + D x), where the gate includes its feedback W^y norm(y_{t-1}).
         """
         with without_autocast(y.device):
             state = self._outgoing(call, y) if wants_state else None
@@ -391,7 +391,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     def next_draw(self) -> int | None:
         """The number of this training call, which a random cap depends on; None in evaluation."""
-        # the count would be a constant of the graph, which would be compiled anew for each call
+        # a compiled graph holds the count as a constant and would be recompiled for each call
         counts = self.cap.is_random or not torch.compiler.is_compiling()
         if not (self.training and counts):
             return None
@@ -403,7 +403,7 @@ class FixedPointLayer(nn.Module, ABC):
         x: Tensor,  # (b, t, d)
         dtype: torch.dtype,
     ) -> BedouinState | None:
-        # without tokens the state is returned as it is
+        # a call without tokens returns the incoming state
         b, d, n = x.shape[0], self.d_inner, self.d_state
         if state is None:
             return None if x.shape[1] else zero_state(b, d, n, dtype, x.device)
@@ -416,17 +416,17 @@ class FixedPointLayer(nn.Module, ABC):
     ) -> BedouinState:
         if call.state is not None and y.shape[1] == 0:
             return call.state
-        # copies: a view would keep all of y alive, and autograd may have saved what it shows
+        # copies, because a view would keep all of y alive and may share what autograd has saved
         return BedouinState(call.f.memory(y).clone(), y[:, -1].clone())
 
     def check_input(self, x: Tensor, rank: int) -> None:
-        """Raise unless x is (b, t, m) for rank 3, (b, m) for rank 2, as the layer takes it."""
+        """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
         check_layer_input(x, rank, self.d_model, self.x_proj.weight)
 
-    # -- saving: one always-present counter, whatever the solver, adjoint, cap or backend
+    # -- saving: the extra state is a counter, present with any solver, adjoint, cap and backend
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: no statistics that belong to a torch.func transform."""
+        """The state for copies and pickles, without statistics of a torch.func transform."""
         state = dict(vars(self))
         if self.stats is not None and is_functorch_wrapped_tensor(self.stats.converged):
             state["stats"] = None
@@ -435,7 +435,10 @@ class FixedPointLayer(nn.Module, ABC):
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.draws.count)
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(
+        self,
+        state: Tensor,  # (), the count of draws
+    ) -> None:
         self.draws.count = int(state)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks of what a layer is constructed from and called with.
+"""Checks of the arguments of a layer's constructor and of its calls.
 
 Letters: b batch, t time, m d_model, d d_inner.
 """
@@ -19,7 +19,7 @@ def check_layer_input(
     weight: Tensor,  # a parameter of the layer, any shape
 ) -> None:
     """Raise TypeError or ValueError unless x has this rank, width m, and the layer's device and
-    dtype, where autocast allows for other dtypes."""
+    dtype; under autocast it may have another dtype."""
     shape = "(b, t, m)" if rank == 3 else "(b, m)"
     check_tensor("x", x, shape)
     if x.dim() != rank:
@@ -42,7 +42,7 @@ def check_layer_input(
 
 
 def check_device(mixer: ChannelMixer, device: torch.device) -> None:
-    """ValueError unless the mixer's parameters are on the layer's device."""
+    """Raise ValueError unless the mixer's parameters are on the layer's device."""
     for name, parameter in mixer.named_parameters():
         if parameter.device != device:
             raise ValueError(
@@ -52,7 +52,7 @@ def check_device(mixer: ChannelMixer, device: torch.device) -> None:
 
 
 def inner_size(expand: float, d_model: int) -> int:
-    """d = expand * m, at least 1."""
+    """d = expand * m, rounded down. Raises ValueError if it is less than 1."""
     check_number("expand", expand, 0, 1e3, open_low=True)
     d = int(expand * d_model)
     if d < 1:

@@ -1,6 +1,6 @@
-"""How parameters become what a layer uses: options, initial values, the dtype of the solve.
+"""Conversion of a layer's arguments: solve options, mixer, layout, weights and initial values.
 
-Letters: b batch, t time.
+Letters: b batch, t time, d channels, r raw values, f raw values with feedback.
 """
 
 import math
@@ -30,7 +30,7 @@ GRIFFIN_SHARPNESS = 8.0
 
 
 def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
-    """`solver`, or for "auto": Direct where the mixer has the form (e, U, M), else Picard.
+    """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
 
     The choice depends on neither b, t nor the device. Times on an H100
     (examples/results/h100_benchmark.json): with feedback, 16 iterations of Jacobi take 23 ms at
@@ -59,7 +59,7 @@ def make_solve_options(
     on_unconverged: OnUnconverged,
     backend: Backend,
 ) -> SolveOptions:
-    """The arguments of a layer's constructor as one object; raises as `SolveOptions` does."""
+    """SolveOptions from the arguments of a layer's constructor; raises the same errors."""
     cap = as_cap(max_steps)
     return SolveOptions(choose_solver(solver, mixer), adjoint, cap, on_unconverged, backend)
 
@@ -72,7 +72,7 @@ ValueT = TypeVar("ValueT")
 
 
 class SolveOption(Generic[ValueT]):
-    """A field of a layer's `solve_options` as an attribute of the layer, which may be set."""
+    """A field of a layer's `solve_options` as a settable attribute of the layer."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -89,9 +89,9 @@ class SolveOption(Generic[ValueT]):
 def make_mixer(
     mixer: ChannelMixer | None, num_householder: int | None, beta_max: float | None
 ) -> ChannelMixer:
-    """`mixer`, or the HouseholderProduct that its shorthand describes: 2 and 1.0 unless given.
+    """`mixer`, or if it is None a HouseholderProduct, by default with 2 reflections and beta_max 1.
 
-    ValueError where both are given, TypeError where `mixer` is no ChannelMixer.
+    Raises ValueError if both are given, TypeError if `mixer` is not a ChannelMixer.
     """
     if mixer is None:
         k = 2 if num_householder is None else num_householder
@@ -110,7 +110,7 @@ def make_mixer(
 def householder_layout(
     mixer: ChannelMixer, activation: Activation, *, selective: bool
 ) -> RawLayout | None:
-    """How kernels read the raw values with this mixer; None where they cannot."""
+    """The layout of the raw values for kernels; None for mixers that the kernels do not support."""
     # exactly this class: a subclass may read its raw values in another way
     if type(mixer) is not HouseholderProduct:
         return None
@@ -122,9 +122,8 @@ def split_feedback_weight(
     feedback: tuple[str, ...],
     sizes: dict[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """W^y of the loop (r, d), zero rows for components without feedback, and of the gate (d, d).
-
-    `sizes` are those of all components, in the order of the raw values.
+    """W^y of the loop (r, d), with zero rows for components without feedback, and W^y of the gate
+    (d, d). `sizes` are those of all components, in the order of the raw values.
     """
     d = weight.shape[1]
     if feedback == tuple(sizes):
@@ -139,27 +138,36 @@ def split_feedback_weight(
 
 
 def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Where and in which dtype a layer makes its parameters, as torch's modules take it."""
+    """The arguments `device` and `dtype` of torch's modules and tensor factories."""
     return {"device": device, "dtype": dtype}
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """`tensor`, of any shape, in the dtype of the solve."""
+    """`tensor`, of any shape, in the dtype of the solve, at least float32."""
     return tensor.to(accumulator(tensor.dtype))
 
 
-def log_uniform(like: Tensor, low: float, high: float) -> Tensor:
-    """A tensor like `like`, whose logarithm is uniform between those of `low` and `high`."""
+def log_uniform(
+    like: Tensor,  # any shape
+    low: float,
+    high: float,
+) -> Tensor:  # as `like`
+    """Random values in [low, high] with a uniformly distributed logarithm."""
     span = math.log(high) - math.log(low)
     return torch.exp(torch.rand_like(like) * span + math.log(low))
 
 
-def inverse_softplus(value: Tensor) -> Tensor:
-    """The x with softplus(x) = `value`, which is positive."""
+def inverse_softplus(
+    value: Tensor,  # any shape
+) -> Tensor:  # as `value`
+    """The x with softplus(x) = `value`, for positive values."""
     return value + torch.log(-torch.expm1(-value))
 
 
-def griffin_omega(like: Tensor) -> Tensor:
-    """omega with exp(-8 softplus(omega)) uniform in [0.9, 0.999]: the decay at Delta = 1."""
+def griffin_omega(
+    like: Tensor,  # any shape
+) -> Tensor:  # as `like`
+    """Random omega for which the decay at Delta = 1, exp(-8 softplus(omega)), is uniform in
+    [0.9, 0.999]."""
     decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)
     return inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS)

@@ -34,11 +34,12 @@ from bedouin.solvers.reporting import OnUnconverged
 
 
 class FixedPointRNN(FixedPointLayer):
-    """The vector-state version: the fixed point of channel mixing and a gated diagonal recurrence.
+    """An RNN with a vector state: the fixed point of channel mixing and a gated diagonal
+    recurrence.
 
         h_t = lambda_t * h_{t-1} + (1 - lambda_t) * (Q_t (b_t * x_t - h_t) + h_t)
 
-    with b_t = SiLU(W_b x_t), Q_t from (x_t, h_{t-1}), and Bedouin's gated, normalized output stage.
+    with b_t = SiLU(W_b x_t), Q_t a function of x_t and h_{t-1}, and the output stage of Bedouin.
     Source: Fixed-Point RNNs (arXiv 2503.10799), section 4. Shapes, calls, state (n = 1) and the
     options not listed here are those of `Bedouin`.
 
@@ -123,7 +124,10 @@ class FixedPointRNN(FixedPointLayer):
     def _component_sizes(self) -> dict[str, int]:
         return {"decay": self.d_inner, "mixer": self.mixer.raw_size(self.d_inner)}
 
-    def _split(self, raw: Tensor) -> ScanInputs:
+    def _split(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> ScanInputs:
         decay_raw, mixer_raw = raw.split(list(self._sizes.values()), -1)
         # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
         sigmoid = self.decay == "sigmoid"
@@ -145,5 +149,8 @@ class FixedPointRNN(FixedPointLayer):
             return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
         return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
 
-    def drive(self, x: Tensor) -> Tensor:
+    def drive(
+        self,
+        x: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
         return F.silu(F.linear(x, self.b_proj.weight.to(x.dtype))) * x
