@@ -1,7 +1,7 @@
-"""The Triton kernels of the direct sweep against the plain sweep: values and every gradient.
+"""The Triton kernels of the direct sweep against plain PyTorch: values and all gradients.
 
-Two processes: with TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU;
-without it the tests need a CUDA device, where a table of awkward sizes runs, too.
+With TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU. Without it, the
+tests need a CUDA device and also cover a table of sizes that are not multiples of a block.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
