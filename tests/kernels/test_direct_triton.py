@@ -144,7 +144,8 @@ def _launched(
     buffers = allocate_sweep(operands, options, keep_every)
     launch_sweep(buffers, options, keep_every, limits)
     (_, pivot), _ = summarize(buffers.statistics)
-    sweep = Sweep(buffers.y, buffers.h.mT, *buffers.statistics[:3], pivot)
+    defect, scale, magnitude, _ = buffers.statistics
+    sweep = Sweep(buffers.y, buffers.h.mT, defect, scale, magnitude, pivot)
     cotangents = _cotangents(sweep)
     known, grads = allocate_reverse(*cotangents, buffers.y, buffers.kept, operands, options)
     grad_normed = launch_reverse(known, grads, operands.W_y, options, keep_every, limits)
