@@ -24,7 +24,13 @@ from bedouin.kernels.direct.triton_constants import (
     token_strides,
 )
 from bedouin.kernels.direct.triton_forward import sweep_kernel
-from bedouin.kernels.direct.triton_plan import Plan, multiprocessors, plan_product
+from bedouin.kernels.direct.triton_plan import (
+    LIMITS,
+    Limits,
+    Plan,
+    multiprocessors,
+    plan_product,
+)
 from bedouin.kernels.direct.triton_prepare import prepare_kernel
 from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
@@ -32,15 +38,13 @@ from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import pad_rows, padding
 from bedouin.kernels.operands import Parameterization
 
-ONE_LAUNCH_BATCH = 32
-"""Largest batch whose reverse sweep is one launch: its persistent programs prepare and replay a
-chunk in one round. For more samples, launches of their own fill the device better."""
-
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
 
 
-def launch_sweep(buffers: SweepBuffers, options: Parameterization, keep_every: int) -> None:
+def launch_sweep(
+    buffers: SweepBuffers, options: Parameterization, keep_every: int, limits: Limits = LIMITS
+) -> None:
     """The whole forward sweep, in place."""
     b, t_end, d = buffers.x.shape
     W_y = buffers.W_y
@@ -48,7 +52,7 @@ def launch_sweep(buffers: SweepBuffers, options: Parameterization, keep_every: i
         _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b)
         return
     r = W_y.shape[0]
-    plan = plan_product(r, d, W_y, b)
+    plan = plan_product(r, d, W_y, b, limits=limits)
     parts = _splits(plan)
     fed = (W_y if parts == 1 else buffers.A).new_empty(parts, b, r + padding(r))
     if plan is not None:
@@ -128,10 +132,11 @@ def launch_reverse(
     W: Tensor | None,  # (r, d), W^y
     options: Parameterization,
     keep_every: int,
+    limits: Limits = LIMITS,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     b, t_end, d = known.x.shape
-    plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b)
+    plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
     buffers = _chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     buffers = buffers._replace(
@@ -139,7 +144,7 @@ def launch_reverse(
         grad_normed=None if W is None else known.A.new_zeros(_splits(plan), b, d),
     )
     by_token = W is not None and plan is None
-    if b <= ONE_LAUNCH_BATCH and not by_token:
+    if b <= limits.one_launch_batch and not by_token:
         _reverse(known, grads, W, buffers, slots, plan, options, keep_every, prepare=True)
         return buffers.grad_normed
     rows = pad_rows(W) if W is not None and by_token else None

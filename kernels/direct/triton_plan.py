@@ -8,18 +8,32 @@ from torch import Tensor
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 
-SHARED_MEMORY = ((128, 32), (64, 32), (32, 16))
-"""Kilobytes for a program's tile of W^y and for the vectors it is multiplied with, the largest
-first: the first of these fits an H100 (227 KB a multiprocessor) and an A100 (163)."""
-
-MAX_COLUMNS = 1024
-"""Most columns of a tile of W^y for up to 16 samples; half as many for more."""
-
 MAX_ROWS = 128
 """Most rows of a tile of W^y: as many as two warpgroups multiply at a time."""
 
 REDUCTIONS = 2048
 """Bytes of shared memory for sums over channels."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that bound a plan or a launch; tests give others to reach branches with little work.
+
+    shared_memory: kilobytes for a program's tile of W^y and for the vectors it is multiplied with,
+        the largest first: the first of these fits an H100 (227 KB a multiprocessor) and an A100
+        (163). None that fits: no plan.
+    columns: most columns of a tile of W^y for up to 16 samples; half as many for more.
+    one_launch_batch: largest batch whose reverse sweep is one launch: its persistent programs
+        prepare and replay a chunk in one round. For more samples, launches of their own fill the
+        device better.
+    """
+
+    shared_memory: tuple[tuple[int, int], ...] = ((128, 32), (64, 32), (32, 16))
+    columns: int = 1024
+    one_launch_batch: int = 32
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,7 @@ def plan_product(
     W: Tensor,  # (m, v) or (v, m)
     b: int,
     device: Device | None = None,  # None: W's
+    limits: Limits = LIMITS,
 ) -> Plan | None:
     """The plan for products of a matrix (m, v) of W's dtype with b vectors.
 
@@ -70,7 +85,7 @@ def plan_product(
     device = Device.of(W.device) if device is None else device
     if W.dtype == torch.float64 and device.programs is not None:
         return None
-    shared = _shared_memory(device)
+    shared = _shared_memory(device, limits)
     if shared is None:
         return None
     tile_bytes, vector_bytes = shared
@@ -79,7 +94,7 @@ def plan_product(
     block_b = 16 if size > 2 else min(128, max(16, next_power_of_two(b)))
     # Wide tiles make few partial sums. For many vectors the tiles have MAX_ROWS rows: with several
     # chunks and fewer rows both warpgroups of a program would multiply the same 64 rows.
-    most = MAX_COLUMNS if block_b <= 16 else MAX_COLUMNS // 2
+    most = limits.columns if block_b <= 16 else limits.columns // 2
     columns = max(16, min(most, next_power_of_two(v)))
     # a chunk is in shared memory while the next one is loaded
     room = vector_bytes // (block_b * size)
@@ -97,10 +112,10 @@ def plan_product(
     return Plan(device.programs, *sizes, one_tile=True, separate=separate)
 
 
-def _shared_memory(device: Device) -> tuple[int, int] | None:
+def _shared_memory(device: Device, limits: Limits) -> tuple[int, int] | None:
     """Bytes for a tile and for vectors; None if the smallest choice does not fit the device."""
     available = device.shared_memory - REDUCTIONS
-    fitting = (v for v in SHARED_MEMORY if sum(v) * 1024 <= available)
+    fitting = (v for v in limits.shared_memory if sum(v) * 1024 <= available)
     chosen = next(fitting, None)
     return None if chosen is None else (chosen[0] * 1024, chosen[1] * 1024)
 

@@ -88,6 +88,7 @@ def launch_summary(
     statistics: Tensor,  # (4, b, t)
     summary: Tensor,  # (2, b)
     converged: Tensor,  # (b,)
+    max_tokens: int = MAX_TOKENS,
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
     _, b, t_end = statistics.shape
@@ -97,6 +98,6 @@ def launch_summary(
         TOLERANCE=ROUNDING * limits.eps,
         LARGEST=limits.max,
         ACC=tl.float64 if statistics.dtype == torch.float64 else tl.float32,
-        TOKENS=min(MAX_TOKENS, next_power_of_two(t_end)),
+        TOKENS=min(max_tokens, next_power_of_two(t_end)),
         num_warps=4 if t_end > 256 else 1,
     )

@@ -1,4 +1,4 @@
-"""Every Triton kernel once at a small shape, for compute-sanitizer; needs a GPU.
+"""Launches every Triton kernel once at a small shape, for compute-sanitizer; needs a GPU.
 
 compute-sanitizer --tool memcheck python tests/kernels/sanitize.py
 compute-sanitizer --tool racecheck python tests/kernels/sanitize.py

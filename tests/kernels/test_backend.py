@@ -1,4 +1,4 @@
-"""The choice of an implementation: only "auto" chooses, everything else is said or refused."""
+"""The choice of a backend: "auto" selects one; any other choice is obeyed or refused."""
 
 import subprocess
 import sys

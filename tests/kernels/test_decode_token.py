@@ -1,6 +1,6 @@
-"""The decoding kernel against one plain token: state, output stage, statistics.
+"""The decoding kernel against one token in plain PyTorch: state, output stage, statistics.
 
-With TRITON_INTERPRET=1 small shapes run on a CPU; without it the tests need a CUDA device.
+With TRITON_INTERPRET=1, small shapes run on a CPU; without it, the tests need a CUDA device.
 Letters: b batch, d channels, n state per channel, k reflections, r raw values.
 """
 

@@ -1,4 +1,4 @@
-"""Raw values read by their layout: what layers do with them; the cotangents against autograd."""
+"""Coefficients from raw values by their layout, against the layers and, for gradients, autograd."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""How products with W^y are spread over persistent programs, on given devices."""
+"""Plans that distribute products with W^y over persistent programs, for several devices."""
 
 import itertools
 

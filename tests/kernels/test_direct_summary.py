@@ -1,4 +1,4 @@
-"""The statistics of a sweep in one launch against their definitions in torch, and the start."""
+"""Residual, pivot and convergence of a sweep, reduced in one launch, against their definitions."""
 
 import math
 
@@ -47,11 +47,31 @@ def expected(values: Tensor) -> list[Tensor]:
 
 
 @devices
-@pytest.mark.parametrize("t", [11, 2100])  # one block of tokens, and three
+@pytest.mark.parametrize("max_tokens", [None, 4])  # one block of tokens, and three
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_summary_is_what_the_definitions_say(device: str, t: int, dtype: torch.dtype) -> None:
-    values = statistics(dtype, t).to(device)
-    (residual, pivot), converged = summarize(values)
+def test_the_summary_is_what_the_definitions_say(
+    device: str, max_tokens: int | None, dtype: torch.dtype
+) -> None:
+    values = statistics(dtype, 11).to(device)
+    if max_tokens is None:
+        check(values, *summarize(values))
+        return
+    from bedouin.kernels.direct.triton_summary import launch_summary
+
+    summary, converged = values.new_empty(2, 9), torch.empty(9, dtype=torch.bool, device=device)
+    launch_summary(values, summary, converged, max_tokens)
+    check(values, summary, converged)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_long_sequence_takes_several_blocks(dtype: torch.dtype) -> None:
+    values = statistics(dtype, 2100).cuda()
+    check(values, *summarize(values))
+
+
+def check(values: Tensor, summary: Tensor, converged: Tensor) -> None:
+    residual, pivot = summary
     for ours, theirs in zip([residual, pivot, converged], expected(values), strict=True):
         assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
     assert converged.tolist()[:5] == [True, False, True, False, False]

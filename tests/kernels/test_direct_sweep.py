@@ -1,4 +1,4 @@
-"""The direct sweep: exact, and its reverse sweep is what autograd gives through the loop.
+"""The direct sweep: exact solutions, and gradients equal to those of autograd through the loop.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r size of raw.
 """

@@ -1,7 +1,7 @@
-"""The Triton kernels of the direct sweep against the plain sweep: values and every gradient.
+"""The Triton kernels of the direct sweep against plain PyTorch: values and all gradients.
 
-Two processes: with TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU;
-without it the tests need a CUDA device, where a table of awkward sizes runs, too.
+With TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU. Without it, the
+tests need a CUDA device and also cover a table of sizes that are not multiples of a block.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
@@ -16,7 +16,15 @@ from torch.nn.functional import softplus
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
+from bedouin.kernels.direct.buffers import (
+    CHUNK,
+    allocate_reverse,
+    allocate_sweep,
+    choose_chunk,
+    collect_gradients,
+)
 from bedouin.kernels.direct.limits import choose_sweep
+from bedouin.kernels.direct.registered import summarize
 from bedouin.kernels.householder import unit, wy_factor
 from bedouin.kernels.operands import (
     Activation,
@@ -108,16 +116,52 @@ def _run(
         report=lambda *report: reports.extend(report),
         backend=backend,
     )
-    generator = torch.Generator().manual_seed(2)
-    total = sweep.h.new_zeros(())
-    for v in (sweep.y, sweep.h):
-        weights = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v)
-        total = total + (v * weights).sum()
     inputs = [v for v in operands if v is not None]
-    grads = torch.autograd.grad(total, inputs, materialize_grads=True)
+    outputs = (sweep.y, sweep.h)
+    grads = torch.autograd.grad(outputs, inputs, _cotangents(sweep), materialize_grads=True)
     for value, kept in zip(operands, before, strict=True):
         assert value is None or kept is not None and torch.equal(value, kept)
     return sweep, list(grads), reports
+
+
+def _cotangents(sweep: Sweep) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    y, h = (
+        torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v)
+        for v in (sweep.y, sweep.h)
+    )
+    return y, h
+
+
+def _launched(
+    setting: Setting, operands: Operands, limits: Any, keep_every: int = CHUNK
+) -> tuple[Sweep, list[Tensor], list[Tensor]]:
+    """What `_run` returns, by the launches, with other limits than the public operation has."""
+    from bedouin.kernels.direct.triton_launch import launch_reverse, launch_sweep
+
+    options = setting.options()
+    before = [None if v is None else v.clone() for v in operands]
+    buffers = allocate_sweep(operands, options, keep_every)
+    launch_sweep(buffers, options, keep_every, limits)
+    (_, pivot), _ = summarize(buffers.statistics)
+    defect, scale, magnitude, _ = buffers.statistics
+    sweep = Sweep(buffers.y, buffers.h.mT, defect, scale, magnitude, pivot)
+    cotangents = _cotangents(sweep)
+    known, grads = allocate_reverse(*cotangents, buffers.y, buffers.kept, operands, options)
+    grad_normed = launch_reverse(known, grads, operands.W_y, options, keep_every, limits)
+    found = collect_gradients(grads, grad_normed, sweep.y, operands, options, wants_y0=True)
+    for value, kept in zip(operands, before, strict=True):
+        if value is not None:
+            torch.testing.assert_close(value, kept, rtol=0, atol=0, equal_nan=True)
+    given = [v for v, operand in zip(found, operands, strict=True) if operand is not None]
+    return sweep, given, list(grads.statistics.unbind())
+
+
+def _product_limits(persistent: bool) -> Any:
+    """The usual limits, or those of a device that W^y does not fit."""
+    from bedouin.kernels.direct.triton_plan import Limits
+
+    return Limits() if persistent else Limits(shared_memory=())
 
 
 def _magnitude(setting: Setting) -> Tensor:
@@ -137,10 +181,16 @@ def _assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: float)
         assert error <= tolerance * scale, f"{name}: error {error:.1e}, scale {scale:.1e}"
 
 
-def _assert_like_the_plain_sweep(setting: Setting) -> None:
+def _assert_like_the_plain_sweep(
+    setting: Setting, limits: Any = None, keep_every: int = CHUNK
+) -> None:
     tolerance = setting.tolerance
     expected, expected_grads, expected_report = _run(setting, "reference")
-    actual, grads, report = _run(setting, "triton")
+    if limits is None:
+        actual, grads, report = _run(setting, "triton")
+    else:
+        operands: Any = setting.operands()
+        actual, grads, report = _launched(setting, Operands(*operands), limits, keep_every)
     for name in ("y", "h", "defect", "scale", "pivot"):
         _assert_close(name, getattr(actual, name), getattr(expected, name), tolerance)
     _assert_close("magnitude", actual.magnitude, _magnitude(setting), tolerance)
@@ -197,45 +247,40 @@ def test_awkward_sizes(d: int, n: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("feedback", [True, False])
-def test_a_reverse_sweep_in_a_launch_a_chunk(
-    feedback: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.triton_launch.ONE_LAUNCH_BATCH", 0)
-    monkeypatch.setattr("bedouin.kernels.direct.buffers.WORKSPACE", 0)
-    # chunks of 4 tokens
-    _assert_like_the_plain_sweep(Setting(b=2, t=11, feedback=feedback))
+def test_a_reverse_sweep_in_a_launch_a_chunk(feedback: bool) -> None:
+    from bedouin.kernels.direct.triton_plan import Limits
+
+    limits = Limits(one_launch_batch=0)
+    _assert_like_the_plain_sweep(Setting(b=2, t=11, feedback=feedback), limits, keep_every=4)
 
 
-def _without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device that W^y does not fit."""
-    plan = "bedouin.kernels.direct.triton_launch.plan_product"
-    monkeypatch.setattr(plan, lambda m, v, W, b: None)
+@pytest.mark.parametrize(("states", "chunk"), [(2**19, 16), (2**20, 8), (2**20 + 1, 4)])
+def test_chunks_are_shorter_where_the_workspace_would_be_large(states: int, chunk: int) -> None:
+    x, A = torch.empty(1, 1, 1, device="meta"), torch.empty(states, 1, device="meta")
+    assert choose_chunk(Operands(x, x, None, A, None, None)) == chunk
 
 
 @needs_triton
 @pytest.mark.parametrize("b", [1, 3])
 @pytest.mark.parametrize("persistent", [True, False])
-def test_every_form_of_the_kernels(
-    b: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not persistent:
-        _without_a_plan(monkeypatch)
-    _assert_like_the_plain_sweep(Setting(b=b, t=3, n=5, layout=RawLayout("softplus", True, 1, 1.0)))
+def test_every_form_of_the_kernels(b: int, persistent: bool) -> None:
+    limits = _product_limits(persistent)
+    one_tile = Setting(b=b, t=3, n=5, layout=RawLayout("softplus", True, 1, 1.0))
+    _assert_like_the_plain_sweep(one_tile, limits)
     # more rows of W^y than one tile has, and a sum over them in two parts
-    _assert_like_the_plain_sweep(Setting(b=b, t=2, d=20, n=5, input_scale="one_minus_decay"))
+    two_tiles = Setting(b=b, t=2, d=20, n=5, input_scale="one_minus_decay")
+    _assert_like_the_plain_sweep(two_tiles, limits)
 
 
 @needs_triton
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
-def test_products_in_parts_and_chunks(
-    low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.triton_plan.MAX_COLUMNS", 16)
-    _assert_like_the_plain_sweep(Setting(t=2, d=40, n=5, low=low, dtype=torch.float32))
+def test_products_in_parts_and_chunks(low: torch.dtype | None) -> None:
+    from bedouin.kernels.direct.triton_plan import Limits
+
+    setting = Setting(t=2, d=40, n=5, low=low, dtype=torch.float32)
+    _assert_like_the_plain_sweep(setting, Limits(columns=16))
     # 16 samples of 4 bytes: chunks of 16 columns
-    monkeypatch.setattr("bedouin.kernels.direct.triton_plan.MAX_COLUMNS", 64)
-    monkeypatch.setattr("bedouin.kernels.direct.triton_plan.SHARED_MEMORY", ((64, 2),))
-    _assert_like_the_plain_sweep(Setting(t=2, d=40, n=5, low=low, dtype=torch.float32))
+    _assert_like_the_plain_sweep(setting, Limits(columns=64, shared_memory=((64, 2),)))
 
 
 @needs_triton
@@ -271,15 +316,10 @@ def test_dtypes(dtype: torch.dtype, low: torch.dtype | None, norm_eps: float | N
         (torch.float16, False, True),
     ],
 )
-def test_low_inputs(
-    inputs: torch.dtype, feedback: bool, persistent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not persistent:
-        _without_a_plan(monkeypatch)
+def test_low_inputs(inputs: torch.dtype, feedback: bool, persistent: bool) -> None:
     low = inputs if feedback else None
-    _assert_like_the_plain_sweep(
-        Setting(t=3, feedback=feedback, dtype=torch.float32, low=low, inputs=inputs)
-    )
+    setting = Setting(t=3, feedback=feedback, dtype=torch.float32, low=low, inputs=inputs)
+    _assert_like_the_plain_sweep(setting, None if persistent else _product_limits(False))
 
 
 @needs_triton
@@ -356,23 +396,15 @@ def test_raw_may_be_a_part_of_a_wider_tensor(feedback: bool, more: int) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("persistent", "feedback"), [(True, True), (False, True), (True, False)])
 def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
-    persistent: bool, feedback: bool, monkeypatch: pytest.MonkeyPatch
+    persistent: bool, feedback: bool
 ) -> None:
-    if not persistent:
-        _without_a_plan(monkeypatch)
     setting = Setting(b=3, t=3, layout=RawLayout("softplus", True, 1, 1.0), feedback=feedback)
-    rest: Any
-    x, raw, *rest = setting.operands()
-    assert x is not None and raw is not None
-
-    def sweep(raw: Tensor) -> tuple[Sweep, Tensor]:
-        leaf = x.clone().requires_grad_()
-        swept = direct_sweep(Operands(leaf, raw, *rest), setting.options(), backend="triton")
-        return swept, torch.autograd.grad(swept.y.square().sum(), leaf)[0]
-
-    spoiled = raw.clone()
-    spoiled[1, 1, 0] = torch.nan
-    (swept, grad), (clean, clean_grad) = sweep(spoiled), sweep(raw)
+    drawn: Any = setting.operands()
+    operands, limits = Operands(*drawn), _product_limits(persistent)
+    raw = operands.raw.clone()
+    raw[1, 1, 0] = torch.nan
+    clean, (clean_grad, *_), _ = _launched(setting, operands, limits)
+    swept, (grad, *_), _ = _launched(setting, operands._replace(raw=raw), limits)
     assert torch.equal(swept.y[[0, 2]], clean.y[[0, 2]])
     assert torch.equal(grad[[0, 2]], clean_grad[[0, 2]])
     assert torch.equal(swept.y[1, :1], clean.y[1, :1])

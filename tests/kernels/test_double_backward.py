@@ -1,4 +1,4 @@
-"""Second derivatives of a once differentiable gradient raise, however they are asked for."""
+"""Second derivatives of a once differentiable gradient raise, by every way to request them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Products of Householder matrices against the matrices themselves.
+"""Products of Householder reflections against dense matrices.
 
 Letters: b batch, d channels, k reflections.
 """

@@ -1,6 +1,6 @@
 """Householder products in Triton against their references in float64: values and gradients.
 
-The same checks run interpreted on the CPU (small sizes, all branches) and compiled on a GPU.
+The same checks run on the CPU in the interpreter (small sizes, all branches) and compiled on a GPU.
 Letters: b batch, t time, d channels, k reflections.
 """
 

@@ -1,4 +1,4 @@
-"""The fused iteration without its kernels: what it covers, and what a solver asks of a map.
+"""The fused iteration without its kernels: which maps it supports, and how solvers request it.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """

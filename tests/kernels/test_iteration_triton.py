@@ -1,7 +1,7 @@
-"""The fused iteration against the plain loop on the same map: values, statistics, freezing.
+"""The fused iteration against the plain loop on the same map: values, statistics, frozen tokens.
 
-Two processes: with TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU;
-without it the tests need a CUDA device, where a table of awkward sizes runs, too.
+With TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU. Without it, the
+tests need a CUDA device and also cover a table of sizes that are not multiples of a block.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
@@ -226,9 +226,9 @@ def test_precisions(low: torch.dtype | None, method: type[Any]) -> None:
     ids=["plain", "damped", "paper", "jacobi"],
 )
 def test_samples_that_converge_at_different_steps(solver: IterativeSolver) -> None:
-    setting = Setting(b=3, t=4, layout=RawLayout("softplus", True, 1, 1.0), feedback=0.6)
+    setting = Setting(layout=RawLayout("softplus", True, 1, 1.0))
     inputs = setting.inputs()
-    inputs.x.mul_(torch.tensor([0.01, 1.0, 4.0], device=DEVICE)[:, None, None])
+    inputs.x.mul_(torch.tensor([1e-6, 1.0], device=DEVICE)[:, None, None])
     inputs.raw[0].mul_(0.1)
     solution = check(setting, solver, 12, inputs)
     assert bool(solution.stats.converged.all())
@@ -250,11 +250,12 @@ def test_tokens_that_freeze_one_after_the_other_without_feedback(
 ) -> None:
     """What the solve has mixed ahead is restored with what it has solved."""
     layout = RawLayout("softplus", True, 1, 1.0)
-    setting = Setting(b=2, t=5, layout=layout, feedback=0.0, input_scale=input_scale)
+    setting = Setting(b=1, t=5, layout=layout, feedback=0.0, input_scale=input_scale)
     inputs = setting.inputs()
     inputs.A.mul_(0.02)
-    check(setting, solver, 3, inputs)
-    assert bool(check(setting, solver, 20, inputs).stats.converged.all())
+    check(setting, solver, 2, inputs)
+    solution = check(setting, solver, 20, inputs)
+    assert bool(solution.stats.converged.all()) and int(solution.stats.num_steps) > 2
 
 
 @needs_triton

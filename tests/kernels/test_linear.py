@@ -1,4 +1,4 @@
-"""Shapes for fast products: padded rows, and parts whose size is a multiple of eight."""
+"""Shapes for fast matrix products: padded rows, and parts whose size is a multiple of eight."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The local equation of one token against dense linear algebra.
+"""The local equation of one token against a dense linear solve.
 
 Letters: b batch, d channels, k reflections.
 """

@@ -1,6 +1,6 @@
-"""The output stage in Triton against its reference in float64: values and every gradient.
+"""The output stage in Triton against its reference in float64: values and all gradients.
 
-The same checks run interpreted on the CPU (small sizes, all branches) and compiled on a GPU.
+The same checks run on the CPU in the interpreter (small sizes, all branches) and compiled on a GPU.
 Letters: b batch, t time, d channels.
 """
 

@@ -1,6 +1,6 @@
-"""Gates at their ends: the coupled scale and the local equation keep their digits there.
+"""Saturated gates: the coupled scale and the local equation keep their relative precision.
 
-Plain torch in float32 against float64, and the kernels, interpreted and compiled, against the same.
+Plain PyTorch and the kernels, interpreted and compiled, in float32 against float64.
 Letters: b batch, t time, d channels, n state per channel.
 """
 

@@ -1,4 +1,4 @@
-"""The selective scan against the recurrence written out, its gradients and its error messages.
+"""The selective scan against the recurrence as a loop: values, gradients and error messages.
 
 Letters: b batch, t time, d channels, n state per channel.
 """

@@ -1,4 +1,4 @@
-"""The Triton scan as registered operations: torch.compile keeps one graph, opcheck finds no fault.
+"""The Triton scan as registered operations: one graph under torch.compile, and opcheck passes.
 
 Letters: b batch, t time, d channels, n state per channel.
 """
@@ -55,20 +55,21 @@ def test_a_compiled_function_without_gradients(device: str) -> None:
 @devices
 @pytest.mark.parametrize("skip", [False, True])
 def test_opcheck(skip: bool, device: str) -> None:
-    operands: list[Any] = draw(device, t=CHUNK + 1, skip=skip)
+    # two chunks, or a part of one
+    operands: list[Any] = draw(device, t=CHUNK + 1 if skip else 3, skip=skip)
     if not skip:
         operands.append(None)
     options = ("delta", "positive", False)
     scan, backward = torch.ops.bedouin.selective_scan, torch.ops.bedouin.selective_scan_backward
-    # the slow one, tracing, once
     utils: tuple[str, ...] = ("test_schema", "test_faketensor", "test_autograd_registration")
+    # tracing is slow: once, and of both operations, since the gradients are traced, too
     slow = ("test_aot_dispatch_dynamic",) if skip else ()
     torch.library.opcheck(scan, (*operands, *options, True), test_utils=utils + slow)
     values = [None if v is None else v.detach() for v in operands]
     y, h, kept = scan(*values, *options, True)
-    assert kept.shape == (2, 2, 2, 2)
+    assert kept.shape == (2, 2 if skip else 1, 2, 2)
     arguments = (y, h.clone(), kept, *values, *options)
-    torch.library.opcheck(backward, arguments, test_utils=utils + slow)
+    torch.library.opcheck(backward, arguments, test_utils=utils)
 
 
 @devices
