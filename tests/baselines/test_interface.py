@@ -137,7 +137,7 @@ def test_bfloat16(kind: Kind, autocast: bool) -> None:
 
 
 # torch warns that the backward of its attention kernel adds in an order that is not fixed
-@pytest.mark.filterwarnings("ignore:Memory Efficient attention:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*ttention defaults to a non-deterministic:UserWarning")
 @pytest.mark.gpu
 @every_kind
 @pytest.mark.parametrize("autocast", [False, True])
