@@ -205,9 +205,9 @@ class _PlainSteps:
 
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:
-    lost = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
+    unsolved = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
     found = progress.y if progress.value is None else progress.value
-    value = torch.where(lost, torch.nan, found).reshape(shape)
+    value = torch.where(unsolved, torch.nan, found).reshape(shape)
     residual = relative_residual(progress.defect, progress.scale)
     residual = torch.where(progress.failed, torch.nan, residual)
     converged = progress.frozen.all(1)
