@@ -13,14 +13,21 @@ from torch import Tensor
 
 from bedouin.kernels.output import gated_output
 from bedouin.kernels.scan import selective_scan
+from bedouin.kernels.scan.types import ScanOperands, ScanOptions
 from bedouin.testing import assert_close
 
 # In the max norm. The expected values are computed in float64 from the same operands.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 1e-2}
-PLAIN = pytest.param("cpu", "reference", id="reference")
-INTERPRETED = pytest.param("cpu", "triton", marks=pytest.mark.interpreter, id="interpreter")
-COMPILED = pytest.param("cuda", "triton", marks=pytest.mark.gpu, id="gpu")
-implementations = pytest.mark.parametrize(("device", "backend"), [PLAIN, INTERPRETED, COMPILED])
+INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
+COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
+implementations = pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "reference"),
+        pytest.param("cpu", "triton", marks=pytest.mark.interpreter),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+    ],
+)
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE))
 Operation = Callable[..., Sequence[Tensor]]
 
@@ -103,6 +110,21 @@ def test_scan(
     check_against_a_loop(scan, operands, {2, 6}, dtype, device=device, backend=backend)
 
 
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+def test_scan_of_a_cut_sequence(device: str) -> None:
+    """Segments: every kernel of the scan finds A of a sample's head."""
+    from bedouin.kernels.scan.launch import Limits, scan_backward, scan_forward
+
+    operands = [v.to(device) for v in scan_operands(2, 2, 40, 3, 2)]
+    options, limits = ScanOptions("one_minus_decay", "full", False), Limits(16, 16, 16)
+    given = ScanOperands(*operands)
+    y, h, kept = scan_forward(given, options, keep=True, limits=limits)
+    grads = scan_backward(weights_like(y), weights_like(h), kept, given, options, limits=limits)
+    expected = results(lambda *v: scan(*v, backend="reference"), operands)
+    for i, (ours, theirs) in enumerate(zip([y, h, *grads], expected, strict=True)):
+        assert_close(f"result {i}", ours, theirs, 1e-12, atol=1e-12)
+
+
 @implementations
 @dtypes
 @pytest.mark.parametrize("norm", [True, False])
@@ -113,6 +135,20 @@ def test_output(
     operands = output_operands(num_heads, b, t, 5, norm=norm)
     of_heads = {2, 6} if norm else {2}
     check_against_a_loop(output, operands, of_heads, dtype, device=device, backend=backend)
+
+
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+def test_output_where_a_program_takes_many_tokens_of_its_head(device: str) -> None:
+    from bedouin.kernels.output.launch import output_backward
+    from bedouin.kernels.output.types import OutputOperands
+
+    operands = [v.to(device) for v in output_operands(2, 3, 7, 65, norm=True)]
+    out, *expected = results(lambda *v: output(*v, backend="reference"), operands)
+    y, x, D, gate, _, _, weight = expected
+    given = OutputOperands(*operands)
+    actual = output_backward(weights_like(out), given, 1e-5, most_programs=3)
+    for i, pair in enumerate(zip(actual, [y, x, gate, torch.stack([D, weight])], strict=True)):
+        assert_close(f"result {i}", *pair, 1e-12, atol=1e-12)
 
 
 def test_scan_of_a_compiled_function() -> None:
