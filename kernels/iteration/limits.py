@@ -41,7 +41,7 @@ def _unsupported(
 ) -> str | None:
     """What the kernels do not cover, as a part of a message; None where they cover everything."""
     x, raw, _, A, _, _ = operands
-    layout, (d, n) = parameterization.layout, A.shape
+    layout, (d, n) = parameterization.layout, A.shape[-2:]
     if torch.compiler.is_compiling():
         return "torch.compile"
     if rule.adaptive:

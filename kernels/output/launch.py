@@ -25,9 +25,9 @@ TILE = 1024
 """Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
 MAX_WARPS = 16
 PROGRAMS = 1024
-"""Most programs of the backward, up to a rounding to whole heads: eight on each multiprocessor of an
-H100, and few enough that their parts of the sums are small. The same on every device, so that the
-sums are."""
+"""Most programs of the backward, up to a rounding to whole heads: eight on each multiprocessor of
+an H100, and few enough that their parts of the sums are small. The same on every device, so that
+the sums are."""
 
 
 def output_forward(operands: OutputOperands, eps: float, dtype: torch.dtype) -> Tensor:  # (b, t, d)
