@@ -1,7 +1,7 @@
 """One step of Picard or Jacobi from the projections to the next iterate, on the device alone.
 
-A step is the product with W^y (cuBLAS, one launch for all heads) and these launches; nothing is read
-by the host:
+A step is the product with W^y (cuBLAS, one launch for all heads) and these launches; nothing is
+read by the host:
 
     mix      a program a token: x~ = x + (I - Q)(y - x), unit B and C, for Jacobi T
     scan     a program a block of channels, all tokens: memory and read-out. Picard ends here: next

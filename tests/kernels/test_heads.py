@@ -1,4 +1,4 @@
-"""Scan and output stage of several heads: one call equals a loop over heads of calls of one head.
+"""Operations on samples of several heads: one call equals a loop over heads of calls of one head.
 
 Letters: b samples of a head, t time, d channels, n state per channel, H heads.
 """
@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bedouin.kernels.iteration import IterationRule
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output
 from bedouin.kernels.scan import selective_scan
 from bedouin.kernels.scan.types import ScanOperands, ScanOptions
@@ -149,6 +151,59 @@ def test_output_where_a_program_takes_many_tokens_of_its_head(device: str) -> No
     actual = output_backward(weights_like(out), given, 1e-5, most_programs=3)
     for i, pair in enumerate(zip(actual, [y, x, gate, torch.stack([D, weight])], strict=True)):
         assert_close(f"result {i}", *pair, 1e-12, atol=1e-12)
+
+
+RULES = {
+    "picard": IterationRule("picard", 0.05, 1e-6, damping=0.9),
+    "paper": IterationRule("picard", 0.05, 0.0, whole_sequence=True),
+    "jacobi": IterationRule("jacobi", 0.01, 1e-6),
+}
+
+
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+@pytest.mark.parametrize(
+    ("num_heads", "b", "rule", "fed", "low"),
+    [
+        (2, 2, "picard", True, torch.float64),
+        (2, 1, "paper", True, torch.float64),
+        (3, 1, "jacobi", True, torch.float64),
+        (2, 1, "jacobi", False, torch.float64),
+        (2, 1, "picard", True, torch.bfloat16),
+    ],
+)
+def test_iteration(
+    num_heads: int, b: int, rule: str, fed: bool, low: torch.dtype, device: str
+) -> None:
+    """Every step of a solve: samples of all heads converge by themselves."""
+    from bedouin.kernels.iteration.steps import FusedIteration
+
+    t, d, n = 3, 5, 3
+    layout, g = RawLayout("softplus", True, 2, 1.0), torch.Generator().manual_seed(num_heads)
+    r, samples = layout.size(d, n), num_heads * b
+    x, raw = draw(g, samples, t, d), draw(g, samples, t, r)
+    W_y, A = 0.1 * draw(g, num_heads, r, d), -draw(g, num_heads, d, n).exp()
+    h0, y0 = draw(g, samples, d, n), draw(g, samples, d)
+    raw[::2] *= 0.1  # some converge early
+    wide = torch.promote_types(low, torch.float32)
+    tokens, state = (v.to(device) for v in (x, raw, W_y)), (v.to(device) for v in (A, h0, y0))
+    (x, raw, W_y), (A, h0, y0) = (v.to(low) for v in tokens), (v.to(wide) for v in state)
+    options = Parameterization(layout, "one_minus_decay", "positive", 1e-5)
+    joint = Operands(x, raw, W_y if fed else None, A, h0, y0)
+    parts = zip(*(v.chunk(num_heads) for v in (x, raw, h0, y0)), W_y, A, strict=True)
+    alone = [Operands(x, raw, W_y if fed else None, A, h0, y0) for x, raw, h0, y0, W_y, A in parts]
+    start = torch.zeros(samples, t, d, dtype=wide, device=device)
+    together = FusedIteration(joint, start, options, RULES[rule])
+    heads = [FusedIteration(one, start[:b], options, RULES[rule]) for one in alone]
+    tolerance = TOLERANCE[wide]  # a product of other shapes sums in another order
+    for _ in range(3):
+        for steps in (together, *heads):
+            steps.advance()
+        for name, ours in together.progress._asdict().items():
+            theirs = [getattr(steps.progress, name) for steps in heads]
+            if ours is None:
+                assert theirs == [None] * num_heads
+            else:
+                torch.testing.assert_close(ours, torch.cat(theirs), rtol=tolerance, atol=tolerance)
 
 
 def test_scan_of_a_compiled_function() -> None:
