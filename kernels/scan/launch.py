@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.t, self.d, self.n, self.segments
+        return self.t, self.d, self.n, self.segments, self.segment_chunks
 
     @property
     def head_samples(self) -> int:
@@ -155,8 +155,9 @@ def scan_forward(
     kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=acc)
     forward_kernel[(plan.programs,)](
         *(x, delta, by_state, B, C, start, skip, y, h, kept),
-        *(*plan.sizes, plan.segment_chunks, plan.head_samples, 0),
+        *(*plan.sizes, 0),
         *_strides(x, delta, B, C),
+        plan.head_samples,
         **_flags(options, acc),
         EXCLUSIVE=options.exclusive,
         HEADS=plan.heads > 1,
@@ -198,8 +199,9 @@ def scan_backward(
     backward_kernel[(plan.programs,)](
         *(grad_y, end, x, delta, A, B, C, skip, kept, work),
         *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
-        *(*plan.sizes, plan.segment_chunks, plan.head_samples),
+        *plan.sizes,
         *_strides(grad_y, x, delta, B, C),
+        plan.head_samples,
         **_flags(options, acc),
         EXCLUSIVE=options.exclusive,
         HEADS=plan.heads > 1,
@@ -249,8 +251,9 @@ def _enter_segments(
     blocks = ceil_div(plan.d, block_d)
     segment_kernel[(plan.b * blocks * (plan.segments - 1),)](
         *(value, delta, A, vector, product, local),
-        *(*plan.sizes, plan.segment_chunks * CHUNK, plan.head_samples, 0),
+        *(*plan.sizes[:-1], plan.segment_chunks * CHUNK, 0),
         *_strides(value, delta, vector),
+        plan.head_samples,
         **_flags(options, acc),
         HEADS=plan.heads > 1,
         REVERSE=reverse,

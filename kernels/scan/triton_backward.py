@@ -58,7 +58,6 @@ def backward_kernel(
     n,
     segments,
     segment_chunks,
-    head_samples,  # b/H
     grad_y_stride_b,
     grad_y_stride_t,
     x_stride_b,
@@ -69,6 +68,7 @@ def backward_kernel(
     B_stride_t,
     C_stride_b,
     C_stride_t,
+    head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,

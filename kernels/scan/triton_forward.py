@@ -21,7 +21,7 @@ from bedouin.kernels.scan.triton_tokens import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "segment_chunks", "head_samples", "zero"])
+@triton.jit(do_not_specialize=["T", "segment_chunks", "zero", "head_samples"])
 def forward_kernel(
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
@@ -38,7 +38,6 @@ def forward_kernel(
     n,
     segments,
     segment_chunks,
-    head_samples,  # b/H
     zero,
     x_stride_b,
     x_stride_t,
@@ -48,6 +47,7 @@ def forward_kernel(
     B_stride_t,
     C_stride_b,
     C_stride_t,
+    head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,

@@ -25,7 +25,7 @@ from bedouin.kernels.scan.triton_tokens import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "segment_tokens", "head_samples", "zero"])
+@triton.jit(do_not_specialize=["T", "segment_tokens", "zero", "head_samples"])
 def segment_kernel(
     value_ptr,  # (b, t, d), x or the cotangent of y
     delta_ptr,  # (b, t, d)
@@ -38,7 +38,6 @@ def segment_kernel(
     n,
     segments,
     segment_tokens,
-    head_samples,  # b/H
     zero,
     value_stride_b,
     value_stride_t,
@@ -46,6 +45,7 @@ def segment_kernel(
     delta_stride_t,
     vector_stride_b,
     vector_stride_t,
+    head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     FAST: tl.constexpr,
