@@ -1,6 +1,6 @@
 """The feedback W^y norm(y_{t-1}) in plain torch, and its derivative.
 
-Letters: b batch, t time, d channels, r raw values, H heads (kernels/heads.py); other leading axes are
+Letters: b batch, t time, d channels, r raw values, H heads (kernels/heads.py); leading axes are
 free.
 """
 
