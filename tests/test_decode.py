@@ -30,6 +30,9 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (Bedouin, {"num_householder": 4, "beta_max": 2.0, "solver": Picard()}),
     (FixedPointRNN, {}),
     (FixedPointRNN, {"decay": "griffin", "feedback": ()}),
+    (Bedouin, {"num_heads": 2}),
+    (Bedouin, {"num_heads": 3, "feedback": ("B", "mixer"), "output": "paper", "bias": False}),
+    (FixedPointRNN, {"num_heads": 2, "num_householder": 2}),
 ]
 gpu = pytest.mark.gpu
 backends = pytest.mark.parametrize(
