@@ -103,8 +103,15 @@ def output(*operands: Tensor, backend: Any) -> Sequence[Tensor]:
 
 
 @implementations
-@dtypes
-@pytest.mark.parametrize(("num_heads", "b", "t"), [(1, 2, 3), (2, 3, 5), (3, 1, 18)])
+@pytest.mark.parametrize(
+    ("num_heads", "b", "t", "dtype"),
+    [
+        (1, 2, 2, torch.float64),
+        (2, 2, 2, torch.float64),
+        (3, 1, 3, torch.float32),
+        (2, 1, 2, torch.bfloat16),
+    ],
+)
 def test_scan(
     num_heads: int, b: int, t: int, dtype: torch.dtype, device: str, backend: str
 ) -> None:
@@ -117,7 +124,7 @@ def test_scan_of_a_cut_sequence(device: str) -> None:
     """Segments: every kernel of the scan finds A of a sample's head."""
     from bedouin.kernels.scan.launch import Limits, scan_backward, scan_forward
 
-    operands = [v.to(device) for v in scan_operands(2, 2, 40, 3, 2)]
+    operands = [v.to(device) for v in scan_operands(2, 1, 17, 2, 2)]
     options, limits = ScanOptions("one_minus_decay", "full", False), Limits(16, 16, 16)
     given = ScanOperands(*operands)
     y, h, kept = scan_forward(given, options, keep=True, limits=limits)
@@ -177,8 +184,8 @@ def test_iteration(
     """Every step of a solve: samples of all heads converge by themselves."""
     from bedouin.kernels.iteration.steps import FusedIteration
 
-    t, d, n = 3, 5, 3
-    layout, g = RawLayout("softplus", True, 2, 1.0), torch.Generator().manual_seed(num_heads)
+    t, d, n = 2, 3, 2
+    layout, g = RawLayout("softplus", True, 1, 1.0), torch.Generator().manual_seed(num_heads)
     r, samples = layout.size(d, n), num_heads * b
     x, raw = draw(g, samples, t, d), draw(g, samples, t, r)
     W_y, A = 0.1 * draw(g, num_heads, r, d), -draw(g, num_heads, d, n).exp()
@@ -195,7 +202,7 @@ def test_iteration(
     together = FusedIteration(joint, start, options, RULES[rule])
     heads = [FusedIteration(one, start[:b], options, RULES[rule]) for one in alone]
     tolerance = TOLERANCE[wide]  # a product of other shapes sums in another order
-    for _ in range(3):
+    for _ in range(2):
         for steps in (together, *heads):
             steps.advance()
         for name, ours in together.progress._asdict().items():
@@ -204,6 +211,37 @@ def test_iteration(
                 assert theirs == [None] * num_heads
             else:
                 torch.testing.assert_close(ours, torch.cat(theirs), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+def test_opcheck(device: str) -> None:
+    """Shapes and gradients of the registered operations."""
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    leaves = [v.to(device).requires_grad_() for v in scan_operands(2, 1, 2, 2, 2)]
+    options = ("delta", "positive", False)
+    torch.library.opcheck(
+        torch.ops.bedouin.selective_scan, (*leaves, *options, True), test_utils=utils
+    )
+    y, h, kept = (v.detach() for v in torch.ops.bedouin.selective_scan(*leaves, *options, True))
+    values = [v.detach() for v in leaves]
+    backward = torch.ops.bedouin.selective_scan_backward
+    torch.library.opcheck(backward, (y, h, kept, *values, *options), test_utils=utils)
+    leaves = [v.to(device).requires_grad_() for v in output_operands(2, 1, 2, 3, norm=True)]
+    stage, given = torch.ops.bedouin.gated_output, (*leaves, 1e-5, torch.float32)
+    torch.library.opcheck(stage, given, test_utils=utils)
+    values = [v.detach() for v in leaves]
+    backward = torch.ops.bedouin.gated_output_backward
+    torch.library.opcheck(backward, (values[0], *values, 1e-5), test_utils=utils)
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize(("num_heads", "b", "t", "d"), [(8, 3, 300, 65), (2, 1, 100, 128)])
+def test_awkward_sizes_compiled(num_heads: int, b: int, t: int, d: int, dtype: torch.dtype) -> None:
+    at = {"device": "cuda", "backend": "triton"}
+    check_against_a_loop(scan, scan_operands(num_heads, b, t, d, 16), {2, 6}, dtype, **at)
+    operands = output_operands(num_heads, b, t, d, norm=True)
+    check_against_a_loop(output, operands, {2, 6}, dtype, **at)
 
 
 def test_scan_of_a_compiled_function() -> None:
