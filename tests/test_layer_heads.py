@@ -20,11 +20,13 @@ from bedouin.solvers import (
     PhantomAdjoint,
     Picard,
     Solver,
+    SolveStats,
     UnrolledAdjoint,
 )
 from bedouin.testing import assert_close, random_layer
 
 M, D = 4, 8
+RTOL, GRAD_RTOL, TINY = 1e-12, 1e-12, 1e-18
 
 
 def slice_of(
@@ -76,8 +78,8 @@ SOLVES: list[tuple[Solver, Adjoint | None]] = [
 
 
 @pytest.mark.parametrize(("solver", "adjoint"), SOLVES, ids=str)
-@settings(max_examples=8)
-@given(st.sampled_from([2, 4, 8]), st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 5))
+@settings(max_examples=4)
+@given(st.sampled_from([2, 4]), st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 4))
 def test_heads_are_layers_of_one_head_on_the_slices(
     solver: Solver, adjoint: Adjoint | None, num_heads: int, seed: int, b: int, t: int
 ) -> None:
@@ -85,16 +87,56 @@ def test_heads_are_layers_of_one_head_on_the_slices(
     layer, parts = make_heads(num_heads, seed, **options)
     x = torch.randn(b, t, M, dtype=torch.float64, requires_grad=True)
     ssm = 0.1 * torch.randn(b, D, layer.d_state, dtype=torch.float64)
-    state = BedouinState(ssm.requires_grad_(), 0.1 * ssm.detach().sum(-1).requires_grad_())
+    state = BedouinState(ssm.requires_grad_(), (0.1 * ssm.detach().sum(-1)).requires_grad_())
 
     output, new = layer(x, state, return_state=True)
-    found = [part(x, slice_state(state, num_heads, j), return_state=True)
-             for j, part in enumerate(parts)]
-    assert_close("output", output, sum(o for o, _ in found), 1e-12)
+    found = []
+    for j, part in enumerate(parts):
+        found.append(part(x, slice_state(state, num_heads, j), return_state=True))
+    assert_close("output", output, sum_of([o for o, _ in found]), RTOL)
     for name in ("ssm", "y"):
         expected = torch.cat([getattr(s, name) for _, s in found], 1)
-        assert_close(f"state.{name}", getattr(new, name), expected, 1e-12)
-    every = [part.stats for part in parts]
-    stats = layer.stats
-    assert torch.equal(stats.num_steps, torch.stack([s.num_steps for s in every]).amax(0))
-    assert torch.equal(stats.converged, torch.stack([s.converged for s in every]).all(0))
+        assert_close(f"state.{name}", getattr(new, name), expected, RTOL)
+
+    weights = [torch.randn_like(v) for v in (output, *new)]
+    sum_of([(w * v).sum() for w, v in zip(weights, (output, *new), strict=True)]).backward()
+    named = {"x": x, "state.ssm": state.ssm, "state.y": state.y}
+    grads = take_gradients(named)
+    for j, (part, (o, s)) in enumerate(zip(parts, found, strict=True)):
+        own = weights[0], *slice_state(BedouinState(*weights[1:]), num_heads, j)
+        sum_of([(w * v).sum() for w, v in zip(own, (o, *s), strict=True)]).backward()
+        for name, parameter in layer.named_parameters():
+            expected = part.get_parameter(name).grad
+            if parameter.grad is None:
+                assert expected is None, name
+            else:
+                actual = slice_of(name, parameter.grad, num_heads, j)
+                assert_close(f"gradient of {name}, head {j}", actual, expected, GRAD_RTOL, TINY)
+    for name, expected in take_gradients(named).items():
+        assert_close(f"gradient of {name}", grads[name], expected, GRAD_RTOL, TINY)
+    check_statistics(layer.stats, [part.stats for part in parts])
+    if layer.stats.backward is not None:
+        check_statistics(layer.stats.backward, [part.stats.backward for part in parts])
+
+
+def sum_of(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).sum(0)
+
+
+def take_gradients(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients, which are then cleared; zeros for None."""
+    grads = {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in named.items()}
+    for value in named.values():
+        value.grad = None
+    return grads
+
+
+def check_statistics(stats: SolveStats, parts: list[SolveStats]) -> None:
+    """Those of a sample of several heads: the worst over its heads."""
+    assert torch.equal(stats.num_steps, torch.stack([s.num_steps for s in parts]).amax(0))
+    assert torch.equal(stats.converged, torch.stack([s.converged for s in parts]).all(0))
+    residual = torch.stack([s.residual for s in parts]).amax(0)
+    assert_close("residual", stats.residual, residual, 1e-6, 1e-14)
+    if stats.conditioning is not None:
+        pivots = torch.stack([s.conditioning for s in parts])
+        assert_close("conditioning", stats.conditioning, pivots.amin(0), 1e-10)
