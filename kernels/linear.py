@@ -43,13 +43,13 @@ def _by_head(
 
 
 def weight_gradient(
-    grad: Tensor,  # (b, ..., r), the cotangent of `apply_weight(v, W)`
+    grad: Tensor,  # (b, ..., r), the cotangent of `apply_weight(v, W)`; W may be padded to r rows
     v: Tensor,  # (b, ..., d)
     W: Tensor,  # (r, d) or (H, r, d)
-) -> Tensor:  # as W
+) -> Tensor:  # (r, d) or (H, r, d)
     """The gradient of W, in one product or one batched product."""
     # reshape, because flatten has no batching rule for batched cotangents
-    rows = grad.reshape(*W.shape[:-2], -1, W.shape[-2])
+    rows = grad.reshape(*W.shape[:-2], -1, grad.shape[-1])
     return rows.mT @ v.reshape(*W.shape[:-2], -1, W.shape[-1])
 
 

@@ -1,6 +1,6 @@
 """Allocation of the buffers of the sweep and the reverse sweep in Triton; does not import Triton.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values.
+Letters: b batch, t time, d channels, n state per channel, r raw values, H heads (kernels/heads.py).
 """
 
 import math
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.feedback import normalize_feedback, normalize_feedback_vjp
+from bedouin.kernels.heads import sum_samples
 from bedouin.kernels.launch import last_axis_contiguous
-from bedouin.kernels.linear import pad_rows, padding
+from bedouin.kernels.linear import apply_weight, pad_rows, padding, weight_gradient
 from bedouin.kernels.operands import Operands, Parameterization
 
 CHUNK = 16
@@ -26,12 +27,13 @@ class SweepBuffers(NamedTuple):
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    W_y: Tensor | None  # (r, d)
-    A: Tensor  # (n, d), log2(e) A
+    W_y: Tensor | None  # (r, d) or (H, r, d)
+    A: Tensor  # (n, d) or (H, n, d), log2(e) A
     h: Tensor  # (b, n, d), the first memory, overwritten by the last
     kept: Tensor  # (b, `count_kept`, n, d)
     y: Tensor  # (b, t, d)
-    normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, filled in for the first token
+    normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, filled in for the first token;
+    # with heads (b, 1, d), that of the first token
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
 
@@ -42,7 +44,7 @@ class SolvedBuffers(NamedTuple):
     y: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
     fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1})
-    A: Tensor  # (n, d), log2(e) A
+    A: Tensor  # (n, d) or (H, n, d), log2(e) A
     h0: Tensor  # (b, n, d), possibly expanded: all samples may share one memory
     kept: Tensor  # (b, `count_kept`, n, d)
 
@@ -60,7 +62,9 @@ class GradBuffers(NamedTuple):
 
 def choose_chunk(operands: Operands) -> int:
     """Tokens between two kept h in the kernels: CHUNK, or fewer, but at least 4, if the workspace
-    would otherwise exceed WORKSPACE."""
+    of one head would otherwise exceed WORKSPACE."""
+    if operands.A.dim() == 3:
+        return CHUNK
     size = operands.x.shape[0] * operands.A.numel()
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 
@@ -76,11 +80,11 @@ def allocate_sweep(
 ) -> SweepBuffers:
     """The inputs in the layout that the kernel reads, and memory for its results."""
     x, raw, W_y, A, h0, y0 = operands
-    (b, t_end, d), n = x.shape, A.shape[1]
+    (b, t_end, d), n = x.shape, A.shape[-1]
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, count_kept(t_end, keep_every), n, d)
     h, normed = _first_memory(h0, b, A), y
     if W_y is not None:
-        normed = W_y.new_empty(b, t_end, d)
+        normed = W_y.new_empty(b, t_end if A.dim() == 2 else min(t_end, 1), d)
         if y0 is None:
             normed[:, :1].zero_()
         else:
@@ -99,7 +103,7 @@ def allocate_memory(
     """Buffers whose `kept` the kernel fills, and h (b, n, d), the first memory, which the kernel
     overwrites with the last."""
     x, _, W_y, A, h0, _ = operands
-    (b, t_end, d), n = x.shape, A.shape[1]
+    (b, t_end, d), n = x.shape, A.shape[-1]
     kept = A.new_empty(b, count_kept(t_end, keep_every), n, d)
     y = y.contiguous()
     fed = None if W_y is None else _feedback(y, operands, W_y, parameterization)
@@ -116,7 +120,7 @@ def allocate_reverse(
 ) -> tuple[SolvedBuffers, GradBuffers]:
     """The inputs of the reverse sweep and memory for its results; the feedback is recomputed."""
     x, raw, W_y, A, _, _ = operands
-    (b, t_end, d), n, r = x.shape, A.shape[1], raw.shape[2]
+    (b, t_end, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     if grad_h is None:
         H, grad_A = A.new_zeros(2, b, n, d).unbind()
     else:
@@ -147,16 +151,17 @@ def collect_gradients(
     """Gradients of x, raw, W_y (empty without feedback), A, h0, and y0 (empty if not wanted)."""
     _, raw, W_y, A, _, y0 = operands
     r = raw.shape[2]
-    grad_y0, grad_W_y = A.new_empty(0, A.shape[0]), A.new_empty(0)
+    grad_y0, grad_W_y = A.new_empty(0, y.shape[2]), A.new_empty(0)
     if wants_y0 and y0 is not None:
         eps = parameterization.feedback_norm_eps
         grad_y0 = torch.zeros_like(y0)
         if grad_normed is not None:
             grad_y0 = normalize_feedback_vjp(grad_normed.sum(0), y0, eps)
     if W_y is not None:
-        rows = grads.raw.to(W_y.dtype).flatten(0, 1)
-        grad_W_y = (rows.mT @ _normed_past(y, operands, W_y, parameterization))[:r]
-    return grads.x, grads.raw[..., :r], grad_W_y, grads.A.sum(0).mT, grads.H.mT, grad_y0
+        past = _normed_past(y, operands, W_y, parameterization)
+        grad_W_y = weight_gradient(grads.raw.to(W_y.dtype), past, W_y)[..., :r, :]
+    grad_A = grads.A.sum(0) if A.dim() == 2 else sum_samples(grads.A, len(A))
+    return grads.x, grads.raw[..., :r], grad_W_y, grad_A.mT, grads.H.mT, grad_y0
 
 
 def _solved_buffers(
@@ -166,7 +171,7 @@ def _solved_buffers(
     operands: Operands,
 ) -> SolvedBuffers:
     x, raw, _, A, h0, _ = operands
-    (d, n), b = A.shape, len(x)
+    (d, n), b = A.shape[-2:], len(x)
     # all samples share one memory of zeros
     first = A.new_zeros(n, d).expand(b, n, d) if h0 is None else h0.mT.contiguous()
     rows = last_axis_contiguous(x), y, last_axis_contiguous(raw)
@@ -176,9 +181,9 @@ def _solved_buffers(
 def _first_memory(
     h0: Tensor | None,  # (b, d, n); None: zeros
     b: int,
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
 ) -> Tensor:  # (b, n, d), in new memory
-    return A.new_zeros(b, A.shape[1], A.shape[0]) if h0 is None else _state_major(h0)
+    return A.new_zeros(b, *A.mT.shape[-2:]) if h0 is None else _state_major(h0)
 
 
 def _state_major(
@@ -190,33 +195,31 @@ def _state_major(
 def _normed_past(
     y: Tensor,  # (b, t, d)
     operands: Operands,
-    W_y: Tensor,  # (r, d)
+    W_y: Tensor,  # (r, d) or (H, r, d)
     parameterization: Parameterization,
-) -> Tensor:  # (b t, d)
+) -> Tensor:  # (b, t, d)
     """norm(y_{t-1}) in the dtype of W^y."""
     from bedouin.kernels.output.launch import shifted_norm_forward
 
     if not y.numel():
-        return y.to(W_y.dtype).flatten(0, 1)
+        return y.to(W_y.dtype)
     eps = parameterization.feedback_norm_eps
-    return shifted_norm_forward(y, operands.y0, eps, W_y.dtype).flatten(0, 1)
+    return shifted_norm_forward(y, operands.y0, eps, W_y.dtype)
 
 
 def _feedback(
     y: Tensor,  # (b, t, d)
     operands: Operands,
-    W_y: Tensor,  # (r, d)
+    W_y: Tensor,  # (r, d) or (H, r, d)
     parameterization: Parameterization,
 ) -> Tensor:  # (b, t, r or more)
     """W^y norm(y_{t-1}), with zeros from column r on."""
-    past = _normed_past(y, operands, W_y, parameterization)
-    fed: Tensor = (past @ pad_rows(W_y).mT).unflatten(0, y.shape[:2])
-    return fed
+    return apply_weight(_normed_past(y, operands, W_y, parameterization), pad_rows(W_y))
 
 
 def _exponents(
-    A: Tensor,  # (d, n)
-) -> Tensor:  # (n, d)
+    A: Tensor,  # (d, n) or (H, d, n)
+) -> Tensor:  # (n, d) or (H, n, d)
     """log2(e) A, with which the decay is 2^(log2(e) A Delta)."""
-    exponents = A.new_empty(A.shape[1], A.shape[0])
+    exponents = A.new_empty(A.mT.shape)
     return torch.mul(A.mT, math.log2(math.e), out=exponents)

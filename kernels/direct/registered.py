@@ -75,7 +75,10 @@ def sweep_operation(
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
     buffers = allocate_sweep(operands, options, keep_every)
     if buffers.y.numel():
-        from bedouin.kernels.direct.triton_launch import launch_sweep
+        if A.dim() == 2:
+            from bedouin.kernels.direct.triton_launch import launch_sweep
+        else:
+            from bedouin.kernels.direct.heads.launch import launch_head_sweep as launch_sweep
 
         launch_sweep(buffers, options, keep_every)
     y, h, kept, statistics = buffers.y, buffers.h.mT, buffers.kept, buffers.statistics
@@ -214,10 +217,14 @@ def _sweep_backward(
             return plain_reverse(*given, keep_every, wants_y0=wants_y0)
         buffers, grads = allocate_reverse(*given)
         grad_normed = None
-        if y.numel():
+        if y.numel() and A.dim() == 2:
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
             grad_normed = launch_reverse(buffers, grads, W_y, options, keep_every)
+        elif y.numel():
+            from bedouin.kernels.direct.heads.launch import launch_head_reverse
+
+            grad_normed = launch_head_reverse(buffers, grads, W_y, options, keep_every)
         found = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
         return *found, grads.statistics
 

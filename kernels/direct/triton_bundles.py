@@ -123,10 +123,11 @@ class ForwardSweep(NamedTuple):
 class Prepared(NamedTuple):
     """A, and the intermediate results of the tokens of a chunk, written by `prepare_token`."""
 
-    A_ptr: Pointer  # (n, d), log2(e) A
+    A_ptr: Pointer  # (n, d) or (H, n, d), log2(e) A
 
     mixed_ptr: Pointer  # (b, count, d): x~
     local_ptr: Pointer  # (b, count, 3 P + K K + 5 K + 4 + 2 n): see triton_prepare.py
+    per_head: Integer = None  # samples of a head; None: one head
 
 
 class Memories(NamedTuple):
@@ -172,6 +173,15 @@ class ReverseSweep(NamedTuple):
     sizes: Sizes
     options: Options
     product: Product
+
+
+@triton.jit
+def head_matrix(prepared, sample, sizes):
+    """Pointer to A (n, d) of the head that a sample belongs to."""
+    if prepared.per_head is None:
+        return prepared.A_ptr
+    else:
+        return prepared.A_ptr + sample // prepared.per_head * sizes.n * sizes.d
 
 
 @triton.jit

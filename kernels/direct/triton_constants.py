@@ -34,6 +34,14 @@ def counters(like: Tensor) -> Tensor:
     return torch.zeros(3, dtype=torch.int32, device=like.device)
 
 
+def per_head(
+    A: Tensor,  # (n, d) or (H, n, d)
+    b: int,
+) -> int | None:
+    """Samples of a head, or None if there is one head."""
+    return None if A.dim() == 2 else b // A.shape[0]
+
+
 def token_strides(
     fed: Tensor | None,  # (b, t, r)
 ) -> tuple[int, ...]:
@@ -85,14 +93,14 @@ def layout_of(options: Parameterization) -> RawLayout:
 
 def scan_constants(
     d: int,
-    A: Tensor,  # (n, d)
+    A: Tensor,  # (n, d) or (H, n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
     """Blocks, discretization and dtype."""
     layout = layout_of(options)
     return {
         "BLOCK_D": next_power_of_two(d),
-        "BLOCK_N": next_power_of_two(A.shape[0]),
+        "BLOCK_N": next_power_of_two(A.shape[-2]),
         "ACTIVATION": layout.activation,
         "SELECTIVE": layout.selective,
         "INPUT_SCALE": options.input_scale,

@@ -20,6 +20,7 @@ from bedouin.kernels.direct.triton_constants import (
     mixer_constants,
     norm_constants,
     num_warps,
+    per_head,
     scan_constants,
     token_strides,
 )
@@ -117,11 +118,11 @@ def launch_memory(
 ) -> None:
     """The memory of tokens whose y is known: fills `known.kept` and h."""
     t_end = known.x.shape[1]
-    buffers = _chunk_buffers(known, keep_every, options)
+    buffers = chunk_buffers(known, keep_every, options)
     slots = known.kept.shape[1]
     for slot in range(slots + 1):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
-        _prepare(known, buffers, chunk, options)
+        prepare(known, buffers, chunk, options)
         last = h if slot == slots else known.kept[:, slot]
         _replay(known, buffers, last, chunk, slot, options)
 
@@ -137,7 +138,7 @@ def launch_reverse(
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     b, t_end, d = known.x.shape
     plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
-    buffers = _chunk_buffers(known, keep_every, options)
+    buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     buffers = buffers._replace(
         replayed=known.A.new_empty(b, min(keep_every, t_end) - 1, n, d),
@@ -150,7 +151,7 @@ def launch_reverse(
     rows = pad_rows(W) if W is not None and by_token else None
     for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
-        _prepare(known, buffers, chunk, options)
+        prepare(known, buffers, chunk, options)
         _replay(known, buffers, None, chunk, slot, options)
         if rows is None:
             one = range(slot, slot + 1)
@@ -164,7 +165,7 @@ def _splits(plan: Plan | None) -> int:
     return 1 if plan is None else plan.splits
 
 
-class _ChunkBuffers(NamedTuple):
+class ChunkBuffers(NamedTuple):
     """Intermediate results of the tokens of a chunk."""
 
     mixed: Tensor  # (b, count, d): x~
@@ -173,19 +174,17 @@ class _ChunkBuffers(NamedTuple):
     grad_normed: Tensor | None = None  # (splits, b, d): parts of the cotangent of norm(y_t)
 
 
-def _chunk_buffers(
-    known: SolvedBuffers, keep_every: int, options: Parameterization
-) -> _ChunkBuffers:
+def chunk_buffers(known: SolvedBuffers, keep_every: int, options: Parameterization) -> ChunkBuffers:
     b, t_end, d = known.x.shape
     k = layout_of(options).num_householder
     count = min(keep_every, t_end)
     scalars = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
     mixed = known.A.new_empty(b, count, d)
-    return _ChunkBuffers(mixed, known.A.new_empty(b, count, scalars + 2 * known.A.shape[0]))
+    return ChunkBuffers(mixed, known.A.new_empty(b, count, scalars + 2 * known.A.shape[-2]))
 
 
-def _prepare(
-    known: SolvedBuffers, buffers: _ChunkBuffers, chunk: range, options: Parameterization
+def prepare(
+    known: SolvedBuffers, buffers: ChunkBuffers, chunk: range, options: Parameterization
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
@@ -200,8 +199,9 @@ def _prepare(
         chunk.start,
         len(chunk),
         t_end,
+        per_head(A, b),
         d,
-        A.shape[0],
+        A.shape[-2],
         *x.stride()[:2],
         *raw.stride()[:2],
         *token_strides(fed),
@@ -217,7 +217,7 @@ def _prepare(
 
 def _replay(
     known: SolvedBuffers,
-    buffers: _ChunkBuffers,
+    buffers: ChunkBuffers,
     last: Tensor | None,  # (b, n, d), written: h after the chunk
     chunk: range,
     slot: int,
@@ -242,8 +242,9 @@ def _replay(
         len(chunk),
         slot,
         kept.shape[1],
+        per_head(A, b),
         d,
-        A.shape[0],
+        A.shape[-2],
         *raw.stride()[:2],
         *token_strides(fed),
         h0.stride(0),
@@ -262,7 +263,7 @@ def _reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
     W: Tensor | None,  # (r, d)
-    buffers: _ChunkBuffers,
+    buffers: ChunkBuffers,
     slots: range,  # chunks of one launch
     plan: Plan | None,
     options: Parameterization,
@@ -326,7 +327,7 @@ def _reverse_by_token(
     known: SolvedBuffers,
     grads: GradBuffers,
     rows: Tensor,  # (r or more, d), W^y, as many rows as grads.raw has columns
-    buffers: _ChunkBuffers,
+    buffers: ChunkBuffers,
     chunk: range,
     slot: int,
     options: Parameterization,
@@ -341,7 +342,7 @@ def _reverse_by_token(
 def _step(
     known: SolvedBuffers,
     grads: GradBuffers,
-    buffers: _ChunkBuffers,
+    buffers: ChunkBuffers,
     t: int,
     chunk: range,
     slot: int,

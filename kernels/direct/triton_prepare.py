@@ -42,6 +42,7 @@ from bedouin.kernels.direct.triton_bundles import (
     Sizes,
     Tokens,
     aligned_row,
+    head_matrix,
     token_row,
 )
 
@@ -88,7 +89,7 @@ def prepare_token(
     if options.INPUT_SCALE == "one_minus_decay":
         in_state = in_n[:, None] & in_d[None, :]
         state = rows[:, None] * d + cols[None, :]
-        A_log2 = tl.load(prepared.A_ptr + state, mask=in_state, other=0.0)
+        A_log2 = tl.load(head_matrix(prepared, sample, sizes) + state, mask=in_state, other=0.0)
         _, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
         sigma = tl.sum(s_rows * BC[:, None], axis=0)
     else:
@@ -147,18 +148,19 @@ def prepare_token(
     tl.store(row + SIZE + n + rows, C, mask=in_n)
 
 
-@triton.jit(do_not_specialize=["start", "count", "t_end"])
+@triton.jit(do_not_specialize=["start", "count", "t_end", "per_head"])
 def prepare_kernel(
     x_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
+    A_ptr,  # (n, d) or (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~, written
     local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n), written
     start,
     count,
     t_end,
+    per_head,  # samples of a head; None: one head
     d: tl.constexpr,
     n: tl.constexpr,
     x_stride_b,
@@ -193,7 +195,7 @@ def prepare_kernel(
             Rows(fed_ptr, fed_stride_b, fed_stride_t),
         ),
         y_ptr,
-        Prepared(A_ptr, mixed_ptr, local_ptr),
+        Prepared(A_ptr, mixed_ptr, local_ptr, per_head),
         Chunk(None, start, count),
         Sizes(d, n, BLOCK_D, BLOCK_N, t_end=t_end),
         Options(

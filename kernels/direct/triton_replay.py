@@ -20,6 +20,7 @@ from bedouin.kernels.direct.triton_bundles import (
     Sizes,
     Tokens,
     aligned_row,
+    head_matrix,
 )
 
 
@@ -68,7 +69,7 @@ def replay_block(
     in_n, in_d = rows < n, cols < d
     state = rows[:, None] * d + cols[None, :]
     in_state = in_n[:, None] & in_d[None, :]
-    A_log2 = tl.load(prepared.A_ptr + state, mask=in_state, other=0.0)
+    A_log2 = tl.load(head_matrix(prepared, sample, sizes) + state, mask=in_state, other=0.0)
     memory = _chunk_memory(memories, sample, chunk.slot, sizes)
     h = tl.load(memory + state, mask=in_state, other=0.0)
     # loads of a token are issued while the one before it is computed
@@ -101,13 +102,13 @@ def replay_block(
         tl.store(last.ptr + sample * last.stride_b + state, h, mask=in_state)
 
 
-@triton.jit(do_not_specialize=["start", "count", "slot", "slots"])
+@triton.jit(do_not_specialize=["start", "count", "slot", "slots", "per_head"])
 def replay_kernel(
     mixed_ptr,  # (b, count, d)
     local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
+    A_ptr,  # (n, d) or (H, n, d), log2(e) A
     h0_ptr,  # (b, n, d): h before token 0
     kept_ptr,  # (b, slots, n, d): h before the first token of every chunk but the first
     replayed_ptr,  # (b, count - 1, n, d): h before the other tokens of the chunk, if KEEP_ALL
@@ -116,6 +117,7 @@ def replay_kernel(
     count,
     slot,
     slots,
+    per_head,  # samples of a head; None: one head
     d: tl.constexpr,
     n: tl.constexpr,
     raw_stride_b,
@@ -147,7 +149,7 @@ def replay_kernel(
             Rows(raw_ptr, raw_stride_b, raw_stride_t),  # x is not read
             Rows(fed_ptr, fed_stride_b, fed_stride_t),
         ),
-        Prepared(A_ptr, mixed_ptr, local_ptr),
+        Prepared(A_ptr, mixed_ptr, local_ptr, per_head),
         Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, slots),
         Rows(last_ptr, last_stride_b, None),
         Chunk(slot, start, count),

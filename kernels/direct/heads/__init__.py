@@ -1,0 +1,1 @@
+"""The direct sweep of several heads in Triton: kernels that need no other program's results."""

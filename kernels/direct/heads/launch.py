@@ -1,0 +1,252 @@
+"""Launches of the direct sweep's kernels for several heads.
+
+Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
+values, H heads.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
+from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
+from bedouin.kernels.direct.heads.triton_reverse import replay_head_kernel, reverse_head_kernel
+from bedouin.kernels.direct.triton_constants import (
+    layout_of,
+    matrix_constants,
+    mixer_constants,
+    norm_constants,
+    scan_constants,
+    token_strides,
+)
+from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
+from bedouin.kernels.direct.triton_plan import multiprocessors
+from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.linear import apply_transposed_weight
+from bedouin.kernels.operands import Parameterization
+
+COLUMNS = 8
+"""Fewest columns of a product on tensor cores."""
+
+SAMPLES = 8
+"""Most samples of a program, a warp each."""
+
+HEAD_WORKSPACE = 2**25
+"""Most elements of the memories that the reverse sweep of heads holds (128 MB in float32)."""
+
+
+def launch_head_sweep(
+    buffers: SweepBuffers, options: Parameterization, keep_every: int, samples: int | None = None
+) -> None:
+    """The whole forward sweep, in place; `samples` of a program, by default chosen."""
+    x, raw, W_y, A, h, kept, y, normed, statistics = buffers
+    b, t_end, d = x.shape
+    constants = _constants(d, A, W_y, b, options, samples)
+    programs, small = _programs(b, A, constants), constants["BLOCK_S"]
+    # B, C and alpha of a token, two places for each sample
+    scratch = A.new_empty(programs, constants["S"], 2 * small)
+    head_sweep_kernel[(programs,)](
+        x,
+        raw,
+        x if W_y is None else W_y.contiguous(),
+        A,
+        h,
+        kept,
+        normed,
+        scratch,
+        y,
+        statistics,
+        b // A.shape[0],
+        t_end,
+        d,
+        A.shape[1],
+        *x.stride()[:2],
+        *raw.stride()[:2],
+        KEEP=keep_every,
+        EPS=scan_constants(d, A, options)["EPS"],
+        **constants,
+        **norm_constants(options),
+        **mixer_constants(options),
+        num_warps=constants["S"],
+        num_stages=1,
+    )
+
+
+def launch_head_reverse(
+    known: SolvedBuffers,
+    grads: GradBuffers,
+    W: Tensor | None,  # (H, r, d), W^y
+    options: Parameterization,
+    keep_every: int,
+    samples: int | None = None,
+) -> Tensor | None:
+    """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d). `samples` of a
+    program, by default chosen."""
+    b, t_end, d = known.x.shape
+    n = known.A.shape[1]
+    chunks = max(1, HEAD_WORKSPACE // (b * n * d * keep_every))
+    size = min(chunks * keep_every, ceil_div(t_end, keep_every) * keep_every)
+    constants = _constants(d, known.A, W, b, options, samples)
+    buffers = chunk_buffers(known, size, options)
+    replayed = known.A.new_empty(b, min(size, t_end), n, d)
+    for start in reversed(range(0, t_end, size)):
+        chunk = range(start, min(start + size, t_end))
+        prepare(known, buffers, chunk, options)
+        _replay(known, buffers.mixed, buffers.local, replayed, chunk, options, keep_every)
+        _reverse(known, grads, W, buffers.mixed, buffers.local, replayed, chunk, options, constants)
+    if W is None:
+        return None
+    first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
+    return apply_transposed_weight(first, W).to(known.A.dtype).unsqueeze(0)
+
+
+def _replay(
+    known: SolvedBuffers,
+    mixed: Tensor,  # (b, count or more, d)
+    local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
+    replayed: Tensor,  # (b, count or more, n, d), written
+    chunk: range,
+    options: Parameterization,
+    keep_every: int,
+) -> None:
+    x, _, raw, fed, A, h0, kept = known
+    b, _, d = x.shape
+    constants = scan_constants(d, A, options)
+    for name in ("EPS", "SELECTIVE", "ACC"):
+        del constants[name]
+    replay_head_kernel[(b, ceil_div(len(chunk), keep_every))](
+        mixed,
+        local,
+        raw,
+        raw if fed is None else fed,
+        A,
+        h0,
+        kept,
+        replayed,
+        chunk.start,
+        len(chunk),
+        kept.shape[1],
+        b // A.shape[0],
+        d,
+        A.shape[1],
+        *raw.stride()[:2],
+        *token_strides(fed),
+        h0.stride(0),
+        K=layout_of(options).num_householder,
+        KEEP=keep_every,
+        FEEDBACK=fed is not None,
+        **constants,
+        num_warps=4,
+    )
+
+
+def _reverse(
+    known: SolvedBuffers,
+    grads: GradBuffers,
+    W: Tensor | None,  # (H, r, d)
+    mixed: Tensor,  # (b, count or more, d)
+    local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
+    replayed: Tensor,  # (b, count or more, n, d)
+    chunk: range,
+    options: Parameterization,
+    constants: dict[str, Any],
+) -> None:
+    x, y, raw, fed, A, _, _ = known
+    b, t_end, d = x.shape
+    reverse_head_kernel[(_programs(b, A, constants),)](
+        grads.y,
+        x,
+        y,
+        raw,
+        raw if fed is None else fed,
+        raw if W is None else W.contiguous(),
+        A,
+        mixed,
+        local,
+        replayed,
+        grads.H,
+        grads.x,
+        grads.raw,
+        grads.A,
+        grads.statistics,
+        chunk.start,
+        len(chunk),
+        t_end,
+        b // A.shape[0],
+        d,
+        A.shape[1],
+        grads.raw.shape[-1],
+        *grads.y.stride()[:2],
+        *x.stride()[:2],
+        *raw.stride()[:2],
+        *token_strides(fed),
+        K=layout_of(options).num_householder,
+        NORM=options.feedback_norm_eps is not None,
+        **constants,
+        num_warps=constants["S"],
+        num_stages=1,
+    )
+
+
+def _programs(
+    b: int,
+    A: Tensor,  # (H, n, d)
+    constants: dict[str, Any],
+) -> int:
+    return A.shape[0] * ceil_div(b // A.shape[0], constants["S"])
+
+
+def _constants(
+    d: int,
+    A: Tensor,  # (H, n, d)
+    W: Tensor | None,  # (H, r, d)
+    b: int,
+    options: Parameterization,
+    samples: int | None,
+) -> dict[str, Any]:
+    """Options that the sweep and the reverse sweep have in common."""
+    layout = layout_of(options)
+    scan, product = scan_constants(d, A, options), matrix_constants(None, W, 1, 1)
+    states = 2 * A.shape[1] if layout.selective else 0
+    samples = choose_samples(b, A) if samples is None else samples
+    kept = ("ACTIVATION", "SELECTIVE", "INPUT_SCALE", "FULL", "FAST")
+    return {
+        **{name: scan[name] for name in kept},
+        "BLOCK_D": max(16, scan["BLOCK_D"]),
+        "BLOCK_S": max(16, next_power_of_two(states + layout.num_householder)),
+        "S": samples,
+        "COLUMNS": max(COLUMNS, samples),
+        "FEEDBACK": W is not None,
+        "PRECISION": product["PRECISION"],
+        "DOT": product["DOT"],
+        "ROUND": _rounding(W),
+        # one product for all reflections, whose rows are then interleaved
+        "JOINED": layout.num_householder in (2, 4),
+    }
+
+
+def _rounding(W: Tensor | None) -> tl.dtype:
+    """The dtype of W^y, to which the factors and the results of its products are rounded."""
+    if W is None or W.dtype == torch.float32:
+        return tl.float32
+    return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
+
+
+def choose_samples(
+    b: int,
+    A: Tensor,  # (H, n, d)
+) -> int:
+    """Samples of a program: as many as leave a program for every multiprocessor, at most SAMPLES.
+
+    A token takes a program about as long for one sample as for several, up to that.
+    """
+    heads, d = A.shape[0], A.shape[2]
+    most = SAMPLES if d <= 64 else SAMPLES // 2
+    units = 4 if interpreter_is_on() else multiprocessors(A.device)
+    samples = 2
+    while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:
+        samples *= 2
+    return min(samples, next_power_of_two(b // heads))

@@ -1,0 +1,320 @@
+"""The direct sweep of heads that fit a multiprocessor: one program a head and a few samples.
+
+A program holds the memory of its samples in registers and W^y of its head in shared memory, so that
+no program waits for another one. All sums over channels are sums over the lanes of one warp, since
+a warp holds one sample. The equations are those of `triton_token.py`.
+
+Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
+values, s samples of a program.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.activations import fast_activate
+from bedouin.kernels.device.discretize import build_coupled, build_decay, fast_scale
+from bedouin.kernels.device.reflections import (
+    inverse_sizes,
+    local_system,
+    products,
+    rows_times,
+    scale,
+    scale_symmetric,
+    sums,
+    upper_times,
+    wy_upper,
+)
+from bedouin.kernels.direct.heads.device import (
+    columns_of,
+    combine_of_samples,
+    dot_of,
+    join_rows,
+    rows_of,
+    small_rows,
+    solve_small,
+    split_rows,
+    sum_of,
+)
+
+
+@triton.jit
+def load_weights(
+    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """W^y of a head in tiles: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d)."""
+    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
+    rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
+    inside = (rows < d)[:, None] & (cols < d)[None, :]
+    tiles = (tl.load(W_ptr + rows[:, None] * d + cols[None, :], mask=inside, other=0.0).to(DOT),)
+    if JOINED:
+        rows = tl.arange(0, K * BLOCK_D)
+        at = (d + STATES + rows % K * d + rows // K)[:, None] * d + cols[None, :]
+        within = (rows // K < d)[:, None] & (cols < d)[None, :]
+        tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
+    else:
+        for i in tl.static_range(K):
+            at = (d + STATES + i * d + rows)[:, None] * d + cols[None, :]
+            tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    rows = tl.arange(0, BLOCK_S)
+    inside = (rows < STATES + K)[:, None] & (cols < d)[None, :]
+    at = small_rows(rows, d, n, K, SELECTIVE)[:, None] * d + cols[None, :]
+    return tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+
+
+@triton.jit
+def finish_token(
+    token,  # x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C
+    statistic,  # pointers (s,) to the statistics of the token
+    row_of,  # between two statistics
+    here,  # (s,)
+    K: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+    COUPLED: tl.constexpr,
+):  # fmt: skip
+    """F(y)_t: stores defect, scale, magnitude and pivot; returns h_t."""
+    x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C = token
+    dots = sums(rows_times(u, y - x, K), 1)
+    U_v = scale(dots, inv, K)
+    mixed = x + combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
+    h = ()
+    with_C = ()
+    largest = s
+    for i in tl.static_range(n):
+        if COUPLED:
+            row = decayed[i] + scales[i] * mixed * (B[i] * inv_B)[:, None]
+            largest = tl.maximum(largest, scales[i])
+        else:
+            row = decayed[i] + s * mixed * inv_B[:, None] * B[i][:, None]
+        with_C = with_C + (row * C[i][:, None],)
+        h = h + (row,)
+    F = sum_of(with_C, n) * inv_C[:, None]
+    terms = (tl.abs(x) + tl.abs(mixed)) * largest
+    # a maximum ignores NaN, and a sample that is not finite must show it
+    finite = 0 * dots[0]
+    cols = tl.arange(0, BLOCK_D)
+    values = tl.where(cols[None, :] == 2, tl.max(terms, axis=1)[:, None], pivot[:, None])
+    defect = tl.max(tl.abs(F - y), axis=1) + finite
+    values = tl.where(cols[None, :] == 0, defect[:, None], values)
+    size = tl.max(tl.abs(F), axis=1) + finite
+    values = tl.where(cols[None, :] == 1, size[:, None], values)
+    # as (s, BLOCK_D), because a store of (s,) would first change the layout of its values
+    within = here[:, None] & (cols < 4)[None, :]
+    tl.store(statistic[:, None] + row_of * cols[None, :], values, mask=within)
+    return h
+
+
+@triton.jit(do_not_specialize=["t_end", "per_head"])
+def head_sweep_kernel(
+    x_ptr,  # (b, t, d)
+    raw_ptr,  # (b, t, r)
+    W_ptr,  # (H, r, d), W^y
+    A_ptr,  # (H, n, d), log2(e) A
+    h_ptr,  # (b, n, d), in place
+    kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
+    first_ptr,  # (b, d): norm(y) before the first token, in the dtype of W^y
+    scratch_ptr,  # (programs, S, BLOCK_S): raw B, C and alpha of a token
+    y_ptr,  # (b, t, d)
+    statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
+    per_head,  # samples of a head, b / H
+    t_end,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    K: tl.constexpr,
+    KEEP: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    EPS: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    ROUND: tl.constexpr,
+    JOINED: tl.constexpr,
+):
+    """All tokens of S samples of one head."""
+    blocks = tl.cdiv(per_head, S)
+    program = tl.program_id(0)
+    head = (program // blocks).to(tl.int64)
+    local = program % blocks * S + tl.arange(0, S)
+    here = local < per_head
+    sample = head * per_head + local
+    cols = tl.arange(0, BLOCK_D)
+    small = tl.arange(0, BLOCK_S)
+    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
+    u_at: tl.constexpr = d + STATES
+    inside = here[:, None] & (cols < d)[None, :]
+    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    if FEEDBACK:
+        W = load_weights(
+            W_ptr + head * (d + STATES + K * (d + 1)) * d,
+            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED,
+        )  # fmt: skip
+        v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=inside, other=0.0)
+    HOLD_A: tl.constexpr = n * BLOCK_D <= 1024
+    A_row = A_ptr + head * n * d + cols
+    A = ()
+    h = ()
+    for i in tl.static_range(n):
+        if HOLD_A:
+            A = A + (tl.load(A_row + i * d, mask=cols < d, other=0.0),)
+        at = (sample[:, None] * n + i) * d + cols[None, :]
+        h = h + (tl.load(h_ptr + at, mask=inside, other=0.0),)
+    row_of = per_head.to(tl.int64) * (tl.num_programs(0) // blocks) * t_end
+    x_row = x_ptr + sample * x_stride_b
+    raw_row = raw_ptr + sample * raw_stride_b
+    slots = tl.cdiv(t_end, KEEP) - 1
+    cell = scratch_ptr + (program.to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_S
+    # loads of a token are issued while the one before it is computed
+    x_next = tl.load(x_row[:, None] + cols[None, :], mask=inside, other=0.0)
+    next_rows = ()
+    for i in tl.static_range(K + 1):
+        at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
+        next_rows = next_rows + (tl.load(at, mask=inside, other=0.0),)
+    small_at = small_rows(small, d, n, K, SELECTIVE)
+    in_small = here[:, None] & (small < STATES + K)[None, :]
+    small_next = tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0)
+    # a token before the first one, which leaves h as it is
+    zero = tl.zeros([S, BLOCK_D], tl.float32)
+    none = tl.zeros([S], tl.float32)
+    zeros = (zero,) * n if COUPLED else ()
+    last = (
+        zero, zero, zero, none, none, none, (zero,) * K, (none,) * K, (none,) * PAIRS, h, zeros,
+        (none,) * n, (none,) * n,
+    )  # fmt: skip
+    for t in range(0, t_end):
+        if FEEDBACK:
+            columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
+            fed = ()
+            for i in tl.static_range(len(W)):
+                fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
+        # the end of the token before is not on the critical path
+        token = sample * t_end + t
+        h = finish_token(
+            last, statistics_ptr + token - 1, row_of, here & (t > 0), K, n, S, BLOCK_D, COUPLED
+        )
+        if (t % KEEP == 0) & (t > 0):
+            slot = sample * slots + t // KEEP - 1
+            for i in tl.static_range(n):
+                kept_at = (slot[:, None] * n + i) * d + cols[None, :]
+                tl.store(kept_ptr + kept_at, h[i], mask=inside)
+        # raw = raw^x + W^y norm(y_{t-1})
+        x = x_next.to(tl.float32)
+        values = small_next.to(tl.float32)
+        delta = next_rows[0].to(tl.float32)
+        u = ()
+        for i in tl.static_range(K):
+            u = u + (next_rows[i + 1].to(tl.float32),)
+        if FEEDBACK:
+            values += rows_of(fed[len(W) - 1], S, BLOCK_S, COLUMNS).to(ROUND).to(tl.float32)
+        # in turn in two places, so that one barrier a token is enough
+        now = cell + t % 2 * BLOCK_S
+        tl.store(now[:, None] + small[None, :], values, mask=in_small)
+        if FEEDBACK:
+            delta += rows_of(fed[0], S, BLOCK_D, COLUMNS).to(ROUND).to(tl.float32)
+        if FEEDBACK and JOINED:
+            joined = join_rows(u, S, K, BLOCK_D)
+            joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS).to(ROUND).to(tl.float32)
+            u = split_rows(joined, S, K, BLOCK_D)
+        elif FEEDBACK:
+            rows = ()
+            for i in tl.static_range(K):
+                more = rows_of(fed[i + 1], S, BLOCK_D, COLUMNS).to(ROUND).to(tl.float32)
+                rows = rows + (u[i] + more,)
+            u = rows
+        tl.debug_barrier()
+        beta = ()
+        for i in tl.static_range(K):
+            beta = beta + (BETA_MAX * fast_activate(tl.load(now + STATES + i), "sigmoid", FAST),)
+        B = ()
+        C = ()
+        if SELECTIVE:
+            for i in tl.static_range(n):
+                B = B + (tl.load(now + i),)
+                C = C + (tl.load(now + n + i),)
+            inv_B = tl.rsqrt(dot_of(B, B, n) + n * EPS)
+            inv_C = tl.rsqrt(dot_of(C, C, n) + n * EPS)
+            B_C = dot_of(B, C, n) * inv_B * inv_C
+        else:
+            for i in tl.static_range(n):
+                B = B + (none + 1.0,)
+            C = B
+            inv_B = none + 1.0
+            inv_C = inv_B
+            B_C = none + n
+        delta = fast_activate(delta, ACTIVATION, FAST)
+        # p_t + sigma_t x_t, and the inner products that the local equation needs
+        with_C = ()
+        decayed = ()
+        scales = ()
+        sigma = zero
+        for i in tl.static_range(n):
+            if HOLD_A:
+                exponent = A[i][None, :] * delta
+            else:
+                # (s, d), because a load of (d,) would be followed by a change of its layout
+                at = (A_row + i * d)[None, :] + 0 * local[:, None]
+                exponent = tl.load(at, mask=inside, other=0.0) * delta
+            if COUPLED:
+                decay, s_i = build_coupled(exponent, FULL, FAST)
+                sigma += s_i * (B[i] * C[i])[:, None]
+                scales = scales + (s_i,)
+            else:
+                decay = build_decay(exponent, FULL, FAST)
+            row = decay * h[i]
+            with_C = with_C + (row * C[i][:, None],)
+            decayed = decayed + (row,)
+        if COUPLED:
+            s = zero
+            sigma *= (inv_B * inv_C)[:, None]
+        else:
+            s = fast_scale(delta, INPUT_SCALE, FAST)
+            sigma = s * B_C[:, None]
+        rest = sum_of(with_C, n) * inv_C[:, None] + sigma * x
+        sigma_u = rows_times(u, sigma, K)
+        step = tl.minimum(t + 1, t_end - 1)
+        x_at = x_row + step.to(tl.int64) * x_stride_t
+        raw_at = raw_row + step.to(tl.int64) * raw_stride_t
+        x_next = tl.load(x_at[:, None] + cols[None, :], mask=inside, other=0.0)
+        next_rows = ()
+        for i in tl.static_range(K + 1):
+            at = raw_at[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
+            next_rows = next_rows + (tl.load(at, mask=inside, other=0.0),)
+        small_next = tl.load(raw_at[:, None] + small_at[None, :], mask=in_small, other=0.0)
+        dots = sums(products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K), 1)
+        inv = inverse_sizes(dots, d, K, EPS)
+        G = scale_symmetric(dots[0:PAIRS], inv, K)
+        S_u = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+        T = wy_upper(G, beta, K)
+        # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
+        q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+        U_v, pivot = solve_small(local_system(S_u, T, False, K), q, K, FAST)
+        y = rest + sigma * combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
+        if FEEDBACK:
+            v = y
+            if NORM:
+                v = y * tl.rsqrt(tl.sum(y * y, axis=1) / d + NORM_EPS)[:, None]
+            v = v.to(ROUND)
+        tl.store(y_ptr + token[:, None] * d + cols[None, :], y, mask=inside)
+        last = (x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C)
+    token = sample * t_end + t_end - 1
+    h = finish_token(last, statistics_ptr + token, row_of, here, K, n, S, BLOCK_D, COUPLED)
+    for i in tl.static_range(n):
+        at = (sample[:, None] * n + i) * d + cols[None, :]
+        tl.store(h_ptr + at, h[i], mask=inside)
