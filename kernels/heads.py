@@ -41,4 +41,5 @@ def sum_samples(
     num_heads: int,
 ) -> Tensor:  # (H, ...)
     """The sum over the samples of each head, the adjoint of `per_sample`."""
-    return grad.unflatten(0, (num_heads, -1)).sum(1)
+    by_head: Tensor = grad.unflatten(0, (num_heads, -1))
+    return by_head.sum(1)
