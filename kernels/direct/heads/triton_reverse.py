@@ -248,8 +248,8 @@ def reverse_head_kernel(
         with_C = ()
         for i in tl.static_range(n):
             # (s, d), because a load of (d,) would be followed by a change of its layout
-            at = (A_row + i * d)[None, :] + 0 * local[:, None]
-            A = tl.load(at, mask=inside, other=0.0)
+            A_at = (A_row + i * d)[None, :] + 0 * local[:, None]
+            A = tl.load(A_at, mask=inside, other=0.0)
             if COUPLED:
                 decay, s_i = build_coupled(A * delta, FULL, FAST)
                 scales = scales + (s_i,)
@@ -393,8 +393,8 @@ def reverse_head_kernel(
             else:
                 grads = grads + rows
             grads = grads + (small_grads.to(ROUND),)
-        at = grad_x_ptr + token[:, None] * d + cols[None, :]
-        tl.store(at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
+        tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # defect and scale of the adjoint equation
         checks = sums(rows_times(u, from_memory + sigma * w, K), 1)
         T = load_tuple(row, PAIRS)
@@ -404,8 +404,8 @@ def reverse_head_kernel(
         size = tl.max(tl.abs(applied), axis=1) + finite
         values = tl.where(cols[None, :] == 0, defect[:, None], size[:, None])
         row_of = per_head.to(tl.int64) * (tl.num_programs(0) // blocks) * t_end
-        at = statistics_ptr + token[:, None] + row_of * cols[None, :]
-        tl.store(at, values, mask=here[:, None] & (cols < 2)[None, :])
+        statistic = statistics_ptr + token[:, None] + row_of * cols[None, :]
+        tl.store(statistic, values, mask=here[:, None] & (cols < 2)[None, :])
         i_next = tl.maximum(i_token - 1, 0)
         t_next = (start + i_next).to(tl.int64)
         loaded = load_token(
