@@ -16,7 +16,8 @@ from bedouin.kernels.linear import apply_weight
 from bedouin.state import BedouinState
 
 HEAD_DIM = 64
-"""Channels of a head by default. To be replaced by the measured best."""
+"""The default number of channels of a head, where d_inner is a multiple of it. Which size is best
+is a matter of measured accuracy and time, so it is one constant."""
 
 
 def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
