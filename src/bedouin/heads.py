@@ -47,6 +47,15 @@ def fold(
     return by_channels.movedim(-2, 0).flatten(0, 1)
 
 
+def fold_pair(
+    v: Tensor,  # (b, t, 2 d)
+    num_heads: int,
+) -> tuple[Tensor, Tensor]:  # (H b, t, p) each
+    """`fold` of both halves of the channels, which several heads copy in one operation."""
+    first, second = v.chunk(2, -1) if num_heads == 1 else fold(v, 2 * num_heads).chunk(2)
+    return first, second
+
+
 def unfold(
     v: Tensor,  # (H b, t, p)
     num_heads: int,
