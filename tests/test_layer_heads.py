@@ -243,6 +243,19 @@ def test_a_mixers_parameters_are_shared_by_the_heads() -> None:
     assert_close("gradient", grad, sum_of(own), RTOL)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_nothing_in_nothing_out(kind: Any, shape: tuple[int, int]) -> None:
+    layer = kind(4, num_heads=2)
+    x = torch.randn(*shape, 4, requires_grad=True)
+    before = layer.init_state(shape[0])
+    output, state = layer(x, before, return_state=True)
+    output.sum().backward()
+    assert output.shape == (*shape, 4) and layer.stats.num_steps.shape == shape[:1]
+    assert all(torch.equal(v, w) for v, w in zip(state, before, strict=True))
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("b", [1, 2])
 def test_a_returned_state_owns_its_memory(b: int) -> None:
     layer = Bedouin(4, num_heads=2)

@@ -37,9 +37,9 @@ def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
 
 
 def fold(
-    v: Tensor,  # (b, t, d) or (b, d)
+    v: Tensor,  # (b, t, d)
     num_heads: int,
-) -> Tensor:  # (H b, t, p) or (H b, p)
+) -> Tensor:  # (H b, t, p)
     """The channels of each head as a sample of its own."""
     if num_heads == 1:
         return v
