@@ -46,7 +46,8 @@ def _heads_of(
     num_heads: int,
 ) -> Tensor:  # (H, b, ..., p)
     """The channels of each head, a view."""
-    return v.unflatten(-1, (num_heads, -1)).movedim(-2, 0)
+    of_heads: Tensor = v.unflatten(-1, (num_heads, -1))
+    return of_heads.movedim(-2, 0)
 
 
 def _owned(
