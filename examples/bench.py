@@ -72,7 +72,7 @@ class Config:
     shapes: tuple[str, ...] = ()
     """Shapes BATCHxTIME; none: each row's own."""
     quick: bool = False
-    """Only the exact sweep, with and without feedback."""
+    """Only the exact sweep: with feedback, without it, and with heads."""
     tiny: bool = False
     """Toy sizes, to check that every row runs; the times are meaningless."""
     device: str = "auto"
@@ -136,10 +136,11 @@ def warm(config: Config) -> int:
     for case, shape in chosen(config):
         if case.missing() is not None:
             continue
+        adapted = replace(context, setting=case.adapt(context.setting))
         try:
-            prepare(context, case, shape, agreed, config.prepare_limit)
+            prepare(adapted, case, shape, agreed, config.prepare_limit)
             if case.compiles:
-                run_once(context, case, shape, config.prepare_limit)
+                run_once(adapted, case, shape, config.prepare_limit)
         except Exception as error:  # reported; the kernels of the other rows are still compiled
             print(f"{case.name} {shape.label}: {first_line(error)}", file=sys.stderr)
             failed = True
@@ -186,6 +187,7 @@ def run_row(
     limits: Limits,
 ) -> table.Row:
     """Measure one row; an error of the row is recorded and not raised."""
+    context = replace(context, setting=case.adapt(context.setting))
     row: table.Row = {"case": case.name, "title": case.title, "shape": shape.label, "numbers": {}}
     reason = case.missing()
     if reason is None and limits.left <= 0:

@@ -29,7 +29,7 @@ from bedouin.solvers import (
     UnrolledAdjoint,
 )
 from bedouin.tasks.streams import MAX_SEED
-from common.checks import Range, check_ranges, flag, whole
+from common.checks import Range, check_heads, check_ranges, flag, whole
 from common.schedule import Schedule
 
 Preset = Literal["auto", "cpu", "gpu", "paper"]
@@ -84,6 +84,8 @@ class TrainConfig:
     """States per channel."""
     expand: int = 2
     """Inner channels as a multiple of d_model."""
+    num_heads: int | None = None
+    """Heads, a divisor of d_model * expand; None: the layer's own choice; 1: the paper's layer."""
     num_householder: int = 2
     """Reflections in the channel mixer."""
     beta_max: float = 1.0
@@ -131,6 +133,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES, _OPTIONAL)
+        check_heads(self.num_heads, self.expand * self.d_model)
         if self.layer == "paper":
             self._check_paper()
 
@@ -145,8 +148,9 @@ class TrainConfig:
 _MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
 _FROM_ONE = (
     *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
-    *("num_householder", "max_steps", "log_every", "eval_every", "eval_lengths", "final_lengths"),
-    *("eval_rows", "final_rows", "eval_batch_size", "checkpoint_every"),
+    *("num_heads", "num_householder", "max_steps", "log_every", "eval_every"),
+    *("eval_lengths", "final_lengths", "eval_rows", "final_rows", "eval_batch_size"),
+    "checkpoint_every",
 )
 _TOLERANCE = Range(0, 1e6, "[]")
 _RANGES = {
@@ -164,9 +168,9 @@ _RANGES = {
     "atol": _TOLERANCE,
     "stop_at_accuracy": Range(0, 1, "[]"),
 }
-_OPTIONAL = ("threads", "mlp_expand", "stop_at_accuracy")
+_OPTIONAL = ("threads", "num_heads", "mlp_expand", "stop_at_accuracy")
 _FIXED_BY_PAPER = (
-    *("beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
+    *("num_heads", "beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
     *("solver", "rtol", "atol", "max_steps", "adjoint"),
 )
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
@@ -235,6 +239,7 @@ def build_layer(config: TrainConfig, layer_idx: int) -> Bedouin:
         config.d_model,
         d_state=config.d_state,
         expand=config.expand,
+        **({} if config.num_heads is None else {"num_heads": config.num_heads}),
         num_householder=config.num_householder,
         beta_max=config.beta_max,
         decay=config.decay,

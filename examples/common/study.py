@@ -19,7 +19,12 @@ BASELINES = {
     "deltaproduct": baselines.DeltaProduct,
     "attention": baselines.Attention,
 }
-TAKES: dict[str, tuple[str, ...]] = {"mamba": ("d_state",), "deltaproduct": ("num_householder",)}
+TAKES: dict[str, tuple[str, ...]] = {
+    "mamba": ("d_state",),
+    "deltanet": ("num_heads",),
+    "deltaproduct": ("num_heads", "num_householder"),
+    "attention": ("num_heads",),
+}
 """The options of the grid that a baseline takes."""
 
 
@@ -46,6 +51,8 @@ class Config:
     """Lengths at which the trained models are evaluated."""
     input_scale: tuple[str, ...] = ("bounded_delta",)
     d_state: tuple[int, ...] = (16,)
+    num_heads: tuple[int | None, ...] = (None,)
+    """Heads of Bedouin, deltanet, deltaproduct and attention; None: the layer's own default."""
     num_householder: tuple[int, ...] = (4,)
     decay: tuple[str, ...] = ("mamba",)
     rate_scale: tuple[float, ...] = (1.0,)
@@ -56,8 +63,8 @@ class Config:
     mixer_layer: Literal["bedouin", "lstm", "mamba", "deltanet", "deltaproduct", "attention"] = (
         "bedouin"
     )
-    """The layer: Bedouin, or a baseline, which takes no option of Bedouin but d_state (mamba) and
-    num_householder (deltaproduct); the others then keep their defaults."""
+    """The layer: Bedouin, or a baseline, which takes no option of Bedouin but those in
+    `TAKES`; the others then keep their defaults."""
     eigenvalues: Literal["positive", "full"] | None = None
     """Of the baselines mamba, deltanet and deltaproduct; None: the layer's own default."""
     num_layers: int = 1
@@ -105,6 +112,7 @@ PRESETS = {"small": Config(), "paper": PAPER}
 LAYER_OPTIONS = (
     "input_scale",
     "d_state",
+    "num_heads",
     "num_householder",
     "decay",
     "beta_max",
@@ -122,6 +130,8 @@ def model_seeds(config: Config) -> range:
 def layer_options(point: dict[str, Any]) -> dict[str, Any]:
     """The options of the layer at a point of the grid."""
     options = {name: point[name] for name in LAYER_OPTIONS}
+    if options["num_heads"] is None:
+        del options["num_heads"]
     fed = options["feedback"]
     return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
 
@@ -154,7 +164,7 @@ def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
                 f"{option} must keep its default {default[0]!r} for mixer_layer {name!r}, got "
                 f"{point[option]!r}: {name} takes no such option"
             )
-    options = {option: point[option] for option in takes}
+    options = {option: point[option] for option in takes if point[option] is not None}
     if config.eigenvalues is not None:
         if name not in ("mamba", "deltanet", "deltaproduct"):
             raise ValueError(f"eigenvalues must be None for mixer_layer {name!r}")

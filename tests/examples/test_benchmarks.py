@@ -194,6 +194,9 @@ def test_costs_at_the_sizes_of_the_targets() -> None:
     whole = layer_cost(setting, shape, feedback=True, backward=False)
     assert whole.flops == pytest.approx(2 * 16384 * 14.2e6, rel=0.02)
     assert layer_cost(setting, shape, feedback=True, backward=True).flops == 3 * whole.flops
+    # a head of 128 channels has 676 raw values
+    heads = layer_cost(Setting(CPU, "bf16", h=8), shape, feedback=True, backward=False)
+    assert heads.flops == 2 * 16384 * (3 * 512 * 1024 + 8 * 2 * 128 * (676 + 128))
 
 
 @pytest.mark.gpu

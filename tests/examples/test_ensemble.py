@@ -15,7 +15,7 @@ from common import study
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
     **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1, "rate_scale": 0.5},
-    **{"lr": 1e-2, "schedule": "cosine", "batch_size": 8, "steps": 4},
+    **{"num_heads": None, "lr": 1e-2, "schedule": "cosine", "batch_size": 8, "steps": 4},
 }
 CPU = torch.device("cpu")
 
@@ -85,6 +85,12 @@ def test_options_that_a_baseline_does_not_take_are_refused() -> None:
     lstm = small(mixer_layer="lstm", stacked=False)
     with pytest.raises(ValueError, match="decay must keep its default 'mamba' for mixer_layer"):
         study.make_layer(lstm, {**point, "decay": "griffin"})
+    with pytest.raises(ValueError, match="num_heads must keep its default None for mixer_layer"):
+        study.make_layer(lstm, {**point, "num_heads": 2})
+    attention = study.make_layer(
+        dataclasses.replace(lstm, mixer_layer="attention"), {**point, "num_heads": 2}
+    )
+    assert attention.num_heads == 2
     with pytest.raises(ValueError, match="eigenvalues must be None for mixer_layer 'lstm'"):
         study.make_layer(dataclasses.replace(lstm, eigenvalues="full"), point)
     with pytest.raises(ValueError, match="eigenvalues must be None for mixer_layer 'bedouin'"):

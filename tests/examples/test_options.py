@@ -113,6 +113,8 @@ def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
         (("--stop-at-accuracy", "1.5"), "1.5"),
         (("--length", "0"), "0"),
         (("--warmup-length", "7"), "7"),
+        (("--num-heads", "0"), "0"),
+        (("--num-heads", "3"), "3"),
         (("--group", "Q8"), "'Q8'"),
         (("--group", "Z1"), "'Z1'"),
     ],
