@@ -22,9 +22,7 @@ def check_layer_input(
     dtype; under autocast it may have another dtype."""
     shape = "(b, t, m)" if rank == 3 else "(b, m)"
     check_tensor("x", x, shape)
-    if x.dim() != rank:
-        raise ValueError(f"x must have shape {shape}, got {tuple(x.shape)}")
-    if x.shape[-1] != d_model:
+    if x.dim() != rank or x.shape[-1] != d_model:
         raise ValueError(
             f"x must have shape {shape} with m = d_model = {d_model}, got {tuple(x.shape)}"
         )
