@@ -1,12 +1,13 @@
 """The feedback W^y norm(y_{t-1}) in plain torch, and its derivative.
 
-Letters: b batch, t time, d channels, r raw values; leading axes are free.
+Letters: b batch, t time, d channels, r raw values, H heads (kernels/heads.py); leading axes are
+free.
 """
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Operands
 
 
@@ -31,12 +32,12 @@ def normalize_feedback_vjp(
 
 
 def project_feedback(
-    y: Tensor,  # (..., d)
-    W_y: Tensor,  # (r, d)
+    y: Tensor,  # (b, ..., d)
+    W_y: Tensor,  # (r, d) or (H, r, d)
     eps: float | None,
-) -> Tensor:  # (..., r)
+) -> Tensor:  # (b, ..., r)
     """W^y norm(y): the product is computed in the dtype of W^y, the result has that of y."""
-    return linear(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
+    return apply_weight(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
 
 
 def shifted(

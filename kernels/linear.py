@@ -1,11 +1,13 @@
-"""Padding and splitting of matrices to shapes for which cuBLAS is fast.
+"""Products with the weights of heads, and shapes of matrices for which cuBLAS is fast.
 
 If the contiguous extent of an operand or of the result is not a multiple of eight, cuBLAS falls
-back to kernels that take at least twice as long.
+back to kernels that take at least twice as long. Letters: b batch, d channels, r rows, H heads
+(kernels/heads.py).
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 ALIGNMENT = 64
 
@@ -15,11 +17,47 @@ def padding(r: int) -> int:
     return -r % ALIGNMENT
 
 
+def apply_weight(
+    v: Tensor,  # (b, ..., d)
+    W: Tensor,  # (r, d) or (H, r, d)
+) -> Tensor:  # (b, ..., r)
+    """W v for all vectors in v, with the W of the sample's head if there are several heads."""
+    return linear(v, W) if W.dim() == 2 else _by_head(v, W.mT)
+
+
+def apply_transposed_weight(
+    v: Tensor,  # (b, ..., r)
+    W: Tensor,  # (r, d) or (H, r, d)
+) -> Tensor:  # (b, ..., d)
+    """W^T v, with W as in `apply_weight`."""
+    return v @ W if W.dim() == 2 else _by_head(v, W)
+
+
+def _by_head(
+    v: Tensor,  # (b, ..., r)
+    W: Tensor,  # (H, r, d)
+) -> Tensor:  # (b, ..., d)
+    """v W in one batched product, with the W of the sample's head."""
+    rows = v.reshape(W.shape[0], -1, W.shape[1])
+    return (rows @ W).reshape(*v.shape[:-1], W.shape[2])
+
+
+def weight_gradient(
+    grad: Tensor,  # (b, ..., r), the cotangent of `apply_weight(v, W)`
+    v: Tensor,  # (b, ..., d)
+    W: Tensor,  # (r, d) or (H, r, d)
+) -> Tensor:  # as W
+    """The gradient of W, in one product or one batched product."""
+    # reshape, because flatten has no batching rule for batched cotangents
+    rows = grad.reshape(*W.shape[:-2], -1, W.shape[-2])
+    return rows.mT @ v.reshape(*W.shape[:-2], -1, W.shape[-1])
+
+
 def pad_rows(
-    W: Tensor,  # (r, d)
-) -> Tensor:  # (r + padding(r), d)
+    W: Tensor,  # (r, d) or (H, r, d)
+) -> Tensor:  # (r + padding(r), d) or (H, r + padding(r), d)
     """W with `padding(r)` rows of zeros appended."""
-    missing = padding(W.shape[0])
+    missing = padding(W.shape[-2])
     return torch.nn.functional.pad(W, (0, 0, 0, missing)) if missing else W
 
 

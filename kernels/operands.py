@@ -1,6 +1,7 @@
 """The two objects that travel from a layer to its kernels: `Operands` and `Parameterization`.
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values, H heads
+(kernels/heads.py).
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
 
+from bedouin.kernels.heads import per_sample
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
@@ -21,21 +23,28 @@ Scalars = tuple[str, bool, int, float, str, str, float | None]
 class Operands(NamedTuple):
     """The tensors that determine a map, which do not change while its fixed point is computed.
 
+    With several heads the batch is H groups of b/H samples: sample i belongs to head i // (b/H) and
+    uses the W_y and the A of that head; d are the channels of a head.
     x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
     """
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r), the part that x determines
-    W_y: Tensor | None  # (r, d); None: no feedback
-    A: Tensor  # (d, n)
+    W_y: Tensor | None  # (r, d) or (H, r, d); None: no feedback
+    A: Tensor  # (d, n) or (H, d, n)
     h0: Tensor | None  # (b, d, n), the memory before the first token; None: zeros
     y0: Tensor | None  # (b, d), the output before the first token; None: zeros
 
     def start(self) -> tuple[Tensor, Tensor]:
         """h0 (b, d, n) and y0 (b, d), None replaced by zeros."""
         b, A = self.x.shape[0], self.A
-        h0 = A.new_zeros(b, *A.shape) if self.h0 is None else self.h0
-        return h0, A.new_zeros(b, A.shape[0]) if self.y0 is None else self.y0
+        h0 = A.new_zeros(b, *A.shape[-2:]) if self.h0 is None else self.h0
+        return h0, A.new_zeros(b, A.shape[-2]) if self.y0 is None else self.y0
+
+    def A_rows(self) -> Tensor:
+        """A with the states before the channels: (n, d), or with heads each sample's, (b, n, d)."""
+        rows = self.A.mT.contiguous()
+        return rows if rows.dim() == 2 else per_sample(rows, self.x.shape[0])
 
     def wide(self) -> "Operands":
         """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors."""

@@ -212,6 +212,8 @@ class _AdjointSolve:
             time_dim=self.problem.time_dim,
             unroll=False,
         )
-        self.stats._backward.stats = solution.stats
-        self.problem.reporting.adjoint(solution.stats, solution.result)
+        cell = self.stats._backward
+        cell.stats = solution.stats
+        assert cell.stats is not None
+        self.problem.reporting.adjoint(cell.stats, solution.result)
         return f.flip(solution.value)

@@ -1,6 +1,6 @@
 """What a solve returns: its value, its statistics and its outcome with a message for the user.
 
-Letters: b batch, t tokens of a sample.
+Letters: b batch, t tokens of a sample, q parts of a sample.
 """
 
 import enum
@@ -54,8 +54,11 @@ class Result(enum.Enum):
 class BackwardStats:
     """A mutable cell for the statistics of the adjoint solve, which runs after the forward solve.
 
-    A copy keeps the statistics, without the deferred computation and the listener.
+    num_parts: the q with which `join_parts` reduces the statistics that the cell receives. A copy
+    keeps the statistics, without the deferred computation and the listener.
     """
+
+    num_parts = 1
 
     def __init__(self) -> None:
         self._stats: SolveStats | None = None
@@ -74,7 +77,7 @@ class BackwardStats:
 
     @stats.setter
     def stats(self, stats: "SolveStats") -> None:
-        self._stats, self._pending = stats, None
+        self._stats, self._pending = join_parts(stats, self.num_parts), None
 
     def listen(self, listener: "Callable[[BackwardStats], None]") -> None:
         """Call `listener` with this cell whenever statistics are deferred."""
@@ -122,6 +125,22 @@ class Solution:
     value: Tensor  # the shape of y0
     stats: SolveStats
     result: Result
+
+
+def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:
+    """Statistics of b samples from those of their parts, (q b,), where part j of sample i has index
+    j b + i: the most steps, the largest residual, all converged, the smallest pivot."""
+    if num_parts == 1:
+        return stats
+    steps, residual, converged = (
+        v.unflatten(0, (num_parts, -1)) for v in (stats.num_steps, stats.residual, stats.converged)
+    )
+    pivot = stats.conditioning
+    if pivot is not None:
+        pivot = pivot.unflatten(0, (num_parts, -1)).amin(0)
+    reduced = steps.amax(0), residual.amax(0), converged.all(0), pivot
+    stats._backward.num_parts = num_parts
+    return SolveStats(*reduced, stats._backward)
 
 
 def empty_stats(

@@ -1,7 +1,7 @@
 """`solve`: a fixed point of any tensor function, with its gradient and a report on convergence."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.problem import Problem
 from bedouin.solvers.reporting import OnUnconverged, Reporting
-from bedouin.solvers.solution import Solution, SolveStats
+from bedouin.solvers.solution import Solution, SolveStats, join_parts
 
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
@@ -25,13 +25,15 @@ class Caller:
 
     deferred: counts and delays the caller's warnings. draw: the number of the training call, which
     a random cap depends on; None in evaluation. record: receives the statistics before a failure is
-    reported.
+    reported. num_parts: the q of `join_parts`, if the map's samples are parts of the caller's: each
+    converges by itself, and they are reported together.
     """
 
     subject: str
     deferred: DeferredWarning
     draw: int | None = None
     record: Callable[[SolveStats], None] | None = None
+    num_parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class SolveOptions:
         reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
         problem = Problem(f, y0, self.solver, steps, time_dim, reporting)
         solution = (self.adjoint or ImplicitAdjoint()).apply(problem)
+        if caller.num_parts > 1:
+            solution = replace(solution, stats=join_parts(solution.stats, caller.num_parts))
         if caller.record is not None:
             caller.record(solution.stats)
         reporting.forward(solution, capped=not self.solver.is_exact)

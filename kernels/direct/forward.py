@@ -23,7 +23,7 @@ def discretize_rows(
     scratch: Scratch,
     name: str,
     delta: Tensor,  # (..., d)
-    A: Tensor,  # (n, d)
+    A: Tensor,  # (n, d), or with heads each sample's, (b, n, d)
     parameterization: Parameterization,
 ) -> tuple[Tensor, Tensor]:
     """lambda (..., n, d) and s, (..., n, d) for "one_minus_decay", else (..., 1, d): `discretize`.
@@ -86,10 +86,10 @@ def forward_sweep(
 ) -> tuple[Sweep, list[Tensor]]:
     """The result of `direct_sweep_reference`, and h (b, n, d) before tokens 0, keep_every,
     2 keep_every, and so on. `operands` must be the result of `Operands.wide`."""
-    x, raw, W_y, A, h0, y = operands
+    x, raw, W_y, _, h0, y = operands
     assert h0 is not None and y is not None
     h, kept = h0.mT.contiguous(), []
-    A_rows, scratch = A.mT.contiguous(), Scratch(x)
+    A_rows, scratch = operands.A_rows(), Scratch(x)
     ys, defects, scales, sizes, pivots = [], [], [], [], []
     for t in range(x.shape[1]):
         if t % keep_every == 0:
@@ -143,11 +143,11 @@ def memory_of(
 
     `operands` must be the result of `Operands.wide`.
     """
-    x, _, _, A, h0, _ = operands
+    x, *_, h0, _ = operands
     assert h0 is not None
     raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
     delta, B, _, e, U, M = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
-    h, kept, A_rows = h0.mT.contiguous(), [], A.mT.contiguous()
+    h, kept, A_rows = h0.mT.contiguous(), [], operands.A_rows()
     scratch = Scratch(x)
     mixed = mix_channels(x, y, parameterization.diagonal(e), U, M)
     for t in range(x.shape[1]):

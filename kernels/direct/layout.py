@@ -4,8 +4,8 @@ Operations of torch.library cannot take a function as an argument, so they compu
 from the layout. The derivative is explicit, not by autograd, so that the reverse sweep works inside
 an operation, under every transform and under hooks on saved tensors. Everything is plain torch.
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values; leading axes
-are free.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values, H heads;
+leading axes are free.
 """
 
 from functools import partial
@@ -24,27 +24,27 @@ SOFTPLUS_IS_LINEAR = 20.0
 def is_covered(
     layout: RawLayout | None,
     raw: Tensor,  # (..., r)
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
     bind_parameters: tuple[Tensor, ...],  # any shapes
 ) -> bool:
     """Whether `layout` describes the coefficients, which then depend on the raw values alone."""
     if layout is None or bind_parameters:
         return False
-    return raw.shape[-1] == layout.size(*A.shape)
+    return raw.shape[-1] == layout.size(*A.shape[-2:])
 
 
 def bind_by_layout(
     layout: RawLayout,
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
 ) -> Bind:
     """The function raw (..., r) -> coefficients that the layout describes."""
-    return partial(_bind, layout, tuple(A.shape))
+    return partial(_bind, layout, tuple(A.shape[-2:]))
 
 
 def choose_bind(
     bind: Bind | None,
     parameterization: Parameterization,
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
 ) -> Bind:
     """`bind`, or if it is None the function that the layout describes; ValueError without both."""
     return bind or bind_by_layout(parameterization.known_layout(), A)

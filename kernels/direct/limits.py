@@ -36,7 +36,9 @@ def _unsupported(
     """The first property that the kernels do not support, as part of an error message; None if they
     support the call."""
     x, raw, A = operands.x, operands.raw, operands.A
-    layout, (d, n) = parameterization.layout, A.shape
+    layout, (d, n) = parameterization.layout, A.shape[-2:]
+    if A.dim() == 3:
+        return "several heads"
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return "this mixer (only HouseholderProduct)"
     if not 1 <= layout.num_householder <= MAX_REFLECTIONS:

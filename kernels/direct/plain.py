@@ -102,5 +102,5 @@ def _stack_kept(
     kept: list[Tensor],  # slots of (b, n, d)
     operands: Operands,
 ) -> Tensor:  # (b, slots, n, d)
-    empty = operands.A.new_empty(len(operands.x), 0, *operands.A.mT.shape)
+    empty = operands.A.new_empty(len(operands.x), 0, *operands.A.mT.shape[-2:])
     return torch.stack(kept, 1) if kept else empty

@@ -18,6 +18,7 @@ from torch import Tensor
 from bedouin.kernels.direct.layout import choose_bind
 from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
 from bedouin.kernels.feedback import project_feedback
+from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 from bedouin.kernels.scan import contract, discretize
@@ -95,6 +96,7 @@ def direct_sweep_reference(
     x, raw, W_y, A, h, y = operands.wide()
     assert h is not None and y is not None
     bind = choose_bind(bind, parameterization, A)
+    A = A if A.dim() == 2 else per_sample(A, x.shape[0])
     ys, defects, scales, sizes = [], [], [], []
     pivot = x.new_full(x.shape[:1], torch.inf)
     for t in range(x.shape[1]):

@@ -153,7 +153,7 @@ def _memory_like(
     keep_every: int,
 ) -> tuple[Tensor, Tensor]:
     """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
-    (b, t, d), n = x.shape, A.shape[1]
+    (b, t, d), n = x.shape, A.shape[-1]
     return A.new_empty(b, n, d).mT, A.new_empty(b, _slots(t, plain, keep_every) * n * d)
 
 
@@ -207,7 +207,7 @@ def _sweep_backward(
     options = Parameterization.from_scalars(
         activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
     )
-    kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape))
+    kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
     given = (grad_y, grad_h, y, kept, operands, options)
     with torch.autocast(x.device.type, enabled=False):
         if plain:
@@ -237,11 +237,11 @@ def _sweep_backward_fake(
     wants_y0: bool,
     *options: Any,
 ) -> Gradients:
-    (b, t, d), n, r = x.shape, A.shape[1], raw.shape[2]
+    (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     rows = r + padding(r)
     grad_W_y = A.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
-    then = A.new_empty(n, d).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
+    then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)
 
 

@@ -10,7 +10,7 @@ Everything that does not depend on the cotangents is computed for a chunk of tok
 gradient of W^y in one product after the loop. As in forward.py, h and H are stored as (b, n, d).
 
 Letters: b batch, t time, c tokens of a chunk, d channels, n state per channel, k reflections,
-r raw values.
+r raw values, H heads (kernels/heads.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +30,14 @@ from bedouin.kernels.feedback import (
     raw_with_feedback,
     shifted,
 )
+from bedouin.kernels.heads import sum_samples
 from bedouin.kernels.householder import (
     apply_complement_transposed,
     combine_rows,
     mix_channels,
     rows_dot,
 )
+from bedouin.kernels.linear import apply_transposed_weight, weight_gradient
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 
 ReportBackward = Callable[[Tensor, Tensor], None]
@@ -83,7 +85,7 @@ def _prepare(
     h: Tensor,  # (b, n, d), before the chunk
     tokens: slice,
     solved: SolvedSweep,
-    A: Tensor,  # (n, d)
+    A: Tensor,  # (n, d) or (b, n, d)
     scratch: Scratch,
 ) -> _Chunk:
     """Recompute the memory of a chunk, and everything else that no cotangent enters."""
@@ -117,7 +119,7 @@ class _Cotangents(NamedTuple):
     H: Tensor  # (b, n, d), of h_{t-1}
     x: Tensor  # (b, d)
     coefficients: Coefficients
-    A: Tensor  # (n, d)
+    A: Tensor  # (n, d) or (b, n, d), the latter valid until the next token
     w: Tensor  # (b, d)
     rhs: Tensor  # (b, d)
 
@@ -127,7 +129,7 @@ def _reverse_token(
     i: int,
     g: Tensor,  # (b, d), the cotangent of y_t
     H: Tensor,  # (b, n, d), the cotangent of h_t, overwritten
-    A: Tensor,  # (n, d)
+    A: Tensor,  # (n, d) or (b, n, d)
     options: Parameterization,
     scratch: Scratch,
 ) -> _Cotangents:
@@ -177,11 +179,11 @@ def _discretize_vjp(
     decay: Tensor,  # (b, n, d)
     s: Tensor,  # as grad_s
     delta: Tensor,  # (b, d)
-    A: Tensor,  # (n, d)
+    A: Tensor,  # (n, d) or (b, n, d)
     options: Parameterization,
     scratch: Scratch,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of delta (b, d) and A (n, d), for `discretize_rows`; overwrites grad_decay."""
+    """Cotangents of delta (b, d) and of A, for `discretize_rows`; overwrites grad_decay."""
     full = options.eigenvalues == "full"
     reach = decay + 1 if full else decay
     if options.input_scale == "one_minus_decay":
@@ -191,7 +193,9 @@ def _discretize_vjp(
             reach = torch.where(decay < 0, s, reach)
     grad_exponent = scratch.mul_(grad_decay, reach)
     grad_delta = scratch.product("outer", grad_exponent, A).sum(-2)
-    grad_A = scratch.mul_(grad_exponent, delta.unsqueeze(-2)).sum(0)
+    grad_A = scratch.mul_(grad_exponent, delta.unsqueeze(-2))
+    if A.dim() == 2:
+        grad_A = grad_A.sum(0)
     if options.input_scale == "delta":
         grad_delta = grad_delta + grad_s.squeeze(-2)
     elif options.input_scale == "bounded_delta":
@@ -236,14 +240,10 @@ def _vjp(
 class _Totals:
     """Gradients accumulated over the tokens, from the last to the first."""
 
-    def __init__(
-        self,
-        solved: SolvedSweep,
-        A: Tensor,  # (n, d)
-    ) -> None:
+    def __init__(self, solved: SolvedSweep) -> None:
         self.x: list[Tensor] = []
         self.raw: list[Tensor] = []
-        self.A = torch.zeros_like(A)
+        self.A = torch.zeros_like(solved.operands.A.mT)  # (n, d) or (H, n, d)
         self.bind = [torch.zeros_like(p) for p in solved.bind_parameters]
         self.defect: list[Tensor] = []
         self.scale: list[Tensor] = []
@@ -256,7 +256,7 @@ class _Totals:
     ) -> None:
         self.x.append(step.x)
         self.raw.append(grad_raw)
-        self.A = self.A + step.A
+        self.A = self.A + (step.A if self.A.dim() == 2 else sum_samples(step.A, len(self.A)))
         self.bind = [total + g for total, g in zip(self.bind, grad_bind, strict=True)]
 
     def check(self, chunk: _Chunk, steps: list[_Cotangents], options: Parameterization) -> None:
@@ -280,11 +280,11 @@ def reverse_sweep(
     """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters; None without W_y."""
     x, _, W_y, *_ = solved.operands
     options, t_end = solved.parameterization, x.shape[1]
-    A = solved.operands.A.mT.contiguous()
+    A = solved.operands.A_rows()
     grad_feedback = torch.zeros_like(x.sum(1))
     H = grad_feedback.unsqueeze(1) + grad_h.mT  # a copy, which the tokens overwrite
     bind_adjoint = _bind_adjoint(solved)
-    totals, scratch = _Totals(solved, A), Scratch(x, grad_y, grad_h)
+    totals, scratch = _Totals(solved), Scratch(x, grad_y, grad_h)
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
         chunk = _prepare(kept[:, start // keep_every], tokens, solved, A, scratch)
@@ -297,7 +297,8 @@ def reverse_sweep(
             steps.append(step)
             H = step.H
             if W_y is not None:
-                grad_normed = (grad_raw.to(W_y.dtype) @ W_y).to(grad_raw.dtype)
+                grad_normed = apply_transposed_weight(grad_raw.to(W_y.dtype), W_y)
+                grad_normed = grad_normed.to(grad_raw.dtype)
                 eps = options.feedback_norm_eps
                 grad_feedback = normalize_feedback_vjp(grad_normed, solved.y_before[:, t], eps)
         totals.check(chunk, steps, options)
@@ -327,12 +328,10 @@ def _finish(
 def _weight_gradient(
     grad_raw: Tensor,  # (b, t, r), of all raw values
     solved: SolvedSweep,
-) -> Tensor | None:  # (r, d)
-    """The gradient of W_y, in one product."""
+) -> Tensor | None:  # as W_y
+    """The gradient of W_y."""
     W_y = solved.operands.W_y
     if W_y is None:
         return None
     normed = normalize_feedback(solved.y_before, solved.parameterization.feedback_norm_eps)
-    # reshape, because flatten has no batching rule for batched cotangents
-    rows = grad_raw.to(W_y.dtype).reshape(-1, W_y.shape[0])
-    return rows.mT @ normed.to(W_y.dtype).flatten(0, 1)
+    return weight_gradient(grad_raw.to(W_y.dtype), normed.to(W_y.dtype), W_y)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape
+from bedouin.kernels.heads import check_heads
 from bedouin.kernels.output.autograd import run_gated_output, run_shifted_norm
 from bedouin.kernels.output.reference import gated_output_reference, shifted_norm_reference
 from bedouin.kernels.output.types import OutputOperands
@@ -23,11 +24,11 @@ MAX_CHANNELS = 16384
 def gated_output(
     y: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
-    D: Tensor,  # (d,)
+    D: Tensor,  # (d,) or (H, d)
     gate: Tensor,  # (b, t, d)
     fed: Tensor | None = None,  # (b, t, d)
     z: Tensor | None = None,  # (b, t, d)
-    weight: Tensor | None = None,  # (d,)
+    weight: Tensor | None = None,  # (d,) or (H, d), as D
     *,
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
@@ -37,10 +38,13 @@ def gated_output(
 
     The first with z and weight; the second, the paper's, without both. Computes in the dtype of y;
     the other operands may have a lower one. The result has `dtype`, by default that of y.
+    With D (H, d) the batch is H groups of b/H samples, one group for each head: sample i uses
+    D[i // (b/H)], and weight in the same way.
     Source: Fixed-Point RNNs (arXiv 2503.10799), section 5. The Triton version is once
     differentiable and saves only its operands.
 
-    Raises ValueError for shapes that do not fit, z without weight, or a backend that cannot run.
+    Raises ValueError for shapes that do not fit, a batch that is not H groups of one size, z
+    without weight, or a backend that cannot run.
     """
     operands = OutputOperands(y, x, D, gate, fed, z, weight)
     _check_output(operands)
@@ -93,5 +97,10 @@ def _check_output(operands: OutputOperands) -> None:
         )
     for name, tensor in {"x": x, "gate": gate, "fed": fed, "z": z}.items():
         check_shape(name, tensor, y.shape, "(b, t, d)")
-    for name, vector in {"D": D, "weight": weight}.items():
-        check_shape(name, vector, y.shape[-1:], "(d,)")
+    if D.dim() == 2:
+        check_shape("D", D, (D.shape[0], y.shape[-1]), "(H, d)")
+        check_heads(D.shape[0], y.shape[0], "D")
+        check_shape("weight", weight, D.shape, "(H, d)")
+    else:
+        check_shape("D", D, y.shape[-1:], "(d,)")
+        check_shape("weight", weight, y.shape[-1:], "(d,)")

@@ -4,7 +4,7 @@
     out_t = SiLU(gate_t + fed_t + z_t) * norm(y_t + D * x_t)   fed_t = W^y n_t, the gate's rows
     out_t = (gate_t + fed_t) * SiLU(y_t + D * x_t)             the paper's, without z and norm
 
-Letters: b batch, t time, d channels.
+Letters: b batch, t time, d channels, H heads (kernels/heads.py).
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from bedouin.kernels.feedback import normalize_feedback
+from bedouin.kernels.heads import per_sample
 from bedouin.kernels.output.types import OutputOperands
 
 
@@ -22,10 +23,23 @@ def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (
     gate = gate.to(dtype)
     if fed is not None:
         gate = gate + fed.to(dtype)
-    v = y + D.to(dtype) * x.to(dtype)
+    v = y + _of_tokens(D, y) * x.to(dtype)
     if z is None or weight is None:
         return gate * silu(v)
-    return silu(gate + z.to(dtype)) * rms_norm(v, v.shape[-1:], weight.to(dtype), eps)
+    if weight.dim() == 1:
+        normed = rms_norm(v, v.shape[-1:], weight.to(dtype), eps)
+    else:
+        normed = rms_norm(v, v.shape[-1:], eps=eps) * _of_tokens(weight, y)
+    return silu(gate + z.to(dtype)) * normed
+
+
+def _of_tokens(
+    v: Tensor,  # (d,) or (H, d)
+    y: Tensor,  # (b, t, d)
+) -> Tensor:  # (d,) or (b, 1, d)
+    """What each token of y reads of v, in the dtype of y."""
+    v = v.to(y.dtype)
+    return v if v.dim() == 1 else per_sample(v, y.shape[0]).unsqueeze(1)
 
 
 def shifted_norm_reference(

@@ -1,6 +1,6 @@
 """What the output stage takes; free of Triton.
 
-Letters: b batch, t time, d channels.
+Letters: b batch, t time, d channels, H heads (kernels/heads.py).
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ class OutputOperands(NamedTuple):
 
     y: Tensor  # (b, t, d)
     x: Tensor  # (b, t, d)
-    D: Tensor  # (d,)
+    D: Tensor  # (d,) or (H, d)
     gate: Tensor  # (b, t, d)
     fed: Tensor | None  # (b, t, d)
     z: Tensor | None  # (b, t, d)
-    weight: Tensor | None  # (d,), of the norm
+    weight: Tensor | None  # (d,) or (H, d), of the norm

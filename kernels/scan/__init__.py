@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.checks import check_choice, check_sequence, check_shape
+from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.scan.autograd import run_plain_scan, run_triton_scan
 from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
@@ -25,11 +26,11 @@ __all__ = [
 def selective_scan(
     x: Tensor,  # (b, t, d)
     delta: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
     B: Tensor,  # (b, t, n)
     C: Tensor,  # (b, t, n)
     h0: Tensor | None = None,  # (b, d, n)
-    D: Tensor | None = None,  # (d,)
+    D: Tensor | None = None,  # (d,) or (H, d), as A
     *,
     input_scale: InputScale = "delta",
     eigenvalues: Eigenvalues = "positive",
@@ -41,19 +42,21 @@ def selective_scan(
     lambda_t = exp(A delta_t) and s_t are computed inside (`discretize`). Returns y and the last h,
     both differentiable. With `exclusive`, y_t reads memory before token t is written.
     Source: Mamba (arXiv 2312.00752), section 3; Fixed-Point RNNs (arXiv 2503.10799), section 5.
+    With A (H, d, n) the batch is H groups of b/H samples, one group for each head: sample i uses
+    A[i // (b/H)], and D in the same way.
     Computes in at least float32; y has the dtype of x, the last h that of h0 (without h0 at least
     float32). The Triton version is once differentiable, and so is every one under torch.compile,
     where the scan is one operation for every length.
 
-    Raises ValueError for shapes that do not fit, unknown option names, or a backend that cannot
-    run on the device.
+    Raises ValueError for shapes that do not fit, a batch that is not H groups of one size, unknown
+    option names, or a backend that cannot run on the device.
     """
     _check_shapes(x, delta, A, B, C, h0, D)
     check_choice("input_scale", input_scale, get_args(InputScale))
     check_choice("eigenvalues", eigenvalues, get_args(Eigenvalues))
     implementation = choose_backend(backend, x.device, x.dtype)
     if h0 is None:
-        h0 = x.new_zeros(x.shape[0], *A.shape, dtype=accumulator(x.dtype))
+        h0 = x.new_zeros(x.shape[0], *A.shape[-2:], dtype=accumulator(x.dtype))
     operands = ScanOperands(x, delta, A, B, C, h0, D)
     options = ScanOptions(input_scale, eigenvalues, exclusive)
     is_empty = not (x.numel() and A.numel())
@@ -68,25 +71,28 @@ def selective_scan(
             eigenvalues=eigenvalues,
             exclusive=exclusive,
         )
-    return (y if D is None else y + D * x), h
+    if D is None:
+        return y, h
+    return y + (D if D.dim() == 1 else per_sample(D, x.shape[0]).unsqueeze(1)) * x, h
 
 
 def _check_shapes(
     x: Tensor,  # (b, t, d)
     delta: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
     B: Tensor,  # (b, t, n)
     C: Tensor,  # (b, t, n)
     h0: Tensor | None,  # (b, d, n)
-    D: Tensor | None,  # (d,)
+    D: Tensor | None,  # (d,) or (H, d)
 ) -> None:
     check_sequence("x", x)
     b, t, d = x.shape
-    if A.dim() != 2 or A.shape[0] != d:
-        raise ValueError(f"A must have shape (d, n) = ({d}, n), got {tuple(A.shape)}")
-    n = A.shape[1]
+    if A.dim() not in (2, 3) or A.shape[-2] != d:
+        raise ValueError(f"A must have shape (d, n) = ({d}, n) or (H, d, n), got {tuple(A.shape)}")
+    check_heads(count_heads(A), b, "A")
+    n = A.shape[-1]
     check_shape("delta", delta, (b, t, d))
     check_shape("B", B, (b, t, n))
     check_shape("C", C, (b, t, n))
     check_shape("h0", h0, (b, d, n))
-    check_shape("D", D, (d,))
+    check_shape("D", D, A.shape[:-1])

@@ -1,18 +1,19 @@
 """Diagonal selective scan, the sequence mixing of a Bedouin layer: the specification.
 
-Letters: b batch, t time, d channels, n state per channel.
+Letters: b batch, t time, d channels, n state per channel, H heads (kernels/heads.py).
 """
 
 import torch
 from torch import Tensor
 
+from bedouin.kernels.heads import count_heads, per_sample, sum_samples
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.scan.types import Eigenvalues, InputScale, ScanOperands, ScanOptions
 
 
 def discretize(
     delta: Tensor,  # (..., d)
-    A: Tensor,  # (d, n), negative
+    A: Tensor,  # (d, n), or one for each leading index, (..., d, n); negative
     input_scale: InputScale,
     eigenvalues: Eigenvalues,
 ) -> tuple[Tensor, Tensor]:
@@ -49,11 +50,11 @@ def discretize_vjp(
     grad_scale: Tensor,  # (b, d, 1) or (b, d, n): the shape of s
     decay: Tensor,  # (b, d, n), as `discretize` gives it
     delta: Tensor,  # (b, d)
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n), or one for each sample, (b, d, n)
     input_scale: InputScale,
     eigenvalues: Eigenvalues,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of delta (b, d) and, summed over the batch, of A (d, n)."""
+    """Cotangents of delta (b, d) and of A, summed over the batch where all samples have one A."""
     if input_scale == "one_minus_decay":
         sign = decay.sign() if eigenvalues == "full" else 1.0
         grad_decay = grad_decay - sign * grad_scale
@@ -62,7 +63,7 @@ def discretize_vjp(
     full = eigenvalues == "full"
     grad_exponent = grad_decay * (2 * torch.exp(delta.unsqueeze(-1) * A) if full else decay)
     grad_delta = (grad_exponent * A).sum(-1)
-    grad_A = (grad_exponent * delta.unsqueeze(-1)).sum(0)
+    grad_A = (grad_exponent * delta.unsqueeze(-1)).sum_to_size(A.shape)
     if input_scale == "delta":
         grad_delta = grad_delta + grad_scale.squeeze(-1)
     elif input_scale == "bounded_delta":
@@ -81,7 +82,7 @@ def contract(
 def selective_scan_reference(
     x: Tensor,  # (b, t, d)
     delta: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
     B: Tensor,  # (b, t, n)
     C: Tensor,  # (b, t, n)
     h0: Tensor,  # (b, d, n)
@@ -98,6 +99,8 @@ def selective_scan_reference(
     """
     dtype, y_dtype, h_dtype = accumulator(x.dtype), x.dtype, h0.dtype
     x, delta, A, B, C, h = (v.to(dtype) for v in (x, delta, A, B, C, h0))
+    if A.dim() == 3:
+        A = per_sample(A, x.shape[0])
     outputs = []
     for t in range(x.shape[1]):
         decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
@@ -121,29 +124,34 @@ def selective_scan_vjp(
     """
     x, delta, A, B, C, h0, _ = operands
     input_scale, eigenvalues, exclusive = options
+    heads, has_heads = count_heads(A), A.dim() == 3
+    if has_heads:
+        A = per_sample(A, x.shape[0])
     before, scales = [h0], []
     for t in range(x.shape[1]):
         decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
         written = s * x[:, t].unsqueeze(-1) * B[:, t].unsqueeze(-2)
         before.append(decay * before[-1] + written)
         scales.append((decay, s))
-    H, grad_A, tokens = grad_h, torch.zeros_like(A), []
+    g, grad_A, tokens = grad_h, torch.zeros_like(A), []
     for t in reversed(range(x.shape[1])):
         (decay, s), drive, B_t = scales[t], x[:, t].unsqueeze(-1), B[:, t].unsqueeze(-2)
         read = grad_y[:, t].unsqueeze(-1) * C[:, t].unsqueeze(-2)
         # the read-out depends on what the token writes unless it is exclusive
-        G = H if exclusive else H + read
+        G = g if exclusive else g + read
         seen = decay * before[t] if exclusive else before[t + 1]
         grad_C = (seen * grad_y[:, t].unsqueeze(-1)).sum(-2)
         grad_s = (G * drive * B_t).sum_to_size(s.shape)
-        H = H + read
+        g = g + read
         grad_delta, grad_A_t = discretize_vjp(
-            H * before[t], grad_s, decay, delta[:, t], A, input_scale, eigenvalues
+            g * before[t], grad_s, decay, delta[:, t], A, input_scale, eigenvalues
         )
         grad_A = grad_A + grad_A_t
         tokens.append(((G * s * B_t).sum(-1), grad_delta, (G * s * drive).sum(-2), grad_C))
-        H = H * decay
+        g = g * decay
     grad_x, grad_delta, grad_B, grad_C = (
         torch.stack(values[::-1], 1) for values in zip(*tokens, strict=True)
     )
-    return grad_x, grad_delta, grad_A, grad_B, grad_C, H
+    if has_heads:
+        grad_A = sum_samples(grad_A, heads)
+    return grad_x, grad_delta, grad_A, grad_B, grad_C, g

@@ -1,6 +1,6 @@
 """What a scan takes and returns; free of Triton.
 
-Letters: b batch, t time, d channels, n state per channel.
+Letters: b batch, t time, d channels, n state per channel, H heads (kernels/heads.py).
 """
 
 from typing import Literal, NamedTuple
@@ -19,11 +19,11 @@ class ScanOperands(NamedTuple):
 
     x: Tensor  # (b, t, d)
     delta: Tensor  # (b, t, d)
-    A: Tensor  # (d, n)
+    A: Tensor  # (d, n) or (H, d, n)
     B: Tensor  # (b, t, n)
     C: Tensor  # (b, t, n)
     h0: Tensor  # (b, d, n)
-    D: Tensor | None = None  # (d,)
+    D: Tensor | None = None  # (d,) or (H, d), as A
 
 
 class ScanOptions(NamedTuple):
@@ -47,8 +47,8 @@ class ScanCotangents(NamedTuple):
 
     x: Tensor  # (b, t, d)
     delta: Tensor  # (b, t, d)
-    A: Tensor  # (d, n)
+    A: Tensor  # (d, n) or (H, d, n)
     B: Tensor  # (b, t, n)
     C: Tensor  # (b, t, n)
     h0: Tensor  # (b, d, n)
-    D: Tensor  # (d,), empty without D
+    D: Tensor  # (d,) or (H, d), empty without D

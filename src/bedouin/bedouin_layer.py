@@ -1,6 +1,6 @@
 """Bedouin, the layer with a matrix-valued state, and the parameterization of its paper.
 
-Letters: b batch, t time, m d_model, d d_inner, n d_state.
+Letters: b batch, t time, m d_model, d d_inner, n d_state, p head_dim.
 """
 
 from collections.abc import Collection
@@ -101,6 +101,7 @@ class Bedouin(FixedPointLayer):
         *,
         d_state: int = 16,
         expand: float = 2,
+        num_heads: int | None = None,
         num_householder: int | None = None,
         beta_max: float | None = None,
         mixer: ChannelMixer | None = None,
@@ -134,6 +135,7 @@ class Bedouin(FixedPointLayer):
             d_model,
             d_state=d_state,
             expand=expand,
+            num_heads=num_heads,
             mixer=mixer,
             input_scale=input_scale,
             eigenvalues=eigenvalues,
@@ -185,6 +187,7 @@ class Bedouin(FixedPointLayer):
             d_model,
             d_state=d_state,
             expand=expand,
+            num_heads=1,
             mixer=HouseholderProduct(num_householder, beta_max=2.0),
             decay="griffin",
             input_scale="delta",
@@ -203,7 +206,7 @@ class Bedouin(FixedPointLayer):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         with torch.no_grad():
-            self.x_proj.weight[: self.d_inner].mul_(self.delta_from_x_init)
+            self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
             if self.decay == "mamba":
                 states = torch.arange(1, self.d_state + 1, device=self.D.device)
                 self.A_log.copy_(states.log().expand(self.d_inner, -1))
@@ -213,8 +216,8 @@ class Bedouin(FixedPointLayer):
                 self.dt_bias.zero_()
 
     def _component_sizes(self) -> dict[str, int]:
-        d, n = self.d_inner, self.d_state
-        return {"delta": d, "B": n, "C": n, "mixer": self.mixer.raw_size(d)}
+        p, n = self.head_dim, self.d_state
+        return {"delta": p, "B": n, "C": n, "mixer": self.mixer.raw_size(p)}
 
     def _split(
         self,

@@ -5,7 +5,8 @@
     h_t   = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T
     F(y)_t = h_t C_t
 
-Letters: b batch, t time, d channels, n state per channel, r raw values.
+Letters: b batch, t time, d channels, n state per channel, r raw values. A layer of several heads
+folds them into the batch (bedouin.heads); d are then the channels of a head.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from bedouin.kernels.direct import (
     solve_local_transposed,
 )
 from bedouin.kernels.feedback import raw_with_feedback
+from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Coefficients, Operands, Parameterization
@@ -340,7 +342,9 @@ class StructuredMap(FixedPointMap):
         # except for the coupled scale, s has no state axis and does not depend on A, so that one
         # column of A is enough
         coupled = options.input_scale == "one_minus_decay"
-        A = self.operands.A if coupled else self.operands.A[:, :1]
+        A = self.operands.A if coupled else self.operands.A[..., :1]
+        if A.dim() == 3:
+            A = per_sample(A, delta.shape[0]).unsqueeze(1)
         decay, s = discretize(delta, A, options.input_scale, options.eigenvalues)
         gap = gain_gap(decay, B, C, options) if options.layout is None else None
         return input_gain(s, B, C), gap

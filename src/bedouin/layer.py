@@ -1,6 +1,8 @@
 """The base class of the layers: parameters, projections, the fixed point, the output stage.
 
-Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, r raw values.
+Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, H num_heads,
+p = d / H head_dim, r raw values of a head. Between the projections from m to d and back a layer has
+b' = H b folded samples, each of which is one head of one sample (bedouin.heads).
 """
 
 import math
@@ -24,9 +26,19 @@ from bedouin.checks import (
 )
 from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_step
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
+from bedouin.heads import (
+    by_head,
+    choose_num_heads,
+    fold,
+    fold_state,
+    make_linear,
+    unfold,
+    unfold_state,
+)
 from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.launch import accumulator
+from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
@@ -39,7 +51,7 @@ from bedouin.parameterization import (
     factory_options,
     split_feedback_weight,
 )
-from bedouin.projection import split_linear
+from bedouin.projection import project_raw
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
@@ -54,12 +66,12 @@ class _Call(NamedTuple):
     """The intermediate values of a call, from its projections to its output stage."""
 
     f: FixedPointMap
-    start: Tensor  # (b, t, d), where the solve starts
-    x: Tensor  # (b, t, d)
-    z: Tensor | None  # (b, t, d)
-    gate: Tensor  # (b, t, d), the part that x determines
-    W_gate: Tensor | None  # (d, d)
-    state: BedouinState | None
+    start: Tensor  # (b', t, p), where the solve starts
+    x: Tensor  # (b', t, p)
+    z: Tensor | None  # (b', t, p)
+    gate: Tensor  # (b', t, p), the part that x determines
+    W_gate: Tensor | None  # (p, p) or (H, p, p)
+    state: BedouinState | None  # of b samples
     dtype: torch.dtype  # of the output stage's products
 
 
@@ -102,6 +114,7 @@ class FixedPointLayer(nn.Module, ABC):
         *,
         d_state: int,
         expand: float,
+        num_heads: int | None,
         mixer: ChannelMixer,
         input_scale: InputScale,
         eigenvalues: Eigenvalues,
@@ -122,6 +135,8 @@ class FixedPointLayer(nn.Module, ABC):
             positive_int("d_state", d_state),
         )
         self.d_inner = inner_size(expand, d_model)
+        self.num_heads = choose_num_heads(num_heads, self.d_inner)
+        self.head_dim = self.d_inner // self.num_heads
         check_bool("feedback_norm", feedback_norm)
         check_bool("bias", bias)
         check_dtype(dtype)
@@ -141,15 +156,16 @@ class FixedPointLayer(nn.Module, ABC):
         self.deferred = DeferredWarning()
         self.graphs = StepGraphs()
 
-        d, factory = self.d_inner, factory_options(device, dtype)
+        d, p, heads = self.d_inner, self.head_dim, self.num_heads
+        factory = factory_options(device, dtype)
         self._sizes = self._component_sizes()
-        fed = sum(self._sizes[name] for name in self.feedback)
+        r, fed = self.raw_size, sum(self._sizes[name] for name in self.feedback)
         branches = 1 if output == "paper" else 2
         self.in_proj = nn.Linear(d_model, branches * d, bias=False, **factory)
-        self.x_proj = nn.Linear(d, self.raw_size + d, bias=False, **factory)
-        self.y_proj = nn.Linear(d, fed + d, bias=False, **factory) if self.feedback else None
+        self.x_proj = make_linear(heads, p, r + p, **factory)
+        self.y_proj = make_linear(heads, p, fed + p, **factory) if self.feedback else None
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
-        self.raw_bias = nn.Parameter(torch.empty(self.raw_size, **factory)) if bias else None
+        self.raw_bias = nn.Parameter(torch.empty(heads * r, **factory)) if bias else None
         self.D = nn.Parameter(torch.empty(d, **factory))
         self.norm = nn.RMSNorm(d, eps=norm_eps, **factory) if output == "norm" else None
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
@@ -159,7 +175,8 @@ class FixedPointLayer(nn.Module, ABC):
 
     @abstractmethod
     def _component_sizes(self) -> dict[str, int]:
-        """Sizes of the raw components in the order of `components`; the first has size d."""
+        """Sizes of the raw components of a head in the order of `components`; the first has size
+        p."""
 
     @abstractmethod
     def _split(
@@ -182,8 +199,8 @@ class FixedPointLayer(nn.Module, ABC):
 
     def drive(
         self,
-        x: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
+        x: Tensor,  # (b', t, p)
+    ) -> Tensor:  # (b', t, p)
         """The input of the mixer."""
         return x
 
@@ -191,7 +208,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     @property
     def raw_size(self) -> int:
-        """r, the number of raw values per token, without the gate."""
+        """r, the number of raw values per token and head, without the gate."""
         return sum(self._sizes.values())
 
     @property
@@ -213,7 +230,7 @@ class FixedPointLayer(nn.Module, ABC):
                 self.y_proj.reset_parameters()
                 self.y_proj.weight.mul_(self.feedback_init)
             if self.raw_bias is not None:
-                bound = 1 / math.sqrt(self.d_inner)
+                bound = 1 / math.sqrt(self.head_dim)
                 self.raw_bias.uniform_(-bound, bound)
             self.D.fill_(1.0)
         if self.norm is not None:
@@ -230,14 +247,16 @@ class FixedPointLayer(nn.Module, ABC):
                 parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def _x_bias(self) -> Tensor:
-        """The bias of W^x (r + d,), which begins with that of Delta and ends with the gate's."""
+        """The bias of W^x (r + p,) or (H, r + p), which begins with that of Delta and ends with the
+        gate's."""
+        of_delta = by_head(self.dt_bias, self.num_heads)
         if self.raw_bias is None:
-            return F.pad(self.dt_bias, (0, self.raw_size))
-        return torch.cat([self.dt_bias, self.raw_bias])
+            return F.pad(of_delta, (0, self.raw_size))
+        return torch.cat([of_delta, by_head(self.raw_bias, self.num_heads)], -1)
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """W^y of the loop (r, d), with zero rows for components without feedback, and W^y of the
-        gate (d, d); None without feedback."""
+        """W^y of the loop (r, p) or (H, r, p), with zero rows for components without feedback, and
+        W^y of the gate (p, p) or (H, p, p); None without feedback."""
         if self.y_proj is None:
             return None, None
         weight = self.y_proj.weight.to(dtype)
@@ -303,10 +322,11 @@ class FixedPointLayer(nn.Module, ABC):
         self.deferred.flush()
         projected = self.in_proj(u)
         x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
+        state = self._incoming(state, x)
+        x, z = fold(x, self.num_heads), None if z is None else fold(z, self.num_heads)
         dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project_x(x, low)
-        state = self._incoming(state, x, dtype)
         with without_autocast(u.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, W_y, state)
@@ -319,38 +339,33 @@ class FixedPointLayer(nn.Module, ABC):
 
     def _project_x(
         self,
-        x: Tensor,  # (b, t, d)
+        x: Tensor,  # (b', t, p)
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """W^x x: the raw values (b, t, r) and the gate (b, t, d), in `dtype` if kernels read them.
-
-        For kernels there are two products, so that each result and its cotangent are contiguous.
-        The backward pass of a split would concatenate the cotangents, which copies all of them.
-        """
-        weight, bias, r = self.x_proj.weight, self._x_bias(), self.raw_size
-        if choose_backend(self.backend, x.device, x.dtype) != "triton":
-            raw, gate = F.linear(x, weight, bias).split([r, self.d_inner], -1)
-            return raw, gate
-        # flattened, because torch fuses the bias into the product only if x is a matrix
-        rows = x.flatten(0, 1)
-        raw, gate = split_linear(*(v.to(dtype) for v in (rows, weight, bias)), r=r)
-        return raw.unflatten(0, x.shape[:2]), gate.unflatten(0, x.shape[:2])
+        """W^x x: the raw values (b', t, r) and the gate (b', t, p), in `dtype` if kernels read
+        them."""
+        for_kernels = choose_backend(self.backend, x.device, x.dtype) == "triton"
+        weight, bias = self.x_proj.weight, self._x_bias()
+        return project_raw(x, weight, bias, r=self.raw_size, dtype=dtype if for_kernels else None)
 
     def _map(
         self,
-        x: Tensor,  # (b, t, d)
-        raw: Tensor,  # (b, t, r)
-        W_y: Tensor | None,  # (r, d)
-        state: BedouinState | None,
+        x: Tensor,  # (b', t, p)
+        raw: Tensor,  # (b', t, r)
+        W_y: Tensor | None,  # (r, p) or (H, r, p)
+        state: BedouinState | None,  # of b samples
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = accumulator(x.dtype)
         drive = self.drive(x.to(dtype)) if self.has_drive else x
-        operands = Operands(drive, raw, W_y, self._A().to(dtype), *(state or (None, None)))
+        A = by_head(self._A().to(dtype), self.num_heads)
+        before = (None, None) if state is None else fold_state(state, self.num_heads)
+        operands = Operands(drive, raw, W_y, A, *before)
         return kind(operands, self.parameterization(), self.mixer, self._split, self.backend)
 
     def _caller(self) -> Caller:
-        return Caller(type(self).__name__, self.deferred, self.next_draw(), self._keep_stats)
+        name, draw = type(self).__name__, self.next_draw()
+        return Caller(name, self.deferred, draw, self._keep_stats, self.num_heads)
 
     def _keep_stats(self, stats: SolveStats | None) -> None:
         # a checkpoint's recomputation keeps those of the first call, which get stats.backward
@@ -360,7 +375,7 @@ class FixedPointLayer(nn.Module, ABC):
     def _output(
         self,
         call: _Call,
-        y: Tensor,  # (b, t, d), the fixed point
+        y: Tensor,  # (b', t, p), the fixed point
         wants_state: bool,
     ) -> tuple[Tensor, BedouinState | None]:
         """The layer's output (b, t, m), and the state after the last token if wanted.
@@ -372,21 +387,22 @@ class FixedPointLayer(nn.Module, ABC):
             state = self._outgoing(call, y) if wants_state else None
             fed = None
             if call.W_gate is not None and y.shape[1]:
-                first = None if call.state is None else call.state.y
                 before = shifted_norm(
                     y,
-                    first,
+                    call.f.operands.y0,
                     self.feedback_norm_eps,
                     dtype=call.W_gate.dtype,
                     backend=self.backend,
                 )
-                fed = F.linear(before, call.W_gate)
-            norm: dict[str, Any] = {}
+                fed = apply_weight(before, call.W_gate)
+            heads, norm = self.num_heads, {}
             if self.norm is not None:
-                norm = {"z": call.z, "weight": self.norm.weight, "eps": self.norm.eps}
+                weight = by_head(self.norm.weight, heads)
+                norm = {"z": call.z, "weight": weight, "eps": self.norm.eps}
             common: dict[str, Any] = {"dtype": call.dtype, "backend": self.backend}
-            hidden = gated_output(y, call.x, self.D, call.gate, fed, **norm, **common)
-        output: Tensor = self.out_proj(hidden)
+            D = by_head(self.D, heads)
+            hidden = gated_output(y, call.x, D, call.gate, fed, **norm, **common)
+        output: Tensor = self.out_proj(unfold(hidden, heads))
         return output, state
 
     def next_draw(self) -> int | None:
@@ -401,10 +417,9 @@ class FixedPointLayer(nn.Module, ABC):
         self,
         state: BedouinState | None,
         x: Tensor,  # (b, t, d)
-        dtype: torch.dtype,
     ) -> BedouinState | None:
         # a call without tokens returns the incoming state
-        b, d, n = x.shape[0], self.d_inner, self.d_state
+        b, d, n, dtype = x.shape[0], self.d_inner, self.d_state, accumulator(x.dtype)
         if state is None:
             return None if x.shape[1] else zero_state(b, d, n, dtype, x.device)
         return check_state(state, b, d, n, x.new_empty(0, dtype=dtype))
@@ -412,12 +427,12 @@ class FixedPointLayer(nn.Module, ABC):
     def _outgoing(
         self,
         call: _Call,
-        y: Tensor,  # (b, t, d)
+        y: Tensor,  # (b', t, p)
     ) -> BedouinState:
         if call.state is not None and y.shape[1] == 0:
             return call.state
         # copies, because a view would keep all of y alive and may share what autograd has saved
-        return BedouinState(call.f.memory(y).clone(), y[:, -1].clone())
+        return unfold_state(call.f.memory(y), y[:, -1], self.num_heads)
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
@@ -444,6 +459,7 @@ class FixedPointLayer(nn.Module, ABC):
     def extra_repr(self) -> str:
         return (
             f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
+            f"num_heads={self.num_heads}, "
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
             f"feedback={self.feedback}, solver={self.solver}, adjoint={self.adjoint}"
         )

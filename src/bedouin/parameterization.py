@@ -1,6 +1,6 @@
 """Conversion of a layer's arguments: solve options, mixer, layout, weights and initial values.
 
-Letters: b batch, t time, d channels, r raw values, f raw values with feedback.
+Letters: b batch, t time, d channels of a head, r raw values, f raw values with feedback, H heads.
 """
 
 import math
@@ -118,23 +118,25 @@ def householder_layout(
 
 
 def split_feedback_weight(
-    weight: Tensor,  # (f + d, d), the rows of `feedback` and, last, of the gate
+    weight: Tensor,  # (f + d, d) or (H, f + d, d): the rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
     sizes: dict[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """W^y of the loop (r, d), with zero rows for components without feedback, and W^y of the gate
-    (d, d). `sizes` are those of all components, in the order of the raw values.
+    """W^y of the loop (r, d) or (H, r, d), with zero rows for components without feedback, and W^y
+    of the gate (d, d) or (H, d, d). `sizes` are those of all components, in the order of the raw
+    values.
     """
-    d = weight.shape[1]
+    d = weight.shape[-1]
     if feedback == tuple(sizes):
-        loop, gate = weight.split([sum(sizes.values()), d])
+        loop, gate = weight.split([sum(sizes.values()), d], -2)
         return loop, gate
-    *fed, gate = weight.split([*(sizes[name] for name in feedback), d])
+    *fed, gate = weight.split([*(sizes[name] for name in feedback), d], -2)
     rows = dict(zip(feedback, fed, strict=True))
     blocks = [
-        rows[name] if name in rows else gate.new_zeros(size, d) for name, size in sizes.items()
+        rows[name] if name in rows else gate.new_zeros(*gate.shape[:-2], size, d)
+        for name, size in sizes.items()
     ]
-    return torch.cat(blocks), gate
+    return torch.cat(blocks, -2), gate
 
 
 def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """FixedPointRNN, the layer with a vector-valued state.
 
-Letters: b batch, t time, d d_inner, n d_state.
+Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.layer).
 """
 
 from collections.abc import Collection
@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from bedouin.checks import one_of, ordered_subset, reject_unknown
 from bedouin.fixed_point_map import ScanInputs
+from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
+from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layer import FixedPointLayer
@@ -60,6 +62,7 @@ class FixedPointRNN(FixedPointLayer):
         d_model: int,
         *,
         expand: float = 2,
+        num_heads: int | None = None,
         num_householder: int | None = None,
         beta_max: float | None = None,
         mixer: ChannelMixer | None = None,
@@ -88,6 +91,7 @@ class FixedPointRNN(FixedPointLayer):
             d_model,
             d_state=1,
             expand=expand,
+            num_heads=num_heads,
             mixer=mixer,
             input_scale="one_minus_decay",
             eigenvalues=eigenvalues,
@@ -105,7 +109,7 @@ class FixedPointRNN(FixedPointLayer):
             dtype=dtype,
         )
         d, factory = self.d_inner, factory_options(device, dtype)
-        self.b_proj = nn.Linear(d, d, bias=False, **factory)
+        self.b_proj = make_linear(self.num_heads, self.head_dim, self.head_dim, **factory)
         if decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, 1, **factory))
         self.reset_parameters()
@@ -122,7 +126,7 @@ class FixedPointRNN(FixedPointLayer):
                 self.dt_bias.copy_(torch.logit(decay))
 
     def _component_sizes(self) -> dict[str, int]:
-        return {"decay": self.d_inner, "mixer": self.mixer.raw_size(self.d_inner)}
+        return {"decay": self.head_dim, "mixer": self.mixer.raw_size(self.head_dim)}
 
     def _split(
         self,
@@ -151,6 +155,6 @@ class FixedPointRNN(FixedPointLayer):
 
     def drive(
         self,
-        x: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
-        return F.silu(F.linear(x, self.b_proj.weight.to(x.dtype))) * x
+        x: Tensor,  # (b', t, p)
+    ) -> Tensor:  # (b', t, p)
+        return F.silu(apply_weight(x, self.b_proj.weight.to(x.dtype))) * x

@@ -288,7 +288,8 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
     """A small float64 `Bedouin` or `FixedPointRNN` with every option drawn from `rng`.
 
     `fixed` contains the options that are not drawn; "kind" is the class. Drawn are decay, input
-    scale, eigenvalue range, feedback, mixer, beta_max in {0.5, 1, 2} and 1 to 4 reflections.
+    scale, eigenvalue range, feedback, mixer, beta_max in {0.5, 1, 2}, 1 to 4 reflections, and the
+    number of heads.
     """
     kind = fixed.pop("kind", None) or rng.choice((Bedouin, FixedPointRNN))
     options = _shared_options(rng) | (_bedouin_options(rng) if kind is Bedouin else {})
@@ -296,6 +297,9 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
         options["decay"] = rng.choice(("sigmoid", "griffin"))
         options["feedback"] = rng.choice((("mixer",), ()))
     options |= {"dtype": torch.float64, "on_unconverged": "ignore"} | fixed
+    if "num_heads" not in options:
+        d = int(options["d_model"] * options["expand"])
+        options["num_heads"] = rng.choice([h for h in range(1, d + 1) if d % h == 0])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.randint(0, 2**16))
         layer: FixedPointLayer = kind(options.pop("d_model"), **options)

@@ -208,8 +208,8 @@ def test_contract_sums_over_the_state() -> None:
     [
         (0, (2, 3), r"x must have shape \(b, t, d\), got \(2, 3\)"),
         (1, (2, 5, 4), r"delta must have shape \(2, 5, 3\), got \(2, 5, 4\)"),
-        (2, (4, 4), r"A must have shape \(d, n\) = \(3, n\), got \(4, 4\)"),
-        (2, (3,), r"A must have shape \(d, n\) = \(3, n\), got \(3,\)"),
+        (2, (4, 4), r"A must have shape \(d, n\) = \(3, n\) or \(H, d, n\), got \(4, 4\)"),
+        (2, (3,), r"A must have shape \(d, n\) = \(3, n\) or \(H, d, n\), got \(3,\)"),
         (3, (2, 5, 3), r"B must have shape \(2, 5, 4\), got \(2, 5, 3\)"),
         (4, (2, 4, 4), r"C must have shape \(2, 5, 4\), got \(2, 4, 4\)"),
         (5, (1, 3, 4), r"h0 must have shape \(2, 3, 4\), got \(1, 3, 4\)"),

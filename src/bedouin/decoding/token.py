@@ -44,6 +44,7 @@ class DecodedLayer(Protocol):
 
     d_inner: int
     d_state: int
+    num_heads: int
     feedback: tuple[str, ...]
     output: OutputStage
     solve_options: SolveOptions
@@ -178,6 +179,8 @@ def unsupported_step(layer: DecodedLayer) -> str | None:
     """What the fused path does not cover, as a part of a message; None where it covers all."""
     if not vars(type(layer)).get("has_fused_step", False):
         return "subclasses"
+    if layer.num_heads > 1:
+        return "several heads"
     return unsupported_token(layer.d_inner, layer.d_state, layer.layout())
 
 

@@ -1,0 +1,44 @@
+"""Tensors that belong to heads: the batch is H groups of b/H samples, one group for each head.
+
+Sample i belongs to head i // (b/H). A tensor of a head, A (d, n) for example, has a leading axis H
+where there are several heads, and the same shape as without heads where there is one.
+Letters: b samples, all heads' counted; H heads.
+"""
+
+from torch import Tensor
+
+
+def count_heads(
+    A: Tensor,  # (d, n) or (H, d, n)
+) -> int:
+    """H, which the number of axes of A says."""
+    return A.shape[0] if A.dim() == 3 else 1
+
+
+def check_heads(num_heads: int, b: int, source: str) -> None:
+    """Raise ValueError unless b samples are `num_heads` equal groups; `source` has that many."""
+    if num_heads < 1:
+        raise ValueError(f"{source} must have at least one head, got {num_heads}")
+    if b % num_heads:
+        raise ValueError(
+            f"the batch must be {num_heads} groups of samples of one size, since {source} has "
+            f"{num_heads} heads, got {b} samples; give a multiple of {num_heads} samples, head by "
+            f"head, or a tensor of one head"
+        )
+
+
+def per_sample(
+    v: Tensor,  # (H, ...)
+    b: int,
+) -> Tensor:  # (b, ...)
+    """For each of b samples the tensor of its head."""
+    groups = v.unsqueeze(1).expand(-1, b // v.shape[0], *(-1,) * (v.dim() - 1))
+    return groups.flatten(0, 1)
+
+
+def sum_samples(
+    grad: Tensor,  # (b, ...)
+    num_heads: int,
+) -> Tensor:  # (H, ...)
+    """The sum over the samples of each head, the adjoint of `per_sample`."""
+    return grad.unflatten(0, (num_heads, -1)).sum(1)

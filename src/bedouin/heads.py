@@ -1,0 +1,136 @@
+"""Heads: channels cut into groups, which are folded into the batch and share no weights.
+
+Inside of a layer of H heads, a sample is H folded samples: folded sample j b + i is head j of
+sample i. One head is the layer without this module: nothing is folded.
+
+Letters: b batch, t time, d d_inner, n d_state, H heads, p = d / H channels of a head.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.checks import positive_int
+from bedouin.kernels.linear import apply_weight
+from bedouin.state import BedouinState
+
+HEAD_DIM = 64
+"""Channels of a head by default. To be replaced by the measured best."""
+
+
+def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
+    """H: `num_heads`, or for None heads of HEAD_DIM channels where these divide d_inner, else 1.
+
+    Raises TypeError for a value that is no int, ValueError for one that does not divide d_inner.
+    """
+    if num_heads is None:
+        return d_inner // HEAD_DIM if d_inner % HEAD_DIM == 0 else 1
+    positive_int("num_heads", num_heads)
+    if d_inner % num_heads:
+        raise ValueError(
+            f"num_heads must divide d_inner = expand * d_model = {d_inner}, got {num_heads}: use "
+            "one of its divisors, for example 1, or None for the default"
+        )
+    return num_heads
+
+
+def fold(
+    v: Tensor,  # (b, t, d) or (b, d)
+    num_heads: int,
+) -> Tensor:  # (H b, t, p) or (H b, p)
+    """The channels of each head as a sample of its own."""
+    if num_heads == 1:
+        return v
+    return v.unflatten(-1, (num_heads, -1)).movedim(-2, 0).flatten(0, 1)
+
+
+def unfold(
+    v: Tensor,  # (H b, t, p)
+    num_heads: int,
+) -> Tensor:  # (b, t, d)
+    """The inverse of `fold`."""
+    if num_heads == 1:
+        return v
+    return v.unflatten(0, (num_heads, -1)).movedim(0, -2).flatten(-2)
+
+
+def by_head(
+    v: Tensor,  # (d, ...)
+    num_heads: int,
+) -> Tensor:  # (d, ...), or (H, p, ...) for several heads
+    """A parameter of channels as kernels take it."""
+    return v if num_heads == 1 else v.unflatten(0, (num_heads, -1))
+
+
+def fold_state(state: BedouinState, num_heads: int) -> BedouinState:
+    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer."""
+    if num_heads == 1:
+        return state
+    ssm, y = (v.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 1) for v in state)
+    return BedouinState(ssm, y)
+
+
+def unfold_state(
+    ssm: Tensor,  # (H b, p, n)
+    y: Tensor,  # (H b, p)
+    num_heads: int,
+) -> BedouinState:
+    """The state of the layer from that of folded samples, in memory of its own."""
+    if num_heads == 1:
+        return BedouinState(ssm.clone(), y.clone())
+    in_order = (v.unflatten(0, (num_heads, -1)).transpose(0, 1) for v in (ssm, y))
+    # contiguous, so that joining the channels of the heads copies nothing
+    return BedouinState(
+        *(v.clone(memory_format=torch.contiguous_format).flatten(1, 2) for v in in_order)
+    )
+
+
+class HeadLinear(nn.Module):
+    """Linear maps of several heads without bias: each folded sample uses the weight of its head.
+
+    The initial weights of a head are drawn as those of `nn.Linear(in_features, out_features)`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shape = num_heads, out_features, in_features
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        bound = 1 / math.sqrt(self.weight.shape[2])
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(
+        self,
+        v: Tensor,  # (H b, ..., in_features)
+    ) -> Tensor:  # (H b, ..., out_features)
+        return apply_weight(v, self.weight)
+
+    def extra_repr(self) -> str:
+        num_heads, rows, columns = self.weight.shape
+        return f"num_heads={num_heads}, in_features={columns}, out_features={rows}, bias=False"
+
+
+def make_linear(
+    num_heads: int,
+    in_features: int,
+    out_features: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Linear | HeadLinear:
+    """A linear map without bias of folded samples; for one head, an nn.Linear."""
+    if num_heads == 1:
+        return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype)
+    return HeadLinear(num_heads, in_features, out_features, device=device, dtype=dtype)
