@@ -89,7 +89,7 @@ class Setting:
             d_state=self.n,
             expand=self.expand,
             num_householder=self.k,
-            **({"num_heads": self.h} if self.h > 1 else {}),
+            num_heads=self.h,
             on_unconverged="ignore",
             device=self.device,
             **({"dtype": self.dtype} | options),

@@ -239,7 +239,7 @@ def build_layer(config: TrainConfig, layer_idx: int) -> Bedouin:
         config.d_model,
         d_state=config.d_state,
         expand=config.expand,
-        **({} if config.num_heads is None else {"num_heads": config.num_heads}),
+        num_heads=config.num_heads,
         num_householder=config.num_householder,
         beta_max=config.beta_max,
         decay=config.decay,

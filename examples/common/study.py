@@ -130,8 +130,6 @@ def model_seeds(config: Config) -> range:
 def layer_options(point: dict[str, Any]) -> dict[str, Any]:
     """The options of the layer at a point of the grid."""
     options = {name: point[name] for name in LAYER_OPTIONS}
-    if options["num_heads"] is None:
-        del options["num_heads"]
     fed = options["feedback"]
     return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
 
