@@ -11,7 +11,7 @@ import torch
 
 import bench
 from bedouin import Bedouin
-from benchmarks import agreement, cases, table
+from benchmarks import agreement, cases, special, table
 from benchmarks.cost import iteration_cost, layer_cost, scan_cost
 from benchmarks.measure import Context, Numbers, best_ms
 from benchmarks.setting import Setting, Shape
@@ -26,6 +26,12 @@ INTERPRETED = tuple(c.name for c in cases.CASES if not c.name.startswith("compil
 def toy(out: Path, **changes: Any) -> bench.Config:
     values = {"device": "cpu", "tiny": True, "precision": "float32", "repeats": 1}
     return bench.Config(**{**values, "shapes": ("2x4",), "out": out / "r.json", **changes})
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding a few tokens shows that its rows run."""
+    monkeypatch.setattr(special, "TOKENS", 4)
 
 
 def test_every_row_is_measured_or_says_why_not(
@@ -43,6 +49,7 @@ def test_every_row_is_measured_or_says_why_not(
     assert numbers["direct"]["both_ms"] > 0 and numbers["direct"]["sequential_steps"] == 4
     assert numbers["direct"]["converged"] and numbers["jacobi"]["num_steps"] <= 16
     assert numbers["decode"]["us_a_layer"] > 0
+    assert numbers["direct-heads8"]["converged"] and numbers["decode-heads16"]["decoder_us"] > 0
     text = capsys.readouterr().out
     assert "copy moves" in text and "direct-no-feedback" in text
     markdown = table.markdown(report)
