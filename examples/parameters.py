@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 import tyro
-from torch import nn
 
 from bedouin import Bedouin
 from common.checks import check_heads, check_ranges, whole
-from common.study import BASELINES
+from common.layers import BASELINES, count
 
 EXPAND = 2
 
@@ -35,11 +34,6 @@ class Config:
         check_ranges(self, dict.fromkeys(("d_model", "num_householder", "num_heads"), whole(1)))
         for heads in self.num_heads:
             check_heads(heads, EXPAND * self.d_model)
-
-
-def count(module: nn.Module) -> int:
-    """The number of parameters; a tensor that two modules share counts once."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def counts(config: Config) -> dict[str, int]:

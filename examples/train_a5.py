@@ -88,7 +88,7 @@ GPU = replace(
 # drawn afresh instead of from a file; 125,000 steps are its five epochs of 12.8 million sequences.
 PAPER = WordProblemConfig(
     preset="paper",
-    layer="paper",
+    mixer_layer="paper",
     length=16,
     d_model=512,
     steps=125_000,

@@ -76,7 +76,7 @@ GPU = replace(
 # Fixed-Point RNNs, section 5.3: the layer, the sizes and the optimizer of the paper.
 PAPER = CopyingConfig(
     preset="paper",
-    layer="paper",
+    mixer_layer="paper",
     min_length=5,
     max_length=50,
     context_len=256,

@@ -30,6 +30,7 @@ from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
 from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, writing
 from common.interrupt import StopRequest
 from common.job import Job, Problem, Run
+from common.layers import count
 from common.options import TrainConfig, build_model
 from common.report import (
     Scores,
@@ -171,12 +172,14 @@ def progress(
     """The numbers of the progress bar, from the last batch; the loss is the mean since the last
     evaluation."""
     solved = solve_scores(layer_stats(run.model, job.accelerator), job.accelerator)
-    return {
+    numbers = {
         "loss": f"{float(run.loss_sum) / run.loss_count:.3f}",
         "accuracy": f"{float(job.problem.token_accuracy(logits, batch.labels)):.3f}",
-        "num_steps": f"{solved['num_steps']:g}",
-        "residual": f"{solved['residual']:.0e}",
     }
+    if solved:
+        numbers["num_steps"] = f"{solved['num_steps']:g}"
+        numbers["residual"] = f"{solved['residual']:.0e}"
+    return numbers
 
 
 def record(job: Job, run: Run, scores: Scores) -> str:
@@ -218,6 +221,7 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
         "seconds": run.seconds,
         "seed": job.config.seed,
         "steps": run.step,
+        "parameters": count(job.accelerator.unwrap_model(run.model)),
         "device": device_name(job.accelerator.device),
         "versions": versions(),
         "config": plain_config(job.config),
@@ -225,7 +229,8 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
     }
     if job.accelerator.is_main_process:
         print(table(scores, job.problem.accuracy_names))
-        print(f"{run.step} steps, {run.seconds:.0f} s, results in {job.folder}")
+        size = f"{metrics['parameters']:,} parameters"
+        print(f"{size}, {run.step} steps, {run.seconds:.0f} s, results in {job.folder}")
         write_results(job, run, metrics, scores)
     return metrics
 

@@ -152,6 +152,16 @@ def test_starting_over_is_announced(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "holds an earlier run" in capsys.readouterr().out
 
 
+def test_a_baseline_is_trained_without_statistics_of_a_solver(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"d_state": TrainConfig.d_state, "num_householder": TrainConfig.num_householder}
+    train_a5.main(a5_config(tmp_path, mixer_layer="lstm", **sizes))
+    metrics = read_metrics(tmp_path)
+    assert metrics["num_steps"] == {} and metrics["parameters"] > 0
+    assert f"{metrics['parameters']:,} parameters, 6 steps" in capsys.readouterr().out
+
+
 def test_the_first_third_may_have_shorter_products(tmp_path: Path) -> None:
     config = a5_config(tmp_path, length=5, warmup_length=2, steps=90)
     problem = train_a5.word_problem(config)
