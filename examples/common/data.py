@@ -70,7 +70,7 @@ class TaskOptions(CurriculumOptions):
 
 def make_task(options: TaskOptions) -> Task:
     """The task that the flags describe. Raises ValueError for flags that it does not take."""
-    lengths = {"length": options.length, "min_length": min(options.min_length, options.length)}
+    least = min(options.min_length, options.length)
     match options.task:
         case "word":
             return WordProblem(
@@ -89,9 +89,11 @@ def make_task(options: TaskOptions) -> Task:
                 context_len=options.context,
             )
         case "parity":
-            return Parity(**lengths)
+            return Parity(options.length, least)
         case "arithmetic" | "brackets":
-            return ModularArithmetic(**lengths, brackets=options.task == "brackets")
+            return ModularArithmetic(
+                brackets=options.task == "brackets", length=options.length, min_length=least
+            )
 
 
 def metrics(task: Task) -> dict[str, Metric]:
@@ -112,7 +114,7 @@ def longest_length(task: Task) -> int:
 
 
 def limited(task: Task, longest: int) -> Task:
-    """The task with shorter training rows."""
+    """The task with training rows up to a length."""
     if isinstance(task, Copying):
         return replace(task, min_length=min(task.min_length, longest), max_length=longest)
     if isinstance(task, WordProblem):

@@ -12,12 +12,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
+from accelerate.tracking import get_available_trackers
 from torch import nn
 
 from bedouin import Bedouin
 from bedouin.model import SequenceModel
 from bedouin.tasks.streams import MAX_SEED
 from common.checks import Range, check_heads, check_ranges, flag, whole
+from common.curriculum import CurriculumOptions
 from common.layers import BASELINES, TAKES, Baseline, SolverOptions, fixed_point_options
 from common.schedule import Schedule
 
@@ -26,7 +28,7 @@ Feedback = Literal["delta", "B", "C", "mixer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SolverOptions):
+class TrainConfig(CurriculumOptions, SolverOptions):
     """Options of a training run."""
 
     preset: Preset = "auto"
@@ -60,6 +62,8 @@ class TrainConfig(SolverOptions):
     """AdamW's averaging constants."""
     clip: float = 1.0
     """Largest norm of the gradient."""
+    curriculum_every: int = 50
+    """Steps between two decisions of "double", each by the accuracy of one batch."""
 
     mixer_layer: Literal["bedouin", "paper"] | Baseline = "bedouin"
     """bedouin; paper: `Bedouin.from_paper`, which fixes every option of the layer but the sizes; or
@@ -107,12 +111,17 @@ class TrainConfig(SolverOptions):
     """Rows of a test batch."""
     checkpoint_every: int = 500
     """Steps between two checkpoints; one is also written after the last step."""
+    trackers: tuple[str, ...] = ()
+    """Also log to these trackers of accelerate, which must be installed, e.g. tensorboard or wandb;
+    metrics.json has every number in any case."""
     stop_at_accuracy: float | None = None
     """End early once an evaluation reaches this accuracy at the training lengths; None: never."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        CurriculumOptions.__post_init__(self)
+        SolverOptions.__post_init__(self)
         check_ranges(self, _RANGES, _OPTIONAL)
+        _check_trackers(self.trackers)
         if self.mixer_layer in BASELINES:
             self._check_default(_not_taken(self.mixer_layer))
         else:
@@ -132,7 +141,7 @@ class TrainConfig(SolverOptions):
 _MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
 _FROM_ONE = (
     *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
-    *("num_heads", "num_householder", "log_every", "eval_every"),
+    *("num_heads", "num_householder", "log_every", "eval_every", "curriculum_every"),
     *("eval_lengths", "final_lengths", "eval_rows", "final_rows", "eval_batch_size"),
     "checkpoint_every",
 )
@@ -155,6 +164,14 @@ _FIXED_BY_PAPER = (
     *SolverOptions.__dataclass_fields__,
 )
 _OF_BEDOUIN = (*_FIXED_BY_PAPER, "d_state", "expand", "num_householder")
+
+
+def _check_trackers(names: Collection[str]) -> None:
+    """Raise ValueError for a tracker that is not installed; accelerate would leave it out."""
+    installed = [name.value for name in get_available_trackers()]
+    for name in names:
+        if name not in installed:
+            raise ValueError(f"--trackers must be among the installed {installed}, got {name!r}")
 
 
 def _not_taken(baseline: str) -> set[str]:
