@@ -41,4 +41,5 @@ def sum_samples(
     num_heads: int,
 ) -> Tensor:  # (H, ...)
     """The sum over the samples of each head, the adjoint of `per_sample`."""
-    return grad.unflatten(0, (num_heads, -1)).sum(1)
+    # reshape, because unflatten has no batching rule for batched cotangents
+    return grad.reshape(num_heads, -1, *grad.shape[1:]).sum(1)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
 
-from bedouin.kernels.heads import per_sample
+from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
@@ -41,13 +41,26 @@ class Operands(NamedTuple):
         h0 = A.new_zeros(b, *A.shape[-2:]) if self.h0 is None else self.h0
         return h0, A.new_zeros(b, A.shape[-2]) if self.y0 is None else self.y0
 
+    def check_heads(self) -> None:
+        """Raise ValueError unless W_y has the heads of A, and each head as many samples."""
+        A, W_y, num_heads = self.A, self.W_y, count_heads(self.A)
+        if W_y is not None and W_y.shape[:-2] != A.shape[:-2]:
+            shapes = f"{tuple(W_y.shape)} and {tuple(A.shape)}"
+            raise ValueError(f"W_y and A must have the same heads as first axis, got {shapes}")
+        check_heads(num_heads, self.x.shape[0], "A")
+
     def A_rows(self) -> Tensor:
         """A with the states before the channels: (n, d), or with heads each sample's, (b, n, d)."""
         rows = self.A.mT.contiguous()
         return rows if rows.dim() == 2 else per_sample(rows, self.x.shape[0])
 
     def wide(self) -> "Operands":
-        """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors."""
+        """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors.
+
+        Raises ValueError if the batch is not one group of samples of the same size for each head,
+        or if W_y has other heads than A.
+        """
+        self.check_heads()
         dtype = self.A.dtype
         x, raw = self.x.to(dtype), self.raw.to(dtype)
         return Operands(x, raw, self.W_y, self.A, *self.start())

@@ -29,9 +29,9 @@ MODES = ["train", "eval", "no_grad", "inference_mode", "frozen"]
 
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "Bedouin": lambda **k: Bedouin(3, d_state=2, **FLOAT64, **k),
-    "FixedPointRNN": lambda **k: FixedPointRNN(3, **FLOAT64, **k),
+    "FixedPointRNN": lambda **k: FixedPointRNN(3, num_heads=2, **FLOAT64, **k),
     "SequenceModel": lambda **k: SequenceModel(
-        5, 3, [Bedouin(3, d_state=2, **FLOAT64, **k)], **FLOAT64
+        5, 3, [Bedouin(3, d_state=2, num_heads=3, **FLOAT64, **k)], **FLOAT64
     ),
 }
 

@@ -30,6 +30,9 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (Bedouin, {"num_householder": 4, "beta_max": 2.0, "solver": Picard()}),
     (FixedPointRNN, {}),
     (FixedPointRNN, {"decay": "griffin", "feedback": ()}),
+    (Bedouin, {"num_heads": 2}),
+    (Bedouin, {"num_heads": 4, "feedback": ("B", "mixer"), "output": "paper", "bias": False}),
+    (FixedPointRNN, {"num_heads": 2, "num_householder": 2}),
 ]
 gpu = pytest.mark.gpu
 backends = pytest.mark.parametrize(
@@ -103,6 +106,22 @@ def test_statistics_are_cut_out_when_they_are_asked_for_and_copy() -> None:
         assert torch.equal(copied.conditioning, stats.conditioning)
         assert copied.converged.tolist() == [True] * 3
     assert "residual=tensor" in repr(stats)
+
+
+@torch.no_grad()
+def test_a_sample_has_failed_if_one_of_its_heads_has() -> None:
+    layer, graphs = make(num_heads=3, on_unconverged="ignore"), StepGraphs()
+    x_t, state = tokens()[:, 0], layer.init_state(3)
+    state.y[1, 4] = torch.nan  # the second of three heads of four channels
+    found = []
+    for step in (layer.step, lambda *given: graphs.step(layer, *given)):
+        y_t, after = step(x_t, state)
+        stats = layer.stats
+        assert stats is not None and stats.converged.tolist() == [True, False, True]
+        assert stats.residual.isnan().tolist() == [False, True, False]
+        assert after.y[1].isnan().tolist() == [False] * 4 + [True] * 4 + [False] * 4
+        found.append(y_t)
+    assert_close("output", found[1][::2], found[0][::2], 1e-12)
 
 
 @torch.no_grad()

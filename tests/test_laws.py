@@ -45,8 +45,8 @@ def test_direct_solves_to_rounding(rng: random.Random, b: int, t: int, seed: int
     assert pivot is not None
     # the local solve loses digits near a singular system; the pivot bounds how many
     assert (found.residual <= 1e-12 / pivot.clamp(max=1)).all(), found.stats
-    # with one channel Q is a scalar, and Q x may cancel entirely
-    if layer.d_inner > 1:
+    # with one channel a head, Q is a scalar, and Q x may cancel entirely
+    if layer.head_dim > 1:
         assert found.stats.converged[pivot > 0.05].all(), found.stats
     assert found.stats.num_steps.tolist() == [1] * b
 

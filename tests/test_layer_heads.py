@@ -1,18 +1,24 @@
 """Layers of several heads: H heads are H layers of one head on the slices."""
 
+import copy
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from bedouin import BedouinState
+from bedouin import Bedouin, BedouinState, FixedPointRNN
+from bedouin.kernels.householder import unit
 from bedouin.layer import FixedPointLayer
+from bedouin.mixers import StructuredMixer, WYForm
 from bedouin.solvers import (
     Adjoint,
     Anderson,
+    ConvergenceWarning,
     Direct,
     ImplicitAdjoint,
     Jacobi,
@@ -20,11 +26,13 @@ from bedouin.solvers import (
     PhantomAdjoint,
     Picard,
     Solver,
+    SolveStats,
     UnrolledAdjoint,
 )
 from bedouin.testing import assert_close, random_layer
 
 M, D = 4, 8
+RTOL, TINY = 1e-12, 1e-18
 
 
 def slice_of(
@@ -34,16 +42,19 @@ def slice_of(
     j: int,
 ) -> Tensor:
     """The part of a parameter that belongs to head j, in the shape that one head has."""
+    p = D // num_heads
     if name == "in_proj.weight":
-        return value.unflatten(0, (-1, num_heads, D // num_heads))[:, j].flatten(0, 1)
+        return value.reshape(-1, num_heads, p, M)[:, j].flatten(0, 1)
     if name == "out_proj.weight":
-        return value.unflatten(1, (num_heads, -1))[:, j]
+        return value.reshape(M, num_heads, p)[:, j]
     if name in ("x_proj.weight", "y_proj.weight", "b_proj.weight"):
         return value[j]
-    return value.unflatten(0, (num_heads, -1))[j]
+    return value.reshape(num_heads, -1, *value.shape[1:])[j]
 
 
-def make_heads(num_heads: int, seed: int, **fixed: object) -> tuple[FixedPointLayer, list]:
+def make_heads(
+    num_heads: int, seed: int, **fixed: Any
+) -> tuple[FixedPointLayer, list[FixedPointLayer]]:
     """A random layer of several heads, and a layer of one head for each of its slices."""
     fixed = {"d_model": M} | fixed
     layer = random_layer(random.Random(seed), num_heads=num_heads, expand=D / M, **fixed)
@@ -51,7 +62,8 @@ def make_heads(num_heads: int, seed: int, **fixed: object) -> tuple[FixedPointLa
     for j in range(num_heads):
         expand = D / num_heads / M
         part = random_layer(random.Random(seed), num_heads=1, expand=expand, **fixed)
-        own = {n: slice_of(n, v, num_heads, j) for n, v in layer.named_parameters()}
+        named = [(n, v) for n, v in layer.named_parameters() if not n.startswith("mixer.")]
+        own = {n: slice_of(n, v, num_heads, j) for n, v in named}
         part.load_state_dict(own, strict=False)
         parts.append(part)
     return layer, parts
@@ -77,7 +89,7 @@ SOLVES: list[tuple[Solver, Adjoint | None]] = [
 
 @pytest.mark.parametrize(("solver", "adjoint"), SOLVES, ids=str)
 @settings(max_examples=8)
-@given(st.sampled_from([2, 4, 8]), st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 5))
+@given(st.sampled_from([2, 4]), st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 4))
 def test_heads_are_layers_of_one_head_on_the_slices(
     solver: Solver, adjoint: Adjoint | None, num_heads: int, seed: int, b: int, t: int
 ) -> None:
@@ -85,16 +97,191 @@ def test_heads_are_layers_of_one_head_on_the_slices(
     layer, parts = make_heads(num_heads, seed, **options)
     x = torch.randn(b, t, M, dtype=torch.float64, requires_grad=True)
     ssm = 0.1 * torch.randn(b, D, layer.d_state, dtype=torch.float64)
-    state = BedouinState(ssm.requires_grad_(), 0.1 * ssm.detach().sum(-1).requires_grad_())
+    state = BedouinState(ssm.requires_grad_(), (0.1 * ssm.detach().sum(-1)).requires_grad_())
 
+    inputs = {"x": x, "state.ssm": state.ssm, "state.y": state.y}
     output, new = layer(x, state, return_state=True)
-    found = [part(x, slice_state(state, num_heads, j), return_state=True)
-             for j, part in enumerate(parts)]
-    assert_close("output", output, sum(o for o, _ in found), 1e-12)
+    weights = [torch.randn_like(v) for v in (output, *new)]
+    grads = gradients(weights, (output, *new), dict(layer.named_parameters()) | inputs)
+
+    outputs, states, of_inputs = [], [], []
+    for j, part in enumerate(parts):
+        o, s = part(x, slice_state(state, num_heads, j), return_state=True)
+        own = weights[0], *slice_state(BedouinState(*weights[1:]), num_heads, j)
+        expected = gradients(own, (o, *s), dict(part.named_parameters()) | inputs)
+        for name, _ in part.named_parameters():
+            actual = slice_of(name, grads[name], num_heads, j)
+            assert_close(f"gradient of {name}, head {j}", actual, expected[name], RTOL, TINY)
+        outputs.append(o)
+        states.append(s)
+        of_inputs.append(expected)
+    assert_close("output", output, sum_of(outputs), RTOL)
     for name in ("ssm", "y"):
-        expected = torch.cat([getattr(s, name) for _, s in found], 1)
-        assert_close(f"state.{name}", getattr(new, name), expected, 1e-12)
-    every = [part.stats for part in parts]
-    stats = layer.stats
-    assert torch.equal(stats.num_steps, torch.stack([s.num_steps for s in every]).amax(0))
-    assert torch.equal(stats.converged, torch.stack([s.converged for s in every]).all(0))
+        together = torch.cat([getattr(s, name) for s in states], 1)
+        assert_close(f"state.{name}", getattr(new, name), together, RTOL)
+    for name in inputs:
+        together = sum_of([found[name] for found in of_inputs])
+        assert_close(f"gradient of {name}", grads[name], together, RTOL, TINY)
+    check_statistics(layer.stats, [part.stats for part in parts])
+
+
+def gradients(
+    weights: Sequence[Tensor], values: Sequence[Tensor], named: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Of the sum of weights * values."""
+    total = sum_of([(w * v).sum() for w, v in zip(weights, values, strict=True)])
+    found = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
+    return dict(zip(named, found, strict=True))
+
+
+def sum_of(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).sum(0)
+
+
+def check_statistics(stats: SolveStats | None, parts: Sequence[SolveStats | None]) -> None:
+    """Those of a sample of several heads: the worst over its heads."""
+    own = [part for part in parts if part is not None]
+    if stats is None:
+        assert not own
+        return
+    assert torch.equal(stats.num_steps, torch.stack([s.num_steps for s in own]).amax(0))
+    assert torch.equal(stats.converged, torch.stack([s.converged for s in own]).all(0))
+    residual = torch.stack([s.residual for s in own]).amax(0)
+    assert_close("residual", stats.residual, residual, 1e-6, 1e-14)
+    if stats.conditioning is not None:
+        pivots = torch.stack([s.conditioning for s in own if s.conditioning is not None])
+        assert_close("conditioning", stats.conditioning, pivots.amin(0), 1e-10)
+    check_statistics(stats.backward, [part.backward for part in own])
+
+
+@pytest.mark.parametrize(
+    ("d_model", "expand", "num_heads"), [(4, 2, 1), (32, 2, 1), (64, 2, 2), (96, 2, 3), (48, 2, 1)]
+)
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_heads_have_64_channels_by_default(
+    kind: Any, d_model: int, expand: float, num_heads: int
+) -> None:
+    layer = kind(d_model, expand=expand, device="meta")
+    assert (layer.num_heads, layer.head_dim) == (num_heads, layer.d_inner // num_heads)
+    assert f"num_heads={num_heads}" in repr(layer)
+
+
+def test_the_layer_of_the_paper_has_one_head() -> None:
+    assert Bedouin.from_paper(64, device="meta").num_heads == 1
+    with pytest.raises(TypeError, match="num_heads"):
+        Bedouin.from_paper(64, num_heads=2, device="meta")
+
+
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_numbers_of_heads_that_do_not_fit_raise(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_heads must divide d_inner = .* = 8, got 3: use one"):
+        kind(4, num_heads=3)
+    with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
+        kind(4, num_heads=0)
+    for value in (2.0, True, "2"):
+        with pytest.raises(TypeError, match="num_heads must be an int"):
+            kind(4, num_heads=value)
+
+
+def test_parameters_of_one_head_are_those_of_the_paper() -> None:
+    d, r = 128, 128 + 2 * 16 + 2 * (128 + 1)
+    shapes = {n: tuple(v.shape) for n, v in Bedouin(64, num_heads=1).named_parameters()}
+    assert shapes == {
+        "A_log": (d, 16), "D": (d,), "dt_bias": (d,), "norm.weight": (d,), "raw_bias": (r,),
+        "in_proj.weight": (2 * d, 64), "x_proj.weight": (r + d, d), "y_proj.weight": (r + d, d),
+        "out_proj.weight": (64, d),
+    }  # fmt: skip
+
+
+def test_parameters_of_several_heads() -> None:
+    p, r = 32, 32 + 2 * 16 + 2 * (32 + 1)
+    shapes = {n: tuple(v.shape) for n, v in Bedouin(64, num_heads=4).named_parameters()}
+    assert shapes["x_proj.weight"] == shapes["y_proj.weight"] == (4, r + p, p)
+    assert shapes["raw_bias"] == (4 * r,) and shapes["D"] == shapes["norm.weight"] == (4 * p,)
+    assert FixedPointRNN(64, num_heads=4).b_proj.weight.shape == (4, p, p)
+
+
+def test_a_state_dict_of_one_head_does_not_fit_several() -> None:
+    several = Bedouin(4, num_heads=2)
+    with pytest.raises(RuntimeError, match=r"size mismatch for x_proj.weight"):
+        several.load_state_dict(Bedouin(4, num_heads=1).state_dict())
+    several.load_state_dict(copy.deepcopy(several).state_dict())
+
+
+def test_each_head_is_drawn_like_a_layer_of_its_size() -> None:
+    layer = Bedouin(64, num_heads=4, delta_from_x_init=0.0, feedback_init=0.5)
+    bound, p = 32**-0.5, 32
+    assert layer.y_proj is not None and layer.raw_bias is not None
+    own = layer.x_proj.weight[:, p:], 2 * layer.y_proj.weight, layer.raw_bias.unflatten(0, (4, -1))
+    for weight in own:
+        for head in weight:
+            assert 0.9 * bound < head.abs().max() <= bound
+    assert not layer.x_proj.weight[:, :p].any()
+
+
+def test_a_mixers_parameters_are_shared_by_the_heads() -> None:
+    class Scaled(StructuredMixer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+        def raw_size(self, d_inner: int) -> int:
+            return d_inner
+
+        def forward(self, raw: Tensor) -> WYForm:
+            strength = self.size * torch.ones_like(raw[..., :1, None])
+            return WYForm(torch.zeros_like(raw[..., :1]), unit(raw).unsqueeze(-2), strength)
+
+    layer, parts = make_heads(2, 5, mixer=Scaled(), kind=Bedouin)
+    x = torch.randn(2, 3, M, dtype=torch.float64)
+    output = layer(x)
+    (grad,) = torch.autograd.grad(output.sum(), list(layer.mixer.parameters()))
+    outputs = [part(x) for part in parts]
+    assert_close("output", output, sum_of(outputs), RTOL)
+    sizes = [part.get_parameter("mixer.size") for part in parts]
+    own = [torch.autograd.grad(o.sum(), v)[0] for o, v in zip(outputs, sizes, strict=True)]
+    assert_close("gradient", grad, sum_of(own), RTOL)
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_a_returned_state_owns_its_memory(b: int) -> None:
+    layer = Bedouin(4, num_heads=2)
+    _, state = layer(torch.randn(b, 5, 4), return_state=True)
+    for value, shape in ((state.ssm, (b, 8, 16)), (state.y, (b, 8))):
+        assert value.shape == shape
+        assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def test_reports_count_samples_not_heads() -> None:
+    solver = Picard(rtol=1e-12, atol=0.0)
+    layer = Bedouin(4, num_heads=4, solver=solver, adjoint=ImplicitAdjoint(solver), max_steps=2)
+    with pytest.warns(ConvergenceWarning, match="Bedouin: 3 of 3 samples"):
+        output = layer(torch.randn(3, 5, 4))
+    with pytest.warns(ConvergenceWarning, match="adjoint solve: 3 of 3 samples"):
+        output.sum().backward()
+    assert layer.stats is not None and layer.stats.backward is not None
+    assert layer.stats.residual.shape == layer.stats.backward.residual.shape == (3,)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_low_precision(kind: Any, autocast: bool) -> None:
+    layer = kind(8, num_heads=4)
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    expected = layer(x)
+    if autocast:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output, state = layer(x, return_state=True)
+    else:
+        output, state = layer.bfloat16()(x.bfloat16(), return_state=True)
+    output.sum().backward()
+    assert output.dtype == torch.bfloat16 and state.ssm.dtype == state.y.dtype == torch.float32
+    assert_close("output", output.float(), expected, 0.05)
+    assert all(v.grad is not None and v.grad.isfinite().all() for v in layer.parameters())
+
+
+def test_heads_from_the_meta_device() -> None:
+    layer = FixedPointRNN(8, num_heads=4, device="meta")
+    assert layer(torch.randn(2, 3, 8, device="meta")).shape == (2, 3, 8)
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer(torch.randn(2, 3, 8)).isfinite().all()

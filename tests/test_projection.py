@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bedouin.kernels.linear import ALIGNMENT
-from bedouin.projection import split_linear
+from bedouin.projection import project_raw, split_linear
 
 
 def operands(r: int, dtype: torch.dtype = torch.float64, s: int = 4) -> list[Tensor]:
@@ -25,6 +25,32 @@ def test_values_and_gradients_are_those_of_linear(r: int, s: int) -> None:
         found.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("r", [1, 65])
+def test_heads_are_a_loop_over_them(r: int) -> None:
+    leaves = [torch.stack(v) for v in zip(*(operands(r) for _ in range(3)), strict=True)]
+    out, rest = split_linear(*leaves, r=r)
+    assert out.stride(1) % ALIGNMENT == 0
+    loss = out.cos().sum() + rest.sin().sum()
+    alone = [split_linear(*head, r=r) for head in zip(*leaves, strict=True)]
+    expected = torch.stack([o.cos().sum() + s.sin().sum() for o, s in alone]).sum()
+    torch.testing.assert_close(loss, expected)
+    grads = (torch.autograd.grad(v, leaves) for v in (loss, expected))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_both_ways_to_project_give_the_same_numbers(heads: int) -> None:
+    """One product as plain torch reads it, and two as kernels read them."""
+    x, r = torch.randn(2 * heads, 5, 3), 7
+    lead = () if heads == 1 else (heads,)
+    weight, bias = torch.randn(*lead, r + 3, 3), torch.randn(*lead, r + 3)
+    one, two = (project_raw(x, weight, bias, r=r, dtype=v) for v in (None, torch.float32))
+    assert one[0].shape == (2 * heads, 5, r) and one[1].shape == x.shape
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_gradients_have_gradients() -> None:

@@ -18,8 +18,8 @@ __all__ = [
 ]
 
 MAX_TILE = 32768
-"""Most elements of a tile of one sample, both axes rounded up to a power of two: one program holds
-it in registers. 2048 channels with 16 states."""
+"""Most elements of a tile of one sample and head, both axes rounded up to a power of two: one
+program holds it in registers. 2048 channels with 16 states."""
 
 
 def decode_token(
@@ -36,11 +36,11 @@ def decode_token(
         h      = lambda * h + (s * (drive + (I - Q)(y - drive))) B^T
         hidden = SiLU(gate + z) * norm(y + D x)
 
-    The statistics are those of `Direct` for one token. Raises ValueError where
-    `backend="triton"` cannot run.
+    Each head by itself. The statistics are those of `Direct` for one token of a head. Raises
+    ValueError where `backend="triton"` cannot run.
     """
     b, n, d = operands.h.shape
-    reason = unsupported_token(d, n, options.layout)
+    reason = unsupported_token(d // options.num_heads, n, options.layout)
     implementation = choose_backend(backend, operands.h.device, operands.h.dtype, reason)
     if implementation == "reference":
         decode_token_reference(operands, parameters, options)
@@ -51,13 +51,14 @@ def decode_token(
         launch_decode_token(operands, parameters, options)
 
 
-def unsupported_token(d: int, n: int, layout: RawLayout | None) -> str | None:
-    """What the kernel does not cover, as a part of a message; None where it covers everything."""
+def unsupported_token(p: int, n: int, layout: RawLayout | None) -> str | None:
+    """What the kernel does not cover of heads with p channels, as a part of a message; None where
+    it covers everything."""
     if layout is None:
         return "this mixer (only HouseholderProduct)"
     k = layout.num_householder
     if not 1 <= k <= MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
-    if next_power_of_two(d) * max(next_power_of_two(n), 2 * next_power_of_two(k)) > MAX_TILE:
-        return f"{d} channels with {n} states and {k} reflections (at most {MAX_TILE} together)"
+    if next_power_of_two(p) * max(next_power_of_two(n), 2 * next_power_of_two(k)) > MAX_TILE:
+        return f"{p} channels with {n} states and {k} reflections (at most {MAX_TILE} together)"
     return None

@@ -1,6 +1,8 @@
 """What a decoded token is made of.
 
-Letters: b batch, d channels, n state per channel, k reflections, r raw values, f fed-back ones.
+Letters: b batch, d channels, n state per channel, k reflections, r raw values, f fed-back ones, H
+heads, p = d / H channels of a head; r and f are those of a head. Channels of the first head come
+first, and so do parameters. One head (H = 1, p = d) has no axis of heads.
 """
 
 from dataclasses import dataclass
@@ -25,11 +27,13 @@ class StepOptions(Parameterization):
     """Which of Delta, B, C and the reflections have rows among the fed-back values."""
     norm_eps: float | None
     """Of the output norm; None: the paper's output stage, gate * SiLU(y + D x)."""
+    num_heads: int = 1
+    """H; each head has its own projections, local solve and norms."""
 
-    def part_sizes(self, d: int, n: int) -> tuple[int, int, int, int]:
-        """Raw values of Delta, B, C and the reflections."""
+    def part_sizes(self, p: int, n: int) -> tuple[int, int, int, int]:
+        """Raw values of Delta, B, C and the reflections, of a head."""
         states = n if self.layout.selective else 0
-        return d, states, states, self.layout.num_householder * (d + 1)
+        return p, states, states, self.layout.num_householder * (p + 1)
 
 
 class StepParameters(NamedTuple):
@@ -37,7 +41,7 @@ class StepParameters(NamedTuple):
 
     decay: Tensor | None  # (d, n)
     delta_bias: Tensor  # (d,)
-    raw_bias: Tensor | None  # (r,): of all raw values but Delta's, then of the gate
+    raw_bias: Tensor | None  # (H r,), of a head: all raw values but Delta's, then the gate
     D: Tensor  # (d,)
     norm: Tensor | None  # (d,)
 
@@ -46,15 +50,15 @@ class StepOperands(NamedTuple):
     """Tensors of one token; x, drive, z, raw and fed may be rows of wider tensors."""
 
     x: Tensor  # (b, d)
-    drive: Tensor  # (b, d): what the mixer sees of x
+    drive: Tensor  # (b, p) or (H, b, p): what the mixer sees of x
     z: Tensor | None  # (b, d)
-    raw: Tensor  # (b, r + d): W^x x without its bias; the gate is last
-    fed: Tensor | None  # (b, f + d): W^y norm(y_{t-1}); the gate is last
+    raw: Tensor  # (b, r + p) or (H, b, r + p): W^x x without its bias; the gate is last
+    fed: Tensor | None  # (b, f + p) or (H, b, f + p): W^y norm(y_{t-1}); the gate is last
     h: Tensor  # (b, n, d), in place
     y: Tensor  # (b, d), written
     normed: Tensor  # (b, d), written: norm(y), in the dtype of W^y
     hidden: Tensor  # (b, d), written: the output before its projection
-    residual: Tensor  # (b,), written
-    pivot: Tensor  # (b,), written
-    converged: Tensor  # (b,) uint8, written
-    all_converged: Tensor  # (b,) uint8, in place: 0 once a token has not converged
+    residual: Tensor  # (H b,), written
+    pivot: Tensor  # (H b,), written
+    converged: Tensor  # (H b,) uint8, written
+    all_converged: Tensor  # (H b,) uint8, in place: 0 once a token has not converged

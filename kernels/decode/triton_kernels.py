@@ -1,6 +1,7 @@
-"""The Triton kernel of one decoded token, and its launch: one program a sample.
+"""The Triton kernel of one decoded token, and its launch: one program a sample and head.
 
-Letters: b batch, d channels, n state per channel, k reflections, r raw values, f fed-back ones.
+Letters: b batch, d channels, n state per channel, k reflections, r raw values, f fed-back ones, H
+heads, p = d / H channels of a head.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
@@ -62,7 +63,7 @@ def _scalar(raw_ptr, bias_ptr, fed_ptr, at, kind, BIAS: tl.constexpr, FED: tl.co
 def _decay_matrix(
     decay_ptr, rows, cols, mask, n, kind, DECAY: tl.constexpr, SHARPNESS: tl.constexpr
 ):
-    """A (n, d) from the parameter (d, n) behind it."""
+    """A (n, p) from the parameter (p, n) behind it."""
     if DECAY == "one":
         A = tl.where(mask, -1.0, 0.0).to(kind)
     else:
@@ -77,7 +78,7 @@ def _decay_matrix(
 
 @triton.jit
 def _decay_tile(delta, A, EIGENVALUES: tl.constexpr):
-    """lambda (n, d) from Delta (d,) and A (n, d).
+    """lambda (n, p) from Delta (p,) and A (n, p).
 
     Not `build_decay`, which rounds log2(e) A first: the last bits would change.
     """
@@ -87,39 +88,41 @@ def _decay_tile(delta, A, EIGENVALUES: tl.constexpr):
     return decay
 
 
-@triton.jit(do_not_specialize=["x_row", "drive_row", "z_row", "raw_row", "fed_row"])
+@triton.jit(do_not_specialize=["x_row", "drive_row", "z_row", "raw_row", "fed_row", "drive_head"])
 def _token_kernel(
     x_ptr,  # (b, d)
-    drive_ptr,  # (b, d)
+    drive_ptr,  # (H, b, p)
     z_ptr,  # (b, d)
-    raw_ptr,  # (b, r + d)
-    fed_ptr,  # (b, f + d)
+    raw_ptr,  # (H b, r + p)
+    fed_ptr,  # (H b, f + p)
     decay_ptr,  # (d, n)
     delta_bias_ptr,  # (d,)
-    raw_bias_ptr,  # (r,)
+    raw_bias_ptr,  # (H r,)
     D_ptr,  # (d,)
     norm_ptr,  # (d,)
     h_ptr,  # (b, n, d), in place
     y_ptr,  # (b, d)
     normed_ptr,  # (b, d)
     hidden_ptr,  # (b, d)
-    residual_ptr,  # (b,)
-    pivot_ptr,  # (b,)
-    converged_ptr,  # (b,)
-    all_converged_ptr,  # (b,), in place: whether this token and all before it have converged
+    residual_ptr,  # (H b,)
+    pivot_ptr,  # (H b,)
+    converged_ptr,  # (H b,)
+    all_converged_ptr,  # (H b,), in place: whether this token and all before it have converged
     x_row,
     drive_row,
     z_row,
     raw_row,
     fed_row,
-    d,
+    p,
     n,
     fed_B_at,
     fed_C_at,
     fed_u_at,
     fed_gate_at,
+    drive_head,
+    HEADS: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
@@ -151,41 +154,60 @@ def _token_kernel(
     and norm(y), the relative residual, the smallest pivot and whether the token has converged.
     """
     sample = tl.program_id(0).to(tl.int64)
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    in_n, in_d = rows < n, cols < d
-    in_state = in_n[:, None] & in_d[None, :]
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
+    in_n, in_p = rows < n, cols < p
+    in_state = in_n[:, None] & in_p[None, :]
     kind = h_ptr.dtype.element_ty
+    # `folded` is the index where each head of a sample has an entry of its own; `d` counts the
+    # channels of all heads
+    folded, d = sample, p
+    if HEADS:
+        head = tl.program_id(1).to(tl.int64)
+        folded, d = head * tl.num_programs(0) + sample, p * tl.num_programs(1)
+        first = head * p
+        x_ptr += first
+        drive_ptr += head * drive_head
+        z_ptr += first
+        decay_ptr += first * n
+        delta_bias_ptr += first
+        raw_bias_ptr += head * (p + (2 * n if SELECTIVE else 0) + K * (p + 1))
+        D_ptr += first
+        norm_ptr += first
+        h_ptr += first
+        y_ptr += first
+        normed_ptr += first
+        hidden_ptr += first
     h_ptr += sample * n * d
-    raw_ptr += sample * raw_row
-    fed_ptr += sample * fed_row
+    raw_ptr += folded * raw_row
+    fed_ptr += folded * fed_row
 
-    # raw is [Delta d | B n | C n | u k d | alpha k | gate d], B and C only if SELECTIVE
-    raw = _part(raw_ptr, delta_bias_ptr, fed_ptr, cols, in_d, kind, True, FED_DELTA)
+    # raw is [Delta p | B n | C n | u k p | alpha k | gate p], B and C only if SELECTIVE
+    raw = _part(raw_ptr, delta_bias_ptr, fed_ptr, cols, in_p, kind, True, FED_DELTA)
     delta = activate(raw, ACTIVATION)
-    at = d
+    at = p
     if SELECTIVE:
         B = _part(
-            raw_ptr + at, raw_bias_ptr + at - d, fed_ptr + fed_B_at, rows, in_n, kind, BIAS, FED_B
+            raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_B_at, rows, in_n, kind, BIAS, FED_B
         )
         B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS)
         at += n
         C = _part(
-            raw_ptr + at, raw_bias_ptr + at - d, fed_ptr + fed_C_at, rows, in_n, kind, BIAS, FED_C
+            raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_C_at, rows, in_n, kind, BIAS, FED_C
         )
         C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS)
         at += n
     else:
         B = tl.where(in_n, 1.0, 0.0).to(kind)
         C = B
-    u_raw, u_bias, u_fed = raw_ptr + at, raw_bias_ptr + at - d, fed_ptr + fed_u_at
-    gate_at = at + K * (d + 1)
+    u_raw, u_bias, u_fed = raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_u_at
+    gate_at = at + K * (p + 1)
     u = ()
     beta = ()
     for i in tl.static_range(K):
-        u = u + (_part(u_raw, u_bias, u_fed, i * d + cols, in_d, kind, BIAS, FED_U),)
-        alpha = _scalar(u_raw, u_bias, u_fed, K * d + i, kind, BIAS, FED_U)
+        u = u + (_part(u_raw, u_bias, u_fed, i * p + cols, in_p, kind, BIAS, FED_U),)
+        alpha = _scalar(u_raw, u_bias, u_fed, K * p + i, kind, BIAS, FED_U)
         beta = beta + (BETA_MAX * sigmoid(alpha),)
-    drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_d, other=0.0).to(kind)
+    drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_p, other=0.0).to(kind)
 
     A = _decay_matrix(decay_ptr, rows, cols, in_state, n, kind, DECAY, SHARPNESS)
     at_state = rows[:, None] * d + cols[None, :]
@@ -205,7 +227,7 @@ def _token_kernel(
     with_drive, with_rest = rows_times(u, drive, K), rows_times(u, rest, K)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
-    inv = inverse_sizes(dots, d, K, EPS)
+    inv = inverse_sizes(dots, p, K, EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
     U_drive = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
@@ -215,10 +237,10 @@ def _token_kernel(
     a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1)
     mixing = scale(upper_times(T, subtract(a, U_drive, K), K), inv, K)
     y = rest + sigma * combine(mixing, u, K)
-    tl.store(y_ptr + sample * d + cols, y, mask=in_d)
+    tl.store(y_ptr + sample * d + cols, y, mask=in_p)
 
-    x = tl.load(x_ptr + sample * x_row + cols, mask=in_d, other=0.0).to(kind)
-    v = y + tl.load(D_ptr + cols, mask=in_d, other=0.0).to(kind) * x
+    x = tl.load(x_ptr + sample * x_row + cols, mask=in_p, other=0.0).to(kind)
+    v = y + tl.load(D_ptr + cols, mask=in_p, other=0.0).to(kind) * x
     dots = sums((y * y, v * v) + rows_times(u, y, K))
     U_y = scale(dots[2 : K + 2], inv, K)
     mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
@@ -235,41 +257,41 @@ def _token_kernel(
     defect, size, magnitude = max_norms_of_three(F - y, F, terms)
     ratio = tl.where(defect == 0, defect, defect / size)
     # Inf - Inf is NaN: a ratio that is not finite comes out as NaN
-    tl.store(residual_ptr + sample, ratio + (ratio - ratio))
-    tl.store(pivot_ptr + sample, tl.where(pivot == pivot, pivot, float("inf")))
+    tl.store(residual_ptr + folded, ratio + (ratio - ratio))
+    tl.store(pivot_ptr + folded, tl.where(pivot == pivot, pivot, float("inf")))
     largest = tl.maximum(size, magnitude)
     # a comparison with NaN is false; Inf - Inf is NaN
     finite = (size - size == 0) & (magnitude - magnitude == 0)
     converged = (finite & (defect <= ROUNDING * largest)).to(tl.uint8)
-    tl.store(converged_ptr + sample, converged)
-    all_converged = tl.load(all_converged_ptr + sample)
-    tl.store(all_converged_ptr + sample, all_converged & converged)
+    tl.store(converged_ptr + folded, converged)
+    all_converged = tl.load(all_converged_ptr + folded)
+    tl.store(all_converged_ptr + folded, all_converged & converged)
 
     normed = y
     if FEEDBACK_NORM:
-        normed = y * tl.rsqrt(dots[0] / d + FEEDBACK_NORM_EPS)
+        normed = y * tl.rsqrt(dots[0] / p + FEEDBACK_NORM_EPS)
     normed = normed.to(normed_ptr.dtype.element_ty)
-    tl.store(normed_ptr + sample * d + cols, normed, mask=in_d)
+    tl.store(normed_ptr + sample * d + cols, normed, mask=in_p)
 
     gate = _part(
         raw_ptr + gate_at,
-        raw_bias_ptr + gate_at - d,
+        raw_bias_ptr + gate_at - p,
         fed_ptr + fed_gate_at,
         cols,
-        in_d,
+        in_p,
         kind,
         BIAS,
         FED_GATE,
     )
     if OUTPUT_NORM:
-        z = tl.load(z_ptr + sample * z_row + cols, mask=in_d, other=0.0).to(kind)
-        weight = tl.load(norm_ptr + cols, mask=in_d, other=0.0).to(kind)
+        z = tl.load(z_ptr + sample * z_row + cols, mask=in_p, other=0.0).to(kind)
+        weight = tl.load(norm_ptr + cols, mask=in_p, other=0.0).to(kind)
         gate += z
-        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / d + NORM_EPS) * weight
+        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / p + NORM_EPS) * weight
     else:
         hidden = gate * v * sigmoid(v)
     hidden = hidden.to(hidden_ptr.dtype.element_ty)
-    tl.store(hidden_ptr + sample * d + cols, hidden, mask=in_d)
+    tl.store(hidden_ptr + sample * d + cols, hidden, mask=in_p)
 
 
 def launch_decode_token(
@@ -277,15 +299,17 @@ def launch_decode_token(
 ) -> None:
     """Launch the kernel once; for None it gets another tensor, which it does not read."""
     o, p, layout = operands, parameters, options.layout
-    (b, n, d), k = o.h.shape, options.layout.num_householder
-    z, fed = _or(o.z, o.x), _or(o.fed, o.raw)
+    (b, n, d), heads, k = o.h.shape, options.num_heads, options.layout.num_householder
+    channels = d // heads
+    raw = o.raw.flatten(0, -2)
+    z, fed = _or(o.z, o.x), raw if o.fed is None else o.fed.flatten(0, -2)
     has_feedback = o.fed is not None
-    offsets, is_fed = _fed_offsets(d, n, options)
-    _token_kernel[(b,)](
+    offsets, is_fed = _fed_offsets(channels, n, options)
+    _token_kernel[(b, heads)](
         o.x,
         o.drive,
         z,
-        o.raw,
+        raw,
         fed,
         _or(p.decay, o.h),
         p.delta_bias,
@@ -293,12 +317,14 @@ def launch_decode_token(
         p.D,
         _or(p.norm, p.D),
         *o[5:],
-        *(tensor.stride(0) for tensor in (o.x, o.drive, z, o.raw, fed)),
-        d,
+        *(tensor.stride(-2) for tensor in (o.x, o.drive, z, raw, fed)),
+        channels,
         n,
         *offsets,
+        o.drive.stride(0),
+        HEADS=heads > 1,
         K=k,
-        BLOCK_D=next_power_of_two(d),
+        BLOCK_P=next_power_of_two(channels),
         BLOCK_N=next_power_of_two(n),
         ACTIVATION=layout.activation,
         SELECTIVE=layout.selective,
@@ -319,13 +345,13 @@ def launch_decode_token(
         NORM_EPS=options.norm_eps or 0.0,
         ROUNDING=ROUNDING * torch.finfo(o.h.dtype).eps,
         EPS=UNIT_EPS,
-        num_warps=_num_warps(d, n),
+        num_warps=_num_warps(channels, n),
     )
 
 
-def _num_warps(d: int, n: int) -> int:
+def _num_warps(p: int, n: int) -> int:
     """At 1024 channels with 16 states eight warps spill nothing, sixteen 216 bytes a thread."""
-    tile = next_power_of_two(d) * next_power_of_two(n)
+    tile = next_power_of_two(p) * next_power_of_two(n)
     return 4 if tile <= 2048 else 8 if tile <= 16384 else 16
 
 
@@ -334,10 +360,10 @@ def _or(tensor: Tensor | None, unread: Tensor) -> Tensor:
     return unread if tensor is None else tensor
 
 
-def _fed_offsets(d: int, n: int, options: StepOptions) -> tuple[list[int], tuple[bool, ...]]:
-    """Where B, C, the reflections and the gate begin among the fed-back values."""
+def _fed_offsets(p: int, n: int, options: StepOptions) -> tuple[list[int], tuple[bool, ...]]:
+    """Where B, C, the reflections and the gate begin among the fed-back values of a head."""
     offsets, at = [], 0
-    for size, is_fed in zip(options.part_sizes(d, n), options.fed, strict=True):
+    for size, is_fed in zip(options.part_sizes(p, n), options.fed, strict=True):
         at += size if is_fed else 0
         offsets.append(at)
     return offsets, options.fed

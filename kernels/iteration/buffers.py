@@ -1,6 +1,7 @@
 """The tensors of a fused iteration, as its launches read and write them.
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values,
+H heads (kernels/heads.py).
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ class IterationBuffers:
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r), the part that x determines
-    W_y: Tensor | None  # (r or more, d)
-    A: Tensor  # (n, d)
+    W_y: Tensor | None  # (r or more, d) or (H, r or more, d)
+    A: Tensor  # (n, d) or (H, n, d)
     h0: Tensor  # (b, n, d)
     y: Tensor  # (b, t, d)
     y_next: Tensor  # (b, t, d)

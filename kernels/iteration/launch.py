@@ -1,6 +1,7 @@
 """Launches of the fused iteration: sizes and constants of one solve, blocks and warps.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values.
+Letters: b batch, t time, d channels, n state per channel, r raw values, H heads
+(kernels/heads.py).
 """
 
 import math
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.heads import count_heads
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.iteration.buffers import IterationBuffers
 from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_kernel, settle_kernel
@@ -98,6 +100,7 @@ class Geometry:
     t: int
     d: int
     n: int
+    heads: int
     x_stride: int
     raw_stride: int
     fed_stride: int
@@ -112,18 +115,18 @@ class Geometry:
     def of(
         x: Tensor,  # (b, t, d)
         raw: Tensor,  # (b, t, r)
-        W_y: Tensor | None,  # (r or more, d), its rows padded
-        A: Tensor,  # (n, d)
+        W_y: Tensor | None,  # (r or more, d) or (H, r or more, d), its rows padded
+        A: Tensor,  # (n, d) or (H, n, d)
         options: Parameterization,
         rule: IterationRule,
         limits: Limits = LIMITS,
     ) -> "Geometry":
         """From the tensors as the kernels get them."""
-        (b, t, d), n, dtype = x.shape, A.shape[0], A.dtype
+        (b, t, d), n, heads, dtype = x.shape, A.shape[-2], count_heads(A), A.dtype
         raw_stride = raw.stride(1)
-        strides = x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[0]
+        strides = x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[-2]
         tile, feedback = ScanTile.of(b, d, n, dtype, limits), W_y is not None
-        return Geometry(b, t, d, n, *strides, tile, rule, options, feedback, dtype, limits)
+        return Geometry(b, t, d, n, heads, *strides, tile, rule, options, feedback, dtype, limits)
 
     @property
     def k(self) -> int:
@@ -208,10 +211,11 @@ def scan(g: Geometry, it: IterationBuffers) -> None:
     scan_kernel[(g.b * ceil_div(g.d, tile.channels),)](
         *(it.mixed, it.raw, it.fed_back, it.BC, it.A, it.h0, it.y, it.kept),
         *(it.y_next, it.y_next if it.value is None else it.value, it.gain, it.parts),
-        *(g.b, g.t, g.raw_stride, g.fed_stride, g.d, g.n),
+        *(g.b, g.t, g.b // g.heads, g.raw_stride, g.fed_stride, g.d, g.n),
         S=tile.states,
         GROUPS=tile.groups,
         BLOCK_D=tile.channels,
+        HEADS=g.heads > 1,
         EXCLUSIVE=g.jacobi,
         STORE_GAIN=g.stores_gain,
         STORE_VALUE=it.value is not None,

@@ -42,8 +42,6 @@ def _unsupported(
     """What the kernels do not cover, as a part of a message; None where they cover everything."""
     x, raw, _, A, _, _ = operands
     layout, (d, n) = parameterization.layout, A.shape[-2:]
-    if A.dim() == 3:
-        return "several heads"
     if torch.compiler.is_compiling():
         return "torch.compile"
     if rule.adaptive:

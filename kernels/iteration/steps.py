@@ -1,6 +1,7 @@
 """One step of Picard or Jacobi from the projections to the next iterate, on the device alone.
 
-A step is the product with W^y (cuBLAS) and these launches; nothing is read by the host:
+A step is the product with W^y (cuBLAS, one launch for all heads) and these launches; nothing is
+read by the host:
 
     mix      a program a token: x~ = x + (I - Q)(y - x), unit B and C, for Jacobi T
     scan     a program a block of channels, all tokens: memory and read-out. Picard ends here: next
@@ -19,7 +20,8 @@ its programs it took 0.300 ms for Picard against 0.292, and 0.485 for Jacobi aga
 are separate launches only. Converged tokens are a prefix, so one number a sample says it all;
 frozen tokens are not mixed, solved or written again.
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values,
+H heads (kernels/heads.py).
 """
 
 import torch
@@ -66,7 +68,7 @@ class FusedIteration:
         if W_y is not None:
             normed = torch.empty_like(y, dtype=W_y.dtype)
             normed[:, 0] = normalize_feedback(y0, parameterization.feedback_norm_eps)
-            fed_back = normed.new_empty(b, t, W_y.shape[0])
+            fed_back = normed.new_empty(b, t, W_y.shape[-2])
         self.buffers = IterationBuffers(
             x=x,
             raw=raw,
@@ -109,8 +111,12 @@ class FusedIteration:
     def _evaluate(self, *, count: bool) -> None:
         g, v = self.geometry, self.buffers
         if v.W_y is not None:
-            r, d = v.W_y.shape
-            torch.mm(v.normed.view(-1, d), v.W_y.mT, out=v.fed_back.view(-1, r))
+            r, d = v.W_y.shape[-2:]
+            if v.W_y.dim() == 2:
+                torch.mm(v.normed.view(-1, d), v.W_y.mT, out=v.fed_back.view(-1, r))
+            else:
+                normed, fed_back = v.normed.view(g.heads, -1, d), v.fed_back.view(g.heads, -1, r)
+                torch.bmm(normed, v.W_y.mT, out=fed_back)
         if not g.mixes_ahead:
             mix(g, v)
         scan(g, v)

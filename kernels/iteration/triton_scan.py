@@ -3,7 +3,8 @@
 Memory and A are (n, d): a warp's threads are channels (and groups of states, where there are many).
 Memory, decay and read-out are tuples with one entry for each state of the thread, so that a sum
 over states stays inside a thread.
-Letters: b batch, t time, d channels, n state per channel, r raw values, g groups of states.
+Letters: b batch, t time, d channels, n state per channel, r raw values, g groups of states, H heads
+of b/H samples each (kernels/heads.py).
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
@@ -97,13 +98,13 @@ def _dot(a, b, S: tl.constexpr):
     return tl.sum(combine(a, b, S), axis=0)
 
 
-@triton.jit(do_not_specialize=["batch", "T"])
+@triton.jit(do_not_specialize=["batch", "T", "head_samples"])
 def scan_kernel(
     mixed_ptr,  # (b t, d)
     raw_ptr,  # (b t, r), rows `raw_stride` apart
     fed_back_ptr,  # (b t, r), rows `fed_stride` apart
     BC_ptr,  # (b t + AHEAD, 2, n)
-    A_ptr,  # (n, d)
+    A_ptr,  # (H, n, d)
     h0_ptr,  # (b, n, d)
     y_ptr,  # (b t, d)
     kept_ptr,  # (b,)
@@ -113,6 +114,7 @@ def scan_kernel(
     parts_ptr,  # (2, b, blocks, t)
     batch,
     T,
+    head_samples,  # b/H
     raw_stride: tl.constexpr,
     fed_stride: tl.constexpr,
     d: tl.constexpr,
@@ -120,6 +122,7 @@ def scan_kernel(
     S: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
     STORE_GAIN: tl.constexpr,
     STORE_VALUE: tl.constexpr,
@@ -144,6 +147,8 @@ def scan_kernel(
     in_d = channels < d
     lanes = tl.broadcast_to(channels[None, :], (GROUPS, BLOCK_D))
     in_lanes = lanes < d
+    if HEADS:
+        A_ptr += sample // head_samples * n * d
     A = _load_cells(A_ptr, groups, channels, n, d, S)
     h = _load_cells(h0_ptr + sample * n * d, groups, channels, n, d, S)
     A_log2 = ()

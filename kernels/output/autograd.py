@@ -44,8 +44,8 @@ def _output_backward(
     grad: Tensor,  # (b, t, d)
     *flat: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of y, x and gate, each (b, t, d), and those of D and weight together (2, d), or of
-    D alone (1, d) without weight."""
+    """Cotangents of y, x and gate, each (b, t, d), and those of D and weight together, (2, d) or
+    (2, H, d), or without weight of D alone, (1, d) or (1, H, d)."""
     from bedouin.kernels.output.launch import output_backward
 
     *operands, eps = flat

@@ -1,6 +1,6 @@
 """Launches of the output stage.
 
-Letters: b batch, t time, d channels.
+Letters: b batch, t time, d channels, H heads (kernels/heads.py).
 """
 
 import torch
@@ -25,8 +25,9 @@ TILE = 1024
 """Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
 MAX_WARPS = 16
 PROGRAMS = 1024
-"""Most programs of the backward: eight on each multiprocessor of an H100, and few enough that
-their parts of the sums are small. The same on every device, so that the sums are."""
+"""Most programs of the backward, up to a rounding to whole heads: eight on each multiprocessor of
+an H100, and few enough that their parts of the sums are small. The same on every device, so that
+the sums are."""
 
 
 def output_forward(operands: OutputOperands, eps: float, dtype: torch.dtype) -> Tensor:  # (b, t, d)
@@ -35,12 +36,14 @@ def output_forward(operands: OutputOperands, eps: float, dtype: torch.dtype) -> 
     out = torch.empty(y.shape, dtype=dtype, device=y.device)
     rows = _token_rows(y, x, gate, fed, z)
     norm_weight = D if weight is None else weight.contiguous()
-    d, blocks = y.shape[-1], _blocks(y)
-    tokens = y.numel() // d
-    output_kernel[(ceil_div(tokens, blocks["TOKENS"]),)](
+    d, heads = y.shape[-1], D.numel() // y.shape[-1]
+    tokens = y.numel() // d // heads
+    blocks = _blocks(tokens, d)
+    output_kernel[(ceil_div(tokens, blocks["TOKENS"]), heads)](
         *(rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
         *(tokens, d),
         *(v.stride(0) for v in rows),
+        HEADS=heads > 1,
         FED=fed is not None,
         NORM=weight is not None,
         EPS=eps,
@@ -57,23 +60,26 @@ def output_backward(
     *,
     most_programs: int = PROGRAMS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight (2, d).
+    """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight.
 
-    Without weight the last is that of D alone (1, d). No size may be 0.
+    The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). No size
+    may be 0.
     """
     y, x, D, gate, fed, z, weight = operands
     grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
     (grad_rows,) = _token_rows(grad)
     rows = _token_rows(y, x, gate, fed, z)
     norm_weight = D if weight is None else weight.contiguous()
-    d, blocks = y.shape[-1], _blocks(y)
-    tokens = y.numel() // d
-    programs = min(most_programs, ceil_div(tokens, blocks["TOKENS"]))
-    sums = y.new_empty(programs, 2 if weight is not None else 1, d)
-    output_backward_kernel[(programs,)](
+    d, heads = y.shape[-1], D.numel() // y.shape[-1]
+    tokens = y.numel() // d // heads
+    blocks = _blocks(tokens, d)
+    programs = min(ceil_div(most_programs, heads), ceil_div(tokens, blocks["TOKENS"]))
+    sums = y.new_empty(programs, 2 if weight is not None else 1, *D.shape)
+    output_backward_kernel[(programs, heads)](
         *(grad_rows, rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
         *(tokens, d, grad_rows.stride(0)),
         *(v.stride(0) for v in rows),
+        HEADS=heads > 1,
         FED=fed is not None,
         NORM=weight is not None,
         EPS=eps,
@@ -93,7 +99,8 @@ def shifted_norm_forward(
     out = torch.empty(y.shape, dtype=dtype, device=y.device)
     y = last_axis_contiguous(y)
     first = y if y0 is None else last_axis_contiguous(y0)
-    (b, t_end, d), blocks = y.shape, _blocks(y)
+    b, t_end, d = y.shape
+    blocks = _blocks(b * t_end, d)
     shifted_norm_kernel[(ceil_div(b * t_end, blocks["TOKENS"]),)](
         *(y, first, out, b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
         START=y0 is not None,
@@ -115,7 +122,8 @@ def shifted_norm_backward(
     grads = [y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
     grad, y = last_axis_contiguous(grad), last_axis_contiguous(y)
     first = y if y0 is None else last_axis_contiguous(y0)
-    (b, t_end, d), blocks = y.shape, _blocks(y)
+    b, t_end, d = y.shape
+    blocks = _blocks(b * t_end, d)
     rows = b * (t_end + 1)
     shifted_norm_backward_kernel[(ceil_div(rows, blocks["TOKENS"]),)](
         *(grad, y, first, *grads, rows, t_end, d),
@@ -143,11 +151,9 @@ def _flat(v: Tensor) -> Tensor:
     return last_axis_contiguous(v.reshape(-1, v.shape[-1]))
 
 
-def _blocks(
-    y: Tensor,  # (b, t, d)
-) -> dict[str, int]:
+def _blocks(tokens: int, d: int) -> dict[str, int]:
     """How many tokens one program takes at a time, with all their channels, and its warps."""
-    block_d = next_power_of_two(y.shape[-1])
-    tokens = max(1, min(next_power_of_two(y.numel() // y.shape[-1]), TILE // block_d))
-    warps = max(1, min(MAX_WARPS, tokens * block_d // 256))
-    return {"TOKENS": tokens, "BLOCK_D": block_d, "num_warps": warps}
+    block_d = next_power_of_two(d)
+    taken = max(1, min(next_power_of_two(tokens), TILE // block_d))
+    warps = max(1, min(MAX_WARPS, taken * block_d // 256))
+    return {"TOKENS": taken, "BLOCK_D": block_d, "num_warps": warps}

@@ -3,7 +3,8 @@
 One program takes a token, or several where channels are few, with all channels in registers. The
 gradients of D and of the norm's weight are sums over tokens: in the backward a program takes every
 P-th tile of tokens and writes its part of both sums, which are then added in a fixed order.
-Letters: b batch, t time, d channels, P programs.
+With several heads, the second axis of a launch, T counts the tokens of one head.
+Letters: b batch, t time, d channels, P programs of a head, H heads (kernels/heads.py).
 """
 
 import triton
@@ -32,11 +33,11 @@ def _store(ptr, v, mask):
 def output_kernel(
     y_ptr,  # (b t, d)
     x_ptr,  # (b t, d)
-    D_ptr,  # (d,)
+    D_ptr,  # (H, d)
     gate_ptr,  # (b t, d)
     fed_ptr,  # (b t, d)
     z_ptr,  # (b t, d)
-    weight_ptr,  # (d,)
+    weight_ptr,  # (H, d)
     out_ptr,  # (b t, d)
     T,
     d,
@@ -45,6 +46,7 @@ def output_kernel(
     gate_stride,
     fed_stride,
     z_stride,
+    HEADS: tl.constexpr,
     FED: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -56,6 +58,11 @@ def output_kernel(
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
     mask = (token < T) & in_d
+    if HEADS:
+        head = tl.program_id(1)
+        D_ptr += head * d
+        weight_ptr += head * d
+        token += tl.cast(head, tl.int64) * T
 
     y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(ACC)
     x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(ACC)
@@ -79,15 +86,15 @@ def output_backward_kernel(
     grad_ptr,  # (b t, d)
     y_ptr,  # (b t, d)
     x_ptr,  # (b t, d)
-    D_ptr,  # (d,)
+    D_ptr,  # (H, d)
     gate_ptr,  # (b t, d)
     fed_ptr,  # (b t, d)
     z_ptr,  # (b t, d)
-    weight_ptr,  # (d,)
+    weight_ptr,  # (H, d)
     grad_y_ptr,  # (b t, d)
     grad_x_ptr,  # (b t, d)
     grad_gate_ptr,  # (b t, d)
-    sums_ptr,  # (P, 2, d), of D and weight; (P, 1, d) without weight
+    sums_ptr,  # (P, 2, H, d), of D and weight; (P, 1, H, d) without weight
     T,
     d,
     grad_stride,
@@ -96,6 +103,7 @@ def output_backward_kernel(
     gate_stride,
     fed_stride,
     z_stride,
+    HEADS: tl.constexpr,
     FED: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -106,6 +114,10 @@ def output_backward_kernel(
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
+    if HEADS:
+        head = tl.program_id(1)
+        D_ptr += head * d
+        weight_ptr += head * d
     D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
     if NORM:
         weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(ACC)
@@ -115,6 +127,8 @@ def output_backward_kernel(
     for tile in range(program, tl.cdiv(T, TOKENS), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
         mask = (token < T) & in_d
+        if HEADS:
+            token += tl.cast(head, tl.int64) * T
         grad = tl.load(grad_ptr + token * grad_stride + channel, mask=mask, other=0.0).to(ACC)
         y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(ACC)
         x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(ACC)
@@ -144,10 +158,13 @@ def output_backward_kernel(
         _store(grad_gate_ptr + at, grad_gate, mask)
 
     channels = tl.arange(0, BLOCK_D)
-    sums = sums_ptr + program.to(tl.int64) * (2 if NORM else 1) * d + channels
+    size = d * tl.num_programs(1) if HEADS else d
+    sums = sums_ptr + program.to(tl.int64) * (2 if NORM else 1) * size + channels
+    if HEADS:
+        sums += head * d
     tl.store(sums, tl.sum(D_sum, axis=0), mask=channels < d)
     if NORM:
-        tl.store(sums + d, tl.sum(weight_sum, axis=0), mask=channels < d)
+        tl.store(sums + size, tl.sum(weight_sum, axis=0), mask=channels < d)
 
 
 @triton.jit

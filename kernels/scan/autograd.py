@@ -45,7 +45,7 @@ def _scan(*flat: Any) -> ScanResult:
 def _scan_fake(*flat: Any) -> ScanResult:
     x, _, A, _, _, h0, _ = ScanOperands(*flat[:7])
     chunks = ceil_div(x.shape[1], CHUNK) if flat[10] else 0
-    kept = x.new_empty(x.shape[0], chunks, *A.shape, dtype=accumulator(x.dtype))
+    kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=accumulator(x.dtype))
     return ScanResult(x.new_empty(x.shape), h0.new_empty(h0.shape), kept)
 
 

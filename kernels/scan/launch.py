@@ -1,6 +1,7 @@
 """Launches of the scan: how it is spread over programs, and the passes of both directions.
 
-Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py).
+Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py), H heads
+of b/H samples each (kernels/heads.py).
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.heads import count_heads
 from bedouin.kernels.launch import (
     accumulator,
     ceil_div,
@@ -66,6 +68,7 @@ class Plan:
     t: int
     d: int
     n: int
+    heads: int
     block_d: int
     block_n: int
     segments: int
@@ -85,6 +88,10 @@ class Plan:
         return self.t, self.d, self.n, self.segments, self.segment_chunks
 
     @property
+    def head_samples(self) -> int:
+        return self.b // self.heads
+
+    @property
     def blocks(self) -> dict[str, int]:
         warps = max(1, min(MOST_WARPS, self.block_d * self.block_n // self.limits.warp))
         return {"BLOCK_D": self.block_d, "BLOCK_N": self.block_n, "num_warps": warps}
@@ -95,6 +102,7 @@ def plan_scan(
     n: int,
     *,
     reverse: bool,
+    heads: int = 1,
     limits: Limits = LIMITS,
 ) -> Plan:
     """The plan of the forward kernel or, with `reverse`, of the backward kernel."""
@@ -117,7 +125,7 @@ def plan_scan(
     segments = max(1, min(ceil_div(wanted, programs(block_d)), t // shortest))
     segment_chunks = ceil_div(ceil_div(t, segments), CHUNK)
     segments = ceil_div(t, segment_chunks * CHUNK)
-    return Plan(b, t, d, n, block_d, block_n, segments, segment_chunks, limits)
+    return Plan(b, t, d, n, heads, block_d, block_n, segments, segment_chunks, limits)
 
 
 def _forward_block(d: int, block_n: int, warp: int) -> int:
@@ -138,18 +146,21 @@ def scan_forward(
     A, h0, D = operands.A, operands.h0, operands.D
     x, delta, B, C = map(last_axis_contiguous, (operands.x, operands.delta, operands.B, operands.C))
     by_state, skip = A.mT.contiguous(), A if D is None else D.contiguous()
-    plan, acc = plan_scan(x, A.shape[1], reverse=False, limits=limits), accumulator(x.dtype)
+    plan = plan_scan(x, A.shape[-1], reverse=False, heads=count_heads(A), limits=limits)
+    acc = accumulator(x.dtype)
     start = _enter_segments((x, delta, by_state, B, h0.mT.contiguous()), plan, options)
     chunks = ceil_div(x.shape[1], CHUNK) if keep else 0
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
-    kept = x.new_empty(x.shape[0], chunks, *A.shape, dtype=acc)
+    kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=acc)
     forward_kernel[(plan.programs,)](
         *(x, delta, by_state, B, C, start, skip, y, h, kept),
         *(*plan.sizes, 0),
         *_strides(x, delta, B, C),
+        plan.head_samples,
         **_flags(options, acc),
         EXCLUSIVE=options.exclusive,
+        HEADS=plan.heads > 1,
         HAS_D=D is not None,
         KEEP=keep,
         CHUNK=CHUNK,
@@ -174,10 +185,11 @@ def scan_backward(
     )
     A, grad_h = operands.A.contiguous(), grad_h.contiguous()
     skip = A if D is None else D.contiguous()
-    plan, acc = plan_scan(x, A.shape[1], reverse=True, limits=limits), accumulator(x.dtype)
+    plan = plan_scan(x, A.shape[-1], reverse=True, heads=count_heads(A), limits=limits)
+    acc = accumulator(x.dtype)
     by_state = A.mT.contiguous() if plan.segments > 1 else A
     end = _enter_segments((grad_y, delta, by_state, C, grad_h), plan, options, reverse=True)
-    (b, t, d), n, block = x.shape, A.shape[1], plan.block_d * plan.block_n
+    (b, t, d), n, block = x.shape, A.shape[-1], plan.block_d * plan.block_n
     work = x.new_empty(plan.programs, CHUNK, block, dtype=acc)
     grad_x, grad_delta = (x.new_empty(x.shape, dtype=v.dtype) for v in (x, delta))
     grad_A = A.new_empty(b, plan.segments, d, n, dtype=acc)
@@ -189,24 +201,38 @@ def scan_backward(
         *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
         *plan.sizes,
         *_strides(grad_y, x, delta, B, C),
+        plan.head_samples,
         **_flags(options, acc),
         EXCLUSIVE=options.exclusive,
+        HEADS=plan.heads > 1,
         HAS_D=D is not None,
         CHUNK=CHUNK,
         **plan.blocks,
     )
-    summed_A = grad_A.sum((0, 1)).to(A.dtype)
+    summed_A = _sum_samples(grad_A, A)
     # One reduction for both. They are copied even without a cast, or they would share its memory.
     summed_B, summed_C = grad_BC.sum(3)
     summed_B, summed_C = summed_B.to(B.dtype, copy=True), summed_C.to(C.dtype, copy=True)
-    summed_D = A.new_empty(0) if D is None else grad_D.sum((0, 1)).to(D.dtype)
+    summed_D = A.new_empty(0) if D is None else _sum_samples(grad_D, D)
     return ScanCotangents(grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D)
 
 
+def _sum_samples(
+    parts: Tensor,  # (b, s, ...)
+    operand: Tensor,  # (...) or (H, ...)
+) -> Tensor:  # as the operand
+    """A gradient from its parts of samples and segments, of each head by itself."""
+    if operand.dim() < parts.dim() - 1:
+        summed = parts.sum((0, 1))
+    else:
+        summed = parts.unflatten(0, (len(operand), -1)).sum((1, 2))
+    return summed.to(operand.dtype)
+
+
 def _enter_segments(
-    # value (b, t, d): x or the cotangent of y; delta (b, t, d); A (n, d), read if there are several
-    # segments; vector (b, t, n): B or C; entry: h0 (b, n, d) or the cotangent of the last h
-    # (b, d, n)
+    # value (b, t, d): x or the cotangent of y; delta (b, t, d); A (n, d) or (H, n, d), read if
+    # there are several segments; vector (b, t, n): B or C; entry: h0 (b, n, d) or the cotangent of
+    # the last h (b, d, n)
     operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     plan: Plan,
     options: ScanOptions,
@@ -227,7 +253,9 @@ def _enter_segments(
         *(value, delta, A, vector, product, local),
         *(*plan.sizes[:-1], plan.segment_chunks * CHUNK, 0),
         *_strides(value, delta, vector),
+        plan.head_samples,
         **_flags(options, acc),
+        HEADS=plan.heads > 1,
         REVERSE=reverse,
         BLOCK_D=block_d,
         BLOCK_N=plan.block_n,

@@ -5,7 +5,8 @@ memory that the forward kernel stored before each chunk it recomputes the CHUNK 
 chunk into a workspace, and then applies the adjoint recurrence to the chunk from its last token to
 its first. No atomics: sums over programs are written in parts and added by torch, so that results
 are reproducible bit for bit.
-Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py).
+Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py), H heads
+of b/H samples each (kernels/heads.py).
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -33,16 +34,16 @@ def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FA
         return decay, input_scale(delta, INPUT_SCALE)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["head_samples"])
 def backward_kernel(
     grad_y_ptr,  # (b, t, d)
     grad_end_ptr,  # (b, s, d, n), cotangent of h after each segment
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
-    A_ptr,  # (d, n)
+    A_ptr,  # (H, d, n)
     B_ptr,  # (b, t, n)
     C_ptr,  # (b, t, n)
-    D_ptr,  # (d,)
+    D_ptr,  # (H, d)
     kept_ptr,  # (b, ceil(t / CHUNK), d, n)
     work_ptr,  # (programs, CHUNK, BLOCK_D, BLOCK_N)
     grad_x_ptr,  # (b, t, d)
@@ -67,9 +68,11 @@ def backward_kernel(
     B_stride_t,
     C_stride_b,
     C_stride_t,
+    head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
+    HEADS: tl.constexpr,
     HAS_D: tl.constexpr,
     FAST: tl.constexpr,
     ACC: tl.constexpr,
@@ -91,6 +94,10 @@ def backward_kernel(
     slots = work_ptr + program * (CHUNK * BLOCK_D * BLOCK_N) + slot
     own = batch * segments + segment
 
+    if HEADS:
+        head = batch // head_samples
+        A_ptr += head * size
+        D_ptr += head * d
     A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
     g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(ACC)
     grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)

@@ -2,7 +2,8 @@
 
 One program takes one segment of the sequence of one sample and one block of channels, with the
 memory (n, block) in registers. For the backward it stores the memory before every CHUNK-th token.
-Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py).
+Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py), H heads
+of b/H samples each (kernels/heads.py).
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -20,15 +21,15 @@ from bedouin.kernels.scan.triton_tokens import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "segment_chunks", "zero"])
+@triton.jit(do_not_specialize=["T", "segment_chunks", "zero", "head_samples"])
 def forward_kernel(
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
-    A_ptr,  # (n, d)
+    A_ptr,  # (H, n, d)
     B_ptr,  # (b, t, n)
     C_ptr,  # (b, t, n)
     start_ptr,  # (b, s, n, d), h before each segment
-    D_ptr,  # (d,)
+    D_ptr,  # (H, d)
     y_ptr,  # (b, t, d)
     end_ptr,  # (b, d, n), h after the last token
     kept_ptr,  # (b, ceil(t / CHUNK), d, n), h before each chunk
@@ -46,9 +47,11 @@ def forward_kernel(
     B_stride_t,
     C_stride_b,
     C_stride_t,
+    head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
+    HEADS: tl.constexpr,
     HAS_D: tl.constexpr,
     KEEP: tl.constexpr,
     FAST: tl.constexpr,
@@ -73,6 +76,10 @@ def forward_kernel(
     cell = state[:, None] + channel[None, :] * n
     size, chunks = d * n, tl.cdiv(T, CHUNK)
 
+    if HEADS:
+        head = batch // head_samples
+        A_ptr += head * size
+        D_ptr += head * d
     A_log2 = load_exponent(A_ptr + lanes, in_cell, ACC)
     start_ptr += (batch * segments + segment) * size
     h = tl.load(start_ptr + lanes, mask=in_cell, other=0.0).to(ACC)

@@ -5,7 +5,8 @@ computes, for all segments in parallel, the product of a segment's decays and it
 memory of zeros; `carry_kernel` composes them from segment to segment into the memory at the start
 of each, from which the kernel proper works on all segments in parallel. The adjoint recurrence is
 cut in the same way, backward in time.
-Letters: b batch, t time, d channels, n state per channel, s segments.
+Letters: b batch, t time, d channels, n state per channel, s segments, H heads of b/H samples each
+(kernels/heads.py).
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -24,11 +25,11 @@ from bedouin.kernels.scan.triton_tokens import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "segment_tokens", "zero"])
+@triton.jit(do_not_specialize=["T", "segment_tokens", "zero", "head_samples"])
 def segment_kernel(
     value_ptr,  # (b, t, d), x or the cotangent of y
     delta_ptr,  # (b, t, d)
-    A_ptr,  # (n, d)
+    A_ptr,  # (H, n, d)
     vector_ptr,  # (b, t, n), B or C
     product_ptr,  # (b, s, n, d) or, reversed, (b, s, d, n), as the kernel proper reads its starts
     local_ptr,  # the same
@@ -44,9 +45,11 @@ def segment_kernel(
     delta_stride_t,
     vector_stride_b,
     vector_stride_t,
+    head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     FAST: tl.constexpr,
+    HEADS: tl.constexpr,
     REVERSE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -64,6 +67,8 @@ def segment_kernel(
     in_cell = (state < n)[:, None] & (channel < d)[None, :]
     # As in `forward_kernel`.
     lanes = state[:, None] * d + channel[None, :] + zero
+    if HEADS:
+        A_ptr += batch // head_samples * (d * n)
     A_log2 = load_exponent(A_ptr + lanes, in_cell, ACC)
     local = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, dtype=ACC)

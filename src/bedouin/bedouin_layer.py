@@ -55,10 +55,16 @@ class Bedouin(FixedPointLayer):
 
     Args:
         d_model: m. d_state: n. expand: d = expand * m.
+        num_heads: H, a divisor of d. The channels are H groups, each with Q_t, B_t, C_t, gate and
+            both norms of its own, projected from its own x and y alone; the products with W^x and
+            W^y have d / H columns and about 1 / H of the weights. in_proj and out_proj mix the
+            heads. A layer of H heads is H layers of one head side by side; each converges by
+            itself, and `stats` has the worst of a sample's heads. None: heads of HEAD_DIM = 64
+            channels where these divide d, else 1. 1: the layer of the paper.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
             beta_max), by default 2 and 1.0.
         mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Its parameters are
-            used in the dtype of the solve, at least float32.
+            used in the dtype of the solve, at least float32, and shared by all heads.
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
@@ -173,10 +179,10 @@ class Bedouin(FixedPointLayer):
     ) -> Self:
         """FP-Mamba exactly as in its paper (arXiv 2503.10799, section 5.3).
 
-        It has Griffin decay, input scale Delta, beta = 2 sigmoid(alpha), feedback to B, C, mixer
-        and gate but not to Delta, no feedback norm, the output gate * SiLU(y* + D x) without norm,
-        and a bias on Delta only. solver None: Picard with the paper's stop rule at 0.1, which
-        returns the last evaluation. adjoint None: the one-step gradient.
+        It has one head, Griffin decay, input scale Delta, beta = 2 sigmoid(alpha), feedback to B,
+        C, mixer and gate but not to Delta, no feedback norm, the output gate * SiLU(y* + D x)
+        without norm, and a bias on Delta only. solver None: Picard with the paper's stop rule at
+        0.1, which returns the last evaluation. adjoint None: the one-step gradient.
 
         For the paper's random caps, pass max_steps=GammaCap(4.0, 1.0, 100); for its initialization
         in the copying task, where the weights from x to Delta are zero (v1, section 4.5), pass

@@ -42,7 +42,8 @@ def fold(
     """The channels of each head as a sample of its own."""
     if num_heads == 1:
         return v
-    return v.unflatten(-1, (num_heads, -1)).movedim(-2, 0).flatten(0, 1)
+    by_channels: Tensor = v.unflatten(-1, (num_heads, -1))
+    return by_channels.movedim(-2, 0).flatten(0, 1)
 
 
 def unfold(
@@ -52,7 +53,8 @@ def unfold(
     """The inverse of `fold`."""
     if num_heads == 1:
         return v
-    return v.unflatten(0, (num_heads, -1)).movedim(0, -2).flatten(-2)
+    by_samples: Tensor = v.unflatten(0, (num_heads, -1))
+    return by_samples.movedim(0, -2).flatten(-2)
 
 
 def by_head(

@@ -395,7 +395,8 @@ class FixedPointLayer(nn.Module, ABC):
                     backend=self.backend,
                 )
                 fed = apply_weight(before, call.W_gate)
-            heads, norm = self.num_heads, {}
+            heads = self.num_heads
+            norm: dict[str, Any] = {}
             if self.norm is not None:
                 weight = by_head(self.norm.weight, heads)
                 norm = {"z": call.z, "weight": weight, "eps": self.norm.eps}

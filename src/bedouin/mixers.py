@@ -26,6 +26,8 @@ class WYForm(NamedTuple):
 class ChannelMixer(nn.Module, ABC):
     """A family of matrices Q, parameterized by raw values that the layer projects for each token.
 
+    In a layer of several heads each head has a Q of its own channels: d is then the number of
+    channels of a head, heads are part of the batch, and the mixer's parameters are shared by them.
     To add a mixer, derive from this class and write `raw_size` and `complement`, or derive from
     `StructuredMixer`.
     """

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from bedouin.bedouin_layer import Bedouin
+from bedouin.heads import fold, unfold
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import HouseholderProduct, LowRank, StructuredMixer
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.solvers import Adjoint, Direct, Solution, Solver, SolveStats
 from bedouin.solvers.base import Map, TimeDim
+from bedouin.solvers.solution import join_parts
 from bedouin.state import BedouinState
 
 GROWTH_LIMIT = 1e6
@@ -106,6 +108,20 @@ class _Recorder(Solver):
 
 
 @dataclass(frozen=True)
+class _UnfoldedMap:
+    """The map of a layer of several heads as a map of its samples."""
+
+    f: Map
+    num_heads: int
+
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
+        return unfold(self.f(fold(y, self.num_heads)), self.num_heads)
+
+
+@dataclass(frozen=True)
 class FixedPoint:
     """A fixed point that a solver found, with its map."""
 
@@ -136,7 +152,9 @@ def find_fixed_point(
     probe = _with(layer, solver=recorder, on_unconverged="ignore")
     output = probe(x, state=state)
     f, solution = recorder.calls[-1]
-    return FixedPoint(f, solution.value, output, solution.stats)
+    heads, stats = layer.num_heads, join_parts(solution.stats, layer.num_heads)
+    f = f if heads == 1 else _UnfoldedMap(f, heads)
+    return FixedPoint(f, unfold(solution.value, heads), output, stats)
 
 
 @torch.no_grad()

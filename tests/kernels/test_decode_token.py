@@ -1,7 +1,8 @@
 """The decoding kernel against one token in plain PyTorch: state, output stage, statistics.
 
 With TRITON_INTERPRET=1, small shapes run on a CPU; without it, the tests need a CUDA device.
-Letters: b batch, d channels, n state per channel, k reflections, r raw values.
+Letters: b batch, d channels, n state per channel, k reflections, r raw values, H heads, p = d / H
+channels of a head.
 """
 
 import itertools
@@ -45,38 +46,42 @@ class Case:
     b: int = 2
     d: int = 6
     n: int = 3
+    heads: int = 1
     options: StepOptions = OPTIONS
     bias: bool = True
     feedback: bool = True
     dtype: torch.dtype = torch.float64
     low: torch.dtype | None = None
+    device: str = DEVICE
 
     def draw(self) -> tuple[StepOperands, StepParameters]:
         """The same numbers at every call."""
         generator = torch.Generator().manual_seed(1)
         low, (b, n, d) = self.low or self.dtype, (self.b, self.n, self.d)
+        heads, p = self.heads, self.d // self.heads
+        projected = (b,) if heads == 1 else (heads, b)
 
         def randn(*shape: int, dtype: torch.dtype) -> Tensor:
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return values.to(DEVICE, dtype)
+            return values.to(self.device, dtype)
 
-        sizes = self.options.part_sizes(d, n)
-        fed_size = d + sum(s for s, fed in zip(sizes, self.options.fed, strict=True) if fed)
+        sizes = self.options.part_sizes(p, n)
+        fed_size = p + sum(s for s, fed in zip(sizes, self.options.fed, strict=True) if fed)
         # x and z are halves of one projection, as in the layer
         xz = randn(b, 2 * d, dtype=low)
         has_norm = self.options.norm_eps is not None
-        empty = torch.full((b,), torch.nan, dtype=self.dtype, device=DEVICE)
-        flags = torch.ones(b, dtype=torch.uint8, device=DEVICE)
+        empty = torch.full((heads * b,), torch.nan, dtype=self.dtype, device=self.device)
+        flags = torch.ones(heads * b, dtype=torch.uint8, device=self.device)
         operands = StepOperands(
             xz[:, :d],
-            randn(b, d, dtype=self.dtype),
+            randn(*projected, p, dtype=self.dtype),
             xz[:, d:] if has_norm else None,
-            randn(b, sum(sizes) + d, dtype=low),
-            randn(b, fed_size, dtype=low) if self.feedback else None,
+            randn(*projected, sum(sizes) + p, dtype=low),
+            randn(*projected, fed_size, dtype=low) if self.feedback else None,
             randn(b, n, d, dtype=self.dtype),
             randn(b, d, dtype=self.dtype),
-            torch.full((b, d), torch.nan, dtype=low, device=DEVICE),
-            torch.full((b, d), torch.nan, dtype=low, device=DEVICE),
+            torch.full((b, d), torch.nan, dtype=low, device=self.device),
+            torch.full((b, d), torch.nan, dtype=low, device=self.device),
             empty,
             empty.clone(),
             torch.zeros_like(flags),
@@ -86,7 +91,7 @@ class Case:
         return operands, StepParameters(
             None if self.options.decay == "one" else decay,
             randn(d, dtype=low),
-            randn(sum(sizes), dtype=low) if self.bias else None,
+            randn(heads * sum(sizes), dtype=low) if self.bias else None,
             randn(d, dtype=low),
             randn(d, dtype=low) if has_norm else None,
         )
@@ -96,7 +101,8 @@ def _run(case: Case, backend: Any, **changes: Tensor) -> StepOperands:
     operands, parameters = case.draw()
     for name, value in changes.items():
         getattr(operands, name).copy_(value)
-    decode_token(operands, parameters, case.options, backend=backend)
+    options = replace(case.options, num_heads=case.heads)
+    decode_token(operands, parameters, options, backend=backend)
     return operands
 
 
@@ -127,6 +133,11 @@ def _variants() -> list[Case]:
     for k in (1, 8):
         options = replace(OPTIONS, layout=RawLayout("softplus", True, k, 1.0))
         found.append(Case(d=11, n=5, options=options))
+    found += [Case(heads=2), Case(1, heads=3, feedback=False), Case(3, heads=2, bias=False)]
+    sigmoid = RawLayout("sigmoid", False, 2, 1.0)
+    options = replace(OPTIONS, layout=sigmoid, decay="one", norm_eps=None)
+    found += [Case(1, 10, 1, heads=2, options=options)]
+    found += [Case(heads=2, dtype=torch.float32, low=torch.bfloat16)]
     found += [Case(feedback=False), Case(bias=False), Case(b=1, d=1, n=1)]
     found += [Case(options=replace(OPTIONS, norm_eps=None))]
     found += [Case(options=replace(OPTIONS, feedback_norm_eps=None))]
@@ -138,6 +149,30 @@ def _variants() -> list[Case]:
 @pytest.mark.parametrize("case", _variants(), ids=lambda case: str(case)[5:120])
 def test_kernel_equals_the_plain_token(case: Case) -> None:
     _assert_agree(case)
+
+
+def test_heads_are_tokens_of_one_head_each() -> None:
+    """The plain token of several heads equals that of each head on its slices."""
+    case = Case(heads=3, d=12, device="cpu")
+    options = replace(case.options, num_heads=3)
+    together, parameters = case.draw()
+    alone, _ = case.draw()
+    decode_token(together, parameters, options, backend="reference")
+    folded = {"drive", "raw", "fed"}
+    for j in range(3):
+        statistics = [v.chunk(3)[j] for v in alone[9:]]
+        sliced = [
+            v[j] if name in folded else v.chunk(3, -1)[j]
+            for name, v in zip(StepOperands._fields[:9], alone[:9], strict=True)
+            if v is not None
+        ]
+        head = StepOperands(*sliced, *statistics)
+        of_head = StepParameters(*(v if v is None else v.chunk(3)[j] for v in parameters))  # type: ignore[arg-type]
+        decode_token(head, of_head, case.options, backend="reference")
+        for name in ("h", "y", "normed", "hidden"):
+            actual = getattr(together, name).chunk(3, -1)[j]
+            assert_close(name, actual, getattr(head, name), 1e-12)
+        assert_close("pivot", together.pivot.chunk(3)[j], head.pivot, 1e-12)
 
 
 @needs_triton
@@ -164,19 +199,20 @@ LOW = (None, torch.bfloat16, torch.float16)
 
 @compiled
 @pytest.mark.parametrize(
-    ("b", "d", "n", "k", "low"),
+    ("b", "d", "n", "k", "low", "heads"),
     [
-        *itertools.product([1, 5], [1024], [16], [4], LOW),
-        *itertools.product([1, 5], [1024], [16], [1], LOW),
-        *itertools.product([1, 5], [64], [1], [2], LOW),
-        (5, 1000, 13, 8, torch.bfloat16),  # its kernel takes half a minute to compile
+        *itertools.product([1, 5], [1024], [16], [4], LOW, [1, 16]),
+        *itertools.product([1, 5], [1024], [16], [1], LOW, [1]),
+        *itertools.product([1, 5], [64], [1], [2], LOW, [1, 2]),
+        (3, 390, 13, 3, torch.bfloat16, 6),
+        (5, 1000, 13, 8, torch.bfloat16, 1),  # its kernel takes half a minute to compile
     ],
 )
 def test_sizes_and_dtypes_on_the_device(
-    b: int, d: int, n: int, k: int, low: torch.dtype | None
+    b: int, d: int, n: int, k: int, low: torch.dtype | None, heads: int
 ) -> None:
     options = replace(OPTIONS, layout=RawLayout("softplus", True, k, 1.0))
-    _assert_agree(Case(b, d, n, options, dtype=torch.float32, low=low))
+    _assert_agree(Case(b, d, n, heads, options, dtype=torch.float32, low=low))
 
 
 def test_what_the_kernel_does_not_cover_is_named() -> None:

@@ -96,20 +96,23 @@ def _case(
     eigenvalues: Eigenvalues = "positive",
     norm_eps: float | None = 1e-5,
     n: int = N,
+    heads: int = 1,
     dtype: torch.dtype = torch.float64,
 ) -> Case:
+    """b samples of each head."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     r = R + 2 * (n - N)
+    b, lead = b * heads, () if heads == 1 else (heads,)
     bind = _householder if mixer == "householder" else _low_rank
     return Case(
         draw(b, t, D),
         draw(b, t, r),
-        0.2 * draw(r, D) if feedback else None,
-        -draw(D, n).exp(),
+        0.2 * draw(*lead, r, D) if feedback else None,
+        -draw(*lead, D, n).exp(),
         draw(b, D, n),
         draw(b, D),
         () if mixer == "householder" else (draw(D),),
@@ -225,9 +228,9 @@ def test_empty_time_keeps_the_state() -> None:
 
 
 @pytest.mark.parametrize("t", [1, 17, 40])
-@pytest.mark.parametrize("mixer", ["householder", "low rank"])
-def test_a_given_fixed_point_gets_the_same_gradient(t: int, mixer: str) -> None:
-    case = _case(t=t, mixer=mixer).tracked()
+@pytest.mark.parametrize(("mixer", "heads"), [("householder", 1), ("low rank", 1), ("low rank", 2)])
+def test_a_given_fixed_point_gets_the_same_gradient(t: int, mixer: str, heads: int) -> None:
+    case = _case(t=t, mixer=mixer, heads=heads).tracked()
     solved = direct_sweep(*case.arguments)
     attached = direct_sweep(*case.arguments, y_star=solved.y.detach())
     assert torch.equal(attached.y, solved.y)
@@ -241,6 +244,7 @@ def test_a_given_fixed_point_gets_the_same_gradient(t: int, mixer: str) -> None:
     b=st.integers(0, 3),
     t=st.integers(0, 18),
     n=st.integers(1, 4),
+    heads=st.integers(1, 3),
     feedback=st.booleans(),
     mixer=st.sampled_from(["householder", "low rank"]),
     input_scale=st.sampled_from(SCALES),
@@ -248,6 +252,43 @@ def test_a_given_fixed_point_gets_the_same_gradient(t: int, mixer: str) -> None:
 )
 def test_any_shape_and_option_is_like_autograd(b: int, t: int, **options: Any) -> None:
     _assert_like_autograd(_case(b, t, **options), 1e-9)
+
+
+def _head(case: Case, j: int, heads: int) -> Case:
+    """Head j of a case of several heads, by itself."""
+    shared = case.W_y, case.A
+    return case.with_tensors(
+        *(
+            v if v is None or v is case.bind_parameters[0]
+            else v[j] if any(v is w for w in shared)
+            else v.unflatten(0, (heads, -1))[j]
+            for v in case.tensors
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sweep", [direct_sweep, direct_sweep_reference])
+@pytest.mark.parametrize("input_scale", SCALES)
+def test_a_batch_of_heads_is_a_loop_over_them(
+    sweep: Callable[..., Sweep], input_scale: InputScale
+) -> None:
+    case = _case(heads=3, mixer="low rank", input_scale=input_scale)
+    together = sweep(*case.arguments)
+    alone = [sweep(*_head(case, j, 3).arguments) for j in range(3)]
+    for name in ("y", "h", "defect", "scale", "magnitude", "pivot"):
+        expected = torch.cat([getattr(swept, name) for swept in alone])
+        torch.testing.assert_close(getattr(together, name), expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("sweep", [direct_sweep, direct_sweep_reference])
+def test_heads_that_do_not_fit_raise(sweep: Callable[..., Sweep]) -> None:
+    case = _case(heads=2)
+    assert case.W_y is not None
+    with pytest.raises(ValueError, match=r"W_y and A .* got \(3, 20, 4\) and \(2, 4, 3\)"):
+        sweep(*replace(case, W_y=case.W_y[[0, 0, 0]]).arguments)
+    odd = replace(case, x=case.x[:3], raw=case.raw[:3], h0=case.h0[:3], y0=case.y0[:3])
+    with pytest.raises(ValueError, match="2 heads, got 3 samples"):
+        sweep(*odd.arguments)
 
 
 def test_finite_differences() -> None:
@@ -271,8 +312,9 @@ def test_the_adjoint_sweep_reports_its_defect_once_per_token() -> None:
     assert (defect / scale).max() < 1e-12
 
 
-def test_vmap_of_grad_over_stacked_weights_is_a_loop_over_them() -> None:
-    case = _case(b=2, t=18)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_vmap_of_grad_over_stacked_weights_is_a_loop_over_them(heads: int) -> None:
+    case = _case(b=2, t=18, heads=heads)
     assert case.W_y is not None
     stacked = torch.stack([case.W_y, 0.5 * case.W_y, 0 * case.W_y])
 

@@ -1,4 +1,4 @@
-"""Scan and output stage of several heads: one call equals a loop over heads of calls of one head.
+"""Operations on samples of several heads: one call equals a loop over heads of calls of one head.
 
 Letters: b samples of a head, t time, d channels, n state per channel, H heads.
 """
@@ -11,16 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from bedouin.kernels.iteration import IterationRule
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output
 from bedouin.kernels.scan import selective_scan
+from bedouin.kernels.scan.types import ScanOperands, ScanOptions
 from bedouin.testing import assert_close
 
 # In the max norm. The expected values are computed in float64 from the same operands.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 1e-2}
-PLAIN = pytest.param("cpu", "reference", id="reference")
-INTERPRETED = pytest.param("cpu", "triton", marks=pytest.mark.interpreter, id="interpreter")
-COMPILED = pytest.param("cuda", "triton", marks=pytest.mark.gpu, id="gpu")
-implementations = pytest.mark.parametrize(("device", "backend"), [PLAIN, INTERPRETED, COMPILED])
+INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
+COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
+implementations = pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "reference"),
+        pytest.param("cpu", "triton", marks=pytest.mark.interpreter),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+    ],
+)
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE))
 Operation = Callable[..., Sequence[Tensor]]
 
@@ -94,13 +103,35 @@ def output(*operands: Tensor, backend: Any) -> Sequence[Tensor]:
 
 
 @implementations
-@dtypes
-@pytest.mark.parametrize(("num_heads", "b", "t"), [(1, 2, 3), (2, 3, 5), (3, 1, 18)])
+@pytest.mark.parametrize(
+    ("num_heads", "b", "t", "dtype"),
+    [
+        (1, 2, 2, torch.float64),
+        (2, 2, 2, torch.float64),
+        (3, 1, 3, torch.float32),
+        (2, 1, 2, torch.bfloat16),
+    ],
+)
 def test_scan(
     num_heads: int, b: int, t: int, dtype: torch.dtype, device: str, backend: str
 ) -> None:
     operands = scan_operands(num_heads, b, t, 5, 3)
     check_against_a_loop(scan, operands, {2, 6}, dtype, device=device, backend=backend)
+
+
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+def test_scan_of_a_cut_sequence(device: str) -> None:
+    """Segments: every kernel of the scan finds A of a sample's head."""
+    from bedouin.kernels.scan.launch import Limits, scan_backward, scan_forward
+
+    operands = [v.to(device) for v in scan_operands(2, 1, 17, 2, 2)]
+    options, limits = ScanOptions("one_minus_decay", "full", False), Limits(16, 16, 16)
+    given = ScanOperands(*operands)
+    y, h, kept = scan_forward(given, options, keep=True, limits=limits)
+    grads = scan_backward(weights_like(y), weights_like(h), kept, given, options, limits=limits)
+    expected = results(lambda *v: scan(*v, backend="reference"), operands)
+    for i, (ours, theirs) in enumerate(zip([y, h, *grads], expected, strict=True)):
+        assert_close(f"result {i}", ours, theirs, 1e-12, atol=1e-12)
 
 
 @implementations
@@ -113,6 +144,104 @@ def test_output(
     operands = output_operands(num_heads, b, t, 5, norm=norm)
     of_heads = {2, 6} if norm else {2}
     check_against_a_loop(output, operands, of_heads, dtype, device=device, backend=backend)
+
+
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+def test_output_where_a_program_takes_many_tokens_of_its_head(device: str) -> None:
+    from bedouin.kernels.output.launch import output_backward
+    from bedouin.kernels.output.types import OutputOperands
+
+    operands = [v.to(device) for v in output_operands(2, 3, 7, 65, norm=True)]
+    out, *expected = results(lambda *v: output(*v, backend="reference"), operands)
+    y, x, D, gate, _, _, weight = expected
+    given = OutputOperands(*operands)
+    actual = output_backward(weights_like(out), given, 1e-5, most_programs=3)
+    for i, pair in enumerate(zip(actual, [y, x, gate, torch.stack([D, weight])], strict=True)):
+        assert_close(f"result {i}", *pair, 1e-12, atol=1e-12)
+
+
+RULES = {
+    "picard": IterationRule("picard", 0.05, 1e-6, damping=0.9),
+    "paper": IterationRule("picard", 0.05, 0.0, whole_sequence=True),
+    "jacobi": IterationRule("jacobi", 0.01, 1e-6),
+}
+
+
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+@pytest.mark.parametrize(
+    ("num_heads", "b", "rule", "fed", "low"),
+    [
+        (2, 2, "picard", True, torch.float64),
+        (2, 1, "paper", True, torch.float64),
+        (3, 1, "jacobi", True, torch.float64),
+        (2, 1, "jacobi", False, torch.float64),
+        (2, 1, "picard", True, torch.bfloat16),
+    ],
+)
+def test_iteration(
+    num_heads: int, b: int, rule: str, fed: bool, low: torch.dtype, device: str
+) -> None:
+    """Every step of a solve: samples of all heads converge by themselves."""
+    from bedouin.kernels.iteration.steps import FusedIteration
+
+    t, d, n = 2, 3, 2
+    layout, g = RawLayout("softplus", True, 1, 1.0), torch.Generator().manual_seed(num_heads)
+    r, samples = layout.size(d, n), num_heads * b
+    x, raw = draw(g, samples, t, d), draw(g, samples, t, r)
+    W_y, A = 0.1 * draw(g, num_heads, r, d), -draw(g, num_heads, d, n).exp()
+    h0, y0 = draw(g, samples, d, n), draw(g, samples, d)
+    raw[::2] *= 0.1  # some converge early
+    wide = torch.promote_types(low, torch.float32)
+    tokens, state = (v.to(device) for v in (x, raw, W_y)), (v.to(device) for v in (A, h0, y0))
+    (x, raw, W_y), (A, h0, y0) = (v.to(low) for v in tokens), (v.to(wide) for v in state)
+    options = Parameterization(layout, "one_minus_decay", "positive", 1e-5)
+    joint = Operands(x, raw, W_y if fed else None, A, h0, y0)
+    parts = zip(*(v.chunk(num_heads) for v in (x, raw, h0, y0)), W_y, A, strict=True)
+    alone = [Operands(x, raw, W_y if fed else None, A, h0, y0) for x, raw, h0, y0, W_y, A in parts]
+    start = torch.zeros(samples, t, d, dtype=wide, device=device)
+    together = FusedIteration(joint, start, options, RULES[rule])
+    heads = [FusedIteration(one, start[:b], options, RULES[rule]) for one in alone]
+    tolerance = TOLERANCE[wide]  # a product of other shapes sums in another order
+    for _ in range(2):
+        for steps in (together, *heads):
+            steps.advance()
+        for name, ours in together.progress._asdict().items():
+            theirs = [getattr(steps.progress, name) for steps in heads]
+            if ours is None:
+                assert theirs == [None] * num_heads
+            else:
+                torch.testing.assert_close(ours, torch.cat(theirs), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+def test_opcheck(device: str) -> None:
+    """Shapes and gradients of the registered operations."""
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    leaves = [v.to(device).requires_grad_() for v in scan_operands(2, 1, 2, 2, 2)]
+    options = ("delta", "positive", False)
+    torch.library.opcheck(
+        torch.ops.bedouin.selective_scan, (*leaves, *options, True), test_utils=utils
+    )
+    y, h, kept = (v.detach() for v in torch.ops.bedouin.selective_scan(*leaves, *options, True))
+    values = [v.detach() for v in leaves]
+    backward = torch.ops.bedouin.selective_scan_backward
+    torch.library.opcheck(backward, (y, h, kept, *values, *options), test_utils=utils)
+    leaves = [v.to(device).requires_grad_() for v in output_operands(2, 1, 2, 3, norm=True)]
+    stage, given = torch.ops.bedouin.gated_output, (*leaves, 1e-5, torch.float32)
+    torch.library.opcheck(stage, given, test_utils=utils)
+    values = [v.detach() for v in leaves]
+    backward = torch.ops.bedouin.gated_output_backward
+    torch.library.opcheck(backward, (values[0], *values, 1e-5), test_utils=utils)
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize(("num_heads", "b", "t", "d"), [(8, 3, 300, 65), (2, 1, 100, 128)])
+def test_awkward_sizes_compiled(num_heads: int, b: int, t: int, d: int, dtype: torch.dtype) -> None:
+    at = {"device": "cuda", "backend": "triton"}
+    check_against_a_loop(scan, scan_operands(num_heads, b, t, d, 16), {2, 6}, dtype, **at)
+    operands = output_operands(num_heads, b, t, d, norm=True)
+    check_against_a_loop(output, operands, {2, 6}, dtype, **at)
 
 
 def test_scan_of_a_compiled_function() -> None:

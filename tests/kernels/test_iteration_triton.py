@@ -377,13 +377,15 @@ def test_runs_repeat_to_the_bit() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("solver", [Picard(0.1), Jacobi(1e-2)], ids=["picard", "jacobi"])
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-def test_a_layer_with_the_kernels_is_the_layer_without(kind: Any, solver: Any) -> None:
+@pytest.mark.parametrize(("kind", "num_heads"), [(Bedouin, 1), (FixedPointRNN, 1), (Bedouin, 2)])
+def test_a_layer_with_the_kernels_is_the_layer_without(
+    kind: Any, num_heads: int, solver: Any
+) -> None:
     outputs = []
     for backend in ("reference", "triton"):
         torch.manual_seed(0)
         options = {"solver": solver, "adjoint": OneStepAdjoint(), "backend": backend}
-        layer = kind(3, dtype=torch.float64, device=DEVICE, **options)
+        layer = kind(3, num_heads=num_heads, dtype=torch.float64, device=DEVICE, **options)
         x = torch.randn(1, 3, 3, dtype=torch.float64, device=DEVICE)
         y = layer(x)
         outputs.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])

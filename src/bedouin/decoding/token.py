@@ -1,7 +1,9 @@
 """One token: what it needs of a layer, its buffers, its kernel, and when the kernel may be used.
 
-A token is five launches: three products, the feedback's product, and one kernel for the rest.
-Letters: b batch, m d_model, d d_inner, n d_state, r raw values.
+A token is five launches: three products, the feedback's product, and one kernel for the rest. Those
+of several heads are as many: their products are batched, and the kernel reads and writes the
+channels of each head in place.
+Letters: b batch, m d_model, d d_inner, n d_state, r raw values, H num_heads, p = d / H head_dim.
 """
 
 from collections.abc import Iterator
@@ -10,8 +12,8 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from bedouin.heads import HeadLinear
 from bedouin.kernels.backend import (
     autocast_dtype,
     interpreter_is_on,
@@ -27,11 +29,12 @@ from bedouin.kernels.decode import (
     unsupported_token,
 )
 from bedouin.kernels.feedback import normalize_feedback
+from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.parameterization import OutputStage
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.solution import BackwardStats, SolveStats
+from bedouin.solvers.solution import BackwardStats, SolveStats, join_parts
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state
 
@@ -45,13 +48,14 @@ class DecodedLayer(Protocol):
     d_inner: int
     d_state: int
     num_heads: int
+    head_dim: int
     feedback: tuple[str, ...]
     output: OutputStage
     solve_options: SolveOptions
 
     in_proj: nn.Linear
-    x_proj: nn.Linear
-    y_proj: nn.Linear | None
+    x_proj: nn.Linear | HeadLinear
+    y_proj: nn.Linear | HeadLinear | None
     out_proj: nn.Linear
     norm: nn.RMSNorm | None
     dt_bias: nn.Parameter
@@ -91,36 +95,52 @@ class DecodedLayer(Protocol):
 class TokenStats(SolveStats):
     """Statistics of one token: views of a copied block, made when they are read."""
 
-    def __init__(self, num_steps: Tensor, block: Tensor, at: int) -> None:
+    def __init__(self, num_steps: Tensor, block: Tensor, at: int, num_heads: int) -> None:
         # bypasses the frozen `__setattr__`; the other fields are properties here
-        self.__dict__.update(num_steps=num_steps, _source=(block, at), _backward=BackwardStats())
+        source = block, at, num_heads
+        self.__dict__.update(num_steps=num_steps, _source=source, _backward=BackwardStats())
 
     @cached_property
-    def _cut(self) -> tuple[Tensor, Tensor, Tensor]:
-        block, at = self.__dict__["_source"]
-        return cut_statistics(block, at, len(self.num_steps))
+    def _joined(self) -> SolveStats:
+        block, at, num_heads = self.__dict__["_source"]
+        steps = self.num_steps
+        residual, pivot, converged = cut_statistics(block, at, num_heads * len(steps))
+        return join_heads(steps, residual, converged.view(torch.bool), pivot)
 
     @property
     def residual(self) -> Tensor:
-        return self._cut[0]
+        return self._joined.residual
 
     @property
-    def conditioning(self) -> Tensor:
-        return self._cut[1]
+    def conditioning(self) -> Tensor | None:
+        return self._joined.conditioning
 
     @property
     def converged(self) -> Tensor:
-        return self._cut[2].view(torch.bool)
+        return self._joined.converged
 
 
 def cut_statistics(
     block: Tensor,  # (size,)
     at: int,
-    b: int,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Residual, pivot (b,) and converged (b,) uint8, which begin at element `at` of a block."""
-    end = at + 2 * b
-    return block[at : at + b], block[at + b : end], block[end:].view(torch.uint8)[:b]
+    """Residual, pivot (H b,) and converged (H b,) uint8, which begin at element `at` of a block;
+    count: H b."""
+    end = at + 2 * count
+    return block[at : at + count], block[at + count : end], block[end:].view(torch.uint8)[:count]
+
+
+def join_heads(
+    num_steps: Tensor,  # (b,)
+    residual: Tensor,  # (H b,)
+    converged: Tensor,  # (H b,)
+    pivot: Tensor,  # (H b,)
+) -> SolveStats:
+    """The statistics of samples from those of their heads; of one head, the same tensors."""
+    num_heads = len(residual) // len(num_steps)
+    steps = num_steps.expand(num_heads, -1).flatten()
+    return join_parts(SolveStats(steps, residual, converged, pivot), num_heads)
 
 
 class Buffers:
@@ -129,14 +149,14 @@ class Buffers:
     def __init__(self, layer: DecodedLayer, b: int, low: torch.dtype) -> None:
         d, n = layer.d_inner, layer.d_state
         state = layer.init_state(0).y
-        self.shape, self.like = (b, n, d), state
-        self._end = b * n * d + b * d
-        self.block = state.new_zeros(self._end + 2 * b + -(-b // state.element_size()))
+        self.shape, self.like, self.num_heads = (b, n, d), state, layer.num_heads
+        self._end, count = b * n * d + b * d, layer.num_heads * b
+        self.block = state.new_zeros(self._end + 2 * count + -(-count // state.element_size()))
         h, self.y = self._state(self.block)
         self.h = h.mT
-        self.residual, self.pivot, self.converged = cut_statistics(self.block, self._end, b)
+        self.residual, self.pivot, self.converged = cut_statistics(self.block, self._end, count)
         self.normed = torch.zeros(b, d, dtype=low, device=state.device)
-        self.all_converged = torch.ones(b, dtype=torch.uint8, device=state.device)
+        self.all_converged = torch.ones(count, dtype=torch.uint8, device=state.device)
         self.num_steps = torch.ones(b, dtype=torch.int64, device=state.device)
 
     def _state(self, block: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +171,8 @@ class Buffers:
         state = check_state(state, b, d, n, self.like)
         self.h.copy_(state.ssm.mT)
         self.y.copy_(state.y)
-        self.normed.copy_(normalize_feedback(self.y, norm_eps))
+        of_heads = self.y.unflatten(1, (self.num_heads, -1))
+        self.normed.copy_(normalize_feedback(of_heads, norm_eps).flatten(1))
 
     def copies(self) -> tuple[BedouinState, SolveStats]:
         """State and statistics, in one new block."""
@@ -160,13 +181,13 @@ class Buffers:
         with torch._C._InferenceMode(False):
             block = self.block.clone()
             h, y = self._state(block)
-        return BedouinState(h, y), TokenStats(self.num_steps, block, self._end)
+        return BedouinState(h, y), TokenStats(self.num_steps, block, self._end, self.num_heads)
 
     def take_stats(self) -> SolveStats:
         """Statistics of the last token, where `converged` covers all tokens since the last call."""
         converged = self.all_converged.bool()
         self.all_converged.fill_(1)
-        return SolveStats(self.num_steps, self.residual.clone(), converged, self.pivot.clone())
+        return join_heads(self.num_steps, self.residual.clone(), converged, self.pivot.clone())
 
 
 def make_buffers(layer: DecodedLayer, x_t: Tensor) -> Buffers:
@@ -179,9 +200,7 @@ def unsupported_step(layer: DecodedLayer) -> str | None:
     """What the fused path does not cover, as a part of a message; None where it covers all."""
     if not vars(type(layer)).get("has_fused_step", False):
         return "subclasses"
-    if layer.num_heads > 1:
-        return "several heads"
-    return unsupported_token(layer.d_inner, layer.d_state, layer.layout())
+    return unsupported_token(layer.head_dim, layer.d_state, layer.layout())
 
 
 def asks_for_fused_step(layer: DecodedLayer) -> bool:
@@ -226,12 +245,14 @@ def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
     d, options = layer.d_inner, step_options(layer)
     projected = layer.in_proj(u)
     x = projected[:, :d]
-    raw = F.linear(x, layer.x_proj.weight)
+    of_heads = _split_heads(x, layer.num_heads)
+    raw = apply_weight(of_heads, layer.x_proj.weight)
     with without_autocast(u.device):
         fed = None
         if layer.y_proj is not None:
-            fed = F.linear(buffers.normed, layer.y_proj.weight.to(buffers.normed.dtype))
-        drive = layer.drive(x.to(buffers.h.dtype)) if layer.has_drive else x
+            normed = _split_heads(buffers.normed, layer.num_heads)
+            fed = apply_weight(normed, layer.y_proj.weight.to(normed.dtype))
+        drive = layer.drive(of_heads.to(buffers.h.dtype)) if layer.has_drive else of_heads
         hidden = torch.empty(len(u), d, dtype=u.dtype, device=u.device)
         operands = StepOperands(
             x,
@@ -253,6 +274,14 @@ def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
     return output
 
 
+def _split_heads(
+    v: Tensor,  # (b, d)
+    num_heads: int,
+) -> Tensor:  # (b, d), or (H, b, p) for several heads
+    """The channels of each head, a view."""
+    return v if num_heads == 1 else v.unflatten(1, (num_heads, -1)).transpose(0, 1)
+
+
 def step_options(layer: DecodedLayer) -> StepOptions:
     """The layer's options as the kernel takes them."""
     options, (kind, sharpness, _) = layer.parameterization(), layer.decay_parameter()
@@ -267,6 +296,7 @@ def step_options(layer: DecodedLayer) -> StepOptions:
         sharpness,
         (first, fed.get("B", False), fed.get("C", False), fed["mixer"]),
         None if layer.norm is None else layer.norm.eps,
+        layer.num_heads,
     )
 
 

@@ -78,22 +78,35 @@ def scan(
     n: int,
     dtype: torch.dtype = torch.bfloat16,
     skip: bool = False,
+    heads: int = 1,
     **options: Any,
 ) -> Case:
-    """The scan and its adjoint; `skip`: with D."""
+    """The scan and its adjoint; `skip`: with D; `b` samples of each head."""
 
     def run() -> None:
         from bedouin.kernels.scan import selective_scan
 
-        x, delta, A = (
-            draw(b, t, d, dtype=dtype),
-            draw(b, t, d, dtype=dtype),
-            draw(d, n, dtype=torch.float32),
-        )
-        D = draw(d, dtype=torch.float32) if skip else None
-        B, C = draw(b, t, n, dtype=dtype), draw(b, t, n, dtype=dtype)
+        own, samples = ((), b) if heads == 1 else ((heads,), heads * b)
+        x, delta = draw(samples, t, d, dtype=dtype), draw(samples, t, d, dtype=dtype)
+        A = draw(*own, d, n, dtype=torch.float32)
+        D = draw(*own, d, dtype=torch.float32) if skip else None
+        B, C = draw(samples, t, n, dtype=dtype), draw(samples, t, n, dtype=dtype)
         y, h = selective_scan(x, delta, A, B, C, None, D, backend="triton", **options)
         (y.float().sum() + h.sum()).backward()
+
+    return run
+
+
+def output(b: int, t: int, d: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """The gated output of `b` samples of each head, and its adjoint."""
+
+    def run() -> None:
+        from bedouin.kernels.output import gated_output
+
+        y = draw(heads * b, t, d, dtype=torch.float32)
+        x, gate, fed, z = (draw(heads * b, t, d, dtype=dtype) for _ in range(4))
+        D, weight = draw(heads, d, dtype=dtype), draw(heads, d, dtype=dtype)
+        gated_output(y, x, D, gate, fed, z, weight, backend="triton").sum().backward()
 
     return run
 
@@ -183,4 +196,11 @@ CASES: dict[str, Case] = QUICK | {
     "scan, 64x256": scan(64, 256, 1024, 16),
     "scan, 8x4096": scan(8, 4096, 1024, 16),
     "householder, float32": householder(60, 8, FLOAT32),
+    "output, heads": output(2, 70, 64, 16),
+    "scan, heads": scan(2, 70, 64, 16, heads=16),
+    "scan, heads, segments, D": scan(1, 4096, 64, 16, skip=True, heads=2),
+    "picard, heads": iteration("Picard", 2, 18, 512, backward=False, num_heads=16, **BENCH),
+    "jacobi, heads": iteration("Jacobi", 2, 18, 512, backward=False, num_heads=8, **BENCH),
+    "decode, heads, 1x1": decode(1, 512, num_heads=16, **BENCH),
+    "decode, heads, vector state": decode(2, 32, name="FixedPointRNN", num_heads=4),
 }
