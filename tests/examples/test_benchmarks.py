@@ -11,7 +11,7 @@ import torch
 
 import bench
 from bedouin import Bedouin
-from benchmarks import agreement, cases, special, table
+from benchmarks import agreement, cases, figure, special, table
 from benchmarks.cost import iteration_cost, layer_cost, scan_cost
 from benchmarks.measure import Context, Numbers, best_ms
 from benchmarks.setting import Setting, Shape
@@ -255,6 +255,20 @@ def test_the_table_of_the_index_is_that_of_its_results() -> None:
     report = json.loads((results / "h100_benchmark.json").read_text())
     written = table.markdown(report)
     assert f"<!-- bench -->\n{written}\n<!-- /bench -->" in (results / "README.md").read_text()
+
+
+def test_times_become_curves(tmp_path: Path) -> None:
+    rows: list[table.Row] = [
+        {"title": "x", "shape": shape, "numbers": {"both_ms": ms}}
+        for shape, ms in (("8x64", 4.0), ("8x16", 1.0), ("1x64", 3.0), ("2x32", 9.0))
+    ]
+    by_time, by_batch = figure.curves(rows)
+    assert by_time == {"x, batch 8": [(16, 1.0), (64, 4.0)]}
+    assert by_batch == {"x, 64 tokens": [(1, 3.0), (8, 4.0)]}
+    figure.draw(tmp_path / "f.png", rows)
+    assert (tmp_path / "f.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="two shapes with the same batch size or time"):
+        figure.draw(tmp_path / "f.png", rows[-1:])
 
 
 def test_what_was_skipped_is_one_sentence() -> None:
