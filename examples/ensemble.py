@@ -32,6 +32,7 @@ import tyro
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, token_accuracy
@@ -66,7 +67,7 @@ class Ensemble:
         undecayed = {
             n for n, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)
         }
-        self.lr = torch.zeros((), device=device)
+        lr = torch.tensor(point["lr"], device=device)  # a captured step reads it from the device
         groups = [
             {
                 "params": [p for n, p in self.params.items() if (n in undecayed) == skip],
@@ -76,11 +77,15 @@ class Ensemble:
         ]
         self.optimizer = torch.optim.AdamW(
             groups,
-            lr=self.lr,
+            lr=lr,
             betas=config.betas,
             capturable=device.type == "cuda",
             # a single pass over large parameters
             fused=device.type == "cuda" and not config.stacked,
+        )
+        warmup, steps = config.warmup, point["steps"]
+        self.schedule = LambdaLR(
+            self.optimizer, lambda step: decay(point["schedule"], step, warmup, steps)
         )
         ahead = 1 if config.stacked else DRAWN_AHEAD
         self.batches = data.batches(point["batch_size"], point["steps"], ahead)
@@ -175,10 +180,6 @@ class Ensemble:
         self.correct_sum += correct
         torch.minimum(self.pivot_min, pivot, out=self.pivot_min)
 
-    def set_lr(self, step: int) -> None:
-        warmup, steps = self.config.warmup, self.point["steps"]
-        self.lr.fill_(self.point["lr"] * decay(self.point["schedule"], step, warmup, steps))
-
     def refill(self) -> None:
         tokens, labels = next(self.batches)
         self.tokens.copy_(tokens)
@@ -261,9 +262,9 @@ def train(config: Config, point: dict[str, Any], device: torch.device) -> dict[s
     print(f"{point}\n    {size}", flush=True)
     run, history, started = stepper(ensemble), [], time.perf_counter()
     for step in range(point["steps"]):
-        ensemble.set_lr(step)
         ensemble.refill()
         run()
+        ensemble.schedule.step()
         if (step + 1) % config.log_every == 0:
             history.append(ensemble.log(step + 1))
             data.advance(history[-1]["accuracy"])

@@ -107,8 +107,9 @@ def word_problem(config: WordProblemConfig) -> Problem:
     def train_batch(rows: Stream, step: int, longest: int) -> Batch:
         if not draws_lengths(config, step, config.steps):
             return task.sample(config.batch_size, rows, length=longest)
-        least, options = config.curriculum_from, {"generator": rows, "device": rows.device}
-        drawn = torch.randint(least, longest + 1, (), **options)  # one length for the whole batch
+        least = config.curriculum_from
+        # one length for the whole batch
+        drawn = torch.randint(least, longest + 1, (), generator=rows, device=rows.device)
         return task.sample(config.batch_size, rows, length=int(drawn))
 
     def test_batch(length: int, rows: Stream) -> Batch:

@@ -14,6 +14,7 @@ from bedouin.testing import assert_close
 from common import study
 from common.data import Data, metrics
 from common.layers import count
+from common.schedule import decay
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
@@ -43,7 +44,6 @@ def test_models_that_take_turns_are_those_of_the_stack() -> None:
     pair[1].tokens.copy_(pair[0].tokens)
     pair[1].labels.copy_(pair[0].labels)
     for one in pair:
-        one.set_lr(0)
         one.step()
     for name, value in pair[0].params.items():
         assert_close(name, pair[1].params[name], value, 1e-4)
@@ -67,6 +67,19 @@ def test_preset_of_the_papers_size_is_overridden_by_flags() -> None:
     assert (config.d_model, config.num_householder, config.batch_size) == (512, (4,), (128,))
     assert config.length == 16 and not config.stacked and config.autocast == "bf16"
     assert ensemble.parse([]) == study.Config()
+
+
+def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
+    config = small(stacked=False, warmup=2)
+    one = ensemble.Ensemble(config, POINT, make_data(), CPU)
+    rate = one.optimizer.param_groups[0]["lr"]
+    seen = []
+    for _ in range(4):
+        seen.append(float(rate))
+        one.step()
+        one.schedule.step()
+    expected = [1e-2 * decay("cosine", step, 2, 4) for step in range(4)]
+    assert seen == pytest.approx(expected) and one.optimizer.param_groups[1]["lr"] is rate
 
 
 def test_batches_drawn_ahead_are_of_their_split() -> None:
