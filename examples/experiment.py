@@ -3,7 +3,7 @@
     python examples/experiment.py                            # list every run (make experiments)
     python examples/experiment.py words copying              # make the runs that have no file yet
     python examples/experiment.py words --only a5-bedouin a5-lstm_l1
-    python examples/experiment.py words --extra "--steps 20 --device cpu" --out /tmp/trial
+    python examples/experiment.py words --extra="--steps 20 --device cpu" --out /tmp/trial
     python examples/experiment.py --summary
 
 The experiments are defined in examples/experiments/, one short file each. Each run writes
@@ -50,7 +50,7 @@ class Config:
     again: bool = False
     """Also make runs that have a file."""
     extra: str = ""
-    """Flags appended to every command, for trials."""
+    """Flags appended to every command, for trials; written --extra="--flag value"."""
     out: Path = RESULTS
     """Folder of the JSON files."""
     summary: bool = False
@@ -155,8 +155,8 @@ def main(config: Config) -> int:
     """Returns the exit status: 1 if a run failed; the others are made all the same."""
     if config.summary:
         report = summarize(config.out)
-        (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
         figure_of_both(report["both"], config.out / "both.png")
+        (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
         return 0
     found = experiments()
     if not config.names:
