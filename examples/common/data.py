@@ -27,6 +27,7 @@ from bedouin.tasks import (
     stream,
     token_accuracy,
 )
+from common.checks import flag
 from common.curriculum import CurriculumOptions, draws_lengths, first_length, next_length
 
 Task = WordProblem | Copying | Parity | ModularArithmetic
@@ -38,7 +39,7 @@ DRAWN_AHEAD = 50
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions(CurriculumOptions):
-    """Options of the task, of which each task uses its own."""
+    """Options of the task, of which each task takes its own and refuses the others."""
 
     task: Literal["word", "copy", "parity", "arithmetic", "brackets"] = "word"
     """A word problem, copying, parity, or arithmetic modulo 5 without or with brackets."""
@@ -66,6 +67,30 @@ class TaskOptions(CurriculumOptions):
     """Longest string to copy."""
     context: int = 32
     """Context of the copying task."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in sorted(set().union(*TAKEN.values()) - TAKEN[self.task]):
+            default = getattr(TaskOptions, name)
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"--task {self.task} takes no {flag(name)}: leave it at {default!r}, got "
+                    f"{getattr(self, name)!r}"
+                )
+
+
+_LENGTHS = {"length", "min_length", "eval_from"}
+TAKEN = {
+    "word": {
+        *("group", "length", "elements", "include_identity", "generators"),
+        *("tokens_per_transition", "label_at"),
+    },
+    "copy": {"min_string", "max_string", "context"},
+    "parity": _LENGTHS,
+    "arithmetic": _LENGTHS,
+    "brackets": _LENGTHS,
+}
+"""The options that each task takes."""
 
 
 def make_task(options: TaskOptions) -> Task:

@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 
 
 def small(**changes: Any) -> study.Config:
-    values: dict[str, Any] = {"length": 4, "eval_lengths": (4, 6), "d_model": 8, "seeds": 2}
+    values: dict[str, Any] = {"eval_lengths": (4, 6), "d_model": 8, "seeds": 2}
+    if changes.get("task") != "copy":
+        values["length"] = 4
     return study.Config(**{**values, "warmup": 1, "log_every": 2, "device": "cpu", **changes})
 
 
@@ -142,6 +144,13 @@ def test_every_task_has_rows_and_accuracies(changes: dict[str, Any]) -> None:
     for name, metric in metrics(data.task).items():
         assert float(metric(right[0], labels[0])) == 1.0, name
     assert int(tokens.max()) < data.task.vocab_size
+
+
+def test_options_of_another_task_are_refused() -> None:
+    with pytest.raises(ValueError, match="--task parity takes no --group: leave it at 'A5', got"):
+        small(task="parity", group="S5")
+    with pytest.raises(ValueError, match="--task word takes no --min-string"):
+        small(min_string=2)
 
 
 def test_the_length_doubles_for_each_seed_by_itself() -> None:
