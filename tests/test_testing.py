@@ -23,9 +23,10 @@ from bedouin.testing import (
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture
-def layer() -> Bedouin:
-    return Bedouin(4, d_state=4, dtype=torch.float64)
+@pytest.fixture(params=[1, 2])
+def layer(request: pytest.FixtureRequest) -> Bedouin:
+    """With one head and with two."""
+    return Bedouin(4, d_state=4, num_heads=request.param, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -171,6 +172,7 @@ def test_random_layers_cover_the_options() -> None:
     assert {type(layer.mixer).__name__ for layer in layers} == {"HouseholderProduct", "LowRank"}
     assert {layer.decay for layer in layers if isinstance(layer, Bedouin)} == {"mamba", "griffin"}
     assert {layer.feedback for layer in layers} >= {(), ("mixer",)}
+    assert {layer.num_heads for layer in layers} >= {1, 2, 3, 4}
     assert all(layer.D.dtype == torch.float64 for layer in layers)
 
 

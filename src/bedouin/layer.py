@@ -30,6 +30,7 @@ from bedouin.heads import (
     by_head,
     choose_num_heads,
     fold,
+    fold_pair,
     fold_state,
     make_linear,
     unfold,
@@ -103,10 +104,11 @@ class FixedPointLayer(nn.Module, ABC):
 
     stats: SolveStats | None
     """Statistics of the last call, also of one that raised a ConvergenceError; None before any
-    call. The recomputation of non-reentrant checkpointing does not change them. Under torch.func
-    transforms they are tensors of the transform: to read them, return them from the transformed
-    function; copies of the layer do not contain them. Under torch.compile they are outputs of the
-    graph that are not read, so nothing warns or raises, and stats.backward stays None."""
+    call. Those of a sample are the worst of its heads. The recomputation of non-reentrant
+    checkpointing does not change them. Under torch.func transforms they are tensors of the
+    transform: to read them, return them from the transformed function; copies of the layer do not
+    contain them. Under torch.compile they are outputs of the graph that are not read, so nothing
+    warns or raises, and stats.backward stays None."""
 
     def __init__(
         self,
@@ -321,9 +323,9 @@ class FixedPointLayer(nn.Module, ABC):
         """Everything before the solve: projections, weights, the map and the initial y."""
         self.deferred.flush()
         projected = self.in_proj(u)
-        x, z = projected.chunk(2, -1) if self.output == "norm" else (projected, None)
-        state = self._incoming(state, x)
-        x, z = fold(x, self.num_heads), None if z is None else fold(z, self.num_heads)
+        state = self._incoming(state, projected)
+        heads, paired = self.num_heads, self.output == "norm"
+        x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
         dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project_x(x, low)
@@ -417,7 +419,7 @@ class FixedPointLayer(nn.Module, ABC):
     def _incoming(
         self,
         state: BedouinState | None,
-        x: Tensor,  # (b, t, d)
+        x: Tensor,  # (b, t, any size)
     ) -> BedouinState | None:
         # a call without tokens returns the incoming state
         b, d, n, dtype = x.shape[0], self.d_inner, self.d_state, accumulator(x.dtype)

@@ -46,6 +46,7 @@ class FixedPointRNN(FixedPointLayer):
     options not listed here are those of `Bedouin`.
 
     Args:
+        num_heads: as in Bedouin; each head has a W_b of its own.
         decay: "sigmoid": lambda = sigmoid(W x_t); "griffin": lambda = exp(-8 softplus(omega)
             Delta), Delta = sigmoid(W x_t).
         feedback: ("mixer",), or () to switch feedback off.
