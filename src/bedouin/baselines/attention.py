@@ -16,7 +16,7 @@ from bedouin.baselines.options import head_size, positive_number
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, positive_int
 from bedouin.kernels.backend import without_autocast
-from bedouin.parameterization import at_least_float32, factory_options
+from bedouin.parameters import at_least_float32, factory_options
 
 
 class AttentionState(NamedTuple):

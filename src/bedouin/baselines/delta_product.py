@@ -23,7 +23,7 @@ from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.parameterization import at_least_float32, factory_options
+from bedouin.parameters import at_least_float32, factory_options
 
 UNIT_EPS = 1e-6
 """Under the root of the norm of queries and keys, as in flash-linear-attention."""

@@ -10,8 +10,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import check_batch_size, check_dtype, check_tensor, positive_int
-from bedouin.layer_checks import check_layer_input
+from bedouin.checks import (
+    check_batch_size,
+    check_dtype,
+    check_layer_input,
+    check_tensor,
+    positive_int,
+)
 
 StateT = TypeVar("StateT", bound=tuple[Any, ...])
 

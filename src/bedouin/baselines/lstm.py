@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bedouin.baselines.interface import Baseline, Sizes, each
 from bedouin.baselines.options import expanded
 from bedouin.baselines.short_convolution import ShortConvolution
-from bedouin.parameterization import factory_options
+from bedouin.parameters import factory_options
 
 
 class LSTMState(NamedTuple):

@@ -16,7 +16,7 @@ from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
-from bedouin.parameterization import at_least_float32, factory_options
+from bedouin.parameters import at_least_float32, factory_options
 
 
 class MambaState(NamedTuple):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from bedouin.parameterization import DELTA_RANGE, inverse_softplus, log_uniform
+from bedouin.parameters import DELTA_RANGE, inverse_softplus, log_uniform
 
 
 def positive_number(name: str, value: float) -> float:

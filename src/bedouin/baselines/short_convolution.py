@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import check_bool, positive_int
-from bedouin.parameterization import factory_options
+from bedouin.parameters import factory_options
 
 
 class ShortConvolution(nn.Module):
