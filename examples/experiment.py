@@ -29,7 +29,7 @@ import train_copy
 from common.options import parse_config
 from common.summary import figure_of_both, summarize
 from experiments.controls import CONTROLS
-from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_TUNING
+from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SETTINGS, COPYING_TUNING
 from experiments.earlier import EARLIER, TUNING_RUNS
 from experiments.heads import heads
 from experiments.languages import LANGUAGES
@@ -61,7 +61,7 @@ def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
         *(EARLIER, TUNING_RUNS, WORDS_TUNING, COPYING_TUNING, WORDS, equal_parameters(), COPYING),
-        *(COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES),
+        *(COPYING_SETTINGS, COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES),
     )
     return {experiment.name: experiment for experiment in found}
 

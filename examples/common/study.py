@@ -42,6 +42,8 @@ class Config(TaskOptions, SolverOptions):
     """Of Bedouin, mamba, deltanet and deltaproduct; None: the layer's own default."""
     num_layers: int = 1
     feedback_init: tuple[float, ...] = (0.1,)
+    delta_from_x_init: tuple[float, ...] = (1.0,)
+    """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
     lr: tuple[float, ...] = (1e-3,)
     schedule: tuple[Schedule, ...] = ("cosine",)
     batch_size: tuple[int, ...] = (256,)
@@ -101,6 +103,7 @@ LAYER_OPTIONS = (
     "beta_max",
     "feedback",
     "feedback_init",
+    "delta_from_x_init",
 )
 WIDTH_STEP = 32
 """Widths of a model with a given number of parameters are multiples of this."""

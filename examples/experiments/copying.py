@@ -31,6 +31,20 @@ COPYING_TUNING = Experiment(
         for name, model in models().items()
     ),
 )
+SETTINGS = {
+    "delta-from-x0": "--delta-from-x-init 0",
+    "rate1": "--rate-scale 1",
+    "griffin": "--decay griffin --rate-scale 1",
+    "wide": "--d-model 512",
+    "long": "--steps 20000",
+    "two-layers": "--num-layers 2",
+    **{f"heads{number}": f"--num-heads {number}" for number in (4, 8, 16)},
+}
+COPYING_SETTINGS = Experiment(
+    "copying-settings",
+    "Which single change of bedouin improves copying?",
+    tuple(Run(name, joined(COPY, TUNING, CHOSEN, change)) for name, change in SETTINGS.items()),
+)
 COPYING_FEEDBACK = Experiment(
     "copying-feedback",
     "What must depend on the last output (table 1 of Fixed-Point RNNs)?",

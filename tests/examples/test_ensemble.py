@@ -18,7 +18,8 @@ from common.schedule import decay
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
-    **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1, "rate_scale": 0.5},
+    **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1},
+    **{"rate_scale": 0.5, "delta_from_x_init": 0.0},
     **{"num_heads": 2, "lr": 1e-2, "schedule": "cosine", "batch_size": 8, "steps": 4},
 }
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
 REPORTED = ("words", "words-equal", "copying", "copying-feedback", "controls", "heads", "languages")
-TUNING = ("words-tuning", "copying-tuning", "tuning")
+TUNING = ("words-tuning", "copying-tuning", "copying-settings", "tuning")
 
 
 @cache
