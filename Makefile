@@ -16,12 +16,13 @@ WHEEL_ENV  := build/wheel-env
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
-.PHONY: help env a5 copy bench test lint types check build wheel clean
+.PHONY: help env a5 copy bench experiments test lint types check build wheel clean
 
 help:
 	@echo "make a5      train on the A5 word problem        (options: make a5 ARGS=\"--seed 1\")"
 	@echo "make copy    train on copying                    (options: as above)"
 	@echo "make bench   times against the floors, on a GPU  (options: make bench ARGS=--quick)"
+	@echo "make experiments  list the experiments, their commands and their run times"
 	@echo "make test    run the tests                       (options: make test ARGS=\"-m 'not slow'\")"
 	@echo "make check   lint, types, build, test"
 	@echo "make lint    ruff check and ruff format --check"
@@ -49,6 +50,9 @@ copy: $(STAMP)
 
 bench: $(STAMP)
 	$(ENV_PYTHON) examples/bench.py $(ARGS)
+
+experiments: $(STAMP)
+	$(ENV_PYTHON) examples/experiment.py $(ARGS)
 
 # -P keeps the repository root, and with it `kernels` and `solvers`, off sys.path.
 # A process either interprets all Triton kernels or compiles them.

@@ -4,6 +4,8 @@
     python examples/bench.py --quick                    # the exact sweep only, under a minute
     python examples/bench.py --rows direct lstm --shapes 64x256
     python examples/bench.py --readme runs/bench/results.json     # an earlier run as Markdown
+    python examples/bench.py --rows direct-heads16 lstm --shapes 1x256 16x256 128x256 16x1024 \\
+        --figure runs/bench/times.png
     python examples/bench.py --warm --rows direct       # only fill the compiler's cache
     python examples/bench.py --device cpu --tiny --precision float32 --repeats 1    # without a GPU
 
@@ -38,7 +40,7 @@ from typing import Any
 import torch
 import tyro
 
-from benchmarks import agreement, cases, table
+from benchmarks import agreement, cases, figure, table
 from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
@@ -72,7 +74,7 @@ class Config:
     shapes: tuple[str, ...] = ()
     """Shapes BATCHxTIME; none: each row's own."""
     quick: bool = False
-    """Only the exact sweep, with and without feedback."""
+    """Only the exact sweep: with feedback, without it, and with heads."""
     tiny: bool = False
     """Toy sizes, to check that every row runs; the times are meaningless."""
     device: str = "auto"
@@ -95,6 +97,9 @@ class Config:
     """The numbers of all rows."""
     readme: Path | None = None
     """Print this earlier result as Markdown, and measure nothing."""
+    figure: Path | None = None
+    """Also draw the times against tokens and batch size into this file, those of --readme or of
+    this run; needs two shapes that share one of them."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -106,7 +111,9 @@ class Config:
 def main(config: Config) -> int:
     """Measure all rows, print and write them; returns the exit status."""
     if config.readme is not None:
-        print(table.markdown(json.loads(config.readme.read_text())))
+        report = json.loads(config.readme.read_text())
+        print(table.markdown(report))
+        draw(config, report["rows"])
         return 0
     if config.warm:
         return warm(config)
@@ -124,8 +131,15 @@ def main(config: Config) -> int:
         print(table.text_line(rows[-1]), flush=True)
         write(config.out, report)
     print(table.text_targets(rows))
+    draw(config, rows)
     print(f"{time.perf_counter() - started:.0f} s, numbers in {config.out}")
     return int(any(row["status"] == "failed" for row in rows))
+
+
+def draw(config: Config, rows: list[table.Row]) -> None:
+    """Draw the figure, if one was asked for."""
+    if config.figure is not None:
+        figure.draw(config.figure, rows)
 
 
 def warm(config: Config) -> int:
@@ -136,10 +150,11 @@ def warm(config: Config) -> int:
     for case, shape in chosen(config):
         if case.missing() is not None:
             continue
+        adapted = replace(context, setting=case.adapt(context.setting))
         try:
-            prepare(context, case, shape, agreed, config.prepare_limit)
+            prepare(adapted, case, shape, agreed, config.prepare_limit)
             if case.compiles:
-                run_once(context, case, shape, config.prepare_limit)
+                run_once(adapted, case, shape, config.prepare_limit)
         except Exception as error:  # reported; the kernels of the other rows are still compiled
             print(f"{case.name} {shape.label}: {first_line(error)}", file=sys.stderr)
             failed = True
@@ -186,6 +201,7 @@ def run_row(
     limits: Limits,
 ) -> table.Row:
     """Measure one row; an error of the row is recorded and not raised."""
+    context = replace(context, setting=case.adapt(context.setting))
     row: table.Row = {"case": case.name, "title": case.title, "shape": shape.label, "numbers": {}}
     reason = case.missing()
     if reason is None and limits.left <= 0:

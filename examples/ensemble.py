@@ -1,21 +1,19 @@
-"""Train one-layer models with several seeds in one process, on a word problem or copying.
+"""Train models with several seeds in one process: word problems, copying, parity, arithmetic.
 
     python examples/ensemble.py --out runs/a5-five-seeds                # 5 seeds, A5 at length 16
     python examples/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
         --d-state 4 16 --num-householder 2 4 --steps 2000 --out runs/a5-parameterizations
-
     python examples/ensemble.py --preset paper --out runs/a5-paper      # the paper's d_model
+    python examples/ensemble.py --group S5 --curriculum double --mixer-layer lstm
 
-Parameters, optimizer and data of all seeds are stacked and the step is vmapped over them; on a GPU
-it is captured as a CUDA graph, because small layers are limited by kernel launches. Layers that are
-large enough for a GPU are trained with --no-stacked: the models run one after the other inside one
-step and use the Triton kernels, which torch.func transforms do not. The preset "paper" (d_model
-512, k = 4, batch 128, length 16, bf16 autocast) does this. `--mixer-layer` trains a baseline
-instead, which needs --no-stacked. Every combination of the options with several values is trained.
-OUT/results.json contains the number of parameters, accuracy by length, the history of loss,
-accuracy and smallest pivot of the local systems (`SolveStats.conditioning`; null for a baseline),
-and the step at which each seed first reached an accuracy of 0.99, for all seeds, failed ones
-included.
+The models of all seeds run one after the other inside one step, which a GPU captures as a CUDA
+graph, because small layers are limited by kernel launches. With --stacked their parameters and data
+are stacked and the step is vmapped over them, in plain PyTorch. `--mixer-layer` trains a baseline.
+Every combination of the options with several values is trained, one after the other.
+OUT/results.json contains for each of them the number of parameters, the accuracies by length
+(`common/data.py`), the history of loss, accuracy, longest training length and smallest pivot of the
+local systems (`SolveStats.conditioning`; null for a baseline), and the step at which each seed
+first reached an accuracy of 0.99, for all seeds, failed ones included.
 
 Letters: s seeds, b batch, t time, v classes.
 """
@@ -24,7 +22,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import isinf
 from typing import Any
@@ -34,64 +32,20 @@ import tyro
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin import SequenceModel
-from bedouin.tasks import (
-    IGNORE,
-    Copying,
-    Group,
-    Stream,
-    WordProblem,
-    sequence_accuracy,
-    stream,
-    token_accuracy,
-)
+from bedouin.tasks import IGNORE, token_accuracy
+from common.data import DRAWN_AHEAD, Data, metrics
+from common.layers import count
 from common.schedule import decay
-from common.study import GRID, PRESETS, Config, make_layer, model_seeds
+from common.study import GRID, PRESETS, Config, make_model, matched, model_seeds
 
 Params = dict[str, Tensor]
 
 
-DRAWN_AHEAD = 50
-"""Number of batches drawn at once if the models run one after the other."""
-
-
 EVAL_BATCH = 256
 """Test rows evaluated at once."""
-
-
-class Data:
-    """Training and test rows for all seeds: tokens and labels (s, b, t)."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self.word = WordProblem(Group.from_name(config.group), config.length)
-        self.copy = Copying(
-            min_length=config.min_string,
-            max_length=config.max_string,
-            context_len=config.context,
-        )
-        self.task: WordProblem | Copying = self.word if config.task == "word" else self.copy
-        self.train = [stream("train", seed, device) for seed in model_seeds(config)]
-        self.test = [stream("test", seed, device) for seed in model_seeds(config)]
-
-    def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        rows = [self.task.sample(size, s) for s in self.train]
-        return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
-
-    def batches(self, size: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless batches; `ahead` are drawn at once, because a draw takes dozens of launches."""
-        while True:
-            tokens, labels = self.batch(size * ahead)
-            yield from zip(tokens.split(size, 1), labels.split(size, 1), strict=True)
-
-    def eval_batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
-        rows = [self._eval_rows(size, length, s) for s in self.test]
-        return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
-
-    def _eval_rows(self, size: int, length: int, source: Stream) -> Any:
-        if isinstance(self.task, WordProblem):
-            return self.task.sample(size, source, length=length)
-        return self.task.sample_eval(size, length, source)
 
 
 class Ensemble:
@@ -113,7 +67,7 @@ class Ensemble:
         undecayed = {
             n for n, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)
         }
-        self.lr = torch.zeros((), device=device)
+        lr = torch.tensor(point["lr"], device=device)  # a captured step reads it from the device
         groups = [
             {
                 "params": [p for n, p in self.params.items() if (n in undecayed) == skip],
@@ -123,13 +77,18 @@ class Ensemble:
         ]
         self.optimizer = torch.optim.AdamW(
             groups,
-            lr=self.lr,
+            lr=lr,
             betas=config.betas,
             capturable=device.type == "cuda",
             # a single pass over large parameters
             fused=device.type == "cuda" and not config.stacked,
         )
-        self.batches = data.batches(point["batch_size"], 1 if config.stacked else DRAWN_AHEAD)
+        warmup, steps = config.warmup, point["steps"]
+        self.schedule = LambdaLR(
+            self.optimizer, lambda step: decay(point["schedule"], step, warmup, steps)
+        )
+        ahead = 1 if config.stacked else DRAWN_AHEAD
+        self.batches = data.batches(point["batch_size"], point["steps"], ahead)
         self.tokens, self.labels = (part.clone() for part in next(self.batches))
         shape = (config.seeds,)
         self.loss_sum = torch.zeros(shape, device=device)
@@ -138,16 +97,7 @@ class Ensemble:
 
     def _model(self, seed: int) -> SequenceModel:
         torch.manual_seed(seed)
-        task = self.data.task
-        output_size = task.output_size if isinstance(task, WordProblem) else task.vocab_size
-        model = SequenceModel(
-            task.vocab_size,
-            self.config.d_model,
-            lambda _: make_layer(self.config, self.point),
-            num_layers=self.config.num_layers,
-            output_size=output_size,
-        )
-        return model.to(self.device)
+        return make_model(self.config, self.point).to(self.device)
 
     def _loss(
         self,
@@ -158,8 +108,11 @@ class Ensemble:
         """Loss, and (accuracy, smallest pivot), of one model."""
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
         pivot = torch.full_like(loss, torch.inf)
-        if self.config.mixer_layer == "bedouin":
-            pivot = torch.stack([stats.conditioning.min() for stats in model.stats]).amin()
+        pivots = [
+            stats.conditioning.min() for stats in model.stats if stats.conditioning is not None
+        ]
+        if pivots:  # a baseline has no statistics, an iterative solver no pivots
+            pivot = torch.stack(pivots).amin()
         return loss, (token_accuracy(logits, labels), pivot)
 
     def _stacked_loss(
@@ -227,10 +180,6 @@ class Ensemble:
         self.correct_sum += correct
         torch.minimum(self.pivot_min, pivot, out=self.pivot_min)
 
-    def set_lr(self, step: int) -> None:
-        warmup, steps = self.config.warmup, self.point["steps"]
-        self.lr.fill_(self.point["lr"] * decay(self.point["schedule"], step, warmup, steps))
-
     def refill(self) -> None:
         tokens, labels = next(self.batches)
         self.tokens.copy_(tokens)
@@ -242,6 +191,7 @@ class Ensemble:
             "step": step,
             "loss": (self.loss_sum / n).tolist(),
             "accuracy": (self.correct_sum / n).tolist(),
+            "length": list(self.data.reached),
             "conditioning": [None if isinf(v) else v for v in self.pivot_min.tolist()],
         }
         self.loss_sum.zero_()
@@ -251,22 +201,19 @@ class Ensemble:
 
     @torch.no_grad()
     def accuracy(self, length: int) -> dict[str, list[float]]:
-        """Token and sequence accuracy of each seed on `eval_rows` test rows; for copying, character
-        and string accuracy."""
-        task, left = self.data.task, self.config.eval_rows
-        each_token, each_row = vmap(token_accuracy), vmap(sequence_accuracy)
-        if isinstance(task, Copying):
-            each_token, each_row = vmap(task.character_accuracy), vmap(task.string_accuracy)
-        token = sequence = torch.zeros(self.config.seeds, device=self.device)
+        """The accuracies of `metrics` of each seed, on `eval_rows` test rows."""
+        found = metrics(self.data.task)
+        sums = {name: torch.zeros(self.config.seeds, device=self.device) for name in found}
+        left = self.config.eval_rows
         while left > 0:
             rows = min(left, EVAL_BATCH)
             left -= rows
             tokens, labels = self.data.eval_batch(rows, length)
             logits = self._each(tokens)
-            share = rows / self.config.eval_rows
-            token = token + share * each_token(logits, labels)
-            sequence = sequence + share * each_row(logits, labels)
-        return {"token": token.tolist(), "sequence": sequence.tolist()}
+            for name, metric in found.items():
+                values = [metric(*pair) for pair in zip(logits, labels, strict=True)]
+                sums[name] += rows / self.config.eval_rows * torch.stack(values)
+        return {name: value.tolist() for name, value in sums.items()}
 
     def _each(
         self,
@@ -308,20 +255,28 @@ def _reset(ensemble: Ensemble, saved: Params) -> None:
 
 def train(config: Config, point: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Train one point of the grid; returns its row of the JSON file."""
-    ensemble = Ensemble(config, point, Data(config, device), device)
+    config = matched(config, point)
+    data = Data(config, model_seeds(config), device)
+    ensemble = Ensemble(config, point, data, device)
+    size = f"d_model {config.d_model}, {count(ensemble.model):,} parameters"
+    print(f"{point}\n    {size}", flush=True)
     run, history, started = stepper(ensemble), [], time.perf_counter()
     for step in range(point["steps"]):
-        ensemble.set_lr(step)
         ensemble.refill()
         run()
+        ensemble.schedule.step()
         if (step + 1) % config.log_every == 0:
             history.append(ensemble.log(step + 1))
+            data.advance(history[-1]["accuracy"])
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    for model in ensemble.models:
+        model.eval()
     accuracy = {str(length): ensemble.accuracy(length) for length in config.eval_lengths}
     row = {"point": point, "accuracy": accuracy, "seconds": seconds, "history": history}
-    row["parameters"] = sum(p.numel() for p in ensemble.model.parameters())
+    row["parameters"], row["d_model"] = count(ensemble.model), config.d_model
+    row["num_heads"] = getattr(ensemble.model.mixers[0], "num_heads", None)
     # includes drawing data and logging, but not capture and evaluation
     row["ms_per_step"] = 1e3 * seconds / point["steps"]
     row["step_at_0.99"] = [first_at(history, i) for i in range(config.seeds)]
@@ -341,9 +296,8 @@ def describe(row: dict[str, Any]) -> str:
 
     accuracy = "  ".join(f"{n}: {show(a['token'])}" for n, a in row["accuracy"].items())
     return (
-        f"{row['point']}\n    {accuracy}\n    at 0.99: {row['step_at_0.99']}  conditioning: "
+        f"    {accuracy}\n    at 0.99: {row['step_at_0.99']}  conditioning: "
         f"{show(row['smallest_conditioning'])}  {row['seconds']:.0f} s, "
-        f"{row['parameters']:,} parameters, "
         f"{row['ms_per_step']:.2f} ms a step"
     )
 

@@ -42,16 +42,18 @@ def cells(row: dict[str, Any]) -> list[str]:
     """One table line: the point, token accuracy by length, step at 0.99, smallest pivot."""
     point = row["point"]
     name = f"{point['input_scale']}, n {point['d_state']}, k {point['num_householder']}"
+    if row.get("num_heads") is not None:  # of results since there are heads
+        name += f", {row['num_heads']} heads"
     accuracy = [" ".join(f"{v:.2f}" for v in a["token"]) for a in row["accuracy"].values()]
     steps = " ".join("-" if s is None else str(s) for s in row["step_at_0.99"])
-    pivots = " ".join(f"{c:.2f}" for c in row["smallest_conditioning"])
+    pivots = " ".join("-" if c is None else f"{c:.2f}" for c in row["smallest_conditioning"])
     return [name, *accuracy, steps, pivots]
 
 
 def crossing(rows: list[dict[str, Any]], scale: str) -> str:
     """How many runs reached 0.99 in training, with and without a near-singular local system."""
     runs = [
-        (pivot < NEAR_SINGULAR, step is not None)
+        (pivot is not None and pivot < NEAR_SINGULAR, step is not None)
         for row in rows
         if row["point"]["input_scale"] == scale
         for pivot, step in zip(row["smallest_conditioning"], row["step_at_0.99"], strict=True)

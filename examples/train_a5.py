@@ -17,6 +17,7 @@ import torch
 
 from bedouin.tasks import Batch, Group, Stream, WordProblem, sequence_accuracy, token_accuracy
 from common.checks import check_ranges, naming_flags, whole
+from common.curriculum import draws_lengths, first_length
 from common.job import Problem
 from common.options import TrainConfig
 from common.script import run_script
@@ -31,20 +32,13 @@ class WordProblemConfig(TrainConfig):
     """The group, e.g. A5, S5, Z60, D8 or a product like A4xZ5."""
     length: int = 6
     """Length of the training sequences."""
-    warmup_length: int | None = None
-    """If given, the batches of the first third of the steps have lengths drawn between this and
-    `length`: on short products the loss leaves its plateau earlier."""
     protocol: Literal["plain", "official"] = "plain"
     """official: special tokens and a counted BOS, as in the code of Fixed-Point RNNs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, {"length": whole(1)})
-        shortest = self.warmup_length
-        if shortest is not None and not 1 <= shortest <= self.length:
-            raise ValueError(
-                f"--warmup-length must be from 1 to --length = {self.length}, got {shortest}"
-            )
+        first_length(self, self.length)
         with naming_flags(("group",)):
             order = Group.from_name(self.group).order
         if order < 2:
@@ -63,7 +57,7 @@ CPU = WordProblemConfig(
     lr=1.5e-3,
     schedule="hold",
     length=6,
-    warmup_length=2,
+    curriculum="uniform",  # with seed 1 the loss leaves its plateau earlier
     eval_lengths=(6, 12, 24),
     final_lengths=(2, 4, 8, 10, 16, 20),
 )
@@ -79,7 +73,7 @@ GPU = replace(
     schedule="cosine",
     num_householder=4,
     length=16,
-    warmup_length=None,
+    curriculum="none",
     eval_lengths=(16, 48, 128),
     final_lengths=(2, 4, 8, 12, 24, 32, 64, 96),
 )
@@ -88,7 +82,7 @@ GPU = replace(
 # drawn afresh instead of from a file; 125,000 steps are its five epochs of 12.8 million sequences.
 PAPER = WordProblemConfig(
     preset="paper",
-    layer="paper",
+    mixer_layer="paper",
     length=16,
     d_model=512,
     steps=125_000,
@@ -110,12 +104,13 @@ def word_problem(config: WordProblemConfig) -> Problem:
     """The data: products of `config.length` elements for training, of any number for the test."""
     task = config.task()
 
-    def train_batch(rows: Stream, step: int) -> Batch:
-        shortest = config.warmup_length
-        if shortest is None or 3 * step >= config.steps:
-            return task.sample(config.batch_size, rows)
-        draw = torch.randint(shortest, config.length + 1, (), generator=rows, device=rows.device)
-        return task.sample(config.batch_size, rows, length=int(draw))
+    def train_batch(rows: Stream, step: int, longest: int) -> Batch:
+        if not draws_lengths(config, step, config.steps):
+            return task.sample(config.batch_size, rows, length=longest)
+        least = config.curriculum_from
+        # one length for the whole batch
+        drawn = torch.randint(least, longest + 1, (), generator=rows, device=rows.device)
+        return task.sample(config.batch_size, rows, length=int(drawn))
 
     def test_batch(length: int, rows: Stream) -> Batch:
         return task.sample(config.eval_batch_size, rows, length=length)

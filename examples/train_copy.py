@@ -15,6 +15,8 @@ from typing import Literal
 
 from bedouin.tasks import Batch, Copying, Stream
 from common.checks import naming_flags
+from common.curriculum import first_length
+from common.data import limited
 from common.job import Problem
 from common.options import TrainConfig
 from common.script import run_script
@@ -40,6 +42,9 @@ class CopyingConfig(TrainConfig):
         super().__post_init__()
         with naming_flags(_TASK_FIELDS):
             self.task()
+        if self.curriculum == "uniform":
+            raise ValueError("--curriculum must be none or double: copying draws lengths anyway")
+        first_length(self, self.max_length)
 
     def task(self) -> Copying:
         """The copying task that the flags describe."""
@@ -76,7 +81,7 @@ GPU = replace(
 # Fixed-Point RNNs, section 5.3: the layer, the sizes and the optimizer of the paper.
 PAPER = CopyingConfig(
     preset="paper",
-    layer="paper",
+    mixer_layer="paper",
     min_length=5,
     max_length=50,
     context_len=256,
@@ -100,8 +105,8 @@ def copying(config: CopyingConfig) -> Problem:
     """The data: packed contexts for training, single strings of one length for the test."""
     task = config.task()
 
-    def train_batch(rows: Stream, step: int) -> Batch:
-        return task.sample(config.batch_size, rows)
+    def train_batch(rows: Stream, step: int, longest: int) -> Batch:
+        return limited(task, longest).sample(config.batch_size, rows)
 
     def test_batch(length: int, rows: Stream) -> Batch:
         return task.sample_eval(config.eval_batch_size, length, rows)

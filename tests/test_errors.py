@@ -151,8 +151,9 @@ def test_mixers(make: Callable[[], Any], kind: type[Exception], message: str) ->
 
 
 INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
-    (torch.zeros(2, 4), ValueError, "x must have shape (b, t, m), got (2, 4)"),
-    (torch.zeros(1, 2, 3, 4), ValueError, "x must have shape (b, t, m), got (1, 2, 3, 4)"),
+    (torch.zeros(2, 4), ValueError,
+     "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),
+    (torch.zeros(1, 2, 3, 4), ValueError, "with m = d_model = 4, got (1, 2, 3, 4)"),
     (torch.zeros(2, 3, 5), ValueError,
      "x must have shape (b, t, m) with m = d_model = 4, got (2, 3, 5)"),
     (torch.zeros(2, 3, 4, dtype=torch.int64), TypeError,
@@ -200,7 +201,7 @@ def test_inputs_of_a_step() -> None:
             layer.step(wrong, layer.init_state(2))  # type: ignore[arg-type]
         with raises(TypeError, f"x must be a tensor (b, m), got {type(wrong).__name__}"):
             Decoder(layer, 2)(wrong)  # type: ignore[arg-type]
-    with raises(ValueError, "x must have shape (b, m), got (2, 1, 4)"):
+    with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 1, 4)"):
         layer.step(torch.zeros(2, 1, 4), layer.init_state(2))
     with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 3)"):
         layer.step(torch.zeros(2, 3), layer.init_state(2))

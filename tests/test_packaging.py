@@ -22,7 +22,9 @@ FOLDERS = {
 # The parts of bedouin that the modules under a prefix may import; the longest prefix applies.
 ALLOWED = {
     "bedouin": ("bedouin",),
-    "bedouin.baselines": ("bedouin.baselines", "bedouin.checks", "bedouin.kernels"),
+    "bedouin.baselines": (
+        *("bedouin.baselines", "bedouin.checks", "bedouin.kernels", "bedouin.parameters"),
+    ),
     "bedouin.tasks": ("bedouin.tasks",),
     "bedouin.kernels": ("bedouin.kernels",),
     "bedouin.solvers": ("bedouin.kernels", "bedouin.solvers"),

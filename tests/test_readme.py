@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from bedouin import Bedouin
+from bedouin.baselines import LSTM, Mamba
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "examples" / "results"
 PAGES = {"README": ROOT / "README.md", "index": RESULTS / "README.md"}
@@ -96,6 +99,13 @@ def test_speed_is_that_of_the_benchmark() -> None:
         f"{decode['us_a_layer']:.0f} µs with `step`",
     ):
         assert text in " ".join(README.split())
+
+
+def test_parameters_are_those_of_the_layers() -> None:
+    layers: list[torch.nn.Module] = [LSTM(512, device="meta"), Mamba(512, device="meta")]
+    heads = [Bedouin(512, num_heads=h, num_householder=4, device="meta") for h in (1, 8, 16)]
+    millions = [sum(p.numel() for p in layer.parameters()) / 1e6 for layer in heads + layers]
+    assert line(README, "14.25 M") == [f"{number:.2f} M" for number in millions]
 
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:

@@ -1,7 +1,7 @@
 """The rows of the benchmark: what is measured, at which shapes, and the comparison before it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
@@ -14,6 +14,8 @@ Agreement = Callable[[Setting, Shape], None]
 
 EVERY = ("128x16", "64x256", "16x1024", "8x4096")
 TINY = ("2x4", "3x6")
+D_MODEL = Setting.m
+"""The width of the run; titles name the sizes that follow from it, which toy sizes differ from."""
 
 
 def _always() -> str | None:
@@ -35,6 +37,14 @@ class Case:
     """The largest number of timed calls, for slow rows that are only there for comparison."""
     compiles: bool = False
     """Whether every measurement calls torch.compile, so that running it before saves no time."""
+    heads: int = 1
+    """Heads of the layer."""
+    narrower: int = 1
+    """The d_model of the run is divided by this."""
+
+    def adapt(self, setting: Setting) -> Setting:
+        """The sizes of the run with the heads and the width of this row."""
+        return replace(setting, h=self.heads, m=setting.m // self.narrower)
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
@@ -42,6 +52,38 @@ def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
         return measure_subject(context, lambda: make(context.setting, shape))
 
     return measure
+
+
+def _heads(suffix: str, *, heads: int, narrower: int = 1) -> Case:
+    """The layer with heads: the exact sweep with feedback."""
+    size = 2 * D_MODEL // narrower // heads
+    width = "" if narrower == 1 else f", d_model {D_MODEL // narrower}"
+    return Case(
+        f"direct-{suffix}",
+        f"Direct, feedback{width}, {heads} heads of {size}",
+        _subject(subjects.direct),
+        agrees=agreement.direct_agrees,
+        heads=heads,
+        narrower=narrower,
+    )
+
+
+def _narrow_lstm(narrower: int) -> Case:
+    """The LSTM beside a layer with heads of the same width."""
+    width = D_MODEL // narrower
+    title = f"LSTM (cuDNN on a GPU), d_model {width}"
+    return Case(f"lstm-{width}", title, _subject(subjects.lstm), narrower=narrower)
+
+
+def _decode(suffix: str, title: str, heads: int) -> Case:
+    return Case(
+        f"decode{suffix}",
+        f"step, one token{title}",
+        special.decode,
+        shapes=("1x1",),
+        agrees=agreement.step_agrees,
+        heads=heads,
+    )
 
 
 CASES = (
@@ -63,7 +105,13 @@ CASES = (
         _subject(subjects.direct_recomputed),
         agrees=agreement.direct_agrees,
     ),
+    _heads("heads8", heads=8),
+    _heads("heads16", heads=16),
     Case("lstm", "LSTM (cuDNN on a GPU)", _subject(subjects.lstm)),
+    _heads("256-heads8", heads=8, narrower=2),
+    _narrow_lstm(2),
+    _heads("128-heads4", heads=4, narrower=4),
+    _narrow_lstm(4),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
@@ -77,9 +125,9 @@ CASES = (
         _subject(subjects.gated_delta_product),
         missing=subjects.fla_is_missing,
     ),
-    Case(
-        "decode", "step, one token", special.decode, shapes=("1x1",), agrees=agreement.step_agrees
-    ),
+    _decode("", "", 1),
+    _decode("-heads8", ", 8 heads of 128", 8),
+    _decode("-heads16", ", 16 heads of 64", 16),
     Case(
         "jacobi-iteration",
         "one Jacobi iteration, no product",
@@ -150,7 +198,7 @@ CASES = (
 )
 """In the order of measurement, the most important first, since the time budget may run out."""
 
-QUICK = ("direct", "direct-no-feedback")
+QUICK = ("direct", "direct-no-feedback", "direct-heads8", "direct-heads16")
 
 
 def select(names: tuple[str, ...], shapes: tuple[str, ...]) -> list[tuple[Case, Shape]]:

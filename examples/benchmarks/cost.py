@@ -1,5 +1,8 @@
 """Lower bounds on bytes moved and floating-point operations, from which floors are computed.
 
+Heads: a head's raw values are projected from its own p of the d channels, so that the weights of
+x and of y have (r + d) * p entries each.
+
 Bytes: every product, the sweep, the scan and the output stage read their operands once and write
 their results once; weights count once per pass. Flops: dense products only. A backward pass counts
 as two forward passes. Letters as in setting.py; e is the number of bytes of a value.
@@ -15,7 +18,7 @@ FLOAT32_BYTES = 4
 def layer_cost(setting: Setting, shape: Shape, *, feedback: bool, backward: bool) -> Cost:
     """The whole layer."""
     m, d, r, e = setting.m, setting.d, setting.r, setting.gemm_dtype.itemsize
-    weights = 2 * d * m + (2 if feedback else 1) * d * (r + d) + d * m
+    weights = 3 * d * m + (2 if feedback else 1) * setting.p * (r + d)
     products = (m + 2 * d) + (d + r + d) + (d + m)
     sweep = e * (d + r) + FLOAT32_BYTES * d
     gate = (FLOAT32_BYTES + e) * d if feedback else 0
@@ -52,5 +55,5 @@ def iteration_cost(setting: Setting, shape: Shape) -> Cost:
 def step_cost(setting: Setting) -> Cost:
     """One token of one sample: reads the weights, reads and writes the state."""
     m, d, r, e = setting.m, setting.d, setting.r, setting.gemm_dtype.itemsize
-    weights = 3 * d * m + 2 * d * (r + d)
+    weights = 3 * d * m + 2 * setting.p * (r + d)
     return Cost(e * weights + 2 * FLOAT32_BYTES * d * setting.n, 2.0 * weights)

@@ -1,6 +1,7 @@
 """The sizes of the layer and the shapes of its input.
 
-Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, r raw values.
+Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, h heads, p channels of
+a head, r raw values.
 """
 
 import re
@@ -50,14 +51,20 @@ class Setting:
     expand: int = 2
     n: int = 16
     k: int = 4
+    h: int = 1
 
     @property
     def d(self) -> int:
         return self.expand * self.m
 
     @property
+    def p(self) -> int:
+        return self.d // self.h
+
+    @property
     def r(self) -> int:
-        return self.d + 2 * self.n + self.k * (self.d + 1)
+        """The raw values of a token in all heads."""
+        return self.h * (self.p + 2 * self.n + self.k * (self.p + 1))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,6 +89,7 @@ class Setting:
             d_state=self.n,
             expand=self.expand,
             num_householder=self.k,
+            num_heads=self.h,
             on_unconverged="ignore",
             device=self.device,
             **({"dtype": self.dtype} | options),

@@ -17,6 +17,13 @@ SCAN_FORWARD = {"128x16": 0.60, "64x256": 0.33, "16x1024": 0.32, "8x4096": 0.61}
 SCAN_BOTH = {"128x16": 2.05, "64x256": 1.94, "16x1024": 1.73, "8x4096": 3.46}
 AT_MOST = {"128x16": 1.5, "64x256": 12.0, "16x1024": 26.0, "8x4096": 100.0}
 AIM = {"128x16": 0.6, "64x256": 6.0, "16x1024": 12.0, "8x4096": 45.0}
+ONE_HEAD_GIB = {"128x16": 0.25, "64x256": 0.92, "16x1024": 0.85, "8x4096": 1.59}
+"""The peak memory of the layer with one head."""
+HEADS_AT_MOST = {
+    8: {"128x16": 0.48, "64x256": 4.0, "16x1024": 9.0, "8x4096": 25.0},
+    16: {"128x16": 0.40, "64x256": 3.0, "16x1024": 6.0, "8x4096": 16.0},
+}
+HEADS_AIM = {"128x16": 0.3, "64x256": 1.5, "16x1024": 3.5, "8x4096": 10.0}
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,27 @@ def _by_shape() -> list[Target]:
     return found
 
 
+def _with_heads() -> list[Target]:
+    found = []
+    for heads, times in HEADS_AT_MOST.items():
+        case = f"direct-heads{heads}"
+        for shape, ms in times.items():
+            aim = HEADS_AIM[shape]
+            gib = ONE_HEAD_GIB[shape]
+            found += [
+                Target(f"{heads} heads, fwd + bwd, ms", case, shape, "both", ms, aim),
+                Target(f"{heads} heads, peak, GiB", case, shape, "peak_gib", gib),
+            ]
+        found.append(
+            Target(f"{heads} heads, one token by Decoder, us a layer", f"decode-heads{heads}",
+                   "1x1", "decoder_us", 20)
+        )  # fmt: skip
+    return found
+
+
 TARGETS = (
     *_by_shape(),
+    *_with_heads(),
     Target("one Jacobi iteration / byte floor", "jacobi-iteration", "64x256", "times_floor", 2),
     Target("one Picard iteration / byte floor", "picard-iteration", "64x256", "times_floor", 2),
     Target("one token by step, us a layer", "decode", "1x1", "us_a_layer", 60, 25),

@@ -16,8 +16,14 @@ from common.folder import CHECKPOINT, UNFINISHED, writing
 from common.job import Job, Run
 from common.options import TrainConfig
 
-_COUNTERS = {"loss_count": int, "step": int, "seconds": float, "stopped": bool, "history": list}
-_STATES = {"model": dict, "optimizer": dict, "random": list, "loss_sum": Tensor, "config": dict}
+_COUNTERS = {
+    **{"loss_count": int, "step": int, "length": int},
+    **{"seconds": float, "stopped": bool, "history": list},
+}
+_STATES = {
+    **{"model": dict, "optimizer": dict, "schedule": dict},
+    **{"random": list, "loss_sum": Tensor, "config": dict},
+}
 _REMEDY = "start without --resume, or name another folder with --out"
 _MAY_CHANGE = frozenset(
     ("out", "resume", "preset", "log_every", "checkpoint_every", "final_lengths", "final_rows")
@@ -42,6 +48,7 @@ def save_checkpoint(job: Job, run: Run) -> None:
     content = {
         "model": job.accelerator.unwrap_model(run.model).state_dict(),
         "optimizer": run.optimizer.state_dict(),
+        "schedule": run.schedule.state_dict(),
         "random": gather_object([_random_state(run)]),
         "loss_sum": run.loss_sum,
         "config": plain_config(job.config),
@@ -87,6 +94,7 @@ def load_checkpoint(job: Job, run: Run) -> None:
     try:
         job.accelerator.unwrap_model(run.model).load_state_dict(content["model"])
         run.optimizer.load_state_dict(content["optimizer"])
+        run.schedule.load_state_dict(content["schedule"])
         run.loss_sum.copy_(content["loss_sum"])
         _restore_random_state(run, content["random"][job.accelerator.process_index])
     except (RuntimeError, ValueError, TypeError, LookupError) as error:

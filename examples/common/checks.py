@@ -51,6 +51,15 @@ def check_ranges(
                 raise ValueError(f"{flag(name)} must be {wanted}, got {number!r}")
 
 
+def check_heads(num_heads: int | None, d_inner: int) -> None:
+    """Raise ValueError unless the heads divide the inner channels; None always does."""
+    if num_heads is not None and d_inner % num_heads:
+        raise ValueError(
+            f"--num-heads must divide the {d_inner} inner channels, d_model times expand, got "
+            f"{num_heads}"
+        )
+
+
 @contextmanager
 def naming_flags(names: Collection[str]) -> Iterator[None]:
     """Re-raise ValueErrors of the library with flags instead of argument names."""

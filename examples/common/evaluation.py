@@ -25,8 +25,10 @@ def layer_stats(model: nn.Module, accelerator: Accelerator) -> list[SolveStats]:
 def solve_scores(stats: Sequence[SolveStats], accelerator: Accelerator) -> dict[str, float]:
     """Median num_steps, largest residual, smallest conditioning over samples and processes.
 
-    The residual is NaN if any sample has failed.
+    The residual is NaN if any sample has failed. Baselines have no statistics and no scores.
     """
+    if not stats:
+        return {}
     num_steps = accelerator.gather(torch.cat([item.num_steps for item in stats]))
     residual = accelerator.gather(torch.cat([item.residual for item in stats]))
     scores = {"num_steps": float(num_steps.double().median()), "residual": float(residual.max())}

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin.tasks import Batch, Split, Stream, stream
 from common.options import TrainConfig
@@ -27,8 +28,8 @@ class Problem:
     vocab_size: int
     output_size: int
     train_lengths: tuple[int, ...]
-    train_batch: Callable[[Stream, int], Batch]
-    """The training batch of a step."""
+    train_batch: Callable[[Stream, int, int], Batch]
+    """The training batch of a step, of rows up to a length."""
     test_batch: Callable[[int, Stream], Batch]
     """A test batch of one length."""
     token_accuracy: Callable[[Tensor, Tensor], Tensor]
@@ -60,7 +61,10 @@ class Run:
 
     model: nn.Module
     optimizer: AcceleratedOptimizer
+    schedule: LambdaLR
     generator: Stream
+    length: int
+    """The longest training length, which a curriculum lets grow."""
     loss_sum: Tensor
     """Sum () of the training losses since the last evaluation, on the device."""
     loss_count: int = 0

@@ -5,31 +5,22 @@ chosen preset. An unknown flag is an error that names the flags with a similar s
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
+from accelerate.tracking import get_available_trackers
+from torch import nn
 
 from bedouin import Bedouin
 from bedouin.model import SequenceModel
-from bedouin.solvers import (
-    Adjoint,
-    Anderson,
-    Broyden,
-    Direct,
-    ImplicitAdjoint,
-    Jacobi,
-    OneStepAdjoint,
-    PhantomAdjoint,
-    Picard,
-    Solver,
-    UnrolledAdjoint,
-)
 from bedouin.tasks.streams import MAX_SEED
-from common.checks import Range, check_ranges, flag, whole
+from common.checks import Range, check_heads, check_ranges, flag, whole
+from common.curriculum import CurriculumOptions
+from common.layers import BASELINES, TAKES, Baseline, SolverOptions, fixed_point_options
 from common.schedule import Schedule
 
 Preset = Literal["auto", "cpu", "gpu", "paper"]
@@ -37,7 +28,7 @@ Feedback = Literal["delta", "B", "C", "mixer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(CurriculumOptions, SolverOptions):
     """Options of a training run."""
 
     preset: Preset = "auto"
@@ -71,9 +62,12 @@ class TrainConfig:
     """AdamW's averaging constants."""
     clip: float = 1.0
     """Largest norm of the gradient."""
+    curriculum_every: int = 50
+    """Steps between two decisions of "double", each by the accuracy of one batch."""
 
-    layer: Literal["bedouin", "paper"] = "bedouin"
-    """paper: `Bedouin.from_paper`, which fixes every option of the layer but the sizes."""
+    mixer_layer: Literal["bedouin", "paper"] | Baseline = "bedouin"
+    """bedouin; paper: `Bedouin.from_paper`, which fixes every option of the layer but the sizes; or
+    a baseline, which takes few options of Bedouin and refuses the others."""
     d_model: int = 128
     """Width of the model."""
     num_layers: int = 1
@@ -84,6 +78,8 @@ class TrainConfig:
     """States per channel."""
     expand: int = 2
     """Inner channels as a multiple of d_model."""
+    num_heads: int | None = None
+    """Heads, a divisor of d_model * expand; None: the layer's own choice; 1: the paper's layer."""
     num_householder: int = 2
     """Reflections in the channel mixer."""
     beta_max: float = 1.0
@@ -92,23 +88,12 @@ class TrainConfig:
     """Parameterization of the decay."""
     input_scale: Literal["delta", "bounded_delta", "one_minus_decay"] = "bounded_delta"
     """What multiplies the input of the scan."""
-    eigenvalues: Literal["positive", "full"] = "positive"
-    """Range of the decay: [0, 1] or [-1, 1]."""
+    eigenvalues: Literal["positive", "full"] | None = None
+    """Range of the decay: [0, 1] or [-1, 1]; None: the layer's own default."""
     feedback: tuple[Feedback, ...] = ("delta", "B", "C", "mixer")
     """What depends on the previous output; the flag without values switches feedback off."""
     feedback_init: float = 0.1
     """Factor on the initial feedback weights."""
-
-    solver: Literal["auto", "direct", "jacobi", "picard", "anderson", "broyden"] = "auto"
-    """How the fixed point is found; auto lets the layer choose."""
-    rtol: float = 1e-4
-    """Relative tolerance of the iterative solvers; unused by auto and direct."""
-    atol: float = 1e-30
-    """Absolute tolerance of the iterative solvers; unused by auto and direct."""
-    max_steps: int = 100
-    """Steps that an iterative solver may take."""
-    adjoint: Literal["implicit", "one_step", "phantom", "unrolled"] = "implicit"
-    """How the gradient of the fixed point is computed."""
 
     log_every: int = 20
     """Steps between two updates of the progress bar, which read numbers from the device."""
@@ -126,29 +111,40 @@ class TrainConfig:
     """Rows of a test batch."""
     checkpoint_every: int = 500
     """Steps between two checkpoints; one is also written after the last step."""
+    trackers: tuple[str, ...] = ()
+    """Also log to these trackers of accelerate, which must be installed, e.g. tensorboard or wandb;
+    metrics.json has every number in any case."""
     stop_at_accuracy: float | None = None
     """End early once an evaluation reaches this accuracy at the training lengths; None: never."""
 
     def __post_init__(self) -> None:
+        CurriculumOptions.__post_init__(self)
+        SolverOptions.__post_init__(self)
         check_ranges(self, _RANGES, _OPTIONAL)
-        if self.layer == "paper":
-            self._check_paper()
+        _check_trackers(self.trackers)
+        if self.mixer_layer in BASELINES:
+            self._check_default(_not_taken(self.mixer_layer))
+        else:
+            check_heads(self.num_heads, self.expand * self.d_model)
+        if self.mixer_layer == "paper":
+            self._check_default(_FIXED_BY_PAPER)
 
-    def _check_paper(self) -> None:
-        for name in _FIXED_BY_PAPER:
-            if getattr(self, name) != getattr(TrainConfig, name):
+    def _check_default(self, names: Collection[str]) -> None:
+        for name, value in _defaults(names).items():
+            if getattr(self, name) != value:
                 raise ValueError(
-                    f"--layer paper fixes {flag(name)}: leave it out or use --layer bedouin"
+                    f"--mixer-layer {self.mixer_layer} takes no {flag(name)}: leave it out or use "
+                    "--mixer-layer bedouin"
                 )
 
 
 _MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
 _FROM_ONE = (
     *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
-    *("num_householder", "max_steps", "log_every", "eval_every", "eval_lengths", "final_lengths"),
-    *("eval_rows", "final_rows", "eval_batch_size", "checkpoint_every"),
+    *("num_heads", "num_householder", "log_every", "eval_every", "curriculum_every"),
+    *("eval_lengths", "final_lengths", "eval_rows", "final_rows", "eval_batch_size"),
+    "checkpoint_every",
 )
-_TOLERANCE = Range(0, 1e6, "[]")
 _RANGES = {
     **{name: whole(1) for name in _FROM_ONE},
     "seed": whole(0, _MAX_SEED),
@@ -160,15 +156,33 @@ _RANGES = {
     "mlp_expand": Range(0, brackets="()"),
     "beta_max": Range(0, 2, "(]"),
     "feedback_init": Range(0, 1e3, "[]"),
-    "rtol": _TOLERANCE,
-    "atol": _TOLERANCE,
     "stop_at_accuracy": Range(0, 1, "[]"),
 }
-_OPTIONAL = ("threads", "mlp_expand", "stop_at_accuracy")
+_OPTIONAL = ("threads", "num_heads", "mlp_expand", "stop_at_accuracy")
 _FIXED_BY_PAPER = (
-    *("beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
-    *("solver", "rtol", "atol", "max_steps", "adjoint"),
+    *("num_heads", "beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
+    *SolverOptions.__dataclass_fields__,
 )
+_OF_BEDOUIN = (*_FIXED_BY_PAPER, "d_state", "expand", "num_householder")
+
+
+def _check_trackers(names: Collection[str]) -> None:
+    """Raise ValueError for a tracker that is not installed; accelerate would leave it out."""
+    installed = [name.value for name in get_available_trackers()]
+    for name in names:
+        if name not in installed:
+            raise ValueError(f"--trackers must be among the installed {installed}, got {name!r}")
+
+
+def _not_taken(baseline: str) -> set[str]:
+    """The options of Bedouin that a baseline does not take."""
+    return set(_OF_BEDOUIN) - set(TAKES[baseline])
+
+
+def _defaults(names: Collection[str]) -> dict[str, Any]:
+    return {name: getattr(TrainConfig, name) for name in sorted(names)}
+
+
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 
@@ -180,8 +194,12 @@ def parse_config(presets: Mapping[str, ConfigT], args: Sequence[str] | None = No
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default="auto")
     auto = automatic_preset()
+    early.add_argument("--mixer-layer")
+    found = early.parse_known_args(args)[0]
     # A wrong name gets any defaults: tyro rejects it below and lists the right ones.
-    default = presets.get(early.parse_known_args(args)[0].preset, presets[auto])
+    default = presets.get(found.preset, presets[auto])
+    if found.mixer_layer in BASELINES:  # without the preset's options of Bedouin
+        default = replace(default, **_defaults(_not_taken(found.mixer_layer)))
     config = tyro.cli(type(default), args=args, default=default)
     return replace(config, preset=auto) if config.preset == "auto" else config
 
@@ -191,39 +209,13 @@ def automatic_preset() -> Preset:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def build_solver(config: TrainConfig) -> Solver | Literal["auto"]:
-    """The solver that the flags name, with their tolerances."""
-    match config.solver:
-        case "auto":
-            return "auto"
-        case "direct":
-            return Direct()
-        case "jacobi":
-            return Jacobi(rtol=config.rtol, atol=config.atol)
-        case "picard":
-            return Picard(rtol=config.rtol, atol=config.atol)
-        case "anderson":
-            return Anderson(rtol=config.rtol, atol=config.atol)
-        case "broyden":
-            return Broyden(rtol=config.rtol, atol=config.atol)
-
-
-def build_adjoint(config: TrainConfig) -> Adjoint:
-    """The adjoint that the flags name."""
-    match config.adjoint:
-        case "implicit":
-            return ImplicitAdjoint()
-        case "one_step":
-            return OneStepAdjoint()
-        case "phantom":
-            return PhantomAdjoint(num_steps=4, damping=0.5)
-        case "unrolled":
-            return UnrolledAdjoint()
-
-
-def build_layer(config: TrainConfig, layer_idx: int) -> Bedouin:
-    """One Bedouin layer, (b, t, m) -> (b, t, m)."""
-    if config.layer == "paper":
+def build_layer(config: TrainConfig, layer_idx: int) -> nn.Module:
+    """One mixing layer, (b, t, m) -> (b, t, m)."""
+    name = config.mixer_layer
+    if name in BASELINES:
+        options = {option: getattr(config, option) for option in TAKES[name]}
+        return BASELINES[name](config.d_model, **_given(options))
+    if name == "paper":
         return Bedouin.from_paper(
             config.d_model,
             d_state=config.d_state,
@@ -235,18 +227,22 @@ def build_layer(config: TrainConfig, layer_idx: int) -> Bedouin:
         config.d_model,
         d_state=config.d_state,
         expand=config.expand,
+        num_heads=config.num_heads,
         num_householder=config.num_householder,
         beta_max=config.beta_max,
         decay=config.decay,
         input_scale=config.input_scale,
-        eigenvalues=config.eigenvalues,
         feedback=config.feedback,
         feedback_init=config.feedback_init,
-        solver=build_solver(config),
-        adjoint=build_adjoint(config),
-        max_steps=config.max_steps,
+        **_given({"eigenvalues": config.eigenvalues}),
+        **fixed_point_options(config),
         layer_idx=layer_idx,
     )
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not None, which stands for the layer's own default."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def build_model(config: TrainConfig, vocab_size: int, output_size: int) -> SequenceModel:

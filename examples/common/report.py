@@ -57,9 +57,10 @@ def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
 def evaluation_line(step: int, loss: float, scores: Scores) -> str:
     """One line: step, loss, accuracy by length, median num_steps, worst residual, conditioning."""
     accuracy = "  ".join(f"{length}: {value:.4f}" for length, value in scores["accuracy"].items())
-    median = max(scores["num_steps"].values())
-    line = f"step {step}  loss {loss:.4f}  accuracy {accuracy}  num_steps {median:g}"
-    line += f"  residual {max(scores['residual'].values()):.1e}"
+    line = f"step {step}  loss {loss:.4f}  accuracy {accuracy}"
+    if scores["num_steps"]:  # not of a baseline
+        line += f"  num_steps {max(scores['num_steps'].values()):g}"
+        line += f"  residual {max(scores['residual'].values()):.1e}"
     conditioning = scores["conditioning"].values()
     return f"{line}  conditioning {min(conditioning):.1e}" if conditioning else line
 
@@ -68,8 +69,9 @@ def table(scores: Scores, names: Sequence[str]) -> str:
     """Accuracy by length as text; `names` are the titles of the two accuracies."""
     lines = [f"{'length':>6}  {names[0]:>18}  {names[1]:>18}  {'median num_steps':>16}"]
     for length, accuracy in scores["accuracy"].items():
-        sequence, steps = scores["sequence_accuracy"][length], scores["num_steps"][length]
-        lines.append(f"{length:>6}  {accuracy:>18.4f}  {sequence:>18.4f}  {steps:>16g}")
+        sequence = scores["sequence_accuracy"][length]
+        steps = f"{scores['num_steps'][length]:g}" if scores["num_steps"] else "-"
+        lines.append(f"{length:>6}  {accuracy:>18.4f}  {sequence:>18.4f}  {steps:>16}")
     return "\n".join(lines)
 
 
@@ -102,7 +104,7 @@ def save_figure(
     left.axhline(chance, color="black", linestyle=":", linewidth=1, label="chance, one token")
     left.set(xlabel="sequence length", ylabel="accuracy", ylim=(-0.03, 1.03), title=title)
     handles = left.get_lines()
-    most = max(steps for run in runs for steps in run["num_steps"].values())
+    most = max((steps for run in runs for steps in run["num_steps"].values()), default=1)
     if most > 1:
         right = left.twinx()
         style = {"color": "tab:gray", "marker": ".", "alpha": 0.7}

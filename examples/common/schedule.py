@@ -5,8 +5,8 @@ from typing import Literal
 
 Schedule = Literal["cosine", "linear", "hold"]
 HOLD_SHARE = 0.6
-"""Share of the steps for which "hold" keeps the full rate. Seeds leave the plateau of the loss at
-different times, and a rate that has decayed by then slows down the late ones."""
+"""Share of the steps for which "hold" keeps the full rate, because seeds leave the plateau of the
+loss at different times."""
 
 
 def decay(schedule: Schedule, step: int, warmup_steps: int, steps: int) -> float:

@@ -1,7 +1,7 @@
-"""Options of `ensemble.py`, and the layer that they describe."""
+"""Options of `ensemble.py`, and the layer and the model that they describe."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,43 +9,25 @@ import torch
 import tyro
 from torch import nn
 
-from bedouin import Bedouin, baselines
+from bedouin import Bedouin, SequenceModel
+from common.data import TaskOptions, make_task
+from common.layers import BASELINES, TAKES, Baseline, SolverOptions, count, fixed_point_options
 from common.schedule import Schedule
 
-BASELINES = {
-    "lstm": baselines.LSTM,
-    "mamba": baselines.Mamba,
-    "deltanet": baselines.DeltaNet,
-    "deltaproduct": baselines.DeltaProduct,
-    "attention": baselines.Attention,
-}
-TAKES: dict[str, tuple[str, ...]] = {"mamba": ("d_state",), "deltaproduct": ("num_householder",)}
-"""The options of the grid that a baseline takes."""
 
-
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(TaskOptions, SolverOptions):
     """Options of the study; those with several values span a grid."""
 
     preset: Literal["small", "paper"] = "small"
     """Determines the other defaults; paper: the width of Fixed-Point RNNs, appendix D.2, with
     another training schedule."""
-    task: Literal["word", "copy"] = "word"
-    """A word problem, or copying."""
-    group: str = "A5"
-    """Group of the word problem."""
-    length: int = 16
-    """Training length of the word problem."""
-    min_string: int = 4
-    """Shortest string to copy."""
-    max_string: int = 8
-    """Longest string to copy."""
-    context: int = 32
-    """Context of the copying task."""
     eval_lengths: tuple[int, ...] = (16, 48, 128)
     """Lengths at which the trained models are evaluated."""
     input_scale: tuple[str, ...] = ("bounded_delta",)
     d_state: tuple[int, ...] = (16,)
+    num_heads: tuple[int | None, ...] = (None,)
+    """Heads of Bedouin, deltanet, deltaproduct and attention; None: the layer's own default."""
     num_householder: tuple[int, ...] = (4,)
     decay: tuple[str, ...] = ("mamba",)
     rate_scale: tuple[float, ...] = (1.0,)
@@ -53,20 +35,23 @@ class Config:
     beta_max: tuple[float, ...] = (1.0,)
     feedback: tuple[str, ...] = ("delta+B+C+mixer",)
     """What depends on y_{t-1}, joined by "+"; "none" switches feedback off."""
-    mixer_layer: Literal["bedouin", "lstm", "mamba", "deltanet", "deltaproduct", "attention"] = (
-        "bedouin"
-    )
-    """The layer: Bedouin, or a baseline, which takes no option of Bedouin but d_state (mamba) and
-    num_householder (deltaproduct); the others then keep their defaults."""
+    mixer_layer: Literal["bedouin"] | Baseline = "bedouin"
+    """The layer: Bedouin, or a baseline, which takes no option of Bedouin but those in
+    `TAKES`; the others then keep their defaults."""
     eigenvalues: Literal["positive", "full"] | None = None
-    """Of the baselines mamba, deltanet and deltaproduct; None: the layer's own default."""
+    """Of Bedouin, mamba, deltanet and deltaproduct; None: the layer's own default."""
     num_layers: int = 1
     feedback_init: tuple[float, ...] = (0.1,)
+    delta_from_x_init: tuple[float, ...] = (1.0,)
+    """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
     lr: tuple[float, ...] = (1e-3,)
     schedule: tuple[Schedule, ...] = ("cosine",)
     batch_size: tuple[int, ...] = (256,)
     steps: tuple[int, ...] = (5000,)
     d_model: int = 128
+    """Width of the model; see --match-parameters."""
+    match_parameters: int | None = None
+    """Replace --d-model by the width with which the model has about this many parameters."""
     seeds: int = 5
     """Number of models in the stack."""
     first_seed: int = 0
@@ -81,13 +66,20 @@ class Config:
     log_every: int = 50
     graph: bool = True
     """Capture the step as a CUDA graph (GPU only)."""
-    stacked: bool = True
-    """Whether to vmap over the models; otherwise they run one after the other."""
+    stacked: bool = False
+    """Whether to vmap over the models; otherwise they run one after the other, with the kernels
+    that torch.func transforms do not use. Faster only where neither takes much time."""
     autocast: Literal["no", "bf16"] = "no"
     """Precision of the matrix products; the fixed point stays in float32 either way."""
     out: Path = Path("runs/ensemble")
     """Folder for results.json."""
     device: Annotated[str, tyro.conf.arg(help="cpu, cuda, or auto")] = field(default="auto")
+
+    def __post_init__(self) -> None:
+        TaskOptions.__post_init__(self)
+        SolverOptions.__post_init__(self)
+        if self.graph and self.gamma_cap is not None:
+            raise ValueError("--gamma-cap needs --no-graph: a captured step repeats its first draw")
 
 
 PAPER = Config(
@@ -105,12 +97,16 @@ PRESETS = {"small": Config(), "paper": PAPER}
 LAYER_OPTIONS = (
     "input_scale",
     "d_state",
+    "num_heads",
     "num_householder",
     "decay",
     "beta_max",
     "feedback",
     "feedback_init",
+    "delta_from_x_init",
 )
+WIDTH_STEP = 32
+"""Widths of a model with a given number of parameters are multiples of this."""
 GRID = (*LAYER_OPTIONS, "rate_scale", "lr", "schedule", "batch_size", "steps")
 
 
@@ -130,9 +126,10 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     """The mixing layer at a point of the grid; ValueError for an option that it does not take."""
     if config.mixer_layer != "bedouin":
         return _baseline(config, point)
+    options = {**layer_options(point), **fixed_point_options(config)}
     if config.eigenvalues is not None:
-        raise ValueError("eigenvalues must be None for mixer_layer 'bedouin'")
-    layer = Bedouin(config.d_model, on_unconverged="ignore", **layer_options(point))
+        options["eigenvalues"] = config.eigenvalues
+    layer = Bedouin(config.d_model, on_unconverged="ignore", **options)
     rate_scale = point["rate_scale"]
     if layer.decay == "mamba":
         with torch.no_grad():
@@ -142,11 +139,51 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     return layer
 
 
+def make_model(config: Config, point: dict[str, Any]) -> SequenceModel:
+    """The whole model at a point of the grid: embedding, layers and head."""
+    task = make_task(config)
+    return SequenceModel(
+        task.vocab_size,
+        config.d_model,
+        lambda _: make_layer(config, point),
+        num_layers=config.num_layers,
+        output_size=task.output_size,
+    )
+
+
+def matched(config: Config, point: dict[str, Any]) -> Config:
+    """The configuration with the width that `match_parameters` asks for, a multiple of WIDTH_STEP.
+
+    Raises ValueError if even the narrowest model has 1.5 times as many parameters.
+    """
+    wanted = config.match_parameters
+    if wanted is None:
+        return config
+
+    def size(steps: int) -> int:
+        with torch.device("meta"):  # allocates no memory
+            return count(make_model(replace(config, d_model=steps * WIDTH_STEP), point))
+
+    low, high = 1, 2
+    while size(high) < wanted:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if size(middle) < wanted else (low, middle)
+    nearest = min((low, high), key=lambda steps: abs(size(steps) - wanted))
+    if size(nearest) > 1.5 * wanted:
+        raise ValueError(
+            f"--match-parameters must be at least {size(1)}, the size at d_model {WIDTH_STEP}, got "
+            f"{wanted}"
+        )
+    return replace(config, d_model=nearest * WIDTH_STEP)
+
+
 def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
     name = config.mixer_layer
     if config.stacked:
         raise ValueError(f"stacked must be False for mixer_layer {name!r}: pass --no-stacked")
-    takes = TAKES.get(name, ())
+    takes = TAKES[name]
     for option in (*LAYER_OPTIONS, "rate_scale"):
         default = getattr(PRESETS[config.preset], option)
         if option not in takes and (point[option],) != default:
@@ -154,10 +191,12 @@ def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
                 f"{option} must keep its default {default[0]!r} for mixer_layer {name!r}, got "
                 f"{point[option]!r}: {name} takes no such option"
             )
-    options = {option: point[option] for option in takes}
+    for option in SolverOptions.__dataclass_fields__:
+        if getattr(config, option) != getattr(PRESETS["small"], option):
+            raise ValueError(f"{option} must keep its default for mixer_layer {name!r}")
+    options = {o: point[o] for o in takes if o in point and point[o] is not None}
     if config.eigenvalues is not None:
-        if name not in ("mamba", "deltanet", "deltaproduct"):
+        if "eigenvalues" not in takes:
             raise ValueError(f"eigenvalues must be None for mixer_layer {name!r}")
         options["eigenvalues"] = config.eigenvalues
-    layer: nn.Module = BASELINES[name](config.d_model, **options)
-    return layer
+    return BASELINES[name](config.d_model, **options)

@@ -15,6 +15,7 @@ from einops import rearrange
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from bedouin.tasks import Batch
@@ -25,11 +26,13 @@ from common.checkpoint import (
     plain_config,
     save_checkpoint,
 )
+from common.curriculum import first_length, next_length
 from common.errors import Interrupted
 from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
 from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, writing
 from common.interrupt import StopRequest
 from common.job import Job, Problem, Run
+from common.layers import count
 from common.options import TrainConfig, build_model
 from common.report import (
     Scores,
@@ -63,6 +66,7 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
         train_steps(job, run, stop, started)
         if stop.agreed(meeting=True):
             save_checkpoint(job, run)
+            close_trackers(job)
             raise Interrupted(
                 f"interrupted after step {run.step} of {config.steps}, "
                 f"saved in {checkpoint_path(job)}",
@@ -70,6 +74,7 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
             )
     scores = evaluate(job, run.model, final=True)
     run.seconds = time.perf_counter() - started
+    close_trackers(job)
     return finish(job, run, scores)
 
 
@@ -80,8 +85,10 @@ def train_steps(job: Job, run: Run, stop: StopRequest, started: float) -> None:
         while run.step < config.steps and not run.stopped:
             if stop.agreed(meeting=due(run, config.log_every, config)):
                 return
-            batch = problem.train_batch(run.generator, run.step)
+            batch = problem.train_batch(run.generator, run.step, run.length)
             logits = train_step(job, run, batch)
+            if config.curriculum == "double" and run.step % config.curriculum_every == 0:
+                lengthen(job, run, logits, batch)
             bar.update()
             if due(run, config.log_every, config):
                 bar.set_postfix(progress(job, run, logits, batch))
@@ -105,26 +112,50 @@ def start_job(problem: Problem, config: TrainConfig) -> Job:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    accelerator = Accelerator(cpu=config.device == "cpu", mixed_precision=config.autocast)
     folder = config.out or Path("runs") / f"{problem.name}-seed{config.seed}"
+    accelerator = Accelerator(
+        cpu=config.device == "cpu",
+        mixed_precision=config.autocast,
+        log_with=list(config.trackers) or None,
+        project_dir=folder,
+    )
     job = Job(problem=problem, config=config, accelerator=accelerator, folder=folder)
     if config.resume:
         check_resumable(job)
     prepare_folder(folder, accelerator)
     if checkpoint_path(job).exists() and not config.resume:
         accelerator.print(f"{folder} holds an earlier run: it is replaced (--resume continues it)")
+    if config.trackers:
+        accelerator.init_trackers(problem.name, config=tracked_config(config))
     return job
+
+
+def tracked_config(config: TrainConfig) -> dict[str, Any]:
+    """The options as values that every tracker takes: numbers, bools and strings."""
+    kinds = (int, float, str)
+    plain = plain_config(config).items()
+    return {name: value if isinstance(value, kinds) else str(value) for name, value in plain}
+
+
+def close_trackers(job: Job) -> None:
+    """Write what the trackers hold; `end_training` would leave the process group as well."""
+    for tracker in job.accelerator.trackers:
+        tracker.finish()
 
 
 def start_run(job: Job) -> Run:
     """A run at step 0."""
     device, config = job.accelerator.device, job.config
     model = build_model(config, job.problem.vocab_size, job.problem.output_size).to(device)
-    model, optimizer = job.accelerator.prepare(model, build_optimizer(model, config))
+    plain = build_optimizer(model, config)
+    schedule = build_schedule(plain, config)
+    model, optimizer = job.accelerator.prepare(model, plain)
     return Run(
         model=model,
         optimizer=optimizer,
+        schedule=schedule,
         generator=job.stream("train"),
+        length=first_length(config, max(job.problem.train_lengths)),
         loss_sum=torch.zeros((), device=device),
     )
 
@@ -143,18 +174,36 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
 
 
+def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:
+    """The learning rate by step. It is not given to accelerate, which would let it take a step for
+    each process."""
+    return LambdaLR(
+        optimizer, lambda step: decay(config.schedule, step, config.warmup_steps, config.steps)
+    )
+
+
+def lengthen(
+    job: Job,
+    run: Run,
+    logits: Tensor,  # (b, t, v)
+    batch: Batch,
+) -> None:
+    """Let the training length grow if the accuracy of this batch, over all processes, suffices."""
+    accuracy = job.problem.token_accuracy(logits, batch.labels)
+    mean = float(job.accelerator.reduce(accuracy, reduction="mean"))
+    run.length = next_length(job.config, run.length, max(job.problem.train_lengths), mean)
+
+
 def train_step(job: Job, run: Run, batch: Batch) -> Tensor:  # (b, t, v)
     """One optimizer step; returns the logits. Does not synchronize with the device."""
     config = job.config
-    for group in run.optimizer.param_groups:
-        factor = decay(config.schedule, run.step, config.warmup_steps, config.steps)
-        group["lr"] = config.lr * factor
     logits: Tensor = run.model(batch.tokens)
     tokens = rearrange(logits, "b t v -> (b t) v")
     loss = cross_entropy(tokens, rearrange(batch.labels, "b t -> (b t)"))
     job.accelerator.backward(loss)
-    job.accelerator.clip_grad_norm_(run.model.parameters(), job.config.clip)
+    job.accelerator.clip_grad_norm_(run.model.parameters(), config.clip)
     run.optimizer.step()
+    run.schedule.step()
     run.optimizer.zero_grad()
     run.loss_sum += loss.detach()
     run.loss_count += 1
@@ -171,12 +220,14 @@ def progress(
     """The numbers of the progress bar, from the last batch; the loss is the mean since the last
     evaluation."""
     solved = solve_scores(layer_stats(run.model, job.accelerator), job.accelerator)
-    return {
+    numbers = {
         "loss": f"{float(run.loss_sum) / run.loss_count:.3f}",
         "accuracy": f"{float(job.problem.token_accuracy(logits, batch.labels)):.3f}",
-        "num_steps": f"{solved['num_steps']:g}",
-        "residual": f"{solved['residual']:.0e}",
     }
+    if solved:
+        numbers["num_steps"] = f"{solved['num_steps']:g}"
+        numbers["residual"] = f"{solved['residual']:.0e}"
+    return numbers
 
 
 def record(job: Job, run: Run, scores: Scores) -> str:
@@ -190,6 +241,8 @@ def record(job: Job, run: Run, scores: Scores) -> str:
     if not math.isfinite(loss):
         raise FloatingPointError(f"the loss became {loss} before step {run.step}; lower --lr")
     run.history.append({"step": run.step, "loss": loss, **scores})
+    flat = {f"{name}/{n}": value for name, values in scores.items() for n, value in values.items()}
+    job.accelerator.log({"loss": loss, **flat}, step=run.step)
     run.loss_sum.zero_()
     run.loss_count = 0
     if job.config.stop_at_accuracy is not None:
@@ -218,6 +271,7 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
         "seconds": run.seconds,
         "seed": job.config.seed,
         "steps": run.step,
+        "parameters": count(job.accelerator.unwrap_model(run.model)),
         "device": device_name(job.accelerator.device),
         "versions": versions(),
         "config": plain_config(job.config),
@@ -225,7 +279,8 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
     }
     if job.accelerator.is_main_process:
         print(table(scores, job.problem.accuracy_names))
-        print(f"{run.step} steps, {run.seconds:.0f} s, results in {job.folder}")
+        size = f"{metrics['parameters']:,} parameters"
+        print(f"{size}, {run.step} steps, {run.seconds:.0f} s, results in {job.folder}")
         write_results(job, run, metrics, scores)
     return metrics
 

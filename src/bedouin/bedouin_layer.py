@@ -20,18 +20,20 @@ from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer, HouseholderProduct
 from bedouin.parameterization import (
-    DELTA_RANGE,
     GRIFFIN_SHARPNESS,
     Decay,
     OutputStage,
-    at_least_float32,
-    factory_options,
     griffin_omega,
     householder_layout,
-    inverse_softplus,
-    log_uniform,
     make_mixer,
     make_solve_options,
+)
+from bedouin.parameters import (
+    DELTA_RANGE,
+    at_least_float32,
+    factory_options,
+    inverse_softplus,
+    log_uniform,
 )
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.base import check_number

@@ -1,4 +1,7 @@
-"""Checks of arguments; a message has the argument's name, what is expected and what was given."""
+"""Checks of arguments; a message has the argument's name, what is expected and what was given.
+
+Letters: b batch, t time, m d_model.
+"""
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from bedouin.kernels.backend import autocast_dtype
 from bedouin.solvers.base import unknown_option
 
 OptionT = TypeVar("OptionT", bound=str)
@@ -55,6 +59,33 @@ def check_tensor(name: str, value: object, shape: str) -> None:
     else:
         remedy = "" if value is None else ": convert it with torch.as_tensor"
     raise TypeError(f"{name} must be a tensor {shape}, got {type(value).__name__}{remedy}")
+
+
+def check_layer_input(
+    x: Tensor,  # (b, t, m) for rank 3, (b, m) for rank 2
+    rank: int,
+    d_model: int,
+    weight: Tensor,  # a parameter of the layer, any shape
+) -> None:
+    """Raise TypeError or ValueError unless x has this rank, width m, and the layer's device and
+    dtype; under autocast it may have another dtype."""
+    shape = "(b, t, m)" if rank == 3 else "(b, m)"
+    check_tensor("x", x, shape)
+    if x.dim() != rank or x.shape[-1] != d_model:
+        raise ValueError(
+            f"x must have shape {shape} with m = d_model = {d_model}, got {tuple(x.shape)}"
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating dtype, got {x.dtype}: embed tokens first")
+    if x.device != weight.device:
+        raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
+    if x.dtype != weight.dtype and not (autocast_dtype(x) and autocast_dtype(weight)):
+        wide = torch.float64 in (x.dtype, weight.dtype)
+        remedy = " (torch.autocast casts no float64)" if wide else ", or use torch.autocast"
+        raise TypeError(
+            f"x must have the layer's dtype {weight.dtype}, got {x.dtype}: convert one of "
+            f"them{remedy}"
+        )
 
 
 def one_of(name: str, value: OptionT, valid: Sequence[str]) -> OptionT:

@@ -20,6 +20,7 @@ from bedouin.checks import (
     check_batch_size,
     check_bool,
     check_dtype,
+    check_layer_input,
     one_of,
     ordered_subset,
     positive_int,
@@ -43,15 +44,15 @@ from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layer_checks import check_device, check_layer_input, inner_size
+from bedouin.layer_checks import check_device, inner_size
 from bedouin.mixers import ChannelMixer, StructuredMixer
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     OutputStage,
     SolveOption,
-    factory_options,
     split_feedback_weight,
 )
+from bedouin.parameters import factory_options
 from bedouin.projection import project_raw
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number

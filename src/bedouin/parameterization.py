@@ -3,7 +3,6 @@
 Letters: b batch, t time, d channels of a head, r raw values, f raw values with feedback, H heads.
 """
 
-import math
 from dataclasses import replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
+from bedouin.parameters import inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Picard, Solver
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.reporting import OnUnconverged
@@ -24,7 +23,6 @@ RNNDecay = Literal["sigmoid", "griffin"]
 OutputStage = Literal["norm", "paper"]
 
 FEEDBACK_NORM_EPS = 1e-5
-DELTA_RANGE = (1e-3, 0.1)
 GRIFFIN_RANGE = (0.9, 0.999)
 GRIFFIN_SHARPNESS = 8.0
 
@@ -137,33 +135,6 @@ def split_feedback_weight(
         for name, size in sizes.items()
     ]
     return torch.cat(blocks, -2), gate
-
-
-def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The arguments `device` and `dtype` of torch's modules and tensor factories."""
-    return {"device": device, "dtype": dtype}
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """`tensor`, of any shape, in the dtype of the solve, at least float32."""
-    return tensor.to(accumulator(tensor.dtype))
-
-
-def log_uniform(
-    like: Tensor,  # any shape
-    low: float,
-    high: float,
-) -> Tensor:  # as `like`
-    """Random values in [low, high] with a uniformly distributed logarithm."""
-    span = math.log(high) - math.log(low)
-    return torch.exp(torch.rand_like(like) * span + math.log(low))
-
-
-def inverse_softplus(
-    value: Tensor,  # any shape
-) -> Tensor:  # as `value`
-    """The x with softplus(x) = `value`, for positive values."""
-    return value + torch.log(-torch.expm1(-value))
 
 
 def griffin_omega(

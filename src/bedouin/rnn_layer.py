@@ -24,13 +24,12 @@ from bedouin.parameterization import (
     GRIFFIN_RANGE,
     GRIFFIN_SHARPNESS,
     RNNDecay,
-    at_least_float32,
-    factory_options,
     griffin_omega,
     householder_layout,
     make_mixer,
     make_solve_options,
 )
+from bedouin.parameters import at_least_float32, factory_options
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.reporting import OnUnconverged
 

@@ -11,7 +11,7 @@ import torch
 
 import bench
 from bedouin import Bedouin
-from benchmarks import agreement, cases, table
+from benchmarks import agreement, cases, figure, special, table
 from benchmarks.cost import iteration_cost, layer_cost, scan_cost
 from benchmarks.measure import Context, Numbers, best_ms
 from benchmarks.setting import Setting, Shape
@@ -26,6 +26,12 @@ INTERPRETED = tuple(c.name for c in cases.CASES if not c.name.startswith("compil
 def toy(out: Path, **changes: Any) -> bench.Config:
     values = {"device": "cpu", "tiny": True, "precision": "float32", "repeats": 1}
     return bench.Config(**{**values, "shapes": ("2x4",), "out": out / "r.json", **changes})
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding a few tokens shows that its rows run."""
+    monkeypatch.setattr(special, "TOKENS", 4)
 
 
 def test_every_row_is_measured_or_says_why_not(
@@ -43,6 +49,7 @@ def test_every_row_is_measured_or_says_why_not(
     assert numbers["direct"]["both_ms"] > 0 and numbers["direct"]["sequential_steps"] == 4
     assert numbers["direct"]["converged"] and numbers["jacobi"]["num_steps"] <= 16
     assert numbers["decode"]["us_a_layer"] > 0
+    assert numbers["direct-heads8"]["converged"] and numbers["decode-heads16"]["decoder_us"] > 0
     text = capsys.readouterr().out
     assert "copy moves" in text and "direct-no-feedback" in text
     markdown = table.markdown(report)
@@ -194,6 +201,9 @@ def test_costs_at_the_sizes_of_the_targets() -> None:
     whole = layer_cost(setting, shape, feedback=True, backward=False)
     assert whole.flops == pytest.approx(2 * 16384 * 14.2e6, rel=0.02)
     assert layer_cost(setting, shape, feedback=True, backward=True).flops == 3 * whole.flops
+    # a head of 128 channels has 676 raw values
+    heads = layer_cost(Setting(CPU, "bf16", h=8), shape, feedback=True, backward=False)
+    assert heads.flops == 2 * 16384 * (3 * 512 * 1024 + 8 * 2 * 128 * (676 + 128))
 
 
 @pytest.mark.gpu
@@ -245,6 +255,20 @@ def test_the_table_of_the_index_is_that_of_its_results() -> None:
     report = json.loads((results / "h100_benchmark.json").read_text())
     written = table.markdown(report)
     assert f"<!-- bench -->\n{written}\n<!-- /bench -->" in (results / "README.md").read_text()
+
+
+def test_times_become_curves(tmp_path: Path) -> None:
+    rows: list[table.Row] = [
+        {"title": "x", "shape": shape, "numbers": {"both_ms": ms}}
+        for shape, ms in (("8x64", 4.0), ("8x16", 1.0), ("1x64", 3.0), ("2x32", 9.0))
+    ]
+    by_time, by_batch = figure.curves(rows)
+    assert by_time == {"x, batch 8": [(16, 1.0), (64, 4.0)]}
+    assert by_batch == {"x, 64 tokens": [(1, 3.0), (8, 4.0)]}
+    figure.draw(tmp_path / "f.png", rows)
+    assert (tmp_path / "f.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="two shapes with the same batch size or time"):
+        figure.draw(tmp_path / "f.png", rows[-1:])
 
 
 def test_what_was_skipped_is_one_sentence() -> None:

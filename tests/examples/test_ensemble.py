@@ -9,25 +9,37 @@ import pytest
 import torch
 
 import ensemble
+from bedouin.tasks import IGNORE, Copying, WordProblem
 from bedouin.testing import assert_close
 from common import study
+from common.data import Data, metrics
+from common.layers import count
+from common.schedule import decay
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
-    **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1, "rate_scale": 0.5},
-    **{"lr": 1e-2, "schedule": "cosine", "batch_size": 8, "steps": 4},
+    **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1},
+    **{"rate_scale": 0.5, "delta_from_x_init": 0.0},
+    **{"num_heads": 2, "lr": 1e-2, "schedule": "cosine", "batch_size": 8, "steps": 4},
 }
 CPU = torch.device("cpu")
 
 
 def small(**changes: Any) -> study.Config:
-    values: dict[str, Any] = {"length": 4, "eval_lengths": (4, 6), "d_model": 8, "seeds": 2}
+    values: dict[str, Any] = {"eval_lengths": (4, 6), "d_model": 8, "seeds": 2}
+    if changes.get("task") != "copy":
+        values["length"] = 4
     return study.Config(**{**values, "warmup": 1, "log_every": 2, "device": "cpu", **changes})
+
+
+def make_data(**changes: Any) -> Data:
+    config = small(**changes)
+    return Data(config, study.model_seeds(config), CPU)
 
 
 def test_models_that_take_turns_are_those_of_the_stack() -> None:
     """One step from the same rows."""
-    data = {stacked: ensemble.Data(small(), CPU) for stacked in (True, False)}
+    data = {stacked: make_data() for stacked in (True, False)}
     pair = [
         ensemble.Ensemble(small(stacked=stacked), POINT, data[stacked], CPU)
         for stacked in (True, False)
@@ -35,7 +47,6 @@ def test_models_that_take_turns_are_those_of_the_stack() -> None:
     pair[1].tokens.copy_(pair[0].tokens)
     pair[1].labels.copy_(pair[0].labels)
     for one in pair:
-        one.set_lr(0)
         one.step()
     for name, value in pair[0].params.items():
         assert_close(name, pair[1].params[name], value, 1e-4)
@@ -61,13 +72,27 @@ def test_preset_of_the_papers_size_is_overridden_by_flags() -> None:
     assert ensemble.parse([]) == study.Config()
 
 
+def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
+    config = small(stacked=False, warmup=2)
+    one = ensemble.Ensemble(config, POINT, make_data(), CPU)
+    rate = one.optimizer.param_groups[0]["lr"]
+    seen = []
+    for _ in range(4):
+        seen.append(float(rate))
+        one.step()
+        one.schedule.step()
+    expected = [1e-2 * decay("cosine", step, 2, 4) for step in range(4)]
+    assert seen == pytest.approx(expected) and one.optimizer.param_groups[1]["lr"] is rate
+
+
 def test_batches_drawn_ahead_are_of_their_split() -> None:
-    data = ensemble.Data(small(), CPU)
-    batches = data.batches(8, 3)
+    data = make_data()
+    batches = data.batches(8, 9, 3)
     first, second = next(batches), next(batches)
     assert first[0].shape == second[1].shape == (2, 8, 4)
     assert not torch.equal(first[0], second[0])
-    assert torch.equal(data.word.group.prefix_products(second[0][0]), second[1][0])
+    assert isinstance(data.task, WordProblem)
+    assert torch.equal(data.task.group.prefix_products(second[0][0]), second[1][0])
 
 
 @pytest.mark.parametrize("name", ["lstm", "mamba", "deltanet", "deltaproduct", "attention"])
@@ -85,9 +110,94 @@ def test_options_that_a_baseline_does_not_take_are_refused() -> None:
     lstm = small(mixer_layer="lstm", stacked=False)
     with pytest.raises(ValueError, match="decay must keep its default 'mamba' for mixer_layer"):
         study.make_layer(lstm, {**point, "decay": "griffin"})
+    with pytest.raises(ValueError, match="num_heads must keep its default None for mixer_layer"):
+        study.make_layer(lstm, {**point, "num_heads": 2})
+    attention = study.make_layer(
+        dataclasses.replace(lstm, mixer_layer="attention"), {**point, "num_heads": 2}
+    )
+    assert attention.num_heads == 2
     with pytest.raises(ValueError, match="eigenvalues must be None for mixer_layer 'lstm'"):
         study.make_layer(dataclasses.replace(lstm, eigenvalues="full"), point)
-    with pytest.raises(ValueError, match="eigenvalues must be None for mixer_layer 'bedouin'"):
-        study.make_layer(small(eigenvalues="full"), point)
+    with pytest.raises(ValueError, match="solver must keep its default for mixer_layer 'lstm'"):
+        study.make_layer(dataclasses.replace(lstm, solver="picard"), point)
     with pytest.raises(ValueError, match="stacked must be False for mixer_layer 'lstm'"):
         study.make_layer(dataclasses.replace(lstm, stacked=True), point)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"group": "S5", "elements": "swaps", "include_identity": True},
+    {"tokens_per_transition": 2, "label_at": "every"},
+    {"generators": 12, "label_at": "last"},
+    {"task": "parity", "length": 12, "eval_from": 8},
+    {"task": "arithmetic", "length": 12},
+    {"task": "brackets", "length": 12, "eval_from": 8},
+    {"task": "copy", "curriculum": "double"},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_every_task_has_rows_and_accuracies(changes: dict[str, Any]) -> None:
+    data = make_data(**changes)
+    tokens, labels = data.batch(4, 0, 10)
+    assert tokens.shape == labels.shape == (2, 4, data.width) and bool((labels != IGNORE).any())
+    tokens, labels = data.eval_batch(4, 16)
+    right = torch.nn.functional.one_hot(labels.clamp(min=0), data.task.output_size).float()
+    for name, metric in metrics(data.task).items():
+        assert float(metric(right[0], labels[0])) == 1.0, name
+    assert int(tokens.max()) < data.task.vocab_size
+
+
+def test_options_of_another_task_are_refused() -> None:
+    with pytest.raises(ValueError, match="--task parity takes no --group: leave it at 'A5', got"):
+        small(task="parity", group="S5")
+    with pytest.raises(ValueError, match="--task word takes no --min-string"):
+        small(min_string=2)
+
+
+def test_the_length_doubles_for_each_seed_by_itself() -> None:
+    data = make_data(curriculum="double", length=16)
+    data.advance([0.99, 0.5])
+    assert data.reached == [4, 2]
+    tokens, labels = data.batch(8, 0, 10)
+    assert (labels != IGNORE).sum(-1).tolist() == [[4] * 8, [2] * 8]
+    for _ in range(5):
+        data.advance([1.0, 0.0])
+    assert data.reached == [16, 2]
+    copying = make_data(task="copy", curriculum="double")
+    copying.advance([1.0, 0.0])
+    assert isinstance(copying.task, Copying) and copying.reached == [4, 2]
+    tokens, _ = copying.batch(8, 0, 10)
+    assert tokens.shape == (2, 8, copying.task.context_len)
+
+
+def test_uniform_lengths_end_after_their_share_of_the_steps() -> None:
+    data = make_data(curriculum="uniform", curriculum_from=3, curriculum_share=0.5, length=6)
+    counts = [(data.batch(64, step, 10)[1] != IGNORE).sum(-1) for step in (0, 5)]
+    assert set(counts[0].flatten().tolist()) == {3, 4, 5, 6} and bool((counts[1] == 6).all())
+    with pytest.raises(ValueError, match="--curriculum uniform is for word problems"):
+        make_data(curriculum="uniform", task="parity")
+    with pytest.raises(ValueError, match="--curriculum-from must be at most the training length 4"):
+        make_data(curriculum="double", curriculum_from=5)
+
+
+def test_a_width_is_found_for_a_number_of_parameters() -> None:
+    point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
+    config = study.matched(small(match_parameters=200_000), point)
+    assert config.d_model % study.WIDTH_STEP == 0
+    sizes = [
+        count(study.make_model(dataclasses.replace(config, d_model=width), point)) - 200_000
+        for width in (config.d_model + shift for shift in (-32, 0, 32))
+    ]
+    assert min(sizes, key=abs) == sizes[1]
+    with pytest.raises(ValueError, match="--match-parameters must be at least"):
+        study.matched(small(match_parameters=10), point)
+
+
+def test_a_random_cap_is_not_captured(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--gamma-cap needs --no-graph"):
+        small(solver="picard", gamma_cap=(4.0, 1.0))
+    grid = {name: (value,) for name, value in POINT.items()}
+    caps = {"solver": "picard", "gamma_cap": (4.0, 1.0), "max_steps": 8, "graph": False}
+    ensemble.main(small(out=tmp_path, **grid, **caps))
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert row["smallest_conditioning"] == [None, None] and row["num_heads"] == 2

@@ -4,18 +4,24 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 import train_a5
 import train_copy
-from bedouin.solvers import Anderson, Broyden, Direct, Jacobi, PhantomAdjoint, Picard
-from common.options import (
-    TrainConfig,
-    automatic_preset,
-    build_adjoint,
-    build_model,
-    build_solver,
-    parse_config,
+from bedouin import Bedouin
+from bedouin.baselines import DeltaNet
+from bedouin.solvers import (
+    Anderson,
+    Broyden,
+    Direct,
+    FixedCap,
+    GammaCap,
+    Jacobi,
+    PhantomAdjoint,
+    Picard,
 )
+from common.layers import build_adjoint, build_cap, build_solver
+from common.options import TrainConfig, automatic_preset, build_model, parse_config
 
 
 def parse_a5(*args: str) -> train_a5.WordProblemConfig:
@@ -77,7 +83,17 @@ def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         ({"steps": 0}, r"--steps must be an int in \[1, inf\), got 0"),
         ({"seed": -1}, r"--seed must be an int in \[0, 524288\), got -1"),
         ({"eval_lengths": (4, 0)}, r"--eval-lengths must be an int in \[1, inf\), got 0"),
-        ({"layer": "paper", "solver": "direct"}, "--layer paper fixes --solver: leave it out"),
+        (
+            {"mixer_layer": "paper", "solver": "direct"},
+            "--mixer-layer paper takes no --solver: leave",
+        ),
+        ({"mixer_layer": "lstm", "d_state": 8}, "--mixer-layer lstm takes no --d-state: leave it"),
+        ({"train_max_steps": 200}, "--train-max-steps must be at most --max-steps = 100, got 200"),
+        (
+            {"train_max_steps": 2, "gamma_cap": (4.0, 1.0)},
+            "--gamma-cap draws the steps in training",
+        ),
+        ({"gamma_cap": (4.0, 0.0)}, r"--gamma-cap must be a number in \(0, 1e\+06\], got 0.0"),
         ({"clip": math.nan}, r"--clip must be a number in \(0, inf\], got nan"),
         ({"steps": True}, "--steps must be an int in .*, got True"),
         ({"d_model": 8.0}, r"--d-model must be an int in .*, got 8\.0"),
@@ -112,7 +128,10 @@ def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
         (("--atol", "-1e-3"), "-0.001"),
         (("--stop-at-accuracy", "1.5"), "1.5"),
         (("--length", "0"), "0"),
-        (("--warmup-length", "7"), "7"),
+        (("--curriculum-from", "7"), "7"),
+        (("--trackers", "paper"), "'paper'"),
+        (("--num-heads", "0"), "0"),
+        (("--num-heads", "3"), "3"),
         (("--group", "Q8"), "'Q8'"),
         (("--group", "Z1"), "'Z1'"),
     ],
@@ -167,6 +186,29 @@ def test_solver_flags_build_the_solver_with_its_tolerances() -> None:
     assert isinstance(anderson, Anderson) and anderson.rtol == 1e-3
     assert isinstance(broyden, Broyden) and broyden.atol == 1e-7
     assert isinstance(build_adjoint(dataclasses.replace(base, adjoint="phantom")), PhantomAdjoint)
+
+
+def test_caps_of_training_and_evaluation_are_set_apart() -> None:
+    assert build_cap(TrainConfig(max_steps=7)) == FixedCap(7)
+    gamma = build_cap(TrainConfig(max_steps=7, gamma_cap=(4.0, 1.0)))
+    assert gamma == GammaCap(4.0, 1.0, limit=7)
+    layer = Bedouin(
+        8,
+        solver=Picard(rtol=0.0, atol=0.0),
+        max_steps=build_cap(TrainConfig(max_steps=7, train_max_steps=3)),
+        on_unconverged="ignore",
+    )
+    x = torch.randn(2, 5, 8)
+    for training, steps in ((True, 3), (False, 7)):
+        layer.train(training)(x)
+        assert layer.stats is not None and layer.stats.num_steps.tolist() == [steps, steps]
+
+
+def test_a_baseline_replaces_the_layer_and_the_presets_options_of_bedouin() -> None:
+    config = parse_a5("--preset", "gpu", "--mixer-layer", "deltanet", "--num-heads", "2")
+    assert config.num_householder == TrainConfig.num_householder != train_a5.GPU.num_householder
+    model = build_model(config, 7, 5)
+    assert isinstance(model.mixers[0], DeltaNet) and model.mixers[0].num_heads == 2
 
 
 def test_model_is_a_function_of_the_seed() -> None:

@@ -104,11 +104,11 @@ def train_with_signals(
     """Train; the process gets the signals while the batch of a step is drawn."""
     problem = train_a5.word_problem(config)
 
-    def train_batch(rows: Stream, now: int) -> Batch:
+    def train_batch(rows: Stream, now: int, longest: int) -> Batch:
         if now == step:
             for signum in signals:
                 signal.raise_signal(signum)
-        return problem.train_batch(rows, now)
+        return problem.train_batch(rows, now, longest)
 
     return training.train(dataclasses.replace(problem, train_batch=train_batch), config)
 
@@ -349,7 +349,7 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(
     (tmp_path / "taken" / "model.safetensors").mkdir(parents=True)
     config = small(make(tmp_path))
 
-    def train_batch(rows: Stream, now: int) -> Batch:
+    def train_batch(rows: Stream, now: int, longest: int) -> Batch:
         pytest.fail("the training has started")
 
     problem = dataclasses.replace(train_a5.word_problem(config), train_batch=train_batch)

@@ -67,10 +67,10 @@ def interrupted_at(step: int, config: train_a5.WordProblemConfig) -> Problem:
     """The word problem with a Ctrl-C in the middle of a step, while its batch is drawn."""
     problem = train_a5.word_problem(config)
 
-    def train_batch(rows: Stream, now: int) -> Batch:
+    def train_batch(rows: Stream, now: int, longest: int) -> Batch:
         if now == step:
             raise KeyboardInterrupt
-        return problem.train_batch(rows, now)
+        return problem.train_batch(rows, now, longest)
 
     return dataclasses.replace(problem, train_batch=train_batch)
 
@@ -152,16 +152,51 @@ def test_starting_over_is_announced(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "holds an earlier run" in capsys.readouterr().out
 
 
+def test_a_baseline_is_trained_without_statistics_of_a_solver(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"d_state": TrainConfig.d_state, "num_householder": TrainConfig.num_householder}
+    train_a5.main(a5_config(tmp_path, mixer_layer="lstm", **sizes))
+    metrics = read_metrics(tmp_path)
+    assert metrics["num_steps"] == {} and metrics["parameters"] > 0
+    assert f"{metrics['parameters']:,} parameters, 6 steps" in capsys.readouterr().out
+
+
 def test_the_first_third_may_have_shorter_products(tmp_path: Path) -> None:
-    config = a5_config(tmp_path, length=5, warmup_length=2, steps=90)
+    config = a5_config(tmp_path, length=5, curriculum="uniform", steps=90)
     problem = train_a5.word_problem(config)
     rows = stream("train", 0)
-    lengths = [problem.train_batch(rows, step).tokens.shape[1] for step in range(config.steps)]
+    lengths = [problem.train_batch(rows, n, 5).tokens.shape[1] for n in range(config.steps)]
     assert set(lengths[:30]) == {2, 3, 4, 5} and set(lengths[30:]) == {5}
-    without = train_a5.word_problem(dataclasses.replace(config, warmup_length=None))
-    assert without.train_batch(rows, 0).tokens.shape[1] == 5
-    with pytest.raises(ValueError, match="--warmup-length must be from 1 to --length = 5, got 6"):
-        dataclasses.replace(config, warmup_length=6)
+    without = train_a5.word_problem(dataclasses.replace(config, curriculum="none"))
+    assert without.train_batch(rows, 0, 5).tokens.shape[1] == 5
+    with pytest.raises(ValueError, match="--curriculum-from must be at most the training length 5"):
+        dataclasses.replace(config, curriculum_from=6)
+
+
+def test_the_length_doubles_and_is_resumed(tmp_path: Path) -> None:
+    options = {"curriculum": "double", "curriculum_every": 2, "curriculum_threshold": 0.0}
+    config = a5_config(tmp_path, length=8, **options)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(interrupted_at(5, config), config)
+    assert checkpoint(tmp_path)["step"] == 4 and checkpoint(tmp_path)["length"] == 8
+    train_a5.main(dataclasses.replace(config, resume=True))
+    train_a5.main(a5_config(tmp_path / "whole", length=8, **options))
+    assert_same_run(tmp_path, tmp_path / "whole")
+    assert checkpoint(tmp_path)["schedule"] == checkpoint(tmp_path / "whole")["schedule"]
+
+
+def test_numbers_go_to_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, dict[str, Any]]] = []
+    config = a5_config(tmp_path)
+    job = training.start_job(train_a5.word_problem(config), config)
+    monkeypatch.setattr(job.accelerator, "log", lambda values, step: seen.append((step, values)))
+    run = training.start_run(job)
+    run.step, run.loss_count = 7, 1
+    training.record(job, run, {"accuracy": {"3": 0.5}, "num_steps": {}, "conditioning": {}})
+    assert seen == [(7, {"loss": 0.0, "accuracy/3": 0.5})]
+    numbers = training.tracked_config(config)
+    assert numbers["lr"] == config.lr and numbers["eval_lengths"] == "[3, 5]"
 
 
 def test_early_stop_is_off_by_default_and_ends_the_run_when_reached(tmp_path: Path) -> None:

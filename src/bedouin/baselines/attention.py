@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, Sizes, each, owned
-from bedouin.baselines.options import at_least_float32, factory_options, head_size, positive_number
+from bedouin.baselines.options import head_size, positive_number
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, positive_int
 from bedouin.kernels.backend import without_autocast
+from bedouin.parameters import at_least_float32, factory_options
 
 
 class AttentionState(NamedTuple):

@@ -18,19 +18,12 @@ from bedouin.baselines.delta_rule import (
     delta_rule,
 )
 from bedouin.baselines.interface import Baseline, Sizes, each, owned
-from bedouin.baselines.options import (
-    at_least_float32,
-    expanded,
-    factory_options,
-    head_size,
-    mark,
-    positive_number,
-    reset_dt_bias,
-)
+from bedouin.baselines.options import expanded, head_size, mark, positive_number, reset_dt_bias
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.scan import Eigenvalues
+from bedouin.parameters import at_least_float32, factory_options
 
 UNIT_EPS = 1e-6
 """Under the root of the norm of queries and keys, as in flash-linear-attention."""

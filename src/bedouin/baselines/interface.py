@@ -10,8 +10,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bedouin.baselines.options import check_input
-from bedouin.checks import check_batch_size, check_dtype, check_tensor, positive_int
+from bedouin.checks import (
+    check_batch_size,
+    check_dtype,
+    check_layer_input,
+    check_tensor,
+    positive_int,
+)
 
 StateT = TypeVar("StateT", bound=tuple[Any, ...])
 
@@ -59,7 +64,7 @@ class Baseline(nn.Module, ABC, Generic[StateT]):
         rounding. Raises TypeError for integer or foreign dtypes, ValueError for wrong shapes,
         devices and states.
         """
-        check_input(x, 3, self.d_model, self.out_proj.weight)
+        check_layer_input(x, 3, self.d_model, self.out_proj.weight)
         output, new_state = self._checked_run(x, state)
         return (output, new_state) if return_state else output
 
@@ -69,7 +74,7 @@ class Baseline(nn.Module, ABC, Generic[StateT]):
         state: StateT,
     ) -> tuple[Tensor, StateT]:  # (b, m)
         """One token. Raises as `forward` does."""
-        check_input(x_t, 2, self.d_model, self.out_proj.weight)
+        check_layer_input(x_t, 2, self.d_model, self.out_proj.weight)
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         output, new_state = self._checked_run(x_t.unsqueeze(1), state)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, Sizes, each
-from bedouin.baselines.options import expanded, factory_options
+from bedouin.baselines.options import expanded
 from bedouin.baselines.short_convolution import ShortConvolution
+from bedouin.parameters import factory_options
 
 
 class LSTMState(NamedTuple):

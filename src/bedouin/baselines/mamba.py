@@ -11,17 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, Sizes, each, owned
-from bedouin.baselines.options import (
-    at_least_float32,
-    expanded,
-    factory_options,
-    mark,
-    reset_dt_bias,
-)
+from bedouin.baselines.options import expanded, mark, reset_dt_bias
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
+from bedouin.parameters import at_least_float32, factory_options
 
 
 class MambaState(NamedTuple):

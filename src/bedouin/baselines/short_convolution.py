@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.options import factory_options
 from bedouin.checks import check_bool, positive_int
+from bedouin.parameters import factory_options
 
 
 class ShortConvolution(nn.Module):

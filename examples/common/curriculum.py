@@ -1,0 +1,56 @@
+"""Training lengths that grow during training."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.checks import Range, check_ranges, whole
+
+Kind = Literal["none", "uniform", "double"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumOptions:
+    """Options of the lengths that a model is trained on."""
+
+    curriculum: Kind = "none"
+    """none: the task's own lengths; uniform: in the first steps lengths from --curriculum-from to
+    the longest; double: --curriculum-from at first, twice as long after every log entry whose
+    training accuracy reaches --curriculum-threshold."""
+    curriculum_from: int = 2
+    """Shortest length of a curriculum."""
+    curriculum_share: float = 1 / 3
+    """Share of the steps in which "uniform" draws lengths."""
+    curriculum_threshold: float = 0.95
+    """Training accuracy at which "double" doubles the length."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, _RANGES)
+
+
+_RANGES = {
+    "curriculum_from": whole(1),
+    "curriculum_share": Range(0, 1, "[]"),
+    "curriculum_threshold": Range(0, 1, "[]"),
+}
+
+
+def first_length(options: CurriculumOptions, longest: int) -> int:
+    """The longest length at the first step. Raises ValueError if the curriculum starts above
+    `longest`."""
+    if options.curriculum != "none" and options.curriculum_from > longest:
+        raise ValueError(
+            f"--curriculum-from must be at most the training length {longest}, got "
+            f"{options.curriculum_from}"
+        )
+    return options.curriculum_from if options.curriculum == "double" else longest
+
+
+def next_length(options: CurriculumOptions, reached: int, longest: int, accuracy: float) -> int:
+    """The longest length after an accuracy at training lengths up to `reached`."""
+    passed = options.curriculum == "double" and accuracy >= options.curriculum_threshold
+    return min(2 * reached, longest) if passed else reached
+
+
+def draws_lengths(options: CurriculumOptions, step: int, steps: int) -> bool:
+    """Whether the lengths of this step are drawn."""
+    return options.curriculum == "uniform" and step < options.curriculum_share * steps

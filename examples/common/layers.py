@@ -1,0 +1,153 @@
+"""Options of the fixed point that all training scripts share, and the baselines by name."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from bedouin import baselines
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Broyden,
+    Cap,
+    Direct,
+    FixedCap,
+    GammaCap,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solver,
+    UnrolledAdjoint,
+)
+from common.checks import Range, check_ranges, whole
+
+Baseline = Literal["lstm", "mamba", "deltanet", "deltaproduct", "attention"]
+
+BASELINES: dict[str, type[nn.Module]] = {
+    "lstm": baselines.LSTM,
+    "mamba": baselines.Mamba,
+    "deltanet": baselines.DeltaNet,
+    "deltaproduct": baselines.DeltaProduct,
+    "attention": baselines.Attention,
+}
+TAKES: dict[str, tuple[str, ...]] = {
+    "lstm": (),
+    "mamba": ("d_state", "eigenvalues"),
+    "deltanet": ("num_heads", "eigenvalues"),
+    "deltaproduct": ("num_heads", "num_householder", "eigenvalues"),
+    "attention": ("num_heads",),
+}
+"""The options of Bedouin that a baseline takes as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolverOptions:
+    """How the fixed point and its gradient are computed."""
+
+    solver: Literal["auto", "direct", "jacobi", "picard", "anderson", "broyden"] = "auto"
+    """How the fixed point is found; auto lets the layer choose."""
+    rtol: float = 1e-4
+    """Relative tolerance of the iterative solvers; unused by auto and direct."""
+    atol: float = 1e-30
+    """Absolute tolerance of the iterative solvers; unused by auto and direct."""
+    max_steps: int = 100
+    """Steps that an iterative solver may take."""
+    train_max_steps: int | None = None
+    """Steps that it may take in training, at most --max-steps; None: --max-steps."""
+    gamma_cap: tuple[float, float] | None = None
+    """Shape and scale of a Gamma distribution from which the steps of each training call are drawn,
+    at most --max-steps; the paper's are 4 1."""
+    adjoint: Literal["implicit", "one_step", "phantom", "unrolled"] = "implicit"
+    """How the gradient of the fixed point is computed."""
+
+    def __post_init__(self) -> None:
+        optional = ("train_max_steps", "gamma_cap")
+        check_ranges(self, _RANGES, optional)
+        if self.train_max_steps is not None and self.gamma_cap is not None:
+            raise ValueError("--gamma-cap draws the steps in training: leave out --train-max-steps")
+        if (self.train_max_steps or 1) > self.max_steps:
+            raise ValueError(
+                f"--train-max-steps must be at most --max-steps = {self.max_steps}, got "
+                f"{self.train_max_steps}"
+            )
+
+
+_TOLERANCE = Range(0, 1e6, "[]")
+_RANGES = {
+    "rtol": _TOLERANCE,
+    "atol": _TOLERANCE,
+    "max_steps": whole(1),
+    "train_max_steps": whole(1),
+    "gamma_cap": Range(0, 1e6, "(]"),
+}
+
+
+@dataclass(frozen=True)
+class TrainCap(Cap):
+    """At most `steps` steps in training, at most `limit` in evaluation."""
+
+    steps: int = 16
+    limit: int = 100  # a field with a default implements the abstract property
+
+    @property
+    def is_random(self) -> bool:
+        return self.steps < self.limit
+
+    def draw(self, index: int) -> int:
+        return self.steps
+
+
+def build_cap(options: SolverOptions) -> Cap:
+    """The cap that the flags describe."""
+    if options.gamma_cap is not None:
+        return GammaCap(*options.gamma_cap, limit=options.max_steps)
+    if options.train_max_steps is not None:
+        return TrainCap(options.train_max_steps, options.max_steps)
+    return FixedCap(options.max_steps)
+
+
+def build_solver(options: SolverOptions) -> Solver | Literal["auto"]:
+    """The solver that the flags name, with their tolerances."""
+    match options.solver:
+        case "auto":
+            return "auto"
+        case "direct":
+            return Direct()
+        case "jacobi":
+            return Jacobi(rtol=options.rtol, atol=options.atol)
+        case "picard":
+            return Picard(rtol=options.rtol, atol=options.atol)
+        case "anderson":
+            return Anderson(rtol=options.rtol, atol=options.atol)
+        case "broyden":
+            return Broyden(rtol=options.rtol, atol=options.atol)
+
+
+def build_adjoint(options: SolverOptions) -> Adjoint:
+    """The adjoint that the flags name."""
+    match options.adjoint:
+        case "implicit":
+            return ImplicitAdjoint()
+        case "one_step":
+            return OneStepAdjoint()
+        case "phantom":
+            return PhantomAdjoint(num_steps=4, damping=0.5)
+        case "unrolled":
+            return UnrolledAdjoint()
+
+
+def fixed_point_options(options: SolverOptions) -> dict[str, Any]:
+    """Solver, adjoint and cap as arguments of the layer."""
+    return {
+        "solver": build_solver(options),
+        "adjoint": build_adjoint(options),
+        "max_steps": build_cap(options),
+    }
+
+
+def count(module: nn.Module) -> int:
+    """The number of parameters; a tensor that two modules share counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,176 @@
+"""Run experiments, list their commands, or write summary.json and the figure from their files.
+
+    python examples/experiment.py                            # list every run (make experiments)
+    python examples/experiment.py words copying              # make the runs that have no file yet
+    python examples/experiment.py words --only a5-bedouin a5-lstm_l1
+    python examples/experiment.py words --extra="--steps 20 --device cpu" --out /tmp/trial
+    python examples/experiment.py --summary
+
+The experiments are defined in examples/experiments/, one short file each. Each run writes
+OUT/EXPERIMENT/RUN.json. The list has, for every run, its command and, once it has been made, its
+device, its seconds and its seeds. `--summary` writes OUT/summary.json and OUT/both.png from the
+files of `words` and `copying`.
+"""
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import ensemble
+import train_a5
+import train_copy
+from common.options import parse_config
+from common.summary import figure_of_both, summarize
+from experiments.controls import CONTROLS
+from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SETTINGS, COPYING_TUNING
+from experiments.earlier import EARLIER, TUNING_RUNS
+from experiments.heads import heads
+from experiments.languages import LANGUAGES
+from experiments.plan import Experiment, Run, Script
+from experiments.words import WORDS, WORDS_TUNING, equal_parameters
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Experiments to run; none: list all."""
+    only: tuple[str, ...] = ()
+    """Run only these runs of the experiments."""
+    again: bool = False
+    """Also make runs that have a file."""
+    extra: str = ""
+    """Flags appended to every command, for trials; written --extra="--flag value"."""
+    out: Path = RESULTS
+    """Folder of the JSON files."""
+    summary: bool = False
+    """Write summary.json and the figure, and run nothing."""
+
+
+def experiments() -> dict[str, Experiment]:
+    """Every experiment by name."""
+    found = (
+        *(EARLIER, TUNING_RUNS, WORDS_TUNING, COPYING_TUNING, WORDS, equal_parameters(), COPYING),
+        *(COPYING_SETTINGS, COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES),
+    )
+    return {experiment.name: experiment for experiment in found}
+
+
+def _ensemble(arguments: Sequence[str]) -> None:
+    ensemble.main(ensemble.parse(arguments))
+
+
+def _train_a5(arguments: Sequence[str]) -> None:
+    train_a5.main(parse_config(train_a5.PRESETS, arguments))
+
+
+def _train_copy(arguments: Sequence[str]) -> None:
+    train_copy.main(parse_config(train_copy.PRESETS, arguments))
+
+
+SCRIPTS: dict[Script, tuple[Callable[[Sequence[str]], None], str]] = {
+    "ensemble": (_ensemble, "results.json"),
+    "train_a5": (_train_a5, "metrics.json"),
+    "train_copy": (_train_copy, "metrics.json"),
+}
+"""How a script is called, and the file with its numbers."""
+
+
+def result_path(out: Path, experiment: Experiment, run: Run) -> Path:
+    """The JSON file of a run."""
+    folder = experiment.name if experiment.folder is None else experiment.folder
+    return out / folder / f"{run.name}.json"
+
+
+def make(experiment: Experiment, run: Run, config: Config) -> None:
+    """Make one run and keep its file; all that it wrote stays in runs/experiments."""
+    script, file = SCRIPTS[run.script]
+    path = result_path(config.out, experiment, run)
+    folder = Path("runs") / "experiments" / experiment.name / run.name
+    print(f"== {experiment.name} {run.name}", flush=True)
+    script([*run.arguments, *shlex.split(config.extra), "--out", str(folder)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / file, path)
+
+
+def seconds_and_seeds(content: dict[str, Any]) -> tuple[float, str]:
+    """Of a JSON file, in either of the formats."""
+    if "rows" not in content:
+        return content["seconds"], str(content["seed"])
+    first, number = content["config"].get("first_seed", 0), content["config"]["seeds"]
+    seeds = " ".join(str(seed) for seed in range(first, first + number))
+    return sum(row["seconds"] for row in content["rows"]), seeds
+
+
+def listing(found: dict[str, Experiment], out: Path) -> str:
+    """Every run as Markdown, with device, seconds and seeds where its file exists."""
+    lines = []
+    for experiment in found.values():
+        lines += [
+            f"**{experiment.name}**: {experiment.question}",
+            "",
+            "| run | device | seconds | seeds | command |",
+            "|---|---|---|---|---|",
+        ]
+        for run in experiment.runs:
+            path, made = result_path(out, experiment, run), "not run | | "
+            if path.exists():
+                content = json.loads(path.read_text())
+                seconds, seeds = seconds_and_seeds(content)
+                made = f"{content['device']} | {seconds:.0f} | {seeds}"
+            command = f"python examples/{run.script}.py {run.options}"
+            lines.append(f"| {run.name} | {made} | `{command}` |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experiment, Run]]:
+    """The runs to make. Raises ValueError for a name that does not exist."""
+    for name in config.names:
+        if name not in found:
+            raise ValueError(f"an experiment must be among {tuple(found)}, got {name!r}")
+    named = [(found[name], run) for name in config.names for run in found[name].runs]
+    for name in config.only:
+        if name not in [run.name for _, run in named]:
+            raise ValueError(f"--only must be among {[run.name for _, run in named]}, got {name!r}")
+    return [
+        (experiment, run)
+        for experiment, run in named
+        if not config.only or run.name in config.only
+        if config.again or not result_path(config.out, experiment, run).exists()
+    ]
+
+
+def main(config: Config) -> int:
+    """Returns the exit status: 1 if a run failed; the others are made all the same."""
+    if config.summary:
+        report = summarize(config.out)
+        figure_of_both(report["both"], config.out / "both.png")
+        (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
+        return 0
+    found = experiments()
+    if not config.names:
+        print(listing(found, config.out))
+        return 0
+    failed = False
+    for experiment, run in chosen(found, config):
+        try:
+            make(experiment, run, config)
+        except Exception as error:  # reported; a long list of runs goes on
+            print(f"{run.name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Config, description=__doc__)))

@@ -1,0 +1,103 @@
+"""The runs of the README and of examples/results: all with one head, most of them stacked."""
+
+from experiments.plan import TUNING, Experiment, Run, joined
+
+_OLD = "--num-heads 1 --eval-rows 256"
+_SCALES = "bounded_delta delta one_minus_decay"
+_CPU = "--preset cpu --num-heads 1"
+
+EARLIER = Experiment(
+    "earlier",
+    "The numbers of the README",
+    (
+        *(Run(f"a5_cpu_seed{seed}", f"{_CPU} --seed {seed}", "train_a5") for seed in range(3)),
+        Run("copy_cpu_seed0", _CPU, "train_copy"),
+        Run(
+            "a5_schedules",
+            f"--stacked {_OLD} --length 6 --eval-lengths 6 12 24 --num-householder 2 "
+            "--batch-size 128 --steps 3000 --seeds 6 --schedule hold cosine "
+            "--lr 0.001 0.0015 0.002",
+        ),
+        Run("a5_five_seeds", f"--stacked {_OLD} --steps 6000"),
+        Run("a5_paper_size", f"--preset paper {_OLD}"),
+        Run("a5_paper_size_3000_steps", f"--preset paper {_OLD} --steps 3000"),
+        Run(
+            "a5_parameterizations",
+            f"--stacked {_OLD} --steps 2500 --input-scale {_SCALES} --d-state 16 4 "
+            "--num-householder 4 2",
+        ),
+        Run(
+            "copy_parameterizations",
+            f"--stacked {_OLD} --task copy --eval-lengths 4 8 16 --input-scale bounded_delta delta "
+            "--num-householder 1 2 --batch-size 64 --steps 3000 --seeds 3",
+        ),
+    ),
+    folder="",
+)
+
+_WIDTH = "--d-model 256 --autocast bf16"
+_TASKS = {
+    "a": f"{_WIDTH} --length 16 --eval-lengths 16 48 128 --batch-size 128 --steps 12000 --lr 5e-4",
+    "c": f"{_WIDTH} --task copy --min-string 5 --max-string 50 --context 256 "
+    "--eval-lengths 50 75 100 200 --batch-size 64 --steps 5000 --lr 1e-3",
+}
+_WORDS = {
+    "griffin": "--decay griffin",
+    "mamba": "--decay mamba",
+    "delta": "--input-scale delta",
+    "bounded": "--input-scale bounded_delta",
+    "coupled": "--input-scale one_minus_decay",
+    "all": "--feedback delta+B+C+mixer",
+    "bcm": "--feedback B+C+mixer",
+    "rate0.1": "--rate-scale 0.1",
+    "rate0.03": "--rate-scale 0.03",
+    "lr2e": "",  # "lr2e-3" is split at its hyphen
+    "3": "--lr 2e-3",
+    "seed101": "--first-seed 101",
+    **{f"k{k}": f"--num-householder {k}" for k in (1, 2, 4)},
+    **{f"n{n}": f"--d-state {n}" for n in (16, 64)},
+}
+_BASELINES = {
+    "lstm-l1": "--mixer-layer lstm",
+    "lstm-l2": "--mixer-layer lstm --num-layers 2",
+    "attention-l2": "--mixer-layer attention --num-layers 2",
+    "mamba-l2": "--mixer-layer mamba --num-layers 2",
+    "mamba-full-l2": "--mixer-layer mamba --eigenvalues full --num-layers 2",
+    "deltanet-l2": "--mixer-layer deltanet --num-layers 2",
+    "deltaproduct-l1": "--mixer-layer deltaproduct",
+}
+_SETTINGS = {
+    "a": (
+        "griffin-delta-all-k2 griffin-delta-bcm-k2 griffin-bounded-all-k2 mamba-bounded-all-k2 "
+        "mamba-bounded-all-k2-rate0.1 mamba-bounded-all-k2-rate0.03 mamba-delta-all-k2-rate0.1 "
+        "lstm-l1 attention-l2 mamba-full-l2 deltaproduct-l1"
+    ),
+    "c": (
+        "griffin-delta-all-k2 griffin-delta-all-k4 griffin-delta-bcm-k2 griffin-delta-bcm-k4 "
+        "griffin-bounded-bcm-k2 mamba-bounded-all-k2 mamba-bounded-all-k2-rate0.1 "
+        "mamba-bounded-all-k2-rate0.03 mamba-bounded-bcm-k2 mamba-delta-all-k2-rate0.1 "
+        "mamba-delta-bcm-k2 mamba-bounded-all-k2-rate0.1-lr2e-3 mamba-bounded-all-k2-rate0.1-n64 "
+        "mamba-delta-all-k2-rate0.1-n64 mamba-bounded-all-k2-rate0.1-n16 "
+        "mamba-bounded-all-k2-rate0.1-seed101 mamba-bounded-all-k1-rate0.1 "
+        "mamba-delta-all-k2-rate0.1-seed101 mamba-coupled-all-k2-rate0.1 "
+        "attention-l2 deltanet-l2 lstm-l1 lstm-l2 mamba-l2"
+    ),
+}
+
+
+def setting(name: str) -> str:
+    """The flags that the name of a tuning run stands for."""
+    if name in _BASELINES:
+        return _BASELINES[name]
+    return joined("--d-state 32 --num-heads 1", *(_WORDS[word] for word in name.split("-")))
+
+
+TUNING_RUNS = Experiment(
+    "tuning",
+    "Which setting copies and tracks?",
+    tuple(
+        Run(f"{task}-{name}", joined(_TASKS[task], TUNING, setting(name)))
+        for task, names in _SETTINGS.items()
+        for name in names.split()
+    ),
+)

@@ -1,0 +1,113 @@
+"""The experiments: every command is valid, those of earlier runs give their configurations."""
+
+import json
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ensemble
+import experiment
+from common.options import parse_config
+from common.study import GRID, make_layer
+from common.summary import figure_of_both, summarize
+from experiments.earlier import EARLIER, TUNING_RUNS
+from experiments.plan import Experiment, Run
+
+ALL = experiment.experiments()
+SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
+"""Options whose default has changed since the earlier runs, without an effect on them."""
+REPORTED = ("words", "words-equal", "copying", "copying-feedback", "controls", "heads", "languages")
+TUNING = ("words-tuning", "copying-tuning", "copying-settings", "tuning")
+
+
+@cache
+def parsed(run: Run) -> Any:
+    """The configuration of a run."""
+    if run.script == "ensemble":
+        return ensemble.parse(run.arguments)
+    return parse_config(getattr(experiment, run.script).PRESETS, run.arguments)
+
+
+@pytest.mark.parametrize("found", ALL.values(), ids=lambda found: str(found.name))
+def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experiment) -> None:
+    for run in found.runs:
+        config = parsed(run)
+        if run.script == "ensemble":
+            with torch.device("meta"):
+                make_layer(config, {name: getattr(config, name)[0] for name in GRID})
+        if found.name in REPORTED:
+            assert (config.first_seed, config.seeds) == (0, 3), run.name
+        elif found.name in TUNING:
+            assert config.first_seed >= 100, run.name
+
+
+@pytest.mark.parametrize("found", [EARLIER, TUNING_RUNS], ids=lambda found: str(found.name))
+def test_commands_of_earlier_runs_give_their_configurations(found: Experiment) -> None:
+    names = set()
+    for run in found.runs:
+        path = experiment.result_path(experiment.RESULTS, found, run)
+        saved = json.loads(path.read_text())["config"]
+        names.add(path)
+        config = asdict(parsed(run))
+        for name in saved.keys() & config.keys() - set(SINCE):
+            assert _listed(config[name]) == _listed(saved[name]), (run.name, name)
+    if found is TUNING_RUNS:
+        assert names == set((experiment.RESULTS / "tuning").glob("*.json"))
+
+
+def _listed(value: Any) -> Any:
+    return sorted(value, key=str) if isinstance(value, list | tuple) else value
+
+
+def test_a_run_is_made_once_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = Experiment("tiny", "Does it run?", (Run("a", "--length 3 --eval-lengths 3"),))
+    monkeypatch.setattr(experiment, "experiments", lambda: {"tiny": tiny})
+    extra = "--steps 2 --log-every 1 --d-model 8 --seeds 1 --batch-size 4 --eval-rows 8"
+    config = experiment.Config(("tiny",), extra=f"{extra} --device cpu", out=tmp_path / "results")
+    assert "| a | not run" in experiment.listing({"tiny": tiny}, config.out)
+    assert experiment.main(config) == 0
+    assert "| a | cpu | " in experiment.listing({"tiny": tiny}, config.out)
+    assert experiment.chosen({"tiny": tiny}, config) == []
+    broken = Experiment("tiny", "Does it run?", (Run("b", "--group S3 --length 0"),))
+    monkeypatch.setattr(experiment, "experiments", lambda: {"tiny": broken})
+    assert experiment.main(config) == 1
+    with pytest.raises(ValueError, match="an experiment must be among"):
+        experiment.chosen({"tiny": tiny}, experiment.Config(("huge",)))
+    with pytest.raises(ValueError, match="--only must be among"):
+        experiment.chosen({"tiny": tiny}, experiment.Config(("tiny",), only=("c",)))
+
+
+def test_two_runs_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="must have different names"):
+        Experiment("e", "?", (Run("a", ""), Run("a", "")))
+
+
+def write(folder: Path, name: str, accuracy: dict[str, dict[str, list[float]]]) -> None:
+    folder.mkdir(exist_ok=True)
+    row = {"accuracy": accuracy, "parameters": 10}
+    (folder / f"{name}.json").write_text(json.dumps({"rows": [row]}))
+
+
+def test_summary_takes_the_better_form_of_a_baseline(tmp_path: Path) -> None:
+    for name, value in (("bedouin", 0.9), ("lstm_l1", 0.5), ("lstm_l2", 0.7), ("mamba_l1", 0.1)):
+        three = {"token": [value] * 3, "sequence": [value, value / 2, 0.0]}
+        write(tmp_path / "words", f"a5-{name}", {"128": three, "512": three})
+        if name != "mamba_l1":
+            write(tmp_path / "copying", f"copy-{name}", {"100": three, "200": three})
+    report = summarize(tmp_path)
+    assert report["a5"]["bedouin"]["sequence_128"] == [0.9, 0.45, 0.0]
+    assert report["copy"]["lstm"] == {
+        **{"characters_100": [0.7] * 3, "strings_100": [0.7, 0.35, 0.0]},
+        **{"characters_200": [0.7] * 3, "parameters": 10, "layers": 2},
+    }
+    assert set(report["both"]) == {"bedouin", "lstm_l1", "lstm_l2", "lstm"} and not report["s5"]
+    assert experiment.main(experiment.Config(summary=True, out=tmp_path)) == 0
+    assert json.loads((tmp_path / "summary.json").read_text()) == report
+    assert (tmp_path / "both.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="no model has files of both"):
+        figure_of_both({}, tmp_path / "f.png")
