@@ -62,9 +62,11 @@ def direct_sweep(
     zero). `report` gets defect and scale of the adjoint equation, but not under torch.compile,
     whose graphs call no Python functions. There the sweep is one operation if the parameterization
     has a layout, else it runs outside of the graph.
-    The Triton kernels need a layout; raises ValueError where `backend="triton"` cannot run.
+    With several heads the batch is head by head, as `Operands` says. The Triton kernels need a
+    layout; raises ValueError where `backend="triton"` cannot run, or heads and batch do not fit.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
     """
+    operands.check_heads()
     plain = choose_sweep(backend, operands, parameterization, bind_parameters) == "reference"
     if plain:
         arguments = (operands, parameterization, bind, bind_parameters, y_star, report)

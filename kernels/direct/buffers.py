@@ -4,7 +4,7 @@ Letters: b batch, t time, d channels, n state per channel, r raw values, H heads
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,24 @@ class SweepBuffers(NamedTuple):
     kept: Tensor  # (b, `count_kept`, n, d)
     y: Tensor  # (b, t, d)
     normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, filled in for the first token;
-    # with heads (b, 1, d), that of the first token
+    # (b, 1, d) for the kernel of several heads
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
+
+    def heads(self) -> list["SweepBuffers"]:
+        """The buffers of each head by itself, views but for `statistics`, which are new."""
+        if self.A.dim() == 2:
+            return [self]
+        heads = len(self.A)
+        own = (self.x, self.raw, self.h, self.kept, self.y, self.normed)
+        own_parts = [v.chunk(heads) for v in own]
+        weights = [None] * heads if self.W_y is None else self.W_y.unbind()
+        parts = []
+        for W, A, (x, raw, h, kept, y, normed) in zip(
+            weights, self.A, zip(*own_parts, strict=True), strict=True
+        ):
+            statistics = self.statistics.new_empty(4, *y.shape[:2])
+            parts.append(SweepBuffers(x, raw, W, A, h, kept, y, normed, statistics))
+        return parts
 
 
 class SolvedBuffers(NamedTuple):
@@ -60,6 +76,41 @@ class GradBuffers(NamedTuple):
     statistics: Tensor  # (2, b, t): defect and scale
 
 
+def reverse_heads(
+    known: SolvedBuffers,
+    grads: GradBuffers,
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+) -> list[tuple[SolvedBuffers, GradBuffers, Tensor | None]]:
+    """The buffers and W^y of each head by itself, views but for `statistics`, which are new."""
+    if known.A.dim() == 2:
+        return [(known, grads, W_y)]
+    heads = len(known.A)
+    x, y, raw, fed, A, h0, kept = known
+    solved = [v.chunk(heads) for v in (x, y, raw, x if fed is None else fed, h0, kept)]
+    cotangents = [v.chunk(heads) for v in grads[:5]]
+    parts = []
+    for j in range(heads):
+        x, y, raw, some, h0, kept = (v[j] for v in solved)
+        own = SolvedBuffers(x, y, raw, None if fed is None else some, A[j], h0, kept)
+        statistics = grads.statistics.new_empty(2, *y.shape[:2])
+        parts.append(
+            (
+                own,
+                GradBuffers(*(v[j] for v in cotangents), statistics),
+                None if W_y is None else W_y[j],
+            )
+        )
+    return parts
+
+
+def join_samples(
+    parts: list[Any],  # tensors, or None for all
+    axis: int,
+) -> Any:
+    """The samples of all heads along an axis; of one head as they are."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, axis)
+
+
 def choose_chunk(operands: Operands) -> int:
     """Tokens between two kept h in the kernels: CHUNK, or fewer, but at least 4, if the workspace
     of one head would otherwise exceed WORKSPACE."""
@@ -76,15 +127,16 @@ def count_kept(t_end: int, keep_every: int) -> int:
 
 
 def allocate_sweep(
-    operands: Operands, parameterization: Parameterization, keep_every: int
+    operands: Operands, parameterization: Parameterization, keep_every: int, together: bool
 ) -> SweepBuffers:
-    """The inputs in the layout that the kernel reads, and memory for its results."""
+    """The inputs in the layout that the kernel reads, and memory for its results. `together`: for
+    the kernel of several heads, which stores norm(y) of no token."""
     x, raw, W_y, A, h0, y0 = operands
     (b, t_end, d), n = x.shape, A.shape[-1]
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, count_kept(t_end, keep_every), n, d)
     h, normed = _first_memory(h0, b, A), y
     if W_y is not None:
-        normed = W_y.new_empty(b, t_end if A.dim() == 2 else min(t_end, 1), d)
+        normed = W_y.new_empty(b, min(t_end, 1) if together else t_end, d)
         if y0 is None:
             normed[:, :1].zero_()
         else:

@@ -17,6 +17,35 @@ MAX_STATE = 32768
 program holds it in registers: for example 2048 channels with 16 states."""
 
 
+MAX_HEAD = 128
+"""Most channels of a head whose sweep is one program's work: a warp holds the rows of a sample."""
+
+MAX_HEAD_STATE = 2048
+"""Most elements of the memory of such a head, with d rounded up to a power of two: a warp's
+registers hold 64 of them a lane."""
+
+MAX_HEAD_WEIGHTS = 196608
+"""Most bytes of W^y of such a head, which stay in shared memory."""
+
+
+def takes_heads_together(operands: Operands, parameterization: Parameterization) -> bool:
+    """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold.
+
+    The kernels of one head take other heads one after the other.
+    """
+    W_y, A = operands.W_y, operands.A
+    if A.dim() == 2:
+        return False
+    (d, n), k = A.shape[-2:], parameterization.known_layout().num_householder
+    block = max(16, next_power_of_two(d))
+    if A.dtype == torch.float64 or block > MAX_HEAD or block * n > MAX_HEAD_STATE:
+        return False
+    if W_y is None:
+        return True
+    rows = (k + 1) * block + max(16, next_power_of_two(2 * n + k))
+    return rows * block * W_y.element_size() <= MAX_HEAD_WEIGHTS
+
+
 def choose_sweep(
     backend: Backend,
     operands: Operands,

@@ -22,7 +22,10 @@ from bedouin.kernels.direct.buffers import (
     allocate_sweep,
     collect_gradients,
     count_kept,
+    join_samples,
+    reverse_heads,
 )
+from bedouin.kernels.direct.limits import takes_heads_together
 from bedouin.kernels.direct.plain import (
     plain_memory,
     plain_reverse,
@@ -73,15 +76,21 @@ def sweep_operation(
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
-    buffers = allocate_sweep(operands, options, keep_every)
-    if buffers.y.numel():
-        if A.dim() == 2:
-            from bedouin.kernels.direct.triton_launch import launch_sweep
-        else:
-            from bedouin.kernels.direct.heads.launch import launch_head_sweep as launch_sweep
+    together = takes_heads_together(operands, options)
+    buffers = allocate_sweep(operands, options, keep_every, together)
+    statistics = buffers.statistics
+    if buffers.y.numel() and together:
+        from bedouin.kernels.direct.heads.launch import launch_head_sweep
 
-        launch_sweep(buffers, options, keep_every)
-    y, h, kept, statistics = buffers.y, buffers.h.mT, buffers.kept, buffers.statistics
+        launch_head_sweep(buffers, options, keep_every)
+    elif buffers.y.numel():
+        from bedouin.kernels.direct.triton_launch import launch_sweep
+
+        heads = buffers.heads()
+        for head in heads:
+            launch_sweep(head, options, keep_every)
+        statistics = join_samples([head.statistics for head in heads], 1)
+    y, h, kept = buffers.y, buffers.h.mT, buffers.kept
     return y, h, kept.flatten(1), statistics, *summarize(statistics)
 
 
@@ -216,17 +225,20 @@ def _sweep_backward(
         if plain:
             return plain_reverse(*given, keep_every, wants_y0=wants_y0)
         buffers, grads = allocate_reverse(*given)
-        grad_normed = None
-        if y.numel() and A.dim() == 2:
-            from bedouin.kernels.direct.triton_launch import launch_reverse
-
-            grad_normed = launch_reverse(buffers, grads, W_y, options, keep_every)
-        elif y.numel():
+        grad_normed, statistics = None, grads.statistics
+        if y.numel() and takes_heads_together(operands, options):
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
             grad_normed = launch_head_reverse(buffers, grads, W_y, options, keep_every)
+        elif y.numel():
+            from bedouin.kernels.direct.triton_launch import launch_reverse
+
+            parts = reverse_heads(buffers, grads, W_y)
+            found = [launch_reverse(*part, options, keep_every) for part in parts]
+            grad_normed = join_samples(found, 1)
+            statistics = join_samples([part[1].statistics for part in parts], 1)
         found = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
-        return *found, grads.statistics
+        return *found, statistics
 
 
 @_sweep_backward.register_fake

@@ -1,4 +1,4 @@
-"""What the kernels of heads share: samples as rows, products of a head's matrix, sums, k x k algebra.
+"""What the kernels of heads share: samples as rows, products of a head's matrix, k x k algebra.
 
 A tensor (s, d) holds a vector of each of a program's samples, one warp a sample.
 Letters: d channels of a head, n state per channel, k reflections, s samples of a program.

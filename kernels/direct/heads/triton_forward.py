@@ -252,8 +252,7 @@ def head_sweep_kernel(
             inv_C = tl.rsqrt(dot_of(C, C, n) + n * EPS)
             B_C = dot_of(B, C, n) * inv_B * inv_C
         else:
-            for i in tl.static_range(n):
-                B = B + (none + 1.0,)
+            B = (none + 1.0,) * n
             C = B
             inv_B = none + 1.0
             inv_C = inv_B

@@ -26,7 +26,6 @@ from bedouin.kernels.device.reflections import (
     add,
     load_tuple,
     rows_times,
-    scale,
     sums,
     symmetric_times,
     upper_transposed_times,
@@ -162,8 +161,6 @@ def reverse_head_kernel(
     in_small = here[:, None] & (small < STATES + K)[None, :]
     small_at = small_rows(small, d, n, K, SELECTIVE)
     A_row = A_ptr + head * n * d + cols
-    zero = tl.zeros([S, BLOCK_D], tl.float32)
-    none = tl.zeros([S], tl.float32)
     # the cotangents of the raw values of the token after the chunk
     grads = ()
     if FEEDBACK:
