@@ -210,8 +210,9 @@ def prepare(
         **scan_constants(d, A, options),
         **mixer_constants(options),
         **alignment(raw, raw if fed is None else fed),
-        # half as many warps as for a sweep: every warp repeats the k x k algebra
-        num_warps=max(4, num_warps(d, 1) // 2),
+        # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
+        # are summed within one warp
+        num_warps=1 if A.dim() == 3 and d <= 128 else max(4, num_warps(d, 1) // 2),
     )
 
 

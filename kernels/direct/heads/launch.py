@@ -46,8 +46,8 @@ def launch_head_sweep(
     b, t_end, d = x.shape
     constants = _constants(d, A, W_y, b, options, samples)
     programs, small = _programs(b, A, constants), constants["BLOCK_S"]
-    # B, C and alpha of a token, two places for each sample
-    scratch = A.new_empty(programs, constants["S"], 2 * small)
+    # B, C and alpha of a token, two places for each sample; before the first token they are zeros
+    scratch = A.new_zeros(programs, constants["S"], 2 * small)
     head_sweep_kernel[(programs,)](
         x,
         raw,
@@ -156,7 +156,9 @@ def _reverse(
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
-    reverse_head_kernel[(_programs(b, A, constants),)](
+    programs, width = _programs(b, A, constants), next_power_of_two(local.shape[2])
+    constants = {name: value for name, value in constants.items() if name != "JOINED"}
+    reverse_head_kernel[(programs,)](
         grads.y,
         x,
         y,
@@ -172,6 +174,7 @@ def _reverse(
         grads.raw,
         grads.A,
         grads.statistics,
+        A.new_empty(programs, constants["S"], 2, width),
         chunk.start,
         len(chunk),
         t_end,
@@ -185,6 +188,7 @@ def _reverse(
         *token_strides(fed),
         K=layout_of(options).num_householder,
         NORM=options.feedback_norm_eps is not None,
+        BLOCK_L=width,
         **constants,
         num_warps=constants["S"],
         num_stages=1,

@@ -44,20 +44,22 @@ from bedouin.kernels.direct.heads.device import (
 @triton.jit
 def load_transposed_weights(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """(W^y)^T of a head in the tiles of `load_weights`, each transposed: (d, rows)."""
+    """(W^y)^T of a head in tiles of columns: Delta, u_1 .. u_k, two and two interleaved if k is
+    even, and [B | C | alpha]."""
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
     in_d = (cols < d)[:, None]
     at = rows[None, :] * d + cols[:, None]
     inside = in_d & (rows < d)[None, :]
     tiles = (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    if JOINED:
-        rows = tl.arange(0, K * BLOCK_D)
-        at = (d + STATES + rows % K * d + rows // K)[None, :] * d + cols[:, None]
-        within = in_d & (rows // K < d)[None, :]
-        tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
+    if K % 2 == 0:
+        rows = tl.arange(0, 2 * BLOCK_D)
+        within = in_d & (rows // 2 < d)[None, :]
+        for i in tl.static_range(K // 2):
+            at = (d + STATES + (2 * i + rows % 2) * d + rows // 2)[None, :] * d + cols[:, None]
+            tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
     else:
         for i in tl.static_range(K):
             at = (d + STATES + i * d + rows)[None, :] * d + cols[:, None]
@@ -66,6 +68,35 @@ def load_transposed_weights(
     at = small_rows(rows, d, n, K, SELECTIVE)[None, :] * d + cols[:, None]
     within = in_d & (rows < STATES + K)[None, :]
     return tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
+
+
+@triton.jit
+def paired(rows, S: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Two and two of K rows (s, d) interleaved, (s, 2 d), if K is even."""
+    if K % 2 == 0:
+        pairs = ()
+        for i in tl.static_range(K // 2):
+            pairs = pairs + (join_rows(rows[2 * i : 2 * i + 2], S, 2, BLOCK_D),)
+        return pairs
+    else:
+        return rows
+
+
+@triton.jit
+def transposed_product(
+    W, grads, S: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr
+):
+    """(W^y)^T times the cotangents of the raw values, (d, COLUMNS).
+
+    Differences, because the compiler turns a sum of products into one chain of accumulations, in
+    which every step waits for the one before it.
+    """
+    v = columns_of(grads[0].to(DOT), S, grads[0].shape[1], COLUMNS)
+    total = tl.dot(W[0], v, input_precision=PRECISION)
+    for i in tl.static_range(1, len(W)):
+        v = columns_of(-grads[i].to(DOT), S, grads[i].shape[1], COLUMNS)
+        total -= tl.dot(W[i], v, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -110,6 +141,7 @@ def reverse_head_kernel(
     grad_raw_ptr,  # (b, t, r or more), may be the memory of `fed`
     grad_A_ptr,  # (b, n, d), added to
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
+    scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
     start,
     count,
     t_end,
@@ -129,6 +161,7 @@ def reverse_head_kernel(
     S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
     FEEDBACK: tl.constexpr,
     NORM: tl.constexpr,
@@ -140,7 +173,6 @@ def reverse_head_kernel(
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
-    JOINED: tl.constexpr,
 ):
     """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
     blocks = tl.cdiv(per_head, S)
@@ -166,7 +198,7 @@ def reverse_head_kernel(
     if FEEDBACK:
         W = load_transposed_weights(
             W_ptr + head * (d + STATES + K * (d + 1)) * d,
-            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED,
+            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT,
         )  # fmt: skip
         after = (sample * t_end + start + count) * r
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
@@ -177,10 +209,7 @@ def reverse_head_kernel(
             rows = rows + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
         at = after[:, None] + cols[None, :]
         grads = (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
-        if JOINED:
-            grads = grads + (join_rows(rows, S, K, BLOCK_D),)
-        else:
-            grads = grads + rows
+        grads = grads + paired(rows, S, K, BLOCK_D)
         known = more[:, None] & in_small
         at = after[:, None] + small_at[None, :]
         grads = grads + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
@@ -205,21 +234,23 @@ def reverse_head_kernel(
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
         h_row + (count - 1) * n * d, inside, d, n, u_at, K, BLOCK_D, FEEDBACK,
     )  # fmt: skip
+    entries = tl.arange(0, BLOCK_L)
+    in_local = here[:, None] & (entries < SIZE + 2 * n)[None, :]
+    scalars_at = local_row + (count - 1) * (SIZE + 2 * n)
+    scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
+    near = scratch_ptr + (program.to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_L
     for back in range(0, count):
         i_token = count - 1 - back
         t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
-        row = local_row + i_token * (SIZE + 2 * n)
-        B = load_tuple(row + SIZE, n)
-        C = load_tuple(row + SIZE + n, n)
+        # the scalars of a token are read one by one: first from where they are near
+        row = near + back % 2 * BLOCK_L
+        tl.store(row[:, None] + entries[None, :], scalars, mask=in_local)
+        tl.debug_barrier()
         BC = tl.load(row + SIZE - 3)
         if FEEDBACK:
             # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
-            product = ()
-            for i in tl.static_range(len(W)):
-                v = columns_of(grads[i].to(DOT), S, grads[i].shape[1], COLUMNS)
-                product = product + (tl.dot(W[i], v, input_precision=PRECISION),)
-            product = sum_of(product, len(W))
+            product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed, h = loaded
         x = x.to(tl.float32)
         y = y.to(tl.float32)
@@ -237,8 +268,6 @@ def reverse_head_kernel(
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         decayed = ()
         reaches = ()
-        decays = ()
-        scales = ()
         with_B = ()
         with_BC = ()
         with_H = ()
@@ -247,30 +276,30 @@ def reverse_head_kernel(
             # (s, d), because a load of (d,) would be followed by a change of its layout
             A_at = (A_row + i * d)[None, :] + 0 * local[:, None]
             A = tl.load(A_at, mask=inside, other=0.0)
+            B_i = tl.load(row + SIZE + i)
+            C_i = tl.load(row + SIZE + n + i)
             if COUPLED:
                 decay, s_i = build_coupled(A * delta, FULL, FAST)
-                scales = scales + (s_i,)
-                with_BC = with_BC + (s_i * (B[i] * C[i])[:, None],)
-                with_B = with_B + (H[i] * s_i * B[i][:, None],)
+                with_BC = with_BC + (s_i * (B_i * C_i)[:, None],)
+                with_B = with_B + (H[i] * s_i * B_i[:, None],)
                 if FULL:
                     sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
-                    reach = h[i] - sign * mixed * B[i][:, None]
+                    reach = h[i] - sign * mixed * B_i[:, None]
                 else:
-                    reach = h[i] - mixed * B[i][:, None]
+                    reach = h[i] - mixed * B_i[:, None]
                 reach *= coupled_reach(decay, s_i, FULL)
             else:
                 decay = build_decay(A * delta, FULL, FAST)
-                with_B = with_B + (H[i] * B[i][:, None],)
+                with_B = with_B + (H[i] * B_i[:, None],)
                 if FULL:
                     reach = h[i] * (decay + 1)
                 else:
                     reach = h[i] * decay
-            decays = decays + (decay,)
             decayed = decayed + (decay * h[i],)
             reaches = reaches + (reach,)
             exponent = reach * A
             with_H = with_H + (H[i] * exponent,)
-            with_C = with_C + (C[i][:, None] * exponent,)
+            with_C = with_C + (C_i[:, None] * exponent,)
         from_memory = sum_of(with_B, n)
         # the cotangent of Delta is linear in w
         grad_delta = LN2 * sum_of(with_H, n)
@@ -358,20 +387,30 @@ def reverse_head_kernel(
         to_B = ()
         to_C = ()
         for i in tl.static_range(n):
-            total = H[i] + C[i][:, None] * w
+            # A, B and C are read, and the decay is computed, again: kept since the first loop over
+            # states they would take so many registers that loads could not run ahead
+            C_i = tl.load(row + SIZE + n + i)
+            total = H[i] + C_i[:, None] * w
+            A_at = (A_row + i * d)[None, :] + 0 * local[:, None]
+            A = tl.load(A_at, mask=inside, other=0.0)
             if COUPLED:
-                written = scales[i] * mixed
+                decay, s_i = build_coupled(A * delta, FULL, FAST)
+                written = s_i * mixed
             else:
+                decay = build_decay(A * delta, FULL, FAST)
                 written = s * mixed
+            h_i = decayed[i] + written * tl.load(row + SIZE + i)[:, None]
             to_B = to_B + (total * written,)
-            to_C = to_C + ((decayed[i] + written * B[i][:, None]) * w,)
-            new_H = new_H + (total * decays[i],)
+            to_C = to_C + (h_i * w,)
+            new_H = new_H + (total * decay,)
             new_A = new_A + (grad_A[i] + total * reaches[i] * delta,)
         H = new_H
         grad_A = new_A
         if SELECTIVE:
             to_B = sums(to_B, 1)
             to_C = sums(to_C, 1)
+            B = load_tuple(row + SIZE, n)
+            C = load_tuple(row + SIZE + n, n)
             along_B = dot_of(to_B, B, n)
             along_C = dot_of(to_C, C, n)
             inv_B = tl.load(row + SIZE - 2)
@@ -385,10 +424,7 @@ def reverse_head_kernel(
         tl.store(grad_row[:, None] + small_at[None, :], small_grads, mask=in_small)
         if FEEDBACK:
             grads = (to_delta.to(ROUND),)
-            if JOINED:
-                grads = grads + (join_rows(rows, S, K, BLOCK_D),)
-            else:
-                grads = grads + rows
+            grads = grads + paired(rows, S, K, BLOCK_D)
             grads = grads + (small_grads.to(ROUND),)
         x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
@@ -411,6 +447,8 @@ def reverse_head_kernel(
             fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
             inside, d, n, u_at, K, BLOCK_D, FEEDBACK,
         )  # fmt: skip
+        scalars_at = local_row + i_next * (SIZE + 2 * n)
+        scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
     for i in tl.static_range(n):
         at = (sample[:, None] * n + i) * d + cols[None, :]
         tl.store(H_ptr + at, H[i], mask=inside)
