@@ -46,8 +46,8 @@ def launch_head_sweep(
     b, t_end, d = x.shape
     constants = _constants(d, A, W_y, b, options, samples)
     programs, small = _programs(b, A, constants), constants["BLOCK_S"]
-    # B, C and alpha of a token, two places for each sample; before the first token they are zeros
-    scratch = A.new_zeros(programs, constants["S"], 2 * small)
+    # B, C and alpha of a token, two places for each sample
+    scratch = A.new_empty(programs, constants["S"], 2 * small)
     head_sweep_kernel[(programs,)](
         x,
         raw,

@@ -67,16 +67,15 @@ def load_weights(
 
 @triton.jit
 def finish_token(
-    token,  # x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales
-    near,  # pointers (s,) to its raw B and C
+    token,  # x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C
     statistic,  # pointers (s,) to the statistics of the token
     row_of,  # between two statistics
     here,  # (s,)
     K: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    SELECTIVE: tl.constexpr, COUPLED: tl.constexpr,
+    COUPLED: tl.constexpr,
 ):  # fmt: skip
     """F(y)_t: stores defect, scale, magnitude and pivot; returns h_t."""
-    x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales = token
+    x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C = token
     dots = sums(rows_times(u, y - x, K), 1)
     U_v = scale(dots, inv, K)
     mixed = x + combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
@@ -84,20 +83,14 @@ def finish_token(
     with_C = ()
     largest = s
     for i in tl.static_range(n):
-        B_i = inv_B
-        C_i = inv_C
-        if SELECTIVE:
-            # read again: kept since the first loop over states they would take too many registers
-            B_i = tl.load(near + i) * inv_B
-            C_i = tl.load(near + n + i) * inv_C
         if COUPLED:
-            row = decayed[i] + scales[i] * mixed * B_i[:, None]
+            row = decayed[i] + scales[i] * mixed * (B[i] * inv_B)[:, None]
             largest = tl.maximum(largest, scales[i])
         else:
-            row = decayed[i] + s * mixed * B_i[:, None]
-        with_C = with_C + (row * C_i[:, None],)
+            row = decayed[i] + s * mixed * inv_B[:, None] * B[i][:, None]
+        with_C = with_C + (row * C[i][:, None],)
         h = h + (row,)
-    F = sum_of(with_C, n)
+    F = sum_of(with_C, n) * inv_C[:, None]
     terms = (tl.abs(x) + tl.abs(mixed)) * largest
     # a maximum ignores NaN, and a sample that is not finite must show it
     finite = 0 * dots[0]
@@ -122,7 +115,7 @@ def head_sweep_kernel(
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     first_ptr,  # (b, d): norm(y) before the first token, in the dtype of W^y
-    scratch_ptr,  # (programs, S, 2, BLOCK_S), zeros: raw B, C and alpha of a token, in turn
+    scratch_ptr,  # (programs, S, 2, BLOCK_S): raw B, C and alpha of a token, in turn
     y_ptr,  # (b, t, d)
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     per_head,  # samples of a head, b / H
@@ -174,9 +167,13 @@ def head_sweep_kernel(
             d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED,
         )  # fmt: skip
         v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=inside, other=0.0)
+    HOLD_A: tl.constexpr = n * BLOCK_D <= 1024
     A_row = A_ptr + head * n * d + cols
+    A = ()
     h = ()
     for i in tl.static_range(n):
+        if HOLD_A:
+            A = A + (tl.load(A_row + i * d, mask=cols < d, other=0.0),)
         at = (sample[:, None] * n + i) * d + cols[None, :]
         h = h + (tl.load(h_ptr + at, mask=inside, other=0.0),)
     row_of = per_head.to(tl.int64) * (tl.num_programs(0) // blocks) * t_end
@@ -199,6 +196,7 @@ def head_sweep_kernel(
     zeros = (zero,) * n if COUPLED else ()
     last = (
         zero, zero, zero, none, none, none, (zero,) * K, (none,) * K, (none,) * PAIRS, h, zeros,
+        (none,) * n, (none,) * n,
     )  # fmt: skip
     for t in range(0, t_end):
         if FEEDBACK:
@@ -209,17 +207,7 @@ def head_sweep_kernel(
         # the end of the token before is not on the critical path
         token = sample * t_end + t
         h = finish_token(
-            last,
-            cell + (t + 1) % 2 * BLOCK_S,
-            statistics_ptr + token - 1,
-            row_of,
-            here & (t > 0),
-            K,
-            n,
-            S,
-            BLOCK_D,
-            SELECTIVE,
-            COUPLED,
+            last, statistics_ptr + token - 1, row_of, here & (t > 0), K, n, S, BLOCK_D, COUPLED
         )
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
@@ -276,9 +264,12 @@ def head_sweep_kernel(
         scales = ()
         sigma = zero
         for i in tl.static_range(n):
-            # (s, d), because a load of (d,) would be followed by a change of its layout
-            A_at = (A_row + i * d)[None, :] + 0 * local[:, None]
-            exponent = tl.load(A_at, mask=inside, other=0.0) * delta
+            if HOLD_A:
+                exponent = A[i][None, :] * delta
+            else:
+                # (s, d), because a load of (d,) would be followed by a change of its layout
+                at = (A_row + i * d)[None, :] + 0 * local[:, None]
+                exponent = tl.load(at, mask=inside, other=0.0) * delta
             if COUPLED:
                 decay, s_i = build_coupled(exponent, FULL, FAST)
                 sigma += s_i * (B[i] * C[i])[:, None]
@@ -320,12 +311,9 @@ def head_sweep_kernel(
                 v = y * tl.rsqrt(tl.sum(y * y, axis=1) / d + NORM_EPS)[:, None]
             v = v.to(ROUND)
         tl.store(y_ptr + token[:, None] * d + cols[None, :], y, mask=inside)
-        last = (x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales)
+        last = (x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C)
     token = sample * t_end + t_end - 1
-    h = finish_token(
-        last, cell + (t_end - 1) % 2 * BLOCK_S, statistics_ptr + token, row_of, here,
-        K, n, S, BLOCK_D, SELECTIVE, COUPLED,
-    )  # fmt: skip
+    h = finish_token(last, statistics_ptr + token, row_of, here, K, n, S, BLOCK_D, COUPLED)
     for i in tl.static_range(n):
         at = (sample[:, None] * n + i) * d + cols[None, :]
         tl.store(h_ptr + at, h[i], mask=inside)
