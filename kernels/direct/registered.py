@@ -23,7 +23,7 @@ from bedouin.kernels.direct.buffers import (
     collect_gradients,
     count_kept,
     join_samples,
-    reverse_heads,
+    split_weights,
 )
 from bedouin.kernels.direct.limits import takes_heads_together
 from bedouin.kernels.direct.plain import (
@@ -233,12 +233,16 @@ def _sweep_backward(
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
-            parts = reverse_heads(buffers, grads, W_y)
-            found = [launch_reverse(*part, options, keep_every) for part in parts]
+            known = buffers.heads()
+            parts = grads.heads(len(known))
+            found = [
+                launch_reverse(*part, options, keep_every)
+                for part in zip(known, parts, split_weights(W_y, len(known)), strict=True)
+            ]
             grad_normed = join_samples(found, 1)
-            statistics = join_samples([part[1].statistics for part in parts], 1)
-        found = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
-        return *found, statistics
+            statistics = join_samples([part.statistics for part in parts], 1)
+        collected = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
+        return *collected, statistics
 
 
 @_sweep_backward.register_fake
