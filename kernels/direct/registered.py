@@ -262,7 +262,10 @@ def _sweep_backward_fake(
 ) -> Gradients:
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     rows = r + padding(r)
-    grad_W_y = A.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
+    if W_y is None:
+        grad_W_y = A.new_empty(0)
+    else:
+        grad_W_y = W_y.new_empty(*W_y.shape[:-2], rows, d)[..., :r, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)
