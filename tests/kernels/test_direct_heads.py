@@ -133,7 +133,8 @@ def launched(case: Case, samples: int, keep_every: int = CHUNK) -> dict[str, Ten
     *statistics, _ = buffers.statistics
     values = (buffers.y, buffers.h.mT, *statistics, summary[1], summary[0], converged)
     sweep = Sweep(*values)
-    known, grads = allocate_reverse(*cotangents(sweep), sweep.y, buffers.kept, operands, options)
+    grad_y, grad_h = cotangents(sweep)
+    known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
     normed = launch_head_reverse(known, grads, operands.W_y, options, keep_every, samples)
     every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
     found = dict(zip(Sweep._fields, values, strict=True))
