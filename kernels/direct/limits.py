@@ -1,6 +1,6 @@
 """Which sweeps the Triton kernels cover.
 
-Letters: d channels, n state per channel.
+Letters: d channels of a head, n state per channel.
 """
 
 import torch

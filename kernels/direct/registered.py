@@ -6,7 +6,7 @@ torch.compile would otherwise unroll token by token. `Operands` and `Parameteriz
 to tensors and scalars here and nowhere else. Triton is imported when an operation runs, not when it
 is registered.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values.
+Letters: b batch, t time, d channels, n state per channel, r raw values, H heads (kernels/heads.py).
 """
 
 import math
@@ -55,8 +55,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def sweep_operation(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     activation: str,
@@ -98,8 +98,8 @@ def sweep_operation(
 def _sweep_fake(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     *options: Any,
@@ -114,8 +114,8 @@ def memory_operation(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     activation: str,
@@ -149,8 +149,8 @@ def _memory_fake(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     *options: Any,
@@ -160,7 +160,7 @@ def _memory_fake(
 
 def _memory_like(
     x: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
     plain: bool,
     keep_every: int,
 ) -> tuple[Tensor, Tensor]:
@@ -200,8 +200,8 @@ def _sweep_backward(
     kept: Tensor,  # (b, `_slots` n d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     wants_y0: bool,
@@ -253,8 +253,8 @@ def _sweep_backward_fake(
     kept: Tensor,  # (b, `_slots` n d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     wants_y0: bool,
