@@ -239,10 +239,16 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
     ids=str,
 )
 def test_which_heads_one_program_can_hold(case: Case, together: bool) -> None:
-    operands = case.operands("meta")
-    assert takes_heads_together(operands, case.options()) == together
+    operands, h100 = case.operands("meta"), 232448
+    assert takes_heads_together(operands, case.options(), h100) == together
     one = operands._replace(A=operands.A[0], W_y=None)
-    assert not takes_heads_together(one, case.options())
+    assert not takes_heads_together(one, case.options(), h100)
+
+
+def test_a_device_with_less_shared_memory_takes_large_heads_one_by_one() -> None:
+    case, a100 = Case(p=128, n=16, k=4, low=torch.bfloat16), 166912
+    assert not takes_heads_together(case.operands("meta"), case.options(), a100)
+    assert takes_heads_together(replace(case, p=64).operands("meta"), case.options(), a100)
 
 
 @needs_triton
@@ -291,6 +297,25 @@ def test_a_given_fixed_point(low: torch.dtype | None, feedback: bool) -> None:
     actual = run(case, "triton", y_star=y_star)
     assert torch.equal(actual["y"], y_star)
     assert_same(actual, run(case, "reference", y_star=y_star), case.tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("inputs", "weights"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
+    case = Case(b=1, t=2, n=1, k=1, starts=False)
+    given = case.operands()
+    assert given.W_y is not None
+    x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
+    given = given._replace(x=x, raw=raw, W_y=W_y)
+    expected = run(case, "reference", given)
+    assert_same(run(case, "triton", given), expected, TOLERANCE[torch.bfloat16])
 
 
 @needs_triton
