@@ -187,7 +187,6 @@ CASES = [
     Case(heads=3, b=1, t=2, p=5, n=9, k=1, activation="softplus_of_minus", norm_eps=None),
     Case(b=1, t=2, p=33, n=1, k=3, selective=False, norm_eps=None, low=torch.bfloat16),
     Case(b=1, t=2, k=2, input_scale="one_minus_decay", feedback=False, low=torch.bfloat16),
-    Case(b=1, t=17, n=1, k=1, input_scale="delta", eigenvalues="full"),
 ]
 
 
@@ -217,7 +216,10 @@ def test_a_reverse_sweep_in_several_launches(
 @needs_triton
 @pytest.mark.parametrize(
     "case",
-    [Case(b=1, t=2, p=160, n=1, k=1), Case(b=2, t=2, n=2, k=1, dtype=torch.float64)],
+    [
+        Case(b=1, t=2, p=160, n=1, k=1, feedback=False),
+        Case(b=1, t=2, n=2, k=1, dtype=torch.float64),
+    ],
     ids=str,
 )
 def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
@@ -371,7 +373,7 @@ def test_opcheck(dtype: torch.dtype, plain: bool) -> None:
     case = Case(b=1, t=2, n=2, k=1, dtype=dtype)
     values: Any = case.operands("cpu" if plain else DEVICE)
     operands = [v.detach().requires_grad_() for v in values]
-    fields = (*case.options().scalars(), plain, CHUNK)
+    fields = (*case.options().scalars(), plain, 1)  # a memory is kept
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     ops = torch.ops.bedouin
     torch.library.opcheck(ops.direct_sweep, (*operands, *fields), test_utils=utils)
