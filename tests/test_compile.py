@@ -25,6 +25,7 @@ KINDS: list[tuple[type[FixedPointLayer], dict[str, Any]]] = [
     (Bedouin, {}),
     (Bedouin, {"decay": "griffin", "feedback": (), "input_scale": "one_minus_decay"}),
     (FixedPointRNN, {}),
+    (Bedouin, {"num_heads": 2, "d_state": 2, "dtype": torch.float32}),
 ]
 kinds = pytest.mark.parametrize(("kind", "options"), KINDS)
 
@@ -66,7 +67,8 @@ def assert_close_in_bfloat16(actual: list[Tensor], expected: list[Tensor]) -> No
 def test_a_layer_is_one_graph_with_the_same_numbers(
     kind: type[FixedPointLayer], options: dict[str, Any], device: str
 ) -> None:
-    layer, x = make(kind, device, **options), draw(device)
+    layer = make(kind, device, **options)
+    x = draw(device).detach().to(layer.D.dtype).requires_grad_()
     expected = results(layer, layer, x)
     eager = layer.stats
     call = compiled_once(layer)
@@ -146,7 +148,7 @@ def test_the_default_compiler_gives_the_same_numbers(
     kind: type[FixedPointLayer], options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    layer = make(kind, "cuda", dtype=torch.float32, **options)
+    layer = make(kind, "cuda", **options | {"dtype": torch.float32})
     x = torch.randn(2, 20, 3, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):
         expected = results(layer, layer, x)

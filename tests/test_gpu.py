@@ -31,6 +31,7 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (Bedouin, {"mixer": LowRank(3), "feedback": ()}),
     (Bedouin, {"num_householder": 4, "beta_max": 2.0, "input_scale": "delta"}),
     (FixedPointRNN, {"num_householder": 1}),
+    (Bedouin, {"num_heads": 4}),
 ]
 
 
@@ -63,12 +64,12 @@ def test_torchdeq_solvers_run() -> None:
     assert layer.stats is not None and bool(layer.stats.converged.all())
 
 
+@pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
-def test_forward_and_backward_can_be_captured(solver: Solver) -> None:
+def test_forward_and_backward_can_be_captured(solver: Solver, num_heads: int) -> None:
     torch.manual_seed(0)
-    layer = Bedouin(
-        16, solver=solver, max_steps=FixedCap(24), device="cuda", on_unconverged="ignore"
-    )
+    options: dict[str, Any] = {"max_steps": FixedCap(24), "on_unconverged": "ignore"}
+    layer = Bedouin(16, solver=solver, num_heads=num_heads, device="cuda", **options)
     x = torch.randn(4, 20, 16, device="cuda")
     expected, expected_grads = _gradients(layer, x)
     side = torch.cuda.Stream()

@@ -24,6 +24,7 @@ VARIANTS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"feedback": (), "decay": "griffin", "input_scale": "one_minus_decay"}),
     (Bedouin, {"output": "paper", "bias": False}),
     (FixedPointRNN, {}),
+    (Bedouin, {"num_heads": 2, "num_householder": 1}),
 ]
 # these never converge, so both take all steps and agree to rounding
 STEPS: list[tuple[Any, dict[str, Any]]] = [
@@ -68,7 +69,7 @@ def test_a_layer_with_kernels_in_float64(kind: Any, options: dict[str, Any], dev
 
 
 @devices
-@pytest.mark.parametrize(("kind", "options"), [VARIANTS[0], VARIANTS[4], STEPS[0]], ids=str)
+@pytest.mark.parametrize(("kind", "options"), [*VARIANTS[::4], VARIANTS[5], STEPS[0]], ids=str)
 def test_a_bfloat16_layer_with_kernels(kind: Any, options: dict[str, Any], device: str) -> None:
     layers = pair(kind, device, torch.bfloat16, **options)
     x = torch.randn(2, 3, 6).bfloat16().to(device)

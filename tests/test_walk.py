@@ -20,13 +20,15 @@ MOST_FRAMES = 10
 LOOPS = ("forward_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
 
+heads = pytest.mark.parametrize("num_heads", [1, 2])
 solvers = pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
 gradients = pytest.mark.parametrize("gradient", [True, False])
 
 
-def walks(solver: Solver, backend: Any, gradient: bool) -> list[list[str]]:
+def walks(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> list[list[str]]:
     """Names of the frames from `forward` to each loop or launch, in calls of one layer."""
-    layer = Bedouin(2, d_state=2, num_householder=1, solver=solver, max_steps=2, backend=backend)
+    options: dict[str, Any] = {"num_heads": num_heads, "num_householder": 1, "backend": backend}
+    layer = Bedouin(2, d_state=2, solver=solver, max_steps=2, **options)
     layer.on_unconverged = "ignore"
     found: list[list[str]] = []
 
@@ -76,21 +78,24 @@ def _names(frame: FrameType) -> list[str]:
     return names
 
 
-def check(solver: Solver, backend: Any, gradient: bool) -> None:
-    found = walks(solver, backend, gradient)
+def check(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> None:
+    found = walks(solver, backend, gradient, num_heads)
     longest = max(found, key=len)
     assert longest[-1] == "forward"
     assert len(longest) <= MOST_FRAMES, " <- ".join(longest)
 
 
+@heads
 @solvers
 @gradients
-def test_the_walk_to_the_plain_loop(solver: Solver, gradient: bool) -> None:
-    check(solver, "reference", gradient)
+def test_the_walk_to_the_plain_loop(solver: Solver, gradient: bool, num_heads: int) -> None:
+    check(solver, "reference", gradient, num_heads)
 
 
 @pytest.mark.interpreter
-@solvers
+@pytest.mark.parametrize(
+    ("solver", "num_heads"), [(Direct(), 1), (Direct(), 2), (Jacobi(), 2), (Picard(), 1)]
+)
 @gradients
-def test_the_walk_to_a_kernel(solver: Solver, gradient: bool) -> None:
-    check(solver, "triton", gradient)
+def test_the_walk_to_a_kernel(solver: Solver, gradient: bool, num_heads: int) -> None:
+    check(solver, "triton", gradient, num_heads)

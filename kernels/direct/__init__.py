@@ -10,7 +10,7 @@ from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.autograd import eager_sweep, uncompiled_sweep
 from bedouin.kernels.direct.buffers import CHUNK, choose_chunk
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.limits import choose_sweep
+from bedouin.kernels.direct.limits import choose_sweep, is_small_head
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,
@@ -74,7 +74,7 @@ def direct_sweep(
             return eager_sweep(*arguments)
         if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
             return uncompiled_sweep(*arguments)
-    keep_every = CHUNK if plain else choose_chunk(operands)
+    keep_every = CHUNK if plain or is_small_head(operands.A) else choose_chunk(operands)
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:
         y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.feedback import normalize_feedback, normalize_feedback_vjp
-from bedouin.kernels.heads import sum_samples
+from bedouin.kernels.heads import count_heads, sum_samples
 from bedouin.kernels.launch import last_axis_contiguous
 from bedouin.kernels.linear import apply_weight, pad_rows, padding, weight_gradient
 from bedouin.kernels.operands import Operands, Parameterization
@@ -41,16 +41,12 @@ class SweepBuffers(NamedTuple):
         if self.A.dim() == 2:
             return [self]
         heads = len(self.A)
+        weights = split_weights(self.W_y, heads)
         own = (self.x, self.raw, self.h, self.kept, self.y, self.normed)
-        own_parts = [v.chunk(heads) for v in own]
-        weights = [None] * heads if self.W_y is None else self.W_y.unbind()
-        parts = []
-        for W, A, (x, raw, h, kept, y, normed) in zip(
-            weights, self.A, zip(*own_parts, strict=True), strict=True
-        ):
-            statistics = self.statistics.new_empty(4, *y.shape[:2])
-            parts.append(SweepBuffers(x, raw, W, A, h, kept, y, normed, statistics))
-        return parts
+        x, raw, h, kept, y, normed = (v.chunk(heads) for v in own)
+        statistics = [self.statistics.new_empty(4, *v.shape[:2]) for v in y]
+        parts = zip(x, raw, weights, self.A, h, kept, y, normed, statistics, strict=True)
+        return [SweepBuffers(*part) for part in parts]
 
 
 class SolvedBuffers(NamedTuple):
@@ -64,6 +60,15 @@ class SolvedBuffers(NamedTuple):
     h0: Tensor  # (b, n, d), possibly expanded: all samples may share one memory
     kept: Tensor  # (b, `count_kept`, n, d)
 
+    def heads(self) -> list["SolvedBuffers"]:
+        """The buffers of each head by itself, views."""
+        if self.A.dim() == 2:
+            return [self]
+        heads = len(self.A)
+        x, y, raw, h0, kept = (v.chunk(heads) for v in (self.x, self.y, self.raw, *self[5:]))
+        fed = [None] * heads if self.fed is None else self.fed.chunk(heads)
+        return [SolvedBuffers(*part) for part in zip(x, y, raw, fed, self.A, h0, kept, strict=True)]
+
 
 class GradBuffers(NamedTuple):
     """Cotangents: those of y and H are inputs of the reverse sweep, the others its results."""
@@ -75,32 +80,23 @@ class GradBuffers(NamedTuple):
     A: Tensor  # (b, n, d), zeros at first
     statistics: Tensor  # (2, b, t): defect and scale
 
+    def heads(self, heads: int) -> list["GradBuffers"]:
+        """The buffers of each head by itself, views but for `statistics`, which are new."""
+        if heads == 1:
+            return [self]
+        y, H, x, raw, A = (v.chunk(heads) for v in self[:5])
+        statistics = [self.statistics.new_empty(2, *v.shape[:2]) for v in y]
+        return [GradBuffers(*part) for part in zip(y, H, x, raw, A, statistics, strict=True)]
 
-def reverse_heads(
-    known: SolvedBuffers,
-    grads: GradBuffers,
+
+def split_weights(
     W_y: Tensor | None,  # (r, d) or (H, r, d)
-) -> list[tuple[SolvedBuffers, GradBuffers, Tensor | None]]:
-    """The buffers and W^y of each head by itself, views but for `statistics`, which are new."""
-    if known.A.dim() == 2:
-        return [(known, grads, W_y)]
-    heads = len(known.A)
-    x, y, raw, fed, A, h0, kept = known
-    solved = [v.chunk(heads) for v in (x, y, raw, x if fed is None else fed, h0, kept)]
-    cotangents = [v.chunk(heads) for v in grads[:5]]
-    parts = []
-    for j in range(heads):
-        x, y, raw, some, h0, kept = (v[j] for v in solved)
-        own = SolvedBuffers(x, y, raw, None if fed is None else some, A[j], h0, kept)
-        statistics = grads.statistics.new_empty(2, *y.shape[:2])
-        parts.append(
-            (
-                own,
-                GradBuffers(*(v[j] for v in cotangents), statistics),
-                None if W_y is None else W_y[j],
-            )
-        )
-    return parts
+    num_heads: int,
+) -> list[Tensor | None]:
+    """W^y (r, d) of each head."""
+    if W_y is None:
+        return [None] * num_heads
+    return [W_y] if W_y.dim() == 2 else list(W_y.unbind())
 
 
 def join_samples(
@@ -112,11 +108,10 @@ def join_samples(
 
 
 def choose_chunk(operands: Operands) -> int:
-    """Tokens between two kept h in the kernels: CHUNK, or fewer, but at least 4, if the workspace
-    of one head would otherwise exceed WORKSPACE."""
-    if operands.A.dim() == 3:
-        return CHUNK
-    size = operands.x.shape[0] * operands.A.numel()
+    """Tokens between two kept h in the kernels of one head: CHUNK, or fewer, but at least 4, if
+    the workspace of a head would otherwise exceed WORKSPACE."""
+    A = operands.A
+    size = operands.x.shape[0] // count_heads(A) * A.shape[-2] * A.shape[-1]
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 
 

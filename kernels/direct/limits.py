@@ -1,6 +1,6 @@
 """Which sweeps the Triton kernels cover.
 
-Letters: d channels, n state per channel.
+Letters: d channels of a head, n state per channel.
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.layout import is_covered
+from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -24,26 +25,38 @@ MAX_HEAD_STATE = 2048
 """Most elements of the memory of such a head, with d rounded up to a power of two: a warp's
 registers hold 64 of them a lane."""
 
-MAX_HEAD_WEIGHTS = 196608
-"""Most bytes of W^y of such a head, which stay in shared memory."""
+HEAD_SCRATCH = 35840
+"""Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
 
 
-def takes_heads_together(operands: Operands, parameterization: Parameterization) -> bool:
+def is_small_head(
+    A: Tensor,  # (d, n) or (H, d, n)
+) -> bool:
+    """Whether A is that of several heads, and one program holds the rows of a head's sample."""
+    block = max(16, next_power_of_two(A.shape[-2]))
+    small = block <= MAX_HEAD and block * A.shape[-1] <= MAX_HEAD_STATE
+    return A.dim() == 3 and A.dtype != torch.float64 and small
+
+
+def takes_heads_together(
+    operands: Operands, parameterization: Parameterization, shared_memory: int | None = None
+) -> bool:
     """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold.
 
-    The kernels of one head take other heads one after the other.
+    The kernels of one head take other heads one after the other. `shared_memory`: bytes that one
+    program can have; None: those of the device.
     """
     W_y, A = operands.W_y, operands.A
-    if A.dim() == 2:
-        return False
-    (d, n), k = A.shape[-2:], parameterization.known_layout().num_householder
-    block = max(16, next_power_of_two(d))
-    if A.dtype == torch.float64 or block > MAX_HEAD or block * n > MAX_HEAD_STATE:
+    if not is_small_head(A):
         return False
     if W_y is None:
         return True
+    n, k = A.shape[-1], parameterization.known_layout().num_householder
+    block = max(16, next_power_of_two(A.shape[-2]))
     rows = (k + 1) * block + max(16, next_power_of_two(2 * n + k))
-    return rows * block * W_y.element_size() <= MAX_HEAD_WEIGHTS
+    if shared_memory is None:
+        shared_memory = Device.of(A.device).shared_memory
+    return rows * block * W_y.element_size() <= shared_memory - HEAD_SCRATCH
 
 
 def choose_sweep(

@@ -6,7 +6,7 @@ torch.compile would otherwise unroll token by token. `Operands` and `Parameteriz
 to tensors and scalars here and nowhere else. Triton is imported when an operation runs, not when it
 is registered.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values.
+Letters: b batch, t time, d channels, n state per channel, r raw values, H heads (kernels/heads.py).
 """
 
 import math
@@ -23,7 +23,7 @@ from bedouin.kernels.direct.buffers import (
     collect_gradients,
     count_kept,
     join_samples,
-    reverse_heads,
+    split_weights,
 )
 from bedouin.kernels.direct.limits import takes_heads_together
 from bedouin.kernels.direct.plain import (
@@ -55,8 +55,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def sweep_operation(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     activation: str,
@@ -98,8 +98,8 @@ def sweep_operation(
 def _sweep_fake(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     *options: Any,
@@ -114,8 +114,8 @@ def memory_operation(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     activation: str,
@@ -149,8 +149,8 @@ def _memory_fake(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     *options: Any,
@@ -160,7 +160,7 @@ def _memory_fake(
 
 def _memory_like(
     x: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n)
+    A: Tensor,  # (d, n) or (H, d, n)
     plain: bool,
     keep_every: int,
 ) -> tuple[Tensor, Tensor]:
@@ -200,8 +200,8 @@ def _sweep_backward(
     kept: Tensor,  # (b, `_slots` n d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     wants_y0: bool,
@@ -233,12 +233,16 @@ def _sweep_backward(
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
-            parts = reverse_heads(buffers, grads, W_y)
-            found = [launch_reverse(*part, options, keep_every) for part in parts]
+            known = buffers.heads()
+            parts = grads.heads(len(known))
+            found = [
+                launch_reverse(*part, options, keep_every)
+                for part in zip(known, parts, split_weights(W_y, len(known)), strict=True)
+            ]
             grad_normed = join_samples(found, 1)
-            statistics = join_samples([part[1].statistics for part in parts], 1)
-        found = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
-        return *found, statistics
+            statistics = join_samples([part.statistics for part in parts], 1)
+        collected = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
+        return *collected, statistics
 
 
 @_sweep_backward.register_fake
@@ -249,8 +253,8 @@ def _sweep_backward_fake(
     kept: Tensor,  # (b, `_slots` n d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d)
-    A: Tensor,  # (d, n)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
     wants_y0: bool,
@@ -258,7 +262,10 @@ def _sweep_backward_fake(
 ) -> Gradients:
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     rows = r + padding(r)
-    grad_W_y = A.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
+    if W_y is None:
+        grad_W_y = A.new_empty(0)
+    else:
+        grad_W_y = W_y.new_empty(*W_y.shape[:-2], rows, d)[..., :r, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)

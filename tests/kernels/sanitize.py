@@ -5,6 +5,7 @@ compute-sanitizer --tool racecheck python tests/kernels/sanitize.py
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +23,18 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda").bfloat16().requires_grad_()
 
 
-def scan() -> None:
-    """The scan and its adjoint."""
-    b, t, d, n = BATCH, 70, 64, 16
-    x, B, C = draw(b, t, d), draw(b, t, n), draw(b, t, n)
-    delta = torch.rand(b, t, d, device="cuda").bfloat16().requires_grad_()
-    A = (-torch.rand(d, n, device="cuda")).requires_grad_()
-    y, h = selective_scan(x, delta, A, B, C, backend="triton")
-    (y.float().sum() + h.sum()).backward()
+def scan(*heads: int) -> Callable[[], None]:
+    """The scan and its adjoint, of one head or of so many."""
+
+    def run() -> None:
+        b, t, d, n = BATCH, 70, 64, 16
+        x, B, C = draw(b, t, d), draw(b, t, n), draw(b, t, n)
+        delta = torch.rand(b, t, d, device="cuda").bfloat16().requires_grad_()
+        A = (-torch.rand(*heads, d, n, device="cuda")).requires_grad_()
+        y, h = selective_scan(x, delta, A, B, C, backend="triton")
+        (y.float().sum() + h.sum()).backward()
+
+    return run
 
 
 def householder() -> None:
@@ -50,27 +55,41 @@ def layer(b: int = BATCH, t: int = TIME, m: int = WIDTH, **options: object) -> C
     return run
 
 
-def decode() -> None:
+def decode(num_heads: int = 1) -> Callable[[], None]:
     """Tokens one at a time."""
-    made = Bedouin(WIDTH, device="cuda", dtype=torch.bfloat16, backend="triton")
-    state = made.init_state(BATCH)
-    with torch.no_grad():
-        for _ in range(3):
-            _, state = made.step(draw(BATCH, WIDTH), state)
+
+    def run() -> None:
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "num_heads": num_heads}
+        made = Bedouin(WIDTH, device="cuda", backend="triton", **options)
+        state = made.init_state(BATCH)
+        with torch.no_grad():
+            for _ in range(3):
+                _, state = made.step(draw(BATCH, WIDTH), state)
+
+    return run
 
 
 def main() -> None:
     """Run all; the first failing CUDA call raises."""
     runs: dict[str, Callable[[], None]] = {
-        "scan": scan,
+        "scan": scan(),
+        "scan, heads": scan(2),
         "householder": householder,
         "direct": layer(),
         "direct without feedback": layer(feedback=()),
         # more samples and tiles than multiprocessors, vectors in chunks, launches for each chunk
-        "direct, many samples": layer(70, 6, 512, num_householder=4),
+        "direct, many samples": layer(70, 6, 512, num_householder=4, num_heads=1),
+        # a program of two samples of which one exists, and programs of eight
+        "direct, heads": layer(3, num_heads=2),
+        "direct, heads, many samples": layer(70, 6, 512, num_householder=4, num_heads=16),
+        "direct, heads without feedback": layer(num_heads=2, feedback=()),
+        "direct, heads of one sample": layer(1, 34, 128, num_heads=2),
+        "direct, heads one by one": layer(2, 6, 256, num_heads=2),
+        "jacobi, heads": layer(num_heads=2, solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
         "picard": layer(solver=Picard(), max_steps=4, on_unconverged="ignore"),
         "jacobi": layer(solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
-        "decode": decode,
+        "decode": decode(),
+        "decode, heads": decode(2),
     }
     for name, run in runs.items():
         run()

@@ -141,7 +141,7 @@ def _launched(
 
     options = setting.options()
     before = [None if v is None else v.clone() for v in operands]
-    buffers = allocate_sweep(operands, options, keep_every)
+    buffers = allocate_sweep(operands, options, keep_every, together=False)
     launch_sweep(buffers, options, keep_every, limits)
     (_, pivot), _ = summarize(buffers.statistics)
     defect, scale, magnitude, _ = buffers.statistics

@@ -130,7 +130,8 @@ def householder(d: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Case:
 
 
 FLOAT32, FLOAT16, FLOAT64 = torch.float32, torch.float16, torch.float64
-BENCH: dict[str, Any] = {"d_state": 16, "num_householder": 4}
+BENCH: dict[str, Any] = {"d_state": 16, "num_householder": 4, "num_heads": 1}
+HEADS: dict[str, Any] = BENCH | {"num_heads": 16}
 GRIFFIN: dict[str, Any] = {
     "decay": "griffin",
     "input_scale": "one_minus_decay",
@@ -152,8 +153,9 @@ UNBOUNDED: dict[str, Any] = {
 QUICK: dict[str, Case] = {
     "direct": layer(2, 18, 32),
     "direct, no feedback": layer(2, 18, 32, feedback=()),
-    "direct, products outside, float32": layer(2, 18, 256, FLOAT32, d_state=4),
+    "direct, products outside, float32": layer(2, 18, 256, FLOAT32, d_state=4, num_heads=1),
     "direct, launches for each chunk": layer(70, 18, 32, state=True),
+    "direct, heads": layer(2, 18, 32, num_heads=4, d_state=4, num_householder=1),
     "picard": iteration("Picard", 2, 18, 32),
     "jacobi": iteration("Jacobi", 2, 18, 32),
     "jacobi, no feedback": iteration("Jacobi", 2, 18, 32, feedback=()),
@@ -171,6 +173,16 @@ CASES: dict[str, Case] = QUICK | {
     "direct, 8x4096": layer(8, 4096, 512, **BENCH),
     "direct, no feedback, 64x256": layer(64, 256, 512, feedback=(), **BENCH),
     "direct, no feedback, 8x4096": layer(8, 4096, 512, feedback=(), **BENCH),
+    "direct, heads, griffin, float32": layer(2, 18, 32, FLOAT32, num_heads=2, **GRIFFIN),
+    "direct, heads, unbounded, float16": layer(
+        2, 18, 24, FLOAT16, state=True, num_heads=3, **UNBOUNDED
+    ),
+    "direct, heads, vector state": layer(2, 18, 32, name="FixedPointRNN", num_heads=2),
+    "direct, heads, one by one": layer(2, 18, 256, FLOAT32, d_state=4, num_heads=2),
+    "direct, heads, 64x256": layer(64, 256, 512, **HEADS),
+    "direct, heads, 8x4096": layer(8, 4096, 512, **HEADS),
+    "direct, heads of 128, 64x256": layer(64, 256, 512, **HEADS | {"num_heads": 8}),
+    "direct, heads, no feedback, 64x256": layer(64, 256, 512, feedback=(), **HEADS),
     "picard, griffin, float32": iteration(
         "Picard", 2, 18, 32, dtype=FLOAT32, backward=False, **GRIFFIN
     ),
@@ -199,8 +211,8 @@ CASES: dict[str, Case] = QUICK | {
     "output, heads": output(2, 70, 64, 16),
     "scan, heads": scan(2, 70, 64, 16, heads=16),
     "scan, heads, segments, D": scan(1, 4096, 64, 16, skip=True, heads=2),
-    "picard, heads": iteration("Picard", 2, 18, 512, backward=False, num_heads=16, **BENCH),
-    "jacobi, heads": iteration("Jacobi", 2, 18, 512, backward=False, num_heads=8, **BENCH),
-    "decode, heads, 1x1": decode(1, 512, num_heads=16, **BENCH),
+    "picard, heads": iteration("Picard", 2, 18, 512, backward=False, **HEADS),
+    "jacobi, heads": iteration("Jacobi", 2, 18, 512, backward=False, **HEADS),
+    "decode, heads, 1x1": decode(1, 512, **HEADS),
     "decode, heads, vector state": decode(2, 32, name="FixedPointRNN", num_heads=4),
 }

@@ -1,0 +1,413 @@
+"""The direct sweep of several heads in Triton against plain PyTorch: values and all gradients.
+
+With TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU; without it the
+tests need a CUDA device.
+Letters: b samples of a head, t time, p channels of a head, n state per channel, k reflections,
+r raw values, H heads.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import Backend, interpreter_is_on
+from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
+from bedouin.kernels.direct.buffers import (
+    CHUNK,
+    allocate_reverse,
+    allocate_sweep,
+    choose_chunk,
+    collect_gradients,
+)
+from bedouin.kernels.direct.limits import takes_heads_together
+from bedouin.kernels.direct.registered import summarize
+from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
+from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.testing import assert_close
+
+DEVICE = "cpu" if interpreter_is_on() else "cuda"
+# numpy's, of rows of a program that have no sample and of values that are not finite
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
+
+SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
+# of the largest value; compiled, exponentials and quotients in float32 are approximations
+TOLERANCE = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-5 if interpreter_is_on() else 2e-3,
+    torch.bfloat16: 1.5e-2 if interpreter_is_on() else 3e-2,
+}
+NAMES = ("x", "raw", "W_y", "A", "h0", "y0")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and options of a sweep; `low` is the dtype of x, raw and W_y."""
+
+    heads: int = 2
+    b: int = 2
+    t: int = 3
+    p: int = 7
+    n: int = 3
+    k: int = 2
+    activation: Activation = "softplus"
+    selective: bool = True
+    input_scale: InputScale = "bounded_delta"
+    eigenvalues: Eigenvalues = "positive"
+    norm_eps: float | None = 1e-5
+    feedback: bool = True
+    starts: bool = True
+    dtype: torch.dtype = torch.float32
+    low: torch.dtype | None = None
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.low or self.dtype]
+
+    def options(self) -> Parameterization:
+        layout = RawLayout(self.activation, self.selective, self.k, 1.0)
+        return Parameterization(layout, self.input_scale, self.eigenvalues, self.norm_eps)
+
+    def operands(self, at: str = DEVICE) -> Operands:
+        generator = torch.Generator().manual_seed(self.b + 10 * self.t)
+
+        def draw(*shape: int) -> Tensor:
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return values.to(self.dtype)
+
+        H, t, p, n, low = self.heads, self.t, self.p, self.n, self.low or self.dtype
+        b, r = H * self.b, self.options().known_layout().size(p, n)
+        x, raw, W_y = draw(b, t, p), draw(b, t, r), 0.2 * p**-0.5 * draw(H, r, p)
+        A, h0, y0 = -draw(H, p, n).exp(), draw(b, p, n), draw(b, p)
+        start = (h0, y0) if self.starts else (None, None)
+        given = (x.to(low), raw.to(low), W_y.to(low) if self.feedback else None, A, *start)
+        return Operands(*(v if v is None else v.to(at) for v in given))  # type: ignore[arg-type]
+
+
+def cotangents(sweep: Sweep) -> list[Tensor]:
+    """Of y and the last h."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(v.shape, generator=generator).to(v) for v in (sweep.y, sweep.h)]
+
+
+def run(
+    case: Case,
+    backend: Backend,
+    given: Operands | None = None,
+    y_star: Tensor | None = None,
+    weights: list[Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Values, statistics, gradients of a linear function of y and h, and the adjoint's report.
+
+    `weights` of that function: of y and h, or of y alone.
+    """
+    leaves = [None if v is None else v.detach().requires_grad_() for v in given or case.operands()]
+    reports: list[Tensor] = []
+    sweep = direct_sweep(
+        Operands(*leaves),  # type: ignore[arg-type]
+        case.options(),
+        y_star=y_star,
+        report=lambda *report: reports.extend(report),
+        backend=backend,
+    )
+    named = {name: v for name, v in zip(NAMES, leaves, strict=True) if v is not None}
+    weights = weights or cotangents(sweep)
+    outputs = (sweep.y, sweep.h)[: len(weights)]
+    grads = torch.autograd.grad(outputs, list(named.values()), weights, materialize_grads=True)
+    found = {name: v.detach() for name, v in sweep._asdict().items() if v is not None}
+    found |= {f"gradient of {name}": v for name, v in zip(named, grads, strict=True)}
+    return found | {f"report {i}": v for i, v in enumerate(reports)}
+
+
+def launched(case: Case, samples: int, keep_every: int = CHUNK) -> dict[str, Tensor]:
+    """What `run` returns, by the launches with so many samples of a program."""
+    from bedouin.kernels.direct.heads.launch import launch_head_reverse, launch_head_sweep
+
+    operands, options = case.operands(), case.options()
+    buffers = allocate_sweep(operands, options, keep_every, together=True)
+    launch_head_sweep(buffers, options, keep_every, samples)
+    summary, converged = summarize(buffers.statistics)
+    *statistics, _ = buffers.statistics
+    values = (buffers.y, buffers.h.mT, *statistics, summary[1], summary[0], converged)
+    sweep = Sweep(*values)
+    grad_y, grad_h = cotangents(sweep)
+    known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
+    normed = launch_head_reverse(known, grads, operands.W_y, options, keep_every, samples)
+    every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
+    found = dict(zip(Sweep._fields, values, strict=True))
+    for name, v, operand in zip(NAMES, every, operands, strict=True):
+        if operand is not None:
+            found[f"gradient of {name}"] = v
+    return found | {f"report {i}": v for i, v in enumerate(grads.statistics)}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, theirs in expected.items():
+        if name.startswith(("defect", "report 0")):
+            # both are rounding errors of values of the size of the scale, and below it
+            scale = expected["scale" if name == "defect" else "report 1"].max().item()
+            assert actual[name].max().item() <= tolerance * (1 + scale), name
+        else:
+            assert_close(name, actual[name], theirs, tolerance, atol=tolerance)
+
+
+def expect(case: Case) -> dict[str, Tensor]:
+    """The results of plain torch."""
+    expected = run(case, "reference")
+    with torch.no_grad():
+        # the plain sweep bounds a scale with a state axis by 1
+        found = direct_sweep_reference(case.operands(), case.options())
+    return expected | {"magnitude": found.magnitude}
+
+
+def check(case: Case, *, together: bool = True) -> None:
+    """The kernels against plain torch; `together`: by the kernels of several heads."""
+    assert takes_heads_together(case.operands(), case.options()) == together
+    actual = run(case, "triton")
+    assert_same(actual, expect(case), case.tolerance)
+    assert bool(actual["converged"].all()) and actual["residual"].max().item() < case.tolerance
+
+
+@needs_triton
+@pytest.mark.parametrize("eigenvalues", ["positive", "full"])
+@pytest.mark.parametrize("input_scale", SCALES)
+def test_every_discretization(input_scale: InputScale, eigenvalues: Eigenvalues) -> None:
+    check(Case(b=1, t=2, n=2, k=1, input_scale=input_scale, eigenvalues=eigenvalues))
+
+
+# in sizes that do not fill their blocks
+CASES = [
+    Case(b=1, t=1, p=1, n=1, k=1, input_scale="delta"),
+    Case(b=3, t=2, p=16, n=5, k=3, activation="sigmoid", feedback=False, starts=False),
+    Case(heads=3, b=1, t=2, p=20, n=1, k=4, eigenvalues="full", starts=False, low=torch.bfloat16),
+    Case(b=1, t=1, k=8, n=1, selective=False, activation="sigmoid", input_scale="one_minus_decay"),
+    Case(heads=3, b=1, t=2, p=5, n=9, k=1, activation="softplus_of_minus", norm_eps=None),
+    Case(b=1, t=2, p=33, n=1, k=3, selective=False, norm_eps=None, low=torch.bfloat16),
+    Case(b=1, t=2, k=2, input_scale="one_minus_decay", feedback=False, low=torch.bfloat16),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_option(case: Case) -> None:
+    check(case)
+
+
+@needs_triton
+@pytest.mark.parametrize(("b", "samples"), [(3, 1), (3, 2), (9, 8)])
+def test_every_number_of_samples_of_a_program(b: int, samples: int) -> None:
+    case = Case(b=b, t=2, n=1, k=1, feedback=samples > 1)
+    assert_same(launched(case, samples), expect(case), case.tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_reverse_sweep_in_several_launches(
+    feedback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.HEAD_WORKSPACE", 1)
+    case = Case(b=1, t=5, p=2, n=2, k=1, feedback=feedback)
+    assert_same(launched(case, 1, keep_every=2), expect(case), case.tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(b=1, t=2, p=160, n=1, k=1, feedback=False),
+        Case(b=1, t=2, n=2, k=1, dtype=torch.float64),
+    ],
+    ids=str,
+)
+def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
+    check(case, together=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "together"),
+    [
+        (Case(p=64, n=32, k=4, low=torch.bfloat16), True),
+        (Case(p=128, n=16, k=4, low=torch.bfloat16), True),
+        (Case(p=128, n=16, k=8), False),
+        (Case(p=128, n=16, k=8, feedback=False), True),
+        (Case(p=129, n=1), False),
+        (Case(p=64, n=33), False),
+        (Case(heads=1), True),
+        (Case(dtype=torch.float64), False),
+    ],
+    ids=str,
+)
+def test_which_heads_one_program_can_hold(case: Case, together: bool) -> None:
+    operands, h100 = case.operands("meta"), 232448
+    assert takes_heads_together(operands, case.options(), h100) == together
+    one = operands._replace(A=operands.A[0], W_y=None)
+    assert not takes_heads_together(one, case.options(), h100)
+
+
+def test_a_device_with_less_shared_memory_takes_large_heads_one_by_one() -> None:
+    case, a100 = Case(p=128, n=16, k=4, low=torch.bfloat16), 166912
+    assert not takes_heads_together(case.operands("meta"), case.options(), a100)
+    assert takes_heads_together(replace(case, p=64).operands("meta"), case.options(), a100)
+
+
+@needs_triton
+def test_one_call_is_a_call_of_one_head_for_each() -> None:
+    case = Case(b=2, t=2, n=2, k=1)
+    own = replace(case, heads=1)
+    actual, given = run(case, "triton"), case.operands()
+    weights = [v.chunk(2) for v in cotangents(Sweep(*(actual[name] for name in Sweep._fields)))]
+    heads = []
+    for j in range(2):
+        one = [v[j] if i in (2, 3) else v.chunk(2)[j] for i, v in enumerate(given) if v is not None]
+        heads.append(run(own, "triton", Operands(*one), weights=[v[j] for v in weights]))
+    expected = {
+        name: (torch.stack if name[-2:] in ("_y", " A") else torch.cat)([v[name] for v in heads])
+        for name in actual
+    }
+    assert_same(actual, expected, case.tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operands_need_not_be_contiguous(dtype: torch.dtype) -> None:
+    """Nor does h need a cotangent."""
+    case = Case(b=1, t=2, n=2, k=1, dtype=dtype)
+    given = case.operands()
+    x, raw, W_y, A, h0, y0 = given
+    assert W_y is not None and h0 is not None and y0 is not None
+    size = raw.shape[-1]
+    wide = torch.cat([raw, torch.full_like(raw[..., :5], torch.nan)], -1)
+    strided = [torch.stack([v, v], -1)[..., 0] for v in (x, W_y, A, h0, y0)]
+    x, *rest = strided
+    moved = Operands(x, wide[..., :size], *rest)
+    assert not any(v.is_contiguous() for v in moved if v is not None)
+    weights = [torch.ones(2, 2, 1, dtype=dtype, device=DEVICE).expand(2, 2, case.p)]
+    expected = run(case, "triton", given, weights=weights)
+    for name, v in run(case, "triton", moved, weights=weights).items():
+        assert torch.equal(v, expected[name]), name
+    assert_same(expected, run(case, "reference", given, weights=weights), case.tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize(("low", "feedback"), [(None, False), (torch.bfloat16, True)])
+def test_a_given_fixed_point(low: torch.dtype | None, feedback: bool) -> None:
+    case = Case(b=1, t=2, k=1, low=low, feedback=feedback)
+    y_star = run(case, "reference")["y"]
+    actual = run(case, "triton", y_star=y_star)
+    assert torch.equal(actual["y"], y_star)
+    assert_same(actual, run(case, "reference", y_star=y_star), case.tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("inputs", "weights"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
+    case = Case(b=1, t=2, n=1, k=1, starts=False)
+    given = case.operands()
+    assert given.W_y is not None
+    x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
+    given = given._replace(x=x, raw=raw, W_y=W_y)
+    expected = run(case, "reference", given)
+    assert_same(run(case, "triton", given), expected, TOLERANCE[torch.bfloat16])
+
+
+@needs_triton
+@pytest.mark.parametrize(("b", "t"), [(0, 2), (2, 0)])
+def test_empty_batch_and_time(b: int, t: int) -> None:
+    case = Case(b=b, t=t)
+    actual = run(case, "triton")
+    for name, theirs in run(case, "reference").items():
+        assert torch.equal(actual[name], theirs), name
+
+
+@needs_triton
+def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on() -> None:
+    case = Case(b=4, t=2, n=2, k=1)
+    clean, given = run(case, "triton"), case.operands()
+    raw, d, n = given.raw.clone(), case.p, case.n
+    for sample, column in enumerate((0, d, d + n, d + 2 * n, 2 * d + 2 * n)):
+        raw[sample, 1, column] = torch.nan
+    x = given.x.clone()
+    x[5, 1, 0] = torch.inf
+    spoiled = run(case, "triton", given._replace(x=x, raw=raw))
+    for name in ("y", "gradient of x", "gradient of raw", "scale", "defect"):
+        assert torch.equal(spoiled[name][6:], clean[name][6:]), name
+    assert torch.equal(spoiled["y"][:, 0], clean["y"][:, 0])
+    assert not bool(spoiled["y"][:6, 1].isfinite().all(-1).any())
+    assert not bool(spoiled["scale"][:6, 1].isfinite().any())
+    assert not bool(spoiled["report 1"][:6].isfinite().all(-1).any())
+    assert not bool(spoiled["residual"][:6].isfinite().any())
+    assert spoiled["converged"].tolist() == [False] * 6 + [True] * 2
+
+
+@needs_triton
+@pytest.mark.parametrize("eigenvalues", ["positive", "full"])
+def test_saturated_raw_values(eigenvalues: Eigenvalues) -> None:
+    case = Case(b=1, t=2, k=1, input_scale="one_minus_decay", eigenvalues=eigenvalues)
+    given = case.operands()
+    given = given._replace(raw=20 * given.raw)
+    expected = run(case, "reference", given)
+    del expected["magnitude"]
+    assert_same(run(case, "triton", given), expected, case.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plain"),
+    [
+        pytest.param(torch.float32, False, marks=needs_triton),
+        pytest.param(torch.float64, False, marks=needs_triton),
+        (torch.float32, True),
+    ],
+)
+def test_opcheck(dtype: torch.dtype, plain: bool) -> None:
+    """Of heads together, one by one, and in plain torch."""
+    case = Case(b=1, t=2, n=2, k=1, dtype=dtype)
+    values: Any = case.operands("cpu" if plain else DEVICE)
+    operands = [v.detach().requires_grad_() for v in values]
+    fields = (*case.options().scalars(), plain, 1)  # a memory is kept
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    ops = torch.ops.bedouin
+    torch.library.opcheck(ops.direct_sweep, (*operands, *fields), test_utils=utils)
+    y, h, kept, *_ = ops.direct_sweep(*values, *fields)
+    known = (torch.randn_like(y), *operands, *fields)
+    torch.library.opcheck(ops.direct_sweep_known, known, test_utils=utils)
+    backward = (y.clone(), h.clone(), y, kept, *values, True, *fields)
+    torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
+
+
+def test_large_heads_that_run_one_by_one_keep_more_memories() -> None:
+    x, A = torch.empty(2, 1, 1, device="meta"), torch.empty(2, 2**20, 1, device="meta")
+    assert choose_chunk(Operands(x, x, None, A, None, None)) == CHUNK // 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("p", [64, 128])
+def test_heads_of_the_benchmark(p: int, low: torch.dtype | None) -> None:
+    check(Case(heads=1024 // p, b=16, t=256, p=p, n=16, k=4, starts=False, low=low))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("input_scale", SCALES)
+@pytest.mark.parametrize(("p", "n", "k"), [(16, 1, 1), (100, 16, 3), (64, 32, 2), (33, 5, 8)])
+def test_awkward_heads_compiled(
+    p: int, n: int, k: int, input_scale: InputScale, low: torch.dtype | None
+) -> None:
+    check(Case(heads=3, b=5, t=35, p=p, n=n, k=k, input_scale=input_scale, low=low))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("samples", [1, 2, 4, 8])
+def test_every_number_of_samples_compiled(samples: int) -> None:
+    case = Case(heads=2, b=9, t=20, p=64, n=16, low=torch.bfloat16)
+    assert_same(launched(case, samples), expect(case), case.tolerance)
