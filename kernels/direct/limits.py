@@ -21,9 +21,9 @@ program holds it in registers: for example 2048 channels with 16 states."""
 MAX_HEAD = 128
 """Most channels of a head whose sweep is one program's work: a warp holds the rows of a sample."""
 
-MAX_HEAD_STATE = 2048
-"""Most elements of the memory of such a head, with d rounded up to a power of two: a warp's
-registers hold 64 of them a lane."""
+MAX_HEAD_STATES = 16
+"""Most states of such a head: a row for each stays in a warp's registers, and the kernels unroll
+their loops over states, for which Triton's compiler takes two minutes at 16 and ten at 32."""
 
 HEAD_SCRATCH = 35840
 """Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
@@ -34,7 +34,7 @@ def is_small_head(
 ) -> bool:
     """Whether A is that of several heads, and one program holds the rows of a head's sample."""
     block = max(16, next_power_of_two(A.shape[-2]))
-    small = block <= MAX_HEAD and block * A.shape[-1] <= MAX_HEAD_STATE
+    small = block <= MAX_HEAD and A.shape[-1] <= MAX_HEAD_STATES
     return A.dim() == 3 and A.dtype != torch.float64 and small
 
 

@@ -61,8 +61,8 @@ class Bedouin(FixedPointLayer):
             both norms of its own, projected from its own x and y alone; the products with W^x and
             W^y have d / H columns and about 1 / H of the weights. in_proj and out_proj mix the
             heads. A layer of H heads is H layers of one head side by side; each converges by
-            itself, and `stats` has the worst of a sample's heads. None: heads of HEAD_DIM = 64
-            channels where these divide d, else 1. 1: the layer of the paper.
+            itself, and `stats` has the worst of a sample's heads. 1, the layer of the paper, is
+            also what None takes.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
             beta_max), by default 2 and 1.0.
         mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Its parameters are

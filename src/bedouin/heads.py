@@ -15,18 +15,14 @@ from bedouin.checks import positive_int
 from bedouin.kernels.linear import apply_weight
 from bedouin.state import BedouinState
 
-HEAD_DIM = 64
-"""The default number of channels of a head, where d_inner is a multiple of it. Which size is best
-is a matter of measured accuracy and time, so it is one constant."""
-
 
 def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
-    """H: `num_heads`, or for None heads of HEAD_DIM channels where these divide d_inner, else 1.
+    """H: `num_heads`, or 1 for None, since no other number has been measured to learn as well.
 
     Raises TypeError for a value that is no int, ValueError for one that does not divide d_inner.
     """
     if num_heads is None:
-        return d_inner // HEAD_DIM if d_inner % HEAD_DIM == 0 else 1
+        return 1
     positive_int("num_heads", num_heads)
     if d_inner % num_heads:
         raise ValueError(
