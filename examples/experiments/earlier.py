@@ -1,4 +1,4 @@
-"""The runs of the README and of examples/results: all with one head, most of them stacked."""
+"""The runs of the README and of examples/results, most of them stacked and with one head."""
 
 from experiments.plan import TUNING, Experiment, Run, joined
 
@@ -54,6 +54,10 @@ _WORDS = {
     "lr2e": "",  # "lr2e-3" is split at its hyphen
     "3": "--lr 2e-3",
     "seed101": "--first-seed 101",
+    "seed102": "--first-seed 102",
+    "d512": "--d-model 512",
+    "heads8": "--num-heads 8",
+    "heads16": "--num-heads 16",
     **{f"k{k}": f"--num-householder {k}" for k in (1, 2, 4)},
     **{f"n{n}": f"--d-state {n}" for n in (16, 64)},
 }
@@ -70,7 +74,8 @@ _SETTINGS = {
     "a": (
         "griffin-delta-all-k2 griffin-delta-bcm-k2 griffin-bounded-all-k2 mamba-bounded-all-k2 "
         "mamba-bounded-all-k2-rate0.1 mamba-bounded-all-k2-rate0.03 mamba-delta-all-k2-rate0.1 "
-        "lstm-l1 attention-l2 mamba-full-l2 deltaproduct-l1"
+        "lstm-l1 attention-l2 mamba-full-l2 deltaproduct-l1 deltanet-l2 "
+        "mamba-bounded-all-k4-n16-d512-heads16"
     ),
     "c": (
         "griffin-delta-all-k2 griffin-delta-all-k4 griffin-delta-bcm-k2 griffin-delta-bcm-k4 "
@@ -80,15 +85,18 @@ _SETTINGS = {
         "mamba-delta-all-k2-rate0.1-n64 mamba-bounded-all-k2-rate0.1-n16 "
         "mamba-bounded-all-k2-rate0.1-seed101 mamba-bounded-all-k1-rate0.1 "
         "mamba-delta-all-k2-rate0.1-seed101 mamba-coupled-all-k2-rate0.1 "
-        "attention-l2 deltanet-l2 lstm-l1 lstm-l2 mamba-l2"
+        "attention-l2 deltanet-l2 lstm-l1 lstm-l2 mamba-l2 deltanet-l2-seed101 deltanet-l2-seed102 "
+        "attention-l2-seed101 attention-l2-seed102 mamba-delta-all-k2-rate0.1-n16-heads8"
     ),
 }
 
 
 def setting(name: str) -> str:
     """The flags that the name of a tuning run stands for."""
-    if name in _BASELINES:
-        return _BASELINES[name]
+    baseline = next((b for b in _BASELINES if name == b or name.startswith(f"{b}-seed")), None)
+    if baseline is not None:
+        rest = name.removeprefix(baseline).removeprefix("-")
+        return joined(_BASELINES[baseline], _WORDS.get(rest, ""))
     return joined("--d-state 32 --num-heads 1", *(_WORDS[word] for word in name.split("-")))
 
 
