@@ -23,7 +23,7 @@ MAX_HEAD = 128
 
 MAX_HEAD_STATES = 16
 """Most states of such a head: a row for each stays in a warp's registers, and the kernels unroll
-their loops over states, for which Triton's compiler takes two minutes at 16 and ten at 32."""
+their loops over states: for 16 of them Triton's compiler takes about two minutes."""
 
 HEAD_SCRATCH = 35840
 """Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
