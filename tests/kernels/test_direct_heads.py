@@ -229,12 +229,12 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "together"),
     [
-        (Case(p=64, n=32, k=4, low=torch.bfloat16), True),
+        (Case(p=64, n=16, k=4, low=torch.bfloat16), True),
         (Case(p=128, n=16, k=4, low=torch.bfloat16), True),
         (Case(p=128, n=16, k=8), False),
         (Case(p=128, n=16, k=8, feedback=False), True),
         (Case(p=129, n=1), False),
-        (Case(p=64, n=33), False),
+        (Case(p=64, n=17), False),
         (Case(heads=1), True),
         (Case(dtype=torch.float64), False),
     ],
