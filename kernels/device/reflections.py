@@ -12,6 +12,8 @@ Letters: d channels, k reflections.
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.elementary import reciprocal
+
 
 @triton.jit
 def _add1(a, b):
@@ -204,12 +206,17 @@ def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr):
+def eliminate(
+    matrix, b, K: tl.constexpr, N: tl.constexpr,
+    RECIPROCALS: tl.constexpr = False, FAST: tl.constexpr = False,
+):  # fmt: skip
     """matrix^-1 b for b (k, N) by elimination with row pivoting, and min(1, smallest |pivot|).
 
-    A pivot of 0 gives Inf or NaN, without a branch or an error.
+    A pivot of 0 gives Inf or NaN, without a branch or an error. RECIPROCALS: one reciprocal a
+    pivot, approximate if FAST, and no other division.
     """
     smallest = tl.full([], 1.0, b[0].dtype)
+    inverses = ()
     for c in tl.static_range(K):
         best = tl.abs(matrix[c * K + c])
         chosen = tl.full([], c, tl.int32)
@@ -222,7 +229,8 @@ def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr):
         top = _chosen_row(matrix, chosen, c, c, K, K)
         top_b = _chosen_row(b, chosen, c, 0, K, N)
         smallest = tl.minimum(smallest, tl.abs(top[0]))
-        inverse = 1 / top[0]
+        inverse = reciprocal(top[0], RECIPROCALS and FAST)
+        inverses = inverses + (inverse,)
         new_matrix = ()
         new_b = ()
         for row in tl.static_range(K):
@@ -255,7 +263,10 @@ def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr):
                 if done < step:
                     entry = matrix[(K - 1 - step) * K + K - 1 - done]
                     total -= entry * out[(step - 1 - done) * N + column]
-            solved = solved + (total / matrix[(K - 1 - step) * K + K - 1 - step],)
+            if RECIPROCALS:
+                solved = solved + (total * inverses[K - 1 - step],)
+            else:
+                solved = solved + (total / matrix[(K - 1 - step) * K + K - 1 - step],)
         out = solved + out
     return out, smallest
 

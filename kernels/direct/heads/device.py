@@ -1,4 +1,4 @@
-"""What the kernels of heads share: samples as rows, products of a head's matrix, k x k algebra.
+"""What the kernels of heads share: samples as rows, products of a head's matrix, sums.
 
 A tensor (s, d) holds a vector of each of a program's samples, one warp a sample.
 Letters: d channels of a head, n state per channel, k reflections, s samples of a program.
@@ -10,8 +10,7 @@ Letters: d channels of a head, n state per channel, k reflections, s samples of 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import reciprocal
-from bedouin.kernels.device.reflections import _chosen_row, scale
+from bedouin.kernels.device.reflections import scale
 
 
 @triton.jit
@@ -47,55 +46,6 @@ def rows_of(v, S: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     if S < COLUMNS:
         v = tl.max(tl.reshape(v, [S, COLUMNS // S, BLOCK]), axis=1)
     return v
-
-
-@triton.jit
-def solve_small(matrix, b, K: tl.constexpr, FAST: tl.constexpr):
-    """`eliminate` with one right-hand side and one reciprocal a pivot."""
-    smallest = tl.full([], 1.0, b[0].dtype)
-    inverses = ()
-    for c in tl.static_range(K):
-        best = tl.abs(matrix[c * K + c])
-        chosen = tl.full([], c, tl.int32)
-        for row in tl.static_range(K):
-            if row > c:
-                size = tl.abs(matrix[row * K + c])
-                chosen = tl.where(size > best, row, chosen)
-                best = tl.where(size > best, size, best)
-        top = _chosen_row(matrix, chosen, c, c, K, K)
-        top_b = _chosen_row(b, chosen, c, 0, K, 1)
-        smallest = tl.minimum(smallest, best)
-        inverse = reciprocal(top[0], FAST)
-        inverses = inverses + (inverse,)
-        new_matrix = ()
-        new_b = ()
-        for row in tl.static_range(K):
-            if row < c:
-                new_matrix = new_matrix + matrix[row * K : (row + 1) * K]
-                new_b = new_b + b[row : row + 1]
-            elif row == c:
-                new_matrix = new_matrix + matrix[row * K : row * K + c] + top
-                new_b = new_b + top_b
-            else:
-                here = chosen == row
-                factor = tl.where(here, matrix[c * K + c], matrix[row * K + c]) * inverse
-                new_matrix = new_matrix + matrix[row * K : row * K + c + 1]
-                for column in tl.static_range(K):
-                    if column > c:
-                        value = tl.where(here, matrix[c * K + column], matrix[row * K + column])
-                        new_matrix = new_matrix + (value - factor * top[column - c],)
-                value = tl.where(here, b[c], b[row])
-                new_b = new_b + (value - factor * top_b[0],)
-        matrix = new_matrix
-        b = new_b
-    out = ()
-    for step in tl.static_range(K):
-        total = b[K - 1 - step]
-        for done in tl.static_range(K):
-            if done < step:
-                total -= matrix[(K - 1 - step) * K + K - 1 - done] * out[step - 1 - done]
-        out = (total * inverses[K - 1 - step],) + out
-    return out, smallest
 
 
 @triton.jit

@@ -67,6 +67,8 @@ def launch_head_sweep(
         *raw.stride()[:2],
         KEEP=keep_every,
         EPS=scan_constants(d, A, options)["EPS"],
+        # one product for all reflections, whose rows are then interleaved
+        JOINED=layout_of(options).num_householder in (2, 4),
         **constants,
         **norm_constants(options),
         **mixer_constants(options),
@@ -157,7 +159,6 @@ def _reverse(
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
     programs, width = _programs(b, A, constants), next_power_of_two(local.shape[2])
-    constants = {name: value for name, value in constants.items() if name != "JOINED"}
     reverse_head_kernel[(programs,)](
         grads.y,
         x,
@@ -227,8 +228,6 @@ def _constants(
         "PRECISION": product["PRECISION"],
         "DOT": product["DOT"],
         "ROUND": _rounding(W),
-        # one product for all reflections, whose rows are then interleaved
-        "JOINED": layout.num_householder in (2, 4),
     }
 
 
@@ -243,7 +242,8 @@ def choose_samples(
     b: int,
     A: Tensor,  # (H, n, d)
 ) -> int:
-    """Samples of a program: as many as leave a program for every multiprocessor, at most SAMPLES.
+    """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
+    and at most SAMPLES, half of these for more than 64 channels.
 
     A token takes a program about as long for one sample as for several, up to that.
     """

@@ -17,6 +17,7 @@ import triton.language as tl
 from bedouin.kernels.device.activations import fast_activate
 from bedouin.kernels.device.discretize import build_coupled, build_decay, fast_scale
 from bedouin.kernels.device.reflections import (
+    eliminate,
     inverse_sizes,
     local_system,
     products,
@@ -34,7 +35,6 @@ from bedouin.kernels.direct.heads.device import (
     join_rows,
     rows_of,
     small_rows,
-    solve_small,
     split_rows,
     sum_of,
 )
@@ -63,6 +63,22 @@ def load_weights(
     inside = (rows < STATES + K)[:, None] & (cols < d)[None, :]
     at = small_rows(rows, d, n, K, SELECTIVE)[:, None] * d + cols[None, :]
     return tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+
+
+@triton.jit
+def load_token(
+    x_row, raw_row,  # pointers (s,)
+    small_at,  # (BLOCK_S,), columns of raw B, C and alpha
+    inside, in_small, d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """x, the raw values of Delta and of u, and the other raw values of a token."""
+    cols = tl.arange(0, BLOCK_D)
+    x = tl.load(x_row[:, None] + cols[None, :], mask=inside, other=0.0)
+    rows = ()
+    for i in tl.static_range(K + 1):
+        at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
+        rows = rows + (tl.load(at, mask=inside, other=0.0),)
+    return x, rows, tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0)
 
 
 @triton.jit
@@ -182,14 +198,11 @@ def head_sweep_kernel(
     slots = tl.cdiv(t_end, KEEP) - 1
     cell = scratch_ptr + (program.to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_S
     # loads of a token are issued while the one before it is computed
-    x_next = tl.load(x_row[:, None] + cols[None, :], mask=inside, other=0.0)
-    next_rows = ()
-    for i in tl.static_range(K + 1):
-        at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
-        next_rows = next_rows + (tl.load(at, mask=inside, other=0.0),)
     small_at = small_rows(small, d, n, K, SELECTIVE)
     in_small = here[:, None] & (small < STATES + K)[None, :]
-    small_next = tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0)
+    x_next, next_rows, small_next = load_token(
+        x_row, raw_row, small_at, inside, in_small, d, u_at, K, BLOCK_D
+    )
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([S, BLOCK_D], tl.float32)
     none = tl.zeros([S], tl.float32)
@@ -290,12 +303,9 @@ def head_sweep_kernel(
         step = tl.minimum(t + 1, t_end - 1)
         x_at = x_row + step.to(tl.int64) * x_stride_t
         raw_at = raw_row + step.to(tl.int64) * raw_stride_t
-        x_next = tl.load(x_at[:, None] + cols[None, :], mask=inside, other=0.0)
-        next_rows = ()
-        for i in tl.static_range(K + 1):
-            at = raw_at[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
-            next_rows = next_rows + (tl.load(at, mask=inside, other=0.0),)
-        small_next = tl.load(raw_at[:, None] + small_at[None, :], mask=in_small, other=0.0)
+        x_next, next_rows, small_next = load_token(
+            x_at, raw_at, small_at, inside, in_small, d, u_at, K, BLOCK_D
+        )
         dots = sums(products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K), 1)
         inv = inverse_sizes(dots, d, K, EPS)
         G = scale_symmetric(dots[0:PAIRS], inv, K)
@@ -303,7 +313,7 @@ def head_sweep_kernel(
         T = wy_upper(G, beta, K)
         # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
         q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-        U_v, pivot = solve_small(local_system(S_u, T, False, K), q, K, FAST)
+        U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
         y = rest + sigma * combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
         if FEEDBACK:
             v = y
