@@ -7,9 +7,10 @@
     python examples/ensemble.py --group S5 --curriculum double --mixer-layer lstm
 
 The models of all seeds run one after the other inside one step, which a GPU captures as a CUDA
-graph, because small layers are limited by kernel launches. With --stacked their parameters and data
+graph, because small layers are limited by kernel launches. With --concurrent they run side by side
+on CUDA streams, and so do the points of the grid. With --stacked their parameters and data
 are stacked and the step is vmapped over them, in plain PyTorch. `--mixer-layer` trains a baseline.
-Every combination of the options with several values is trained, one after the other.
+Every combination of the options with several values is trained.
 OUT/results.json contains for each of them the number of parameters, the accuracies by length
 (`common/data.py`), the history of loss, accuracy, longest training length and smallest pivot of the
 local systems (`SolveStats.conditioning`; null for a baseline), and the step at which each seed
@@ -90,6 +91,9 @@ class Ensemble:
         ahead = 1 if config.stacked else DRAWN_AHEAD
         self.batches = data.batches(point["batch_size"], point["steps"], ahead)
         self.tokens, self.labels = (part.clone() for part in next(self.batches))
+        # a stream for each model, if they run side by side
+        concurrent = config.concurrent and device.type == "cuda"
+        self.streams = [torch.cuda.Stream(device) for _ in self.models] if concurrent else []
         shape = (config.seeds,)
         self.loss_sum = torch.zeros(shape, device=device)
         self.correct_sum = torch.zeros(shape, device=device)
@@ -151,7 +155,16 @@ class Ensemble:
             differentiate = vmap(grad_and_value(self._stacked_loss, has_aux=True))
             grads, (loss, (correct, pivot)) = differentiate(self.params, self.tokens, self.labels)
             return grads, loss, correct, pivot
-        found = [self._gradient(i) for i in range(self.config.seeds)]
+        current = torch.cuda.current_stream(self.device) if self.streams else None
+        for stream in self.streams:
+            stream.wait_stream(current)
+        found = []
+        for i in range(self.config.seeds):
+            with torch.cuda.stream(self.streams[i] if self.streams else None):
+                found.append(self._gradient(i))
+        if current is not None:
+            for stream in self.streams:
+                current.wait_stream(stream)
         grads = {name: torch.stack([row[0][name] for row in found]) for name in self.params}
         _, losses, corrects, pivots = zip(*found, strict=True)
         return grads, torch.stack(losses), torch.stack(corrects), torch.stack(pivots)
@@ -253,36 +266,68 @@ def _reset(ensemble: Ensemble, saved: Params) -> None:
     ensemble.log(0)
 
 
-def train(config: Config, point: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Train one point of the grid; returns its row of the JSON file."""
-    config = matched(config, point)
-    data = Data(config, model_seeds(config), device)
-    ensemble = Ensemble(config, point, data, device)
-    size = f"d_model {config.d_model}, {count(ensemble.model):,} parameters"
-    print(f"{point}\n    {size}", flush=True)
-    run, history, started = stepper(ensemble), [], time.perf_counter()
-    for step in range(point["steps"]):
-        ensemble.refill()
-        run()
-        ensemble.schedule.step()
-        if (step + 1) % config.log_every == 0:
-            history.append(ensemble.log(step + 1))
-            data.advance(history[-1]["accuracy"])
+def train(
+    config: Config, points: Sequence[dict[str, Any]], device: torch.device
+) -> list[dict[str, Any]]:
+    """Train points of the grid at the same time; returns their rows of the JSON file."""
+    trainings = [Training(matched(config, point), point, device) for point in points]
+    started = time.perf_counter()
+    for step in range(max(point["steps"] for point in points)):
+        for training in trainings:
+            training.advance(step)
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    for model in ensemble.models:
-        model.eval()
-    accuracy = {str(length): ensemble.accuracy(length) for length in config.eval_lengths}
-    row = {"point": point, "accuracy": accuracy, "seconds": seconds, "history": history}
-    row["parameters"], row["d_model"] = count(ensemble.model), config.d_model
-    row["num_heads"] = getattr(ensemble.model.mixers[0], "num_heads", None)
-    # includes drawing data and logging, but not capture and evaluation
-    row["ms_per_step"] = 1e3 * seconds / point["steps"]
-    row["step_at_0.99"] = [first_at(history, i) for i in range(config.seeds)]
-    pivots = ([h["conditioning"][i] for h in history] for i in range(config.seeds))
-    row["smallest_conditioning"] = [min(p) if None not in p else None for p in pivots]
-    return row
+    return [training.row(seconds) for training in trainings]
+
+
+class Training:
+    """The training of one point of the grid, on a CUDA stream of its own with --concurrent."""
+
+    def __init__(self, config: Config, point: dict[str, Any], device: torch.device):
+        self.config, self.point = config, point
+        self.data = Data(config, model_seeds(config), device)
+        self.ensemble = Ensemble(config, point, self.data, device)
+        self.size = count(self.ensemble.model)
+        print(f"{point}\n    d_model {config.d_model}, {self.size:,} parameters", flush=True)
+        self.history: list[dict[str, Any]] = []
+        self.run = stepper(self.ensemble)
+        self.stream = None
+        if config.concurrent and device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def advance(self, step: int) -> None:
+        """A step of all seeds, unless this point has fewer steps."""
+        if step >= self.point["steps"]:
+            return
+        with torch.cuda.stream(self.stream):
+            self.ensemble.refill()
+            self.run()
+            self.ensemble.schedule.step()
+            if (step + 1) % self.config.log_every == 0:
+                self.history.append(self.ensemble.log(step + 1))
+                self.data.advance(self.history[-1]["accuracy"])
+
+    def row(
+        self,
+        seconds: float,  # includes drawing data and logging, but not capture and evaluation
+    ) -> dict[str, Any]:
+        """The accuracies and the history."""
+        for model in self.ensemble.models:
+            model.eval()
+        lengths = self.config.eval_lengths
+        accuracy = {str(length): self.ensemble.accuracy(length) for length in lengths}
+        seeds, history = range(self.config.seeds), self.history
+        pivots = [[h["conditioning"][i] for h in history] for i in seeds]
+        return {
+            **{"point": self.point, "accuracy": accuracy, "seconds": seconds, "history": history},
+            **{"parameters": self.size, "d_model": self.config.d_model},
+            "num_heads": getattr(self.ensemble.model.mixers[0], "num_heads", None),
+            "ms_per_step": 1e3 * seconds / self.point["steps"],
+            "step_at_0.99": [first_at(history, i) for i in seeds],
+            "smallest_conditioning": [min(p) if p and None not in p else None for p in pivots],
+        }
 
 
 def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> int | None:
@@ -310,9 +355,15 @@ def main(config: Config) -> None:
     label = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     config.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for values in itertools.product(*(getattr(config, axis) for axis in GRID)):
-        rows.append(train(config, dict(zip(GRID, values, strict=True)), device))
-        print(describe(rows[-1]), flush=True)
+    points = [
+        dict(zip(GRID, values, strict=True))
+        for values in itertools.product(*(getattr(config, axis) for axis in GRID))
+    ]
+    for group in [points] if config.concurrent else [[point] for point in points]:
+        found = train(config, group, device)
+        for row in found:
+            print(f"{row['point']}\n{describe(row)}", flush=True)
+        rows += found
         report = {
             "config": asdict(config),
             "device": label,

@@ -69,6 +69,9 @@ class Config(TaskOptions, SolverOptions):
     stacked: bool = False
     """Whether to vmap over the models; otherwise they run one after the other, with the kernels
     that torch.func transforms do not use. Faster only where neither takes much time."""
+    concurrent: bool = False
+    """Train all points of the grid and all seeds at the same time, each on a CUDA stream of its own
+    (GPU only). The seconds of a point are then those of all."""
     autocast: Literal["no", "bf16"] = "no"
     """Precision of the matrix products; the fixed point stays in float32 either way."""
     out: Path = Path("runs/ensemble")
@@ -78,6 +81,8 @@ class Config(TaskOptions, SolverOptions):
     def __post_init__(self) -> None:
         TaskOptions.__post_init__(self)
         SolverOptions.__post_init__(self)
+        if self.concurrent and self.stacked:
+            raise ValueError("--concurrent must be off with --stacked, which is one computation")
         if self.graph and self.gamma_cap is not None:
             raise ValueError("--gamma-cap needs --no-graph: a captured step repeats its first draw")
 
