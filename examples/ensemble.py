@@ -12,9 +12,10 @@ on CUDA streams, and so do the points of the grid. With --stacked their paramete
 are stacked and the step is vmapped over them, in plain PyTorch. `--mixer-layer` trains a baseline.
 Every combination of the options with several values is trained.
 OUT/results.json contains for each of them the number of parameters, the accuracies by length
-(`common/data.py`), the history of loss, accuracy, longest training length and smallest pivot of the
-local systems (`SolveStats.conditioning`; null for a baseline), and the step at which each seed
-first reached an accuracy of 0.99, for all seeds, failed ones included.
+(`common/data.py`), the history of loss, accuracy, longest training length, smallest pivot of the
+local systems (`SolveStats.conditioning`; null for a baseline) and number of steps without an update
+because a gradient was not finite, and the step at which each seed first reached an accuracy of
+0.99, for all seeds, failed ones included; for copying also where in a string the errors are.
 
 Letters: s seeds, b batch, t time, v classes.
 """
@@ -36,9 +37,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin import SequenceModel
-from bedouin.tasks import IGNORE, token_accuracy
+from bedouin.tasks import IGNORE, Copying, token_accuracy
 from common.data import DRAWN_AHEAD, Data, metrics
 from common.layers import count
+from common.positions import by_position
 from common.schedule import decay
 from common.study import GRID, PRESETS, Config, make_model, matched, model_seeds
 
@@ -97,6 +99,7 @@ class Ensemble:
         shape = (config.seeds,)
         self.loss_sum = torch.zeros(shape, device=device)
         self.correct_sum = torch.zeros(shape, device=device)
+        self.skipped = torch.zeros(shape, dtype=torch.int64, device=device)
         self.pivot_min = torch.full(shape, torch.inf, device=device)
 
     def _model(self, seed: int) -> SequenceModel:
@@ -184,13 +187,17 @@ class Ensemble:
         squares = (g.flatten(1).square().sum(1) for g in grads.values())
         square = sum(squares, torch.zeros_like(loss))
         scale = (self.config.clip / (torch.sqrt(square) + 1e-6)).clamp(max=1.0)
+        finite = torch.isfinite(square)
         for name, g in grads.items():
             grad = self.params[name].grad
             assert grad is not None
-            grad.copy_(g * scale.view(-1, *[1] * (g.dim() - 1)))
+            shape = (-1, *[1] * (g.dim() - 1))
+            # one step with a gradient that is not finite would end the training of its model
+            grad.copy_(torch.where(finite.view(shape), g * scale.view(shape), 0.0))
         self.optimizer.step()
         self.loss_sum += loss.detach()
         self.correct_sum += correct
+        self.skipped += ~finite
         torch.minimum(self.pivot_min, pivot, out=self.pivot_min)
 
     def refill(self) -> None:
@@ -206,7 +213,9 @@ class Ensemble:
             "accuracy": (self.correct_sum / n).tolist(),
             "length": list(self.data.reached),
             "conditioning": [None if isinf(v) else v for v in self.pivot_min.tolist()],
+            "skipped": self.skipped.tolist(),
         }
+        self.skipped.zero_()
         self.loss_sum.zero_()
         self.correct_sum.zero_()
         self.pivot_min.fill_(torch.inf)
@@ -227,6 +236,13 @@ class Ensemble:
                 values = [metric(*pair) for pair in zip(logits, labels, strict=True)]
                 sums[name] += rows / self.config.eval_rows * torch.stack(values)
         return {name: value.tolist() for name, value in sums.items()}
+
+    @torch.no_grad()
+    def positions(self, length: int) -> list[dict[str, float | list[float]]]:
+        """Where each seed makes its errors when it copies strings of one length."""
+        tokens, labels = self.data.eval_batch(min(EVAL_BATCH, self.config.eval_rows), length)
+        pairs = zip(self._each(tokens), labels, strict=True)
+        return [by_position(*pair) for pair in pairs]
 
     def _each(
         self,
@@ -320,7 +336,7 @@ class Training:
         accuracy = {str(length): self.ensemble.accuracy(length) for length in lengths}
         seeds, history = range(self.config.seeds), self.history
         pivots = [[h["conditioning"][i] for h in history] for i in seeds]
-        return {
+        row = {
             **{"point": self.point, "accuracy": accuracy, "seconds": seconds, "history": history},
             **{"parameters": self.size, "d_model": self.config.d_model},
             "num_heads": getattr(self.ensemble.model.mixers[0], "num_heads", None),
@@ -328,6 +344,9 @@ class Training:
             "step_at_0.99": [first_at(history, i) for i in seeds],
             "smallest_conditioning": [min(p) if p and None not in p else None for p in pivots],
         }
+        if isinstance(self.data.task, Copying):
+            row["positions"] = {str(length): self.ensemble.positions(length) for length in lengths}
+        return row
 
 
 def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> int | None:

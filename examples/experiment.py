@@ -30,7 +30,7 @@ from common.options import parse_config
 from common.summary import figure_of_both, summarize
 from experiments.controls import CONTROLS
 from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SETTINGS, COPYING_TUNING
-from experiments.earlier import EARLIER, TUNING_RUNS
+from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.heads import heads
 from experiments.languages import LANGUAGES
 from experiments.plan import Experiment, Run, Script
@@ -60,7 +60,16 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(EARLIER, TUNING_RUNS, WORDS_TUNING, COPYING_TUNING, WORDS, equal_parameters(), COPYING),
+        *(
+            EARLIER,
+            TUNING_RUNS,
+            TRIALS,
+            WORDS_TUNING,
+            COPYING_TUNING,
+            WORDS,
+            equal_parameters(),
+            COPYING,
+        ),
         *(COPYING_SETTINGS, COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES),
     )
     return {experiment.name: experiment for experiment in found}

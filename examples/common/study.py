@@ -11,7 +11,15 @@ from torch import nn
 
 from bedouin import Bedouin, SequenceModel
 from common.data import TaskOptions, make_task
-from common.layers import BASELINES, TAKES, Baseline, SolverOptions, count, fixed_point_options
+from common.layers import (
+    BASELINES,
+    TAKES,
+    Baseline,
+    Convolved,
+    SolverOptions,
+    count,
+    fixed_point_options,
+)
 from common.schedule import Schedule
 
 
@@ -42,6 +50,9 @@ class Config(TaskOptions, SolverOptions):
     """Of Bedouin, mamba, deltanet and deltaproduct; None: the layer's own default."""
     num_layers: int = 1
     feedback_init: tuple[float, ...] = (0.1,)
+    d_conv: tuple[int | None, ...] = (None,)
+    """Width of a short convolution before a layer of Bedouin; None: no convolution. The baselines
+    have their own."""
     delta_from_x_init: tuple[float, ...] = (1.0,)
     """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
     lr: tuple[float, ...] = (1e-3,)
@@ -112,7 +123,7 @@ LAYER_OPTIONS = (
 )
 WIDTH_STEP = 32
 """Widths of a model with a given number of parameters are multiples of this."""
-GRID = (*LAYER_OPTIONS, "rate_scale", "lr", "schedule", "batch_size", "steps")
+GRID = (*LAYER_OPTIONS, "rate_scale", "d_conv", "lr", "schedule", "batch_size", "steps")
 
 
 def model_seeds(config: Config) -> range:
@@ -141,7 +152,8 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
             layer.A_log.add_(math.log(rate_scale))
     elif rate_scale != 1:
         raise ValueError(f"rate_scale must be 1 without decay 'mamba', got {rate_scale}")
-    return layer
+    width = point["d_conv"]
+    return layer if width is None else Convolved(layer, config.d_model, width)
 
 
 def make_model(config: Config, point: dict[str, Any]) -> SequenceModel:
@@ -189,7 +201,7 @@ def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
     if config.stacked:
         raise ValueError(f"stacked must be False for mixer_layer {name!r}: pass --no-stacked")
     takes = TAKES[name]
-    for option in (*LAYER_OPTIONS, "rate_scale"):
+    for option in (*LAYER_OPTIONS, "rate_scale", "d_conv"):
         default = getattr(PRESETS[config.preset], option)
         if option not in takes and (point[option],) != default:
             raise ValueError(

@@ -109,3 +109,38 @@ TUNING_RUNS = Experiment(
         for name in names.split()
     ),
 )
+
+_TRIAL = joined(
+    _TASKS["c"],
+    TUNING,
+    "--d-state 16 --num-householder 2 --num-heads 8 --input-scale delta --rate-scale 0.1",
+    "--concurrent",
+)
+_SLOW = "--rate-scale 0.01"
+_WIDE = f"--d-model 512 --num-heads 16 {_SLOW}"
+_GRIFFIN = "--decay griffin --rate-scale 1"
+TRIALS = Experiment(
+    "copying-trials",
+    "Why does one layer of eight heads not copy strings of twice the training length?",
+    tuple(
+        Run(name, joined(_TRIAL, change))
+        for name, change in {
+            "heads16": "--num-heads 16",
+            "delta-from-x0": "--delta-from-x-init 0 --rate-scale 0.1 0.01",
+            "lr": "--lr 2e-3 4e-3",
+            "feedback": "--feedback B+C B+C+mixer",
+            "no-feedback": "--feedback none",
+            "griffin": _GRIFFIN,
+            "griffin-lr": f"{_GRIFFIN} --lr 2e-3 4e-3",
+            "griffin-feedback-init1": f"{_GRIFFIN} --feedback-init 1.0 --lr 3e-4 1e-3",
+            "bounded": "--input-scale bounded_delta",
+            "bounded-slow": f"--input-scale bounded_delta {_SLOW} --lr 4e-3",
+            "slow-lr": "--rate-scale 0.01 0.001 --lr 2e-3 4e-3",
+            "wide": f"{_WIDE} --lr 2e-3",
+            "wide-feedback-init1": f"{_WIDE} --feedback-init 1.0 --lr 3e-4 1e-3",
+            "conv": f"{_SLOW} --lr 2e-3 4e-3 --d-conv 4",
+            "conv-griffin": f"{_GRIFFIN} --lr 2e-3 4e-3 --d-conv 4",
+            "conv-no-feedback": f"--feedback none {_SLOW} --lr 2e-3 4e-3 --d-conv 4",
+        }.items()
+    ),
+)

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 import ensemble
-from bedouin.tasks import IGNORE, Copying, WordProblem
+from bedouin.tasks import IGNORE, Copying, WordProblem, stream
 from bedouin.testing import assert_close
 from common import study
 from common.data import Data, metrics
 from common.layers import count
+from common.positions import by_position
 from common.schedule import decay
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
     **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1},
-    **{"rate_scale": 0.5, "delta_from_x_init": 0.0},
+    **{"rate_scale": 0.5, "delta_from_x_init": 0.0, "d_conv": None},
     **{"num_heads": 2, "lr": 1e-2, "schedule": "cosine", "batch_size": 8, "steps": 4},
 }
 CPU = torch.device("cpu")
@@ -61,6 +62,43 @@ def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     assert row["ms_per_step"] == pytest.approx(1e3 * row["seconds"] / 4)
     assert [entry["step"] for entry in row["history"]] == [2, 4]
     assert "ms a step" in capsys.readouterr().out
+
+
+def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
+    """The results are those of one point after the other, also with fewer steps for one."""
+    grid = {**{name: (value,) for name, value in POINT.items()}, "steps": (2, 4), "d_conv": (3,)}
+    found = []
+    for concurrent in (True, False):
+        folder = tmp_path / str(concurrent)
+        ensemble.main(small(concurrent=concurrent, out=folder, **grid))
+        rows = json.loads((folder / "results.json").read_text())["rows"]
+        found.append([(row["accuracy"], row["history"]) for row in rows])
+    assert found[0] == found[1] and len(found[0][0][1]) == 1 and len(found[0][1][1]) == 2
+    with pytest.raises(ValueError, match="--concurrent must be off with --stacked"):
+        small(stacked=True, concurrent=True)
+
+
+def test_a_gradient_that_is_not_finite_changes_only_its_count() -> None:
+    one = ensemble.Ensemble(small(stacked=False, weight_decay=0.0), POINT, make_data(), CPU)
+    with torch.no_grad():
+        one.params["embedding.weight"][1].fill_(torch.nan)
+    before = {name: value.detach().clone() for name, value in one.params.items()}
+    one.step()
+    assert one.skipped.tolist() == [0, 1]
+    assert not torch.equal(one.params["embedding.weight"][0], before["embedding.weight"][0])
+    for name, value in before.items():
+        assert_close(name, one.params[name][1].detach().nan_to_num(), value[1].nan_to_num(), 0.0)
+
+
+def test_positions_of_errors_of_a_copied_string() -> None:
+    task = Copying(context_len=64, min_length=5, max_length=20)
+    labels = task.sample_eval(4, 20, stream("test", 0)).labels
+    answers = labels.clamp(min=0)
+    start = int((labels[0] != IGNORE).nonzero()[0])
+    answers[:, start + 10] = (answers[:, start + 10] + 1) % 26
+    found = by_position(torch.nn.functional.one_hot(answers, task.vocab_size).float(), labels)
+    assert found["parts"] == [1.0] * 5 + [0.5] + [1.0] * 4
+    assert found["after_right"] == pytest.approx(17 / 18, abs=1e-4) and found["after_wrong"] == 1.0
 
 
 def test_preset_of_the_papers_size_is_overridden_by_flags() -> None:

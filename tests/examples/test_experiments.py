@@ -14,14 +14,14 @@ import experiment
 from common.options import parse_config
 from common.study import GRID, make_layer
 from common.summary import figure_of_both, summarize
-from experiments.earlier import EARLIER, TUNING_RUNS
+from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.plan import Experiment, Run
 
 ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
 REPORTED = ("words", "words-equal", "copying", "copying-feedback", "controls", "heads", "languages")
-TUNING = ("words-tuning", "copying-tuning", "copying-settings", "tuning")
+TUNING = ("words-tuning", "copying-tuning", "copying-settings", "tuning", "copying-trials")
 
 
 @cache
@@ -45,7 +45,7 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
             assert config.first_seed >= 100, run.name
 
 
-@pytest.mark.parametrize("found", [EARLIER, TUNING_RUNS], ids=lambda found: str(found.name))
+@pytest.mark.parametrize("found", [EARLIER, TUNING_RUNS, TRIALS], ids=lambda found: str(found.name))
 def test_commands_of_earlier_runs_give_their_configurations(found: Experiment) -> None:
     names = set()
     for run in found.runs:
@@ -55,8 +55,8 @@ def test_commands_of_earlier_runs_give_their_configurations(found: Experiment) -
         config = asdict(parsed(run))
         for name in saved.keys() & config.keys() - set(SINCE):
             assert _listed(config[name]) == _listed(saved[name]), (run.name, name)
-    if found is TUNING_RUNS:
-        assert names == set((experiment.RESULTS / "tuning").glob("*.json"))
+    if found is not EARLIER:
+        assert names == set((experiment.RESULTS / found.name).glob("*.json"))
 
 
 def _listed(value: Any) -> Any:
