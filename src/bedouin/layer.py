@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
@@ -35,7 +36,6 @@ from bedouin.heads import (
     fold_state,
     make_linear,
     unfold,
-    unfold_state,
 )
 from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.decode import DecayKind
@@ -45,7 +45,9 @@ from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, inner_size
+from bedouin.layer_state import incoming_state, outgoing_state
 from bedouin.mixers import ChannelMixer, StructuredMixer
+from bedouin.packing import CLOSED, Packing, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     OutputStage,
@@ -61,7 +63,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.recompute import restores_tensors_only
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
-from bedouin.state import BedouinState, check_state, zero_state
+from bedouin.state import BedouinState, zero_state
 
 
 class _Call(NamedTuple):
@@ -200,6 +202,11 @@ class FixedPointLayer(nn.Module, ABC):
     def layout(self) -> RawLayout | None:
         """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
 
+    @property
+    def _raw_without_delta(self) -> float:
+        """A value of the first raw component for which Delta is 0."""
+        return -CLOSED
+
     def drive(
         self,
         x: Tensor,  # (b', t, p)
@@ -268,19 +275,43 @@ class FixedPointLayer(nn.Module, ABC):
     # -- calls
 
     def forward(
-        self, x: Tensor, state: BedouinState | None = None, return_state: bool = False
+        self,
+        x: Tensor,  # (b, t, m)
+        state: BedouinState | None = None,
+        return_state: bool = False,
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
-        single call, up to rounding. Raises TypeError for a dtype that the layer cannot take,
-        ValueError for wrong shapes, devices and states, ConvergenceError if on_unconverged="raise".
+        single call, up to rounding. At most one of these describes x (bedouin.packing):
+
+        mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
+            outputs there are 0, the state is that after the last real token, `stats` are those of
+            the real tokens. A row of padding alone keeps its state.
+        cu_seqlens: int32 or int64, where the documents in the row x (1, t, m) begin, and t last.
+            Each document is a sample: `state` and the returned state have one for each, also for
+            an empty one, and so have `stats`. Calls as a batch of the longest document's length.
+        seq_idx: int32 or int64; a new document begins wherever it changes. `state` is that before
+            the first document of each row, the returned one that after the last; `stats` are of
+            all documents in their order. The host reads seq_idx, as it reads cu_seqlens, once.
+
+        Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
+        devices and states and for documents under graph capture, ConvergenceError if
+        on_unconverged="raise".
         """
         self.check_input(x, rank=3)
-        call = self._project(x, state, self.solve_options)
+        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        call = self._project(x, state, self.solve_options, packing)
         with without_autocast(x.device):
-            solution = self.solve_options.solve(call.f, call.start, 1, self._caller())
+            solution = self.solve_options.solve(call.f, call.start, 1, self._caller(packing))
         output, new_state = self._output(call, solution.value, return_state)
+        if packing is not None:
+            output = packing.put(output, x.shape)
+            new_state = None if new_state is None else packing.after(new_state)
         return (output, new_state) if return_state else output
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
@@ -320,11 +351,12 @@ class FixedPointLayer(nn.Module, ABC):
         u: Tensor,  # (b, t, m)
         state: BedouinState | None,
         options: SolveOptions,
+        packing: Packing | None = None,
     ) -> _Call:
         """Everything before the solve: projections, weights, the map and the initial y."""
         self.deferred.flush()
-        projected = self.in_proj(u)
-        state = self._incoming(state, projected)
+        projected = self.in_proj(u if packing is None else packing.take(u))
+        state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
         heads, paired = self.num_heads, self.output == "norm"
         x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
         dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
@@ -332,7 +364,7 @@ class FixedPointLayer(nn.Module, ABC):
         raw, gate = self._project_x(x, low)
         with without_autocast(u.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
-            f = self._map(x, raw, W_y, state)
+            f = self._map(x, raw, W_y, state, packing)
             if isinstance(options.solver, Direct):
                 # Direct uses only the shape of the initial y
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
@@ -357,20 +389,30 @@ class FixedPointLayer(nn.Module, ABC):
         raw: Tensor,  # (b', t, r)
         W_y: Tensor | None,  # (r, p) or (H, r, p)
         state: BedouinState | None,  # of b samples
+        packing: Packing | None,
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = accumulator(x.dtype)
         drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
         before = (None, None) if state is None else fold_state(state, self.num_heads)
+        lengths = None if packing is None else packing.lengths.repeat(self.num_heads)
+        if lengths is not None:
+            raw = hold_memory(raw, lengths, self.head_dim, self._raw_without_delta)
         operands = Operands(drive, raw, W_y, A, *before)
-        return kind(operands, self.parameterization(), self.mixer, self._split, self.backend)
+        options = self.parameterization(), self.mixer, self._split, self.backend
+        return kind(operands, *options, lengths)
 
-    def _caller(self) -> Caller:
+    def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
-        return Caller(name, self.deferred, draw, self._keep_stats, self.num_heads)
+        keep = partial(self._keep_stats, packing)
+        return Caller(name, self.deferred, draw, keep, self.num_heads)
 
-    def _keep_stats(self, stats: SolveStats | None) -> None:
+    def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
+        if packing is not None:
+            # a sequence without tokens takes no step
+            steps = torch.where(packing.lengths > 0, stats.num_steps, 0)
+            stats = replace(stats, num_steps=steps)
         # a checkpoint's recomputation keeps those of the first call, which get stats.backward
         if not restores_tensors_only():
             self.stats = stats
@@ -387,7 +429,7 @@ class FixedPointLayer(nn.Module, ABC):
         gate * SiLU(y + D x), where the gate includes its feedback W^y norm(y_{t-1}).
         """
         with without_autocast(y.device):
-            state = self._outgoing(call, y) if wants_state else None
+            after = outgoing_state(call.state, call.f, y, self.num_heads) if wants_state else None
             fed = None
             if call.W_gate is not None and y.shape[1]:
                 before = shifted_norm(
@@ -407,7 +449,7 @@ class FixedPointLayer(nn.Module, ABC):
             D = by_head(self.D, heads)
             hidden = gated_output(y, call.x, D, call.gate, fed, **norm, **common)
         output: Tensor = self.out_proj(unfold(hidden, heads))
-        return output, state
+        return output, after
 
     def next_draw(self) -> int | None:
         """The number of this training call, which a random cap depends on; None in evaluation."""
@@ -416,27 +458,6 @@ class FixedPointLayer(nn.Module, ABC):
         if not (self.training and counts):
             return None
         return self.draws.next(self.cap)
-
-    def _incoming(
-        self,
-        state: BedouinState | None,
-        x: Tensor,  # (b, t, any size)
-    ) -> BedouinState | None:
-        # a call without tokens returns the incoming state
-        b, d, n, dtype = x.shape[0], self.d_inner, self.d_state, accumulator(x.dtype)
-        if state is None:
-            return None if x.shape[1] else zero_state(b, d, n, dtype, x.device)
-        return check_state(state, b, d, n, x.new_empty(0, dtype=dtype))
-
-    def _outgoing(
-        self,
-        call: _Call,
-        y: Tensor,  # (b', t, p)
-    ) -> BedouinState:
-        if call.state is not None and y.shape[1] == 0:
-            return call.state
-        # copies, because a view would keep all of y alive and may share what autograd has saved
-        return unfold_state(call.f.memory(y), y[:, -1], self.num_heads)
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""

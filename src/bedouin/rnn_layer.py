@@ -20,6 +20,7 @@ from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer
+from bedouin.packing import CLOSED
 from bedouin.parameterization import (
     GRIFFIN_RANGE,
     GRIFFIN_SHARPNESS,
@@ -152,6 +153,10 @@ class FixedPointRNN(FixedPointLayer):
         if self.decay == "sigmoid":
             return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
         return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
+
+    @property
+    def _raw_without_delta(self) -> float:
+        return CLOSED if self.decay == "sigmoid" else -CLOSED
 
     def drive(
         self,
