@@ -8,6 +8,9 @@ from torch import Tensor
 
 from bedouin.checks import check_tensor
 
+Join = Callable[[list[Tensor]], Tensor]
+"""Such as `torch.cat`."""
+
 
 class RecurrentState:
     """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
@@ -77,9 +80,7 @@ class RecurrentState:
         return cls._joined(states, False, torch.stack)
 
     @classmethod
-    def _joined(
-        cls, states: Sequence[Self], batched: bool, join: Callable[[list[Tensor]], Tensor]
-    ) -> Self:
+    def _joined(cls, states: Sequence[Self], batched: bool, join: Join) -> Self:
         name = "cat" if batched else "stack"
         if isinstance(states, RecurrentState) or not isinstance(states, Sequence) or not states:
             raise ValueError(
@@ -91,7 +92,7 @@ class RecurrentState:
                     f"{name} must get a list of {cls.__name__}, got one of {type(state).__name__}"
                 )
             state._check_batched(batched, name)
-        fields = zip(*(state._values() for state in states), strict=True)
+        fields = zip(*(state.tensors for state in states), strict=True)
         return cls._of(join(list(field)) for field in fields)
 
     def _check_batched(self, batched: bool, user: str) -> None:
@@ -102,9 +103,11 @@ class RecurrentState:
         raise ValueError(f"{user} needs {needs}, got one that has {has} batch axis: use {remedy}")
 
     def _is_batched(self) -> bool:
-        return self._values()[0].dim() > self.axes[0]
+        return self.tensors[0].dim() > self.axes[0]
 
-    def _values(self) -> tuple[Tensor, ...]:
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The fields, one after the other."""
         values: Any = self
         return tuple(values)
 
@@ -116,7 +119,7 @@ class RecurrentState:
 
     def _each(self, convert: Callable[[Tensor], Tensor]) -> Self:
         """The state with `convert` applied to every tensor."""
-        return self._of(convert(v) for v in self._values())
+        return self._of(convert(v) for v in self.tensors)
 
 
 class _BedouinFields(NamedTuple):
