@@ -53,7 +53,7 @@ from bedouin.parameterization import (
     split_feedback_weight,
 )
 from bedouin.parameters import factory_options
-from bedouin.projection import project_raw
+from bedouin.projection import project_raw, split_projected
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
@@ -62,6 +62,7 @@ from bedouin.solvers.recompute import restores_tensors_only
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.state import BedouinState, check_state, zero_state
+from bedouin.wrapped import effective_weight, is_plain
 
 
 class _Call(NamedTuple):
@@ -262,8 +263,9 @@ class FixedPointLayer(nn.Module, ABC):
         W^y of the gate (p, p) or (H, p, p); None without feedback."""
         if self.y_proj is None:
             return None, None
-        weight = self.y_proj.weight.to(dtype)
-        return split_feedback_weight(weight, self.feedback, self._sizes)
+        p, heads = self.head_dim, self.num_heads
+        weight = effective_weight("y_proj", self.y_proj, p, self.D, heads)
+        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes)
 
     # -- calls
 
@@ -311,9 +313,8 @@ class FixedPointLayer(nn.Module, ABC):
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
         check_batch_size(batch_size)
-        weight = self.x_proj.weight
-        dtype = accumulator(weight.dtype)
-        return zero_state(batch_size, self.d_inner, self.d_state, dtype, weight.device)
+        dtype = accumulator(self.D.dtype)
+        return zero_state(batch_size, self.d_inner, self.d_state, dtype, self.D.device)
 
     def _project(
         self,
@@ -327,7 +328,7 @@ class FixedPointLayer(nn.Module, ABC):
         state = self._incoming(state, projected)
         heads, paired = self.num_heads, self.output == "norm"
         x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
-        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
+        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.D.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project_x(x, low)
         with without_autocast(u.device):
@@ -348,8 +349,11 @@ class FixedPointLayer(nn.Module, ABC):
         """W^x x: the raw values (b', t, r) and the gate (b', t, p), in `dtype` if kernels read
         them."""
         for_kernels = choose_backend(self.backend, x.device, x.dtype) == "triton"
-        weight, bias = self.x_proj.weight, self._x_bias()
-        return project_raw(x, weight, bias, r=self.raw_size, dtype=dtype if for_kernels else None)
+        bias = self._x_bias()
+        options: dict[str, Any] = {"r": self.raw_size, "dtype": dtype if for_kernels else None}
+        if not is_plain(self.x_proj):
+            return split_projected(self.x_proj(x), bias, **options)
+        return project_raw(x, self.x_proj.weight, bias, **options)
 
     def _map(
         self,
@@ -440,7 +444,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        check_layer_input(x, rank, self.d_model, self.x_proj.weight)
+        check_layer_input(x, rank, self.d_model, self.D)
 
     # -- saving: the extra state is a counter, present with any solver, adjoint, cap and backend
 

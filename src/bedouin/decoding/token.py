@@ -29,7 +29,6 @@ from bedouin.kernels.decode import (
     unsupported_token,
 )
 from bedouin.kernels.feedback import normalize_feedback
-from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.parameterization import OutputStage
 from bedouin.solvers.deferred import DeferredWarning
@@ -37,6 +36,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.solution import BackwardStats, SolveStats, join_parts
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state
+from bedouin.wrapped import apply_projection, has_hooks
 
 
 class DecodedLayer(Protocol):
@@ -192,7 +192,7 @@ class Buffers:
 
 def make_buffers(layer: DecodedLayer, x_t: Tensor) -> Buffers:
     """Buffers for the rows of x_t (b, m), with the dtype that the feedback's product takes."""
-    low = autocast_dtype(x_t) or layer.x_proj.weight.dtype
+    low = autocast_dtype(x_t) or layer.D.dtype
     return Buffers(layer, len(x_t), low)
 
 
@@ -218,6 +218,10 @@ def asks_for_fused_step(layer: DecodedLayer) -> bool:
 def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether `step` may take the fused path for x_t (b, m)."""
     if not asks_for_fused_step(layer) or not len(x_t):
+        return False
+    # a replay calls no Python functions, and those on y_proj are answered with an error
+    _, *parts = layer.modules()
+    if any(has_hooks(part) for part in parts):
         return False
     if x_t.is_cuda:
         # float64 serves to check numbers, for which the plain path is the reference
@@ -246,12 +250,12 @@ def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
     projected = layer.in_proj(u)
     x = projected[:, :d]
     of_heads = _split_heads(x, layer.num_heads)
-    raw = apply_weight(of_heads, layer.x_proj.weight)
+    raw: Tensor = layer.x_proj(of_heads)
     with without_autocast(u.device):
         fed = None
         if layer.y_proj is not None:
             normed = _split_heads(buffers.normed, layer.num_heads)
-            fed = apply_weight(normed, layer.y_proj.weight.to(normed.dtype))
+            fed = apply_projection(layer.y_proj, normed, layer.D.dtype)
         drive = layer.drive(of_heads.to(buffers.h.dtype)) if layer.has_drive else of_heads
         hidden = torch.empty(len(u), d, dtype=u.dtype, device=u.device)
         operands = StepOperands(
