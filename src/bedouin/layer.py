@@ -52,7 +52,7 @@ from bedouin.parameterization import (
     SolveOption,
     split_feedback_weight,
 )
-from bedouin.parameters import factory_options
+from bedouin.parameters import MarkedModule, factory_options, mark
 from bedouin.projection import project_raw, split_projected
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
@@ -78,7 +78,7 @@ class _Call(NamedTuple):
     dtype: torch.dtype  # of the output stage's products
 
 
-class FixedPointLayer(nn.Module, ABC):
+class FixedPointLayer(MarkedModule, ABC):
     """The base class of the layers: one fused projection, the solve, the output stage, the state.
 
     A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
@@ -241,14 +241,10 @@ class FixedPointLayer(nn.Module, ABC):
             self.norm.reset_parameters()
 
     def _mark_parameters(self) -> None:
-        """Set the attributes that initializers and optimizers of Mamba read.
-
-        Called whenever values are initialized, since `to_empty` makes parameters without them.
-        """
-        self.dt_bias._no_reinit = True  # type: ignore[attr-defined]
-        for parameter in (self.D, self.decay_parameter()[2]):
-            if parameter is not None:
-                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        # plain look-ups, because setting the first parameter calls this, too
+        mark(self._parameters.get("dt_bias"), "_no_reinit")
+        for name in ("D", "A_log", "omega"):
+            mark(self._parameters.get(name), "_no_weight_decay")
 
     def _x_bias(self) -> Tensor:
         """The bias of W^x (r + p,) or (H, r + p), which begins with that of Delta and ends with the
