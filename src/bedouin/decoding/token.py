@@ -17,6 +17,7 @@ from bedouin.heads import HeadLinear
 from bedouin.kernels.backend import (
     autocast_dtype,
     interpreter_is_on,
+    is_cuda_device,
     is_transformed,
     without_autocast,
 )
@@ -223,7 +224,7 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     _, *parts = layer.modules()
     if any(has_hooks(part) for part in parts):
         return False
-    if x_t.is_cuda:
+    if is_cuda_device(x_t.device):
         # float64 serves to check numbers, for which the plain path is the reference
         return layer.D.dtype != torch.float64 and unsupported_step(layer) is None
     options = layer.solve_options
@@ -235,6 +236,8 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
 def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether this call replays a graph if one exists for x_t."""
     if not isinstance(x_t, Tensor) or not x_t.is_cuda or not asks_for_fused_step(layer):
+        return False
+    if not is_cuda_device(x_t.device):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
