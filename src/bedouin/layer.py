@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
 from bedouin.checks import (
@@ -52,8 +51,9 @@ from bedouin.parameterization import (
     SolveOption,
     split_feedback_weight,
 )
-from bedouin.parameters import MarkedModule, factory_options, mark
+from bedouin.parameters import factory_options, mark
 from bedouin.projection import project_raw, split_projected
+from bedouin.saving import SavedLayer
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
@@ -78,7 +78,7 @@ class _Call(NamedTuple):
     dtype: torch.dtype  # of the output stage's products
 
 
-class FixedPointLayer(MarkedModule, ABC):
+class FixedPointLayer(SavedLayer, ABC):
     """The base class of the layers: one fused projection, the solve, the output stage, the state.
 
     A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
@@ -441,24 +441,6 @@ class FixedPointLayer(MarkedModule, ABC):
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
         check_layer_input(x, rank, self.d_model, self.D)
-
-    # -- saving: the extra state is a counter, present with any solver, adjoint, cap and backend
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for copies and pickles, without statistics of a torch.func transform."""
-        state = dict(vars(self))
-        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.converged):
-            state["stats"] = None
-        return state
-
-    def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.draws.count)
-
-    def set_extra_state(
-        self,
-        state: Tensor,  # (), the count of draws
-    ) -> None:
-        self.draws.count = int(state)
 
     def extra_repr(self) -> str:
         return (
