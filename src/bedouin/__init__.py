@@ -4,6 +4,7 @@ from bedouin.bedouin_layer import Bedouin
 from bedouin.decoding import Decoder
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer, WYForm
 from bedouin.model import SequenceModel
+from bedouin.optimization import param_groups
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.state import BedouinState
 
@@ -20,4 +21,5 @@ __all__ = [
     "SequenceModel",
     "StructuredMixer",
     "WYForm",
+    "param_groups",
 ]

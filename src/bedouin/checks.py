@@ -71,6 +71,12 @@ def check_layer_input(
     dtype; under autocast it may have another dtype."""
     shape = "(b, t, m)" if rank == 3 else "(b, m)"
     check_tensor("x", x, shape)
+    if hasattr(weight, "full_tensor") and not hasattr(x, "full_tensor"):
+        raise ValueError(
+            "the layer's parameters must be gathered before it computes, got shards: FSDP gathers "
+            "them in calls of the module it was applied to, and in other methods after "
+            "torch.distributed.fsdp.register_fsdp_forward_method(module, 'step')"
+        )
     if x.dim() != rank or x.shape[-1] != d_model:
         raise ValueError(
             f"x must have shape {shape} with m = d_model = {d_model}, got {tuple(x.shape)}"

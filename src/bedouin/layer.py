@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
 from bedouin.checks import (
@@ -54,8 +53,9 @@ from bedouin.parameterization import (
     SolveOption,
     split_feedback_weight,
 )
-from bedouin.parameters import factory_options
-from bedouin.projection import project_raw
+from bedouin.parameters import factory_options, mark
+from bedouin.projection import project_raw, split_projected
+from bedouin.saving import SavedLayer
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
@@ -64,6 +64,7 @@ from bedouin.solvers.recompute import restores_tensors_only
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.state import BedouinState, zero_state
+from bedouin.wrapped import effective_weight, is_plain
 
 
 class _Call(NamedTuple):
@@ -79,7 +80,7 @@ class _Call(NamedTuple):
     dtype: torch.dtype  # of the output stage's products
 
 
-class FixedPointLayer(nn.Module, ABC):
+class FixedPointLayer(SavedLayer, ABC):
     """The base class of the layers: one fused projection, the solve, the output stage, the state.
 
     A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
@@ -247,14 +248,10 @@ class FixedPointLayer(nn.Module, ABC):
             self.norm.reset_parameters()
 
     def _mark_parameters(self) -> None:
-        """Set the attributes that initializers and optimizers of Mamba read.
-
-        Called whenever values are initialized, since `to_empty` makes parameters without them.
-        """
-        self.dt_bias._no_reinit = True  # type: ignore[attr-defined]
-        for parameter in (self.D, self.decay_parameter()[2]):
-            if parameter is not None:
-                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        # plain look-ups, because setting the first parameter calls this, too
+        mark(self._parameters.get("dt_bias"), "_no_reinit")
+        for name in ("D", "A_log", "omega"):
+            mark(self._parameters.get(name), "_no_weight_decay")
 
     def _x_bias(self) -> Tensor:
         """The bias of W^x (r + p,) or (H, r + p), which begins with that of Delta and ends with the
@@ -269,8 +266,9 @@ class FixedPointLayer(nn.Module, ABC):
         W^y of the gate (p, p) or (H, p, p); None without feedback."""
         if self.y_proj is None:
             return None, None
-        weight = self.y_proj.weight.to(dtype)
-        return split_feedback_weight(weight, self.feedback, self._sizes)
+        p, heads = self.head_dim, self.num_heads
+        weight = effective_weight("y_proj", self.y_proj, p, self.D, heads)
+        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes)
 
     # -- calls
 
@@ -342,9 +340,8 @@ class FixedPointLayer(nn.Module, ABC):
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
         check_batch_size(batch_size)
-        weight = self.x_proj.weight
-        dtype = accumulator(weight.dtype)
-        return zero_state(batch_size, self.d_inner, self.d_state, dtype, weight.device)
+        dtype = accumulator(self.D.dtype)
+        return zero_state(batch_size, self.d_inner, self.d_state, dtype, self.D.device)
 
     def _project(
         self,
@@ -359,7 +356,7 @@ class FixedPointLayer(nn.Module, ABC):
         state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
         heads, paired = self.num_heads, self.output == "norm"
         x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
-        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
+        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.D.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project_x(x, low)
         with without_autocast(u.device):
@@ -380,8 +377,11 @@ class FixedPointLayer(nn.Module, ABC):
         """W^x x: the raw values (b', t, r) and the gate (b', t, p), in `dtype` if kernels read
         them."""
         for_kernels = choose_backend(self.backend, x.device, x.dtype) == "triton"
-        weight, bias = self.x_proj.weight, self._x_bias()
-        return project_raw(x, weight, bias, r=self.raw_size, dtype=dtype if for_kernels else None)
+        bias = self._x_bias()
+        options: dict[str, Any] = {"r": self.raw_size, "dtype": dtype if for_kernels else None}
+        if not is_plain(self.x_proj):
+            return split_projected(self.x_proj(x), bias, **options)
+        return project_raw(x, self.x_proj.weight, bias, **options)
 
     def _map(
         self,
@@ -461,25 +461,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        check_layer_input(x, rank, self.d_model, self.x_proj.weight)
-
-    # -- saving: the extra state is a counter, present with any solver, adjoint, cap and backend
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for copies and pickles, without statistics of a torch.func transform."""
-        state = dict(vars(self))
-        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.converged):
-            state["stats"] = None
-        return state
-
-    def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.draws.count)
-
-    def set_extra_state(
-        self,
-        state: Tensor,  # (), the count of draws
-    ) -> None:
-        self.draws.count = int(state)
+        check_layer_input(x, rank, self.d_model, self.D)
 
     def extra_repr(self) -> str:
         return (

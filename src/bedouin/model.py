@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, v classes (output_size).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_bool, check_dtype, check_tensor, positive_int
 from bedouin.solvers.base import check_number
+
+Run = Literal["whole", "chunk", "token"]
+"""What a call of a `Block` computes: a sequence, a sequence from a state, one token."""
 
 ModelState = tuple[Any, ...]
 """One state for each layer, of the type that its mixer returns."""
@@ -68,8 +71,18 @@ class Block(nn.Module):
                 GatedMLP(d_model, mlp_expand, device=device, dtype=dtype),
             )
 
-    def forward(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
-        return self._residual(x, _mixed(self.mixer, self.mixer(self.norm(x)), x))
+    def forward(self, x: Tensor, state: Any = None, run: Run = "whole") -> Any:
+        """(b, t, m) -> (b, t, m). `forward_state` and `step` are calls with another `run`, because
+        hooks of a module, as those with which FSDP gathers its parameters, run in calls alone."""
+        normed = self.norm(x)
+        if run == "whole":
+            return self._residual(x, _mixed(self.mixer, self.mixer(normed), x))
+        if run == "chunk":
+            _method(self.mixer, "init_state")
+            output, state = self.mixer(normed, state=state, return_state=True)
+        else:
+            output, state = _method(self.mixer, "step")(normed, state)
+        return self._residual(x, _mixed(self.mixer, output, x)), state
 
     def forward_state(
         self,
@@ -77,9 +90,8 @@ class Block(nn.Module):
         state: Any,
     ) -> tuple[Tensor, Any]:  # (b, t, m) and the state
         """`forward` from a state; also returns the state after the last token."""
-        _method(self.mixer, "init_state")
-        output, state = self.mixer(self.norm(x), state=state, return_state=True)
-        return self._residual(x, _mixed(self.mixer, output, x)), state
+        found: tuple[Tensor, Any] = self(x, state, "chunk")
+        return found
 
     def step(
         self,
@@ -87,8 +99,8 @@ class Block(nn.Module):
         state: Any,
     ) -> tuple[Tensor, Any]:  # (b, m) and the state
         """One token; also returns the next state."""
-        output, state = _method(self.mixer, "step")(self.norm(x), state)
-        return self._residual(x, _mixed(self.mixer, output, x)), state
+        found: tuple[Tensor, Any] = self(x, state, "token")
+        return found
 
     def _residual(
         self,
@@ -183,15 +195,21 @@ class SequenceModel(nn.Module):
         tokens: Tensor,  # (b, t) integer ids
         state: ModelState | None = None,
         return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, ModelState]:
+        one_token: bool = False,
+    ) -> Any:
         """Logits (b, t, v); with `return_state` also the state after the last token.
 
         A sequence can be processed in chunks, each from the state that the previous one returned.
+        `step` is a call with `one_token`, so that hooks of the model run for it, too.
 
         Raises:
             TypeError: tokens that are not int64 or int32; a state, if a mixer has no `init_state`.
             ValueError: tokens not of rank 2; a state for another number of layers.
         """
+        if one_token:
+            _check_tokens(tokens, 1, "(b,)")
+            x, state = self._run_blocks(self.embedding(tokens), state, Block.step)
+            return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         x = self.embedding(tokens)  # (b, t, m)
         if state is None and not return_state:
@@ -221,9 +239,8 @@ class SequenceModel(nn.Module):
             TypeError: a mixer without `step`, or tokens that are not int64 or int32.
             ValueError: tokens not of rank 1; a state for another number of layers.
         """
-        _check_tokens(tokens, 1, "(b,)")
-        x, state = self._run_blocks(self.embedding(tokens), state, Block.step)
-        return self._logits(x), state
+        found: tuple[Tensor, ModelState] = self(tokens, state, True, one_token=True)
+        return found
 
     @property
     def mixers(self) -> list[nn.Module]:

@@ -15,7 +15,6 @@ from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
-from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layer import FixedPointLayer
@@ -33,6 +32,7 @@ from bedouin.parameterization import (
 from bedouin.parameters import at_least_float32, factory_options
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.reporting import OnUnconverged
+from bedouin.wrapped import apply_projection
 
 
 class FixedPointRNN(FixedPointLayer):
@@ -162,4 +162,4 @@ class FixedPointRNN(FixedPointLayer):
         self,
         x: Tensor,  # (b', t, p)
     ) -> Tensor:  # (b', t, p)
-        return F.silu(apply_weight(x, self.b_proj.weight.to(x.dtype))) * x
+        return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x

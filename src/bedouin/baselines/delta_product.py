@@ -18,13 +18,13 @@ from bedouin.baselines.delta_rule import (
     delta_rule,
 )
 from bedouin.baselines.interface import Baseline, Sizes, owned
-from bedouin.baselines.options import expanded, head_size, mark, positive_number, reset_dt_bias
+from bedouin.baselines.options import expanded, head_size, positive_number, reset_dt_bias
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.packing import tokens_before
-from bedouin.parameters import at_least_float32, factory_options
+from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.state import RecurrentState
 
 UNIT_EPS = 1e-6
@@ -131,8 +131,11 @@ class DeltaProduct(Baseline[DeltaState]):
                 # exp(A_log) is uniform in (0, 16]: rand may be 0, whose logarithm is not finite
                 self.A_log.copy_(torch.log(A_MAX * (1 - torch.rand_like(self.A_log))))
             reset_dt_bias(self.dt_bias)
-            for parameter in (self.A_log, self.dt_bias):
-                mark(parameter, "_no_weight_decay")
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        for name in ("A_log", "dt_bias"):
+            mark(self._parameters.get(name), "_no_weight_decay")
 
     def _state_sizes(self) -> Sizes:
         memory = self.num_heads, self.head_dim, self.value_dim

@@ -17,6 +17,7 @@ from bedouin.checks import (
     positive_int,
 )
 from bedouin.packing import Packing, find_packing
+from bedouin.parameters import MarkedModule
 from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
@@ -25,7 +26,7 @@ Sizes = dict[str, tuple[int | None, ...]]
 """The shape of each tensor of a state without its batch axis; None: any length."""
 
 
-class Baseline(nn.Module, ABC, Generic[StateT]):
+class Baseline(MarkedModule, ABC, Generic[StateT]):
     """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state.
 
     A subclass names the type of its state, the sizes of the state's tensors, and computes outputs

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, Sizes, owned
-from bedouin.baselines.options import expanded, mark, reset_dt_bias
+from bedouin.baselines.options import expanded, reset_dt_bias
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import at_least_float32, factory_options
+from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.state import RecurrentState
 
 
@@ -96,9 +96,13 @@ class Mamba(Baseline[MambaState]):
             n = torch.arange(1, self.d_state + 1, device=self.D.device)
             self.A_log.copy_(at_least_float32(n).log().expand_as(self.A_log))
             self.D.fill_(1.0)
-        mark(self.A_log, "_no_weight_decay")
-        mark(self.D, "_no_weight_decay")
-        mark(self.dt_proj.bias, "_no_reinit")
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        for name in ("A_log", "D"):
+            mark(self._parameters.get(name), "_no_weight_decay")
+        if "dt_proj" in self._modules:
+            mark(self.dt_proj.bias, "_no_reinit")
 
     def _state_sizes(self) -> Sizes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
