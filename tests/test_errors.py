@@ -253,9 +253,18 @@ def test_batch_sizes(batch_size: Any) -> None:
 
 
 def test_a_decoder_is_of_a_layer() -> None:
-    model: Any = SequenceModel(5, 4, [Bedouin(4)])
-    with raises(TypeError, "layer must be a Bedouin or FixedPointRNN, got SequenceModel"):
-        Decoder(model, 2)
+    other: Any = torch.nn.Linear(4, 4)
+    message = "layer must be a Bedouin, a FixedPointRNN or a SequenceModel, got Linear"
+    with raises(TypeError, message):
+        Decoder(other, 2)
+    model = SequenceModel(5, 4, [Bedouin(4)])
+    decoder = Decoder(model, 2)
+    with raises(TypeError, "tokens must be a tensor (b,), got list"):
+        decoder([1, 2])  # type: ignore[arg-type]
+    with raises(ValueError, "tokens must have shape (batch_size,) = (2,), got (3,)"):
+        decoder(torch.zeros(3, dtype=torch.int64))
+    with raises(ValueError, "state must be a tuple with one entry for each of the 1 layers, got "):
+        Decoder(model, 2, state=model.init_state(2)[0])
 
 
 class Owner(ChannelMixer):

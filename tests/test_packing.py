@@ -41,7 +41,7 @@ def draw(rng: random.Random) -> FixedPointLayer:
     return layer
 
 
-def random_state(layer: FixedPointLayer, b: int) -> BedouinState:
+def random_state(layer: FixedPointLayer, b: int) -> Any:
     like = layer.init_state(b)
     return BedouinState(*(0.1 * torch.randn_like(v) for v in like))
 
@@ -85,14 +85,12 @@ def check_alone(
             assert_close(f"gradient {i}", a, e, 10 * rtol, 1e-13)
 
 
-def largest_growth(
-    layer: FixedPointLayer, x: Tensor, pieces: list[Tensor], before: BedouinState
-) -> float:
+def largest_growth(layer: FixedPointLayer, x: Tensor, pieces: list[Tensor], before: Any) -> float:
     """The growth of rounding errors, in examples where it leaves enough digits to compare."""
     with torch.no_grad():
         growth = max(
             (
-                measure_growth(layer, x[p].unsqueeze(0), state=before[i : i + 1], num_directions=1)
+                measure_growth(layer, x[p].unsqueeze(0), state=before[[i]], num_directions=1)
                 for i, p in enumerate(pieces)
             ),
             default=1.0,
@@ -160,7 +158,7 @@ def test_indexed_documents_begin_anew(rng: random.Random, rows: list[list[int]])
         output, state = layer(x, before, return_state=True, seq_idx=seq_idx)
         for i, row in enumerate(rows):
             starts = [0, *(j for j in range(1, 5) if row[j] != row[j - 1])]
-            after: BedouinState | None = before[i : i + 1]
+            after: Any = before[[i]]
             for start, stop in zip(starts, [*starts[1:], 5], strict=True):
                 document = x[i : i + 1, start:stop]
                 incoming = after if start == 0 else layer.init_state(1)
@@ -168,7 +166,6 @@ def test_indexed_documents_begin_anew(rng: random.Random, rows: list[list[int]])
                 assume(growth < 1e4)
                 y, after = layer(document, incoming, return_state=True)
                 assert_close("output", output[i : i + 1, start:stop], y, 1e-12 * growth, ATOL)
-            assert after is not None
             assert_close("ssm", state.ssm[i : i + 1], after.ssm, 1e-12 * growth, ATOL)
             assert_close("y", state.y[i : i + 1], after.y, 1e-12 * growth, ATOL)
 
@@ -396,5 +393,5 @@ def test_errors(options: dict[str, Any], error: type[Exception], message: str) -
 
 
 def test_documents_need_a_single_row() -> None:
-    with pytest.raises(ValueError, match=r"x must have shape \(1, t, m\) with cu_seqlens"):
+    with pytest.raises(ValueError, match=r"cu_seqlens needs a single row, x \(1, t, m\)"):
         Bedouin(2)(torch.zeros(2, 4, 2), cu_seqlens=torch.tensor([0, 4]))

@@ -389,7 +389,7 @@ class FixedPointLayer(SavedLayer, ABC):
         raw: Tensor,  # (b', t, r)
         W_y: Tensor | None,  # (r, p) or (H, r, p)
         state: BedouinState | None,  # of b samples
-        packing: Packing | None,
+        packing: Packing | None = None,
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = accumulator(x.dtype)

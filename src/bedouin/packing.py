@@ -8,11 +8,12 @@ Letters: b rows, t time, l sequences (the b rows without their padding, or docum
 of the longest one.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin.checks import check_tensor
 from bedouin.kernels.linear import padding
@@ -61,12 +62,17 @@ class Packing:
 
     def before(
         self,
-        state: StateT | None,  # of rows, or with cu_seqlens of documents
+        state: StateT,  # of rows, or with cu_seqlens of documents
         zeros: StateT,  # of one sample before its first token
-    ) -> StateT | None:
+    ) -> StateT:
         """The states before the first token of each sequence."""
-        if state is None or self.first is None:
+        if self.first is None:
             return state
+        if not isinstance(zeros, RecurrentState):
+            raise TypeError(
+                "seq_idx needs states that can be joined, such as BedouinState, got "
+                f"{type(zeros).__name__}: use cu_seqlens, which takes a state for each document"
+            )
         return type(zeros).cat([zeros, state])[self.first]
 
     def after(
@@ -91,7 +97,7 @@ def zero_outside(
 ) -> Tensor:  # (l, w, ...)
     """v where the mask is True, and 0 elsewhere, also for the gradient where v is not finite."""
     # not a product: that would leave NaN
-    return torch.where(mask.view(*mask.shape, *(1,) * (v.dim() - 2)), v, 0.0)
+    return v.masked_fill(~mask.view(*mask.shape, *(1,) * (v.dim() - 2)), 0)
 
 
 def last_token(
@@ -127,7 +133,7 @@ def hold_memory(
 
 
 def find_packing(
-    x: Tensor,  # (b, t, ...)
+    x: Tensor,  # (b, t, ...), or tokens (b, t)
     mask: Tensor | None,  # (b, t)
     cu_seqlens: Tensor | None,  # (l + 1,)
     seq_idx: Tensor | None,  # (b, t)
@@ -158,6 +164,17 @@ def find_packing(
         _check_readable("seq_idx", x)
         return _split_rows(seq_idx) if seq_idx.numel() else None
     return _split_at(cu_seqlens, x)
+
+
+def check_takes_mask(mixer: nn.Module) -> None:
+    """Raise TypeError for a layer whose `forward` has no argument `mask`."""
+    parameters = inspect.signature(mixer.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if "mask" not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise TypeError(
+            f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
+            "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
+        )
 
 
 def _pad_rows(
@@ -191,8 +208,8 @@ def _split_at(
     b, t = x.shape[:2]
     if b != 1:
         raise ValueError(
-            f"x must have shape (1, t, m) with cu_seqlens, got {tuple(x.shape)}: join the rows, or "
-            "use mask or seq_idx"
+            f"cu_seqlens needs a single row, x (1, t, m) or tokens (1, t), got {tuple(x.shape)}: "
+            "join the rows, or use mask or seq_idx"
         )
     _check_device("cu_seqlens", cu_seqlens, x)
     _check_readable("cu_seqlens", x)

@@ -5,8 +5,8 @@ tests need a CUDA device and also cover a table of sizes that are not multiples 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
-from dataclasses import dataclass, replace
 import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
