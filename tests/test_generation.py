@@ -132,6 +132,21 @@ def test_greedy_tokens_are_those_of_the_full_forward() -> None:
 
 
 @torch.no_grad()
+def test_a_token_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the prompt the model sees each token once, by itself."""
+    model, sizes = make_model(), []
+    project = model.head.forward
+
+    def record(x: Tensor) -> Tensor:
+        sizes.append(tuple(x.shape[:-1]))
+        return project(x)
+
+    monkeypatch.setattr(model.head, "forward", record)
+    model.generate(ids(2, 9), 4)
+    assert sizes == [(2, 9), (2,), (2,), (2,)]
+
+
+@torch.no_grad()
 def test_padded_prompts_generate_what_they_do_alone() -> None:
     model = make_model()
     prompt = ids(3, 5)

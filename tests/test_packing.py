@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
 from bedouin.layer import FixedPointLayer
+from bedouin.packing import check_readable
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -272,6 +274,21 @@ def test_the_host_reads_no_mask() -> None:
     assert output.shape == (2, 3, 4) and state.ssm.shape == (2, 8, 16)
 
 
+@torch.no_grad()
+def test_masks_of_an_ensemble() -> None:
+    """vmap over stacked parameters, and over masks."""
+    layers = [Bedouin(4, dtype=torch.float64) for _ in range(2)]
+    x, mask = torch.randn(3, 5, 4, dtype=torch.float64), torch.rand(3, 5) > 0.4
+    parameters, _ = torch.func.stack_module_state(list(layers))
+
+    def run(values: dict[str, Tensor], mask: Tensor) -> Any:
+        return torch.func.functional_call(layers[0], values, (x,), {"mask": mask})
+
+    found = torch.func.vmap(run)(parameters, torch.stack([mask, ~mask]))
+    for output, layer, rows in zip(found, layers, (mask, ~mask), strict=True):
+        assert_close("output", output, layer(x, mask=rows), 1e-12)
+
+
 def test_masks_compile_to_whole_graphs() -> None:
     layer = Bedouin(4, dtype=torch.float64)
     x, mask = torch.randn(2, 5, 4, dtype=torch.float64), torch.rand(2, 5) > 0.4
@@ -390,6 +407,14 @@ def test_errors(options: dict[str, Any], error: type[Exception], message: str) -
     with pytest.raises(error) as caught:
         Bedouin(2)(torch.zeros(1, 4, 2), **options)
     assert message in str(caught.value)
+
+
+def test_documents_are_not_read_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    message = "cu_seqlens must be None during the capture of a CUDA graph"
+    with pytest.raises(ValueError, match=message):
+        check_readable("cu_seqlens", on_gpu)
 
 
 def test_documents_need_a_single_row() -> None:

@@ -57,8 +57,12 @@ class Packing:
         shape: torch.Size,  # (b, t, ...)
     ) -> Tensor:  # (b, t, ...)
         """The inverse of `take`, with zeros at places without a token."""
-        placed = y.flatten(0, 1).index_select(0, self.target).unflatten(0, shape[:2])
-        return placed if self.mask is None else zero_outside(self.mask, placed)
+        placed = y.flatten(0, 1).unsqueeze(0).index_select(1, self.target)  # (1, b t, ...)
+        rows = placed if shape[0] == 1 else placed.squeeze(0).unflatten(0, shape[:2])
+        if self.mask is not None:
+            return zero_outside(self.mask, rows)
+        # not a view, since that would keep FSDP from gathering the parameters for its backward
+        return rows if rows is placed else rows.clone()
 
     def before(
         self,
@@ -161,7 +165,7 @@ def find_packing(
         return _pad_rows(mask)
     if seq_idx is not None:
         _check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
-        _check_readable("seq_idx", x)
+        check_readable("seq_idx", x)
         return _split_rows(seq_idx) if seq_idx.numel() else None
     return _split_at(cu_seqlens, x)
 
@@ -212,7 +216,7 @@ def _split_at(
             "join the rows, or use mask or seq_idx"
         )
     _check_device("cu_seqlens", cu_seqlens, x)
-    _check_readable("cu_seqlens", x)
+    check_readable("cu_seqlens", x)
     ends: list[int] = cu_seqlens.tolist()
     sizes = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
     if ends[0] != 0 or ends[-1] != t or min(sizes, default=0) < 0:
@@ -286,7 +290,8 @@ def _check_device(name: str, value: Tensor, x: Tensor) -> None:
         )
 
 
-def _check_readable(name: str, x: Tensor) -> None:
+def check_readable(name: str, x: Tensor) -> None:
+    """Raise ValueError where the host must not wait for the device of x."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{name} must be None during the capture of a CUDA graph, since the host reads the "
