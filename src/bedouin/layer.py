@@ -110,7 +110,7 @@ class FixedPointLayer(SavedLayer, ABC):
     checkpointing does not change them. Under torch.func transforms they are tensors of the
     transform: to read them, return them from the transformed function; copies of the layer do not
     contain them. Under torch.compile they are outputs of the graph that are not read, so nothing
-    warns or raises, and stats.backward stays None."""
+    warns or raises, and stats.backward stays None. torch.export leaves them as they are."""
 
     def __init__(
         self,
@@ -372,7 +372,7 @@ class FixedPointLayer(SavedLayer, ABC):
 
     def _keep_stats(self, stats: SolveStats | None) -> None:
         # a checkpoint's recomputation keeps those of the first call, which get stats.backward
-        if not restores_tensors_only():
+        if not restores_tensors_only() and not torch.compiler.is_exporting():
             self.stats = stats
 
     def _output(
