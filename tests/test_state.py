@@ -1,6 +1,7 @@
 """The recurrent state: chunks, single tokens, selection, conversion."""
 
 import random
+from typing import Any
 
 import hypothesis
 import pytest
@@ -141,7 +142,8 @@ def test_no_tokens_leave_the_state_alone() -> None:
 def test_selected_samples_go_on_alone() -> None:
     layer = Bedouin(4, dtype=torch.float64)
     x, x_next = torch.randn(2, 6, 5, 4, dtype=torch.float64)
-    _, state = layer(x, return_state=True)
+    # type checkers take an index of a NamedTuple for one of its fields
+    state: Any = layer(x, return_state=True)[1]
     expected = layer(x_next, state=state)
     assert_close("[2:5]", layer(x_next[2:5], state=state[2:5]), expected[2:5], 1e-12)
     mask = torch.tensor([True, False, False, True, False, False])

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -105,12 +105,14 @@ class FixedPointLayer(SavedLayer, ABC):
     backend = SolveOption[Backend]()
 
     stats: SolveStats | None
-    """Statistics of the last call, also of one that raised a ConvergenceError; None before any
-    call. Those of a sample are the worst of its heads. The recomputation of non-reentrant
-    checkpointing does not change them. Under torch.func transforms they are tensors of the
-    transform: to read them, return them from the transformed function; copies of the layer do not
-    contain them. Under torch.compile they are outputs of the graph that are not read, so nothing
-    warns or raises, and stats.backward stays None. torch.export leaves them as they are."""
+    """Statistics of the last call, also of one that raised a ConvergenceError. None before any
+    call, and in copies and pickles of a layer whose last call was within a torch.func transform; a
+    state_dict contains none, and loading one does not change them. Those of a sample are the worst
+    of its heads. The recomputation of non-reentrant checkpointing does not change them. Under
+    torch.func transforms they are tensors of the transform: to read them, return them from the
+    transformed function. Under torch.compile they are outputs of the graph that are not read, so
+    nothing warns or raises, and stats.backward stays None. torch.export leaves them as they
+    are."""
 
     def __init__(
         self,
@@ -265,6 +267,21 @@ class FixedPointLayer(SavedLayer, ABC):
 
     # -- calls
 
+    @overload
+    def forward(
+        self, x: Tensor, state: BedouinState | None = None, return_state: Literal[False] = False
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, state: BedouinState | None = None, *, return_state: Literal[True]
+    ) -> tuple[Tensor, BedouinState]: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, state: BedouinState | None = None, return_state: bool = False
+    ) -> Any: ...
+
     def forward(
         self, x: Tensor, state: BedouinState | None = None, return_state: bool = False
     ) -> Any:
@@ -280,6 +297,9 @@ class FixedPointLayer(SavedLayer, ABC):
             solution = self.solve_options.solve(call.f, call.start, 1, self._caller())
         output, new_state = self._output(call, solution.value, return_state)
         return (output, new_state) if return_state else output
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's is a Callable[..., Any]
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """One token: (b, m) -> (b, m), solved exactly with any solver of the layer.

@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, v classes (output_size).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -190,6 +190,25 @@ class SequenceModel(nn.Module):
         if tie_embeddings:
             self.head.weight = self.embedding.weight
 
+    @overload
+    def forward(
+        self, tokens: Tensor, state: ModelState | None = None, return_state: Literal[False] = False
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, tokens: Tensor, state: ModelState | None = None, *, return_state: Literal[True]
+    ) -> tuple[Tensor, ModelState]: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        return_state: bool = False,
+        one_token: bool = False,
+    ) -> Any: ...
+
     def forward(
         self,
         tokens: Tensor,  # (b, t) integer ids
@@ -208,7 +227,8 @@ class SequenceModel(nn.Module):
         """
         if one_token:
             _check_tokens(tokens, 1, "(b,)")
-            x, state = self._run_blocks(self.embedding(tokens), state, Block.step)
+            given: Any = state  # None is refused
+            x, state = self._run_blocks(self.embedding(tokens), given, Block.step)
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         x = self.embedding(tokens)  # (b, t, m)
@@ -219,6 +239,9 @@ class SequenceModel(nn.Module):
         state = self.init_state(len(tokens)) if state is None else state
         x, state = self._run_blocks(x, state, Block.forward_state)
         return (self._logits(x), state) if return_state else self._logits(x)
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's is a Callable[..., Any]
 
     def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token, one entry for each layer.
