@@ -145,7 +145,8 @@ def test_no_tokens_leave_the_state_alone() -> None:
 def test_selected_samples_go_on_alone() -> None:
     layer = Bedouin(4, dtype=torch.float64)
     x, x_next = torch.randn(2, 6, 5, 4, dtype=torch.float64)
-    _, state = layer(x, return_state=True)
+    # type checkers take an index of a NamedTuple for one of its fields
+    state: Any = layer(x, return_state=True)[1]
     expected = layer(x_next, state=state)
     assert_close("[2:5]", layer(x_next[2:5], state=state[2:5]), expected[2:5], 1e-12)
     mask = torch.tensor([True, False, False, True, False, False])
@@ -171,7 +172,7 @@ def test_to_converts_both_tensors() -> None:
 def test_states_join_and_separate() -> None:
     """state[i] drops the batch axis, stack restores it; a list or slice keeps it, cat joins."""
     layer = Bedouin(4, d_state=3)
-    _, state = layer(torch.randn(4, 2, 4), return_state=True)
+    state: Any = layer(torch.randn(4, 2, 4), return_state=True)[1]
     for joined in (
         BedouinState.stack([state[i] for i in range(4)]),
         BedouinState.cat([state[:1], state[[1, 2]], state[3:]]),

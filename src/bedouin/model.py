@@ -5,7 +5,7 @@ Letters: b batch, t time, m d_model, v classes (output_size).
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_bool, check_dtype, check_tensor, positive_int
 from bedouin.generation import Sampling, generate
-from bedouin.packing import Packing, check_takes_mask, find_packing
+from bedouin.model_checks import check_tied, make_mixers
+from bedouin.packing import Packing, Places, check_takes_mask, find_packing
 from bedouin.solvers.base import check_number
 
 Run = Literal["whole", "chunk", "token"]
@@ -198,8 +199,8 @@ class SequenceModel(nn.Module):
         check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
         check_bool("tie_embeddings", tie_embeddings)
         check_dtype(dtype)
-        _check_tied(tie_embeddings, vocab_size, output_size)
-        layers = _make_mixers(mixers, num_layers)
+        check_tied(tie_embeddings, vocab_size, output_size)
+        layers = make_mixers(mixers, num_layers)
         self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.blocks = nn.ModuleList(
@@ -210,6 +211,35 @@ class SequenceModel(nn.Module):
         self.head = nn.Linear(d_model, output_size, bias=False, device=device, dtype=dtype)
         if tie_embeddings:
             self.head.weight = self.embedding.weight
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        return_state: Literal[False] = False,
+        **places: Unpack[Places],
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        *,
+        return_state: Literal[True],
+        **places: Unpack[Places],
+    ) -> tuple[Tensor, ModelState]: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        return_state: bool = False,
+        one_token: bool = False,
+        **places: Unpack[Places],
+    ) -> Any: ...
 
     def forward(
         self,
@@ -236,7 +266,8 @@ class SequenceModel(nn.Module):
         """
         if one_token:
             _check_tokens(tokens, 1, "(b,)")
-            x, state = self._run_blocks(self.embedding(tokens), state, Block.step)
+            given: Any = state  # None is refused
+            x, state = self._run_blocks(self.embedding(tokens), given, Block.step)
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
@@ -257,6 +288,9 @@ class SequenceModel(nn.Module):
             state = tuple(packing.after(after) for after in state)
         logits = self._placed_logits(x, tokens, packing)
         return (logits, state) if return_state else logits
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's is a Callable[..., Any]
 
     def generate(
         self,
@@ -408,56 +442,6 @@ def _method(mixer: object, name: str) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = method
     return found
-
-
-def _make_mixers(
-    mixers: Sequence[nn.Module] | Callable[[int], nn.Module], num_layers: int | None
-) -> list[nn.Module]:
-    """The mixers as a list. Raises TypeError or ValueError for invalid arguments."""
-    if isinstance(mixers, nn.Module) and not isinstance(mixers, nn.ModuleList):
-        raise TypeError(
-            f"mixers must be a sequence of modules or a function that makes one, got the module "
-            f"{type(mixers).__name__}: wrap it in a list"
-        )
-    if isinstance(mixers, Sequence | nn.ModuleList):
-        made = _check_listed(list(mixers), num_layers)
-    elif callable(mixers):
-        made = _call_for_each_layer(mixers, num_layers)
-    else:
-        raise TypeError(
-            "mixers must be a sequence of modules or a function that makes one, got "
-            f"{type(mixers).__name__}"
-        )
-    for mixer in made:
-        if not isinstance(mixer, nn.Module):
-            raise TypeError(f"mixers must be nn.Modules, got {type(mixer).__name__}")
-    return made
-
-
-def _check_listed(mixers: list[nn.Module], num_layers: int | None) -> list[nn.Module]:
-    if not mixers:
-        raise ValueError("mixers must contain at least one layer, got none")
-    if num_layers is not None:
-        raise ValueError(
-            f"num_layers must be None if mixers is a sequence, got {num_layers} and {len(mixers)} "
-            "mixers: leave it out"
-        )
-    return mixers
-
-
-def _call_for_each_layer(
-    make: Callable[[int], nn.Module], num_layers: int | None
-) -> list[nn.Module]:
-    if num_layers is None:
-        raise ValueError("num_layers must be at least 1 if mixers is a function, got None")
-    return [make(index) for index in range(positive_int("num_layers", num_layers))]
-
-
-def _check_tied(tied: bool, vocab_size: int, output_size: int) -> None:
-    if tied and vocab_size != output_size:
-        raise ValueError(
-            f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
-        )
 
 
 def _check_tokens(

@@ -10,7 +10,7 @@ of the longest one.
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ CLOSED = 1e30
 the value itself."""
 
 StateT = TypeVar("StateT", bound=RecurrentState)
+
+
+class Places(TypedDict, total=False):
+    """The arguments of a call that say where tokens are, for the types of overloads."""
+
+    mask: Tensor | None  # (b, t)
+    cu_seqlens: Tensor | None  # (documents + 1,)
+    seq_idx: Tensor | None  # (b, t)
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,17 @@ class Packing:
 
     def after(
         self,
-        state: StateT,  # of sequences
-    ) -> StateT:
+        state: StateT | None,  # of sequences
+    ) -> StateT | None:
         """The states after the last token of each row, or with cu_seqlens of each document."""
-        return state if self.last is None else state[self.last]
+        return state if self.last is None or state is None else state[self.last]
+
+    def steps(
+        self,
+        num_steps: Tensor,  # (l,)
+    ) -> Tensor:  # (l,)
+        """Steps of a solve; a sequence without tokens takes none."""
+        return torch.where(self.lengths > 0, num_steps, 0)
 
 
 def tokens_before(

@@ -120,8 +120,8 @@ def test_blocks_of_channels_and_states(b: int, d: int, n: int, device: str) -> N
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 @pytest.mark.parametrize(
     ("t", "segments", "options"),
-    [(33, 2, FEW[0]), (33, 2, FEW[2]), (65, 5, FEW[1])],
-    ids=["plain", "coupled", "five"],
+    [(33, 2, FEW[0]), (33, 2, FEW[2]), (65, 4, FEW[1])],
+    ids=["plain", "coupled", "four"],
 )
 def test_a_cut_sequence(t: int, segments: int, options: dict[str, Any], device: str) -> None:
     from bedouin.kernels.scan.launch import Limits, plan_scan
