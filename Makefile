@@ -12,11 +12,12 @@ ENV_PYTHON := $(abspath $(VENV))/bin/python
 KEEP_PAGES := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=33554432
 STAMP      := $(VENV)/installed
 WHEEL_ENV  := build/wheel-env
+CONTRACTS_ENV := build/contracts-env
 
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
-.PHONY: help env a5 copy bench experiments test lint types check build wheel clean
+.PHONY: help env a5 copy bench experiments test contracts lint types check build wheel clean
 
 help:
 	@echo "make a5      train on the A5 word problem        (options: make a5 ARGS=\"--seed 1\")"
@@ -24,6 +25,7 @@ help:
 	@echo "make bench   times against the floors, on a GPU  (options: make bench ARGS=--quick)"
 	@echo "make experiments  list the experiments, their commands and their run times"
 	@echo "make test    run the tests                       (options: make test ARGS=\"-m 'not slow'\")"
+	@echo "make contracts  tests against PEFT and ONNX Runtime, in an environment of their own"
 	@echo "make check   lint, types, build, test"
 	@echo "make lint    ruff check and ruff format --check"
 	@echo "make types   mypy --strict over the library, tests and examples"
@@ -61,6 +63,14 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(ENV_PYTHON) -P -m pytest -n 2 -q -m interpreter
 	@echo "== test"
 	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(ARGS)
+
+# Without the packages their tests are not collected, and pytest fails if it collects none.
+contracts:
+	@echo "== contracts"
+	test -x $(CONTRACTS_ENV)/bin/python || $(PYTHON) -m venv $(CONTRACTS_ENV)
+	$(CONTRACTS_ENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(CONTRACTS_ENV)/bin/python -m pip install --quiet --editable ".[dev,contracts]"
+	OMP_NUM_THREADS=1 $(CONTRACTS_ENV)/bin/python -P -m pytest -q tests/contracts
 
 lint: $(STAMP)
 	@echo "== lint"

@@ -1,7 +1,9 @@
 """The choice of an operation's implementation, from the argument `backend` and the tensors."""
 
 import os
+import re
 from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -14,7 +16,25 @@ Implementation = Literal["triton", "reference"]
 AUTO_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes for which "auto" chooses Triton. float64 serves to check numbers, as the reference
 does."""
-_HAS_TRITON = find_spec("triton") is not None
+LOWEST_TRITON = (3, 6)
+"""The version that comes with torch 2.11, the lowest torch that is tested."""
+
+
+def _find_triton() -> tuple[str, bool]:
+    """The version of the installed Triton, "" without one and "unknown" for a build without
+    metadata, and whether it is too old. Read from metadata, because importing Triton is slow."""
+    if find_spec("triton") is None:
+        return "", False
+    for build in ("triton", "pytorch-triton", "triton-windows"):
+        try:
+            version = metadata.version(build)
+        except metadata.PackageNotFoundError:
+            continue
+        return version, tuple(map(int, re.findall(r"\d+", version)[:2])) < LOWEST_TRITON
+    return "unknown", False
+
+
+_TRITON, _IS_OLD = _find_triton()
 
 
 def check_backend(backend: str) -> None:
@@ -31,10 +51,11 @@ def choose_backend(
 ) -> Implementation:
     """The implementation for tensors of `dtype` on `device`.
 
-    "auto" chooses Triton on a GPU, except for float64, under torch.func transforms and forward
-    mode, for which no Triton operation has rules, and if `unsupported` names a property of the call
-    that the kernels do not support; then it chooses the reference. Raises ValueError for an unknown
-    name, and for "triton" if it cannot run: without Triton, with an unsupported call, under a
+    "auto" chooses Triton on a CUDA device, except for float64, under torch.func transforms and
+    forward mode, for which no Triton operation has rules, and if `unsupported` names a property of
+    the call that the kernels do not support; then, without Triton and on any other device, ROCm's
+    included, it chooses the reference. Raises ValueError for an unknown name, for a Triton that is
+    too old, and for "triton" if it cannot run: without Triton, with an unsupported call, under a
     transform, or on a CPU unless Triton's interpreter is on.
     """
     check_backend(backend)
@@ -43,20 +64,40 @@ def choose_backend(
     if backend == "triton":
         _check_triton(device, unsupported)
         return "triton"
-    if backend == "reference" or device.type != "cuda" or dtype not in AUTO_DTYPES:
+    if backend == "reference" or not is_cuda_device(device) or dtype not in AUTO_DTYPES:
         return "reference"
-    return "triton" if _HAS_TRITON and unsupported is None else "reference"
+    if not _TRITON or unsupported is not None:
+        return "reference"
+    _check_version(backend)
+    return "triton"
+
+
+def is_cuda_device(device: torch.device) -> bool:
+    """Whether it is a GPU on which the kernels run: torch calls those of ROCm "cuda", too."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def _check_version(backend: Backend) -> None:
+    if _IS_OLD:
+        lowest = ".".join(map(str, LOWEST_TRITON))
+        raise ValueError(
+            f"backend={backend!r} on a CUDA device needs triton >= {lowest}, got {_TRITON}: "
+            "install the version that belongs to torch, with pip install 'bedouin[triton]', or "
+            "use backend='reference'"
+        )
 
 
 def _check_triton(device: torch.device, unsupported: str | None) -> None:
-    if not _HAS_TRITON:
+    if not _TRITON:
         raise ValueError(
-            "backend='triton' needs the package triton: install it, or use backend='auto' or "
-            "'reference'"
+            "backend='triton' needs the package triton: install it with pip install "
+            "'bedouin[triton]', or use backend='auto' or 'reference'"
         )
-    if device.type != "cuda" and not interpreter_is_on():
+    _check_version("triton")
+    if not is_cuda_device(device) and not interpreter_is_on():
+        kind = " of ROCm" if torch.version.hip is not None else ""
         raise ValueError(
-            f"backend='triton' needs tensors on a CUDA device, got {device}: "
+            f"backend='triton' needs tensors on a CUDA device, got {device}{kind}: "
             "move the layer and its input there, use backend='auto' or 'reference', or set "
             "TRITON_INTERPRET=1 before the start to run the kernels in Triton's interpreter"
         )

@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from bedouin.kernels.backend import is_batched, without_autocast
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
-from bedouin.solvers.base import BlockMap, Solver, TransposedBlockMap
+from bedouin.solvers.base import BlockMap, Solver, TransposedBlockMap, counted_tokens
 from bedouin.solvers.problem import Problem
 from bedouin.solvers.solution import Solution, SolveStats, can_read_device
 
@@ -107,9 +107,11 @@ class _AdjointMap:
         tracked: Tensor,  # (b, ...), F(y)
         grad_output: Tensor,  # (b, ...)
         flips: bool,
+        real: Tensor | None,  # (b, t), of a `PaddedMap`
     ) -> None:
         self.y, self.tracked, self.flips = y, tracked, flips
         self.g = self.flip(grad_output)
+        self.real = None if real is None else self.flip(real)
 
     def flip(
         self,
@@ -137,7 +139,7 @@ class _BlockAdjointMap(_AdjointMap):
         grad_output: Tensor,  # (b, t, c)
         f: TransposedBlockMap,
     ) -> None:
-        super().__init__(y, tracked, grad_output, flips=True)
+        super().__init__(y, tracked, grad_output, True, counted_tokens(f))
         self.diagonal, self.invert = f.block_transpose(y.detach())
 
     def block_solve(
@@ -185,7 +187,7 @@ class _AdjointSolve:
         y, tracked = self._evaluation()
         if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
             return _BlockAdjointMap(y, tracked, grad_output, f)
-        return _AdjointMap(y, tracked, grad_output, flips)
+        return _AdjointMap(y, tracked, grad_output, flips, counted_tokens(f))
 
     def _evaluation(self) -> tuple[Tensor, Tensor]:
         """y* and F(y*), both (b, ...), in a graph whose saved tensors no hook has replaced.

@@ -95,6 +95,20 @@ class FusedMap(Protocol):
         """Steps from y (b, t, c), or None if the plain loop must be used."""
 
 
+class PaddedMap(Protocol):
+    """A map of sequences of several lengths, each followed by padding, where its values are 0."""
+
+    @property
+    def real(self) -> Tensor | None:
+        """(b, t) bool, False in the padding, which counts as converged; None: no padding."""
+
+
+def counted_tokens(f: object) -> Tensor | None:
+    """`real` (b, t) of a `PaddedMap`; None for other maps."""
+    real: Tensor | None = getattr(f, "real", None)
+    return real
+
+
 @runtime_checkable
 class ExactAdjointMap(Protocol):
     """A map that offers the exact reverse sweep."""

@@ -12,7 +12,16 @@ from torch import Tensor
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.outside import outside_of_graphs
-from bedouin.solvers.base import FusedMap, Map, Solver, Steps, TimeDim, TokenMap, as_tokens
+from bedouin.solvers.base import (
+    FusedMap,
+    Map,
+    Solver,
+    Steps,
+    TimeDim,
+    TokenMap,
+    as_tokens,
+    counted_tokens,
+)
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
     holds_so_far,
@@ -165,7 +174,7 @@ class _PlainSteps:
         f: Map,
         y: Tensor,  # (b, t, c)
     ) -> None:
-        self.solver, self.f = solver, f
+        self.solver, self.f, self.real = solver, f, counted_tokens(f)
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
@@ -198,7 +207,7 @@ class _PlainSteps:
         defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
         scale = f_y.abs().amax(-1).to(dtype)
         small = self.solver.within_tolerance(defect, scale) | before.frozen
-        frozen = holds_so_far(small)
+        frozen = holds_so_far(small if self.real is None else small | ~self.real)
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
         norms = defect, scale, measured.pivot
         return Progress(before.y, frozen, failed, before.num_steps, *norms)

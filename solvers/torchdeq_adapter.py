@@ -31,6 +31,7 @@ from bedouin.solvers.base import (
     TokenMap,
     as_tokens,
     check_number,
+    counted_tokens,
     strict_options,
 )
 from bedouin.solvers.convergence import (
@@ -77,6 +78,7 @@ class _GuardedMap:
         budget: int,
     ) -> None:
         self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
+        self.real = counted_tokens(f)
         b, t, _ = y0.shape
         self.best = self.f_best = y0
         self.lowest = y0.new_full((b,), torch.inf)
@@ -131,7 +133,8 @@ class _GuardedMap:
         self.change = torch.maximum(self.change, self._largest_so_far(defect))
         judged = (finite | self.nonfinite).all(1) & self._is_measurable(largest)
         small = defect < self._tolerance(largest)
-        done = (small | self.nonfinite).all(1) & judged
+        small = small | self.nonfinite
+        done = (small if self.real is None else small | ~self.real).all(1) & judged
         residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
         better = (done | (residual < self.lowest)) & ~self.frozen
         self.best = torch.where(better[:, None, None], y, self.best)

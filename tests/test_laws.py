@@ -62,7 +62,7 @@ SOLVERS: list[tuple[Solver, float]] = [
 
 
 @pytest.mark.parametrize(("solver", "rtol"), SOLVERS, ids=lambda v: str(v)[:40])
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(RNGS, st.integers(1, 3), st.integers(1, 8), SEEDS)
 def test_every_solver_finds_directs_fixed_point(
     solver: Solver, rtol: float, rng: random.Random, b: int, t: int, seed: int

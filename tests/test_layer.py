@@ -1,12 +1,15 @@
 """A layer as a module: shapes, options, statistics, caps, warnings."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bedouin import Bedouin, FixedPointRNN, LowRank
+from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel, param_groups
+from bedouin.baselines import Mamba
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import (
     Anderson,
@@ -160,19 +163,50 @@ def test_marks_for_optimizers_and_initializers() -> None:
     assert type(layer.out_proj) is nn.Linear
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_marks_survive_the_way_from_the_meta_device(kind: Any) -> None:
-    def marks(layer: FixedPointLayer) -> dict[str, tuple[bool, bool]]:
+@pytest.mark.parametrize("kind", [*KINDS, Mamba])
+def test_marks_survive_copies_and_the_way_from_the_meta_device(kind: Any) -> None:
+    def marks(layer: nn.Module) -> dict[str, tuple[bool, bool]]:
         names = "_no_weight_decay", "_no_reinit"
         return {
             n: (hasattr(p, names[0]), hasattr(p, names[1])) for n, p in layer.named_parameters()
         }
 
-    layer = kind(4, device="meta", decay="griffin").to_empty(device="cpu")
-    layer.reset_parameters()
-    assert marks(layer) == marks(kind(4, decay="griffin"))
-    assert all(p.isfinite().all() for p in layer.parameters())
-    assert layer(torch.randn(2, 3, 4)).isfinite().all()
+    expected = marks(kind(4))
+    assert any(any(pair) for pair in expected.values())
+    moved = kind(4, device="meta").to_empty(device="cpu")
+    assert marks(moved) == marks(copy.deepcopy(kind(4))) == expected
+    assert marks(pickle.loads(pickle.dumps(kind(4)))) == expected
+    moved.load_state_dict(kind(4).state_dict(), assign=True)
+    assert marks(moved).items() - expected.items() <= {("dt_proj.bias", (False, False))}
+    moved.reset_parameters()
+    assert marks(moved) == expected
+    assert all(p.isfinite().all() for p in moved.parameters())
+    assert moved(torch.randn(2, 3, 4)).isfinite().all()
+
+
+def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
+    mixers = [Bedouin(4), FixedPointRNN(4, decay="griffin"), Mamba(4)]
+    model = SequenceModel(5, 4, mixers, mlp_expand=1, tie_embeddings=True)
+    model.blocks[0].requires_grad_(False)
+    out_proj: Any = mixers[2].out_proj
+    nn.utils.parametrizations.weight_norm(out_proj)
+    decayed, exempt = param_groups(model, weight_decay=0.1)
+    assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    grouped = [id(p) for p in [*decayed["params"], *exempt["params"]]]
+    assert len(grouped) == len(set(grouped)) and set(grouped) == set(names)
+    parts = {names[id(p)].rpartition("mixer.")[2] for p in exempt["params"]}
+    assert {"D", "omega", "A_log", "dt_bias", "raw_bias", "dt_proj.bias", "norm.weight"} <= parts
+    kept = {names[id(p)].rpartition(".")[2] for p in decayed["params"]}
+    assert kept == {"weight", "original0", "original1"}
+    assert not [name for name in parts if "proj.weight" in name or "embedding" in name]
+
+
+def test_groups_of_the_wrong_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="model must be an nn.Module, got list"):
+        param_groups([], weight_decay=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="weight_decay must"):
+        param_groups(Bedouin(4), weight_decay=-0.1)
 
 
 def test_weights_from_x_to_delta_may_start_at_zero() -> None:

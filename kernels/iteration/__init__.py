@@ -27,10 +27,12 @@ def fuse_iteration(
     bind_parameters: tuple[Tensor, ...],
     rule: IterationRule,
     *,
+    lengths: Tensor | None = None,  # (b,)
     backend: Backend = "auto",
 ) -> "FusedIteration | None":
     """An iteration from y with the Triton kernels; None where the plain loop is to be used.
 
+    lengths: the tokens of each sample that are judged, before its padding; None: all.
     Raises ValueError where `backend="triton"` cannot run.
     """
     chosen = choose_iteration(backend, operands, y, parameterization, bind_parameters, rule)
@@ -39,4 +41,4 @@ def fuse_iteration(
     # imports Triton, which the plain loop does without
     from bedouin.kernels.iteration.steps import FusedIteration
 
-    return FusedIteration(operands, y, parameterization, rule)
+    return FusedIteration(operands, y, parameterization, rule, lengths=lengths)

@@ -36,6 +36,7 @@ class IterationBuffers:
     counters: Tensor  # (5, b), int32
     normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y; y without feedback
     fed_back: Tensor  # (b, t, r or more), W^y norm(y_{t-1}); raw without feedback
+    lengths: Tensor | None  # (b,) int32, tokens before the padding; None: no padding
 
     @property
     def kept(self) -> Tensor:

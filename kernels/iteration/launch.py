@@ -260,11 +260,13 @@ def decide(g: Geometry, it: IterationBuffers, *, count: bool) -> None:
     fitting = max(g.limits.decide_tokens, g.limits.decide_tile // block_p)
     block_t = min(next_power_of_two(g.t), fitting)
     decide_kernel[(g.b,)](
-        *(it.parts, it.norms, it.counters, g.b, g.t, g.parts),
+        *(it.parts, it.norms, it.counters, it.counters if it.lengths is None else it.lengths),
+        *(g.b, g.t, g.parts),
         ATOL=g.rule.atol,
         RTOL=g.rule.rtol,
         WHOLE=g.rule.whole_sequence,
         COUNT=count,
+        PADDED=it.lengths is not None,
         BLOCK_P=block_p,
         BLOCK_T=block_t,
         num_warps=8,

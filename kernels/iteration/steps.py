@@ -55,6 +55,7 @@ class FusedIteration:
         parameterization: Parameterization,
         rule: IterationRule,
         limits: Limits = LIMITS,
+        lengths: Tensor | None = None,  # (b,)
     ) -> None:
         x, raw, W_y, A, _, _ = operands
         h0, y0 = operands.start()
@@ -90,6 +91,7 @@ class FusedIteration:
             counters=torch.zeros(5, b, dtype=torch.int32, device=y.device),
             normed=normed,
             fed_back=fed_back,
+            lengths=None if lengths is None else lengths.to(torch.int32),
         )
         if W_y is not None:
             settle(g, self.buffers, y)
@@ -135,6 +137,7 @@ class FusedIteration:
         tokens = torch.arange(self.geometry.t, device=v.y.device)
         frozen = tokens < v.counters[FROZEN].unsqueeze(1)
         defect, scale = v.norms
+        # the pivots of padding are 1, the largest that a pivot is
         pivot = v.pivots.amin(1) if self.geometry.jacobi else None
         failed, steps = v.counters[FAILED] > 0, v.counters[STEPS].to(torch.int64)
         return Progress(v.y, frozen, failed, steps, defect, scale, pivot, v.value)

@@ -17,6 +17,7 @@ def decide_kernel(
     parts_ptr,  # (2, b, parts, t)
     norms_ptr,  # (2, b, t)
     counters_ptr,  # (5, b): kept before, kept, frozen, failed, steps
+    lengths_ptr,  # (b,), where PADDED: tokens before the padding, which counts as converged
     batch,
     T,
     parts,
@@ -24,6 +25,7 @@ def decide_kernel(
     RTOL: tl.constexpr,
     WHOLE: tl.constexpr,
     COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -38,6 +40,9 @@ def decide_kernel(
     all_parts = all_norms * parts
     parts_ptr += sample * parts * tokens
     norms_ptr += sample * tokens
+    judged = T
+    if PADDED:
+        judged = tl.load(lengths_ptr + sample)
     # the first token that has not converged, or is not finite
     end = T
     largest = tl.full([], 0.0, norms_ptr.dtype.element_ty)
@@ -45,24 +50,25 @@ def decide_kernel(
     for start in range(0, T, BLOCK_T):
         t = start + cols
         at = rows[:, None] * tokens + t[None, :]
-        mask = (rows < parts)[:, None] & (t < T)[None, :]
+        mask = (rows < parts)[:, None] & (t < judged)[None, :]
         defect = max_norm(tl.load(parts_ptr + at, mask=mask, other=0.0), 0)
         scale = max_norm(tl.load(parts_ptr + all_parts + at, mask=mask, other=0.0), 0)
         tl.store(norms_ptr + t, defect, mask=t < T)
         tl.store(norms_ptr + all_norms + t, scale, mask=t < T)
         if WHOLE:
             # tokens from the first one that is not finite on must not prevent convergence before it
-            finite = (scale < float("inf")) | (t >= T)
+            finite = (scale < float("inf")) | (t >= judged)
             end = tl.minimum(end, tl.min(tl.where(finite, T, t), axis=0))
             worst = larger_or_nan(worst, max_norm(tl.where(t < end, defect, 0.0), 0))
             largest = larger_or_nan(largest, max_norm(tl.where(t < end, scale, 0.0), 0))
         else:
             running = larger_or_nan(tl.associative_scan(scale, 0, larger_or_nan), largest)
             largest = larger_or_nan(largest, max_norm(scale, 0))
-            small = (defect < ATOL + RTOL * running) | (t < frozen) | (t >= T)
+            small = (defect < ATOL + RTOL * running) | (t < frozen) | (t >= judged)
             end = tl.minimum(end, tl.min(tl.where(small, T, t), axis=0))
     if WHOLE:
-        end = tl.where(worst < ATOL + RTOL * largest, tl.maximum(end, frozen), frozen)
+        converges = (worst < ATOL + RTOL * largest) | (judged == 0)
+        end = tl.where(converges, tl.maximum(end, frozen), frozen)
     at = all_parts + rows * tokens + tl.minimum(end, T - 1)
     scale = max_norm(tl.load(parts_ptr + at, mask=rows < parts, other=0.0), 0)
     fails = (failed != 0) | ((end < T) & ((scale < float("inf")) == 0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.checks import one_of, reject_unknown
+from bedouin.checks import known_options, one_of
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
@@ -103,6 +103,7 @@ class Bedouin(FixedPointLayer):
     A_log: nn.Parameter
     omega: nn.Parameter
 
+    @known_options
     def __init__(
         self,
         d_model: int,
@@ -131,10 +132,7 @@ class Bedouin(FixedPointLayer):
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            reject_unknown(type(self), unknown)
         self.decay = one_of("decay", decay, get_args(Decay))
         check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
         self.delta_from_x_init = float(delta_from_x_init)

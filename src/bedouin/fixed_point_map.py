@@ -36,6 +36,7 @@ from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.mixers import ChannelMixer
+from bedouin.packing import tokens_before, zero_outside
 from bedouin.solvers.base import Steps
 from bedouin.solvers.convergence import relative_residual
 from bedouin.solvers.solution import BackwardStats, SolveStats, can_read_device
@@ -53,7 +54,9 @@ class ScanInputs(NamedTuple):
 class FixedPointMap:
     """y (b, t, d) -> F(y) for any mixer, as Picard, Anderson and Broyden require.
 
-    `split` turns raw values (..., r) into the scan's inputs.
+    `split` turns raw values (..., r) into the scan's inputs. `lengths` are the numbers of tokens
+    before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
+    padding, so that the memory passes through it.
     """
 
     def __init__(
@@ -63,9 +66,12 @@ class FixedPointMap:
         mixer: ChannelMixer,
         split: Callable[[Tensor], ScanInputs],
         backend: Backend,
+        lengths: Tensor | None = None,  # (b,)
     ) -> None:
         self.operands, self.parameterization = operands, parameterization
         self.mixer, self.split, self.backend = mixer, split, backend
+        self.lengths = lengths
+        self.real = None if lengths is None else tokens_before(lengths, operands.x.shape[1])
         self._wide: Operands | None = None
         self._mixer_values: tuple[Tensor, ...] | None = None
 
@@ -102,7 +108,14 @@ class FixedPointMap:
     ) -> Tensor:  # (b, t, d)
         """F(y)."""
         tensors, options = self._scan_arguments(y)
-        return selective_scan(*tensors, **options)[0]
+        return self._without_padding(selective_scan(*tensors, **options)[0])
+
+    def _without_padding(
+        self,
+        v: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
+        """v, where the values of the padding are 0: solvers that combine all tokens see these."""
+        return v if self.real is None else zero_outside(self.real, v)
 
     def memory(
         self,
@@ -217,6 +230,15 @@ def _reverse_stats(
         return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
 
 
+def _judged_before(
+    real: Tensor,  # (b, t)
+    swept: Sweep,
+) -> Sweep:
+    """The sweep without the defects of its padding, which are left to the solver to reduce."""
+    defect, scale, magnitude, *_ = (zero_outside(real, v) for v in swept[2:5])
+    return Sweep(swept.y, swept.h, defect, scale, magnitude, swept.pivot)
+
+
 class StructuredMap(FixedPointMap):
     """F with a mixer of the form (e, U, M), as Direct, Jacobi and the exact adjoint require."""
 
@@ -242,7 +264,7 @@ class StructuredMap(FixedPointMap):
         else:
             report = self._reporter(cell)
             self._swept = direct_sweep(self.operands, *how, report=report, backend=self.backend)
-        return self._swept
+        return self._swept if self.real is None else _judged_before(self.real, self._swept)
 
     def memory(
         self,
@@ -289,7 +311,9 @@ class StructuredMap(FixedPointMap):
         be a HouseholderProduct. Raises ValueError if backend="triton" cannot run."""
         values, backend = self.mixer_values, self.backend
         return fuse_iteration(
-            self.operands, y, self.parameterization, values, rule, backend=backend
+            *(self.operands, y, self.parameterization, values, rule),
+            lengths=self.lengths,
+            backend=backend,
         )
 
     def block_solve(
@@ -305,7 +329,9 @@ class StructuredMap(FixedPointMap):
         p, _ = selective_scan(*tensors, exclusive=True, **options)
         sigma, gap = self._input_gain(delta, B, C)
         factors = factor_local(sigma, diagonal, U, M, gap)
-        return solve_local(p, factors, x), smallest_pivot(factors).amin(1)
+        # the pivots of padding are 1, the largest that a pivot is
+        pivot = smallest_pivot(factors).amin(1)
+        return self._without_padding(solve_local(p, factors, x)), pivot
 
     def block_transpose(
         self,

@@ -87,11 +87,8 @@ def unfold_state(
     """The state of the layer from that of folded samples, in memory of its own."""
     if num_heads == 1:
         return BedouinState(ssm.clone(), y.clone())
-    in_order = (v.unflatten(0, (num_heads, -1)).transpose(0, 1) for v in (ssm, y))
-    # contiguous, so that joining the channels of the heads copies nothing
-    return BedouinState(
-        *(v.clone(memory_format=torch.contiguous_format).flatten(1, 2) for v in in_order)
-    )
+    # joined by torch.cat, since a view keeps FSDP from gathering the parameters for its backward
+    return BedouinState(*(torch.cat(v.unflatten(0, (num_heads, -1)).unbind(), 1) for v in (ssm, y)))
 
 
 class HeadLinear(nn.Module):

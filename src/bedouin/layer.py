@@ -9,11 +9,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Unpack, get_args, overload
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
 from bedouin.checks import (
@@ -35,7 +35,6 @@ from bedouin.heads import (
     fold_state,
     make_linear,
     unfold,
-    unfold_state,
 )
 from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.decode import DecayKind
@@ -45,15 +44,18 @@ from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, inner_size
+from bedouin.layer_state import incoming_state, outgoing_state
 from bedouin.mixers import ChannelMixer, StructuredMixer
+from bedouin.packing import CLOSED, Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     OutputStage,
     SolveOption,
     split_feedback_weight,
 )
-from bedouin.parameters import factory_options
-from bedouin.projection import project_raw
+from bedouin.parameters import factory_options, mark
+from bedouin.projection import project_raw, split_projected
+from bedouin.saving import SavedLayer
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
@@ -61,7 +63,8 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.recompute import restores_tensors_only
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
-from bedouin.state import BedouinState, check_state, zero_state
+from bedouin.state import BedouinState, zero_state
+from bedouin.wrapped import effective_weight, is_plain
 
 
 class _Call(NamedTuple):
@@ -77,7 +80,7 @@ class _Call(NamedTuple):
     dtype: torch.dtype  # of the output stage's products
 
 
-class FixedPointLayer(nn.Module, ABC):
+class FixedPointLayer(SavedLayer, ABC):
     """The base class of the layers: one fused projection, the solve, the output stage, the state.
 
     A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
@@ -104,12 +107,14 @@ class FixedPointLayer(nn.Module, ABC):
     backend = SolveOption[Backend]()
 
     stats: SolveStats | None
-    """Statistics of the last call, also of one that raised a ConvergenceError; None before any
-    call. Those of a sample are the worst of its heads. The recomputation of non-reentrant
-    checkpointing does not change them. Under torch.func transforms they are tensors of the
-    transform: to read them, return them from the transformed function; copies of the layer do not
-    contain them. Under torch.compile they are outputs of the graph that are not read, so nothing
-    warns or raises, and stats.backward stays None."""
+    """Statistics of the last call, also of one that raised a ConvergenceError. None before any
+    call, and in copies and pickles of a layer whose last call was within a torch.func transform; a
+    state_dict contains none, and loading one does not change them. Those of a sample are the worst
+    of its heads. The recomputation of non-reentrant checkpointing does not change them. Under
+    torch.func transforms they are tensors of the transform: to read them, return them from the
+    transformed function. Under torch.compile they are outputs of the graph that are not read, so
+    nothing warns or raises, and stats.backward stays None. torch.export leaves them as they
+    are."""
 
     def __init__(
         self,
@@ -200,6 +205,11 @@ class FixedPointLayer(nn.Module, ABC):
     def layout(self) -> RawLayout | None:
         """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
 
+    @property
+    def _raw_without_delta(self) -> float:
+        """A value of the first raw component for which Delta is 0."""
+        return -CLOSED
+
     def drive(
         self,
         x: Tensor,  # (b', t, p)
@@ -240,14 +250,10 @@ class FixedPointLayer(nn.Module, ABC):
             self.norm.reset_parameters()
 
     def _mark_parameters(self) -> None:
-        """Set the attributes that initializers and optimizers of Mamba read.
-
-        Called whenever values are initialized, since `to_empty` makes parameters without them.
-        """
-        self.dt_bias._no_reinit = True  # type: ignore[attr-defined]
-        for parameter in (self.D, self.decay_parameter()[2]):
-            if parameter is not None:
-                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        # plain look-ups, because setting the first parameter calls this, too
+        mark(self._parameters.get("dt_bias"), "_no_reinit")
+        for name in ("D", "A_log", "omega"):
+            mark(self._parameters.get(name), "_no_weight_decay")
 
     def _x_bias(self) -> Tensor:
         """The bias of W^x (r + p,) or (H, r + p), which begins with that of Delta and ends with the
@@ -262,26 +268,78 @@ class FixedPointLayer(nn.Module, ABC):
         W^y of the gate (p, p) or (H, p, p); None without feedback."""
         if self.y_proj is None:
             return None, None
-        weight = self.y_proj.weight.to(dtype)
-        return split_feedback_weight(weight, self.feedback, self._sizes)
+        p, heads = self.head_dim, self.num_heads
+        weight = effective_weight("y_proj", self.y_proj, p, self.D, heads)
+        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes)
 
     # -- calls
 
+    @overload
     def forward(
-        self, x: Tensor, state: BedouinState | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        state: BedouinState | None = None,
+        return_state: Literal[False] = False,
+        **places: Unpack[Places],
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: BedouinState | None = None,
+        *,
+        return_state: Literal[True],
+        **places: Unpack[Places],
+    ) -> tuple[Tensor, BedouinState]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: BedouinState | None = None,
+        return_state: bool = False,
+        **places: Unpack[Places],
+    ) -> Any: ...
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: BedouinState | None = None,
+        return_state: bool = False,
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
-        single call, up to rounding. Raises TypeError for a dtype that the layer cannot take,
-        ValueError for wrong shapes, devices and states, ConvergenceError if on_unconverged="raise".
+        single call, up to rounding. At most one of these describes x (bedouin.packing):
+
+        mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
+            its output is 0, state and `stats` are those of the real tokens alone.
+        cu_seqlens: int32 or int64, where each document of the row x (1, t, m) begins, and t last.
+            States and `stats` have one entry for each document. The host reads it once.
+        seq_idx: int32 or int64; a new document begins wherever it changes. `state` enters the first
+            document of each row, the state after the last one is returned; `stats` have one entry
+            for each document, in order. The host reads two numbers.
+
+        Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
+        devices and states, ConvergenceError if on_unconverged="raise".
         """
         self.check_input(x, rank=3)
-        call = self._project(x, state, self.solve_options)
+        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        call = self._project(x, state, self.solve_options, packing)
         with without_autocast(x.device):
-            solution = self.solve_options.solve(call.f, call.start, 1, self._caller())
+            solution = self.solve_options.solve(call.f, call.start, 1, self._caller(packing))
         output, new_state = self._output(call, solution.value, return_state)
+        if packing is not None:
+            output, new_state = packing.put(output, x.shape), packing.after(new_state)
         return (output, new_state) if return_state else output
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's is a Callable[..., Any]
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """One token: (b, m) -> (b, m), solved exactly with any solver of the layer.
@@ -311,28 +369,28 @@ class FixedPointLayer(nn.Module, ABC):
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
         check_batch_size(batch_size)
-        weight = self.x_proj.weight
-        dtype = accumulator(weight.dtype)
-        return zero_state(batch_size, self.d_inner, self.d_state, dtype, weight.device)
+        dtype = accumulator(self.D.dtype)
+        return zero_state(batch_size, self.d_inner, self.d_state, dtype, self.D.device)
 
     def _project(
         self,
         u: Tensor,  # (b, t, m)
         state: BedouinState | None,
         options: SolveOptions,
+        packing: Packing | None = None,
     ) -> _Call:
         """Everything before the solve: projections, weights, the map and the initial y."""
         self.deferred.flush()
-        projected = self.in_proj(u)
-        state = self._incoming(state, projected)
+        projected = self.in_proj(u if packing is None else packing.take(u))
+        state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
         heads, paired = self.num_heads, self.output == "norm"
         x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
-        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.x_proj.weight.dtype
+        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.D.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project_x(x, low)
         with without_autocast(u.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
-            f = self._map(x, raw, W_y, state)
+            f = self._map(x, raw, W_y, state, packing)
             if isinstance(options.solver, Direct):
                 # Direct uses only the shape of the initial y
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
@@ -348,8 +406,11 @@ class FixedPointLayer(nn.Module, ABC):
         """W^x x: the raw values (b', t, r) and the gate (b', t, p), in `dtype` if kernels read
         them."""
         for_kernels = choose_backend(self.backend, x.device, x.dtype) == "triton"
-        weight, bias = self.x_proj.weight, self._x_bias()
-        return project_raw(x, weight, bias, r=self.raw_size, dtype=dtype if for_kernels else None)
+        bias = self._x_bias()
+        options: dict[str, Any] = {"r": self.raw_size, "dtype": dtype if for_kernels else None}
+        if not is_plain(self.x_proj):
+            return split_projected(self.x_proj(x), bias, **options)
+        return project_raw(x, self.x_proj.weight, bias, **options)
 
     def _map(
         self,
@@ -357,22 +418,30 @@ class FixedPointLayer(nn.Module, ABC):
         raw: Tensor,  # (b', t, r)
         W_y: Tensor | None,  # (r, p) or (H, r, p)
         state: BedouinState | None,  # of b samples
+        packing: Packing | None = None,
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = accumulator(x.dtype)
         drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
         before = (None, None) if state is None else fold_state(state, self.num_heads)
+        lengths = None if packing is None else packing.lengths.repeat(self.num_heads)
+        if lengths is not None:
+            raw = hold_memory(raw, lengths, self.head_dim, self._raw_without_delta)
         operands = Operands(drive, raw, W_y, A, *before)
-        return kind(operands, self.parameterization(), self.mixer, self._split, self.backend)
+        options = self.parameterization(), self.mixer, self._split, self.backend
+        return kind(operands, *options, lengths)
 
-    def _caller(self) -> Caller:
+    def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
-        return Caller(name, self.deferred, draw, self._keep_stats, self.num_heads)
+        record = partial(self._keep_stats, packing)
+        return Caller(name, self.deferred, draw, record, self.num_heads)
 
-    def _keep_stats(self, stats: SolveStats | None) -> None:
+    def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
+        if packing is not None:
+            stats = replace(stats, num_steps=packing.steps(stats.num_steps))
         # a checkpoint's recomputation keeps those of the first call, which get stats.backward
-        if not restores_tensors_only():
+        if not restores_tensors_only() and not torch.compiler.is_exporting():
             self.stats = stats
 
     def _output(
@@ -387,7 +456,7 @@ class FixedPointLayer(nn.Module, ABC):
         gate * SiLU(y + D x), where the gate includes its feedback W^y norm(y_{t-1}).
         """
         with without_autocast(y.device):
-            state = self._outgoing(call, y) if wants_state else None
+            after = outgoing_state(call.state, call.f, y, self.num_heads) if wants_state else None
             fed = None
             if call.W_gate is not None and y.shape[1]:
                 before = shifted_norm(
@@ -407,7 +476,7 @@ class FixedPointLayer(nn.Module, ABC):
             D = by_head(self.D, heads)
             hidden = gated_output(y, call.x, D, call.gate, fed, **norm, **common)
         output: Tensor = self.out_proj(unfold(hidden, heads))
-        return output, state
+        return output, after
 
     def next_draw(self) -> int | None:
         """The number of this training call, which a random cap depends on; None in evaluation."""
@@ -417,48 +486,9 @@ class FixedPointLayer(nn.Module, ABC):
             return None
         return self.draws.next(self.cap)
 
-    def _incoming(
-        self,
-        state: BedouinState | None,
-        x: Tensor,  # (b, t, any size)
-    ) -> BedouinState | None:
-        # a call without tokens returns the incoming state
-        b, d, n, dtype = x.shape[0], self.d_inner, self.d_state, accumulator(x.dtype)
-        if state is None:
-            return None if x.shape[1] else zero_state(b, d, n, dtype, x.device)
-        return check_state(state, b, d, n, x.new_empty(0, dtype=dtype))
-
-    def _outgoing(
-        self,
-        call: _Call,
-        y: Tensor,  # (b', t, p)
-    ) -> BedouinState:
-        if call.state is not None and y.shape[1] == 0:
-            return call.state
-        # copies, because a view would keep all of y alive and may share what autograd has saved
-        return unfold_state(call.f.memory(y), y[:, -1], self.num_heads)
-
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        check_layer_input(x, rank, self.d_model, self.x_proj.weight)
-
-    # -- saving: the extra state is a counter, present with any solver, adjoint, cap and backend
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for copies and pickles, without statistics of a torch.func transform."""
-        state = dict(vars(self))
-        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.converged):
-            state["stats"] = None
-        return state
-
-    def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.draws.count)
-
-    def set_extra_state(
-        self,
-        state: Tensor,  # (), the count of draws
-    ) -> None:
-        self.draws.count = int(state)
+        check_layer_input(x, rank, self.d_model, self.D)
 
     def extra_repr(self) -> str:
         return (

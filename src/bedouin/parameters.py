@@ -1,14 +1,48 @@
-"""Dtypes and initial values of parameters, shared by layers and baselines."""
+"""Dtypes, marks and initial values of parameters, shared by layers and baselines."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin.kernels.launch import accumulator
 
 DELTA_RANGE = (1e-3, 0.1)
+
+
+class MarkedModule(nn.Module):
+    """A module that keeps the marks of its parameters.
+
+    Marks are the attributes `_no_weight_decay` and `_no_reinit`, which optimizers and initializers
+    that follow Mamba read. Copies, `to_empty`, `load_state_dict(assign=True)` and sharding replace
+    parameters by new ones without them; this class then sets them again. Those of a submodule's
+    parameter, such as the bias of Mamba's `dt_proj`, last through copies and `to_empty` only.
+    """
+
+    def _mark_parameters(self) -> None:
+        """Call `mark` for the parameters that have marks; some may not exist yet."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            self._mark_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark_parameters()
+        return self
+
+
+def mark(parameter: Tensor | None, name: str) -> None:
+    """Set the mark `name`, "_no_weight_decay" or "_no_reinit", unless the parameter is None."""
+    if parameter is not None:
+        setattr(parameter, name, True)
 
 
 def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.backend import is_batched
+from bedouin.kernels.heads import per_sample
 from bedouin.kernels.linear import in_eights, padding
 
 
@@ -166,3 +167,28 @@ def project_raw(
     else:
         raw, gate = _linear(rows, weight, bias).split([r, weight.shape[1] - r], -1)
     return raw.reshape(*x.shape[:2], r), gate.reshape(x.shape)
+
+
+def split_projected(
+    projected: Tensor,  # (b, t, r + d), the output of a module in place of W^x
+    bias: Tensor,  # (r + d,) or (H, r + d)
+    *,
+    r: int,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # (b, t, r), (b, t, d)
+    """The result of `project_raw` from a product that another module has computed.
+
+    Raises ValueError if its last axis does not have r + d entries.
+    """
+    if projected.shape[-1] != bias.shape[-1]:
+        raise ValueError(
+            f"x_proj must return r + head_dim = {bias.shape[-1]} values for each vector, got "
+            f"{tuple(projected.shape)}: replace it with a module of that width"
+        )
+    if bias.dim() == 2:
+        bias = per_sample(bias, projected.shape[0]).unsqueeze(1)
+    total = projected + bias
+    raw, gate = total.split([r, total.shape[2] - r], -1)
+    if dtype is None:
+        return raw, gate
+    return raw.to(dtype).contiguous(), gate.to(dtype).contiguous()

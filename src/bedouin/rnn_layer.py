@@ -4,22 +4,22 @@ Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.la
 """
 
 from collections.abc import Collection
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.checks import one_of, ordered_subset, reject_unknown
+from bedouin.checks import known_options, one_of, ordered_subset
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
-from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer
+from bedouin.packing import CLOSED
 from bedouin.parameterization import (
     GRIFFIN_RANGE,
     GRIFFIN_SHARPNESS,
@@ -32,6 +32,7 @@ from bedouin.parameterization import (
 from bedouin.parameters import at_least_float32, factory_options
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.reporting import OnUnconverged
+from bedouin.wrapped import apply_projection
 
 
 class FixedPointRNN(FixedPointLayer):
@@ -57,6 +58,7 @@ class FixedPointRNN(FixedPointLayer):
 
     omega: nn.Parameter
 
+    @known_options
     def __init__(
         self,
         d_model: int,
@@ -80,10 +82,7 @@ class FixedPointRNN(FixedPointLayer):
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            reject_unknown(type(self), unknown)
         self.decay = one_of("decay", decay, get_args(RNNDecay))
         feedback = ordered_subset("feedback", feedback, ("mixer",))
         mixer = make_mixer(mixer, num_householder, beta_max)
@@ -153,8 +152,12 @@ class FixedPointRNN(FixedPointLayer):
             return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
         return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
 
+    @property
+    def _raw_without_delta(self) -> float:
+        return CLOSED if self.decay == "sigmoid" else -CLOSED
+
     def drive(
         self,
         x: Tensor,  # (b', t, p)
     ) -> Tensor:  # (b', t, p)
-        return F.silu(apply_weight(x, self.b_proj.weight.to(x.dtype))) * x
+        return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x

@@ -1,34 +1,142 @@
-"""The recurrent state of a layer. Letters: b batch, d d_inner, n d_state."""
+"""The recurrent states of layers. Letters: b batch, d d_inner, n d_state."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from bedouin.checks import check_tensor
 
+Join = Callable[[list[Tensor]], Tensor]
+"""Such as `torch.cat`."""
 
-class BedouinState(NamedTuple):
+
+class RecurrentState:
+    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
+
+    `torch.load` reads states with weights_only=True.
+    """
+
+    __slots__ = ()
+
+    axes: ClassVar[tuple[int, ...]]
+    """The number of axes of each field in the state of a single sample, which has no batch axis."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        torch.serialization.add_safe_globals([cls])
+
+    def detach(self) -> Self:
+        """The state without its gradient history, for truncated back-propagation through time."""
+        return self._each(Tensor.detach)
+
+    def clone(self) -> Self:
+        """A copy in memory of its own, through which gradients flow."""
+        return self._each(Tensor.clone)
+
+    def to(self, *args: Any, **options: Any) -> Self:
+        """The state with `Tensor.to` applied to every tensor."""
+        return self._each(lambda v: v.to(*args, **options))
+
+    def cpu(self) -> Self:
+        """The state on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int | None = None) -> Self:
+        """The state on a GPU, by default the current one."""
+        return self._each(lambda v: v.cuda(device))
+
+    def __getitem__(self, index: Any) -> Self:
+        """Samples of the batch, in any order and as often as the index names them.
+
+        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis: state[2:5],
+        state[mask], and state[beams] for the beams that a search keeps. An int drops it: state[i]
+        is a single sample, which calls with a batch of 1 accept and `stack` collects.
+        Raises TypeError for a tuple, ValueError for a state without batch axis.
+        """
+        if isinstance(index, tuple):
+            raise TypeError(
+                f"index must select samples of the batch, got the tuple {index}: use an int, a "
+                "slice, a list, or a tensor"
+            )
+        self._check_batched(True, "an index")
+        return self._each(lambda v: v[index])
+
+    @classmethod
+    def cat(cls, states: Sequence[Self]) -> Self:
+        """The samples of all states, one after the other, as one batch.
+
+        Raises TypeError for other types, ValueError for no states or one without batch axis.
+        """
+        return cls._joined(states, True, torch.cat)
+
+    @classmethod
+    def stack(cls, states: Sequence[Self]) -> Self:
+        """A batch of single samples, such as `state[i]`.
+
+        Raises TypeError for other types, ValueError for no states or one that has a batch axis.
+        """
+        return cls._joined(states, False, torch.stack)
+
+    @classmethod
+    def _joined(cls, states: Sequence[Self], batched: bool, join: Join) -> Self:
+        name = "cat" if batched else "stack"
+        if isinstance(states, RecurrentState) or not isinstance(states, Sequence) or not states:
+            raise ValueError(
+                f"{name} must get a list of at least one {cls.__name__}, got {states!r:.80}"
+            )
+        for state in states:
+            if not isinstance(state, cls):
+                raise TypeError(
+                    f"{name} must get a list of {cls.__name__}, got one of {type(state).__name__}"
+                )
+            state._check_batched(batched, name)
+        fields = zip(*(state.tensors for state in states), strict=True)
+        return cls._of(join(list(field)) for field in fields)
+
+    def _check_batched(self, batched: bool, user: str) -> None:
+        if self._is_batched() == batched:
+            return
+        has, remedy = ("no", "stack") if batched else ("a", "cat")
+        needs = "states with a batch axis" if batched else "states of single samples"
+        raise ValueError(f"{user} needs {needs}, got one that has {has} batch axis: use {remedy}")
+
+    def _is_batched(self) -> bool:
+        return self.tensors[0].dim() > self.axes[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The fields, one after the other."""
+        values: Any = self
+        return tuple(values)
+
+    @classmethod
+    def _of(cls, values: Iterable[Tensor]) -> Self:
+        make: Any = cls
+        state: Self = make(*values)
+        return state
+
+    def _each(self, convert: Callable[[Tensor], Tensor]) -> Self:
+        """The state with `convert` applied to every tensor."""
+        return self._of(convert(v) for v in self.tensors)
+
+
+class _BedouinFields(NamedTuple):
+    ssm: Tensor  # (b, d, n), the memory h of the scan
+    y: Tensor  # (b, d), the fixed point at the last token
+
+
+class BedouinState(RecurrentState, _BedouinFields):  # type: ignore[misc]
     """The recurrent state of a layer between two tokens, at least float32.
 
+    ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token.
     A state that a layer returns owns its memory: it keeps no other tensor alive, and writing into
     `state.detach()` in place affects neither the call that returned it nor its backward pass.
     """
 
-    ssm: Tensor  # (b, d, n), the memory h of the scan
-    y: Tensor  # (b, d), the fixed point at the last token
-
-    def detach(self) -> "BedouinState":
-        """The state without its gradient history, for truncated back-propagation through time."""
-        return BedouinState(self.ssm.detach(), self.y.detach())
-
-    def to(self, *args: Any, **options: Any) -> "BedouinState":
-        """The state with `Tensor.to` applied to both tensors."""
-        return BedouinState(self.ssm.to(*args, **options), self.y.to(*args, **options))
-
-    def __getitem__(self, index: Any) -> "BedouinState":  # type: ignore[override]
-        """Samples of the batch: state[2:5], state[mask]; state[i] is one without a batch axis."""
-        return BedouinState(self.ssm[index], self.y[index])
+    __slots__ = ()
+    axes = (2, 1)
 
 
 def check_state(state: object, b: int, d: int, n: int, like: Tensor) -> BedouinState:

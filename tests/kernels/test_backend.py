@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
 from torch import Tensor
 
+from bedouin.kernels import backend as kernels_backend
 from bedouin.kernels.backend import Backend, check_backend, choose_backend
 
 CPU = torch.device("cpu")
@@ -59,14 +61,56 @@ def test_triton_says_what_it_does_not_support() -> None:
     assert choose_backend("auto", CUDA, unsupported="complex numbers") == "reference"
 
 
+def test_gpus_of_rocm_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert choose_backend("auto", CUDA) == "reference"
+    with pytest.raises(ValueError, match="needs tensors on a CUDA device, got cuda:0 of ROCm"):
+        choose_backend("triton", CUDA)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
+def test_other_devices_take_the_reference(device: str) -> None:
+    assert choose_backend("auto", torch.device(device)) == "reference"
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_an_old_triton_is_answered_with_the_lowest_version(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "3.1.0")
+    found, is_old = kernels_backend._find_triton()
+    assert (found, is_old) == ("3.1.0", True)
+    monkeypatch.setattr(kernels_backend, "_TRITON", found)
+    monkeypatch.setattr(kernels_backend, "_IS_OLD", is_old)
+    with pytest.raises(ValueError, match=f"{backend}.*needs triton >= 3.6, got 3.1.0: install"):
+        choose_backend(backend, CUDA)
+    assert choose_backend("auto", CPU) == choose_backend("reference", CUDA) == "reference"
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.10.1+git1234", "4.0"])
+def test_newer_tritons_are_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    assert kernels_backend._find_triton() == (version, False)
+
+
 WITHOUT_TRITON = """
 import sys, torch
 sys.modules["triton"] = None
-from bedouin import Bedouin
+import bedouin, bedouin.baselines, bedouin.tasks, bedouin.testing
 from bedouin.kernels.backend import choose_backend
-from bedouin.solvers import Picard
+from bedouin.solvers import Jacobi, Picard
 
-Bedouin(4, solver=Picard())(torch.zeros(1, 2, 4))
+torch.manual_seed(0)
+for layer in (
+    bedouin.Bedouin(4), bedouin.Bedouin(4, num_heads=2), bedouin.FixedPointRNN(4),
+    bedouin.Bedouin(4, solver=Picard()), bedouin.Bedouin(4, solver=Jacobi()),
+):
+    optimizer = torch.optim.AdamW(bedouin.param_groups(layer, weight_decay=0.1))
+    layer(torch.randn(2, 3, 4)).square().sum().backward()
+    optimizer.step()
+    layer.step(torch.randn(2, 4), layer.init_state(2))
+assert not [name for name in sys.modules if name.startswith("triton.")]
 cuda = torch.device("cuda", 0)
 assert choose_backend("auto", cuda) == "reference"
 try:
@@ -78,8 +122,8 @@ else:
 """
 
 
-def test_the_library_and_its_references_do_without_triton() -> None:
-    command = [sys.executable, "-c", WITHOUT_TRITON]
+def test_the_library_trains_without_triton() -> None:
+    command = [sys.executable, "-P", "-W", "error", "-c", WITHOUT_TRITON]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

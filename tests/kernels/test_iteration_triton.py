@@ -146,7 +146,7 @@ def never(method: type[Any]) -> IterativeSolver:
 def test_every_parameterization(
     input_scale: InputScale, eigenvalues: Eigenvalues, method: type[Any]
 ) -> None:
-    check(Setting(input_scale=input_scale, eigenvalues=eigenvalues), never(method))
+    check(Setting(b=1, input_scale=input_scale, eigenvalues=eigenvalues), never(method))
 
 
 @needs_triton
@@ -261,13 +261,13 @@ def test_tokens_that_freeze_one_after_the_other_without_feedback(
 @needs_triton
 @pytest.mark.parametrize(
     ("max_steps", "damping", "feedback"),
-    [(1, 1.0, 0.6), (3, 1.0, 0.0), (3, 0.6, 0.6), (10, 1.0, 0.6), (12, 0.6, 0.0)],
+    [(1, 1.0, 0.6), (3, 0.6, 0.0), (10, 1.0, 0.6)],
 )
 def test_the_papers_rule_returns_the_last_evaluation(
     max_steps: int, damping: float, feedback: float
 ) -> None:
     """Of samples that the tolerance stops at different steps, and of those that the cap cuts."""
-    setting = Setting(b=3, t=4, layout=RawLayout("softplus", True, 1, 1.0), feedback=feedback)
+    setting = Setting(b=3, t=3, layout=RawLayout("softplus", True, 1, 1.0), feedback=feedback)
     inputs = setting.inputs()
     inputs.x.mul_(torch.tensor([0.01, 1.0, 4.0], device=DEVICE)[:, None, None])
     inputs.raw[0].mul_(0.1)
@@ -287,7 +287,7 @@ def test_the_papers_rule_returns_the_last_evaluation(
     "solver", [Picard(), Picard(stop_rule="paper"), Jacobi()], ids=["picard", "paper", "jacobi"]
 )
 def test_default_tolerances_at_small_scale_and_at_zero(solver: IterativeSolver) -> None:
-    setting = Setting(t=3, dtype=torch.float32, feedback=0.0)
+    setting = Setting(t=2, dtype=torch.float32, feedback=0.0)
     inputs = setting.inputs()
     inputs.x.mul_(torch.tensor([1e-10, 0.0], device=DEVICE)[:, None, None])
     inputs = inputs._replace(h0=None, y0=None)
@@ -301,7 +301,7 @@ def test_default_tolerances_at_small_scale_and_at_zero(solver: IterativeSolver) 
 @needs_triton
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cap_that_freezes_some_tokens_only(method: type[Any]) -> None:
-    setting = Setting(b=1, t=6, feedback=1.0)
+    setting = Setting(b=1, t=4, feedback=1.0)
     solution = check(setting, method(1e-3, 0.0), 3)
     assert solution.stats.converged.tolist() == [False]
 
@@ -314,7 +314,7 @@ def test_a_cap_that_freezes_some_tokens_only(method: type[Any]) -> None:
 )
 def test_steps_after_convergence_change_nothing(solver: IterativeSolver) -> None:
     """So it does not matter how often the host reads whether all have converged."""
-    setting = Setting(t=4, layout=RawLayout("softplus", True, 1, 1.0))
+    setting = Setting(t=3, layout=RawLayout("softplus", True, 1, 1.0))
     f, y, rule = setting.map(setting.inputs(), "triton"), setting.inputs().x, solver.rule()
     assert rule is not None
     with torch.no_grad():
@@ -339,14 +339,14 @@ def test_steps_after_convergence_change_nothing(solver: IterativeSolver) -> None
 def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
     solver: IterativeSolver,
 ) -> None:
-    setting = Setting(t=4, layout=RawLayout("softplus", True, 1, 1.0))
+    setting = Setting(t=3, layout=RawLayout("softplus", True, 1, 1.0))
     inputs = setting.inputs()
     clean = run(setting, solver, "triton", 12, inputs)
     raw = inputs.raw.clone()
-    raw[1, 2, 0] = torch.nan
+    raw[1, 1, 0] = torch.nan
     spoiled = run(setting, solver, "triton", 12, inputs._replace(raw=raw))
     assert torch.equal(spoiled.value[0], clean.value[0])
-    assert bool(spoiled.value[1, :2].isfinite().all()) and bool(spoiled.value[1, 2:].isnan().all())
+    assert bool(spoiled.value[1, :1].isfinite().all()) and bool(spoiled.value[1, 1:].isnan().all())
     assert spoiled.stats.converged.tolist() == [True, False]
     assert spoiled.stats.residual.isnan().tolist() == [False, True]
     assert spoiled.result is Result.nonfinite
@@ -356,15 +356,15 @@ def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
 
 @needs_triton
 def test_operands_need_not_be_contiguous() -> None:
-    setting = Setting()
+    setting = Setting(t=2)
     inputs = setting.inputs()
     wide = torch.cat([inputs.raw, inputs.x], -1)
     raw, x = wide.split([inputs.raw.shape[-1], inputs.x.shape[-1]], -1)
     scattered = torch.stack([inputs.x, inputs.x], -1)[..., 0]
     y0 = torch.zeros_like(inputs.x)
-    expected = run(setting, Picard(), "triton", 2, inputs, y0).value
+    expected = run(setting, Picard(), "triton", 1, inputs, y0).value
     for other in (inputs._replace(raw=raw, x=x), inputs._replace(x=scattered)):
-        assert torch.equal(run(setting, Picard(), "triton", 2, other, y0).value, expected)
+        assert torch.equal(run(setting, Picard(), "triton", 1, other, y0).value, expected)
 
 
 @needs_triton

@@ -1,6 +1,6 @@
 """Other mixing layers with the interface of `Bedouin`, for comparisons."""
 
-from bedouin.baselines.attention import Attention, AttentionState
+from bedouin.baselines.attention import Attention, AttentionState, PaddedAttentionState
 from bedouin.baselines.delta_net import DeltaNet
 from bedouin.baselines.delta_product import DeltaProduct, DeltaState
 from bedouin.baselines.lstm import LSTM, LSTMState
@@ -16,4 +16,5 @@ __all__ = [
     "LSTMState",
     "Mamba",
     "MambaState",
+    "PaddedAttentionState",
 ]

@@ -4,41 +4,88 @@ Letters: b batch, t time, s earlier tokens, m d_model, h heads, p channels of a 
 w convolution width.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.interface import Baseline, Sizes, each, owned
+from bedouin.baselines.interface import Baseline, Sizes, owned
 from bedouin.baselines.options import head_size, positive_number
 from bedouin.baselines.short_convolution import ShortConvolution
-from bedouin.checks import check_bool, positive_int
+from bedouin.checks import check_bool, check_tensor, positive_int
 from bedouin.kernels.backend import without_autocast
+from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options
+from bedouin.state import Join, RecurrentState
 
 
-class AttentionState(NamedTuple):
-    """conv: (b, w - 1, 3 m), the last inputs of the convolution; keys (already rotated) and values:
-    (b, s, h, p) of all s earlier tokens, so s is the position of the next one. In the layer's
-    dtype."""
-
+class _AttentionFields(NamedTuple):
     conv: Tensor
     keys: Tensor
     values: Tensor
 
-    def detach(self) -> "AttentionState":
-        """The state without its gradient history: truncated back-propagation through time."""
-        return AttentionState(*each(self, Tensor.detach))
 
-    def to(self, *args: Any, **options: Any) -> "AttentionState":
-        """Every tensor through `Tensor.to`."""
-        return AttentionState(*each(self, lambda v: v.to(*args, **options)))
+class _PaddedFields(NamedTuple):
+    conv: Tensor
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
 
-    def __getitem__(self, index: Any) -> "AttentionState":  # type: ignore[override]
-        """Samples of the batch: state[2:5], state[mask]; state[i] is one, without batch axis."""
-        return AttentionState(*each(self, lambda v: v[index]))
+
+class AttentionState(RecurrentState, _AttentionFields):  # type: ignore[misc]
+    """conv: (b, w - 1, 3 m), the last inputs of the convolution; keys (already rotated) and values:
+    (b, s, h, p) of all s earlier tokens, so s is the position of the next one. In the layer's
+    dtype."""
+
+    __slots__ = ()
+    axes = (2, 3, 3)
+
+    @classmethod
+    def _joined(cls, states: Sequence[Any], batched: bool, join: Join) -> Any:
+        is_padded = [isinstance(state, PaddedAttentionState) for state in states]
+        sizes = {state.keys.shape[-3] for state in states if isinstance(state, CACHES)}
+        if any(is_padded) or len(sizes) > 1:
+            return PaddedAttentionState._joined(states, batched, join)
+        return super()._joined(states, batched, join)
+
+
+class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
+    """The state of samples with different numbers of earlier tokens.
+
+    The fields of `AttentionState`, where s is the most places, and lengths: (b,) int64, how many of
+    them each sample has filled from the left, which is the position of its next token.
+    """
+
+    __slots__ = ()
+    axes = (2, 3, 3, 0)
+
+    def to(self, *args: Any, **options: Any) -> Self:
+        """The state with `Tensor.to` applied to every tensor; lengths keep their dtype."""
+        conv, keys, values = (v.to(*args, **options) for v in self.tensors[:3])
+        return self._of((conv, keys, values, self.lengths.to(keys.device)))
+
+    @classmethod
+    def _joined(cls, states: Sequence[Any], batched: bool, join: Join) -> Self:
+        s = max((state.keys.shape[-3] for state in states if isinstance(state, CACHES)), default=0)
+        padded = [cls._padded(v, s) if isinstance(v, CACHES) else v for v in states]
+        return super()._joined(padded, batched, join)
+
+    @classmethod
+    def _padded(cls, state: "AttentionState | PaddedAttentionState", s: int) -> Self:
+        """The state with s places."""
+        filled, batch = state.keys.shape[-3], state.keys.shape[:-3]
+        keys, values = (F.pad(v, (0, 0, 0, 0, 0, s - filled)) for v in (state.keys, state.values))
+        if isinstance(state, PaddedAttentionState):
+            lengths = state.lengths
+        else:
+            lengths = keys.new_full(batch, filled, dtype=torch.int64)
+        return cls._of((state.conv, keys, values, lengths))
+
+
+CACHES = (AttentionState, PaddedAttentionState)
 
 
 class Attention(Baseline[AttentionState]):
@@ -101,7 +148,9 @@ class Attention(Baseline[AttentionState]):
         cache = (None, self.num_heads, self.head_dim)
         return {"conv": self.conv.window_size, "keys": cache, "values": cache}
 
-    def _checked_state(self, state: AttentionState, b: int) -> AttentionState:
+    def _checked_state(self, state: Any, b: int) -> Any:
+        if isinstance(state, PaddedAttentionState):
+            return self._checked_padded(state, b)
         state = super()._checked_state(state, b)
         if state.keys.shape != state.values.shape:
             raise ValueError(
@@ -110,38 +159,79 @@ class Attention(Baseline[AttentionState]):
             )
         return state
 
+    def _checked_padded(self, state: PaddedAttentionState, b: int) -> PaddedAttentionState:
+        *fields, lengths = state.tensors
+        whole = self._checked_state(AttentionState(*fields), b)
+        check_tensor("state.lengths", lengths, "(b,)")
+        if lengths.numel() != b or lengths.dtype != torch.int64:
+            raise ValueError(
+                f"state.lengths must be int64 of shape ({b},), got {lengths.dtype} of "
+                f"{tuple(lengths.shape)}: select samples with state[...]"
+            )
+        return PaddedAttentionState(whole.conv, whole.keys, whole.values, lengths.reshape(b))
+
     def _run(
         self,
         x: Tensor,  # (b, t, m)
-        state: AttentionState,
-    ) -> tuple[Tensor, AttentionState]:  # (b, t, m)
-        qkv, window = self.conv(self.in_proj(x), state.conv)
+        state: AttentionState | PaddedAttentionState,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, Any]:  # (b, t, m)
+        qkv, window = self.conv(self.in_proj(x), state.conv, lengths)
         q, k, v = rearrange(qkv, "b t (i h p) -> i b t h p", i=3, h=self.num_heads)
         t, s = x.shape[1], state.keys.shape[1]
+        filled = state.lengths if isinstance(state, PaddedAttentionState) else None
         if self.rope_base is not None:
-            q, k = (rotate(u, s, self.rope_base) for u in (q, k))
-        keys = torch.cat([state.keys, k.to(self.state_dtype)], dim=1)
-        values = torch.cat([state.values, v.to(self.state_dtype)], dim=1)
+            q, k = (rotate(u, s if filled is None else filled, self.rope_base) for u in (q, k))
+        keys = _append(state.keys, k.to(self.state_dtype), filled)
+        values = _append(state.values, v.to(self.state_dtype), filled)
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
         # is_causal aligns query 0 with key 0, so it is right only without earlier tokens
-        mask = _mask(t, s, x.device) if s and t > 1 else None
         causal = s == 0 and t > 1
+        mask = _mask(t, s, filled, x.device) if filled is not None or (s and t > 1) else None
         o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
-        return output, AttentionState(window, owned(keys), owned(values))
+        if filled is None and lengths is None:
+            return output, AttentionState(window, owned(keys), owned(values))
+        before = state.keys.new_full((len(x),), s, dtype=torch.int64) if filled is None else filled
+        after = before + (t if lengths is None else lengths)
+        keys, values = (zero_outside(tokens_before(after, s + t), u) for u in (keys, values))
+        return output, PaddedAttentionState(window, keys, values, after)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, num_heads={self.num_heads}, rope_base={self.rope_base}"
 
 
-def _mask(t: int, s: int, device: torch.device) -> Tensor:  # (t, s + t)
-    """True where one of t tokens may attend: the s earlier tokens, itself and those before it."""
-    return torch.ones(t, s + t, dtype=torch.bool, device=device).tril(s)
+def _append(
+    cache: Tensor,  # (b, s, h, p)
+    new: Tensor,  # (b, t, h, p)
+    filled: Tensor | None,  # (b,), places of the cache that are filled; None: all
+) -> Tensor:  # (b, s + t, h, p)
+    """The filled places of the cache, and behind them the new ones."""
+    joined = torch.cat([cache, new], dim=1)
+    if filled is None:
+        return joined
+    s, places = cache.shape[1], joined.shape[1]
+    place, end = torch.arange(places, device=cache.device), filled.unsqueeze(1)
+    index = torch.where(place < end, place, place - end + s).clamp(max=places - 1)
+    return joined.gather(1, index[..., None, None].expand(joined.shape))
+
+
+def _mask(
+    t: int,
+    s: int,
+    filled: Tensor | None,  # (b,)
+    device: torch.device,
+) -> Tensor:  # (t, s + t) or (b, 1, t, s + t)
+    """True where one of t tokens may attend: the earlier tokens, itself and those before it."""
+    if filled is None:
+        return torch.ones(t, s + t, dtype=torch.bool, device=device).tril(s)
+    last = filled.unsqueeze(1) + torch.arange(t, device=device)  # (b, t)
+    return (torch.arange(s + t, device=device) <= last.unsqueeze(-1)).unsqueeze(1)
 
 
 def rotate(
     x: Tensor,  # (b, t, h, p), p even
-    start: int,
+    start: int | Tensor,  # (b,)
     base: float,
 ) -> Tensor:  # (b, t, h, p)
     """Rotary positions start, start + 1, ...: channel pairs (i, i + p/2) turned by the angle
@@ -151,8 +241,9 @@ def rotate(
         first, second = at_least_float32(x).chunk(2, -1)
         dtype, device = first.dtype, x.device
         frequency = base ** (-torch.arange(half, dtype=dtype, device=device) / half)
-        position = torch.arange(start, start + x.shape[1], dtype=dtype, device=device)
-        angle = (position.unsqueeze(-1) * frequency).unsqueeze(1)  # (t, 1, p/2)
+        first_position = start.unsqueeze(1) if isinstance(start, Tensor) else start
+        position = first_position + torch.arange(x.shape[1], dtype=dtype, device=device)
+        angle = (position.unsqueeze(-1) * frequency).unsqueeze(-2)  # (t, 1, p/2), or (b, t, 1, p/2)
         cos, sin = angle.cos(), angle.sin()
         rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return rotated.to(x.dtype)

@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, h heads, k num_householder, p key channels 
 of a head, w convolution width.
 """
 
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from einops import rearrange
@@ -17,13 +17,15 @@ from bedouin.baselines.delta_rule import (
     check_delta_backend,
     delta_rule,
 )
-from bedouin.baselines.interface import Baseline, Sizes, each, owned
-from bedouin.baselines.options import expanded, head_size, mark, positive_number, reset_dt_bias
+from bedouin.baselines.interface import Baseline, Sizes, owned
+from bedouin.baselines.options import expanded, head_size, positive_number, reset_dt_bias
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.parameters import at_least_float32, factory_options
+from bedouin.packing import tokens_before
+from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.state import RecurrentState
 
 UNIT_EPS = 1e-6
 """Under the root of the norm of queries and keys, as in flash-linear-attention."""
@@ -32,24 +34,17 @@ A_MAX = 16.0
 """The largest initial exp(A_log) of a gated layer, as in Gated DeltaNet."""
 
 
-class DeltaState(NamedTuple):
-    """conv: (b, w - 1, h (p + k p + k v)), the last inputs of the convolution; memory:
-    (b, h, p, v); at least float32."""
-
+class _DeltaFields(NamedTuple):
     conv: Tensor
     memory: Tensor
 
-    def detach(self) -> "DeltaState":
-        """The state without its gradient history: truncated back-propagation through time."""
-        return DeltaState(*each(self, Tensor.detach))
 
-    def to(self, *args: Any, **options: Any) -> "DeltaState":
-        """Both tensors through `Tensor.to`."""
-        return DeltaState(*each(self, lambda v: v.to(*args, **options)))
+class DeltaState(RecurrentState, _DeltaFields):  # type: ignore[misc]
+    """conv: (b, w - 1, h (p + k p + k v)), the last inputs of the convolution; memory:
+    (b, h, p, v); at least float32."""
 
-    def __getitem__(self, index: Any) -> "DeltaState":  # type: ignore[override]
-        """Samples of the batch: state[2:5], state[mask]; state[i] is one, without batch axis."""
-        return DeltaState(*each(self, lambda v: v[index]))
+    __slots__ = ()
+    axes = (2, 3)
 
 
 class DeltaProduct(Baseline[DeltaState]):
@@ -136,8 +131,11 @@ class DeltaProduct(Baseline[DeltaState]):
                 # exp(A_log) is uniform in (0, 16]: rand may be 0, whose logarithm is not finite
                 self.A_log.copy_(torch.log(A_MAX * (1 - torch.rand_like(self.A_log))))
             reset_dt_bias(self.dt_bias)
-            for parameter in (self.A_log, self.dt_bias):
-                mark(parameter, "_no_weight_decay")
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        for name in ("A_log", "dt_bias"):
+            mark(self._parameters.get(name), "_no_weight_decay")
 
     def _state_sizes(self) -> Sizes:
         memory = self.num_heads, self.head_dim, self.value_dim
@@ -147,13 +145,16 @@ class DeltaProduct(Baseline[DeltaState]):
         self,
         x: Tensor,  # (b, t, m)
         state: DeltaState,
+        lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        qkv, window = self.conv(qkv, state.conv)
+        qkv, window = self.conv(qkv, state.conv, lengths)
         low = qkv.dtype
         rates = self.b_proj(x), None if self.a_proj is None else self.a_proj(x)
         with without_autocast(x.device):
             inputs = self._inputs(at_least_float32(F.silu(qkv)), *rates)
+            if lengths is not None:
+                inputs = inputs.before_padding(tokens_before(lengths, x.shape[1]))
             o, memory = delta_rule(inputs, state.memory, low, self.backend)
             o = F.rms_norm(o, (self.value_dim,), None, self.norm_eps)
             o = rearrange(o * self.norm_weight, "b t h v -> b t (h v)").to(low)

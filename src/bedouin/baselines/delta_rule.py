@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.checks import one_of
+from bedouin.packing import zero_outside
 
 DeltaBackend = Literal["auto", "torch", "fla"]
 
@@ -31,6 +32,14 @@ class DeltaInputs(NamedTuple):
     value: Tensor  # (b, t, k, h, v)
     beta: Tensor  # (b, t, k, h), in [0, 2]
     log_decay: Tensor | None  # (b, t, h), <= 0
+
+    def before_padding(
+        self,
+        real: Tensor,  # (b, t) bool
+    ) -> "DeltaInputs":
+        """Inputs that neither decay nor write where `real` is False."""
+        decay = None if self.log_decay is None else zero_outside(real, self.log_decay)
+        return self._replace(beta=zero_outside(real, self.beta), log_decay=decay)
 
 
 def check_delta_backend(backend: str) -> None:

@@ -4,7 +4,6 @@ Letters: b batch, t time, m d_model.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -17,21 +16,24 @@ from bedouin.checks import (
     check_tensor,
     positive_int,
 )
+from bedouin.packing import Packing, find_packing
+from bedouin.parameters import MarkedModule
+from bedouin.state import RecurrentState
 
-StateT = TypeVar("StateT", bound=tuple[Any, ...])
+StateT = TypeVar("StateT", bound=RecurrentState)
 
 Sizes = dict[str, tuple[int | None, ...]]
 """The shape of each tensor of a state without its batch axis; None: any length."""
 
 
-class Baseline(nn.Module, ABC, Generic[StateT]):
+class Baseline(MarkedModule, ABC, Generic[StateT]):
     """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state.
 
     A subclass names the type of its state, the sizes of the state's tensors, and computes outputs
     and the state after the last token.
     """
 
-    state_type: ClassVar[type[tuple[Any, ...]]]
+    state_type: ClassVar[type[RecurrentState]]
 
     out_proj: nn.Linear
     """The last layer of every baseline; its weight has the layer's dtype and device."""
@@ -54,18 +56,38 @@ class Baseline(nn.Module, ABC, Generic[StateT]):
         self,
         x: Tensor,  # (b, t, m), neither empty
         state: StateT,
+        lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, StateT]:  # (b, t, m)
-        """The outputs and the state after the last token, which owns its memory."""
+        """The outputs and the state after the last token, which owns its memory.
 
-    def forward(self, x: Tensor, state: StateT | None = None, return_state: bool = False) -> Any:
+        lengths: the tokens of each sample, which padding with x = 0 follows; None: t. The outputs
+        of padding may be anything finite.
+        """
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: StateT | None = None,
+        return_state: bool = False,
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
+    ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state).
 
         A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
-        rounding. Raises TypeError for integer or foreign dtypes, ValueError for wrong shapes,
-        devices and states.
+        rounding. mask, cu_seqlens and seq_idx say which tokens of x are padding, or where documents
+        begin, as in `Bedouin`. Raises TypeError for integer or foreign dtypes, ValueError for wrong
+        shapes, devices and states.
         """
         check_layer_input(x, 3, self.d_model, self.out_proj.weight)
-        output, new_state = self._checked_run(x, state)
+        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        new_state: StateT | None
+        if packing is None:
+            output, new_state = self._checked_run(x, state)
+        else:
+            output, new_state = self._packed_run(x, state, packing, return_state)
         return (output, new_state) if return_state else output
 
     def step(
@@ -103,7 +125,20 @@ class Baseline(nn.Module, ABC, Generic[StateT]):
         state = self.init_state(b) if state is None else self._checked_state(state, b)
         if not x.numel():
             return x.clone(), state
-        return self._run(x, state)
+        return self._run(x, state, None)
+
+    def _packed_run(
+        self, x: Tensor, state: StateT | None, packing: Packing, wants_state: bool
+    ) -> tuple[Tensor, StateT | None]:
+        rows = packing.num_states
+        state = self.init_state(rows) if state is None else self._checked_state(state, rows)
+        state = packing.before(state, self.init_state(1))
+        u = packing.take(x)
+        if not u.numel():
+            return x.clone(), packing.after(state)
+        # padding follows the tokens, so that it changes only the state
+        output, state = self._run(u, state, packing.lengths if wants_state else None)
+        return packing.put(output, x.shape), packing.after(state)
 
     def _checked_state(self, state: StateT, b: int) -> StateT:
         """`state` with a batch axis; TypeError or ValueError where it does not fit the layer."""
@@ -114,12 +149,13 @@ class Baseline(nn.Module, ABC, Generic[StateT]):
                 "init_state(batch_size)"
             )
         sizes = self._state_sizes()
-        for field, tensor in zip(sizes, state, strict=True):
+        for field, tensor in zip(sizes, state.tensors, strict=True):
             axes = ", ".join("any" if n is None else str(n) for n in sizes[field])
             check_tensor(f"state.{field}", tensor, f"(b, {axes})")
-        if all(v.dim() == len(size) for v, size in zip(state, sizes.values(), strict=True)):
-            state = self._make_state(v.unsqueeze(0) for v in state)
-        for (field, size), tensor in zip(sizes.items(), state, strict=True):
+        pairs = list(zip(state.tensors, sizes.values(), strict=True))
+        if all(v.dim() == len(size) for v, size in pairs):
+            state = state.stack([state])
+        for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
             self._check_field(f"state.{field}", tensor, (b, *size))
         return state
 
@@ -146,8 +182,3 @@ class Baseline(nn.Module, ABC, Generic[StateT]):
 def owned(tensor: Tensor) -> Tensor:
     """A copy where autograd may have saved the tensor: a state may be written in place."""
     return tensor.clone() if tensor.requires_grad else tensor
-
-
-def each(state: tuple[Tensor, ...], method: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """`method` of every tensor of a state."""
-    return [method(tensor) for tensor in state]

@@ -3,36 +3,31 @@
 Letters: b batch, t time, m d_model, d hidden units, w convolution width.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from bedouin.baselines.interface import Baseline, Sizes, each
+from bedouin.baselines.interface import Baseline, Sizes
 from bedouin.baselines.options import expanded
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.parameters import factory_options
+from bedouin.state import RecurrentState
 
 
-class LSTMState(NamedTuple):
-    """conv: (b, w - 1, m), the last inputs of the convolution; h, c: (b, d); at least float32."""
-
+class _LSTMFields(NamedTuple):
     conv: Tensor
     h: Tensor
     c: Tensor
 
-    def detach(self) -> "LSTMState":
-        """The state without its gradient history: truncated back-propagation through time."""
-        return LSTMState(*each(self, Tensor.detach))
 
-    def to(self, *args: Any, **options: Any) -> "LSTMState":
-        """Every tensor through `Tensor.to`."""
-        return LSTMState(*each(self, lambda v: v.to(*args, **options)))
+class LSTMState(RecurrentState, _LSTMFields):  # type: ignore[misc]
+    """conv: (b, w - 1, m), the last inputs of the convolution; h, c: (b, d); at least float32."""
 
-    def __getitem__(self, index: Any) -> "LSTMState":  # type: ignore[override]
-        """Samples of the batch: state[2:5], state[mask]; state[i] is one, without batch axis."""
-        return LSTMState(*each(self, lambda v: v[index]))
+    __slots__ = ()
+    axes = (2, 1, 1)
 
 
 class LSTM(Baseline[LSTMState]):
@@ -42,6 +37,7 @@ class LSTM(Baseline[LSTMState]):
         c_t = sigmoid(f) * c_{t-1} + sigmoid(i) * tanh(g),   h_t = sigmoid(o) * tanh(c_t)
 
     torch.compile breaks its graph at torch.nn.LSTM unless torch._dynamo.config.allow_rnn is set.
+    With a mask or documents, return_state=True makes the host read their lengths.
     Source: Long Short-Term Memory (Hochreiter and Schmidhuber, 1997).
 
     Args:
@@ -81,11 +77,36 @@ class LSTM(Baseline[LSTMState]):
         self,
         x: Tensor,  # (b, t, m)
         state: LSTMState,
+        lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, LSTMState]:  # (b, t, m)
-        x, window = self.conv(x, state.conv)
+        x, window = self.conv(x, state.conv, lengths)
         if self.conv.width is not None:
             x = F.silu(x)
         h, c = (v.to(x.dtype).unsqueeze(0) for v in (state.h, state.c))
-        hidden, (h, c) = self.lstm(x, (h, c))
+        hidden, (h, c) = self._run_lstm(x, (h, c), lengths)
         h, c = (v.squeeze(0).to(self.state_dtype, copy=True) for v in (h, c))
         return self.out_proj(hidden), LSTMState(window, h, c)
+
+    def _run_lstm(
+        self,
+        x: Tensor,  # (b, t, m)
+        before: tuple[Tensor, Tensor],  # (1, b, d) each
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # (b, t, d), (1, b, d) each
+        if lengths is None:
+            hidden, after = self.lstm(x, before)
+            return hidden, after
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "mask with return_state=True must be None during the capture of a CUDA graph, "
+                "since torch.nn.LSTM reads lengths on the host: call without return_state"
+            )
+        # torch packs no empty sequence
+        packed = pack_padded_sequence(
+            x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
+        )
+        output, after = self.lstm(packed, before)
+        hidden, _ = pad_packed_sequence(output, batch_first=True, total_length=x.shape[1])
+        some = (lengths > 0).unsqueeze(-1)
+        h, c = (torch.where(some, v, v0) for v, v0 in zip(after, before, strict=True))
+        return hidden, (h, c)

@@ -4,38 +4,33 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, r dt_rank, w convolut
 """
 
 import math
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.interface import Baseline, Sizes, each, owned
-from bedouin.baselines.options import expanded, mark, reset_dt_bias
+from bedouin.baselines.interface import Baseline, Sizes, owned
+from bedouin.baselines.options import expanded, reset_dt_bias
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
-from bedouin.parameters import at_least_float32, factory_options
+from bedouin.packing import tokens_before, zero_outside
+from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.state import RecurrentState
 
 
-class MambaState(NamedTuple):
-    """conv: (b, w - 1, d), the last inputs of the convolution; ssm: (b, d, n); at least float32."""
-
+class _MambaFields(NamedTuple):
     conv: Tensor
     ssm: Tensor
 
-    def detach(self) -> "MambaState":
-        """The state without its gradient history: truncated back-propagation through time."""
-        return MambaState(*each(self, Tensor.detach))
 
-    def to(self, *args: Any, **options: Any) -> "MambaState":
-        """Both tensors through `Tensor.to`."""
-        return MambaState(*each(self, lambda v: v.to(*args, **options)))
+class MambaState(RecurrentState, _MambaFields):  # type: ignore[misc]
+    """conv: (b, w - 1, d), the last inputs of the convolution; ssm: (b, d, n); at least float32."""
 
-    def __getitem__(self, index: Any) -> "MambaState":  # type: ignore[override]
-        """Samples of the batch: state[2:5], state[mask]; state[i] is one, without batch axis."""
-        return MambaState(*each(self, lambda v: v[index]))
+    __slots__ = ()
+    axes = (2, 2)
 
 
 class Mamba(Baseline[MambaState]):
@@ -101,9 +96,13 @@ class Mamba(Baseline[MambaState]):
             n = torch.arange(1, self.d_state + 1, device=self.D.device)
             self.A_log.copy_(at_least_float32(n).log().expand_as(self.A_log))
             self.D.fill_(1.0)
-        mark(self.A_log, "_no_weight_decay")
-        mark(self.D, "_no_weight_decay")
-        mark(self.dt_proj.bias, "_no_reinit")
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        for name in ("A_log", "D"):
+            mark(self._parameters.get(name), "_no_weight_decay")
+        if "dt_proj" in self._modules:
+            mark(self.dt_proj.bias, "_no_reinit")
 
     def _state_sizes(self) -> Sizes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
@@ -112,15 +111,19 @@ class Mamba(Baseline[MambaState]):
         self,
         x: Tensor,  # (b, t, m)
         state: MambaState,
+        lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, MambaState]:  # (b, t, m)
         x, z = self.in_proj(x).chunk(2, -1)
-        x, window = self.conv(x, state.conv)
+        x, window = self.conv(x, state.conv, lengths)
         x = F.silu(x)
         n = self.d_state
         dt, B, C = self.x_proj(x).split([self.dt_rank, n, n], -1)
         raw = F.linear(dt, self.dt_proj.weight)
         with without_autocast(x.device):
             delta = F.softplus(at_least_float32(raw) + at_least_float32(self.dt_proj.bias))
+            if lengths is not None:
+                # the memory passes through padding
+                delta = zero_outside(tokens_before(lengths, x.shape[1]), delta)
             A = -torch.exp(at_least_float32(self.A_log))
             y, ssm = selective_scan(
                 *(x, delta, A, B, C, state.ssm, self.D),

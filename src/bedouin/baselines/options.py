@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin.parameters import DELTA_RANGE, inverse_softplus, log_uniform
 
@@ -38,10 +38,3 @@ def head_size(d_model: int, num_heads: int) -> int:
 def reset_dt_bias(bias: Tensor) -> None:
     """Fill `bias` so that softplus(bias) is log-uniform in [1e-3, 0.1], as Mamba does."""
     bias.copy_(inverse_softplus(log_uniform(bias, *DELTA_RANGE)))
-
-
-def mark(parameter: nn.Parameter, *names: str) -> None:
-    """Set the attributes `_no_weight_decay` or `_no_reinit`, which optimizers and initializers that
-    follow Mamba look for."""
-    for name in names:
-        setattr(parameter, name, True)

@@ -58,15 +58,22 @@ class ShortConvolution(nn.Module):
         self,
         x: Tensor,  # (b, t, c)
         window: Tensor,  # (b, w - 1, c)
+        lengths: Tensor | None = None,  # (b,)
     ) -> tuple[Tensor, Tensor]:
-        """The convolved x (b, t, c) and the window after the last token, in the window's dtype."""
+        """The convolved x (b, t, c) and the window after the last token, in the window's dtype.
+
+        lengths: the tokens of each sample, which padding follows; None: t."""
         if self.weight is None:
             return x, window
         padded = torch.cat([window.to(x.dtype), x], dim=1)
         weight = self.weight.unsqueeze(1)
         y = F.conv1d(padded.mT, weight, self.bias, groups=self.channels).mT
-        # a copy: a view would keep all of `padded` alive
-        kept = padded[:, x.shape[1] :].clone()
+        if lengths is None:
+            # a copy: a view would keep all of `padded` alive
+            kept = padded[:, x.shape[1] :].clone()
+        else:
+            places = lengths.unsqueeze(1) + torch.arange(window.shape[1], device=x.device)
+            kept = padded.gather(1, places.unsqueeze(-1).expand(window.shape))
         return y, kept.to(window.dtype)
 
     def extra_repr(self) -> str:

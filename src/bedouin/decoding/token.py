@@ -17,6 +17,7 @@ from bedouin.heads import HeadLinear
 from bedouin.kernels.backend import (
     autocast_dtype,
     interpreter_is_on,
+    is_cuda_device,
     is_transformed,
     without_autocast,
 )
@@ -29,7 +30,6 @@ from bedouin.kernels.decode import (
     unsupported_token,
 )
 from bedouin.kernels.feedback import normalize_feedback
-from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.parameterization import OutputStage
 from bedouin.solvers.deferred import DeferredWarning
@@ -37,6 +37,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.solution import BackwardStats, SolveStats, join_parts
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state
+from bedouin.wrapped import apply_projection, has_hooks
 
 
 class DecodedLayer(Protocol):
@@ -192,7 +193,7 @@ class Buffers:
 
 def make_buffers(layer: DecodedLayer, x_t: Tensor) -> Buffers:
     """Buffers for the rows of x_t (b, m), with the dtype that the feedback's product takes."""
-    low = autocast_dtype(x_t) or layer.x_proj.weight.dtype
+    low = autocast_dtype(x_t) or layer.D.dtype
     return Buffers(layer, len(x_t), low)
 
 
@@ -219,7 +220,11 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether `step` may take the fused path for x_t (b, m)."""
     if not asks_for_fused_step(layer) or not len(x_t):
         return False
-    if x_t.is_cuda:
+    # a replay calls no Python functions, and those on y_proj are answered with an error
+    _, *parts = layer.modules()
+    if any(has_hooks(part) for part in parts):
+        return False
+    if is_cuda_device(x_t.device):
         # float64 serves to check numbers, for which the plain path is the reference
         return layer.D.dtype != torch.float64 and unsupported_step(layer) is None
     options = layer.solve_options
@@ -231,6 +236,8 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
 def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether this call replays a graph if one exists for x_t."""
     if not isinstance(x_t, Tensor) or not x_t.is_cuda or not asks_for_fused_step(layer):
+        return False
+    if not is_cuda_device(x_t.device):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
@@ -246,12 +253,12 @@ def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
     projected = layer.in_proj(u)
     x = projected[:, :d]
     of_heads = _split_heads(x, layer.num_heads)
-    raw = apply_weight(of_heads, layer.x_proj.weight)
+    raw: Tensor = layer.x_proj(of_heads)
     with without_autocast(u.device):
         fed = None
         if layer.y_proj is not None:
             normed = _split_heads(buffers.normed, layer.num_heads)
-            fed = apply_weight(normed, layer.y_proj.weight.to(normed.dtype))
+            fed = apply_projection(layer.y_proj, normed, layer.D.dtype)
         drive = layer.drive(of_heads.to(buffers.h.dtype)) if layer.has_drive else of_heads
         hidden = torch.empty(len(u), d, dtype=u.dtype, device=u.device)
         operands = StepOperands(

@@ -1,0 +1,48 @@
+"""The state of a layer before and after a call.
+
+Letters: b batch, t time, d d_inner, n d_state, H num_heads, p = d / H head_dim; b' = H b folded
+samples (bedouin.heads).
+"""
+
+from torch import Tensor
+
+from bedouin.fixed_point_map import FixedPointMap
+from bedouin.heads import unfold_state
+from bedouin.kernels.launch import accumulator
+from bedouin.packing import Packing, last_token
+from bedouin.state import BedouinState, check_state, zero_state
+
+
+def incoming_state(
+    state: BedouinState | None,  # of b samples, or of what the arguments of the call say
+    x: Tensor,  # (b, t, any size)
+    size: tuple[int, int],  # d, n
+    packing: Packing | None,
+) -> BedouinState | None:
+    """The state before the first token of each sample; None: zeros.
+
+    A call without tokens returns it, so it is then not None. Raises TypeError or ValueError for a
+    state that does not fit.
+    """
+    (d, n), dtype = size, accumulator(x.dtype)
+    if state is None:
+        return None if x.shape[1] else zero_state(x.shape[0], d, n, dtype, x.device)
+    rows = x.shape[0] if packing is None else packing.num_states
+    state = check_state(state, rows, d, n, x.new_empty(0, dtype=dtype))
+    if packing is None:
+        return state
+    return packing.before(state, zero_state(1, d, n, dtype, x.device))
+
+
+def outgoing_state(
+    state: BedouinState | None,  # of b samples, before the first token
+    f: FixedPointMap,
+    y: Tensor,  # (b', t, p), the fixed point
+    num_heads: int,
+) -> BedouinState:
+    """The state after the last token of each sample."""
+    if state is not None and y.shape[1] == 0:
+        return state
+    last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
+    # copies, because a view would keep all of y alive and may share what autograd has saved
+    return unfold_state(f.memory(y), last, num_heads)

@@ -1,0 +1,52 @@
+"""The groups of parameters that an optimizer needs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from bedouin.solvers.base import check_number
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters with and without weight decay, as the first argument of an optimizer.
+
+        optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
+
+    Not decayed are parameters marked `_no_weight_decay` (A_log, omega and D of a layer), biases,
+    and the parameters of norms: modules whose class is called ...Norm. Every parameter that
+    requires a gradient is in one of the two groups once, also if modules share it. As for any
+    optimizer, call it once the model is on its device and sharded, and before its first forward.
+
+    Raises TypeError for a model that is not a module, ValueError for a weight_decay below 0.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_number("weight_decay", weight_decay, 0, 1e3, open_low=False)
+    decayed: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
+    # one that is shared is exempt if it is so in one of its places
+    exempt_ids = {id(p) for name, p, module in _places(model) if _is_exempt(name, p, module)}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (exempt if id(parameter) in exempt_ids else decayed).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": float(weight_decay)},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Each parameter with its name in its module and that module, once for each place."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield name, parameter, module
+
+
+def _is_exempt(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+    is_bias = name.startswith("bias") or name.endswith("bias")
+    # by name, as norms are written anew in many libraries; FSDP and parametrizations derive
+    # classes with a name in front of, or behind, that of the base
+    is_norm = any(kind.__name__.endswith("Norm") for kind in type(module).__mro__)
+    is_norm = is_norm or isinstance(module, nn.modules.batchnorm._NormBase)
+    return is_bias or is_norm or bool(getattr(parameter, "_no_weight_decay", False))

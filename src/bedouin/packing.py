@@ -1,0 +1,319 @@
+"""Sequences of several lengths in one tensor: padded rows, and rows of several documents.
+
+Layers are causal, so they compute such sequences as a batch in which each begins at the left and
+padding follows its last token: a `Packing` says which token goes where. The padding then has no
+influence on any token, if x is 0 there, and only the state after it and the statistics need care.
+
+Letters: b rows, t time, l sequences (the b rows without their padding, or documents), w the length
+of the longest one.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.checks import check_tensor
+from bedouin.kernels.linear import padding
+from bedouin.state import RecurrentState
+
+CLOSED = 1e30
+"""A raw value beside which that of any feedback vanishes, so that its activation is exact: 0, or
+the value itself."""
+
+StateT = TypeVar("StateT", bound=RecurrentState)
+
+
+class Places(TypedDict, total=False):
+    """The arguments of a call that say where tokens are, for the types of overloads."""
+
+    mask: Tensor | None  # (b, t)
+    cu_seqlens: Tensor | None  # (documents + 1,)
+    seq_idx: Tensor | None  # (b, t)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of l sequences are in b rows. A state is one of sequences, or of rows."""
+
+    lengths: Tensor  # (l,)
+    real: Tensor  # (l, w) bool, False in the padding after each sequence
+    source: Tensor  # (l w,), for each place of a sequence the one of b t that its token comes from
+    target: Tensor  # (b t,), for each place of a row the one of l w where its token is
+    mask: Tensor | None = None  # (b, t) bool, the places of rows that have a token; None: all
+    first: Tensor | None = None  # (l,), the index + 1 of the row that a sequence begins, or 0
+    last: Tensor | None = None  # (b,), the last sequence of each row
+
+    @property
+    def num_states(self) -> int:
+        """How many samples a state has before and after a call."""
+        return len(self.lengths if self.last is None else self.last)
+
+    def take(
+        self,
+        x: Tensor,  # (b, t, ...)
+    ) -> Tensor:  # (l, w, ...)
+        """The tokens of each sequence, and zeros in its padding, even where x is NaN."""
+        taken = x.flatten(0, 1).index_select(0, self.source)
+        return zero_outside(self.real, taken.unflatten(0, self.real.shape))
+
+    def put(
+        self,
+        y: Tensor,  # (l, w, ...)
+        shape: torch.Size,  # (b, t, ...)
+    ) -> Tensor:  # (b, t, ...)
+        """The inverse of `take`, with zeros at places without a token."""
+        placed = y.flatten(0, 1).unsqueeze(0).index_select(1, self.target)  # (1, b t, ...)
+        rows = placed if shape[0] == 1 else placed.squeeze(0).unflatten(0, shape[:2])
+        if self.mask is not None:
+            return zero_outside(self.mask, rows)
+        # not a view, since that would keep FSDP from gathering the parameters for its backward
+        return rows if rows is placed else rows.clone()
+
+    def before(
+        self,
+        state: StateT,  # of rows, or with cu_seqlens of documents
+        zeros: StateT,  # of one sample before its first token
+    ) -> StateT:
+        """The states before the first token of each sequence."""
+        if self.first is None:
+            return state
+        if not isinstance(zeros, RecurrentState):
+            raise TypeError(
+                "seq_idx needs states that can be joined, such as BedouinState, got "
+                f"{type(zeros).__name__}: use cu_seqlens, which takes a state for each document"
+            )
+        return type(zeros).cat([zeros, state])[self.first]
+
+    def after(
+        self,
+        state: StateT | None,  # of sequences
+    ) -> StateT | None:
+        """The states after the last token of each row, or with cu_seqlens of each document."""
+        return state if self.last is None or state is None else state[self.last]
+
+    def steps(
+        self,
+        num_steps: Tensor,  # (l,)
+    ) -> Tensor:  # (l,)
+        """Steps of a solve; a sequence without tokens takes none."""
+        return torch.where(self.lengths > 0, num_steps, 0)
+
+
+def tokens_before(
+    lengths: Tensor,  # (l,)
+    w: int,
+) -> Tensor:  # (l, w)
+    """Which of w places come before the end of each sequence."""
+    return torch.arange(w, device=lengths.device) < lengths.unsqueeze(1)
+
+
+def zero_outside(
+    mask: Tensor,  # (l, w) bool
+    v: Tensor,  # (l, w, ...)
+) -> Tensor:  # (l, w, ...)
+    """v where the mask is True, and 0 elsewhere, also for the gradient where v is not finite."""
+    # not a product: that would leave NaN
+    return v.masked_fill(~mask.view(*mask.shape, *(1,) * (v.dim() - 2)), 0)
+
+
+def last_token(
+    y: Tensor,  # (l, w, d), w > 0
+    lengths: Tensor,  # (l,)
+    before: Tensor | None,  # (l, d), the value for a sequence without tokens; None: zeros
+) -> Tensor:  # (l, d)
+    """y at the last token of each sequence."""
+    index = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, y.shape[2])
+    last = y.gather(1, index).squeeze(1)
+    return torch.where(lengths[:, None] > 0, last, 0.0 if before is None else before)
+
+
+def hold_memory(
+    raw: Tensor,  # (l, w, r)
+    lengths: Tensor,  # (l,)
+    p: int,
+    closed: float,
+) -> Tensor:  # (l, w, r)
+    """Raw values whose first p, those of Delta, are `closed` in the padding.
+
+    With Delta = 0 the decay is 1 and the input scale 0, in every parameterization: the memory
+    passes, and no gradient reaches the other raw values.
+    """
+    real = tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
+    limit = torch.finfo(raw.dtype).max
+    delta = torch.where(real, raw[..., :p], min(max(closed, -limit), limit))
+    r = raw.shape[-1]
+    # rows that kernels read begin at aligned addresses, which spare columns keep
+    spare = padding(r) if raw.stride(1) == r + padding(r) else 0
+    columns = delta, raw[..., p:], raw.new_zeros(*raw.shape[:2], spare)
+    return torch.cat(columns, -1)[..., :r]
+
+
+def find_packing(
+    x: Tensor,  # (b, t, ...), or tokens (b, t)
+    mask: Tensor | None,  # (b, t)
+    cu_seqlens: Tensor | None,  # (l + 1,)
+    seq_idx: Tensor | None,  # (b, t)
+) -> Packing | None:
+    """What the arguments of a call say about x; None if all are None.
+
+    mask: bool, True for real tokens, padding anywhere. cu_seqlens: int32 or int64, the places in
+    a single row where each document begins, and the row's length last. seq_idx: int32 or int64; a
+    document ends where it changes. The latter two are read by the host, once.
+    Raises TypeError for another type or dtype, ValueError for another shape, more than one of the
+    three, cu_seqlens that do not ascend from 0 to t, and under the capture of a CUDA graph what
+    the host would have to read.
+    """
+    given = {"mask": mask, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
+    names = [name for name, value in given.items() if value is not None]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise ValueError(
+            f"at most one of mask, cu_seqlens and seq_idx describes x, got {' and '.join(names)}: "
+            "give documents of padded rows by seq_idx, with an index of its own for padding"
+        )
+    if mask is not None:
+        _check_rows("mask", mask, x, (torch.bool,))
+        return _pad_rows(mask)
+    if seq_idx is not None:
+        _check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
+        check_readable("seq_idx", x)
+        return _split_rows(seq_idx) if seq_idx.numel() else None
+    return _split_at(cu_seqlens, x)
+
+
+def check_takes_mask(mixer: nn.Module) -> None:
+    """Raise TypeError for a layer whose `forward` has no argument `mask`."""
+    parameters = inspect.signature(mixer.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if "mask" not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise TypeError(
+            f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
+            "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
+        )
+
+
+def _pad_rows(
+    mask: Tensor,  # (b, t) bool
+) -> Packing:
+    """Each row is a sequence of the same width, so that no shape depends on the mask."""
+    b, t = mask.shape
+    lengths = mask.sum(1)
+    # real tokens go to the left in their order, the others behind them
+    place = torch.where(mask, mask.cumsum(1), lengths.unsqueeze(1) + (~mask).cumsum(1)) - 1
+    tokens = torch.arange(t, device=mask.device).expand(b, t)
+    order = torch.zeros_like(place).scatter(1, place, tokens)
+    start = t * torch.arange(b, device=mask.device).unsqueeze(1)
+    source, target = (start + order).flatten(), (start + place).flatten()
+    return Packing(lengths, tokens_before(lengths, t), source, target, mask)
+
+
+def _split_at(
+    cu_seqlens: Tensor | None,  # (l + 1,)
+    x: Tensor,  # (1, t, ...)
+) -> Packing:
+    """Each document of the row is a sequence."""
+    check_tensor("cu_seqlens", cu_seqlens, "(documents + 1,)")
+    assert cu_seqlens is not None
+    _check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(
+            f"cu_seqlens must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}: for one "
+            "document it is [0, t]"
+        )
+    b, t = x.shape[:2]
+    if b != 1:
+        raise ValueError(
+            f"cu_seqlens needs a single row, x (1, t, m) or tokens (1, t), got {tuple(x.shape)}: "
+            "join the rows, or use mask or seq_idx"
+        )
+    _check_device("cu_seqlens", cu_seqlens, x)
+    check_readable("cu_seqlens", x)
+    ends: list[int] = cu_seqlens.tolist()
+    sizes = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
+    if ends[0] != 0 or ends[-1] != t or min(sizes, default=0) < 0:
+        raise ValueError(
+            f"cu_seqlens must ascend from 0 to t = {t}, got {_abbreviated(ends)}: it holds the "
+            "places where documents begin, and t"
+        )
+    starts = cu_seqlens[:-1].to(torch.int64)
+    return _from_starts(starts, cu_seqlens.diff().to(torch.int64), max(sizes, default=0), t)
+
+
+def _split_rows(
+    seq_idx: Tensor,  # (b, t)
+) -> Packing:
+    """Each run of one index is a sequence."""
+    b, t = seq_idx.shape
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    document = begins.flatten().cumsum(0) - 1  # (b t,)
+    places = torch.arange(b * t, device=seq_idx.device)
+    begin = torch.where(begins.flatten(), places, 0).cummax(0).values
+    # both in one read of the device
+    count, w = torch.stack([document[-1], (places - begin).max()]).add(1).tolist()
+    starts = torch.searchsorted(document, torch.arange(count, device=seq_idx.device))
+    lengths = torch.cat([starts, starts.new_full((1,), b * t)]).diff()
+    packing = _from_starts(starts, lengths, w, b * t)
+    first = torch.where(starts % t == 0, starts // t + 1, 0)
+    rows = packing.lengths, packing.real, packing.source, packing.target
+    return Packing(*rows, first=first, last=document.view(b, t)[:, -1])
+
+
+def _from_starts(
+    starts: Tensor,  # (l,), of documents in the flattened rows
+    lengths: Tensor,  # (l,)
+    w: int,
+    places: int,
+) -> Packing:
+    """Documents that fill all places, one after the other."""
+    within = torch.arange(w, device=starts.device)
+    source = (starts.unsqueeze(1) + within).clamp(max=max(places - 1, 0)).flatten()
+    token = torch.arange(places, device=starts.device)
+    document = torch.searchsorted(starts + lengths, token, right=True)
+    target = document * w + token - starts[document]
+    return Packing(lengths, tokens_before(lengths, w), source, target)
+
+
+def _check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise TypeError or ValueError unless `value` is a tensor (b, t) of these dtypes beside x."""
+    check_tensor(name, value, "(b, t)")
+    _check_dtype(name, value, dtypes)
+    if value.shape != x.shape[:2]:
+        raise ValueError(
+            f"{name} must have shape (b, t) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
+        )
+    _check_device(name, value, x)
+
+
+def _check_dtype(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if value.dtype not in dtypes:
+        names = " or ".join(map(str, dtypes))
+        raise TypeError(
+            f"{name} must have dtype {names}, got {value.dtype}: use {name}.to({dtypes[-1]})"
+        )
+
+
+def _check_device(name: str, value: Tensor, x: Tensor) -> None:
+    if value.device != x.device:
+        raise ValueError(
+            f"{name} must be on the device of x, {x.device}, got {value.device}: use "
+            f"{name}.to(x.device)"
+        )
+
+
+def check_readable(name: str, x: Tensor) -> None:
+    """Raise ValueError where the host must not wait for the device of x."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name} must be None during the capture of a CUDA graph, since the host reads the "
+            "lengths of the documents: pad the documents to one length and give mask"
+        )
+
+
+def _abbreviated(values: list[Any]) -> str:
+    text = str(values)
+    return text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"

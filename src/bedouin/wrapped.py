@@ -1,0 +1,162 @@
+"""Projections whose module another library has wrapped or replaced, as low-rank adapters do.
+
+A solve needs W^y as a matrix, because it multiplies every token's feedback in a kernel. The matrix
+of a module that is not just a weight is found by calling it on the identity, which is
+differentiable and passes through parametrizations, adapters and gathered shards alike.
+
+Letters: p inputs and r outputs of a projection, H heads.
+"""
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.heads import HeadLinear
+from bedouin.kernels.linear import apply_weight
+
+Projection = nn.Linear | HeadLinear
+"""What a layer makes; another library may have put a module of its own in this place."""
+
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_SEED = 0
+
+_known_linear: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
+"""Modules found to be linear, with the types of their parts at that time."""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a forward or backward hook is registered on the module itself."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module multiplies by `module.weight` and does nothing else.
+
+    It may have parametrizations, which compute `weight`, or be of a class that FSDP derived.
+    """
+    return _is_linear_map(module) and not has_hooks(module)
+
+
+def _is_linear_map(module: nn.Module) -> bool:
+    """Whether the module is plain apart from hooks."""
+    if not isinstance(module, nn.Linear | HeadLinear) or getattr(module, "bias", None) is not None:
+        return False
+    # accelerate and others replace `forward` on the object
+    own = "forward" not in vars(module)
+    return own and type(module).forward in (nn.Linear.forward, HeadLinear.forward)
+
+
+def apply_projection(
+    module: Projection,
+    v: Tensor,  # (H b, ..., p)
+    dtype: torch.dtype,
+) -> Tensor:  # (H b, ..., r)
+    """The module's map of v in the dtype of v; a module that is not plain is called in `dtype`."""
+    if is_plain(module):
+        return apply_weight(v, module.weight.to(v.dtype))
+    out: Tensor = module(v.to(dtype))
+    return out.to(v.dtype)
+
+
+def effective_weight(
+    name: str,
+    module: Projection,
+    inputs: int,
+    like: Tensor,  # a parameter of the layer, any shape
+    num_heads: int,
+) -> Tensor:  # (r, p) or (H, r, p), p = inputs
+    """The matrix that the module multiplies by.
+
+    Dropout inside of the module, as that of an adapter in training, is drawn once for the call and
+    drops the same inputs for all samples and tokens. Raises TypeError for a module that is not
+    linear, or has hooks, which would never see a token.
+    """
+    if is_plain(module):
+        return module.weight
+    _refuse_hooks(name, module)
+    if not torch.compiler.is_compiling():
+        _require_linear(name, module, inputs, num_heads)
+    identity = torch.eye(inputs, dtype=like.dtype, device=like.device)
+    if num_heads > 1:
+        identity = identity.expand(num_heads, -1, -1)
+    columns: Tensor = module(identity)
+    return columns.mT.contiguous()
+
+
+def _refuse_hooks(name: str, module: nn.Module) -> None:
+    for part_name, part in module.named_modules(prefix=name):
+        for hook in _hooks(part):
+            # torch's own gather a sharded weight or compute it, as those of weight_norm do
+            owner = getattr(hook, "__func__", hook)
+            home = getattr(owner, "__module__", None) or type(hook).__module__
+            if home.partition(".")[0] != "torch":
+                raise TypeError(
+                    f"{part_name} must have no hooks, got {hook!r}: the solve multiplies by the "
+                    f"matrix of {name} without calling it at each token; hook the layer, x_proj or "
+                    "out_proj, or change the weight with torch.nn.utils.parametrize"
+                )
+
+
+def _hooks(module: nn.Module) -> Iterator[object]:
+    for name in _HOOKS:
+        yield from getattr(module, name).values()
+
+
+def _require_linear(name: str, module: nn.Module, inputs: int, num_heads: int) -> None:
+    """Raise TypeError unless the module is linear, whatever the values of its parameters.
+
+    The result is remembered as long as the module consists of the same types of modules.
+    """
+    types = tuple(type(part) for part in module.modules())
+    if _known_linear.get(module) == types or _is_linear_map(module):
+        return
+    cause: Exception | None = None
+    try:
+        linear = _acts_linearly(module, inputs, num_heads)
+    except Exception as error:  # any module may stand here, with any way to fail
+        linear, cause = False, error
+    if not linear:
+        kind = type(module)
+        raise TypeError(
+            f"{name} must be linear in its input for all values of its parameters, because the "
+            f"solve needs its matrix, got {kind.__module__}.{kind.__qualname__}: use nn.Linear or "
+            "bedouin.heads.HeadLinear, with parametrizations or linear adapters such as LoRA, and "
+            f"leave {name} out of what is quantized"
+        ) from cause
+    _known_linear[module] = types
+
+
+def _acts_linearly(module: nn.Module, inputs: int, num_heads: int) -> bool:
+    """Whether f(u + 2 v) = f(u) + 2 f(v) for random u and v and random values of the parameters.
+
+    Random, because an adapter that starts at zero would hide what it does later.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def draw(shape: torch.Size, device: torch.device) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    values = {
+        key: draw(value.shape, value.device)
+        for key, value in module.named_parameters()
+        if value.is_floating_point()
+    }
+    for key, value in module.named_buffers():
+        values[key] = value.double() if value.is_floating_point() else value.clone()
+    device = next(iter(values.values())).device
+    rows = (1, inputs) if num_heads == 1 else (num_heads, 1, inputs)
+    u, v = draw(torch.Size(rows), device), draw(torch.Size(rows), device)
+    modes = {part: part.training for part in module.modules()}
+    try:
+        module.eval()
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            f_u, f_v, f_sum = (
+                torch.func.functional_call(module, values, (w,)) for w in (u, v, u + 2 * v)
+            )
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    error = (f_sum - f_u - 2 * f_v).abs().max()
+    return bool(error <= 1e-6 * f_sum.abs().max())

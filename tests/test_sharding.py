@@ -1,0 +1,148 @@
+"""Fully sharded models (FSDP2) on two processes: training, states, decoding, checkpoints.
+
+Letters: b batch, t time.
+"""
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as model_state
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from bedouin import Bedouin, FixedPointRNN, SequenceModel, param_groups
+
+FLOAT64: dict[str, Any] = {"dtype": torch.float64}
+MARKS = "_no_weight_decay", "_no_reinit"
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+
+def make_model() -> SequenceModel:
+    mixers = [Bedouin(4, **FLOAT64), FixedPointRNN(4, num_heads=2, decay="griffin", **FLOAT64)]
+    return SequenceModel(7, 4, mixers, mlp_expand=2, **FLOAT64)
+
+
+def shard(model: SequenceModel) -> SequenceModel:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def marks(model: nn.Module) -> set[tuple[str, str]]:
+    return {
+        (name, mark) for name, p in model.named_parameters() for mark in MARKS if hasattr(p, mark)
+    }
+
+
+def decode(model: SequenceModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits at all tokens, first in two chunks and then token by token."""
+    first, state = model(tokens[:, :2], return_state=True)
+    second, _ = model(tokens[:, 2:], state, return_state=True)
+    state, steps = model.init_state(len(tokens)), []
+    for token in tokens.unbind(1):
+        logits, state = model.step(token, state)
+        steps.append(logits)
+    return torch.cat([first, second], 1), torch.stack(steps, 1)
+
+
+def train(model: SequenceModel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(tokens).square().mean().backward()
+        optimizer.step()
+
+
+def check_training_and_decoding(folder: str) -> None:
+    plain = make_model()
+    model = shard(copy.deepcopy(plain))
+    assert type(plain.mixers[0].D) is nn.Parameter
+    assert marks(model) == marks(plain)
+    # SGD, because Adam turns the rounding error of a gradient of zero into a step
+    networks = [
+        (network, torch.optim.SGD(param_groups(network, weight_decay=0.1), lr=0.1))
+        for network in (model, plain)
+    ]
+    tokens = torch.randint(7, (2, 4))
+    # a step before any other call: nothing has been gathered yet
+    step, _ = model.step(tokens[:, 0], model.init_state(2))
+    torch.testing.assert_close(step, plain(tokens)[:, 0])
+    for network, optimizer in networks:
+        train(network, optimizer, tokens)
+    for logits in decode(model, tokens):
+        torch.testing.assert_close(logits, plain(tokens))
+    whole = model_state.StateDictOptions(full_state_dict=True)
+    for name, value in model_state.get_model_state_dict(model, options=whole).items():
+        if not name.endswith("_extra_state"):  # the number of calls, of which `plain` had fewer
+            torch.testing.assert_close(value, plain.state_dict()[name])
+    saved = model_state.get_model_state_dict(model)
+    save(saved, checkpoint_id=folder)
+    torch.manual_seed(1)
+    other = shard(make_model())
+    assert not torch.equal(other(tokens), plain(tokens))
+    values = model_state.get_model_state_dict(other)
+    load(values, checkpoint_id=folder)
+    model_state.set_model_state_dict(other, values)
+    torch.testing.assert_close(other(tokens), plain(tokens))
+
+
+def check_a_layer_alone() -> None:
+    plain = Bedouin(4, **FLOAT64)
+    layer: Any = fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (2,)))
+    x_t, state = torch.randn(2, 4, **FLOAT64), plain.init_state(2)
+    with pytest.raises(ValueError, match="got shards: FSDP gathers.*register_fsdp_forward_method"):
+        layer.step(x_t, state)
+    register_fsdp_forward_method(layer, "step")
+    torch.testing.assert_close(layer.step(x_t, state)[0], plain.step(x_t, state)[0])
+    # each projection a unit of its own, which gathers its weight when it is called
+    parts = copy.deepcopy(plain)
+    for name in ("in_proj", "x_proj", "y_proj", "out_proj"):
+        fully_shard(getattr(parts, name), mesh=init_device_mesh("cpu", (2,)))
+    x = torch.randn(2, 3, 4, **FLOAT64)
+    torch.testing.assert_close(parts(x), plain(x))
+    for network in (parts, plain):
+        network(x).square().mean().backward()
+    for (name, ours), theirs in zip(parts.named_parameters(), plain.parameters(), strict=True):
+        grad: Any = ours.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        torch.testing.assert_close(grad, theirs.grad, msg=name)
+
+
+def run_process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    try:
+        with warnings.catch_warnings():
+            # FSDP cannot follow outputs that are changed in place if they are views
+            warnings.filterwarnings("error", message=".*returned a view tensor")
+            check_training_and_decoding(f"{folder}/checkpoint")
+        check_a_layer_alone()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_models_are_those_of_one_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", __file__, str(tmp_path)]
+    processes = [
+        subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in "01"
+    ]
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+
+
+if __name__ == "__main__":
+    run_process(int(sys.argv[2]), sys.argv[1])

@@ -1,0 +1,257 @@
+"""Projections that another library has wrapped, replaced, hooked or parametrized.
+
+Letters: b batch, t time, m d_model, H heads, p inputs and r outputs of a projection.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from bedouin import Bedouin, Decoder, FixedPointRNN
+from bedouin.heads import HeadLinear
+from bedouin.layer import FixedPointLayer
+from bedouin.solvers import OneStepAdjoint, Picard
+
+FLOAT64: dict[str, Any] = {"dtype": torch.float64}
+LAYERS: dict[str, Any] = {
+    "Bedouin": lambda **k: Bedouin(4, d_state=2, **FLOAT64, **k),
+    "without feedback": lambda **k: Bedouin(4, d_state=2, feedback=(), **FLOAT64, **k),
+    "FixedPointRNN": lambda **k: FixedPointRNN(4, **FLOAT64, **k),
+}
+layers = pytest.mark.parametrize("kind", LAYERS)
+heads = pytest.mark.parametrize("num_heads", [1, 2])
+NAMES = ("in_proj", "x_proj", "y_proj", "b_proj", "out_proj")
+
+
+class LoRA(nn.Module):
+    """W v + B A dropout(v) for a projection with the weight W, with A and B of rank 2."""
+
+    def __init__(self, base: nn.Linear | HeadLinear, dropout: float = 0.0) -> None:
+        super().__init__()
+        *heads, r, p = base.weight.shape
+        self.base, self.dropout = base, nn.Dropout(dropout)
+        self.A = nn.Parameter(0.3 * torch.randn(*heads, 2, p, **FLOAT64))
+        self.B = nn.Parameter(0.3 * torch.randn(*heads, r, 2, **FLOAT64))
+
+    def forward(self, v: Tensor) -> Tensor:  # (H b, ..., p) -> (H b, ..., r)
+        update = self.B @ self.A
+        if update.dim() == 2:
+            out: Tensor = self.base(v) + nn.functional.linear(self.dropout(v), update)
+            return out
+        rows = self.dropout(v).reshape(len(update), -1, v.shape[-1])
+        out = self.base(v) + (rows @ update.mT).reshape(*v.shape[:-1], -1)
+        return out
+
+    def merged(self) -> nn.Linear | HeadLinear:
+        base: nn.Linear | HeadLinear = copy.deepcopy(self.base)
+        with torch.no_grad():
+            base.weight.add_(self.B @ self.A)
+        return base
+
+
+class Squashed(LoRA):
+    """An adapter that is not linear, though its initial B of zeros makes it look linear."""
+
+    def __init__(self, base: nn.Linear | HeadLinear) -> None:
+        super().__init__(base)
+        nn.init.zeros_(self.B)
+
+    def forward(self, v: Tensor) -> Tensor:
+        out: Tensor = self.base(v) + torch.tanh(v @ self.A.mT) @ self.B.mT
+        return out
+
+
+def wrap(layer: FixedPointLayer, names: tuple[str, ...] = NAMES, **options: Any) -> None:
+    for name in names:
+        if getattr(layer, name, None) is not None:
+            setattr(layer, name, LoRA(getattr(layer, name), **options))
+
+
+def merge(layer: FixedPointLayer) -> FixedPointLayer:
+    merged = copy.deepcopy(layer)
+    for name, module in list(merged.named_children()):
+        if isinstance(module, LoRA):
+            setattr(merged, name, module.merged())
+    return merged
+
+
+def results(layer: FixedPointLayer, x: Tensor) -> list[Tensor]:
+    """The output, the state, and what steps from that state give."""
+    y, state = layer(x, return_state=True)
+    y_t, after = layer.step(x[:, 0], state)
+    with torch.no_grad():
+        decoded = Decoder(layer, len(x), state=state)(x[:, 0])
+    return [y, *state, y_t, *after, decoded]
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@layers
+@heads
+def test_adapters_get_gradients_and_merge_to_the_same_layer(kind: str, num_heads: int) -> None:
+    layer, x = LAYERS[kind](num_heads=num_heads), torch.randn(2, 3, 4, **FLOAT64)
+    before = layer(x)
+    wrap(layer)
+    actual, expected = results(layer, x), results(merge(layer), x)
+    assert_close(actual, expected)
+    assert (actual[0] - before).abs().max() > 1e-3
+    actual[0].square().sum().backward()
+    gradients = {name: p.grad for name, p in layer.named_parameters() if name[-2:] in (".A", ".B")}
+    wrapped = sum(isinstance(module, LoRA) for module in layer.children())
+    assert len(gradients) == 2 * wrapped >= 6
+    assert all(grad is not None and grad.any() for grad in gradients.values())
+
+
+def test_the_gradients_of_adapters_are_those_of_the_product() -> None:
+    layer, x = LAYERS["Bedouin"](), torch.randn(1, 3, 4, **FLOAT64)
+    wrap(layer, ("x_proj", "y_proj"))
+    adapters = [p for n, p in layer.named_parameters() if n.endswith((".A", ".B"))]
+
+    def loss(*values: Tensor) -> Tensor:
+        names = (n for n, _ in layer.named_parameters() if n.endswith((".A", ".B")))
+        named = dict(zip(names, values, strict=True))
+        out: Tensor = torch.func.functional_call(layer, named, (x,))
+        return out.square().sum()
+
+    assert torch.autograd.gradcheck(loss, adapters, fast_mode=True)
+
+
+@pytest.mark.parametrize("solve", [{"solver": Picard()}, {"adjoint": OneStepAdjoint()}])
+def test_adapters_with_other_solvers_and_adjoints(solve: dict[str, Any]) -> None:
+    layer, x = LAYERS["Bedouin"](**solve), torch.randn(2, 3, 4, **FLOAT64)
+    wrap(layer)
+    with torch.no_grad():
+        assert_close(results(layer, x), results(merge(layer), x))
+
+
+def test_dropout_of_an_adapter_acts_in_training_alone() -> None:
+    layer, x = LAYERS["Bedouin"](), torch.randn(2, 3, 4, **FLOAT64)
+    wrap(layer, ("x_proj", "y_proj"), dropout=0.5)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert_close(results(layer, x), results(merge(layer), x))
+    assert layer.y_proj.training is False and layer.y_proj.dropout.training is False
+    # the feedback drops the same channels at all tokens, so one token alone gives the same numbers
+    wrap(other := LAYERS["Bedouin"](), ("y_proj",), dropout=0.5)
+    torch.manual_seed(1)
+    whole, _ = other(x, return_state=True)
+    torch.manual_seed(1)
+    assert_close([other(x[:, :2])], [whole[:, :2]])
+
+
+@heads
+def test_bias_and_wrong_width_of_a_replaced_projection(num_heads: int) -> None:
+    layer, x = LAYERS["Bedouin"](num_heads=num_heads), torch.randn(2, 3, 4, **FLOAT64)
+    own, expected = layer.x_proj, copy.deepcopy(layer)
+
+    class Shifted(nn.Module):
+        def forward(self, v: Tensor) -> Tensor:
+            out: Tensor = own(v) + 1.0
+            return out
+
+    with torch.no_grad():
+        expected.dt_bias.add_(1.0)
+        expected.raw_bias.add_(1.0)
+    layer.x_proj = Shifted()
+    assert_close(results(layer, x), results(expected, x))
+    layer.x_proj = nn.Linear(layer.head_dim, 3, **FLOAT64)
+    with pytest.raises(ValueError, match=r"x_proj must return .*, 3\): replace"):
+        layer(x)
+
+
+@layers
+def test_weight_norm(kind: str) -> None:
+    layer, x = LAYERS[kind](), torch.randn(2, 3, 4, **FLOAT64)
+    expected = results(layer, x)
+    for name in NAMES:
+        if getattr(layer, name, None) is not None:
+            parametrizations.weight_norm(getattr(layer, name))
+    assert_close(results(layer, x), expected)
+    layer(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_weight_norm_by_a_hook() -> None:
+    layer, x = LAYERS["Bedouin"](), torch.randn(2, 3, 4, **FLOAT64)
+    expected = copy.deepcopy(layer)
+    for name in ("x_proj", "y_proj"):
+        module = torch.nn.utils.weight_norm(getattr(layer, name))
+        with torch.no_grad():
+            module.weight_g.mul_(2.0)
+            getattr(expected, name).weight.mul_(2.0)
+    assert_close(results(layer, x), results(expected, x))
+
+
+def test_hooks_on_x_proj_run_with_its_vectors() -> None:
+    layer, x = LAYERS["Bedouin"](), torch.randn(2, 3, 4, **FLOAT64)
+    expected, seen = layer(x), []
+    layer.x_proj.register_forward_hook(lambda _, inputs, output: seen.append((*inputs, output)))
+    assert_close([layer(x)], [expected])
+    ((inputs, output),) = seen
+    assert_close([inputs, output], [(v := layer.in_proj(x).chunk(2, -1)[0]), layer.x_proj(v)])
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_on_y_proj_are_refused(kind: str) -> None:
+    layer, x = LAYERS["Bedouin"](), torch.randn(2, 3, 4, **FLOAT64)
+    handle = getattr(layer.y_proj, f"register_{kind}")(lambda *_: None)
+    refused = pytest.raises(TypeError, match="y_proj must have no hooks.*hook the layer")
+    with refused:
+        layer(x)
+    with refused:
+        layer.step(x[:, 0], layer.init_state(2))
+    handle.remove()
+    assert layer(x).isfinite().all()
+    wrap(layer, ("y_proj",))
+    layer.y_proj.base.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match=r"y_proj\.base must have no hooks"):
+        layer(x)
+
+
+def test_an_adapter_that_is_not_linear_is_refused() -> None:
+    layer, x = LAYERS["Bedouin"](), torch.randn(2, 3, 4, **FLOAT64)
+    layer.y_proj = Squashed(layer.y_proj)
+    with pytest.raises(TypeError, match="y_proj must be linear in its input.*Squashed: use"):
+        layer(x)
+    assert layer.y_proj.training
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+def test_dynamic_quantization_of_the_feedback_is_refused() -> None:
+    if "qnnpack" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch was built without quantized operations")
+    layer, x = Bedouin(4), torch.randn(2, 3, 4)
+    quantize: Any = torch.ao.quantization.quantize_dynamic
+    quantized = quantize(layer, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(TypeError, match="y_proj must be linear.*leave y_proj out"):
+        quantized(x)
+
+
+def test_a_layer_with_adapters_is_one_graph() -> None:
+    torch.compiler.reset()
+    layer, x = LAYERS["FixedPointRNN"](), torch.randn(2, 3, 4, **FLOAT64)
+    wrap(layer)
+    call: Any = torch.compile(layer, fullgraph=True, backend="eager")
+    assert_close([call(x)], [layer(x)])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("kind", "num_heads"), [("Bedouin", 2), ("FixedPointRNN", 1)])
+def test_adapters_with_kernels(kind: str, num_heads: int) -> None:
+    layer, x = LAYERS[kind](num_heads=num_heads, num_householder=1), torch.randn(1, 2, 4, **FLOAT64)
+    wrap(layer)
+    found = []
+    for backend in ("reference", "triton"):
+        layer.backend = backend
+        given = results(layer, x)
+        found.append([*given, *torch.autograd.grad(given[0].sum(), list(layer.parameters()))])
+    assert_close(found[1], found[0])
