@@ -216,6 +216,12 @@ def test_hooks_on_y_proj_are_refused(kind: str) -> None:
         layer(x)
 
 
+def test_adapters_under_vmap() -> None:
+    layer, x = LAYERS["Bedouin"](), torch.randn(2, 1, 3, 4, **FLOAT64)
+    wrap(layer)
+    assert_close([torch.func.vmap(layer)(x)], [torch.stack([layer(x[0]), layer(x[1])])])
+
+
 def test_an_adapter_that_is_not_linear_is_refused() -> None:
     layer, x = LAYERS["Bedouin"](), torch.randn(2, 3, 4, **FLOAT64)
     layer.y_proj = Squashed(layer.y_proj)

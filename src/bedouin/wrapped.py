@@ -20,8 +20,6 @@ Projection = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-_SEED = 0
-
 _known_linear: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
 """Modules found to be linear, with the types of their parts at that time."""
 
@@ -76,6 +74,7 @@ def effective_weight(
     if is_plain(module):
         return module.weight
     _refuse_hooks(name, module)
+    # a graph cannot hold the check, which reads a result; any call outside of graphs makes it
     if not torch.compiler.is_compiling():
         _require_linear(name, module, inputs, num_heads)
     identity = torch.eye(inputs, dtype=like.dtype, device=like.device)
@@ -129,25 +128,21 @@ def _require_linear(name: str, module: nn.Module, inputs: int, num_heads: int) -
 
 
 def _acts_linearly(module: nn.Module, inputs: int, num_heads: int) -> bool:
-    """Whether f(u + 2 v) = f(u) + 2 f(v) for random u and v and random values of the parameters.
+    """Whether f(u + 2 v) = f(u) + 2 f(v), with unrelated values in u, v and the parameters.
 
-    Random, because an adapter that starts at zero would hide what it does later.
+    Not those that the parameters have: an adapter that starts at zero would hide what it does
+    later.
     """
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def draw(shape: torch.Size, device: torch.device) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
-
     values = {
-        key: draw(value.shape, value.device)
-        for key, value in module.named_parameters()
+        key: _unrelated(i, value.shape, value.device)
+        for i, (key, value) in enumerate(module.named_parameters())
         if value.is_floating_point()
     }
     for key, value in module.named_buffers():
         values[key] = value.double() if value.is_floating_point() else value.clone()
     device = next(iter(values.values())).device
-    rows = (1, inputs) if num_heads == 1 else (num_heads, 1, inputs)
-    u, v = draw(torch.Size(rows), device), draw(torch.Size(rows), device)
+    rows = torch.Size((1, inputs) if num_heads == 1 else (num_heads, 1, inputs))
+    u, v = _unrelated(-1, rows, device), _unrelated(-2, rows, device)
     modes = {part: part.training for part in module.modules()}
     try:
         module.eval()
@@ -160,3 +155,10 @@ def _acts_linearly(module: nn.Module, inputs: int, num_heads: int) -> bool:
             part.training = mode
     error = (f_sum - f_u - 2 * f_v).abs().max()
     return bool(error <= 1e-6 * f_sum.abs().max())
+
+
+def _unrelated(i: int, shape: torch.Size, device: torch.device) -> Tensor:
+    """Values in [-1, 1] without a pattern, other ones for each i. Not random numbers: vmap may forbid
+    them, and they would change the state of a generator."""
+    n = torch.arange(shape.numel(), dtype=torch.float64, device=device)
+    return torch.sin((0.61 + 0.017 * i) * n.square() + n + i).reshape(shape)
