@@ -20,6 +20,7 @@ Projection = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
 _known_linear: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
 """Modules found to be linear, with the types of their parts at that time."""
 
@@ -158,7 +159,9 @@ def _acts_linearly(module: nn.Module, inputs: int, num_heads: int) -> bool:
 
 
 def _unrelated(i: int, shape: torch.Size, device: torch.device) -> Tensor:
-    """Values in [-1, 1] without a pattern, other ones for each i. Not random numbers: vmap may forbid
-    them, and they would change the state of a generator."""
+    """Values in [-1, 1] without a pattern, other ones for each i.
+
+    Not random numbers: vmap may forbid them, and they would change the state of a generator.
+    """
     n = torch.arange(shape.numel(), dtype=torch.float64, device=device)
     return torch.sin((0.61 + 0.017 * i) * n.square() + n + i).reshape(shape)
