@@ -7,7 +7,7 @@ differentiable and passes through parametrizations, adapters and gathered shards
 Letters: p inputs and r outputs of a projection, H heads.
 """
 
-from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,9 +25,15 @@ _known_linear: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionar
 """Modules found to be linear, with the types of their parts at that time."""
 
 
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The dictionaries of the forward and backward hooks on the module itself, which registering a
+    hook changes in place."""
+    return [getattr(module, name) for name in _HOOKS]
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a forward or backward hook is registered on the module itself."""
-    return any(getattr(module, name) for name in _HOOKS)
+    return any(hooks_of(module))
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -87,7 +93,7 @@ def effective_weight(
 
 def _refuse_hooks(name: str, module: nn.Module) -> None:
     for part_name, part in module.named_modules(prefix=name):
-        for hook in _hooks(part):
+        for hook in (hook for hooks in hooks_of(part) for hook in hooks.values()):
             # torch's own gather a sharded weight or compute it, as those of weight_norm do
             owner = getattr(hook, "__func__", hook)
             home = getattr(owner, "__module__", None) or type(hook).__module__
@@ -97,11 +103,6 @@ def _refuse_hooks(name: str, module: nn.Module) -> None:
                     f"matrix of {name} without calling it at each token; hook the layer, x_proj or "
                     "out_proj, or change the weight with torch.nn.utils.parametrize"
                 )
-
-
-def _hooks(module: nn.Module) -> Iterator[object]:
-    for name in _HOOKS:
-        yield from getattr(module, name).values()
 
 
 def _require_linear(name: str, module: nn.Module, inputs: int, num_heads: int) -> None:
