@@ -14,6 +14,9 @@ STAMP      := $(VENV)/installed
 WHEEL_ENV  := build/wheel-env
 CONTRACTS_ENV := build/contracts-env
 
+# Python compiles what it imports; pip would compile all of torch, in every environment.
+PIP_OPTIONS := --quiet --no-compile
+
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
@@ -40,8 +43,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: needs Python >= 3.11, found $$($(PYTHON) --version 2>&1); set PYTHON=..." >&2; exit 1; }
 	test -x $(ENV_PYTHON) || $(PYTHON) -m venv $(VENV)
-	$(ENV_PYTHON) -m pip install --quiet "$(TORCH)"
-	$(ENV_PYTHON) -m pip install --quiet --editable ".[dev]"
+	$(ENV_PYTHON) -m pip install $(PIP_OPTIONS) "$(TORCH)"
+	$(ENV_PYTHON) -m pip install $(PIP_OPTIONS) --editable ".[dev]"
 	@touch $@
 
 a5: $(STAMP)
@@ -68,8 +71,8 @@ test: $(STAMP)
 contracts:
 	@echo "== contracts"
 	test -x $(CONTRACTS_ENV)/bin/python || $(PYTHON) -m venv $(CONTRACTS_ENV)
-	$(CONTRACTS_ENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(CONTRACTS_ENV)/bin/python -m pip install --quiet --editable ".[dev,contracts]"
+	$(CONTRACTS_ENV)/bin/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
+	$(CONTRACTS_ENV)/bin/python -m pip install $(PIP_OPTIONS) --editable ".[dev,contracts]"
 	OMP_NUM_THREADS=1 $(CONTRACTS_ENV)/bin/python -P -m pytest -q tests/contracts
 
 lint: $(STAMP)
@@ -89,7 +92,7 @@ build: $(STAMP)
 	rm -rf dist $(WHEEL_ENV)
 	$(ENV_PYTHON) -P -m build --quiet --outdir dist
 	$(PYTHON) -m venv $(WHEEL_ENV)
-	$(WHEEL_ENV)/bin/python -m pip install --quiet "$(TORCH)" dist/*.whl
+	$(WHEEL_ENV)/bin/python -m pip install $(PIP_OPTIONS) "$(TORCH)" dist/*.whl
 	cd $(WHEEL_ENV) && bin/python -I -W error $(CURDIR)/tests/smoke_wheel.py
 
 wheel: build

@@ -315,6 +315,8 @@ def test_no_tokens_at_all() -> None:
         assert output.shape == (2, 0, 4) and torch.equal(state.y, before.y)
     output, state = layer(torch.zeros(0, 3, 4), None, True, seq_idx=torch.zeros(0, 3).int())
     assert output.shape == (0, 3, 4) and state.y.shape == (0, 8)
+    output = layer(torch.zeros(0, 3, 4), mask=torch.zeros(0, 3).bool())
+    assert output.shape == (0, 3, 4)
 
 
 @contextmanager
@@ -377,6 +379,30 @@ def test_masked_calls_run_the_same_kernels(kind: Any, options: dict[str, Any]) -
         output, state = layers[0](torch.randn(2, 3, 2).requires_grad_(), None, True)
         torch.autograd.grad(total(output, state), list(layers[0].parameters()))
     assert kernels == plain and kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [1, 8])
+def test_masks_on_a_gpu(num_heads: int, no_synchronization: Any) -> None:
+    """Without waiting for the GPU, and captured; documents are refused during a capture."""
+    layer = Bedouin(64, num_heads=num_heads, device="cuda")
+    x, mask = torch.randn(4, 32, 64, device="cuda"), torch.rand(4, 32, device="cuda") > 0.3
+    layer(x, mask=mask).sum().backward()
+    with no_synchronization():
+        output, state = layer(x, return_state=True, mask=mask)
+        output.sum().backward()
+    for i in range(4):
+        alone, after = layer(x[i][mask[i]].unsqueeze(0), return_state=True)
+        # float32, in other sums: as many tokens in another batch
+        assert_close(f"row {i}", output[i][mask[i]], alone[0], 1e-3)
+        assert_close(f"ssm {i}", state.ssm[i], after.ssm[0], 1e-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = layer(x, mask=mask)
+        with pytest.raises(ValueError, match="cu_seqlens must be None during the capture"):
+            layer(x[:1], cu_seqlens=torch.tensor([0, 32], device="cuda"))
+    graph.replay()
+    assert_close("captured", captured, output, 1e-4)
 
 
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -47,7 +47,7 @@ def feed(
 
 
 @torch.no_grad()
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(RNGS, st.integers(1, 3), st.lists(st.integers(0, 12), max_size=5), st.integers(0, 12))
 def test_chunks_give_what_one_call_gives(
     rng: random.Random, b: int, cuts: list[int], t: int
@@ -74,7 +74,7 @@ def test_every_split_in_two(kind: type[FixedPointLayer]) -> None:
 
 
 @torch.no_grad()
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(RNGS, st.integers(1, 3), st.integers(1, 10))
 def test_steps_give_what_one_call_gives(rng: random.Random, b: int, t: int) -> None:
     layer, x = draw(rng, b, t)

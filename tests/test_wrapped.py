@@ -216,6 +216,12 @@ def test_hooks_on_y_proj_are_refused(kind: str) -> None:
         layer(x)
 
 
+def test_adapters_under_vmap() -> None:
+    layer, x = LAYERS["Bedouin"](), torch.randn(2, 1, 3, 4, **FLOAT64)
+    wrap(layer)
+    assert_close([torch.func.vmap(layer)(x)], [torch.stack([layer(x[0]), layer(x[1])])])
+
+
 def test_an_adapter_that_is_not_linear_is_refused() -> None:
     layer, x = LAYERS["Bedouin"](), torch.randn(2, 3, 4, **FLOAT64)
     layer.y_proj = Squashed(layer.y_proj)
@@ -255,3 +261,32 @@ def test_adapters_with_kernels(kind: str, num_heads: int) -> None:
         given = results(layer, x)
         found.append([*given, *torch.autograd.grad(given[0].sum(), list(layer.parameters()))])
     assert_close(found[1], found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [1, 4])
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_adapters_on_a_gpu(kind: Any, num_heads: int) -> None:
+    layer = kind(16, num_heads=num_heads)
+    wrap(layer)
+    layer, x = layer.to("cuda", torch.float32), torch.randn(2, 5, 16, device="cuda")
+    layer(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    with torch.no_grad():
+        for ours, theirs in zip(results(layer, x), results(merge(layer), x), strict=True):
+            # the matrix of an adapter is rounded to float32 in another order
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_hook_runs_in_every_step_also_after_a_capture() -> None:
+    layer, seen = Bedouin(16, device="cuda"), []
+    x_t, state = torch.randn(2, 16, device="cuda"), layer.init_state(2)
+    expected, _ = layer.step(x_t, state)
+    assert len(layer.graphs) == 1
+    layer.in_proj.register_forward_hook(lambda *_: seen.append(True))
+    for _ in range(3):
+        actual, _ = layer.step(x_t, state)
+    assert len(seen) == 3
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

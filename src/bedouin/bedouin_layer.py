@@ -43,7 +43,8 @@ from bedouin.solvers.reporting import OnUnconverged
 class Bedouin(FixedPointLayer):
     """A dense, selective RNN defined as the fixed point of channel mixing and a diagonal scan.
 
-    A drop-in replacement of `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0.
+    A drop-in replacement of `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0, and for
+    padded rows (`mask`) and packed documents (`cu_seqlens`, `seq_idx`).
 
         x, z = in_proj(u);  raw = W^x x_t + W^y norm(y_{t-1}), split into Delta, B, C, mixer, gate
         x~_t = Q_t (x_t - y_t) + y_t

@@ -85,6 +85,11 @@ class FixedPointLayer(SavedLayer, ABC):
 
     A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
     the components of the raw values and how these become the inputs of the scan.
+
+    The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
+    in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
+    bedouin.wrapped, which also says what is refused). Merge adapters before decoding: a step
+    computes that matrix anew.
     """
 
     components: ClassVar[tuple[str, ...]]

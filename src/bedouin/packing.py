@@ -20,8 +20,7 @@ from bedouin.kernels.linear import padding
 from bedouin.state import RecurrentState
 
 CLOSED = 1e30
-"""A raw value beside which that of any feedback vanishes, so that its activation is exact: 0, or
-the value itself."""
+"""The size of a raw value of Delta for which Delta is exactly 0, whatever the feedback adds."""
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 

@@ -166,7 +166,7 @@ class ModelDecoder(Decoder):
 
     @property
     def state(self) -> Any:
-        """A copy of the states after the last token, one for each layer."""
+        """The states after the last token, one for each layer, which no later call changes."""
         return tuple(part.state for part in self._parts)
 
     @torch.no_grad()
