@@ -1,6 +1,7 @@
 """No memory is kept after a call; the garbage collector cannot see cycles of autograd graphs."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ PAIRS: list[tuple[Solver, Adjoint | None]] = [
     (Picard(), UnrolledAdjoint()),
     (Anderson(), None),
 ]
+
+
+@pytest.fixture(autouse=True)
+def few_objects() -> Iterator[None]:
+    """Hides from the collector what exists already, of which there is a lot after other tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _live_tensors() -> int:

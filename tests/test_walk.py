@@ -39,25 +39,30 @@ def walks(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> list[
             if "_output" not in names:
                 found.append(names)
 
-    x = torch.randn(1, 2, 2)
-    sys.setprofile(watch)
+    x, before = torch.randn(1, 1, 2), sys.gettrace()
+    # not setprofile, which also watches returns and functions in C
+    sys.settrace(watch)
     try:
         with torch.set_grad_enabled(gradient):
             layer(x)
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
     return found
 
 
 def _does_the_work(frame: FrameType) -> bool:
-    if frame.f_code.co_name in LOOPS:
+    name = frame.f_code.co_name
+    if name in LOOPS:
         return _module(frame).startswith("bedouin.")
-    # kernel[grid](...): a frame of Triton that the launching function calls
+    # kernel[grid](...): a frame of Triton that the launching function calls; its name comes first,
+    # because Triton's interpreter calls very many functions
     caller = frame.f_back
-    return caller is not None and (
-        _module(frame).startswith("triton.")
-        and frame.f_code.co_name == "__getitem__"
-        and _module(caller).startswith("bedouin.kernels.")
+    return (
+        name == "__getitem__"
+        and caller is not None
+        and (
+            _module(frame).startswith("triton.") and _module(caller).startswith("bedouin.kernels.")
+        )
     )
 
 
