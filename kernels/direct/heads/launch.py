@@ -63,6 +63,7 @@ def launch_head_sweep(
         t_end,
         d,
         A.shape[1],
+        next_power_of_two(A.shape[1]),
         *x.stride()[:2],
         *raw.stride()[:2],
         KEEP=keep_every,

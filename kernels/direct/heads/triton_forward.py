@@ -31,12 +31,15 @@ from bedouin.kernels.device.reflections import (
 from bedouin.kernels.direct.heads.device import (
     columns_of,
     combine_of_samples,
-    dot_of,
     join_rows,
+    load_same,
+    load_states,
     rows_of,
     small_rows,
     split_rows,
-    sum_of,
+    spread,
+    store_states,
+    sum_states,
 )
 
 
@@ -87,7 +90,7 @@ def finish_token(
     statistic,  # pointers (s,) to the statistics of the token
     row_of,  # between two statistics
     here,  # (s,)
-    K: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     COUPLED: tl.constexpr,
 ):  # fmt: skip
     """F(y)_t: stores defect, scale, magnitude and pivot; returns h_t."""
@@ -95,18 +98,13 @@ def finish_token(
     dots = sums(rows_times(u, y - x, K), 1)
     U_v = scale(dots, inv, K)
     mixed = x + combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
-    h = ()
-    with_C = ()
-    largest = s
-    for i in tl.static_range(n):
-        if COUPLED:
-            row = decayed[i] + scales[i] * mixed * (B[i] * inv_B)[:, None]
-            largest = tl.maximum(largest, scales[i])
-        else:
-            row = decayed[i] + s * mixed * inv_B[:, None] * B[i][:, None]
-        with_C = with_C + (row * C[i][:, None],)
-        h = h + (row,)
-    F = sum_of(with_C, n) * inv_C[:, None]
+    if COUPLED:
+        h = decayed + scales * spread(mixed * inv_B, S, BLOCK_D, N) * B
+        largest = tl.max(scales, axis=2)
+    else:
+        h = decayed + spread(s * mixed * inv_B, S, BLOCK_D, N) * B
+        largest = s
+    F = sum_states(h * C, S, BLOCK_D, N) * inv_C
     terms = (tl.abs(x) + tl.abs(mixed)) * largest
     # a maximum ignores NaN, and a sample that is not finite must show it
     finite = 0 * dots[0]
@@ -138,6 +136,7 @@ def head_sweep_kernel(
     t_end,
     d: tl.constexpr,
     n: tl.constexpr,
+    N: tl.constexpr,
     x_stride_b,
     x_stride_t,
     raw_stride_b,
@@ -183,15 +182,13 @@ def head_sweep_kernel(
             d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED,
         )  # fmt: skip
         v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=inside, other=0.0)
-    HOLD_A: tl.constexpr = n * BLOCK_D <= 1024
-    A_row = A_ptr + head * n * d + cols
-    A = ()
-    h = ()
-    for i in tl.static_range(n):
-        if HOLD_A:
-            A = A + (tl.load(A_row + i * d, mask=cols < d, other=0.0),)
-        at = (sample[:, None] * n + i) * d + cols[None, :]
-        h = h + (tl.load(h_ptr + at, mask=inside, other=0.0),)
+    HOLD_A: tl.constexpr = N * BLOCK_D <= 1024
+    # (s, d), because a load of (d,) would be followed by a change of its layout
+    A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
+    if HOLD_A:
+        A = load_states(A_at, inside, d, n, S, BLOCK_D, N)
+    h_at = h_ptr + sample[:, None] * (n * d) + cols[None, :]
+    h = load_states(h_at, inside, d, n, S, BLOCK_D, N)
     row_of = per_head.to(tl.int64) * (tl.num_programs(0) // blocks) * t_end
     x_row = x_ptr + sample * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
@@ -206,10 +203,10 @@ def head_sweep_kernel(
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([S, BLOCK_D], tl.float32)
     none = tl.zeros([S], tl.float32)
-    zeros = (zero,) * n if COUPLED else ()
+    nothing = spread(zero, S, BLOCK_D, N)
     last = (
-        zero, zero, zero, none, none, none, (zero,) * K, (none,) * K, (none,) * PAIRS, h, zeros,
-        (none,) * n, (none,) * n,
+        zero, zero, zero, none, zero, zero, (zero,) * K, (none,) * K, (none,) * PAIRS, h,
+        nothing if COUPLED else zero, nothing, nothing,
     )  # fmt: skip
     for t in range(0, t_end):
         if FEEDBACK:
@@ -220,13 +217,12 @@ def head_sweep_kernel(
         # the end of the token before is not on the critical path
         token = sample * t_end + t
         h = finish_token(
-            last, statistics_ptr + token - 1, row_of, here & (t > 0), K, n, S, BLOCK_D, COUPLED
+            last, statistics_ptr + token - 1, row_of, here & (t > 0), K, N, S, BLOCK_D, COUPLED
         )
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
-            for i in tl.static_range(n):
-                kept_at = (slot[:, None] * n + i) * d + cols[None, :]
-                tl.store(kept_ptr + kept_at, h[i], mask=inside)
+            kept_at = kept_ptr + slot[:, None] * (n * d) + cols[None, :]
+            store_states(kept_at, h, inside, d, n, S, BLOCK_D, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
         values = small_next.to(tl.float32)
@@ -255,50 +251,35 @@ def head_sweep_kernel(
         beta = ()
         for i in tl.static_range(K):
             beta = beta + (BETA_MAX * fast_activate(tl.load(now + STATES + i), "sigmoid", FAST),)
-        B = ()
-        C = ()
         if SELECTIVE:
-            for i in tl.static_range(n):
-                B = B + (tl.load(now + i),)
-                C = C + (tl.load(now + n + i),)
-            inv_B = tl.rsqrt(dot_of(B, B, n) + n * EPS)
-            inv_C = tl.rsqrt(dot_of(C, C, n) + n * EPS)
-            B_C = dot_of(B, C, n) * inv_B * inv_C
+            B = load_same(now, n, S, BLOCK_D, N)
+            C = load_same(now + n, n, S, BLOCK_D, N)
+            # (s, d), the same in all channels
+            inv_B = tl.rsqrt(sum_states(B * B, S, BLOCK_D, N) + n * EPS)
+            inv_C = tl.rsqrt(sum_states(C * C, S, BLOCK_D, N) + n * EPS)
+            B_C = sum_states(B * C, S, BLOCK_D, N) * inv_B * inv_C
         else:
-            B = (none + 1.0,) * n
+            B = nothing + tl.where(tl.arange(0, N) < n, 1.0, 0.0)[None, None, :]
             C = B
-            inv_B = none + 1.0
+            inv_B = zero + 1.0
             inv_C = inv_B
-            B_C = none + n
+            B_C = zero + n
         delta = fast_activate(delta, ACTIVATION, FAST)
         # p_t + sigma_t x_t, and the inner products that the local equation needs
-        with_C = ()
-        decayed = ()
-        scales = ()
-        sigma = zero
-        for i in tl.static_range(n):
-            if HOLD_A:
-                exponent = A[i][None, :] * delta
-            else:
-                # (s, d), because a load of (d,) would be followed by a change of its layout
-                at = (A_row + i * d)[None, :] + 0 * local[:, None]
-                exponent = tl.load(at, mask=inside, other=0.0) * delta
-            if COUPLED:
-                decay, s_i = build_coupled(exponent, FULL, FAST)
-                sigma += s_i * (B[i] * C[i])[:, None]
-                scales = scales + (s_i,)
-            else:
-                decay = build_decay(exponent, FULL, FAST)
-            row = decay * h[i]
-            with_C = with_C + (row * C[i][:, None],)
-            decayed = decayed + (row,)
+        if not HOLD_A:
+            A = load_states(A_at, inside, d, n, S, BLOCK_D, N)
+        exponent = A * spread(delta, S, BLOCK_D, N)
         if COUPLED:
             s = zero
-            sigma *= (inv_B * inv_C)[:, None]
+            decay, scales = build_coupled(exponent, FULL, FAST)
+            sigma = sum_states(scales * B * C, S, BLOCK_D, N) * inv_B * inv_C
         else:
             s = fast_scale(delta, INPUT_SCALE, FAST)
-            sigma = s * B_C[:, None]
-        rest = sum_of(with_C, n) * inv_C[:, None] + sigma * x
+            decay = build_decay(exponent, FULL, FAST)
+            scales = s
+            sigma = s * B_C
+        decayed = decay * h
+        rest = sum_states(decayed * C, S, BLOCK_D, N) * inv_C + sigma * x
         sigma_u = rows_times(u, sigma, K)
         step = tl.minimum(t + 1, t_end - 1)
         x_at = x_row + step.to(tl.int64) * x_stride_t
@@ -323,7 +304,5 @@ def head_sweep_kernel(
         tl.store(y_ptr + token[:, None] * d + cols[None, :], y, mask=inside)
         last = (x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C)
     token = sample * t_end + t_end - 1
-    h = finish_token(last, statistics_ptr + token, row_of, here, K, n, S, BLOCK_D, COUPLED)
-    for i in tl.static_range(n):
-        at = (sample[:, None] * n + i) * d + cols[None, :]
-        tl.store(h_ptr + at, h[i], mask=inside)
+    h = finish_token(last, statistics_ptr + token, row_of, here, K, N, S, BLOCK_D, COUPLED)
+    store_states(h_at, h, inside, d, n, S, BLOCK_D, N)
