@@ -13,17 +13,42 @@ Letters: d channels of a head, n state per channel, k reflections, s samples of 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.reflections import scale
+
+@triton.jit
+def samples_of(per_head, S: tl.constexpr):
+    """The head of a program, its samples (s,) among those of the head and among all, and whether
+    there are such samples."""
+    blocks = tl.cdiv(per_head, S)
+    program = tl.program_id(0)
+    head = (program // blocks).to(tl.int64)
+    local = program % blocks * S + tl.arange(0, S)
+    return head, local, head * per_head + local, local < per_head
+
+
+@triton.jit
+def rows_of_statistics(per_head, t_end, S: tl.constexpr):
+    """Elements between two statistics of a token, b t."""
+    heads = tl.num_programs(0) // tl.cdiv(per_head, S)
+    return per_head.to(tl.int64) * heads * t_end
 
 
 @triton.jit
 def combine_of_samples(weights, rows, K: tl.constexpr):
-    """sum over i of weights_i rows_i (s, d) for weights (s,)."""
-    total = weights[0][:, None] * rows[0]
+    """sum over i of weights_i rows_i (s, d) for weights (s, 1)."""
+    total = weights[0] * rows[0]
     for i in tl.static_range(K):
         if i > 0:
-            total += weights[i][:, None] * rows[i]
+            total += weights[i] * rows[i]
     return total
+
+
+@triton.jit
+def as_columns(values, N: tl.constexpr):
+    """N scalars (s,) as (s, 1)."""
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (values[i][:, None],)
+    return out
 
 
 @triton.jit
@@ -52,18 +77,41 @@ def rows_of(v, S: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def stack_states(rows, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """N = 1, 2, 4, ... rows (s, d) as (s, d, N)."""
+    if N == 1:
+        return tl.reshape(rows[0], [S, BLOCK_D, 1])
+    else:
+        even = stack_states(rows[0:N:2], S, BLOCK_D, N // 2)
+        odd = stack_states(rows[1:N:2], S, BLOCK_D, N // 2)
+        return tl.reshape(tl.join(even, odd), [S, BLOCK_D, N])
+
+
+@triton.jit
 def load_states(
     rows_at,  # pointers (s, d) to state 0
     inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr, UNROLLED: tl.constexpr = True,
 ):  # fmt: skip
-    """n states, d elements apart, as (s, d, N), zeros past the last one."""
-    # a loop of the device, because the compiler takes long for every load of a tensor
-    number = tl.arange(0, N)[None, None, :]
-    states = spread(tl.zeros([S, BLOCK_D], tl.float32), S, BLOCK_D, N)
-    for i in tl.range(0, n):
-        row = tl.load(rows_at + i * d, mask=inside, other=0.0)
-        states = tl.where(number == i, spread(row, S, BLOCK_D, N), states)
+    """n states, d elements apart, as (s, d, N), zeros past the last one.
+
+    Once a kernel not UNROLLED: the compiler takes long for every load of a tensor.
+    """
+    zero = tl.zeros([S, BLOCK_D], tl.float32)
+    if UNROLLED:
+        rows = ()
+        for i in tl.static_range(N):
+            if i < n:
+                rows = rows + (tl.load(rows_at + i * d, mask=inside, other=0.0),)
+            else:
+                rows = rows + (zero,)
+        states = stack_states(rows, S, BLOCK_D, N)
+    else:
+        number = tl.arange(0, N)[None, None, :]
+        states = spread(zero, S, BLOCK_D, N)
+        for i in tl.range(0, n):
+            row = tl.load(rows_at + i * d, mask=inside, other=0.0)
+            states = tl.where(number == i, spread(row, S, BLOCK_D, N), states)
     return states
 
 
@@ -90,20 +138,56 @@ def state_of(states, i, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr)
 
 
 @triton.jit
-def load_same(
+def load_vector(
     row,  # pointers (s,)
-    n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr,
+    n: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """n consecutive scalars as (s, d, N), the same in all channels, zeros past the last one."""
+    """n consecutive scalars of each sample as (s, N), zeros past the last one."""
     if N > 16:
         # a load of at least 32 elements a sample would not be made by every thread for itself
-        low = load_same(row, n, S, BLOCK_D, N // 2)
-        high = load_same(row + N // 2, n - N // 2, S, BLOCK_D, N // 2)
-        return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), [S, BLOCK_D, N])
+        low = load_vector(row, n, S, N // 2)
+        high = load_vector(row + N // 2, n - N // 2, S, N // 2)
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [S, N])
     else:
         at = tl.arange(0, N)
-        values = tl.load(row[:, None] + at[None, :], mask=(at < n)[None, :], other=0.0)
-        return tl.broadcast_to(values[:, None, :], [S, BLOCK_D, N])
+        return tl.load(row[:, None] + at[None, :], mask=(at < n)[None, :], other=0.0)
+
+
+@triton.jit
+def load_same(
+    row,  # pointers (s,)
+    n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """n consecutive scalars as (s, D, N), the same for all channels, zeros past the last one."""
+    return tl.broadcast_to(load_vector(row, n, S, N)[:, None, :], [S, D, N])
+
+
+@triton.jit
+def unstack_scalars(values, S: tl.constexpr, N: tl.constexpr):
+    """(s, 1, N) as N scalars (s, 1)."""
+    if N == 1:
+        return (tl.reshape(values, [S, 1]),)
+    else:
+        even, odd = tl.split(tl.reshape(values, [S, 1, N // 2, 2]))
+        evens = unstack_scalars(even, S, N // 2)
+        odds = unstack_scalars(odd, S, N // 2)
+        out = ()
+        for i in tl.static_range(N // 2):
+            out = out + (evens[i], odds[i])
+        return out
+
+
+@triton.jit
+def load_scalars(
+    row,  # pointers (s,)
+    n: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """n consecutive scalars of each sample, (s, 1) each."""
+    out = ()
+    for i in tl.static_range(0, n, 16):
+        N: tl.constexpr = 16 if n - i > 8 else (8 if n - i > 4 else 4)
+        out = out + unstack_scalars(load_same(row + i, n - i, S, 1, N), S, N)
+    return out
 
 
 @triton.jit
@@ -128,28 +212,6 @@ def sum_states(values, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     else:
         even, odd = tl.split(tl.reshape(values, [S, BLOCK_D, N // 2, 2]))
         return sum_states(even + odd, S, BLOCK_D, N // 2)
-
-
-@triton.jit
-def sum_of(values, N: tl.constexpr):
-    """Sum of N tensors, in four parts, whose additions do not wait for each other."""
-    PARTS: tl.constexpr = 4 if N >= 4 else N
-    parts = ()
-    for i in tl.static_range(PARTS):
-        part = values[i]
-        for j in tl.static_range(i + PARTS, N, PARTS):
-            part += values[j]
-        parts = parts + (part,)
-    total = parts[0]
-    for i in tl.static_range(1, PARTS):
-        total += parts[i]
-    return total
-
-
-@triton.jit
-def dot_of(a, b, N: tl.constexpr):
-    """sum of a_i b_i."""
-    return sum_of(scale(a, b, N), N)
 
 
 @triton.jit

@@ -45,9 +45,11 @@ def launch_head_sweep(
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     b, t_end, d = x.shape
     constants = _constants(d, A, W_y, b, options, samples)
-    programs, small = _programs(b, A, constants), constants["BLOCK_S"]
+    k, programs = layout_of(options).num_householder, _programs(b, A, constants)
+    states = 2 * A.shape[1] if constants["SELECTIVE"] else 0
+    small = max(16, next_power_of_two(states + k))
     # B, C and alpha of a token, two places for each sample
-    scratch = A.new_empty(programs, constants["S"], 2 * small)
+    scratch = A.new_empty(programs, constants["S"], 2, small)
     head_sweep_kernel[(programs,)](
         x,
         raw,
@@ -63,13 +65,13 @@ def launch_head_sweep(
         t_end,
         d,
         A.shape[1],
-        next_power_of_two(A.shape[1]),
         *x.stride()[:2],
         *raw.stride()[:2],
         KEEP=keep_every,
         EPS=scan_constants(d, A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
-        JOINED=layout_of(options).num_householder in (2, 4),
+        JOINED=k in (2, 4),
+        BLOCK_S=small,
         **constants,
         **norm_constants(options),
         **mixer_constants(options),
@@ -214,15 +216,13 @@ def _constants(
     samples: int | None,
 ) -> dict[str, Any]:
     """Options that the sweep and the reverse sweep have in common."""
-    layout = layout_of(options)
     scan, product = scan_constants(d, A, options), matrix_constants(None, W, 1, 1)
-    states = 2 * A.shape[1] if layout.selective else 0
     samples = choose_samples(b, A) if samples is None else samples
     kept = ("ACTIVATION", "SELECTIVE", "INPUT_SCALE", "FULL", "FAST")
     return {
         **{name: scan[name] for name in kept},
         "BLOCK_D": max(16, scan["BLOCK_D"]),
-        "BLOCK_S": max(16, next_power_of_two(states + layout.num_householder)),
+        "N": next_power_of_two(A.shape[1]),
         "S": samples,
         "COLUMNS": max(COLUMNS, samples),
         "FEEDBACK": W is not None,

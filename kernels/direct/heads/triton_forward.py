@@ -29,12 +29,15 @@ from bedouin.kernels.device.reflections import (
     wy_upper,
 )
 from bedouin.kernels.direct.heads.device import (
+    as_columns,
     columns_of,
     combine_of_samples,
     join_rows,
     load_same,
     load_states,
     rows_of,
+    rows_of_statistics,
+    samples_of,
     small_rows,
     split_rows,
     spread,
@@ -97,7 +100,7 @@ def finish_token(
     x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C = token
     dots = sums(rows_times(u, y - x, K), 1)
     U_v = scale(dots, inv, K)
-    mixed = x + combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
+    mixed = x + combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
     if COUPLED:
         h = decayed + scales * spread(mixed * inv_B, S, BLOCK_D, N) * B
         largest = tl.max(scales, axis=2)
@@ -136,7 +139,6 @@ def head_sweep_kernel(
     t_end,
     d: tl.constexpr,
     n: tl.constexpr,
-    N: tl.constexpr,
     x_stride_b,
     x_stride_t,
     raw_stride_b,
@@ -144,6 +146,7 @@ def head_sweep_kernel(
     K: tl.constexpr,
     KEEP: tl.constexpr,
     S: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -163,12 +166,7 @@ def head_sweep_kernel(
     JOINED: tl.constexpr,
 ):
     """All tokens of S samples of one head."""
-    blocks = tl.cdiv(per_head, S)
-    program = tl.program_id(0)
-    head = (program // blocks).to(tl.int64)
-    local = program % blocks * S + tl.arange(0, S)
-    here = local < per_head
-    sample = head * per_head + local
+    head, local, sample, here = samples_of(per_head, S)
     cols = tl.arange(0, BLOCK_D)
     small = tl.arange(0, BLOCK_S)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
@@ -186,14 +184,14 @@ def head_sweep_kernel(
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
     if HOLD_A:
-        A = load_states(A_at, inside, d, n, S, BLOCK_D, N)
+        A = load_states(A_at, inside, d, n, S, BLOCK_D, N, False)
     h_at = h_ptr + sample[:, None] * (n * d) + cols[None, :]
-    h = load_states(h_at, inside, d, n, S, BLOCK_D, N)
-    row_of = per_head.to(tl.int64) * (tl.num_programs(0) // blocks) * t_end
+    h = load_states(h_at, inside, d, n, S, BLOCK_D, N, False)
+    row_of = rows_of_statistics(per_head, t_end, S)
     x_row = x_ptr + sample * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     slots = tl.cdiv(t_end, KEEP) - 1
-    cell = scratch_ptr + (program.to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_S
+    cell = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_S
     # loads of a token are issued while the one before it is computed
     small_at = small_rows(small, d, n, K, SELECTIVE)
     in_small = here[:, None] & (small < STATES + K)[None, :]
@@ -254,7 +252,7 @@ def head_sweep_kernel(
         if SELECTIVE:
             B = load_same(now, n, S, BLOCK_D, N)
             C = load_same(now + n, n, S, BLOCK_D, N)
-            # (s, d), the same in all channels
+            # (s, d), the same for all channels
             inv_B = tl.rsqrt(sum_states(B * B, S, BLOCK_D, N) + n * EPS)
             inv_C = tl.rsqrt(sum_states(C * C, S, BLOCK_D, N) + n * EPS)
             B_C = sum_states(B * C, S, BLOCK_D, N) * inv_B * inv_C
@@ -295,7 +293,7 @@ def head_sweep_kernel(
         # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
         q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
         U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
-        y = rest + sigma * combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
+        y = rest + sigma * combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
         if FEEDBACK:
             v = y
             if NORM:

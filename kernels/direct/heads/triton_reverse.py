@@ -24,30 +24,64 @@ from bedouin.kernels.device.discretize import (
 from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.reflections import (
     add,
-    load_tuple,
     rows_times,
     sums,
     symmetric_times,
     upper_transposed_times,
 )
 from bedouin.kernels.direct.heads.device import (
+    as_columns,
     columns_of,
     combine_of_samples,
-    dot_of,
     join_rows,
+    load_same,
+    load_scalars,
+    load_states,
+    load_vector,
     rows_of,
-    small_rows,
-    sum_of,
+    rows_of_statistics,
+    samples_of,
+    spread,
+    store_states,
+    sum_states,
 )
+
+BLOCK_ALPHA = tl.constexpr(32)
+"""Rows of W^y for alpha: a tile of fewer than 32 would be spread over the threads in another way."""
+
+
+@triton.jit
+def state_columns(d: tl.constexpr, n: tl.constexpr, N: tl.constexpr):
+    """The columns of raw B and C in the order of `interleaved`, -1 for its zeros."""
+    WIDTH: tl.constexpr = max(16, 2 * N)
+    at = tl.arange(0, WIDTH)
+    i = at // (WIDTH // N)
+    which = at % (WIDTH // N)
+    return tl.where((i < n) & (which < 2), d + which * n + i, -1)
+
+
+@triton.jit
+def widened(v, S: tl.constexpr, N: tl.constexpr):
+    """v (s, N) as (s, max(8, N)), zeros between its entries."""
+    if N < 8:
+        return widened(tl.reshape(tl.join(v, tl.zeros_like(v)), [S, 2 * N]), S, 2 * N)
+    else:
+        return v
+
+
+@triton.jit
+def interleaved(b, c, S: tl.constexpr, N: tl.constexpr):
+    """b and c (s, N) as (s, max(16, 2 N)): b_1, c_1, b_2, ..., and zeros if N < 8."""
+    return tl.reshape(tl.join(widened(b, S, N), widened(c, S, N)), [S, max(16, 2 * N)])
 
 
 @triton.jit
 def load_transposed_weights(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """(W^y)^T of a head in tiles of columns: Delta, u_1 .. u_k, two and two interleaved if k is
-    even, and [B | C | alpha]."""
+    even, B and C interleaved, alpha."""
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
     in_d = (cols < d)[:, None]
@@ -64,10 +98,14 @@ def load_transposed_weights(
         for i in tl.static_range(K):
             at = (d + STATES + i * d + rows)[None, :] * d + cols[:, None]
             tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    rows = tl.arange(0, BLOCK_S)
-    at = small_rows(rows, d, n, K, SELECTIVE)[None, :] * d + cols[:, None]
-    within = in_d & (rows < STATES + K)[None, :]
-    return tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
+    if SELECTIVE:
+        at = state_columns(d, n, N)
+        within = in_d & (at >= 0)[None, :]
+        at = at[None, :] * d + cols[:, None]
+        tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
+    rows = tl.arange(0, BLOCK_ALPHA)
+    at = (d + STATES + K * d + rows)[None, :] * d + cols[:, None]
+    return tiles + (tl.load(W_ptr + at, mask=in_d & (rows < K)[None, :], other=0.0).to(DOT),)
 
 
 @triton.jit
@@ -103,7 +141,7 @@ def transposed_product(
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
     inside, d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
-    BLOCK_D: tl.constexpr, FEEDBACK: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
     cols = tl.arange(0, BLOCK_D)
@@ -118,9 +156,7 @@ def load_token(
         raw = raw + (tl.load(raw_row[:, None] + at, mask=inside, other=0.0),)
         if FEEDBACK:
             fed = fed + (tl.load(fed_row[:, None] + at, mask=inside, other=0.0),)
-    h = ()
-    for i in tl.static_range(n):
-        h = h + (tl.load(h_row[:, None] + i * d + cols[None, :], mask=inside, other=0.0),)
+    h = load_states(h_row[:, None] + cols[None, :], inside, d, n, S, BLOCK_D, N)
     return x, y, g, mixed, raw, fed, h
 
 
@@ -159,8 +195,8 @@ def reverse_head_kernel(
     fed_stride_t,
     K: tl.constexpr,
     S: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
     FEEDBACK: tl.constexpr,
@@ -175,14 +211,8 @@ def reverse_head_kernel(
     ROUND: tl.constexpr,
 ):
     """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
-    blocks = tl.cdiv(per_head, S)
-    program = tl.program_id(0)
-    head = (program // blocks).to(tl.int64)
-    local = program % blocks * S + tl.arange(0, S)
-    here = local < per_head
-    sample = head * per_head + local
+    head, local, sample, here = samples_of(per_head, S)
     cols = tl.arange(0, BLOCK_D)
-    small = tl.arange(0, BLOCK_S)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
     inside = here[:, None] & (cols < d)[None, :]
@@ -190,15 +220,18 @@ def reverse_head_kernel(
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    in_small = here[:, None] & (small < STATES + K)[None, :]
-    small_at = small_rows(small, d, n, K, SELECTIVE)
-    A_row = A_ptr + head * n * d + cols
+    states_at = state_columns(d, n, N)
+    in_states = here[:, None] & (states_at >= 0)[None, :]
+    alphas = tl.arange(0, BLOCK_ALPHA)
+    in_alpha = here[:, None] & (alphas < K)[None, :]
+    # (s, d), because a load of (d,) would be followed by a change of its layout
+    A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
     # the cotangents of the raw values of the token after the chunk
     grads = ()
     if FEEDBACK:
         W = load_transposed_weights(
             W_ptr + head * (d + STATES + K * (d + 1)) * d,
-            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT,
+            d, n, K, SELECTIVE, N, BLOCK_D, DOT,
         )  # fmt: skip
         after = (sample * t_end + start + count) * r
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
@@ -210,15 +243,16 @@ def reverse_head_kernel(
         at = after[:, None] + cols[None, :]
         grads = (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
         grads = grads + paired(rows, S, K, BLOCK_D)
-        known = more[:, None] & in_small
-        at = after[:, None] + small_at[None, :]
+        if SELECTIVE:
+            known = more[:, None] & in_states
+            at = after[:, None] + states_at[None, :]
+            grads = grads + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
+        known = more[:, None] & in_alpha
+        at = after[:, None] + u_at + K * d + alphas[None, :]
         grads = grads + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
-    H = ()
-    grad_A = ()
-    for i in tl.static_range(n):
-        at = (sample[:, None] * n + i) * d + cols[None, :]
-        H = H + (tl.load(H_ptr + at, mask=inside, other=0.0),)
-        grad_A = grad_A + (tl.load(grad_A_ptr + at, mask=inside, other=0.0),)
+    at = sample[:, None] * (n * d) + cols[None, :]
+    H = load_states(H_ptr + at, inside, d, n, S, BLOCK_D, N, False)
+    grad_A = load_states(grad_A_ptr + at, inside, d, n, S, BLOCK_D, N, False)
     x_row = x_ptr + sample * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -227,18 +261,19 @@ def reverse_head_kernel(
     mixed_row = mixed_ptr + sample * count * d
     local_row = local_ptr + sample * count * (SIZE + 2 * n)
     h_row = replayed_ptr + sample * count * n * d
+    row_of = rows_of_statistics(per_head, t_end, S)
     last = (start + count - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, inside, d, n, u_at, K, BLOCK_D, FEEDBACK,
+        h_row + (count - 1) * n * d, inside, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK,
     )  # fmt: skip
     entries = tl.arange(0, BLOCK_L)
     in_local = here[:, None] & (entries < SIZE + 2 * n)[None, :]
     scalars_at = local_row + (count - 1) * (SIZE + 2 * n)
     scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
-    near = scratch_ptr + (program.to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_L
+    near = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_L
     for back in range(0, count):
         i_token = count - 1 - back
         t = (start + i_token).to(tl.int64)
@@ -247,7 +282,6 @@ def reverse_head_kernel(
         row = near + back % 2 * BLOCK_L
         tl.store(row[:, None] + entries[None, :], scalars, mask=in_local)
         tl.debug_barrier()
-        BC = tl.load(row + SIZE - 3)
         if FEEDBACK:
             # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
             product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
@@ -266,177 +300,131 @@ def reverse_head_kernel(
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        decayed = ()
-        reaches = ()
-        with_B = ()
-        with_BC = ()
-        with_H = ()
-        with_C = ()
-        for i in tl.static_range(n):
-            # (s, d), because a load of (d,) would be followed by a change of its layout
-            A_at = (A_row + i * d)[None, :] + 0 * local[:, None]
-            A = tl.load(A_at, mask=inside, other=0.0)
-            B_i = tl.load(row + SIZE + i)
-            C_i = tl.load(row + SIZE + n + i)
-            if COUPLED:
-                decay, s_i = build_coupled(A * delta, FULL, FAST)
-                with_BC = with_BC + (s_i * (B_i * C_i)[:, None],)
-                with_B = with_B + (H[i] * s_i * B_i[:, None],)
-                if FULL:
-                    sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
-                    reach = h[i] - sign * mixed * B_i[:, None]
-                else:
-                    reach = h[i] - mixed * B_i[:, None]
-                reach *= coupled_reach(decay, s_i, FULL)
-            else:
-                decay = build_decay(A * delta, FULL, FAST)
-                with_B = with_B + (H[i] * B_i[:, None],)
-                if FULL:
-                    reach = h[i] * (decay + 1)
-                else:
-                    reach = h[i] * decay
-            decayed = decayed + (decay * h[i],)
-            reaches = reaches + (reach,)
-            exponent = reach * A
-            with_H = with_H + (H[i] * exponent,)
-            with_C = with_C + (C_i[:, None] * exponent,)
-        from_memory = sum_of(with_B, n)
-        # the cotangent of Delta is linear in w
-        grad_delta = LN2 * sum_of(with_H, n)
-        grad_delta_w = LN2 * sum_of(with_C, n)
+        A = load_states(A_at, inside, d, n, S, BLOCK_D, N)
+        exponent = A * spread(delta, S, BLOCK_D, N)
+        B = load_same(row + SIZE, n, S, BLOCK_D, N)
+        C = load_same(row + SIZE + n, n, S, BLOCK_D, N)
+        rms, BC, inv_B, inv_C = load_scalars(row + SIZE - 4, 4, S)
         if COUPLED:
-            sigma = sum_of(with_BC, n)
+            decay, s = build_coupled(exponent, FULL, FAST)
+            from_memory = sum_states(H * s * B, S, BLOCK_D, N)
+            sigma = sum_states(s * B * C, S, BLOCK_D, N)
+            reach = spread(mixed, S, BLOCK_D, N) * B
+            if FULL:
+                reach *= tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
+            reach = (h - reach) * coupled_reach(decay, s, FULL)
+            written = s * spread(mixed, S, BLOCK_D, N)
         else:
+            decay = build_decay(exponent, FULL, FAST)
             s = fast_scale(delta, INPUT_SCALE, FAST)
-            sigma = s * BC[:, None]
-            if INPUT_SCALE == "delta":
-                grad_delta += mixed * from_memory
-                grad_delta_w += mixed * BC[:, None]
-            else:
-                inverse = reciprocal(1 + delta, FAST)
-                slope = mixed * (inverse * inverse)
-                grad_delta += slope * from_memory
-                grad_delta_w += slope * BC[:, None]
+            from_memory = sum_states(H * B, S, BLOCK_D, N)
+            reach = decay * h
+            if FULL:
+                reach += h
+            # the cotangent of s x~, without w
+            to_written = from_memory
             from_memory *= s
-        grad_delta = activate_vjp(grad_delta, raw_delta, ACTIVATION)
-        grad_delta_w = activate_vjp(grad_delta_w, raw_delta, ACTIVATION)
+            sigma = s * BC
+            written = spread(s * mixed, S, BLOCK_D, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
         if FEEDBACK:
             grad_normed = rows_of(product, S, BLOCK_D, COLUMNS)
             if NORM:
-                rms = tl.load(row + SIZE - 4)
-                g += rms[:, None] * grad_normed
+                g += rms * grad_normed
             else:
                 g += grad_normed
         q = rows_times(u, from_memory + sigma * g, K)
         if FEEDBACK and NORM:
-            dots = sums(q + (grad_normed * y,), 1)
+            dots = as_columns(sums(q + (grad_normed * y,), 1), K + 1)
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
-            g -= along_y[:, None] * y
+            g -= along_y * y
+            u_y = load_scalars(row + 3 * PAIRS + K * K + 4 * K, K, S)
             q = ()
             for i in tl.static_range(K):
-                q = q + (dots[i] - along_y * tl.load(row + 3 * PAIRS + K * K + 4 * K + i),)
+                q = q + (dots[i] - along_y * u_y[i],)
         else:
-            q = sums(q, 1)
+            q = as_columns(sums(q, 1), K)
+        N_rows = load_scalars(row + 3 * PAIRS, K * K, S)
         T_g = ()
         for i in tl.static_range(K):
-            total = tl.load(row + 3 * PAIRS + i * K) * q[0]
-            for j in tl.static_range(K):
-                if j > 0:
-                    total += tl.load(row + 3 * PAIRS + i * K + j) * q[j]
+            total = N_rows[i * K] * q[0]
+            for j in tl.static_range(1, K):
+                total += N_rows[i * K + j] * q[j]
             T_g = T_g + (total,)
         w = g + combine_of_samples(T_g, u, K)
 
         # x~ = x + U^T T U v, one reflection after the other
-        U_g = add(q, symmetric_times(load_tuple(row + PAIRS, PAIRS), T_g, K), K)
+        U_g = add(q, symmetric_times(load_scalars(row + PAIRS, PAIRS, S), T_g, K), K)
         grad_mixed = from_memory + sigma * w
-        G = load_tuple(row + 2 * PAIRS, PAIRS)
-        T_v = load_tuple(row + 3 * PAIRS + K * K, K)
-        c = load_tuple(row + 3 * PAIRS + K * K + K, K)
-        rest = load_tuple(row + 3 * PAIRS + K * K + 2 * K, K)
-        squares = load_tuple(row + 3 * PAIRS + K * K + 3 * K, K)
+        G = load_scalars(row + 2 * PAIRS, PAIRS, S)
+        known_row = load_scalars(row + 3 * PAIRS + K * K, 4 * K, S)
+        T_v = known_row[0:K]
+        c = known_row[K : 2 * K]
+        rest = known_row[2 * K : 3 * K]
+        squares = known_row[3 * K : 4 * K]
         v = y - x
         for i in tl.static_range(1, K):
-            v -= T_v[i][:, None] * u[i]
-        small_grads = tl.zeros([S, BLOCK_S], tl.float32)
+            v -= T_v[i] * u[i]
+        to_alpha = tl.zeros([S, BLOCK_ALPHA], tl.float32)
         rows = ()
         grad_row = grad_raw_ptr + token * r
         for i in tl.static_range(K):
             if i > 0:
-                v += T_v[i][:, None] * u[i]
+                v += T_v[i] * u[i]
             along = U_g[i]
             for j in tl.static_range(K):
                 if j < i:
                     along -= T_g[j] * G[i * (i + 1) // 2 + j]
             along = squares[i] * T_v[i] * along + T_g[i] * rest[i]
             # only the direction of u_i matters: the part of the cotangent along u_i vanishes
-            grad_u = T_v[i][:, None] * grad_mixed + T_g[i][:, None] * v - along[:, None] * u[i]
-            grad_u = grad_u.to(kind)
+            grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along * u[i]).to(kind)
             tl.store(grad_row[:, None] + u_at + i * d + cols[None, :], grad_u, mask=inside)
             rows = rows + (grad_u.to(ROUND),)
-            here_i = (small == STATES + i)[None, :]
-            small_grads = tl.where(here_i, (T_g[i] * c[i])[:, None], small_grads)
-            grad_mixed -= T_g[i][:, None] * u[i]
+            to_alpha = tl.where((alphas == i)[None, :], T_g[i] * c[i], to_alpha)
+            grad_mixed -= T_g[i] * u[i]
+        to_alpha = to_alpha.to(kind)
+        tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
         # what remains of it is the cotangent of x
-        to_delta = (grad_delta + w * grad_delta_w).to(kind)
+        x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
+        tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
+        w_states = spread(w, S, BLOCK_D, N)
+        total = H + w_states * C
+        to_exponent = total * reach
+        grad_A += to_exponent * spread(delta, S, BLOCK_D, N)
+        to_delta = LN2 * sum_states(to_exponent * A, S, BLOCK_D, N)
+        if INPUT_SCALE == "delta":
+            to_delta += mixed * (to_written + BC * w)
+        elif INPUT_SCALE == "bounded_delta":
+            inverse = reciprocal(1 + delta, FAST)
+            to_delta += mixed * (inverse * inverse) * (to_written + BC * w)
+        to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
         tl.store(grad_row[:, None] + cols[None, :], to_delta, mask=inside)
-        # cotangents of h_t, of the unit B and C, and of the raw ones
-        new_H = ()
-        new_A = ()
-        to_B = ()
-        to_C = ()
-        for i in tl.static_range(n):
-            # A, B and C are read, and the decay is computed, again: kept since the first loop over
-            # states they would take so many registers that loads could not run ahead
-            C_i = tl.load(row + SIZE + n + i)
-            total = H[i] + C_i[:, None] * w
-            A_at = (A_row + i * d)[None, :] + 0 * local[:, None]
-            A = tl.load(A_at, mask=inside, other=0.0)
-            if COUPLED:
-                decay, s_i = build_coupled(A * delta, FULL, FAST)
-                written = s_i * mixed
-            else:
-                decay = build_decay(A * delta, FULL, FAST)
-                written = s * mixed
-            h_i = decayed[i] + written * tl.load(row + SIZE + i)[:, None]
-            to_B = to_B + (total * written,)
-            to_C = to_C + (h_i * w,)
-            new_H = new_H + (total * decay,)
-            new_A = new_A + (grad_A[i] + total * reaches[i] * delta,)
-        H = new_H
-        grad_A = new_A
+        grads = (to_delta.to(ROUND),) + paired(rows, S, K, BLOCK_D)
         if SELECTIVE:
-            to_B = sums(to_B, 1)
-            to_C = sums(to_C, 1)
-            B = load_tuple(row + SIZE, n)
-            C = load_tuple(row + SIZE + n, n)
-            along_B = dot_of(to_B, B, n)
-            along_C = dot_of(to_C, C, n)
-            inv_B = tl.load(row + SIZE - 2)
-            inv_C = tl.load(row + SIZE - 1)
-            for i in tl.static_range(n):
-                grad_B = inv_B * (to_B[i] - B[i] * along_B)
-                grad_C = inv_C * (to_C[i] - C[i] * along_C)
-                small_grads = tl.where((small == i)[None, :], grad_B[:, None], small_grads)
-                small_grads = tl.where((small == n + i)[None, :], grad_C[:, None], small_grads)
-        small_grads = small_grads.to(kind)
-        tl.store(grad_row[:, None] + small_at[None, :], small_grads, mask=in_small)
-        if FEEDBACK:
-            grads = (to_delta.to(ROUND),)
-            grads = grads + paired(rows, S, K, BLOCK_D)
-            grads = grads + (small_grads.to(ROUND),)
+            to_B = tl.sum(total * written, axis=1)
+            to_C = tl.sum((decay * h + written * B) * w_states, axis=1)
+            unit_B = load_vector(row + SIZE, n, S, N)
+            unit_C = load_vector(row + SIZE + n, n, S, N)
+            grad_B = inv_B * (to_B - unit_B * tl.sum(to_B * unit_B, axis=1)[:, None])
+            grad_C = inv_C * (to_C - unit_C * tl.sum(to_C * unit_C, axis=1)[:, None])
+            to_states = interleaved(grad_B.to(kind), grad_C.to(kind), S, N)
+            tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
+            grads = grads + (to_states.to(ROUND),)
+        grads = grads + (to_alpha.to(ROUND),)
+        if not FEEDBACK:
+            grads = ()
+        H = total * decay
         x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # defect and scale of the adjoint equation
-        checks = sums(rows_times(u, from_memory + sigma * w, K), 1)
-        T = load_tuple(row, PAIRS)
-        applied = g + combine_of_samples(upper_transposed_times(T, checks, K), u, K)
-        finite = 0 * checks[0]
+        T = load_scalars(row, PAIRS, S)
+        applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
+        finite = 0 * tl.sum(w, axis=1)
         defect = tl.max(tl.abs(applied - w), axis=1) + finite
         size = tl.max(tl.abs(applied), axis=1) + finite
         values = tl.where(cols[None, :] == 0, defect[:, None], size[:, None])
-        row_of = per_head.to(tl.int64) * (tl.num_programs(0) // blocks) * t_end
         statistic = statistics_ptr + token[:, None] + row_of * cols[None, :]
         tl.store(statistic, values, mask=here[:, None] & (cols < 2)[None, :])
         i_next = tl.maximum(i_token - 1, 0)
@@ -445,14 +433,13 @@ def reverse_head_kernel(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            inside, d, n, u_at, K, BLOCK_D, FEEDBACK,
+            inside, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK,
         )  # fmt: skip
         scalars_at = local_row + i_next * (SIZE + 2 * n)
         scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
-    for i in tl.static_range(n):
-        at = (sample[:, None] * n + i) * d + cols[None, :]
-        tl.store(H_ptr + at, H[i], mask=inside)
-        tl.store(grad_A_ptr + at, grad_A[i], mask=inside)
+    at = sample[:, None] * (n * d) + cols[None, :]
+    store_states(H_ptr + at, H, inside, d, n, S, BLOCK_D, N)
+    store_states(grad_A_ptr + at, grad_A, inside, d, n, S, BLOCK_D, N)
 
 
 @triton.jit(do_not_specialize=["start", "count", "slots", "per_head"])
