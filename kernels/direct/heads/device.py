@@ -16,13 +16,36 @@ import triton.language as tl
 
 @triton.jit
 def samples_of(per_head, S: tl.constexpr):
-    """The head of a program, its samples (s,) among those of the head and among all, and whether
-    there are such samples."""
+    """The head of a program, whether it has as many samples, their numbers among those of the head
+    and among all; (s,). Past the last sample that one again, so that loads need no mask."""
     blocks = tl.cdiv(per_head, S)
     program = tl.program_id(0)
     head = (program // blocks).to(tl.int64)
     local = program % blocks * S + tl.arange(0, S)
-    return head, local, head * per_head + local, local < per_head
+    here = local < per_head
+    local = tl.minimum(local, per_head - 1)
+    return head, here, local, head * per_head + local
+
+
+@triton.jit
+def store_statistics(
+    at,  # pointers (s,) to the first one
+    values,  # tuple of (s, 1)
+    row_of,  # elements between two of them
+    here, S: tl.constexpr,
+):  # fmt: skip
+    """Store statistics of a token of each sample.
+
+    Every second column of (s, 32), because the compiler changes the layout of values that it finds
+    at addresses without neighbours.
+    """
+    cols = tl.arange(0, 32)[None, :]
+    rows = tl.zeros([S, 32], tl.float32) + values[0]
+    N: tl.constexpr = len(values)
+    for i in tl.static_range(1, N):
+        rows = tl.where(cols == 2 * i, values[i], rows)
+    mask = here[:, None] & (cols % 2 == 0) & (cols < 2 * N)
+    tl.store(at[:, None] + (row_of * (cols // 2) + cols % 2), rows, mask=mask)
 
 
 @triton.jit
@@ -147,7 +170,7 @@ def load_vector(
         # a load of at least 32 elements a sample would not be made by every thread for itself
         low = load_vector(row, n, S, N // 2)
         high = load_vector(row + N // 2, n - N // 2, S, N // 2)
-        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [S, N])
+        return concatenated(low, high, S, N // 2)
     else:
         at = tl.arange(0, N)
         return tl.load(row[:, None] + at[None, :], mask=(at < n)[None, :], other=0.0)
@@ -163,21 +186,6 @@ def load_same(
 
 
 @triton.jit
-def unstack_scalars(values, S: tl.constexpr, N: tl.constexpr):
-    """(s, 1, N) as N scalars (s, 1)."""
-    if N == 1:
-        return (tl.reshape(values, [S, 1]),)
-    else:
-        even, odd = tl.split(tl.reshape(values, [S, 1, N // 2, 2]))
-        evens = unstack_scalars(even, S, N // 2)
-        odds = unstack_scalars(odd, S, N // 2)
-        out = ()
-        for i in tl.static_range(N // 2):
-            out = out + (evens[i], odds[i])
-        return out
-
-
-@triton.jit
 def load_scalars(
     row,  # pointers (s,)
     n: tl.constexpr, S: tl.constexpr,
@@ -186,7 +194,7 @@ def load_scalars(
     out = ()
     for i in tl.static_range(0, n, 16):
         N: tl.constexpr = 16 if n - i > 8 else (8 if n - i > 4 else 4)
-        out = out + unstack_scalars(load_same(row + i, n - i, S, 1, N), S, N)
+        out = out + unstack_states(load_same(row + i, n - i, S, 1, N), S, 1, N)
     return out
 
 
@@ -212,6 +220,96 @@ def sum_states(values, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     else:
         even, odd = tl.split(tl.reshape(values, [S, BLOCK_D, N // 2, 2]))
         return sum_states(even + odd, S, BLOCK_D, N // 2)
+
+
+@triton.jit
+def lanes_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(s, min(32, d)) with the sum of v (s, d): of the channels that one thread holds."""
+    if BLOCK_D <= 32:
+        return v
+    else:
+        even, odd = tl.split(tl.reshape(v, [S, BLOCK_D // 2, 2]))
+        return lanes_of(even + odd, S, BLOCK_D // 2)
+
+
+@triton.jit
+def exchange(v, columns, BIT: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
+    """v (s, L) with columns exchanged whose numbers differ by BIT."""
+    return tl.gather(v, tl.broadcast_to((columns ^ BIT)[None, :], [S, L]), 1)
+
+
+@triton.jit
+def transposed_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
+    """Sums of V <= L rows (s, L): column c of (s, L) has that of row c % V.
+
+    Threads exchange half of their rows, then half of the rest, and so on: V - 1 exchanges, where a
+    sum that every thread needs takes log2(L) for each row.
+    """
+    columns = tl.arange(0, L)
+    if V > 1:
+        HALF: tl.constexpr = V // 2
+        upper = ((columns & HALF) != 0)[None, :]
+        rows = ()
+        for i in tl.static_range(HALF):
+            given = tl.where(upper, values[i], values[i + HALF])
+            kept = tl.where(upper, values[i + HALF], values[i])
+            rows = rows + (kept + exchange(given, columns, HALF, S, L),)
+        return transposed_sums(rows, HALF, S, L)
+    else:
+        return values[0]
+
+
+@triton.jit
+def sum_channels(states, S: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr):
+    """Sums of (s, d, V) over the channels, (s, max(V, L)), L = min(32, d): column c has sum c % V.
+
+    In the threads of their columns, not in all of them.
+    """
+    L: tl.constexpr = min(32, BLOCK_D)
+    if V > L:
+        low, high = tl.split(
+            tl.permute(tl.reshape(states, [S, BLOCK_D, 2, V // 2]), (0, 1, 3, 2))
+        )  # fmt: skip
+        low = sum_channels(low, S, BLOCK_D, V // 2)
+        high = sum_channels(high, S, BLOCK_D, V // 2)
+        return concatenated(low, high, S, V // 2)
+    else:
+        rows = unstack_states(states, S, BLOCK_D, V)
+        lanes = ()
+        for i in tl.static_range(V):
+            lanes = lanes + (lanes_of(rows[i], S, BLOCK_D),)
+        total = transposed_sums(lanes, V, S, L)
+        for i in tl.static_range(5):
+            if V * 2**i < L:
+                total += exchange(total, tl.arange(0, L), V * 2**i, S, L)
+        return total
+
+
+@triton.jit
+def concatenated(a, b, S: tl.constexpr, N: tl.constexpr):
+    """a and b (s, N), one after the other, (s, 2 N)."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [S, 2 * N])
+
+
+@triton.jit
+def concatenated_states(a, b, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """a and b (s, d, N), one after the other, (s, d, 2 N)."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), [S, BLOCK_D, 2 * N])
+
+
+@triton.jit
+def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """(s, d, N) as N rows (s, d)."""
+    if N == 1:
+        return (tl.reshape(states, [S, BLOCK_D]),)
+    else:
+        even, odd = tl.split(tl.reshape(states, [S, BLOCK_D, N // 2, 2]))
+        evens = unstack_states(even, S, BLOCK_D, N // 2)
+        odds = unstack_states(odd, S, BLOCK_D, N // 2)
+        out = ()
+        for i in tl.static_range(N // 2):
+            out = out + (evens[i], odds[i])
+        return out
 
 
 @triton.jit

@@ -42,6 +42,7 @@ from bedouin.kernels.direct.heads.device import (
     split_rows,
     spread,
     store_states,
+    store_statistics,
     sum_states,
 )
 
@@ -75,15 +76,15 @@ def load_weights(
 def load_token(
     x_row, raw_row,  # pointers (s,)
     small_at,  # (BLOCK_S,), columns of raw B, C and alpha
-    inside, in_small, d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
+    in_row, in_small, d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """x, the raw values of Delta and of u, and the other raw values of a token."""
     cols = tl.arange(0, BLOCK_D)
-    x = tl.load(x_row[:, None] + cols[None, :], mask=inside, other=0.0)
+    x = tl.load(x_row[:, None] + cols[None, :], mask=in_row, other=0.0)
     rows = ()
     for i in tl.static_range(K + 1):
         at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
-        rows = rows + (tl.load(at, mask=inside, other=0.0),)
+        rows = rows + (tl.load(at, mask=in_row, other=0.0),)
     return x, rows, tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0)
 
 
@@ -110,16 +111,11 @@ def finish_token(
     F = sum_states(h * C, S, BLOCK_D, N) * inv_C
     terms = (tl.abs(x) + tl.abs(mixed)) * largest
     # a maximum ignores NaN, and a sample that is not finite must show it
-    finite = 0 * dots[0]
-    cols = tl.arange(0, BLOCK_D)
-    values = tl.where(cols[None, :] == 2, tl.max(terms, axis=1)[:, None], pivot[:, None])
-    defect = tl.max(tl.abs(F - y), axis=1) + finite
-    values = tl.where(cols[None, :] == 0, defect[:, None], values)
-    size = tl.max(tl.abs(F), axis=1) + finite
-    values = tl.where(cols[None, :] == 1, size[:, None], values)
-    # as (s, BLOCK_D), because a store of (s,) would first change the layout of its values
-    within = here[:, None] & (cols < 4)[None, :]
-    tl.store(statistic[:, None] + row_of * cols[None, :], values, mask=within)
+    finite = 0 * dots[0][:, None]
+    defect = tl.max(tl.abs(F - y), axis=1)[:, None] + finite
+    size = tl.max(tl.abs(F), axis=1)[:, None] + finite
+    values = (defect, size, tl.max(terms, axis=1)[:, None], pivot[:, None])
+    store_statistics(statistic, values, row_of, here, S)
     return h
 
 
@@ -166,12 +162,13 @@ def head_sweep_kernel(
     JOINED: tl.constexpr,
 ):
     """All tokens of S samples of one head."""
-    head, local, sample, here = samples_of(per_head, S)
+    head, here, local, sample = samples_of(per_head, S)
     cols = tl.arange(0, BLOCK_D)
     small = tl.arange(0, BLOCK_S)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
-    inside = here[:, None] & (cols < d)[None, :]
+    in_row = (cols < d)[None, :]
+    inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     if FEEDBACK:
@@ -179,14 +176,14 @@ def head_sweep_kernel(
             W_ptr + head * (d + STATES + K * (d + 1)) * d,
             d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED,
         )  # fmt: skip
-        v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=inside, other=0.0)
+        v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=in_row, other=0.0)
     HOLD_A: tl.constexpr = N * BLOCK_D <= 1024
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
     if HOLD_A:
-        A = load_states(A_at, inside, d, n, S, BLOCK_D, N, False)
+        A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, False)
     h_at = h_ptr + sample[:, None] * (n * d) + cols[None, :]
-    h = load_states(h_at, inside, d, n, S, BLOCK_D, N, False)
+    h = load_states(h_at, in_row, d, n, S, BLOCK_D, N, False)
     row_of = rows_of_statistics(per_head, t_end, S)
     x_row = x_ptr + sample * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
@@ -194,9 +191,9 @@ def head_sweep_kernel(
     cell = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_S
     # loads of a token are issued while the one before it is computed
     small_at = small_rows(small, d, n, K, SELECTIVE)
-    in_small = here[:, None] & (small < STATES + K)[None, :]
+    in_small = (small < STATES + K)[None, :]
     x_next, next_rows, small_next = load_token(
-        x_row, raw_row, small_at, inside, in_small, d, u_at, K, BLOCK_D
+        x_row, raw_row, small_at, in_row, in_small, d, u_at, K, BLOCK_D
     )
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([S, BLOCK_D], tl.float32)
@@ -265,7 +262,7 @@ def head_sweep_kernel(
         delta = fast_activate(delta, ACTIVATION, FAST)
         # p_t + sigma_t x_t, and the inner products that the local equation needs
         if not HOLD_A:
-            A = load_states(A_at, inside, d, n, S, BLOCK_D, N)
+            A = load_states(A_at, in_row, d, n, S, BLOCK_D, N)
         exponent = A * spread(delta, S, BLOCK_D, N)
         if COUPLED:
             s = zero
@@ -283,7 +280,7 @@ def head_sweep_kernel(
         x_at = x_row + step.to(tl.int64) * x_stride_t
         raw_at = raw_row + step.to(tl.int64) * raw_stride_t
         x_next, next_rows, small_next = load_token(
-            x_at, raw_at, small_at, inside, in_small, d, u_at, K, BLOCK_D
+            x_at, raw_at, small_at, in_row, in_small, d, u_at, K, BLOCK_D
         )
         dots = sums(products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K), 1)
         inv = inverse_sizes(dots, d, K, EPS)
@@ -293,7 +290,8 @@ def head_sweep_kernel(
         # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
         q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
         U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
-        y = rest + sigma * combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
+        T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
+        y = rest + sigma * combine_of_samples(T_v, u, K)
         if FEEDBACK:
             v = y
             if NORM:

@@ -33,46 +33,33 @@ from bedouin.kernels.direct.heads.device import (
     as_columns,
     columns_of,
     combine_of_samples,
+    concatenated_states,
     join_rows,
     load_same,
     load_scalars,
     load_states,
-    load_vector,
     rows_of,
     rows_of_statistics,
     samples_of,
     spread,
     store_states,
+    store_statistics,
+    sum_channels,
     sum_states,
 )
 
 BLOCK_ALPHA = tl.constexpr(32)
-"""Rows of W^y for alpha: a tile of fewer than 32 would be spread over the threads in another way."""
+"""Rows of W^y for alpha: a row of fewer than 32 would not have a thread for every value."""
 
 
 @triton.jit
-def state_columns(d: tl.constexpr, n: tl.constexpr, N: tl.constexpr):
-    """The columns of raw B and C in the order of `interleaved`, -1 for its zeros."""
-    WIDTH: tl.constexpr = max(16, 2 * N)
-    at = tl.arange(0, WIDTH)
-    i = at // (WIDTH // N)
-    which = at % (WIDTH // N)
-    return tl.where((i < n) & (which < 2), d + which * n + i, -1)
-
-
-@triton.jit
-def widened(v, S: tl.constexpr, N: tl.constexpr):
-    """v (s, N) as (s, max(8, N)), zeros between its entries."""
-    if N < 8:
-        return widened(tl.reshape(tl.join(v, tl.zeros_like(v)), [S, 2 * N]), S, 2 * N)
-    else:
-        return v
-
-
-@triton.jit
-def interleaved(b, c, S: tl.constexpr, N: tl.constexpr):
-    """b and c (s, N) as (s, max(16, 2 N)): b_1, c_1, b_2, ..., and zeros if N < 8."""
-    return tl.reshape(tl.join(widened(b, S, N), widened(c, S, N)), [S, max(16, 2 * N)])
+def state_columns(
+    first, n: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Of the columns of `sum_channels` for B and C: where these are, from the `first` one on, and
+    whether there are such."""
+    at = tl.arange(0, max(2 * N, min(32, BLOCK_D)))
+    return first + at // N * n + at % N, (at < 2 * N) & (at % N < n)
 
 
 @triton.jit
@@ -81,7 +68,7 @@ def load_transposed_weights(
     N: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """(W^y)^T of a head in tiles of columns: Delta, u_1 .. u_k, two and two interleaved if k is
-    even, B and C interleaved, alpha."""
+    even, [B | C], alpha."""
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
     in_d = (cols < d)[:, None]
@@ -99,8 +86,8 @@ def load_transposed_weights(
             at = (d + STATES + i * d + rows)[None, :] * d + cols[:, None]
             tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
     if SELECTIVE:
-        at = state_columns(d, n, N)
-        within = in_d & (at >= 0)[None, :]
+        at, given = state_columns(d, n, N, BLOCK_D)
+        within = in_d & given[None, :]
         at = at[None, :] * d + cols[:, None]
         tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
     rows = tl.arange(0, BLOCK_ALPHA)
@@ -140,23 +127,24 @@ def transposed_product(
 @triton.jit
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
-    inside, d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
+    in_row, d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
     N: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr, FEEDBACK: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
     cols = tl.arange(0, BLOCK_D)
-    x = tl.load(x_row[:, None] + cols[None, :], mask=inside, other=0.0)
-    y = tl.load(y_row[:, None] + cols[None, :], mask=inside, other=0.0)
-    g = tl.load(grad_y_row[:, None] + cols[None, :], mask=inside, other=0.0)
-    mixed = tl.load(mixed_row[:, None] + cols[None, :], mask=inside, other=0.0)
+    x = tl.load(x_row[:, None] + cols[None, :], mask=in_row, other=0.0)
+    y = tl.load(y_row[:, None] + cols[None, :], mask=in_row, other=0.0)
+    g = tl.load(grad_y_row[:, None] + cols[None, :], mask=in_row, other=0.0)
+    mixed = tl.load(mixed_row[:, None] + cols[None, :], mask=in_row, other=0.0)
     raw = ()
     fed = ()
     for i in tl.static_range(K + 1):
         at = (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
-        raw = raw + (tl.load(raw_row[:, None] + at, mask=inside, other=0.0),)
+        raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
         if FEEDBACK:
-            fed = fed + (tl.load(fed_row[:, None] + at, mask=inside, other=0.0),)
-    h = load_states(h_row[:, None] + cols[None, :], inside, d, n, S, BLOCK_D, N)
+            fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
+    h = load_states(h_row[:, None] + cols[None, :], in_row, d, n, S, BLOCK_D, N, UNROLLED)
     return x, y, g, mixed, raw, fed, h
 
 
@@ -211,17 +199,18 @@ def reverse_head_kernel(
     ROUND: tl.constexpr,
 ):
     """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
-    head, local, sample, here = samples_of(per_head, S)
+    head, here, local, sample = samples_of(per_head, S)
     cols = tl.arange(0, BLOCK_D)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
-    inside = here[:, None] & (cols < d)[None, :]
+    in_row = (cols < d)[None, :]
+    inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    states_at = state_columns(d, n, N)
-    in_states = here[:, None] & (states_at >= 0)[None, :]
+    states_at, given = state_columns(d, n, N, BLOCK_D)
+    in_states = here[:, None] & given[None, :]
     alphas = tl.arange(0, BLOCK_ALPHA)
     in_alpha = here[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
@@ -251,8 +240,8 @@ def reverse_head_kernel(
         at = after[:, None] + u_at + K * d + alphas[None, :]
         grads = grads + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
     at = sample[:, None] * (n * d) + cols[None, :]
-    H = load_states(H_ptr + at, inside, d, n, S, BLOCK_D, N, False)
-    grad_A = load_states(grad_A_ptr + at, inside, d, n, S, BLOCK_D, N, False)
+    H = load_states(H_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
+    grad_A = load_states(grad_A_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
     x_row = x_ptr + sample * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -267,10 +256,10 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, inside, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK,
+        h_row + (count - 1) * n * d, in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, False,
     )  # fmt: skip
     entries = tl.arange(0, BLOCK_L)
-    in_local = here[:, None] & (entries < SIZE + 2 * n)[None, :]
+    in_local = (entries < SIZE + 2 * n)[None, :]
     scalars_at = local_row + (count - 1) * (SIZE + 2 * n)
     scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
     near = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_L
@@ -300,7 +289,7 @@ def reverse_head_kernel(
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        A = load_states(A_at, inside, d, n, S, BLOCK_D, N)
+        A = load_states(A_at, in_row, d, n, S, BLOCK_D, N)
         exponent = A * spread(delta, S, BLOCK_D, N)
         B = load_same(row + SIZE, n, S, BLOCK_D, N)
         C = load_same(row + SIZE + n, n, S, BLOCK_D, N)
@@ -403,13 +392,16 @@ def reverse_head_kernel(
         tl.store(grad_row[:, None] + cols[None, :], to_delta, mask=inside)
         grads = (to_delta.to(ROUND),) + paired(rows, S, K, BLOCK_D)
         if SELECTIVE:
-            to_B = tl.sum(total * written, axis=1)
-            to_C = tl.sum((decay * h + written * B) * w_states, axis=1)
-            unit_B = load_vector(row + SIZE, n, S, N)
-            unit_C = load_vector(row + SIZE + n, n, S, N)
-            grad_B = inv_B * (to_B - unit_B * tl.sum(to_B * unit_B, axis=1)[:, None])
-            grad_C = inv_C * (to_C - unit_C * tl.sum(to_C * unit_C, axis=1)[:, None])
-            to_states = interleaved(grad_B.to(kind), grad_C.to(kind), S, N)
+            to_C = (decay * h + written * B) * w_states
+            to_both = concatenated_states(total * written, to_C, S, BLOCK_D, N)
+            to_both = sum_channels(to_both, S, BLOCK_D, 2 * N)
+            unit_at = row[:, None] + (states_at - d + SIZE)[None, :]
+            unit = tl.load(unit_at, mask=given[None, :], other=0.0)
+            GROUPS: tl.constexpr = to_both.shape[1] // N
+            along = tl.sum(tl.reshape(to_both * unit, [S, GROUPS, N]), axis=2)[:, :, None]
+            along = tl.reshape(tl.broadcast_to(along, [S, GROUPS, N]), to_both.shape)
+            inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
+            to_states = (inv * (to_both - unit * along)).to(kind)
             tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
             grads = grads + (to_states.to(ROUND),)
         grads = grads + (to_alpha.to(ROUND),)
@@ -421,19 +413,18 @@ def reverse_head_kernel(
         # defect and scale of the adjoint equation
         T = load_scalars(row, PAIRS, S)
         applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
-        finite = 0 * tl.sum(w, axis=1)
-        defect = tl.max(tl.abs(applied - w), axis=1) + finite
-        size = tl.max(tl.abs(applied), axis=1) + finite
-        values = tl.where(cols[None, :] == 0, defect[:, None], size[:, None])
-        statistic = statistics_ptr + token[:, None] + row_of * cols[None, :]
-        tl.store(statistic, values, mask=here[:, None] & (cols < 2)[None, :])
+        # a maximum ignores NaN, and a sample that is not finite must show it
+        finite = 0 * U_g[0]
+        defect = tl.max(tl.abs(applied - w), axis=1)[:, None] + finite
+        size = tl.max(tl.abs(applied), axis=1)[:, None] + finite
+        store_statistics(statistics_ptr + token, (defect, size), row_of, here, S)
         i_next = tl.maximum(i_token - 1, 0)
         t_next = (start + i_next).to(tl.int64)
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            inside, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK,
+            in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, True,
         )  # fmt: skip
         scalars_at = local_row + i_next * (SIZE + 2 * n)
         scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
