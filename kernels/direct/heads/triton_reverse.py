@@ -63,48 +63,88 @@ def state_columns(
 
 
 @triton.jit
+def in_tiles(
+    delta, u, states, alpha,  # rows (s, d), (s, .)
+    S: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr, SELECTIVE: tl.constexpr,
+):  # fmt: skip
+    """The raw values of a token in tiles, each a factor of one product.
+
+    Rows of one width are interleaved, since a change of layout for each product takes two barriers,
+    but no more than two of d channels, since a product is one chain of accumulations.
+    """
+    tiles = ()
+    if SELECTIVE and states.shape[1] == alpha.shape[1]:
+        small = join_rows((states, alpha), S, 2, alpha.shape[1])
+        if small.shape[1] == BLOCK_D:
+            tiles = (join_rows((delta, small), S, 2, BLOCK_D),)
+        else:
+            tiles = (delta, small)
+    elif SELECTIVE:
+        tiles = (delta, states, alpha)
+    else:
+        tiles = (delta, alpha)
+    for i in tl.static_range(0, K // 2):
+        tiles = tiles + (join_rows(u[2 * i : 2 * i + 2], S, 2, BLOCK_D),)
+    if K % 2 == 1:
+        tiles = tiles + (u[K - 1],)
+    return tiles
+
+
+@triton.jit
+def load_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Columns (d, .) of (W^y)^T by their numbers, zeros where none is given."""
+    cols = tl.arange(0, BLOCK_D)[:, None]
+    within = (cols < d) & given[None, :]
+    return tl.load(W_ptr + numbers[None, :] * d + cols, mask=within, other=0.0)
+
+
+@triton.jit
+def small_columns(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """The numbers of the raw values B, C and alpha, interleaved, and whether there are such."""
+    i = at // 2
+    even = at % 2 == 0
+    numbers = tl.where(even, d + i // N * n + i % N, d + 2 * n + K * d + i)
+    return numbers, (even & (i < 2 * N) & (i % N < n)) | ((at % 2 == 1) & (i < K))
+
+
+@triton.jit
 def load_transposed_weights(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
     N: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """(W^y)^T of a head in tiles of columns: Delta, u_1 .. u_k, two and two interleaved if k is
-    even, [B | C], alpha."""
-    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
-    rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
-    in_d = (cols < d)[:, None]
-    at = rows[None, :] * d + cols[:, None]
-    inside = in_d & (rows < d)[None, :]
-    tiles = (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    if K % 2 == 0:
-        rows = tl.arange(0, 2 * BLOCK_D)
-        within = in_d & (rows // 2 < d)[None, :]
-        for i in tl.static_range(K // 2):
-            at = (d + STATES + (2 * i + rows % 2) * d + rows // 2)[None, :] * d + cols[:, None]
-            tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
-    else:
-        for i in tl.static_range(K):
-            at = (d + STATES + i * d + rows)[None, :] * d + cols[:, None]
-            tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    if SELECTIVE:
-        at, given = state_columns(d, n, N, BLOCK_D)
-        within = in_d & given[None, :]
-        at = at[None, :] * d + cols[:, None]
-        tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
-    rows = tl.arange(0, BLOCK_ALPHA)
-    at = (d + STATES + K * d + rows)[None, :] * d + cols[:, None]
-    return tiles + (tl.load(W_ptr + at, mask=in_d & (rows < K)[None, :], other=0.0).to(DOT),)
+    """(W^y)^T of a head in tiles of columns, those of `in_tiles`.
 
-
-@triton.jit
-def paired(rows, S: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Two and two of K rows (s, d) interleaved, (s, 2 d), if K is even."""
-    if K % 2 == 0:
-        pairs = ()
-        for i in tl.static_range(K // 2):
-            pairs = pairs + (join_rows(rows[2 * i : 2 * i + 2], S, 2, BLOCK_D),)
-        return pairs
+    Their numbers are computed, not joined as the rows are: with a tl.join before a product the
+    compiler chooses another layout of its factors, which takes more instructions.
+    """
+    u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
+    WIDTH: tl.constexpr = max(2 * N, min(32, BLOCK_D)) if SELECTIVE else 0
+    cols, pairs = tl.arange(0, BLOCK_D), tl.arange(0, 2 * BLOCK_D)
+    tiles = ()
+    if WIDTH == BLOCK_ALPHA and 2 * BLOCK_ALPHA == BLOCK_D:
+        numbers, given = small_columns(pairs // 2, d, n, K, N)
+        numbers = tl.where(pairs % 2 == 0, pairs // 2, numbers)
+        given = ((pairs % 2 == 0) & (pairs // 2 < d)) | ((pairs % 2 == 1) & given)
+        tiles = (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
     else:
-        return rows
+        tiles = (load_columns(W_ptr, cols, cols < d, d, BLOCK_D).to(DOT),)
+        if WIDTH == BLOCK_ALPHA:
+            numbers, given = small_columns(tl.arange(0, 2 * BLOCK_ALPHA), d, n, K, N)
+            tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+        else:
+            if SELECTIVE:
+                numbers, given = state_columns(d, n, N, BLOCK_D)
+                tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+            alphas = tl.arange(0, BLOCK_ALPHA)
+            numbers = u_at + K * d + alphas
+            tiles = tiles + (load_columns(W_ptr, numbers, alphas < K, d, BLOCK_D).to(DOT),)
+    for i in tl.static_range(K // 2):
+        numbers = u_at + (2 * i + pairs % 2) * d + pairs // 2
+        tiles = tiles + (load_columns(W_ptr, numbers, pairs // 2 < d, d, BLOCK_D).to(DOT),)
+    if K % 2 == 1:
+        numbers = u_at + (K - 1) * d + cols
+        tiles = tiles + (load_columns(W_ptr, numbers, cols < d, d, BLOCK_D).to(DOT),)
+    return tiles
 
 
 @triton.jit
@@ -225,20 +265,19 @@ def reverse_head_kernel(
         after = (sample * t_end + start + count) * r
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
         known = more[:, None] & (cols < d)[None, :]
+        at = after[:, None] + cols[None, :]
+        to_delta = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
         rows = ()
         for i in tl.static_range(K):
-            at = after[:, None] + u_at + i * d + cols[None, :]
-            rows = rows + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
-        at = after[:, None] + cols[None, :]
-        grads = (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
-        grads = grads + paired(rows, S, K, BLOCK_D)
-        if SELECTIVE:
-            known = more[:, None] & in_states
-            at = after[:, None] + states_at[None, :]
-            grads = grads + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
+            to_u = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
+            rows = rows + (to_u.to(ROUND),)
+        known = more[:, None] & in_states
+        at = after[:, None] + states_at[None, :]
+        to_states = tl.load(grad_raw_ptr + at, mask=known & SELECTIVE, other=0.0).to(ROUND)
         known = more[:, None] & in_alpha
-        at = after[:, None] + u_at + K * d + alphas[None, :]
-        grads = grads + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
+        at = after[:, None] + (u_at + K * d) + alphas[None, :]
+        to_alpha = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
+        grads = in_tiles(to_delta, rows, to_states, to_alpha, S, K, BLOCK_D, SELECTIVE)
     at = sample[:, None] * (n * d) + cols[None, :]
     H = load_states(H_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
     grad_A = load_states(grad_A_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
@@ -390,7 +429,7 @@ def reverse_head_kernel(
             to_delta += mixed * (inverse * inverse) * (to_written + BC * w)
         to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
         tl.store(grad_row[:, None] + cols[None, :], to_delta, mask=inside)
-        grads = (to_delta.to(ROUND),) + paired(rows, S, K, BLOCK_D)
+        to_states = tl.zeros(states_at[None, :].shape, kind)
         if SELECTIVE:
             to_C = (decay * h + written * B) * w_states
             to_both = concatenated_states(total * written, to_C, S, BLOCK_D, N)
@@ -403,10 +442,11 @@ def reverse_head_kernel(
             inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
             to_states = (inv * (to_both - unit * along)).to(kind)
             tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
-            grads = grads + (to_states.to(ROUND),)
-        grads = grads + (to_alpha.to(ROUND),)
-        if not FEEDBACK:
-            grads = ()
+        if FEEDBACK:
+            grads = in_tiles(
+                to_delta.to(ROUND), rows, to_states.to(ROUND), to_alpha.to(ROUND),
+                S, K, BLOCK_D, SELECTIVE,
+            )  # fmt: skip
         H = total * decay
         x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
