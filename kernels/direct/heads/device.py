@@ -100,14 +100,59 @@ def rows_of(v, S: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def split_axis(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """(s, d, N) as (s, d, 2, ..., 2): an axis for each bit of the state's number."""
+    tl.static_assert(N <= 128, "at most 64 states")
+    if N == 1:
+        return tl.reshape(states, [S, BLOCK_D])
+    elif N == 2:
+        return states
+    elif N == 4:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2])
+    elif N == 8:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2])
+    elif N == 16:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2])
+    elif N == 32:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2])
+    elif N == 64:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2, 2])
+    else:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2, 2, 2])
+
+
+@triton.jit
+def _join_all(rows, N: tl.constexpr):
+    if N == 1:
+        return rows[0]
+    else:
+        return tl.join(_join_all(rows[0:N:2], N // 2), _join_all(rows[1:N:2], N // 2))
+
+
+@triton.jit
 def stack_states(rows, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """N = 1, 2, 4, ... rows (s, d) as (s, d, N)."""
+    return tl.reshape(_join_all(rows, N), [S, BLOCK_D, N])
+
+
+@triton.jit
+def _split_all(states, N: tl.constexpr):
     if N == 1:
-        return tl.reshape(rows[0], [S, BLOCK_D, 1])
+        return (states,)
     else:
-        even = stack_states(rows[0:N:2], S, BLOCK_D, N // 2)
-        odd = stack_states(rows[1:N:2], S, BLOCK_D, N // 2)
-        return tl.reshape(tl.join(even, odd), [S, BLOCK_D, N])
+        even, odd = tl.split(states)
+        evens = _split_all(even, N // 2)
+        odds = _split_all(odd, N // 2)
+        rows = ()
+        for i in tl.static_range(N // 2):
+            rows = rows + (evens[i], odds[i])
+        return rows
+
+
+@triton.jit
+def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """(s, d, N) as N rows (s, d)."""
+    return _split_all(split_axis(states, S, BLOCK_D, N), N)
 
 
 @triton.jit
@@ -151,13 +196,18 @@ def store_states(
 
 
 @triton.jit
+def _state_of(states, i, N: tl.constexpr):
+    if N == 1:
+        return states
+    else:
+        even, odd = tl.split(states)
+        return _state_of(tl.where(i % 2 == 1, odd, even), i // 2, N // 2)
+
+
+@triton.jit
 def state_of(states, i, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """State i of (s, d, N), (s, d)."""
-    if N == 1:
-        return tl.reshape(states, [S, BLOCK_D])
-    else:
-        even, odd = tl.split(tl.reshape(states, [S, BLOCK_D, N // 2, 2]))
-        return state_of(tl.where(i % 2 == 1, odd, even), i // 2, S, BLOCK_D, N // 2)
+    return _state_of(split_axis(states, S, BLOCK_D, N), i, N)
 
 
 @triton.jit
@@ -205,21 +255,22 @@ def spread(v, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     Joined with itself rather than broadcast, and summed by `sum_states` rather than by tl.sum, so
     that the compiler sees one layout of (s, d) and does not compute values in several ones.
     """
-    if N == 1:
-        return tl.reshape(v, [S, BLOCK_D, 1])
-    else:
-        half = spread(v, S, BLOCK_D, N // 2)
-        return tl.reshape(tl.join(half, half), [S, BLOCK_D, N])
+    return stack_states((v,) * N, S, BLOCK_D, N)
 
 
 @triton.jit
-def sum_states(values, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
-    """Sum of (s, d, N) over the states, in pairs, so that additions do not wait for each other."""
+def _sum_all(states, N: tl.constexpr):
     if N == 1:
-        return tl.reshape(values, [S, BLOCK_D])
+        return states
     else:
-        even, odd = tl.split(tl.reshape(values, [S, BLOCK_D, N // 2, 2]))
-        return sum_states(even + odd, S, BLOCK_D, N // 2)
+        even, odd = tl.split(states)
+        return _sum_all(even + odd, N // 2)
+
+
+@triton.jit
+def sum_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """Sum of (s, d, N) over the states, in pairs, so that additions do not wait for each other."""
+    return _sum_all(split_axis(states, S, BLOCK_D, N), N)
 
 
 @triton.jit
@@ -295,21 +346,6 @@ def concatenated(a, b, S: tl.constexpr, N: tl.constexpr):
 def concatenated_states(a, b, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """a and b (s, d, N), one after the other, (s, d, 2 N)."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), [S, BLOCK_D, 2 * N])
-
-
-@triton.jit
-def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
-    """(s, d, N) as N rows (s, d)."""
-    if N == 1:
-        return (tl.reshape(states, [S, BLOCK_D]),)
-    else:
-        even, odd = tl.split(tl.reshape(states, [S, BLOCK_D, N // 2, 2]))
-        evens = unstack_states(even, S, BLOCK_D, N // 2)
-        odds = unstack_states(odd, S, BLOCK_D, N // 2)
-        out = ()
-        for i in tl.static_range(N // 2):
-            out = out + (evens[i], odds[i])
-        return out
 
 
 @triton.jit
