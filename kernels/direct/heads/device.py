@@ -240,11 +240,12 @@ def load_scalars(
     row,  # pointers (s,)
     n: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """n consecutive scalars of each sample, (s, 1) each."""
+    """n consecutive scalars of each sample, (s, 1) each; reads up to the next multiple of 4."""
     out = ()
     for i in tl.static_range(0, n, 16):
         N: tl.constexpr = 16 if n - i > 8 else (8 if n - i > 4 else 4)
-        out = out + unstack_states(load_same(row + i, n - i, S, 1, N), S, 1, N)
+        READ: tl.constexpr = (n - i + 3) // 4 * 4
+        out = out + unstack_states(load_same(row + i, READ, S, 1, N), S, 1, N)
     return out
 
 

@@ -161,7 +161,8 @@ def _reverse(
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
-    programs, width = _programs(b, A, constants), next_power_of_two(local.shape[2])
+    # a few more than the scalars of a token, whose groups begin at multiples of 4
+    programs, width = _programs(b, A, constants), next_power_of_two(local.shape[2] + 16)
     reverse_head_kernel[(programs,)](
         grads.y,
         x,

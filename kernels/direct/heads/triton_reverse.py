@@ -255,6 +255,9 @@ def reverse_head_kernel(
     in_alpha = here[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
+    HOLD_A: tl.constexpr = N * BLOCK_D <= 1024
+    if HOLD_A:
+        A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, False)
     # the cotangents of the raw values of the token after the chunk
     grads = ()
     if FEEDBACK:
@@ -298,6 +301,14 @@ def reverse_head_kernel(
         h_row + (count - 1) * n * d, in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, False,
     )  # fmt: skip
     entries = tl.arange(0, BLOCK_L)
+    # in near memory every group of scalars is at a multiple of 4, for loads of four at once
+    AT_N: tl.constexpr = 3 * ((PAIRS + 3) // 4 * 4)
+    AT_KNOWN: tl.constexpr = AT_N + (K * K + 3) // 4 * 4
+    AT_LAST: tl.constexpr = AT_KNOWN + (5 * K + 3) // 4 * 4
+    AT_B: tl.constexpr = AT_LAST + 4
+    places = entries + (AT_N // 3 - PAIRS) * tl.minimum(entries // PAIRS, 3)
+    places += tl.where(entries >= 3 * PAIRS + K * K, AT_KNOWN - AT_N - K * K, 0)
+    places += tl.where(entries >= SIZE - 4, AT_LAST - AT_KNOWN - 5 * K, 0)
     in_local = (entries < SIZE + 2 * n)[None, :]
     scalars_at = local_row + (count - 1) * (SIZE + 2 * n)
     scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
@@ -308,7 +319,7 @@ def reverse_head_kernel(
         token = sample * t_end + t
         # the scalars of a token are read one by one: first from where they are near
         row = near + back % 2 * BLOCK_L
-        tl.store(row[:, None] + entries[None, :], scalars, mask=in_local)
+        tl.store(row[:, None] + places[None, :], scalars, mask=in_local)
         tl.debug_barrier()
         if FEEDBACK:
             # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
@@ -328,11 +339,12 @@ def reverse_head_kernel(
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        A = load_states(A_at, in_row, d, n, S, BLOCK_D, N)
+        if not HOLD_A:
+            A = load_states(A_at, in_row, d, n, S, BLOCK_D, N)
         exponent = A * spread(delta, S, BLOCK_D, N)
-        B = load_same(row + SIZE, n, S, BLOCK_D, N)
-        C = load_same(row + SIZE + n, n, S, BLOCK_D, N)
-        rms, BC, inv_B, inv_C = load_scalars(row + SIZE - 4, 4, S)
+        B = load_same(row + AT_B, n, S, BLOCK_D, N)
+        C = load_same(row + AT_B + n, n, S, BLOCK_D, N)
+        rms, BC, inv_B, inv_C = load_scalars(row + AT_LAST, 4, S)
         if COUPLED:
             decay, s = build_coupled(exponent, FULL, FAST)
             from_memory = sum_states(H * s * B, S, BLOCK_D, N)
@@ -367,13 +379,13 @@ def reverse_head_kernel(
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
             g -= along_y * y
-            u_y = load_scalars(row + 3 * PAIRS + K * K + 4 * K, K, S)
+            u_y = load_scalars(row + AT_KNOWN + 4 * K, K, S)
             q = ()
             for i in tl.static_range(K):
                 q = q + (dots[i] - along_y * u_y[i],)
         else:
             q = as_columns(sums(q, 1), K)
-        N_rows = load_scalars(row + 3 * PAIRS, K * K, S)
+        N_rows = load_scalars(row + AT_N, K * K, S)
         T_g = ()
         for i in tl.static_range(K):
             total = N_rows[i * K] * q[0]
@@ -383,10 +395,10 @@ def reverse_head_kernel(
         w = g + combine_of_samples(T_g, u, K)
 
         # x~ = x + U^T T U v, one reflection after the other
-        U_g = add(q, symmetric_times(load_scalars(row + PAIRS, PAIRS, S), T_g, K), K)
+        U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, S), T_g, K), K)
         grad_mixed = from_memory + sigma * w
-        G = load_scalars(row + 2 * PAIRS, PAIRS, S)
-        known_row = load_scalars(row + 3 * PAIRS + K * K, 4 * K, S)
+        G = load_scalars(row + AT_N // 3 * 2, PAIRS, S)
+        known_row = load_scalars(row + AT_KNOWN, 4 * K, S)
         T_v = known_row[0:K]
         c = known_row[K : 2 * K]
         rest = known_row[2 * K : 3 * K]
@@ -434,7 +446,7 @@ def reverse_head_kernel(
             to_C = (decay * h + written * B) * w_states
             to_both = concatenated_states(total * written, to_C, S, BLOCK_D, N)
             to_both = sum_channels(to_both, S, BLOCK_D, 2 * N)
-            unit_at = row[:, None] + (states_at - d + SIZE)[None, :]
+            unit_at = row[:, None] + (states_at - d + AT_B)[None, :]
             unit = tl.load(unit_at, mask=given[None, :], other=0.0)
             GROUPS: tl.constexpr = to_both.shape[1] // N
             along = tl.sum(tl.reshape(to_both * unit, [S, GROUPS, N]), axis=2)[:, :, None]
