@@ -30,7 +30,7 @@ def samples_of(per_head, S: tl.constexpr):
 @triton.jit
 def store_statistics(
     at,  # pointers (s,) to the first one
-    values,  # tuple of (s, 1)
+    values,  # tuple of (s, 1) or (s, 32)
     row_of,  # elements between two of them
     here, S: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def rows_of_statistics(per_head, t_end, S: tl.constexpr):
 
 @triton.jit
 def combine_of_samples(weights, rows, K: tl.constexpr):
-    """sum over i of weights_i rows_i (s, d) for weights (s, 1)."""
+    """sum over i of weights_i rows_i (s, d) for weights (s, 1) or (s, d)."""
     total = weights[0] * rows[0]
     for i in tl.static_range(K):
         if i > 0:
@@ -238,14 +238,15 @@ def load_same(
 @triton.jit
 def load_scalars(
     row,  # pointers (s,)
-    n: tl.constexpr, S: tl.constexpr,
+    n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """n consecutive scalars of each sample, (s, 1) each; reads up to the next multiple of 4."""
+    """n consecutive scalars of each sample, (s, d) each, the same for all channels: in the layout
+    of rows, which the compiler does not find for (s, 1). Reads up to the next multiple of 4."""
     out = ()
     for i in tl.static_range(0, n, 16):
         N: tl.constexpr = 16 if n - i > 8 else (8 if n - i > 4 else 4)
         READ: tl.constexpr = (n - i + 3) // 4 * 4
-        out = out + unstack_states(load_same(row + i, READ, S, 1, N), S, 1, N)
+        out = out + unstack_states(load_same(row + i, READ, S, BLOCK_D, N), S, BLOCK_D, N)
     return out
 
 
@@ -285,6 +286,18 @@ def lanes_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def in_lanes(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """v (s, d), the same for all channels, as (s, 32)."""
+    if BLOCK_D < 32:
+        return concatenated(v, v, S, BLOCK_D)
+    elif BLOCK_D == 32:
+        return v
+    else:
+        even, _ = tl.split(tl.reshape(v, [S, BLOCK_D // 2, 2]))
+        return in_lanes(even, S, BLOCK_D // 2)
+
+
+@triton.jit
 def exchange(v, columns, BIT: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
     """v (s, L) with columns exchanged whose numbers differ by BIT."""
     return tl.gather(v, tl.broadcast_to((columns ^ BIT)[None, :], [S, L]), 1)
@@ -318,7 +331,9 @@ def sum_channels(states, S: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr
     In the threads of their columns, not in all of them.
     """
     L: tl.constexpr = min(32, BLOCK_D)
-    if V > L:
+    if V > 32:
+        return tl.sum(states, axis=1)
+    elif V > L:
         low, high = tl.split(
             tl.permute(tl.reshape(states, [S, BLOCK_D, 2, V // 2]), (0, 1, 3, 2))
         )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
+from bedouin.kernels.direct.heads.blocks import HeadBlocks, head_blocks
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
 from bedouin.kernels.direct.heads.triton_reverse import replay_head_kernel, reverse_head_kernel
 from bedouin.kernels.direct.triton_constants import (
@@ -34,6 +35,9 @@ COLUMNS = 8
 SAMPLES = 8
 """Most samples of a program, a warp each."""
 
+MAX_REGISTERS = 255
+"""Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
+
 HEAD_WORKSPACE = 2**25
 """Most elements of the memories that the reverse sweep of heads holds (128 MB in float32)."""
 
@@ -45,9 +49,7 @@ def launch_head_sweep(
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     b, t_end, d = x.shape
     constants = _constants(d, A, W_y, b, options, samples)
-    k, programs = layout_of(options).num_householder, _programs(b, A, constants)
-    states = 2 * A.shape[1] if constants["SELECTIVE"] else 0
-    small = max(16, next_power_of_two(states + k))
+    programs, small = _programs(b, A, constants), _blocks(A, options).small
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, constants["S"], 2, small)
     head_sweep_kernel[(programs,)](
@@ -70,13 +72,14 @@ def launch_head_sweep(
         KEEP=keep_every,
         EPS=scan_constants(d, A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
-        JOINED=k in (2, 4),
+        JOINED=layout_of(options).num_householder in (2, 4),
         BLOCK_S=small,
         **constants,
         **norm_constants(options),
         **mixer_constants(options),
         num_warps=constants["S"],
         num_stages=1,
+        maxnreg=MAX_REGISTERS,
     )
 
 
@@ -197,6 +200,7 @@ def _reverse(
         **constants,
         num_warps=constants["S"],
         num_stages=1,
+        maxnreg=MAX_REGISTERS,
     )
 
 
@@ -206,6 +210,14 @@ def _programs(
     constants: dict[str, Any],
 ) -> int:
     return A.shape[0] * ceil_div(b // A.shape[0], constants["S"])
+
+
+def _blocks(
+    A: Tensor,  # (H, n, d)
+    options: Parameterization,
+) -> HeadBlocks:
+    layout = layout_of(options)
+    return head_blocks(A.shape[2], A.shape[1], layout.num_householder, layout.selective)
 
 
 def _constants(
@@ -219,11 +231,12 @@ def _constants(
     """Options that the sweep and the reverse sweep have in common."""
     scan, product = scan_constants(d, A, options), matrix_constants(None, W, 1, 1)
     samples = choose_samples(b, A) if samples is None else samples
+    blocks = _blocks(A, options)
     kept = ("ACTIVATION", "SELECTIVE", "INPUT_SCALE", "FULL", "FAST")
     return {
         **{name: scan[name] for name in kept},
-        "BLOCK_D": max(16, scan["BLOCK_D"]),
-        "N": next_power_of_two(A.shape[1]),
+        "BLOCK_D": blocks.channels,
+        "N": blocks.states,
         "S": samples,
         "COLUMNS": max(COLUMNS, samples),
         "FEEDBACK": W is not None,

@@ -34,6 +34,7 @@ from bedouin.kernels.direct.heads.device import (
     columns_of,
     combine_of_samples,
     concatenated_states,
+    in_lanes,
     join_rows,
     load_same,
     load_scalars,
@@ -340,11 +341,11 @@ def reverse_head_kernel(
                 u = u + (raw[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         if not HOLD_A:
-            A = load_states(A_at, in_row, d, n, S, BLOCK_D, N)
+            A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, N <= 16)
         exponent = A * spread(delta, S, BLOCK_D, N)
         B = load_same(row + AT_B, n, S, BLOCK_D, N)
         C = load_same(row + AT_B + n, n, S, BLOCK_D, N)
-        rms, BC, inv_B, inv_C = load_scalars(row + AT_LAST, 4, S)
+        rms, BC = tl.load(row + AT_LAST)[:, None], tl.load(row + AT_LAST + 1)[:, None]
         if COUPLED:
             decay, s = build_coupled(exponent, FULL, FAST)
             from_memory = sum_states(H * s * B, S, BLOCK_D, N)
@@ -379,13 +380,13 @@ def reverse_head_kernel(
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
             g -= along_y * y
-            u_y = load_scalars(row + AT_KNOWN + 4 * K, K, S)
             q = ()
             for i in tl.static_range(K):
-                q = q + (dots[i] - along_y * u_y[i],)
+                u_y = tl.load(row + AT_KNOWN + 4 * K + i)[:, None]
+                q = q + (dots[i] - along_y * u_y,)
         else:
             q = as_columns(sums(q, 1), K)
-        N_rows = load_scalars(row + AT_N, K * K, S)
+        N_rows = load_scalars(row + AT_N, K * K, S, BLOCK_D)
         T_g = ()
         for i in tl.static_range(K):
             total = N_rows[i * K] * q[0]
@@ -395,19 +396,18 @@ def reverse_head_kernel(
         w = g + combine_of_samples(T_g, u, K)
 
         # x~ = x + U^T T U v, one reflection after the other
-        U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, S), T_g, K), K)
+        U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, S, BLOCK_D), T_g, K), K)
         grad_mixed = from_memory + sigma * w
-        G = load_scalars(row + AT_N // 3 * 2, PAIRS, S)
-        known_row = load_scalars(row + AT_KNOWN, 4 * K, S)
-        T_v = known_row[0:K]
-        c = known_row[K : 2 * K]
-        rest = known_row[2 * K : 3 * K]
-        squares = known_row[3 * K : 4 * K]
+        G = load_scalars(row + AT_N // 3 * 2, PAIRS, S, BLOCK_D)
+        T_v = load_scalars(row + AT_KNOWN, K, S, BLOCK_D)
+        c = load_scalars(row + AT_KNOWN + K, K, S, BLOCK_D)
+        rest = load_scalars(row + AT_KNOWN + 2 * K, K, S, BLOCK_D)
+        squares = load_scalars(row + AT_KNOWN + 3 * K, K, S, BLOCK_D)
         v = y - x
         for i in tl.static_range(1, K):
             v -= T_v[i] * u[i]
-        to_alpha = tl.zeros([S, BLOCK_ALPHA], tl.float32)
         rows = ()
+        to_alpha = tl.zeros([S, BLOCK_ALPHA], tl.float32)
         grad_row = grad_raw_ptr + token * r
         for i in tl.static_range(K):
             if i > 0:
@@ -421,7 +421,8 @@ def reverse_head_kernel(
             grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along * u[i]).to(kind)
             tl.store(grad_row[:, None] + u_at + i * d + cols[None, :], grad_u, mask=inside)
             rows = rows + (grad_u.to(ROUND),)
-            to_alpha = tl.where((alphas == i)[None, :], T_g[i] * c[i], to_alpha)
+            one = in_lanes(T_g[i] * c[i], S, BLOCK_D)
+            to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
         tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
@@ -451,7 +452,8 @@ def reverse_head_kernel(
             GROUPS: tl.constexpr = to_both.shape[1] // N
             along = tl.sum(tl.reshape(to_both * unit, [S, GROUPS, N]), axis=2)[:, :, None]
             along = tl.reshape(tl.broadcast_to(along, [S, GROUPS, N]), to_both.shape)
-            inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
+            inv_B, inv_C = tl.load(row + AT_LAST + 2), tl.load(row + AT_LAST + 3)
+            inv = tl.where((states_at < d + n)[None, :], inv_B[:, None], inv_C[:, None])
             to_states = (inv * (to_both - unit * along)).to(kind)
             tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
         if FEEDBACK:
@@ -463,10 +465,10 @@ def reverse_head_kernel(
         x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # defect and scale of the adjoint equation
-        T = load_scalars(row, PAIRS, S)
+        T = load_scalars(row, PAIRS, S, BLOCK_D)
         applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
         # a maximum ignores NaN, and a sample that is not finite must show it
-        finite = 0 * U_g[0]
+        finite = 0 * in_lanes(U_g[0], S, BLOCK_D)
         defect = tl.max(tl.abs(applied - w), axis=1)[:, None] + finite
         size = tl.max(tl.abs(applied), axis=1)[:, None] + finite
         store_statistics(statistics_ptr + token, (defect, size), row_of, here, S)
@@ -476,7 +478,7 @@ def reverse_head_kernel(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, True,
+            in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, N <= 16,
         )  # fmt: skip
         scalars_at = local_row + i_next * (SIZE + 2 * n)
         scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
