@@ -26,7 +26,7 @@ MAX_HEAD_STATES = 64
 """Most states of such a head: a warp's registers hold 16 states of 64 channels, and more of them go
 to memory and back in every token."""
 
-HEAD_SCRATCH = 12288
+HEAD_SCRATCH = 8192
 """Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
 
 

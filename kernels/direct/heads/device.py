@@ -251,13 +251,22 @@ def load_scalars(
 
 
 @triton.jit
+def _doubled(v, N: tl.constexpr):
+    if N == 1:
+        return v
+    else:
+        half = _doubled(v, N // 2)
+        return tl.join(half, half)
+
+
+@triton.jit
 def spread(v, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """v (s, d) as (s, d, N), the same for every state.
 
     Joined with itself rather than broadcast, and summed by `sum_states` rather than by tl.sum, so
     that the compiler sees one layout of (s, d) and does not compute values in several ones.
     """
-    return stack_states((v,) * N, S, BLOCK_D, N)
+    return tl.reshape(_doubled(v, N), [S, BLOCK_D, N])
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
 from bedouin.kernels.direct.heads.blocks import HeadBlocks, head_blocks
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
-from bedouin.kernels.direct.heads.triton_reverse import replay_head_kernel, reverse_head_kernel
+from bedouin.kernels.direct.heads.triton_replay import replay_head_kernel
+from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
 from bedouin.kernels.direct.triton_constants import (
     layout_of,
     matrix_constants,
@@ -49,9 +50,9 @@ def launch_head_sweep(
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     b, t_end, d = x.shape
     constants = _constants(d, A, W_y, b, options, samples)
-    programs, small = _programs(b, A, constants), _blocks(A, options).small
+    programs, blocks = _programs(b, A, constants), _blocks(A, options)
     # B, C and alpha of a token, two places for each sample
-    scratch = A.new_empty(programs, constants["S"], 2, small)
+    scratch = A.new_empty(programs, constants["S"], 2, blocks.small + blocks.alpha)
     head_sweep_kernel[(programs,)](
         x,
         raw,
@@ -73,7 +74,8 @@ def launch_head_sweep(
         EPS=scan_constants(d, A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
         JOINED=layout_of(options).num_householder in (2, 4),
-        BLOCK_S=small,
+        BLOCK_S=blocks.small,
+        ALPHA=blocks.alpha,
         **constants,
         **norm_constants(options),
         **mixer_constants(options),

@@ -50,9 +50,11 @@ from bedouin.kernels.direct.heads.device import (
 @triton.jit
 def load_weights(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
-    """W^y of a head in tiles: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d)."""
+    """W^y of a head in tiles: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d),
+    alpha in (ALPHA, d) if that is not 0."""
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
     inside = (rows < d)[:, None] & (cols < d)[None, :]
@@ -69,7 +71,13 @@ def load_weights(
     rows = tl.arange(0, BLOCK_S)
     inside = (rows < STATES + K)[:, None] & (cols < d)[None, :]
     at = small_rows(rows, d, n, K, SELECTIVE)[:, None] * d + cols[None, :]
-    return tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    if ALPHA > 0:
+        rows = tl.arange(0, ALPHA)
+        inside = (rows < K)[:, None] & (cols < d)[None, :]
+        at = (d + STATES + K * d + rows)[:, None] * d + cols[None, :]
+        tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    return tiles
 
 
 @triton.jit
@@ -77,6 +85,7 @@ def load_token(
     x_row, raw_row,  # pointers (s,)
     small_at,  # (BLOCK_S,), columns of raw B, C and alpha
     in_row, in_small, d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALPHA: tl.constexpr,
 ):  # fmt: skip
     """x, the raw values of Delta and of u, and the other raw values of a token."""
     cols = tl.arange(0, BLOCK_D)
@@ -85,7 +94,12 @@ def load_token(
     for i in tl.static_range(K + 1):
         at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
         rows = rows + (tl.load(at, mask=in_row, other=0.0),)
-    return x, rows, tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0)
+    small = (tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0),)
+    if ALPHA > 0:
+        alphas = tl.arange(0, ALPHA)[None, :]
+        at = raw_row[:, None] + (u_at + K * d) + alphas
+        small = small + (tl.load(at, mask=alphas < K, other=0.0),)
+    return x, rows, small
 
 
 @triton.jit
@@ -128,7 +142,7 @@ def head_sweep_kernel(
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     first_ptr,  # (b, d): norm(y) before the first token, in the dtype of W^y
-    scratch_ptr,  # (programs, S, 2, BLOCK_S): raw B, C and alpha of a token, in turn
+    scratch_ptr,  # (programs, S, 2, BLOCK_S + ALPHA): raw B, C and alpha of a token, in turn
     y_ptr,  # (b, t, d)
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     per_head,  # samples of a head, b / H
@@ -145,6 +159,7 @@ def head_sweep_kernel(
     N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    ALPHA: tl.constexpr,
     COLUMNS: tl.constexpr,
     FEEDBACK: tl.constexpr,
     NORM: tl.constexpr,
@@ -174,7 +189,7 @@ def head_sweep_kernel(
     if FEEDBACK:
         W = load_weights(
             W_ptr + head * (d + STATES + K * (d + 1)) * d,
-            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED,
+            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED,
         )  # fmt: skip
         v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=in_row, other=0.0)
     HOLD_A: tl.constexpr = N * BLOCK_D <= 1024
@@ -188,12 +203,14 @@ def head_sweep_kernel(
     x_row = x_ptr + sample * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     slots = tl.cdiv(t_end, KEEP) - 1
-    cell = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_S
+    WIDTH: tl.constexpr = BLOCK_S + ALPHA
+    SMALL: tl.constexpr = 2 if JOINED else K + 1  # the tile of B, C and alpha
+    cell = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * WIDTH
     # loads of a token are issued while the one before it is computed
     small_at = small_rows(small, d, n, K, SELECTIVE)
     in_small = (small < STATES + K)[None, :]
     x_next, next_rows, small_next = load_token(
-        x_row, raw_row, small_at, in_row, in_small, d, u_at, K, BLOCK_D
+        x_row, raw_row, small_at, in_row, in_small, d, u_at, K, BLOCK_D, ALPHA
     )
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([S, BLOCK_D], tl.float32)
@@ -220,16 +237,22 @@ def head_sweep_kernel(
             store_states(kept_at, h, inside, d, n, S, BLOCK_D, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
-        values = small_next.to(tl.float32)
+        values = small_next[0].to(tl.float32)
         delta = next_rows[0].to(tl.float32)
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
         if FEEDBACK:
-            values += rows_of(fed[len(W) - 1], S, BLOCK_S, COLUMNS).to(ROUND).to(tl.float32)
+            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS).to(ROUND).to(tl.float32)
         # in turn in two places, so that one barrier a token is enough
-        now = cell + t % 2 * BLOCK_S
+        now = cell + t % 2 * WIDTH
         tl.store(now[:, None] + small[None, :], values, mask=in_small)
+        if ALPHA > 0:
+            alpha = small_next[1].to(tl.float32)
+            if FEEDBACK:
+                alpha += rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS).to(ROUND).to(tl.float32)
+            alphas = tl.arange(0, ALPHA)[None, :]
+            tl.store(now[:, None] + STATES + alphas, alpha, mask=alphas < K)
         if FEEDBACK:
             delta += rows_of(fed[0], S, BLOCK_D, COLUMNS).to(ROUND).to(tl.float32)
         if FEEDBACK and JOINED:
@@ -280,7 +303,7 @@ def head_sweep_kernel(
         x_at = x_row + step.to(tl.int64) * x_stride_t
         raw_at = raw_row + step.to(tl.int64) * raw_stride_t
         x_next, next_rows, small_next = load_token(
-            x_at, raw_at, small_at, in_row, in_small, d, u_at, K, BLOCK_D
+            x_at, raw_at, small_at, in_row, in_small, d, u_at, K, BLOCK_D, ALPHA
         )
         dots = sums(products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K), 1)
         inv = inverse_sizes(dots, d, K, EPS)
