@@ -51,8 +51,8 @@ def takes_heads_together(
         return False
     if W_y is None:
         return True
-    layout = parameterization.known_layout()
-    blocks = head_blocks(*A.shape[-2:], layout.num_householder, layout.selective)
+    layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
+    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
     if shared_memory is None:
         shared_memory = Device.of(A.device).shared_memory
     needed = blocks.rows * blocks.channels * W_y.element_size() + HEAD_SCRATCH

@@ -29,6 +29,7 @@ from bedouin.kernels.device.reflections import (
     symmetric_times,
     upper_transposed_times,
 )
+from bedouin.kernels.direct.heads.blocks import REVERSE_ALPHA
 from bedouin.kernels.direct.heads.device import (
     as_columns,
     columns_of,
@@ -49,8 +50,7 @@ from bedouin.kernels.direct.heads.device import (
     sum_states,
 )
 
-BLOCK_ALPHA = tl.constexpr(32)
-"""Rows of W^y for alpha: a row of fewer than 32 would not have a thread for every value."""
+BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 
 
 @triton.jit
