@@ -242,12 +242,13 @@ def load_scalars(
 ):  # fmt: skip
     """n consecutive scalars of each sample, (s, d) each, the same for all channels: in the layout
     of rows, which the compiler does not find for (s, 1). Reads up to the next multiple of 4."""
-    out = ()
-    for i in tl.static_range(0, n, 16):
-        N: tl.constexpr = 16 if n - i > 8 else (8 if n - i > 4 else 4)
-        READ: tl.constexpr = (n - i + 3) // 4 * 4
-        out = out + unstack_states(load_same(row + i, READ, S, BLOCK_D, N), S, BLOCK_D, N)
-    return out
+    if n > 16:
+        first = load_scalars(row, 16, S, BLOCK_D)
+        return first + load_scalars(row + 16, n - 16, S, BLOCK_D)
+    else:
+        N: tl.constexpr = 16 if n > 8 else (8 if n > 4 else 4)
+        values = load_same(row, (n + 3) // 4 * 4, S, BLOCK_D, N)
+        return unstack_states(values, S, BLOCK_D, N)
 
 
 @triton.jit

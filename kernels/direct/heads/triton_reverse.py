@@ -442,7 +442,7 @@ def reverse_head_kernel(
             to_delta += mixed * (inverse * inverse) * (to_written + BC * w)
         to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
         tl.store(grad_row[:, None] + cols[None, :], to_delta, mask=inside)
-        to_states = tl.zeros(states_at[None, :].shape, kind)
+        to_states = tl.zeros([S, states_at.shape[0]], kind)
         if SELECTIVE:
             to_C = (decay * h + written * B) * w_states
             to_both = concatenated_states(total * written, to_C, S, BLOCK_D, N)
