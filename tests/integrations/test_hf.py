@@ -116,17 +116,17 @@ class TestCache:
         cache = model(ids).past_key_values
         d = model.model.layers[0].mixer.d_inner
         assert type(cache) is transformers.DynamicCache
-        assert cache.get_recurrent_state(1).shape == (3, d, 4)
-        assert cache.get_conv_state(1).shape == (3, d, 1)
+        assert cache.layers[1].recurrent_states[0].shape == (3, d, 4)
+        assert cache.layers[1].conv_states[0].shape == (3, d, 1)
         assert cache.has_previous_state() and not cache.is_compileable
-        assert cache.get_seq_length() == 7 and cache.get_max_length() == -1
+        assert cache.get_seq_length() == 7 and cache.layers[0].get_max_length() == -1
         cache.reset()
-        assert cache.get_conv_state(0) is None and cache.get_seq_length() == 0
+        assert cache.layers[1].state is None and cache.get_seq_length() == 0
 
     def test_state_is_float32_in_a_bfloat16_model(self, ids: Tensor) -> None:
         model = BedouinForCausalLM(make_config()).to(torch.bfloat16).eval()
         cache = model(ids).past_key_values
-        assert cache.get_recurrent_state(0).dtype == torch.float32
+        assert cache.layers[0].recurrent_states[0].dtype == torch.float32
         assert model(ids[:, :1], past_key_values=cache).logits.dtype == torch.bfloat16
 
     def test_samples_are_selected_and_repeated(
