@@ -32,6 +32,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import PreTrainedModel
 
 from bedouin.bedouin_layer import Bedouin
+from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
 from bedouin.model import GatedMLP
 from bedouin.solvers.base import unknown_option
@@ -320,14 +321,14 @@ class BedouinModel(BedouinPreTrainedModel):
         Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
         attention_mask of another shape, and what the layers raise.
         """
-        check_names(flattened, _FLATTENED)
+        _check_names(flattened, _FLATTENED)
         if output_attentions:
             raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = row_mask(attention_mask, x)
-        seq_idx = documents(x, mask, seq_idx, **flattened)
+        seq_idx = _documents(x, mask, seq_idx, **flattened)
         cache = self._cache(past_key_values, use_cache)
         wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
         hidden: list[Tensor] = []
@@ -432,31 +433,14 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         return inputs
 
 
-def check_names(given: dict[str, Any], valid: tuple[str, ...]) -> None:
+def _check_names(given: dict[str, Any], valid: tuple[str, ...]) -> None:
     """Raise TypeError for names that are not valid."""
     for name in given:
         if name not in valid:
             raise TypeError(unknown_option("forward", name, list(valid)))
 
 
-def row_mask(
-    attention_mask: Tensor | None,  # (b, t) or (b, tokens before + t)
-    x: Tensor,  # (b, t, m)
-) -> Tensor | None:  # (b, t) bool
-    """The columns of the mask that belong to x."""
-    if attention_mask is None:
-        return None
-    b, t = x.shape[:2]
-    shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != b or shape[1] < t:
-        raise ValueError(
-            f"attention_mask must have shape (b, t) = {(b, t)}, or more columns with a cache, got "
-            f"{shape}: 1 for real tokens, 0 for padding"
-        )
-    return attention_mask[:, shape[1] - t :].bool()
-
-
-def documents(
+def _documents(
     x: Tensor,  # (b, t, m)
     mask: Tensor | None,  # (b, t)
     seq_idx: Tensor | None,  # (b, t)
