@@ -34,12 +34,17 @@ def make_config(**options: Any) -> BedouinConfig:
 def model() -> BedouinForCausalLM:
     """In evaluation and float64, in which greedy choices are the same whatever the path."""
     model = BedouinForCausalLM(make_config(initializer_range=0.5))
-    return model.double().eval()
+    model.double().eval()
+    return model
 
 
 @pytest.fixture
 def ids() -> Tensor:
     return torch.randint(1, VOCAB, (3, 7))
+
+
+def mixers(model: BedouinForCausalLM) -> list[Any]:
+    return [block.mixer for block in model.model.layers]
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -103,9 +108,14 @@ class TestGenerate:
     def test_decoding_takes_the_step(
         self, model: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        mixer, calls = model.model.layers[0].mixer, []
+        mixer, calls = mixers(model)[0], []
         step = mixer.step
-        monkeypatch.setattr(mixer, "step", lambda *a: calls.append(a[0].shape) or step(*a))
+
+        def recording(x: Tensor, state: Any) -> Any:
+            calls.append(x.shape)
+            return step(x, state)
+
+        monkeypatch.setattr(mixer, "step", recording)
         padded, mask = left_padded(ids, [0, 1, 2])
         model.generate(padded, attention_mask=mask, max_new_tokens=4, do_sample=False)
         assert calls == [(3, 8)] * 3
@@ -114,7 +124,7 @@ class TestGenerate:
 class TestCache:
     def test_layout(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         cache = model(ids).past_key_values
-        d = model.model.layers[0].mixer.d_inner
+        d = mixers(model)[0].d_inner
         assert type(cache) is transformers.DynamicCache
         assert cache.layers[1].recurrent_states[0].shape == (3, d, 4)
         assert cache.layers[1].conv_states[0].shape == (3, d, 1)
@@ -260,7 +270,7 @@ class TestWeights:
         )
 
     def test_initialization_is_that_of_the_layer(self) -> None:
-        mixer = BedouinForCausalLM(make_config(hidden_size=64)).model.layers[0].mixer
+        mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64)))[0]
         same(mixer.A_log.exp(), torch.arange(1, 5.0).expand(mixer.d_inner, -1))
         # uniform within 1 / sqrt(inputs), and W^y scaled down
         assert 0.12 < mixer.in_proj.weight.abs().max() <= 0.125

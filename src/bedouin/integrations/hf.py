@@ -107,7 +107,8 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         indices: Tensor,  # (samples kept,)
     ) -> None:
         if self.state is not None:
-            self.write(self.state[indices.to(self.device)], 0)
+            kept: Any = self.state[indices.to(self.device)]
+            self.write(kept, 0)
 
 
 STATIC_LAYER_TYPE_MAPPING[_LAYER_TYPE] = BedouinCacheLayer
@@ -190,7 +191,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 *("eigenvalues", "feedback", "feedback_norm", "feedback_init"),
             )
         }
-        sizes = {"d_state": self.state_size, "norm_eps": self.rms_norm_eps}
+        sizes: dict[str, Any] = {"d_state": self.state_size, "norm_eps": self.rms_norm_eps}
         return Bedouin(self.hidden_size, layer_idx=layer_idx, **sizes, **options)
 
 
