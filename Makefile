@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Installed first and by itself: from the open range in pyproject.toml pip may take another build.
 TORCH  ?= torch==2.13.0
+# 5.16 is the lowest version that the adapter supports.
+TRANSFORMERS ?= transformers>=5.16,<6
+MAMBA  ?= mamba-ssm==2.3.2.post1
 ARGS   ?=
 
 # Absolute, because `build` runs it from another folder.
@@ -12,11 +15,13 @@ ENV_PYTHON := $(abspath $(VENV))/bin/python
 KEEP_PAGES := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=33554432
 STAMP      := $(VENV)/installed
 WHEEL_ENV  := build/wheel-env
+CONTRACTS_ENV    := build/contracts-env
+CONTRACTS_PYTHON := $(CONTRACTS_ENV)/bin/python
 
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
-.PHONY: help env a5 copy bench experiments test lint types check build wheel clean
+.PHONY: help env a5 copy bench experiments test contracts lint types check build wheel clean
 
 help:
 	@echo "make a5      train on the A5 word problem        (options: make a5 ARGS=\"--seed 1\")"
@@ -24,6 +29,7 @@ help:
 	@echo "make bench   times against the floors, on a GPU  (options: make bench ARGS=--quick)"
 	@echo "make experiments  list the experiments, their commands and their run times"
 	@echo "make test    run the tests                       (options: make test ARGS=\"-m 'not slow'\")"
+	@echo "make contracts  test the adapters against the real packages, none skipped"
 	@echo "make check   lint, types, build, test"
 	@echo "make lint    ruff check and ruff format --check"
 	@echo "make types   mypy --strict over the library, tests and examples"
@@ -61,6 +67,23 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(ENV_PYTHON) -P -m pytest -n 2 -q -m interpreter
 	@echo "== test"
 	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(ARGS)
+
+# The packages are installed beside those of $(VENV), which stays as it is. A machine without CUDA
+# has no compiler for mamba-ssm's kernels; its Python code is what is tested there.
+$(CONTRACTS_ENV)/installed: $(STAMP)
+	@echo "== contracts: $(CONTRACTS_ENV), two minutes"
+	rm -rf $(CONTRACTS_ENV)
+	$(ENV_PYTHON) -m venv $(CONTRACTS_ENV)
+	$(ENV_PYTHON) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$($(CONTRACTS_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
+	$(CONTRACTS_PYTHON) -m pip install --quiet "$(TRANSFORMERS)" --editable ".[contracts]"
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(CONTRACTS_PYTHON) -m pip install --quiet \
+	    --no-build-isolation --no-deps "$(MAMBA)"
+	@touch $@
+
+contracts: $(CONTRACTS_ENV)/installed
+	@echo "== contracts"
+	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 $(CONTRACTS_PYTHON) -P -m pytest -q tests/integrations
 
 lint: $(STAMP)
 	@echo "== lint"
