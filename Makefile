@@ -18,6 +18,9 @@ WHEEL_ENV  := build/wheel-env
 CONTRACTS_ENV    := build/contracts-env
 CONTRACTS_PYTHON := $(CONTRACTS_ENV)/bin/python
 
+# Python compiles what it imports; pip would compile all of torch, in every environment.
+PIP_OPTIONS := --quiet --no-compile
+
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
@@ -44,8 +47,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: needs Python >= 3.11, found $$($(PYTHON) --version 2>&1); set PYTHON=..." >&2; exit 1; }
 	test -x $(ENV_PYTHON) || $(PYTHON) -m venv $(VENV)
-	$(ENV_PYTHON) -m pip install --quiet "$(TORCH)"
-	$(ENV_PYTHON) -m pip install --quiet --editable ".[dev]"
+	$(ENV_PYTHON) -m pip install $(PIP_OPTIONS) "$(TORCH)"
+	$(ENV_PYTHON) -m pip install $(PIP_OPTIONS) --editable ".[dev]"
 	@touch $@
 
 a5: $(STAMP)
@@ -76,14 +79,15 @@ $(CONTRACTS_ENV)/installed: $(STAMP)
 	$(ENV_PYTHON) -m venv $(CONTRACTS_ENV)
 	$(ENV_PYTHON) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > $$($(CONTRACTS_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
-	$(CONTRACTS_PYTHON) -m pip install --quiet "$(TRANSFORMERS)" --editable ".[contracts]"
-	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(CONTRACTS_PYTHON) -m pip install --quiet \
+	$(CONTRACTS_PYTHON) -m pip install $(PIP_OPTIONS) "$(TRANSFORMERS)" --editable ".[contracts]"
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(CONTRACTS_PYTHON) -m pip install $(PIP_OPTIONS) \
 	    --no-build-isolation --no-deps "$(MAMBA)"
 	@touch $@
 
 contracts: $(CONTRACTS_ENV)/installed
 	@echo "== contracts"
-	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 $(CONTRACTS_PYTHON) -P -m pytest -q tests/integrations
+	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 $(CONTRACTS_PYTHON) -P -m pytest -q \
+	    tests/contracts tests/integrations
 
 lint: $(STAMP)
 	@echo "== lint"
@@ -102,7 +106,7 @@ build: $(STAMP)
 	rm -rf dist $(WHEEL_ENV)
 	$(ENV_PYTHON) -P -m build --quiet --outdir dist
 	$(PYTHON) -m venv $(WHEEL_ENV)
-	$(WHEEL_ENV)/bin/python -m pip install --quiet "$(TORCH)" dist/*.whl
+	$(WHEEL_ENV)/bin/python -m pip install $(PIP_OPTIONS) "$(TORCH)" dist/*.whl
 	cd $(WHEEL_ENV) && bin/python -I -W error $(CURDIR)/tests/smoke_wheel.py
 
 wheel: build

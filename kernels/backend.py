@@ -81,9 +81,9 @@ def _check_version(backend: Backend) -> None:
     if _IS_OLD:
         lowest = ".".join(map(str, LOWEST_TRITON))
         raise ValueError(
-            f"backend={backend!r} on a CUDA device needs triton >= {lowest}, got {_TRITON}: install "
-            "the version that belongs to torch, with pip install 'bedouin[triton]', or use "
-            "backend='reference'"
+            f"backend={backend!r} on a CUDA device needs triton >= {lowest}, got {_TRITON}: "
+            "install the version that belongs to torch, with pip install 'bedouin[triton]', or "
+            "use backend='reference'"
         )
 
 

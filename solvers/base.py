@@ -104,7 +104,7 @@ class PaddedMap(Protocol):
         """(b, t) bool, False in the padding, which counts as converged; None: no padding."""
 
 
-def counted_tokens(f: Map) -> Tensor | None:
+def counted_tokens(f: object) -> Tensor | None:
     """`real` (b, t) of a `PaddedMap`; None for other maps."""
     real: Tensor | None = getattr(f, "real", None)
     return real

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel
+from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel
+from bedouin.kernels.direct import elimination
 from bedouin.kernels.operands import RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.solvers import ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
@@ -192,6 +193,88 @@ def test_one_graph_for_every_length() -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         actual = results(call, layer, x, "train")
     assert_close(actual, results(layer, layer, x, "train"))
+
+
+def test_one_graph_for_every_length_without_gradients() -> None:
+    layer = prepared("Bedouin", "no_grad", {})
+    call = torch.compile(layer, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for t in (3, 4):
+            call(draw("Bedouin", t=t))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for t in (2, *range(5, 15)):
+                x = draw("Bedouin", t=t)
+                assert_close([call(x)], [layer(x)])
+
+
+class Step(nn.Module):
+    """One token, with the state as two tensors."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_t: Tensor, ssm: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        output, state = self.layer.step(x_t, BedouinState(ssm, y))
+        return output, state.ssm, state.y
+
+
+def token(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """x_t and a state that is not zero."""
+    _, state = layer(draw("Bedouin"), return_state=True)
+    return draw("Bedouin", t=1)[:, 0], state.ssm.detach(), state.y.detach()
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad"])
+@pytest.mark.parametrize("kind", ["Bedouin", "FixedPointRNN"])
+def test_a_step_is_one_graph(kind: str, mode: str) -> None:
+    step = Step(prepared(kind, mode, {}))
+    inputs = token(step.layer)
+    with torch.set_grad_enabled(mode == "train"):
+        call = torch.compile(step, fullgraph=True, backend="aot_eager")
+        assert_close(list(call(*inputs)), list(step(*inputs)))
+
+
+EXPORTED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "paper": {"input_scale": "one_minus_decay", "eigenvalues": "full", "num_householder": 4},
+    "low rank": {"mixer": LowRank(2)},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*(("Bedouin", name) for name in EXPORTED), ("FixedPointRNN", "default")],
+)
+def test_an_exported_step_has_elementary_operations_alone(kind: str, options: str) -> None:
+    step = Step(prepared(kind, "eval", EXPORTED[options]))
+    inputs = token(step.layer)
+    stats = step.layer.stats
+    program = torch.export.export(step, inputs)
+    assert step.layer.stats is stats
+    assert_close(list(program.module()(*inputs)), list(step(*inputs)))
+    code = str(program.graph_module.print_readable(print_output=False))
+    assert "aten" in code and "bedouin." not in code and "linalg" not in code
+
+
+@pytest.mark.parametrize("kind", ["Bedouin", "FixedPointRNN"])
+def test_an_exported_layer_takes_any_length(kind: str) -> None:
+    layer = prepared(kind, "eval", {})
+    shapes = ({1: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(layer, (draw(kind, t=5),), dynamic_shapes=shapes)
+    for t in (1, 2, 40):
+        x = draw(kind, t=t)
+        assert_close([program.module()(x)], [layer(x)])
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_the_elimination_that_is_written_out(k: int) -> None:
+    matrix, right = torch.randn(20, k, k, dtype=torch.float64), torch.randn(20, k).double()
+    LU, order = elimination._factorize(matrix)
+    theirs, _ = torch.linalg.lu_factor(matrix)
+    assert_close([LU], [theirs])
+    solved = elimination._substitute(LU, order, right)
+    assert_close([solved], [torch.linalg.solve(matrix, right)])
 
 
 def test_a_state_goes_in_and_comes_out() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN, HouseholderProduct, LowRank
@@ -113,11 +114,20 @@ def test_widths(layer: Any, d_model: Any, kind: type[Exception], message: str) -
 
 def test_unknown_options_name_the_class_and_list_the_valid() -> None:
     with raises(TypeError, "FixedPointRNN has no option 'd_state'"):
-        FixedPointRNN(4, d_state=4)
+        FixedPointRNN(4, d_state=4)  # type: ignore[call-arg]
     with raises(TypeError, "FixedPointRNN has no short convolution"):
-        FixedPointRNN(4, d_conv=4)
+        FixedPointRNN(4, d_conv=4)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="feedback_norm.*solver.*layer_idx.*dtype"):
-        Bedouin(4, foo=1)
+        Bedouin(4, foo=1)  # type: ignore[call-arg]
+
+
+def test_types_of_results_depend_on_return_state() -> None:
+    layer, x = Bedouin(4), torch.randn(1, 2, 4)
+    output: Tensor = layer(x)
+    both: tuple[Tensor, BedouinState] = layer(x, return_state=True)
+    assert torch.equal(output, both[0])
+    wrong: int = layer(x)  # type: ignore[assignment]
+    assert not isinstance(wrong, int)
 
 
 def test_the_vector_state_has_mixer_feedback_only() -> None:
@@ -253,9 +263,18 @@ def test_batch_sizes(batch_size: Any) -> None:
 
 
 def test_a_decoder_is_of_a_layer() -> None:
-    model: Any = SequenceModel(5, 4, [Bedouin(4)])
-    with raises(TypeError, "layer must be a Bedouin or FixedPointRNN, got SequenceModel"):
-        Decoder(model, 2)
+    other: Any = torch.nn.Linear(4, 4)
+    message = "layer must be a Bedouin, a FixedPointRNN or a SequenceModel, got Linear"
+    with raises(TypeError, message):
+        Decoder(other, 2)
+    model = SequenceModel(5, 4, [Bedouin(4)])
+    decoder = Decoder(model, 2)
+    with raises(TypeError, "tokens must be a tensor (b,), got list"):
+        decoder([1, 2])  # type: ignore[arg-type]
+    with raises(ValueError, "tokens must have shape (batch_size,) = (2,), got (3,)"):
+        decoder(torch.zeros(3, dtype=torch.int64))
+    with raises(ValueError, "state must be a tuple with one entry for each of the 1 layers, got "):
+        Decoder(model, 2, state=model.init_state(2)[0])
 
 
 class Owner(ChannelMixer):

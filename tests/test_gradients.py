@@ -122,7 +122,7 @@ def central_difference(functional: Callable[[], float], value: Tensor, size: flo
 @pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
 def test_the_exact_adjoint_is_finite_differences(index: int) -> None:
     layer = layers()[index]
-    x, state = problem(layer, b=2, t=4)
+    x, state = problem(layer, b=2, t=3)
     exact = layer_gradients(layer, x, ImplicitAdjoint(), solver=Direct(), state=state)
     assert {"x", "state.ssm", "state.y", "in_proj.weight", "D", "dt_bias"} <= exact.keys()
     assert_gradients(exact, finite_differences(layer, x, state), 1e-6)

@@ -188,7 +188,8 @@ def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     mixers = [Bedouin(4), FixedPointRNN(4, decay="griffin"), Mamba(4)]
     model = SequenceModel(5, 4, mixers, mlp_expand=1, tie_embeddings=True)
     model.blocks[0].requires_grad_(False)
-    nn.utils.parametrizations.weight_norm(mixers[2].out_proj)
+    out_proj: Any = mixers[2].out_proj
+    nn.utils.parametrizations.weight_norm(out_proj)
     decayed, exempt = param_groups(model, weight_decay=0.1)
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}

@@ -23,7 +23,8 @@ FOLDERS = {
 ALLOWED = {
     "bedouin": ("bedouin",),
     "bedouin.baselines": (
-        *("bedouin.baselines", "bedouin.checks", "bedouin.kernels", "bedouin.parameters"),
+        *("bedouin.baselines", "bedouin.checks", "bedouin.kernels", "bedouin.packing"),
+        *("bedouin.parameters", "bedouin.state"),
     ),
     "bedouin.tasks": ("bedouin.tasks",),
     "bedouin.kernels": ("bedouin.kernels",),

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
 from bedouin.layer import FixedPointLayer
+from bedouin.packing import check_readable
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -41,7 +43,7 @@ def draw(rng: random.Random) -> FixedPointLayer:
     return layer
 
 
-def random_state(layer: FixedPointLayer, b: int) -> BedouinState:
+def random_state(layer: FixedPointLayer, b: int) -> Any:
     like = layer.init_state(b)
     return BedouinState(*(0.1 * torch.randn_like(v) for v in like))
 
@@ -61,7 +63,7 @@ def check_alone(
     layer: FixedPointLayer,
     x: Tensor,  # (b, t, m)
     pieces: list[Tensor],  # l masks (b, t)
-    before: BedouinState,  # of l samples
+    before: Any,  # the state of l samples
     result: tuple[Tensor, BedouinState],  # (b, t, m) and the state of l samples
     rtol: float,
 ) -> None:
@@ -85,14 +87,12 @@ def check_alone(
             assert_close(f"gradient {i}", a, e, 10 * rtol, 1e-13)
 
 
-def largest_growth(
-    layer: FixedPointLayer, x: Tensor, pieces: list[Tensor], before: BedouinState
-) -> float:
+def largest_growth(layer: FixedPointLayer, x: Tensor, pieces: list[Tensor], before: Any) -> float:
     """The growth of rounding errors, in examples where it leaves enough digits to compare."""
     with torch.no_grad():
         growth = max(
             (
-                measure_growth(layer, x[p].unsqueeze(0), state=before[i : i + 1], num_directions=1)
+                measure_growth(layer, x[p].unsqueeze(0), state=before[[i]], num_directions=1)
                 for i, p in enumerate(pieces)
             ),
             default=1.0,
@@ -160,7 +160,7 @@ def test_indexed_documents_begin_anew(rng: random.Random, rows: list[list[int]])
         output, state = layer(x, before, return_state=True, seq_idx=seq_idx)
         for i, row in enumerate(rows):
             starts = [0, *(j for j in range(1, 5) if row[j] != row[j - 1])]
-            after: BedouinState | None = before[i : i + 1]
+            after: Any = before[[i]]
             for start, stop in zip(starts, [*starts[1:], 5], strict=True):
                 document = x[i : i + 1, start:stop]
                 incoming = after if start == 0 else layer.init_state(1)
@@ -168,7 +168,6 @@ def test_indexed_documents_begin_anew(rng: random.Random, rows: list[list[int]])
                 assume(growth < 1e4)
                 y, after = layer(document, incoming, return_state=True)
                 assert_close("output", output[i : i + 1, start:stop], y, 1e-12 * growth, ATOL)
-            assert after is not None
             assert_close("ssm", state.ssm[i : i + 1], after.ssm, 1e-12 * growth, ATOL)
             assert_close("y", state.y[i : i + 1], after.y, 1e-12 * growth, ATOL)
 
@@ -275,6 +274,21 @@ def test_the_host_reads_no_mask() -> None:
     assert output.shape == (2, 3, 4) and state.ssm.shape == (2, 8, 16)
 
 
+@torch.no_grad()
+def test_masks_of_an_ensemble() -> None:
+    """vmap over stacked parameters, and over masks."""
+    layers = [Bedouin(4, dtype=torch.float64) for _ in range(2)]
+    x, mask = torch.randn(3, 5, 4, dtype=torch.float64), torch.rand(3, 5) > 0.4
+    parameters, _ = torch.func.stack_module_state(list(layers))
+
+    def run(values: dict[str, Tensor], mask: Tensor) -> Any:
+        return torch.func.functional_call(layers[0], values, (x,), {"mask": mask})
+
+    found = torch.func.vmap(run)(parameters, torch.stack([mask, ~mask]))
+    for output, layer, rows in zip(found, layers, (mask, ~mask), strict=True):
+        assert_close("output", output, layer(x, mask=rows), 1e-12)
+
+
 def test_masks_compile_to_whole_graphs() -> None:
     layer = Bedouin(4, dtype=torch.float64)
     x, mask = torch.randn(2, 5, 4, dtype=torch.float64), torch.rand(2, 5) > 0.4
@@ -301,6 +315,8 @@ def test_no_tokens_at_all() -> None:
         assert output.shape == (2, 0, 4) and torch.equal(state.y, before.y)
     output, state = layer(torch.zeros(0, 3, 4), None, True, seq_idx=torch.zeros(0, 3).int())
     assert output.shape == (0, 3, 4) and state.y.shape == (0, 8)
+    output = layer(torch.zeros(0, 3, 4), mask=torch.zeros(0, 3).bool())
+    assert output.shape == (0, 3, 4)
 
 
 @contextmanager
@@ -365,6 +381,30 @@ def test_masked_calls_run_the_same_kernels(kind: Any, options: dict[str, Any]) -
     assert kernels == plain and kernels
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [1, 8])
+def test_masks_on_a_gpu(num_heads: int, no_synchronization: Any) -> None:
+    """Without waiting for the GPU, and captured; documents are refused during a capture."""
+    layer = Bedouin(64, num_heads=num_heads, device="cuda")
+    x, mask = torch.randn(4, 32, 64, device="cuda"), torch.rand(4, 32, device="cuda") > 0.3
+    layer(x, mask=mask).sum().backward()
+    with no_synchronization():
+        output, state = layer(x, return_state=True, mask=mask)
+        output.sum().backward()
+    for i in range(4):
+        alone, after = layer(x[i][mask[i]].unsqueeze(0), return_state=True)
+        # float32, in other sums: as many tokens in another batch
+        assert_close(f"row {i}", output[i][mask[i]], alone[0], 1e-3)
+        assert_close(f"ssm {i}", state.ssm[i], after.ssm[0], 1e-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = layer(x, mask=mask)
+        with pytest.raises(ValueError, match="cu_seqlens must be None during the capture"):
+            layer(x[:1], cu_seqlens=torch.tensor([0, 32], device="cuda"))
+    graph.replay()
+    assert_close("captured", captured, output, 1e-4)
+
+
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": [True]}, TypeError, "mask must be a tensor (b, t), got list"),
     ({"mask": torch.ones(1, 4)}, TypeError, "mask must have dtype torch.bool, got torch.float32"),
@@ -395,6 +435,14 @@ def test_errors(options: dict[str, Any], error: type[Exception], message: str) -
     assert message in str(caught.value)
 
 
+def test_documents_are_not_read_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    message = "cu_seqlens must be None during the capture of a CUDA graph"
+    with pytest.raises(ValueError, match=message):
+        check_readable("cu_seqlens", on_gpu)
+
+
 def test_documents_need_a_single_row() -> None:
-    with pytest.raises(ValueError, match=r"x must have shape \(1, t, m\) with cu_seqlens"):
+    with pytest.raises(ValueError, match=r"cu_seqlens needs a single row, x \(1, t, m\)"):
         Bedouin(2)(torch.zeros(2, 4, 2), cu_seqlens=torch.tensor([0, 4]))

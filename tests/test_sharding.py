@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as model_state
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -67,7 +68,7 @@ def train(model: SequenceModel, optimizer: torch.optim.Optimizer, tokens: Tensor
 def check_training_and_decoding(folder: str) -> None:
     plain = make_model()
     model = shard(copy.deepcopy(plain))
-    assert type(plain.blocks[0].mixer.D) is nn.Parameter
+    assert type(plain.mixers[0].D) is nn.Parameter
     assert marks(model) == marks(plain)
     # SGD, because Adam turns the rounding error of a gradient of zero into a step
     networks = [
@@ -87,19 +88,19 @@ def check_training_and_decoding(folder: str) -> None:
         if not name.endswith("_extra_state"):  # the number of calls, of which `plain` had fewer
             torch.testing.assert_close(value, plain.state_dict()[name])
     saved = model_state.get_model_state_dict(model)
-    checkpoint.save(saved, checkpoint_id=folder)
+    save(saved, checkpoint_id=folder)
     torch.manual_seed(1)
     other = shard(make_model())
     assert not torch.equal(other(tokens), plain(tokens))
     values = model_state.get_model_state_dict(other)
-    checkpoint.load(values, checkpoint_id=folder)
+    load(values, checkpoint_id=folder)
     model_state.set_model_state_dict(other, values)
     torch.testing.assert_close(other(tokens), plain(tokens))
 
 
 def check_a_layer_alone() -> None:
     plain = Bedouin(4, **FLOAT64)
-    layer = fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (2,)))
+    layer: Any = fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (2,)))
     x_t, state = torch.randn(2, 4, **FLOAT64), plain.init_state(2)
     with pytest.raises(ValueError, match="got shards: FSDP gathers.*register_fsdp_forward_method"):
         layer.step(x_t, state)
@@ -114,7 +115,8 @@ def check_a_layer_alone() -> None:
     for network in (parts, plain):
         network(x).square().mean().backward()
     for (name, ours), theirs in zip(parts.named_parameters(), plain.parameters(), strict=True):
-        grad = ours.grad.full_tensor() if hasattr(ours.grad, "full_tensor") else ours.grad
+        grad: Any = ours.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         torch.testing.assert_close(grad, theirs.grad, msg=name)
 
 

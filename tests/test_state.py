@@ -1,6 +1,8 @@
 """The recurrent state: chunks, single tokens, selection, conversion."""
 
+import io
 import random
+from typing import Any
 
 import hypothesis
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN
+from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba, PaddedAttentionState
 from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
+from bedouin.state import RecurrentState
 from bedouin.testing import assert_close, measure_growth, parallel_decode_gap, random_layer
 
 RNGS = st.randoms(use_true_random=False)
@@ -43,7 +47,7 @@ def feed(
 
 
 @torch.no_grad()
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(RNGS, st.integers(1, 3), st.lists(st.integers(0, 12), max_size=5), st.integers(0, 12))
 def test_chunks_give_what_one_call_gives(
     rng: random.Random, b: int, cuts: list[int], t: int
@@ -70,7 +74,7 @@ def test_every_split_in_two(kind: type[FixedPointLayer]) -> None:
 
 
 @torch.no_grad()
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(RNGS, st.integers(1, 3), st.integers(1, 10))
 def test_steps_give_what_one_call_gives(rng: random.Random, b: int, t: int) -> None:
     layer, x = draw(rng, b, t)
@@ -141,7 +145,8 @@ def test_no_tokens_leave_the_state_alone() -> None:
 def test_selected_samples_go_on_alone() -> None:
     layer = Bedouin(4, dtype=torch.float64)
     x, x_next = torch.randn(2, 6, 5, 4, dtype=torch.float64)
-    _, state = layer(x, return_state=True)
+    # type checkers take an index of a NamedTuple for one of its fields
+    state: Any = layer(x, return_state=True)[1]
     expected = layer(x_next, state=state)
     assert_close("[2:5]", layer(x_next[2:5], state=state[2:5]), expected[2:5], 1e-12)
     mask = torch.tensor([True, False, False, True, False, False])
@@ -162,6 +167,72 @@ def test_to_converts_both_tensors() -> None:
     assert state.ssm.dtype == state.y.dtype == torch.float64
     moved = state.to("meta")
     assert moved.ssm.device.type == moved.y.device.type == "meta"
+
+
+def test_states_join_and_separate() -> None:
+    """state[i] drops the batch axis, stack restores it; a list or slice keeps it, cat joins."""
+    layer = Bedouin(4, d_state=3)
+    state: Any = layer(torch.randn(4, 2, 4), return_state=True)[1]
+    for joined in (
+        BedouinState.stack([state[i] for i in range(4)]),
+        BedouinState.cat([state[:1], state[[1, 2]], state[3:]]),
+        state[[3, 2, 1, 0]][torch.tensor([3, 2, 1, 0])],
+        BedouinState.cat([state]),
+    ):
+        assert isinstance(joined, BedouinState)
+        assert torch.equal(joined.ssm, state.ssm) and torch.equal(joined.y, state.y)
+    assert state[-1].ssm.shape == (8, 3) and state[[0]].ssm.shape == (1, 8, 3)
+    (grad,) = torch.autograd.grad(BedouinState.stack([state[1]]).y.sum(), state.y)
+    assert grad.sum() == 8
+
+
+def test_errors_of_joins() -> None:
+    state: Any = Bedouin(4).init_state(2)
+    other: Any = (state.ssm, state.y)
+    for join in (BedouinState.cat, BedouinState.stack):
+        with pytest.raises(ValueError, match="must get a list of at least one BedouinState, got"):
+            join([])
+        with pytest.raises(ValueError, match="must get a list of at least one BedouinState, got"):
+            join(state)
+        with pytest.raises(TypeError, match="must get a list of BedouinState, got one of tuple"):
+            join([other])
+    with pytest.raises(ValueError, match="cat needs states with a batch axis, got one that has no"):
+        BedouinState.cat([state[0]])
+    with pytest.raises(ValueError, match=r"stack needs states of single samples.*: use cat"):
+        BedouinState.stack([state])
+    with pytest.raises(ValueError, match="an index needs states with a batch axis"):
+        state[0][0]
+    with pytest.raises(TypeError, match="index must select samples of the batch, got the tuple"):
+        state[0, 1]
+
+
+def test_a_clone_owns_its_memory() -> None:
+    state = Bedouin(4).init_state(2)
+    copy, same = state.clone(), state.cpu()
+    copy.ssm.fill_(1.0)
+    assert not state.ssm.any() and same.ssm.device.type == "cpu"
+    assert isinstance(copy, BedouinState) and isinstance(same, BedouinState)
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError)):
+            state.cuda()
+
+
+STATES = [
+    Bedouin(4).init_state(2),
+    *(kind(8).init_state(2) for kind in (LSTM, Mamba, DeltaProduct, Attention)),
+    PaddedAttentionState(*Attention(8).init_state(2), torch.tensor([0, 0])),
+]
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: type(state).__name__)
+def test_files_of_states_load_without_code(state: RecurrentState) -> None:
+    file = io.BytesIO()
+    torch.save({"state": (state,)}, file)
+    file.seek(0)
+    (loaded,) = torch.load(file, weights_only=True)["state"]
+    assert type(loaded) is type(state)
+    for found, expected in zip(loaded.tensors, state.tensors, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_detach_truncates_backpropagation() -> None:

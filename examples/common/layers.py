@@ -53,25 +53,27 @@ class SolverOptions:
     """Relative tolerance of the iterative solvers; unused by auto and direct."""
     atol: float = 1e-30
     """Absolute tolerance of the iterative solvers; unused by auto and direct."""
-    max_steps: int = 100
+    solver_steps: int = 100
     """Steps that an iterative solver may take."""
-    train_max_steps: int | None = None
-    """Steps that it may take in training, at most --max-steps; None: --max-steps."""
+    train_solver_steps: int | None = None
+    """Steps that it may take in training, at most --solver-steps; None: --solver-steps."""
     gamma_cap: tuple[float, float] | None = None
     """Shape and scale of a Gamma distribution from which the steps of each training call are drawn,
-    at most --max-steps; the paper's are 4 1."""
+    at most --solver-steps; the paper's are 4 1."""
     adjoint: Literal["implicit", "one_step", "phantom", "unrolled"] = "implicit"
     """How the gradient of the fixed point is computed."""
 
     def __post_init__(self) -> None:
-        optional = ("train_max_steps", "gamma_cap")
+        optional = ("train_solver_steps", "gamma_cap")
         check_ranges(self, _RANGES, optional)
-        if self.train_max_steps is not None and self.gamma_cap is not None:
-            raise ValueError("--gamma-cap draws the steps in training: leave out --train-max-steps")
-        if (self.train_max_steps or 1) > self.max_steps:
+        if self.train_solver_steps is not None and self.gamma_cap is not None:
             raise ValueError(
-                f"--train-max-steps must be at most --max-steps = {self.max_steps}, got "
-                f"{self.train_max_steps}"
+                "--gamma-cap draws the steps in training: leave out --train-solver-steps"
+            )
+        if (self.train_solver_steps or 1) > self.solver_steps:
+            raise ValueError(
+                f"--train-solver-steps must be at most --solver-steps = {self.solver_steps}, got "
+                f"{self.train_solver_steps}"
             )
 
 
@@ -79,8 +81,8 @@ _TOLERANCE = Range(0, 1e6, "[]")
 _RANGES = {
     "rtol": _TOLERANCE,
     "atol": _TOLERANCE,
-    "max_steps": whole(1),
-    "train_max_steps": whole(1),
+    "solver_steps": whole(1),
+    "train_solver_steps": whole(1),
     "gamma_cap": Range(0, 1e6, "(]"),
 }
 
@@ -103,10 +105,10 @@ class TrainCap(Cap):
 def build_cap(options: SolverOptions) -> Cap:
     """The cap that the flags describe."""
     if options.gamma_cap is not None:
-        return GammaCap(*options.gamma_cap, limit=options.max_steps)
-    if options.train_max_steps is not None:
-        return TrainCap(options.train_max_steps, options.max_steps)
-    return FixedCap(options.max_steps)
+        return GammaCap(*options.gamma_cap, limit=options.solver_steps)
+    if options.train_solver_steps is not None:
+        return TrainCap(options.train_solver_steps, options.solver_steps)
+    return FixedCap(options.solver_steps)
 
 
 def build_solver(options: SolverOptions) -> Solver | Literal["auto"]:

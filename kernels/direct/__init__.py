@@ -61,7 +61,7 @@ def direct_sweep(
     elsewhere, nothing is solved: the result is y_star with that gradient (the statistics are then
     zero). `report` gets defect and scale of the adjoint equation, but not under torch.compile,
     whose graphs call no Python functions. There the sweep is one operation if the parameterization
-    has a layout, else it runs outside of the graph.
+    has a layout, else it runs outside of the graph; torch.export writes a single token out.
     With several heads the batch is head by head, as `Operands` says. The Triton kernels need a
     layout; raises ValueError where `backend="triton"` cannot run, or heads and batch do not fit.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
@@ -72,6 +72,9 @@ def direct_sweep(
         arguments = (operands, parameterization, bind, bind_parameters, y_star, report)
         if not torch.compiler.is_compiling():
             return eager_sweep(*arguments)
+        if torch.compiler.is_exporting() and operands.x.shape[1] == 1 and y_star is None:
+            # in elementary operations, so that other runtimes can decode
+            return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
         if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
             return uncompiled_sweep(*arguments)
     keep_every = CHUNK if plain or is_small_head(operands.A) else choose_chunk(operands)

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bedouin.kernels.direct.elimination import factorize, substitute
 from bedouin.kernels.householder import combine_rows, rows_dot
 
 
@@ -73,7 +74,7 @@ def factor_local(
     identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     if e is None:
         K = identity - (U * sigma.unsqueeze(-2)) @ U.mT @ M
-        LU, pivots, _ = torch.linalg.lu_factor_ex(K)
+        LU, pivots = factorize(K)
         return LocalFactors(sigma, sigma, U, M, LU, pivots, None, None, None, None)
     # 1 - sigma e in a form without rounding errors for e = 0, and for e = 1 with a given gap
     D = (1 - e) + e * (1 - sigma if gap is None else gap)
@@ -86,7 +87,7 @@ def factor_local(
     bordered = torch.cat([torch.cat([K, -U_z], -1), torch.cat([rows, own], -1)], -2)
     # a small remaining D makes large rows; scaled, their rounding errors are no false pivots
     shrink = 1 / bordered.detach().abs().amax(-1).clamp(min=1)
-    LU, pivots, _ = torch.linalg.lu_factor_ex(shrink.unsqueeze(-1) * bordered)
+    LU, pivots = factorize(shrink.unsqueeze(-1) * bordered)
     return LocalFactors(sigma, gain, U, M, LU, pivots, e, D, at, shrink)
 
 
@@ -154,8 +155,7 @@ def _lu_solve(
     shrink = factors.shrink
     if shrink is not None and not adjoint:
         right = shrink * right
-    LU, pivots, column = factors.LU, factors.pivots, right.unsqueeze(-1)
-    solved: Tensor = torch.linalg.lu_solve(LU, pivots, column, adjoint=adjoint).squeeze(-1)
+    solved = substitute(factors.LU, factors.pivots, right, adjoint=adjoint)
     return solved if shrink is None or not adjoint else shrink * solved
 
 

@@ -49,5 +49,6 @@ def shifted_norm_reference(
 ) -> Tensor:  # (b, t, d), as y
     """RMSNorm of y_{t-1}, or y_{t-1} itself for eps None; y0 is the y before token 0."""
     first = torch.zeros_like(y[:, 0]) if y0 is None else y0
-    before = torch.cat([first.unsqueeze(1), y[:, :-1]], dim=1)
+    # joined before the last token is cut off, because torch.export would make a case of t - 1 = 1
+    before = torch.cat([first.unsqueeze(1), y], dim=1)[:, :-1]
     return normalize_feedback(before, eps)

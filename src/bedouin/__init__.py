@@ -1,6 +1,7 @@
 """Bedouin: sequence layers defined as a fixed point of Householder mixing and a diagonal scan."""
 
 from bedouin.bedouin_layer import Bedouin
+from bedouin.bidirectional import Bidirectional
 from bedouin.decoding import Decoder
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer, WYForm
 from bedouin.model import SequenceModel
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Bedouin",
     "BedouinState",
+    "Bidirectional",
     "ChannelMixer",
     "Decoder",
     "FixedPointRNN",

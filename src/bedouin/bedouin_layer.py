@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.checks import one_of, reject_unknown
+from bedouin.checks import known_options, one_of
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
@@ -43,7 +43,8 @@ from bedouin.solvers.reporting import OnUnconverged
 class Bedouin(FixedPointLayer):
     """A dense, selective RNN defined as the fixed point of channel mixing and a diagonal scan.
 
-    A drop-in replacement of `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0.
+    A drop-in replacement of `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0, and for
+    padded rows (`mask`) and packed documents (`cu_seqlens`, `seq_idx`).
 
         x, z = in_proj(u);  raw = W^x x_t + W^y norm(y_{t-1}), split into Delta, B, C, mixer, gate
         x~_t = Q_t (x_t - y_t) + y_t
@@ -103,6 +104,7 @@ class Bedouin(FixedPointLayer):
     A_log: nn.Parameter
     omega: nn.Parameter
 
+    @known_options
     def __init__(
         self,
         d_model: int,
@@ -131,10 +133,7 @@ class Bedouin(FixedPointLayer):
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            reject_unknown(type(self), unknown)
         self.decay = one_of("decay", decay, get_args(Decay))
         check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
         self.delta_from_x_init = float(delta_from_x_init)

@@ -3,9 +3,10 @@
 Letters: b batch, t time, m d_model.
 """
 
+import functools
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from bedouin.kernels.backend import autocast_dtype
 from bedouin.solvers.base import unknown_option
 
 OptionT = TypeVar("OptionT", bound=str)
+InitT = TypeVar("InitT", bound=Callable[..., None])
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -111,11 +113,19 @@ def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -
     return tuple(v for v in valid if v in names)
 
 
-def reject_unknown(cls: type[nn.Module], unknown: dict[str, Any]) -> NoReturn:
-    """Raise TypeError for the first option in `unknown`, with the valid options of `cls`."""
-    name = next(iter(unknown))
-    if name == "d_conv":
-        raise TypeError(f"{cls.__name__} has no short convolution: feedback replaces it")
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    valid = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-    raise TypeError(unknown_option(cls.__name__, name, valid))
+def known_options(init: InitT) -> InitT:
+    """Decorator of a layer's constructor: an unknown option raises a TypeError that lists the valid
+    ones. The signature stays what it is for type checkers and help()."""
+    valid = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: nn.Module, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in valid:
+                owner = type(self).__name__
+                if name == "d_conv":
+                    raise TypeError(f"{owner} has no short convolution: feedback replaces it")
+                raise TypeError(unknown_option(owner, name, valid))
+        init(self, *args, **options)
+
+    return cast(InitT, checked)

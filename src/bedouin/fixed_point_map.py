@@ -235,8 +235,8 @@ def _judged_before(
     swept: Sweep,
 ) -> Sweep:
     """The sweep without the defects of its padding, which are left to the solver to reduce."""
-    norms = (zero_outside(real, v) for v in (swept.defect, swept.scale, swept.magnitude))
-    return Sweep(swept.y, swept.h, *norms, swept.pivot)
+    defect, scale, magnitude, *_ = (zero_outside(real, v) for v in swept[2:5])
+    return Sweep(swept.y, swept.h, defect, scale, magnitude, swept.pivot)
 
 
 class StructuredMap(FixedPointMap):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Unpack, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, inner_size
 from bedouin.layer_state import incoming_state, outgoing_state
 from bedouin.mixers import ChannelMixer, StructuredMixer
-from bedouin.packing import CLOSED, Packing, find_packing, hold_memory
+from bedouin.packing import CLOSED, Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     OutputStage,
@@ -85,6 +85,11 @@ class FixedPointLayer(SavedLayer, ABC):
 
     A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
     the components of the raw values and how these become the inputs of the scan.
+
+    The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
+    in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
+    bedouin.wrapped, which also says what is refused). Merge adapters before decoding: a step
+    computes that matrix anew.
     """
 
     components: ClassVar[tuple[str, ...]]
@@ -107,12 +112,14 @@ class FixedPointLayer(SavedLayer, ABC):
     backend = SolveOption[Backend]()
 
     stats: SolveStats | None
-    """Statistics of the last call, also of one that raised a ConvergenceError; None before any
-    call. Those of a sample are the worst of its heads. The recomputation of non-reentrant
-    checkpointing does not change them. Under torch.func transforms they are tensors of the
-    transform: to read them, return them from the transformed function; copies of the layer do not
-    contain them. Under torch.compile they are outputs of the graph that are not read, so nothing
-    warns or raises, and stats.backward stays None."""
+    """Statistics of the last call, also of one that raised a ConvergenceError. None before any
+    call, and in copies and pickles of a layer whose last call was within a torch.func transform; a
+    state_dict contains none, and loading one does not change them. Those of a sample are the worst
+    of its heads. The recomputation of non-reentrant checkpointing does not change them. Under
+    torch.func transforms they are tensors of the transform: to read them, return them from the
+    transformed function. Under torch.compile they are outputs of the graph that are not read, so
+    nothing warns or raises, and stats.backward stays None. torch.export leaves them as they
+    are."""
 
     def __init__(
         self,
@@ -272,6 +279,34 @@ class FixedPointLayer(SavedLayer, ABC):
 
     # -- calls
 
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: BedouinState | None = None,
+        return_state: Literal[False] = False,
+        **places: Unpack[Places],
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: BedouinState | None = None,
+        *,
+        return_state: Literal[True],
+        **places: Unpack[Places],
+    ) -> tuple[Tensor, BedouinState]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: BedouinState | None = None,
+        return_state: bool = False,
+        **places: Unpack[Places],
+    ) -> Any: ...
+
     def forward(
         self,
         x: Tensor,  # (b, t, m)
@@ -288,18 +323,15 @@ class FixedPointLayer(SavedLayer, ABC):
         single call, up to rounding. At most one of these describes x (bedouin.packing):
 
         mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
-            outputs there are 0, the state is that after the last real token, `stats` are those of
-            the real tokens. A row of padding alone keeps its state.
-        cu_seqlens: int32 or int64, where the documents in the row x (1, t, m) begin, and t last.
-            Each document is a sample: `state` and the returned state have one for each, also for
-            an empty one, and so have `stats`. Calls as a batch of the longest document's length.
-        seq_idx: int32 or int64; a new document begins wherever it changes. `state` is that before
-            the first document of each row, the returned one that after the last; `stats` are of
-            all documents in their order. The host reads seq_idx, as it reads cu_seqlens, once.
+            its output is 0, state and `stats` are those of the real tokens alone.
+        cu_seqlens: int32 or int64, where each document of the row x (1, t, m) begins, and t last.
+            States and `stats` have one entry for each document. The host reads it once.
+        seq_idx: int32 or int64; a new document begins wherever it changes. `state` enters the first
+            document of each row, the state after the last one is returned; `stats` have one entry
+            for each document, in order. The host reads two numbers.
 
         Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
-        devices and states and for documents under graph capture, ConvergenceError if
-        on_unconverged="raise".
+        devices and states, ConvergenceError if on_unconverged="raise".
         """
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
@@ -308,9 +340,11 @@ class FixedPointLayer(SavedLayer, ABC):
             solution = self.solve_options.solve(call.f, call.start, 1, self._caller(packing))
         output, new_state = self._output(call, solution.value, return_state)
         if packing is not None:
-            output = packing.put(output, x.shape)
-            new_state = None if new_state is None else packing.after(new_state)
+            output, new_state = packing.put(output, x.shape), packing.after(new_state)
         return (output, new_state) if return_state else output
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's is a Callable[..., Any]
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """One token: (b, m) -> (b, m), solved exactly with any solver of the layer.
@@ -389,7 +423,7 @@ class FixedPointLayer(SavedLayer, ABC):
         raw: Tensor,  # (b', t, r)
         W_y: Tensor | None,  # (r, p) or (H, r, p)
         state: BedouinState | None,  # of b samples
-        packing: Packing | None,
+        packing: Packing | None = None,
     ) -> FixedPointMap:
         kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = accumulator(x.dtype)
@@ -405,16 +439,14 @@ class FixedPointLayer(SavedLayer, ABC):
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
-        keep = partial(self._keep_stats, packing)
-        return Caller(name, self.deferred, draw, keep, self.num_heads)
+        record = partial(self._keep_stats, packing)
+        return Caller(name, self.deferred, draw, record, self.num_heads)
 
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
-            # a sequence without tokens takes no step
-            steps = torch.where(packing.lengths > 0, stats.num_steps, 0)
-            stats = replace(stats, num_steps=steps)
+            stats = replace(stats, num_steps=packing.steps(stats.num_steps))
         # a checkpoint's recomputation keeps those of the first call, which get stats.backward
-        if not restores_tensors_only():
+        if not restores_tensors_only() and not torch.compiler.is_exporting():
             self.stats = stats
 
     def _output(

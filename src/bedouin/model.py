@@ -4,13 +4,17 @@ Letters: b batch, t time, m d_model, v classes (output_size).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bedouin.checks import check_bool, check_dtype, check_tensor, positive_int
+from bedouin.generation import Sampling, generate
+from bedouin.model_checks import check_tied, make_mixers
+from bedouin.packing import Packing, Places, check_takes_mask, find_packing
 from bedouin.solvers.base import check_number
 
 Run = Literal["whole", "chunk", "token"]
@@ -71,15 +75,24 @@ class Block(nn.Module):
                 GatedMLP(d_model, mlp_expand, device=device, dtype=dtype),
             )
 
-    def forward(self, x: Tensor, state: Any = None, run: Run = "whole") -> Any:
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: Any = None,
+        run: Run = "whole",
+        mask: Tensor | None = None,  # (b, t)
+    ) -> Any:
         """(b, t, m) -> (b, t, m). `forward_state` and `step` are calls with another `run`, because
         hooks of a module, as those with which FSDP gathers its parameters, run in calls alone."""
         normed = self.norm(x)
+        options = {} if mask is None else {"mask": mask}
+        if mask is not None:
+            check_takes_mask(self.mixer)
         if run == "whole":
-            return self._residual(x, _mixed(self.mixer, self.mixer(normed), x))
+            return self._residual(x, _mixed(self.mixer, self.mixer(normed, **options), x))
         if run == "chunk":
             _method(self.mixer, "init_state")
-            output, state = self.mixer(normed, state=state, return_state=True)
+            output, state = self.mixer(normed, state=state, return_state=True, **options)
         else:
             output, state = _method(self.mixer, "step")(normed, state)
         return self._residual(x, _mixed(self.mixer, output, x)), state
@@ -88,9 +101,10 @@ class Block(nn.Module):
         self,
         x: Tensor,  # (b, t, m)
         state: Any,
+        mask: Tensor | None = None,  # (b, t)
     ) -> tuple[Tensor, Any]:  # (b, t, m) and the state
         """`forward` from a state; also returns the state after the last token."""
-        found: tuple[Tensor, Any] = self(x, state, "chunk")
+        found: tuple[Tensor, Any] = self(x, state, "chunk", mask)
         return found
 
     def step(
@@ -101,6 +115,14 @@ class Block(nn.Module):
         """One token; also returns the next state."""
         found: tuple[Tensor, Any] = self(x, state, "token")
         return found
+
+    def decode(
+        self,
+        x: Tensor,  # (b, m)
+        mix: Callable[[Tensor], Tensor],  # (b, m) -> (b, m)
+    ) -> Tensor:  # (b, m)
+        """One token with `mix`, a decoder of the mixer, in its place."""
+        return self._residual(x, mix(self.norm(x)))
 
     def _residual(
         self,
@@ -177,8 +199,8 @@ class SequenceModel(nn.Module):
         check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
         check_bool("tie_embeddings", tie_embeddings)
         check_dtype(dtype)
-        _check_tied(tie_embeddings, vocab_size, output_size)
-        layers = _make_mixers(mixers, num_layers)
+        check_tied(tie_embeddings, vocab_size, output_size)
+        layers = make_mixers(mixers, num_layers)
         self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.blocks = nn.ModuleList(
@@ -190,35 +212,114 @@ class SequenceModel(nn.Module):
         if tie_embeddings:
             self.head.weight = self.embedding.weight
 
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        return_state: Literal[False] = False,
+        **places: Unpack[Places],
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        *,
+        return_state: Literal[True],
+        **places: Unpack[Places],
+    ) -> tuple[Tensor, ModelState]: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        return_state: bool = False,
+        one_token: bool = False,
+        **places: Unpack[Places],
+    ) -> Any: ...
+
     def forward(
         self,
         tokens: Tensor,  # (b, t) integer ids
         state: ModelState | None = None,
         return_state: bool = False,
         one_token: bool = False,
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
     ) -> Any:
         """Logits (b, t, v); with `return_state` also the state after the last token.
 
         A sequence can be processed in chunks, each from the state that the previous one returned.
+        mask, cu_seqlens and seq_idx say which tokens are padding, or where documents begin, as in
+        `Bedouin`. Padding may be any number; its logits are 0. Mixers are called with a mask.
         `step` is a call with `one_token`, so that hooks of the model run for it, too.
 
         Raises:
-            TypeError: tokens that are not int64 or int32; a state, if a mixer has no `init_state`.
+            TypeError: tokens that are not int64 or int32; a state, if a mixer has no `init_state`;
+                padding or documents, if a mixer takes no mask.
             ValueError: tokens not of rank 2; a state for another number of layers.
         """
         if one_token:
             _check_tokens(tokens, 1, "(b,)")
-            x, state = self._run_blocks(self.embedding(tokens), state, Block.step)
+            given: Any = state  # None is refused
+            x, state = self._run_blocks(self.embedding(tokens), given, Block.step)
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
-        x = self.embedding(tokens)  # (b, t, m)
+        packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
+        ids = tokens if packing is None else packing.take(tokens)
+        real = None if packing is None else packing.real
+        x = self.embedding(ids)  # (b, t, m)
         if state is None and not return_state:
             for block in self.blocks:
-                x = block(x)
-            return self._logits(x)
-        state = self.init_state(len(tokens)) if state is None else state
-        x, state = self._run_blocks(x, state, Block.forward_state)
-        return (self._logits(x), state) if return_state else self._logits(x)
+                x = block(x, mask=real)
+            return self._placed_logits(x, tokens, packing)
+        if state is None:
+            state = self.init_state(len(ids))
+        elif packing is not None:
+            pairs = zip(self._checked_states(state), self.init_state(1), strict=True)
+            state = tuple(packing.before(*pair) for pair in pairs)
+        x, state = self._run_blocks(x, state, partial(Block.forward_state, mask=real))
+        if packing is not None:
+            state = tuple(packing.after(after) for after in state)
+        logits = self._placed_logits(x, tokens, packing)
+        return (logits, state) if return_state else logits
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's is a Callable[..., Any]
+
+    def generate(
+        self,
+        prompt: Tensor,  # (b, t) integer ids
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos: int | None = None,
+        mask: Tensor | None = None,  # (b, t)
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # (b, t + max_new_tokens)
+        """The prompt and new tokens, one step of the model for each; see `bedouin.generation`.
+
+        temperature: 0 takes the most probable token; otherwise logits are divided by it, and a
+            token is drawn. top_k: from the k most probable ones; top_p: from the fewest that have
+            this probability together. generator: of the draws, on the model's device.
+        eos: a sample that has produced this id goes on with it. mask: True for the real tokens of
+            the prompt; padding stays where it is in the result.
+
+        Raises:
+            TypeError: a prompt that is not a tensor of ids, options of another type, mixers without
+                states.
+            ValueError: a prompt of another shape or without tokens, options out of range, top_k or
+                top_p with temperature 0, a model whose classes are not its input ids.
+        """
+        sampling = Sampling(temperature, top_k, top_p, generator)
+        return generate(self, prompt, max_new_tokens, sampling, eos=eos, mask=mask)
 
     def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token, one entry for each layer.
@@ -264,6 +365,14 @@ class SequenceModel(nn.Module):
         run: Callable[[Block, Tensor, Any], tuple[Tensor, Any]],
     ) -> tuple[Tensor, ModelState]:  # (..., m) and the states
         """`run` on each block in turn, with its entry of `state`."""
+        states: list[Any] = []
+        for block, before in zip(self._blocks, self._checked_states(state), strict=True):
+            x, after = run(block, x, before)
+            states.append(after)
+        return x, tuple(states)
+
+    def _checked_states(self, state: ModelState) -> ModelState:
+        """`state`; TypeError or ValueError unless it has one entry for each layer."""
         if not isinstance(state, tuple | list) or hasattr(state, "_fields"):
             raise TypeError(
                 "state must be a tuple with one entry for each layer, got "
@@ -274,15 +383,32 @@ class SequenceModel(nn.Module):
                 f"state must have one entry for each of the {len(self.blocks)} layers, "
                 f"got {len(state)}: start from model.init_state(batch_size)"
             )
-        states: list[Any] = []
-        for block, before in zip(self._blocks, state, strict=True):
-            x, after = run(block, x, before)
-            states.append(after)
-        return x, tuple(states)
+        return state
+
+    def decode(
+        self,
+        tokens: Tensor,  # (b,) integer ids
+        mixers: Sequence[Callable[[Tensor], Tensor]],  # (b, m) -> (b, m) each
+    ) -> Tensor:  # (b, v)
+        """`step` with a decoder in place of each mixer, which keeps the state itself."""
+        _check_tokens(tokens, 1, "(b,)")
+        x = self.embedding(tokens)
+        for block, mix in zip(self._blocks, mixers, strict=True):
+            x = block.decode(x, mix)
+        return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:  # (..., m) -> (..., v)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def _placed_logits(
+        self,
+        x: Tensor,  # (l, w, m), or (b, t, m) without a packing
+        tokens: Tensor,  # (b, t)
+        packing: Packing | None,
+    ) -> Tensor:  # (b, t, v)
+        logits = self._logits(x)
+        return logits if packing is None else packing.put(logits, tokens.shape)
 
 
 def _mixed(
@@ -316,56 +442,6 @@ def _method(mixer: object, name: str) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = method
     return found
-
-
-def _make_mixers(
-    mixers: Sequence[nn.Module] | Callable[[int], nn.Module], num_layers: int | None
-) -> list[nn.Module]:
-    """The mixers as a list. Raises TypeError or ValueError for invalid arguments."""
-    if isinstance(mixers, nn.Module) and not isinstance(mixers, nn.ModuleList):
-        raise TypeError(
-            f"mixers must be a sequence of modules or a function that makes one, got the module "
-            f"{type(mixers).__name__}: wrap it in a list"
-        )
-    if isinstance(mixers, Sequence | nn.ModuleList):
-        made = _check_listed(list(mixers), num_layers)
-    elif callable(mixers):
-        made = _call_for_each_layer(mixers, num_layers)
-    else:
-        raise TypeError(
-            "mixers must be a sequence of modules or a function that makes one, got "
-            f"{type(mixers).__name__}"
-        )
-    for mixer in made:
-        if not isinstance(mixer, nn.Module):
-            raise TypeError(f"mixers must be nn.Modules, got {type(mixer).__name__}")
-    return made
-
-
-def _check_listed(mixers: list[nn.Module], num_layers: int | None) -> list[nn.Module]:
-    if not mixers:
-        raise ValueError("mixers must contain at least one layer, got none")
-    if num_layers is not None:
-        raise ValueError(
-            f"num_layers must be None if mixers is a sequence, got {num_layers} and {len(mixers)} "
-            "mixers: leave it out"
-        )
-    return mixers
-
-
-def _call_for_each_layer(
-    make: Callable[[int], nn.Module], num_layers: int | None
-) -> list[nn.Module]:
-    if num_layers is None:
-        raise ValueError("num_layers must be at least 1 if mixers is a function, got None")
-    return [make(index) for index in range(positive_int("num_layers", num_layers))]
-
-
-def _check_tied(tied: bool, vocab_size: int, output_size: int) -> None:
-    if tied and vocab_size != output_size:
-        raise ValueError(
-            f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
-        )
 
 
 def _check_tokens(

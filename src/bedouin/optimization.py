@@ -23,7 +23,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     check_number("weight_decay", weight_decay, 0, 1e3, open_low=False)
-    decayed, exempt = [], []
+    decayed: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
     # one that is shared is exempt if it is so in one of its places
     exempt_ids = {id(p) for name, p, module in _places(model) if _is_exempt(name, p, module)}
     for parameter in model.parameters():

@@ -8,21 +8,29 @@ Letters: b rows, t time, l sequences (the b rows without their padding, or docum
 of the longest one.
 """
 
+import inspect
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin.checks import check_tensor
 from bedouin.kernels.linear import padding
 from bedouin.state import RecurrentState
 
 CLOSED = 1e30
-"""A raw value beside which that of any feedback vanishes, so that its activation is exact: 0, or
-the value itself."""
+"""The size of a raw value of Delta for which Delta is exactly 0, whatever the feedback adds."""
 
 StateT = TypeVar("StateT", bound=RecurrentState)
+
+
+class Places(TypedDict, total=False):
+    """The arguments of a call that say where tokens are, for the types of overloads."""
+
+    mask: Tensor | None  # (b, t)
+    cu_seqlens: Tensor | None  # (documents + 1,)
+    seq_idx: Tensor | None  # (b, t)
 
 
 @dataclass(frozen=True)
@@ -56,25 +64,41 @@ class Packing:
         shape: torch.Size,  # (b, t, ...)
     ) -> Tensor:  # (b, t, ...)
         """The inverse of `take`, with zeros at places without a token."""
-        placed = y.flatten(0, 1).index_select(0, self.target).unflatten(0, shape[:2])
-        return placed if self.mask is None else zero_outside(self.mask, placed)
+        placed = y.flatten(0, 1).unsqueeze(0).index_select(1, self.target)  # (1, b t, ...)
+        rows = placed if shape[0] == 1 else placed.squeeze(0).unflatten(0, shape[:2])
+        if self.mask is not None:
+            return zero_outside(self.mask, rows)
+        # not a view, since that would keep FSDP from gathering the parameters for its backward
+        return rows if rows is placed else rows.clone()
 
     def before(
         self,
-        state: StateT | None,  # of rows, or with cu_seqlens of documents
+        state: StateT,  # of rows, or with cu_seqlens of documents
         zeros: StateT,  # of one sample before its first token
-    ) -> StateT | None:
+    ) -> StateT:
         """The states before the first token of each sequence."""
-        if state is None or self.first is None:
+        if self.first is None:
             return state
+        if not isinstance(zeros, RecurrentState):
+            raise TypeError(
+                "seq_idx needs states that can be joined, such as BedouinState, got "
+                f"{type(zeros).__name__}: use cu_seqlens, which takes a state for each document"
+            )
         return type(zeros).cat([zeros, state])[self.first]
 
     def after(
         self,
-        state: StateT,  # of sequences
-    ) -> StateT:
+        state: StateT | None,  # of sequences
+    ) -> StateT | None:
         """The states after the last token of each row, or with cu_seqlens of each document."""
-        return state if self.last is None else state[self.last]
+        return state if self.last is None or state is None else state[self.last]
+
+    def steps(
+        self,
+        num_steps: Tensor,  # (l,)
+    ) -> Tensor:  # (l,)
+        """Steps of a solve; a sequence without tokens takes none."""
+        return torch.where(self.lengths > 0, num_steps, 0)
 
 
 def tokens_before(
@@ -91,7 +115,7 @@ def zero_outside(
 ) -> Tensor:  # (l, w, ...)
     """v where the mask is True, and 0 elsewhere, also for the gradient where v is not finite."""
     # not a product: that would leave NaN
-    return torch.where(mask.view(*mask.shape, *(1,) * (v.dim() - 2)), v, 0.0)
+    return v.masked_fill(~mask.view(*mask.shape, *(1,) * (v.dim() - 2)), 0)
 
 
 def last_token(
@@ -127,7 +151,7 @@ def hold_memory(
 
 
 def find_packing(
-    x: Tensor,  # (b, t, ...)
+    x: Tensor,  # (b, t, ...), or tokens (b, t)
     mask: Tensor | None,  # (b, t)
     cu_seqlens: Tensor | None,  # (l + 1,)
     seq_idx: Tensor | None,  # (b, t)
@@ -155,9 +179,20 @@ def find_packing(
         return _pad_rows(mask)
     if seq_idx is not None:
         _check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
-        _check_readable("seq_idx", x)
+        check_readable("seq_idx", x)
         return _split_rows(seq_idx) if seq_idx.numel() else None
     return _split_at(cu_seqlens, x)
+
+
+def check_takes_mask(mixer: nn.Module) -> None:
+    """Raise TypeError for a layer whose `forward` has no argument `mask`."""
+    parameters = inspect.signature(mixer.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if "mask" not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise TypeError(
+            f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
+            "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
+        )
 
 
 def _pad_rows(
@@ -191,11 +226,11 @@ def _split_at(
     b, t = x.shape[:2]
     if b != 1:
         raise ValueError(
-            f"x must have shape (1, t, m) with cu_seqlens, got {tuple(x.shape)}: join the rows, or "
-            "use mask or seq_idx"
+            f"cu_seqlens needs a single row, x (1, t, m) or tokens (1, t), got {tuple(x.shape)}: "
+            "join the rows, or use mask or seq_idx"
         )
     _check_device("cu_seqlens", cu_seqlens, x)
-    _check_readable("cu_seqlens", x)
+    check_readable("cu_seqlens", x)
     ends: list[int] = cu_seqlens.tolist()
     sizes = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
     if ends[0] != 0 or ends[-1] != t or min(sizes, default=0) < 0:
@@ -269,7 +304,8 @@ def _check_device(name: str, value: Tensor, x: Tensor) -> None:
         )
 
 
-def _check_readable(name: str, x: Tensor) -> None:
+def check_readable(name: str, x: Tensor) -> None:
+    """Raise ValueError where the host must not wait for the device of x."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{name} must be None during the capture of a CUDA graph, since the host reads the "

@@ -4,13 +4,13 @@ Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.la
 """
 
 from collections.abc import Collection
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.checks import one_of, ordered_subset, reject_unknown
+from bedouin.checks import known_options, one_of, ordered_subset
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
@@ -58,6 +58,7 @@ class FixedPointRNN(FixedPointLayer):
 
     omega: nn.Parameter
 
+    @known_options
     def __init__(
         self,
         d_model: int,
@@ -81,10 +82,7 @@ class FixedPointRNN(FixedPointLayer):
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            reject_unknown(type(self), unknown)
         self.decay = one_of("decay", decay, get_args(RNNDecay))
         feedback = ordered_subset("feedback", feedback, ("mixer",))
         mixer = make_mixer(mixer, num_householder, beta_max)

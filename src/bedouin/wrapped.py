@@ -7,7 +7,7 @@ differentiable and passes through parametrizations, adapters and gathered shards
 Letters: p inputs and r outputs of a projection, H heads.
 """
 
-from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,15 +20,20 @@ Projection = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-_SEED = 0
 
 _known_linear: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
 """Modules found to be linear, with the types of their parts at that time."""
 
 
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The dictionaries of the forward and backward hooks on the module itself, which registering a
+    hook changes in place."""
+    return [getattr(module, name) for name in _HOOKS]
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a forward or backward hook is registered on the module itself."""
-    return any(getattr(module, name) for name in _HOOKS)
+    return any(hooks_of(module))
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -76,6 +81,7 @@ def effective_weight(
     if is_plain(module):
         return module.weight
     _refuse_hooks(name, module)
+    # a graph cannot hold the check, which reads a result; any call outside of graphs makes it
     if not torch.compiler.is_compiling():
         _require_linear(name, module, inputs, num_heads)
     identity = torch.eye(inputs, dtype=like.dtype, device=like.device)
@@ -87,7 +93,7 @@ def effective_weight(
 
 def _refuse_hooks(name: str, module: nn.Module) -> None:
     for part_name, part in module.named_modules(prefix=name):
-        for hook in _hooks(part):
+        for hook in (hook for hooks in hooks_of(part) for hook in hooks.values()):
             # torch's own gather a sharded weight or compute it, as those of weight_norm do
             owner = getattr(hook, "__func__", hook)
             home = getattr(owner, "__module__", None) or type(hook).__module__
@@ -97,11 +103,6 @@ def _refuse_hooks(name: str, module: nn.Module) -> None:
                     f"matrix of {name} without calling it at each token; hook the layer, x_proj or "
                     "out_proj, or change the weight with torch.nn.utils.parametrize"
                 )
-
-
-def _hooks(module: nn.Module) -> Iterator[object]:
-    for name in _HOOKS:
-        yield from getattr(module, name).values()
 
 
 def _require_linear(name: str, module: nn.Module, inputs: int, num_heads: int) -> None:
@@ -129,25 +130,21 @@ def _require_linear(name: str, module: nn.Module, inputs: int, num_heads: int) -
 
 
 def _acts_linearly(module: nn.Module, inputs: int, num_heads: int) -> bool:
-    """Whether f(u + 2 v) = f(u) + 2 f(v) for random u and v and random values of the parameters.
+    """Whether f(u + 2 v) = f(u) + 2 f(v), with unrelated values in u, v and the parameters.
 
-    Random, because an adapter that starts at zero would hide what it does later.
+    Not those that the parameters have: an adapter that starts at zero would hide what it does
+    later.
     """
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def draw(shape: torch.Size, device: torch.device) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
-
     values = {
-        key: draw(value.shape, value.device)
-        for key, value in module.named_parameters()
+        key: _unrelated(i, value.shape, value.device)
+        for i, (key, value) in enumerate(module.named_parameters())
         if value.is_floating_point()
     }
     for key, value in module.named_buffers():
         values[key] = value.double() if value.is_floating_point() else value.clone()
     device = next(iter(values.values())).device
-    rows = (1, inputs) if num_heads == 1 else (num_heads, 1, inputs)
-    u, v = draw(torch.Size(rows), device), draw(torch.Size(rows), device)
+    rows = torch.Size((1, inputs) if num_heads == 1 else (num_heads, 1, inputs))
+    u, v = _unrelated(-1, rows, device), _unrelated(-2, rows, device)
     modes = {part: part.training for part in module.modules()}
     try:
         module.eval()
@@ -160,3 +157,12 @@ def _acts_linearly(module: nn.Module, inputs: int, num_heads: int) -> bool:
             part.training = mode
     error = (f_sum - f_u - 2 * f_v).abs().max()
     return bool(error <= 1e-6 * f_sum.abs().max())
+
+
+def _unrelated(i: int, shape: torch.Size, device: torch.device) -> Tensor:
+    """Values in [-1, 1] without a pattern, other ones for each i.
+
+    Not random numbers: vmap may forbid them, and they would change the state of a generator.
+    """
+    n = torch.arange(shape.numel(), dtype=torch.float64, device=device)
+    return torch.sin((0.61 + 0.017 * i) * n.square() + n + i).reshape(shape)

@@ -197,7 +197,7 @@ def test_a_random_cap_is_not_captured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--gamma-cap needs --no-graph"):
         small(solver="picard", gamma_cap=(4.0, 1.0))
     grid = {name: (value,) for name, value in POINT.items()}
-    caps = {"solver": "picard", "gamma_cap": (4.0, 1.0), "max_steps": 8, "graph": False}
+    caps = {"solver": "picard", "gamma_cap": (4.0, 1.0), "solver_steps": 8, "graph": False}
     ensemble.main(small(out=tmp_path, **grid, **caps))
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert row["smallest_conditioning"] == [None, None] and row["num_heads"] == 2

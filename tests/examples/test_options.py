@@ -88,9 +88,12 @@ def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             "--mixer-layer paper takes no --solver: leave",
         ),
         ({"mixer_layer": "lstm", "d_state": 8}, "--mixer-layer lstm takes no --d-state: leave it"),
-        ({"train_max_steps": 200}, "--train-max-steps must be at most --max-steps = 100, got 200"),
         (
-            {"train_max_steps": 2, "gamma_cap": (4.0, 1.0)},
+            {"train_solver_steps": 200},
+            "--train-solver-steps must be at most --solver-steps = 100, got 200",
+        ),
+        (
+            {"train_solver_steps": 2, "gamma_cap": (4.0, 1.0)},
             "--gamma-cap draws the steps in training",
         ),
         ({"gamma_cap": (4.0, 0.0)}, r"--gamma-cap must be a number in \(0, 1e\+06\], got 0.0"),
@@ -109,7 +112,7 @@ def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
     [
         *(((name, "0"), "0") for name in ("--steps", "--batch-size", "--d-model", "--num-layers")),
         *(((name, "-1"), "-1") for name in ("--d-state", "--expand", "--num-householder")),
-        *(((name, "0"), "0") for name in ("--max-steps", "--threads", "--log-every")),
+        *(((name, "0"), "0") for name in ("--solver-steps", "--threads", "--log-every")),
         *(((name, "0"), "0") for name in ("--eval-every", "--eval-rows", "--final-rows")),
         *(((name, "0"), "0") for name in ("--eval-batch-size", "--checkpoint-every")),
         *(((name, "4", "-4"), "-4") for name in ("--eval-lengths", "--final-lengths")),
@@ -189,13 +192,13 @@ def test_solver_flags_build_the_solver_with_its_tolerances() -> None:
 
 
 def test_caps_of_training_and_evaluation_are_set_apart() -> None:
-    assert build_cap(TrainConfig(max_steps=7)) == FixedCap(7)
-    gamma = build_cap(TrainConfig(max_steps=7, gamma_cap=(4.0, 1.0)))
+    assert build_cap(TrainConfig(solver_steps=7)) == FixedCap(7)
+    gamma = build_cap(TrainConfig(solver_steps=7, gamma_cap=(4.0, 1.0)))
     assert gamma == GammaCap(4.0, 1.0, limit=7)
     layer = Bedouin(
         8,
         solver=Picard(rtol=0.0, atol=0.0),
-        max_steps=build_cap(TrainConfig(max_steps=7, train_max_steps=3)),
+        max_steps=build_cap(TrainConfig(solver_steps=7, train_solver_steps=3)),
         on_unconverged="ignore",
     )
     x = torch.randn(2, 5, 8)

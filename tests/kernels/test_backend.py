@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_other_devices_take_the_reference(device: str) -> None:
 def test_an_old_triton_is_answered_with_the_lowest_version(
     monkeypatch: pytest.MonkeyPatch, backend: Backend
 ) -> None:
-    monkeypatch.setattr(kernels_backend.metadata, "version", lambda name: "3.1.0")
+    monkeypatch.setattr(metadata, "version", lambda name: "3.1.0")
     found, is_old = kernels_backend._find_triton()
     assert (found, is_old) == ("3.1.0", True)
     monkeypatch.setattr(kernels_backend, "_TRITON", found)
@@ -89,7 +90,7 @@ def test_an_old_triton_is_answered_with_the_lowest_version(
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.10.1+git1234", "4.0"])
 def test_newer_tritons_are_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(kernels_backend.metadata, "version", lambda name: version)
+    monkeypatch.setattr(metadata, "version", lambda name: version)
     assert kernels_backend._find_triton() == (version, False)
 
 

@@ -146,7 +146,7 @@ def never(method: type[Any]) -> IterativeSolver:
 def test_every_parameterization(
     input_scale: InputScale, eigenvalues: Eigenvalues, method: type[Any]
 ) -> None:
-    check(Setting(input_scale=input_scale, eigenvalues=eigenvalues), never(method))
+    check(Setting(b=1, input_scale=input_scale, eigenvalues=eigenvalues), never(method))
 
 
 @needs_triton
@@ -261,7 +261,7 @@ def test_tokens_that_freeze_one_after_the_other_without_feedback(
 @needs_triton
 @pytest.mark.parametrize(
     ("max_steps", "damping", "feedback"),
-    [(1, 1.0, 0.6), (3, 1.0, 0.0), (3, 0.6, 0.6), (10, 1.0, 0.6), (12, 0.6, 0.0)],
+    [(1, 1.0, 0.6), (3, 0.6, 0.0), (10, 1.0, 0.6)],
 )
 def test_the_papers_rule_returns_the_last_evaluation(
     max_steps: int, damping: float, feedback: float

@@ -168,7 +168,7 @@ class Attention(Baseline[AttentionState]):
                 f"state.lengths must be int64 of shape ({b},), got {lengths.dtype} of "
                 f"{tuple(lengths.shape)}: select samples with state[...]"
             )
-        return PaddedAttentionState(*whole.tensors, lengths.reshape(b))
+        return PaddedAttentionState(whole.conv, whole.keys, whole.values, lengths.reshape(b))
 
     def _run(
         self,
@@ -192,10 +192,10 @@ class Attention(Baseline[AttentionState]):
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
         if filled is None and lengths is None:
             return output, AttentionState(window, owned(keys), owned(values))
-        filled = (s if filled is None else filled) + (t if lengths is None else lengths)
-        real = tokens_before(filled, s + t)
-        keys, values = (zero_outside(real, u) for u in (keys, values))
-        return output, PaddedAttentionState(window, keys, values, filled)
+        before = state.keys.new_full((len(x),), s, dtype=torch.int64) if filled is None else filled
+        after = before + (t if lengths is None else lengths)
+        keys, values = (zero_outside(tokens_before(after, s + t), u) for u in (keys, values))
+        return output, PaddedAttentionState(window, keys, values, after)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, num_heads={self.num_heads}, rope_base={self.rope_base}"

@@ -83,6 +83,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         """
         check_layer_input(x, 3, self.d_model, self.out_proj.weight)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        new_state: StateT | None
         if packing is None:
             output, new_state = self._checked_run(x, state)
         else:
@@ -128,7 +129,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
 
     def _packed_run(
         self, x: Tensor, state: StateT | None, packing: Packing, wants_state: bool
-    ) -> tuple[Tensor, StateT]:
+    ) -> tuple[Tensor, StateT | None]:
         rows = packing.num_states
         state = self.init_state(rows) if state is None else self._checked_state(state, rows)
         state = packing.before(state, self.init_state(1))

@@ -1,17 +1,33 @@
-"""`Decoder`: generation with a layer, one token at a time.
+"""`Decoder`: a layer or a whole model, one token at a time.
 
-Letters: b batch, m d_model.
+Letters: b batch, m d_model, v classes.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from bedouin.checks import check_batch_size
+from bedouin.checks import check_batch_size, check_tensor
 from bedouin.decoding.graphs import Captured, StepGraphs, graph_key
 from bedouin.decoding.token import DecodedLayer, has_graph, may_replay, takes_fused_step
 from bedouin.state import BedouinState, check_state
+
+
+class DecodedModel(Protocol):
+    """What decoding uses of a `SequenceModel`, which this package therefore need not import."""
+
+    @property
+    def mixers(self) -> Sequence[Any]: ...
+
+    def init_state(self, batch_size: int) -> tuple[Any, ...]: ...
+
+    def decode(
+        self,
+        tokens: Tensor,  # (b,)
+        mixers: Sequence[Callable[[Tensor], Tensor]],  # (b, m) -> (b, m) each
+    ) -> Tensor: ...  # (b, v)
 
 
 class Decoder:
@@ -26,8 +42,11 @@ class Decoder:
     overwrites: clone outputs that you keep. Where `step` has no fused kernel (on a CPU, a mixer
     without kernels, backend="reference", on_unconverged="raise") a call runs `step`.
 
+    `Decoder(model, batch_size)` does the same for a whole `SequenceModel`, from ids (b,) to logits
+    (b, v): it is then a `ModelDecoder`.
+
     Args:
-        layer: a Bedouin or FixedPointRNN.
+        layer: a Bedouin, a FixedPointRNN or a SequenceModel.
         batch_size: number of samples b that are decoded side by side.
         state: the initial state, for instance from `layer(prompt, return_state=True)`; None: zeros.
 
@@ -35,17 +54,25 @@ class Decoder:
     not an int >= 0 or a state of the wrong shape, dtype or device.
     """
 
+    def __new__(cls, layer: Any, *args: Any, **options: Any) -> "Decoder":
+        of_model = cls is Decoder and callable(getattr(layer, "decode", None))
+        return super().__new__(ModelDecoder if of_model else cls)
+
     def __init__(
-        self, layer: DecodedLayer, batch_size: int, *, state: BedouinState | None = None
+        self, layer: "DecodedLayer | DecodedModel", batch_size: int, *, state: Any = None
     ) -> None:
         if not isinstance(getattr(layer, "graphs", None), StepGraphs):
-            raise TypeError(f"layer must be a Bedouin or FixedPointRNN, got {type(layer).__name__}")
+            raise TypeError(
+                "layer must be a Bedouin, a FixedPointRNN or a SequenceModel, got "
+                f"{type(layer).__name__}"
+            )
         check_batch_size(batch_size)
-        self.layer, self.batch_size = layer, batch_size
+        self.layer: Any = layer
+        self.batch_size = batch_size
         self._captured: tuple[tuple[Any, ...], Captured] | None = None
         self.reset(state)
 
-    def reset(self, state: BedouinState | None = None) -> None:
+    def reset(self, state: Any = None) -> None:
         """Restart from `state`, or from zeros. Raises the errors of `step` for an invalid state."""
         layer, b = self.layer, self.batch_size
         if state is None:
@@ -54,7 +81,7 @@ class Decoder:
         self._state: BedouinState | None = state.detach()
 
     @property
-    def state(self) -> BedouinState:
+    def state(self) -> Any:
         """A copy of the state after the last token."""
         if self._state is not None:
             return BedouinState(self._state.ssm.clone(), self._state.y.clone())
@@ -76,6 +103,7 @@ class Decoder:
             raise ValueError(f"x must have batch_size = {self.batch_size} rows, got {len(x_t)}")
         # the second condition holds on a CPU only in Triton's interpreter, which captures nothing
         if not has_graph(layer, x_t) and (x_t.is_cuda or not takes_fused_step(layer, x_t)):
+            output: Tensor
             output, self._state = layer.step(x_t, self.state)
             return output
         return self._run(self._find(x_t), x_t)
@@ -100,3 +128,84 @@ class Decoder:
             self._state = self.state
             self._captured = key, Captured(self.layer, x_t)
         return self._captured[1]
+
+
+class ModelDecoder(Decoder):
+    """A `SequenceModel` with the state of b samples, which every call updates in place.
+
+        decoder = Decoder(model, batch_size=1, state=state)
+        logits = decoder(tokens)                                            # (b,) -> (b, v)
+
+    Its layers are decoded by a `Decoder` each, or by their `step` if they are others.
+    `state` is a tuple with the state of each layer.
+    """
+
+    def __init__(
+        self, layer: "DecodedLayer | DecodedModel", batch_size: int, *, state: Any = None
+    ) -> None:
+        if not callable(getattr(layer, "decode", None)):
+            raise TypeError(f"layer must be a SequenceModel, got {type(layer).__name__}")
+        check_batch_size(batch_size)
+        self.model: Any = layer
+        self.batch_size = batch_size
+        self.reset(state)
+
+    def reset(self, state: Any = None) -> None:
+        """Restart from `state`, or from zeros. Raises the errors of `step` for an invalid state."""
+        if state is None:
+            state = self.model.init_state(self.batch_size)
+        mixers = self.model.mixers
+        if not isinstance(state, tuple | list) or len(state) != len(mixers):
+            raise ValueError(
+                f"state must be a tuple with one entry for each of the {len(mixers)} layers, got "
+                f"{type(state).__name__}: start from model.init_state(batch_size)"
+            )
+        self._parts = [
+            _decode_layer(*part, self.batch_size) for part in zip(mixers, state, strict=True)
+        ]
+
+    @property
+    def state(self) -> Any:
+        """The states after the last token, one for each layer, which no later call changes."""
+        return tuple(part.state for part in self._parts)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tokens: Tensor,  # (b,)
+    ) -> Tensor:  # (b, v)
+        """The logits at the next token. Raises the errors of `SequenceModel.step`."""
+        check_tensor("tokens", tokens, "(b,)")
+        if tokens.shape != (self.batch_size,):
+            raise ValueError(
+                f"tokens must have shape (batch_size,) = ({self.batch_size},), got "
+                f"{tuple(tokens.shape)}"
+            )
+        logits: Tensor = self.model.decode(tokens, self._parts)
+        return logits
+
+
+def _decode_layer(mixer: Any, state: Any, batch_size: int) -> "Decoder | _SteppedLayer":
+    if isinstance(getattr(mixer, "graphs", None), StepGraphs):
+        return Decoder(mixer, batch_size, state=state)
+    return _SteppedLayer(mixer, state)
+
+
+class _SteppedLayer:
+    """A layer without graphs, with its state."""
+
+    def __init__(self, layer: Any, state: Any) -> None:
+        if not callable(getattr(layer, "step", None)):
+            raise TypeError(
+                f"mixer {type(layer).__name__} has no step(), which decoding needs: use a layer "
+                "that has it, such as bedouin.Bedouin"
+            )
+        self.layer, self.state = layer, state
+
+    def __call__(
+        self,
+        x_t: Tensor,  # (b, m)
+    ) -> Tensor:  # (b, m)
+        output: Tensor
+        output, self.state = self.layer.step(x_t, self.state)
+        return output

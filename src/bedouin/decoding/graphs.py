@@ -15,7 +15,7 @@ from torch import Tensor
 from bedouin.decoding.token import DecodedLayer, advance, make_buffers
 from bedouin.kernels.backend import autocast_dtype
 from bedouin.state import BedouinState
-from bedouin.wrapped import has_hooks
+from bedouin.wrapped import hooks_of
 
 MAX_GRAPHS = 8
 """Graphs that a layer keeps, one for each batch size, dtype, autocast dtype and stream; the least
@@ -39,7 +39,8 @@ class ReplacementWatch:
     def __init__(self, layer: DecodedLayer) -> None:
         self._submodules: list[tuple[dict[str, Any], str, object]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        _, *self._parts = layer.modules()
+        _, *parts = layer.modules()
+        self._hooks = [hooks for part in parts for hooks in hooks_of(part)]
         for module in layer.modules():
             self._submodules += [(module._modules, *item) for item in module._modules.items()]
             for owner in (module._parameters, module._buffers):
@@ -50,7 +51,7 @@ class ReplacementWatch:
     def has_changed(self) -> bool:
         """Whether anything was replaced; compares addresses, so it does not synchronize. A hook
         that was registered counts, since it would not run in a replay."""
-        if any(has_hooks(part) for part in self._parts):
+        if any(self._hooks):
             return True
         for owner, name, module in self._submodules:
             if owner.get(name) is not module:

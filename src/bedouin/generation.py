@@ -1,0 +1,152 @@
+"""Generation: tokens that a model chooses one after the other.
+
+The prompt is one call; each token after it is one step of a `Decoder`, whose time does not depend
+on the tokens before it (but for mixers whose state grows, such as attention).
+Letters: b batch, t time, v classes.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bedouin.checks import check_tensor, positive_int
+from bedouin.decoding import Decoder
+
+READ_EVERY = 32
+"""Tokens between two looks at a GPU for whether all samples have ended: a look stops the host."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from logits; the arguments of `SequenceModel.generate`.
+
+    Raises TypeError for values of another type, ValueError for values out of range, and for top_k
+    or top_p with temperature 0.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        _check_real("temperature", self.temperature)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
+        if self.top_k is not None:
+            positive_int("top_k", self.top_k)
+        if self.top_p is not None:
+            _check_real("top_p", self.top_p)
+            if not 0 < self.top_p <= 1:
+                raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        for name in ("top_k", "top_p"):
+            if self.temperature == 0 and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} must be None with temperature=0, which takes the most probable token, "
+                    f"got {getattr(self, name)}: use a temperature > 0"
+                )
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise TypeError(
+                f"generator must be None or a torch.Generator, got {type(self.generator).__name__}"
+            )
+
+    def choose(
+        self,
+        logits: Tensor,  # (b, v)
+    ) -> Tensor:  # (b,)
+        """A token for each sample."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        if self.top_k is not None:
+            least = scaled.topk(min(self.top_k, scaled.shape[-1])).values[:, -1:]
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        probabilities = scaled.softmax(-1)
+        if self.top_p is not None:
+            probabilities = _most_probable(probabilities, self.top_p)
+        return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(1)
+
+
+def _most_probable(
+    probabilities: Tensor,  # (b, v)
+    mass: float,
+) -> Tensor:  # (b, v), not normalized
+    """The fewest classes with at least this probability together; 0 for all others."""
+    ordered, index = probabilities.sort(-1, descending=True)
+    # a class is kept while those before it have less than the mass, so the first one always is
+    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= mass, 0)
+    return torch.zeros_like(probabilities).scatter(-1, index, kept)
+
+
+@torch.no_grad()
+def generate(
+    model: Any,  # a SequenceModel
+    prompt: Tensor,  # (b, t)
+    max_new_tokens: int,
+    sampling: Sampling,
+    *,
+    eos: int | None,
+    mask: Tensor | None,  # (b, t)
+) -> Tensor:  # (b, t + max_new_tokens)
+    """`SequenceModel.generate`."""
+    check_tensor("prompt", prompt, "(b, t)")
+    _check_arguments(model, prompt, max_new_tokens, eos)
+    if max_new_tokens == 0 or len(prompt) == 0:
+        return torch.cat([prompt, prompt.new_zeros(len(prompt), max_new_tokens)], 1)
+    logits, state = model(prompt, return_state=True, mask=mask)
+    decoder = Decoder(model, len(prompt), state=state)
+    token = sampling.choose(_last_logits(logits, mask)).to(prompt.dtype)
+    # a sample that has ended goes on with eos, so eos fills what is not computed
+    result = prompt.new_full((len(prompt), max_new_tokens), 0 if eos is None else eos)
+    result[:, 0] = token
+    ended = torch.zeros_like(token, dtype=torch.bool)
+    for i in range(1, max_new_tokens):
+        if eos is not None:
+            ended = ended | (token == eos)
+            if (not token.is_cuda or i % READ_EVERY == 0) and ended.all():
+                break
+        token = sampling.choose(decoder(token)).to(prompt.dtype)
+        if eos is not None:
+            token = token.masked_fill(ended, eos)
+        result[:, i] = token
+    return torch.cat([prompt, result], 1)
+
+
+def _last_logits(
+    logits: Tensor,  # (b, t, v)
+    mask: Tensor | None,  # (b, t)
+) -> Tensor:  # (b, v)
+    """Those of each sample's last real token."""
+    if mask is None:
+        return logits[:, -1]
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, places, 0).amax(1)
+    return logits[torch.arange(len(mask), device=mask.device), last]
+
+
+def _check_arguments(model: Any, prompt: Tensor, max_new_tokens: int, eos: int | None) -> None:
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(
+            f"prompt must have shape (b, t) with at least one token, got {tuple(prompt.shape)}: "
+            "begin with a token of its own for the start"
+        )
+    if max_new_tokens != 0:
+        positive_int("max_new_tokens", max_new_tokens)
+    inputs, classes = model.embedding.num_embeddings, model.head.out_features
+    if inputs != classes:
+        raise ValueError(
+            "generate needs a model whose classes are its input ids, got vocab_size = "
+            f"{inputs} and output_size = {classes}: leave output_size out"
+        )
+    if eos is not None and (isinstance(eos, bool) or not isinstance(eos, int)):
+        raise TypeError(f"eos must be None or an id, got {eos!r}")
+    if eos is not None and not 0 <= eos < classes:
+        raise ValueError(f"eos must be an id below vocab_size = {classes}, got {eos}")
+
+
+def _check_real(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")

@@ -1,0 +1,92 @@
+"""PEFT's adapters on the projections: all of them train, and merging them changes nothing.
+
+Letters: b batch, t time.
+"""
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bedouin import Bedouin, FixedPointRNN, SequenceModel
+
+FLOAT64: dict[str, Any] = {"dtype": torch.float64}
+# PEFT looks for Hugging Face's configuration, which a plain module has not
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def make_model(kind: Any, num_heads: int) -> SequenceModel:
+    return SequenceModel(7, 4, [kind(4, num_heads=num_heads, **FLOAT64)], mlp_expand=1, **FLOAT64)
+
+
+def adapt(model: nn.Module, **options: Any) -> Any:
+    """The model with adapters in float64 that are not zero."""
+    config = peft.LoraConfig(r=2, init_lora_weights=False, **options)
+    adapt_model: Any = peft.get_peft_model
+    return adapt_model(model, config).double()
+
+
+def decode(model: SequenceModel, tokens: Tensor) -> Tensor:
+    state, logits = model.init_state(len(tokens)), []
+    for token in tokens.unbind(1):
+        step, state = model.step(token, state)
+        logits.append(step)
+    return torch.stack(logits, 1)
+
+
+ONE_HEAD: list[dict[str, Any]] = [
+    {"target_modules": "all-linear"},
+    {"target_modules": ["x_proj", "y_proj"]},
+    {"target_modules": ["in_proj", "out_proj", "y_proj"], "use_dora": True},
+]
+WEIGHTS = [f"blocks.0.mixer.{name}.weight" for name in ("x_proj", "y_proj")]
+TWO_HEADS: list[dict[str, Any]] = [
+    {"target_modules": "all-linear"},
+    # PEFT adapts HeadLinear's weight, which has an axis of heads, as it does those of experts
+    {"target_modules": ["in_proj"], "target_parameters": WEIGHTS},
+]
+
+
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize(
+    ("num_heads", "options"),
+    [*((1, options) for options in ONE_HEAD), *((2, options) for options in TWO_HEADS)],
+)
+def test_every_adapter_trains_and_merges(kind: Any, num_heads: int, options: Any) -> None:
+    model, tokens = make_model(kind, num_heads), torch.randint(7, (2, 4))
+    plain = copy.deepcopy(model)(tokens)
+    adapted = adapt(model, **options)
+    logits = adapted(tokens)
+    logits.square().mean().backward()
+    adapters = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    assert len(adapters) >= 4 and all("lora" in name for name in adapters)
+    assert all(p.grad is not None and p.grad.any() for p in adapters.values())
+    assert (logits - plain).abs().max() > 1e-3
+    with torch.no_grad():
+        torch.testing.assert_close(decode(model, tokens), logits)
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(tokens), logits)
+        torch.testing.assert_close(decode(merged, tokens), logits)
+
+
+def test_adapters_learn_and_are_saved(tmp_path: Any) -> None:
+    model, tokens = make_model(Bedouin, 1), torch.randint(7, (4, 5))
+    base = copy.deepcopy(model)
+    adapted = adapt(model, target_modules=["x_proj", "y_proj"], lora_dropout=0.1)
+    optimizer = torch.optim.Adam((p for p in adapted.parameters() if p.requires_grad), lr=0.05)
+    losses = []
+    for _ in range(15):
+        loss = nn.functional.cross_entropy(adapted(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    adapted.save_pretrained(tmp_path)
+    load: Any = peft.PeftModel.from_pretrained
+    loaded = load(base, tmp_path).eval()
+    torch.testing.assert_close(loaded(tokens), adapted(tokens), rtol=1e-5, atol=1e-5)

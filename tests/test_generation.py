@@ -1,0 +1,279 @@
+"""Whole models: padding and documents, a decoder, generated tokens, both directions of time."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bedouin import Bedouin, BedouinState, Bidirectional, Decoder, FixedPointRNN, SequenceModel
+from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba
+from bedouin.generation import Sampling
+from bedouin.testing import assert_close
+
+VOCAB = 7
+
+
+def make_model(**options: Any) -> SequenceModel:
+    like: dict[str, Any] = {"dtype": torch.float64}
+    mixers = [
+        Bedouin(8, num_heads=2, **like),
+        Mamba(8, **like),
+        Attention(8, **like),
+        FixedPointRNN(8, **like),
+        LSTM(8, **like),
+        DeltaProduct(8, **like),
+    ]
+    return SequenceModel(VOCAB, 8, mixers, mlp_expand=1, **like, **options)
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(VOCAB, shape)
+
+
+@torch.no_grad()
+def test_padding_in_a_model() -> None:
+    """On the left, in the middle and on the right; padding may be no id at all."""
+    model = make_model()
+    tokens = ids(3, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 0, 0], [0] * 6]).bool()
+    padded = tokens.masked_fill(~mask, -100)
+    logits, state = model(padded, return_state=True, mask=mask)
+    assert not logits[~mask].any()
+    assert_close("without state", model(padded, mask=mask), logits, 1e-12)
+    following = model.step(tokens[:, 0], state)[0]
+    for i in range(2):
+        alone, after = model(tokens[i][mask[i]].unsqueeze(0), return_state=True)
+        assert_close(f"row {i}", logits[i][mask[i]], alone[0], 1e-11)
+        assert_close("next", following[i], model.step(tokens[i : i + 1, 0], after)[0][0], 1e-11)
+    unread = model.step(tokens[2:, 0], model.init_state(1))[0]
+    assert_close("a row of padding", following[2], unread[0], 1e-11)
+
+
+@torch.no_grad()
+def test_documents_in_a_model() -> None:
+    model = make_model()
+    tokens, cu_seqlens = ids(1, 7), torch.tensor([0, 3, 3, 7])
+    _, before = model(ids(3, 2), return_state=True)
+    logits, state = model(tokens, before, return_state=True, cu_seqlens=cu_seqlens)
+    seq_idx = torch.tensor([[4, 4, 4, 2, 2, 2, 2]])
+    first = tuple(s[:1] for s in before)
+    indexed, last = model(tokens, first, return_state=True, seq_idx=seq_idx)
+    following = model.step(ids(3), state)[0]
+    assert following.shape == (3, VOCAB)
+    for row, (start, stop) in enumerate(((0, 3), (3, 3), (3, 7))):
+        incoming = tuple(s[row : row + 1] for s in before)
+        alone = model(tokens[:, start:stop], incoming)
+        assert_close(f"document {row}", logits[:, start:stop], alone, 1e-11)
+    assert_close("first of seq_idx", indexed[:, :3], logits[:, :3], 1e-11)
+    fresh, after = model(tokens[:, 3:], return_state=True)
+    assert_close("second of seq_idx", indexed[:, 3:], fresh, 1e-11)
+    token = ids(1)
+    assert_close("next", model.step(token, last)[0], model.step(token, after)[0], 1e-11)
+
+
+def test_documents_train_alike() -> None:
+    """The gradient of a packed batch is the sum of those of its documents."""
+    model = make_model()
+    tokens, cu_seqlens = ids(1, 6), torch.tensor([0, 2, 6])
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(model(tokens, cu_seqlens=cu_seqlens).square().sum(), parameters)
+    loss = model(tokens[:, :2]).square().sum() + model(tokens[:, 2:]).square().sum()
+    expected = torch.autograd.grad(loss, parameters)
+    for (name, _), a, e in zip(model.named_parameters(), found, expected, strict=True):
+        assert_close(name, a, e, 1e-10, 1e-12)
+
+
+def test_mixers_without_a_mask() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = SequenceModel(VOCAB, 8, [Plain()])
+    with pytest.raises(TypeError, match="mixer Plain takes no mask, which padding and documents"):
+        model(ids(1, 3), mask=torch.ones(1, 3).bool())
+
+
+@torch.no_grad()
+def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
+    model = make_model()
+    tokens = ids(2, 7)
+    whole, last = model(tokens, return_state=True)
+    _, state = model(tokens[:, :3], return_state=True)
+    decoder = Decoder(model, 2, state=state)
+    for t in range(3, 7):
+        assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], 1e-11)
+    for found, expected in zip(decoder.state, last, strict=True):
+        for a, e in zip(found, expected, strict=True):
+            assert_close("state", a, e, 1e-11)
+    decoder.reset()
+    assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
+
+
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_the_full_forward() -> None:
+    model, prompt = make_model(), ids(3, 4)
+    expected = prompt
+    for _ in range(6):
+        expected = torch.cat([expected, model(expected)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(model.generate(prompt, max_new_tokens=6), expected)
+    assert torch.equal(model.generate(prompt, 6, temperature=0.5, top_k=1), expected)
+    assert torch.equal(model.generate(prompt, 6, temperature=0.5, top_p=1e-9), expected)
+    assert torch.equal(model.generate(prompt, 0), prompt)
+    assert model.generate(prompt.int(), 2).dtype == torch.int32
+    assert model.generate(ids(0, 4), 2).shape == (0, 6)
+    eos = int(expected[0, 5])
+    for row, found in zip(
+        expected.tolist(), model.generate(prompt, 6, eos=eos).tolist(), strict=True
+    ):
+        end = row.index(eos, 4) if eos in row[4:] else len(row)
+        assert found == row[:end] + [eos] * (len(row) - end)
+
+
+@torch.no_grad()
+def test_a_token_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the prompt the model sees each token once, by itself."""
+    model, sizes = make_model(), []
+    project = model.head.forward
+
+    def record(x: Tensor) -> Tensor:
+        sizes.append(tuple(x.shape[:-1]))
+        return project(x)
+
+    monkeypatch.setattr(model.head, "forward", record)
+    model.generate(ids(2, 9), 4)
+    assert sizes == [(2, 9), (2,), (2,), (2,)]
+
+
+@torch.no_grad()
+def test_padded_prompts_generate_what_they_do_alone() -> None:
+    model = make_model()
+    prompt = ids(3, 5)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1] * 5]).bool()
+    found = model.generate(prompt, 4, mask=mask)
+    assert torch.equal(found[:, :5], prompt)
+    for i in range(3):
+        alone = model.generate(prompt[i][mask[i]].unsqueeze(0), 4)
+        assert torch.equal(found[i, 5:], alone[0, -4:])
+
+
+@torch.no_grad()
+def test_draws_follow_the_probabilities() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(20_000, -1)
+    generator = torch.Generator().manual_seed(0)
+
+    def frequencies(**options: Any) -> Tensor:
+        chosen = Sampling(generator=generator, **options).choose(logits)
+        return chosen.bincount(minlength=4) / len(logits)
+
+    def expected(*kept: int, temperature: float = 1.0) -> Tensor:
+        scaled = torch.full((4,), -torch.inf)
+        scaled[list(kept)] = logits[0, list(kept)] / temperature
+        return scaled.softmax(0)
+
+    # five standard deviations of a frequency of 20,000 draws
+    near: dict[str, Any] = {"rtol": 0.0, "atol": 0.018}
+    torch.testing.assert_close(frequencies(temperature=1.0), expected(0, 1, 2), **near)
+    warm = expected(0, 1, 2, temperature=2.0)
+    torch.testing.assert_close(frequencies(temperature=2.0), warm, **near)
+    torch.testing.assert_close(frequencies(temperature=1, top_k=2), expected(1, 2), **near)
+    # the probabilities are 0.09, 0.24 and 0.67
+    torch.testing.assert_close(frequencies(temperature=1.0, top_p=0.7), expected(1, 2), **near)
+    torch.testing.assert_close(frequencies(temperature=1.0, top_p=0.6), expected(2), **near)
+    assert (frequencies(temperature=1.0, top_k=9) > 0).tolist() == [True, True, True, False]
+
+
+def test_equal_generators_give_equal_tokens() -> None:
+    model, prompt = make_model(), ids(2, 3)
+    first, second = (
+        model.generate(prompt, 5, temperature=1.0, generator=torch.Generator().manual_seed(seed))
+        for seed in (3, 3)
+    )
+    assert torch.equal(first, second)
+
+
+GENERATE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"prompt": [[1]]}, TypeError, "prompt must be a tensor (b, t), got list"),
+    ({"prompt": torch.zeros(3).long()}, ValueError, "prompt must have shape (b, t) with at least"),
+    ({"prompt": torch.zeros(2, 0).long()}, ValueError, "prompt must have shape (b, t) with at"),
+    ({"prompt": torch.zeros(2, 2)}, TypeError, "tokens must be int64 or int32 ids"),
+    ({"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an int >= 1, got 2.0"),
+    ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be at least 1, got -1"),
+    ({"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
+    ({"temperature": -1.0}, ValueError, "temperature must be finite and >= 0, got -1.0"),
+    ({"temperature": 1.0, "top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+    ({"temperature": 1.0, "top_p": 0.0}, ValueError, "top_p must lie in (0, 1], got 0.0"),
+    ({"top_k": 2}, ValueError, "top_k must be None with temperature=0"),
+    ({"generator": 0}, TypeError, "generator must be None or a torch.Generator, got int"),
+    ({"eos": 1.0}, TypeError, "eos must be None or an id, got 1.0"),
+    ({"eos": VOCAB}, ValueError, f"eos must be an id below vocab_size = {VOCAB}, got {VOCAB}"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), GENERATE, ids=lambda v: str(v)[:40])
+def test_errors_of_generate(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = SequenceModel(VOCAB, 8, [Bedouin(8)])
+    with pytest.raises(error, match=re.escape(message)):
+        arguments: dict[str, Any] = {"prompt": ids(2, 2), "max_new_tokens": 2}
+        model.generate(**arguments | options)
+
+
+def test_generate_needs_classes_that_are_ids_and_mixers_with_states() -> None:
+    with pytest.raises(ValueError, match="generate needs a model whose classes are its input ids"):
+        SequenceModel(VOCAB, 8, [Bedouin(8)], output_size=3).generate(ids(1, 2), 1)
+    both = Bidirectional(Bedouin(8), Bedouin(8))
+    with pytest.raises(TypeError, match=r"mixer Bidirectional has no init_state\(\)"):
+        SequenceModel(VOCAB, 8, [both]).generate(ids(1, 2), 1)
+
+
+@torch.no_grad()
+def test_both_directions_of_time() -> None:
+    layer = Bidirectional(Bedouin(4, dtype=torch.float64), Mamba(4, dtype=torch.float64))
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+
+    def alone(u: Tensor) -> Tensor:  # (b, t, m)
+        expected: Tensor = layer.forwards(u) + layer.backwards(u.flip(1)).flip(1)
+        return expected
+
+    assert_close("output", layer(x), alone(x), 1e-12)
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [1] * 6]).bool()
+    padded = layer(x.masked_fill(~mask.unsqueeze(-1), torch.nan), mask=mask)
+    assert not padded[~mask].any()
+    for i in range(2):
+        assert_close(f"row {i}", padded[i][mask[i]], alone(x[i : i + 1, mask[i]])[0], 1e-12)
+    row, pieces = x[:1], ((0, 4), (4, 4), (4, 6))
+    documents = torch.cat([alone(row[:, start:stop]) for start, stop in pieces], 1)
+    packed = layer(row, cu_seqlens=torch.tensor([0, 4, 4, 6], dtype=torch.int32))
+    assert_close("documents", packed, documents, 1e-12)
+    indexed = layer(row, seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]]))
+    assert_close("indexed", indexed, documents, 1e-12)
+    model = SequenceModel(VOCAB, 4, [layer], dtype=torch.float64)
+    tokens = ids(1, 6)
+    found = model(tokens, cu_seqlens=torch.tensor([0, 4, 6]))
+    assert_close("model", found[:, :4], model(tokens[:, :4]), 1e-12)
+    assert layer.stats is not None and layer.stats[0].converged.all() and layer.stats[1] is None
+
+
+def test_errors_of_bidirectional() -> None:
+    with pytest.raises(TypeError, match="backwards must be a module, got NoneType"):
+        Bidirectional(Bedouin(4), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must have one d_model, got 4 and 8"):
+        Bidirectional(Bedouin(4), Bedouin(8))
+    with pytest.raises(TypeError, match="mixer Linear takes no mask"):
+        Bidirectional(Bedouin(4), nn.Linear(4, 4))(
+            torch.zeros(1, 2, 4), mask=torch.ones(1, 2).bool()
+        )
+
+
+@torch.no_grad()
+def test_beams_are_reordered() -> None:
+    """A beam that is kept twice goes on from its own state twice."""
+    model = make_model()
+    prompt, token = ids(3, 4), ids(3)
+    _, state = model(prompt, return_state=True)
+    beams = torch.tensor([2, 0, 0])
+    kept = tuple(part[beams] for part in state)
+    expected = model(torch.cat([prompt[beams], token.unsqueeze(1)], 1))[:, -1]
+    assert_close("logits", model.step(token, kept)[0], expected, 1e-11)
+    assert isinstance(kept[0], BedouinState)
