@@ -26,13 +26,13 @@ class WordModel(lightning.LightningModule):
 
 
 def main(steps: int = 300, batch_size: int = 64, d_model: int = 64) -> list[float]:
-    """Return the loss of every step."""
     lightning.seed_everything(0)
     task = WordProblem(Group.from_name("A5"), length=6)
     rows = task.sample(steps * batch_size, torch.Generator().manual_seed(0))
     model, options = WordModel(d_model), {"logger": False, "enable_checkpointing": False}
     trainer = lightning.Trainer(max_epochs=1, gradient_clip_val=1.0, **options)
-    trainer.fit(model, DataLoader(list(zip(*rows, strict=True)), batch_size))
+    data = list(zip(*rows, strict=True))
+    trainer.fit(model, DataLoader(data, batch_size))  # type: ignore[arg-type]
     return model.losses
 
 

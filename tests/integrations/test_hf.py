@@ -105,6 +105,10 @@ class TestGenerate:
         found = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache)
         assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False))
 
+    def test_a_state_cannot_be_taken_back(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        with pytest.raises(ValueError, match="assisted generation is not supported"):
+            model.generate(ids[:1], max_new_tokens=2, assistant_model=model)
+
     def test_decoding_takes_the_step(
         self, model: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
