@@ -15,21 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.cache_utils import (
-    STATIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    LinearAttentionLayer,
-)
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.integrations.masks import row_mask
@@ -37,6 +23,27 @@ from bedouin.layer import FixedPointLayer
 from bedouin.model import GatedMLP
 from bedouin.solvers.base import unknown_option
 from bedouin.state import BedouinState
+
+try:
+    from huggingface_hub.dataclasses import strict
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.cache_utils import (
+        STATIC_LAYER_TYPE_MAPPING,
+        Cache,
+        CacheLayerMixin,
+        DynamicCache,
+        LinearAttentionLayer,
+    )
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.generation import GenerationMixin
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+    from transformers.modeling_utils import PreTrainedModel
+except ImportError as error:
+    raise ImportError(
+        'bedouin.integrations.hf needs transformers >= 5.16: pip install "bedouin[hf]"',
+        name="transformers",
+    ) from error
 
 _LAYER_TYPE = "bedouin"
 _FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
@@ -83,8 +90,7 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         self.num_tokens += num_tokens
 
     def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
-        self.num_tokens = 0
+        self.has_previous_state[0], self.num_tokens = False, 0
 
     def get_seq_length(self) -> int:
         return self.num_tokens
