@@ -227,6 +227,10 @@ class TestForward:
             model(ids, output_attentions=True)
         with pytest.raises(ValueError, match="single row"):
             model(ids, cu_seq_lens_q=torch.tensor([0, 7]))
+        with pytest.raises(ValueError, match=r"ascend from 0 to t = 7, got \[0, 5\]"):
+            model(ids[:1], cu_seq_lens_q=torch.tensor([0, 5]))
+        with pytest.raises(ValueError, match="at most one of mask, cu_seqlens and seq_idx"):
+            model(ids, attention_mask=torch.ones_like(ids), seq_idx=torch.zeros_like(ids))
 
 
 class TestConfig:

@@ -137,7 +137,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         use_cache: whether calls in evaluation return a cache unless they say otherwise.
 
     Other names are attributes, as in every configuration of transformers, but one that resembles an
-    option raises TypeError. Raises ValueError or a StrictDataclassError for values that do not fit.
+    option raises TypeError, and a value of another type transformers' StrictDataclassError. What
+    the mixers cannot take raises when a model is made.
     """
 
     model_type = "bedouin"
@@ -462,11 +463,18 @@ def _documents(
     if seq_idx is not None:
         return seq_idx
     if cu_seq_lens_q is not None:
-        if x.shape[0] != 1:
+        b, t = x.shape[:2]
+        if b != 1:
             raise ValueError(
-                f"cu_seq_lens_q needs a single row of documents, got {x.shape[0]} rows: use seq_idx"
+                f"cu_seq_lens_q needs a single row of documents, got {b} rows: use seq_idx"
             )
-        tokens = torch.arange(x.shape[1], device=x.device)
+        ends: list[int] = cu_seq_lens_q.tolist()
+        if ends[:1] != [0] or ends[-1] != t or ends != sorted(ends):
+            raise ValueError(
+                f"cu_seq_lens_q must ascend from 0 to t = {t}, got {ends!s:.60}: it holds the "
+                "places where documents begin, and t"
+            )
+        tokens = torch.arange(t, device=x.device)
         return torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
     if position_ids is None or mask is not None:
         return None
