@@ -21,6 +21,7 @@ from bedouin.solvers.solution import (
 )
 from bedouin.solvers.solve import solve
 from bedouin.solvers.torchdeq_adapter import Anderson, Broyden
+from bedouin.solvers.watch import SolveStep
 
 __all__ = [
     "Adjoint",
@@ -40,6 +41,7 @@ __all__ = [
     "Result",
     "Solution",
     "SolveStats",
+    "SolveStep",
     "Solver",
     "UnrolledAdjoint",
     "solve",

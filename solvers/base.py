@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.solvers.solution import BackwardStats, Solution
+from bedouin.solvers.watch import Watch
 
 Map = Callable[[Tensor], Tensor]
 TimeDim = Literal[1] | None
@@ -184,9 +185,17 @@ class Solver(ABC):
 
     @abstractmethod
     def solve(
-        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+        self,
+        f: Map,
+        y0: Tensor,  # (b, ...)
+        *,
+        max_steps: int,
+        time_dim: TimeDim,
+        unroll: bool,
+        watch: Watch | None = None,
     ) -> Solution:
-        """Solve from y0 (b, ...). With `unroll` the value carries the gradient of the loop."""
+        """Solve from y0. With `unroll` the value carries the gradient of the loop; `watch` is
+        called at each evaluation of the map."""
 
 
 class MapWrapper:

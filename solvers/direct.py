@@ -25,6 +25,7 @@ from bedouin.solvers.solution import (
     empty_stats,
     read_result,
 )
+from bedouin.solvers.watch import Watch
 
 
 @strict_options
@@ -41,7 +42,14 @@ class Direct(Solver):
     is_exact = True
 
     def solve(
-        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+        self,
+        f: Map,
+        y0: Tensor,  # (b, t, c)
+        *,
+        max_steps: int,
+        time_dim: TimeDim,
+        unroll: bool,
+        watch: Watch | None = None,
     ) -> Solution:
         if not isinstance(f, TriangularMap):
             raise TypeError(
@@ -53,6 +61,8 @@ class Direct(Solver):
         if y0.numel() == 0:
             return Solution(swept.y, empty_stats(y0), Result.converged)
         residual, converged = self._judge(swept)
+        if watch is not None:
+            watch(swept.y, residual)
         steps = torch.ones_like(residual, dtype=torch.int64)
         stats = SolveStats(steps, residual, converged, swept.pivot, cell)
         # a look at a GPU would stop the host once a layer: the caller may look later

@@ -38,6 +38,7 @@ from bedouin.solvers.solution import (
     empty_solution,
     read_result,
 )
+from bedouin.solvers.watch import Watch
 
 CHECK_EVERY = 4
 """Evaluations between two checks for termination on a GPU. A check costs a synchronization; a
@@ -113,13 +114,14 @@ class IterativeSolver(Solver):
         max_steps: int,
         time_dim: TimeDim,
         unroll: bool,
+        watch: Watch | None = None,
     ) -> Solution:
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
-            return _solve_outside(self, f, y0, max_steps, time_dim, unroll)
+            return _solve_outside(self, f, y0, max_steps, time_dim, unroll, watch)
         y = as_tokens(y0, time_dim)
         if y.numel() == 0:
             return empty_solution(y0)
-        steps = self._steps(f, y, y0.shape, unroll)
+        steps = self._steps(f, y, y0.shape, unroll, watch)
         # with so few steps an early stop saves less than the synchronization costs
         readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every = CHECK_EVERY if y.is_cuda else 1
@@ -139,9 +141,13 @@ class IterativeSolver(Solver):
         y: Tensor,  # (b, t, c)
         shape: torch.Size,  # of the user's y, (b, ...)
         unroll: bool,
+        watch: Watch | None,
     ) -> Steps:
         if y.shape != shape:
-            return _PlainSteps(self, TokenMap(f, shape, y.shape), y)
+            f = TokenMap(f, shape, y.shape)
+        if watch is not None:
+            # fused steps overwrite the y that they have measured
+            return _WatchedSteps(self, f, y, shape, watch)
         rule = self.rule()
         # fused steps record no autograd graph
         if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
@@ -161,8 +167,10 @@ def _solve_outside(
     max_steps: int,
     time_dim: TimeDim,
     unroll: bool,
+    watch: Watch | None,
 ) -> Solution:
-    return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll)
+    options = {"max_steps": max_steps, "time_dim": time_dim, "unroll": unroll, "watch": watch}
+    return solver.solve(f, y0, **options)
 
 
 class _PlainSteps:
@@ -211,6 +219,37 @@ class _PlainSteps:
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
         norms = defect, scale, measured.pivot
         return Progress(before.y, frozen, failed, before.num_steps, *norms)
+
+
+class _WatchedSteps(_PlainSteps):
+    """`_PlainSteps` that report each evaluation."""
+
+    def __init__(
+        self,
+        solver: IterativeSolver,
+        f: Map,
+        y: Tensor,  # (b, t, c)
+        shape: torch.Size,  # of the user's y, (b, ...)
+        watch: Watch,
+    ) -> None:
+        super().__init__(solver, f, y)
+        self.shape, self.watch = shape, watch
+
+    def advance(self) -> None:
+        y = self.progress.y
+        super().advance()
+        self._report(y)
+
+    def certify(self) -> None:
+        super().certify()
+        self._report(self.progress.y)
+
+    def _report(
+        self,
+        y: Tensor,  # (b, t, c), at which the map was evaluated
+    ) -> None:
+        residual = relative_residual(self.progress.defect, self.progress.scale)
+        self.watch(y.reshape(self.shape), residual)
 
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:

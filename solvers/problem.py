@@ -7,6 +7,7 @@ from torch import Tensor
 from bedouin.solvers.base import Map, Solver, TimeDim
 from bedouin.solvers.reporting import Reporting
 from bedouin.solvers.solution import Solution
+from bedouin.solvers.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,15 @@ class Problem:
     max_steps: int
     time_dim: TimeDim
     reporting: Reporting
+    watch: Watch | None = None
 
     def run(self, unroll: bool = False) -> Solution:
         """Solve; with `unroll` the value carries the gradient of the loop."""
         return self.solver.solve(
-            self.f, self.y0, max_steps=self.max_steps, time_dim=self.time_dim, unroll=unroll
+            self.f,
+            self.y0,
+            max_steps=self.max_steps,
+            time_dim=self.time_dim,
+            unroll=unroll,
+            watch=self.watch,
         )

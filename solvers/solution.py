@@ -104,6 +104,9 @@ class SolveStats:
         relative tolerance Picard and Jacobi also accept iterates that have grown 1 / rtol times as
         large as their steps (see `Picard`); Anderson and Broyden do not.
     conditioning: smallest pivot of the sample's local systems (Direct, Jacobi), else None.
+    history: the residual at each evaluation of the map, (evaluations, b), the last being
+        `residual` itself or, for Anderson and Broyden, which return their best iterate, one of the
+        last; of `solve(..., record_history=True)`, else None.
     """
 
     num_steps: Tensor  # (b,) int64
@@ -111,6 +114,7 @@ class SolveStats:
     converged: Tensor  # (b,) bool
     conditioning: Tensor | None = None  # (b,)
     _backward: BackwardStats = field(default_factory=BackwardStats, repr=False, compare=False)
+    history: Tensor | None = None  # (evaluations, b)
 
     @property
     def backward(self) -> "SolveStats | None":
@@ -122,7 +126,7 @@ class SolveStats:
 class Solution:
     """The value, statistics and outcome of a solve."""
 
-    value: Tensor  # the shape of y0
+    value: Tensor  # the shape of y0, or tensors with its structure
     stats: SolveStats
     result: Result
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.problem import Problem
 from bedouin.solvers.reporting import OnUnconverged, Reporting
 from bedouin.solvers.solution import Solution, SolveStats, join_parts
+from bedouin.solvers.trees import as_tensor_problem
+from bedouin.solvers.watch import SolveStep, StepRecorder, Watch
 
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
@@ -26,7 +28,7 @@ class Caller:
     deferred: counts and delays the caller's warnings. draw: the number of the training call, which
     a random cap depends on; None in evaluation. record: receives the statistics before a failure is
     reported. num_parts: the q of `join_parts`, if the map's samples are parts of the caller's: each
-    converges by itself, and they are reported together.
+    converges by itself, and they are reported together. watch: called at each evaluation.
     """
 
     subject: str
@@ -34,6 +36,7 @@ class Caller:
     draw: int | None = None
     record: Callable[[SolveStats], None] | None = None
     num_parts: int = 1
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class SolveOptions:
         steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
         cut_at = steps if steps < self.cap.limit else None
         reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
-        problem = Problem(f, y0, self.solver, steps, time_dim, reporting)
+        problem = Problem(f, y0, self.solver, steps, time_dim, reporting, caller.watch)
         solution = (self.adjoint or ImplicitAdjoint()).apply(problem)
         if caller.num_parts > 1:
             solution = replace(solution, stats=join_parts(solution.stats, caller.num_parts))
@@ -90,8 +93,8 @@ class SolveOptions:
 
 
 def solve(
-    f: Map,
-    y0: Tensor,
+    f: Callable[[Any], Any],
+    y0: Any,
     solver: Solver,
     *,
     max_steps: int | Cap = 100,
@@ -101,12 +104,17 @@ def solve(
     draw: int | None = None,
     subject: str = "solve",
     deferred: DeferredWarning | None = None,
+    callback: Callable[[SolveStep], object] | None = None,
+    record_history: bool = False,
 ) -> Solution:
     """Find y* = f(y*) from y0 (b, ...), axis 0 being the batch.
 
     Args:
         f: y -> f(y) of the same shape; the tensors that it closes over get gradients through
             `adjoint`.
+        y0: a tensor, or tuples, lists and dictionaries of tensors that agree in dtype, device and
+            axis 0, and with time_dim=1 in axis 1. f then takes and returns this structure, and so
+            does the solution's value; residuals are relative to the largest of all values.
         solver: Picard, Jacobi, Direct, Anderson or Broyden.
         max_steps: an int or a Cap. The `limit` of a Cap is used unless `draw` is given.
         adjoint: None for ImplicitAdjoint().
@@ -122,17 +130,24 @@ def solve(
         draw: the number of a training call, from which a random Cap draws its number of steps.
         subject: the name used in messages.
         deferred: counts and delays the warnings of one caller. None: every call warns.
+        callback: called with a SolveStep at each evaluation of f in the forward solve.
+        record_history: whether stats.history has the residual at each of them.
 
-    Returns a Solution: value (the shape of y0), stats (each (b,)), result.
+    Returns a Solution: value (like y0), stats (each (b,)), result.
     Raises TypeError or ValueError for arguments of the wrong kind, for a map without the structure
     that the solver needs, and for an f that changes shape; ConvergenceError on request.
     """
     options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
+    f, y0, split = as_tensor_problem(f, y0, time_dim)
     _check_start(y0, time_dim)
     if deferred is None:
         deferred = _DEFERRED
         deferred.flush()
-    return options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, Caller(subject, deferred, draw))
+    watch = StepRecorder(callback, record_history, split) if callback or record_history else None
+    caller = Caller(subject, deferred, draw, watch=watch)
+    solution = options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, caller)
+    solution = solution if watch is None else watch.into(solution)
+    return replace(solution, value=split(solution.value))
 
 
 def _check_start(

@@ -17,6 +17,7 @@ Letters: b batch, t tokens of a sample, c the values of a token.
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -47,6 +48,7 @@ from bedouin.solvers.solution import (
     empty_solution,
     read_result,
 )
+from bedouin.solvers.watch import Watch
 
 
 def _stop_tolerance(z: Tensor) -> float:
@@ -55,6 +57,11 @@ def _stop_tolerance(z: Tensor) -> float:
     z: (b, t c). Only the exact zeros that the guarded map returns for solved samples are below it.
     """
     return torch.finfo(z.dtype).tiny
+
+
+def _reshaped(watch: Watch, shape: torch.Size, y: Tensor, residual: Tensor) -> None:
+    """`watch` with y (b, t, c) in the user's shape."""
+    watch(y.reshape(shape), residual)
 
 
 class _GuardedMap:
@@ -76,7 +83,9 @@ class _GuardedMap:
         rtol: float,
         atol: float,
         budget: int,
+        watch: Watch | None = None,
     ) -> None:
+        self.watch = watch
         self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
         self.real = counted_tokens(f)
         b, t, _ = y0.shape
@@ -136,11 +145,21 @@ class _GuardedMap:
         small = small | self.nonfinite
         done = (small if self.real is None else small | ~self.real).all(1) & judged
         residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
+        if self.watch is not None:
+            kept = self.frozen[:, None, None]
+            self.watch(torch.where(kept, self.best, y), self._kept_residual(residual))
         better = (done | (residual < self.lowest)) & ~self.frozen
         self.best = torch.where(better[:, None, None], y, self.best)
         self.f_best = torch.where(better[:, None, None], f_y, self.f_best)
         self.lowest = torch.where(better, residual, self.lowest)
         self.frozen = self.frozen | done
+
+    def _kept_residual(
+        self,
+        residual: Tensor,  # (b,), of this evaluation
+    ) -> Tensor:  # (b,)
+        """That of a converged sample's own value, which later evaluations do not concern."""
+        return torch.where(self.frozen, self.lowest, residual)
 
     def _tolerance(
         self,
@@ -203,7 +222,14 @@ class _TorchDEQSolver(Solver):
 
     @torch.no_grad()
     def solve(
-        self, f: Map, y0: Tensor, *, max_steps: int, time_dim: TimeDim, unroll: bool
+        self,
+        f: Map,
+        y0: Tensor,  # (b, ...)
+        *,
+        max_steps: int,
+        time_dim: TimeDim,
+        unroll: bool,
+        watch: Watch | None = None,
     ) -> Solution:
         if not can_read_device(y0):
             raise RuntimeError(
@@ -215,8 +241,9 @@ class _TorchDEQSolver(Solver):
         if y.numel() == 0:
             return empty_solution(y0)
         f_tokens = f if y.shape == y0.shape else TokenMap(f, y0.shape, y.shape)
+        watch_tokens = None if watch is None else partial(_reshaped, watch, y0.shape)
         # one evaluation more than steps: the one that only measures the last iterate
-        guarded = _GuardedMap(f_tokens, y, self.rtol, self.atol, max_steps + 1)
+        guarded = _GuardedMap(f_tokens, y, self.rtol, self.atol, max_steps + 1, watch_tokens)
         while not guarded.finished:
             self._run(guarded, guarded.start_round())
         return self._conclude(guarded, y0.shape, max_steps)

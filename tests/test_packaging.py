@@ -30,6 +30,8 @@ ALLOWED = {
     "bedouin.kernels": ("bedouin.kernels",),
     "bedouin.solvers": ("bedouin.kernels", "bedouin.solvers"),
 }
+TORCHDEQ_USERS = ("bedouin.solvers.torchdeq_adapter", "bedouin.integrations.torchdeq")
+EXTRAS = ("accelerate", "fla", "huggingface_hub", "mamba_ssm", "peft", "transformers")
 
 
 def setuptools_table() -> dict[str, Any]:
@@ -73,8 +75,12 @@ def misplaced(module: str, imported: str) -> str | None:
     """Why `module` must not import `imported`; None if it may."""
     if imported.startswith(".") or is_below(imported, "kernels") or is_below(imported, "solvers"):
         return "write imports in full, from bedouin"
-    if is_below(imported, "torchdeq") and module != "bedouin.solvers.torchdeq_adapter":
-        return "only bedouin.solvers.torchdeq_adapter imports torchdeq"
+    if is_below(imported, "torchdeq") and module not in TORCHDEQ_USERS:
+        return f"only {' and '.join(TORCHDEQ_USERS)} import torchdeq"
+    if not is_below(module, "bedouin.integrations") and (
+        is_below(imported, "bedouin.integrations") or imported.partition(".")[0] in EXTRAS
+    ):
+        return "integrations are imported by users alone, and extras by integrations alone"
     triton_names = (module.rpartition(".")[0] + ".triton_kernels", "triton")
     if module.endswith(".reference") and any(is_below(imported, name) for name in triton_names):
         return "a reference never imports triton"

@@ -23,6 +23,7 @@ from bedouin.rnn_layer import FixedPointRNN
 from bedouin.solvers import Adjoint, Direct, Solution, Solver, SolveStats
 from bedouin.solvers.base import Map, TimeDim
 from bedouin.solvers.solution import join_parts
+from bedouin.solvers.watch import Watch
 from bedouin.state import BedouinState
 
 GROWTH_LIMIT = 1e6
@@ -101,8 +102,10 @@ class _Recorder(Solver):
         max_steps: int,
         time_dim: TimeDim,
         unroll: bool,
+        watch: Watch | None = None,
     ) -> Solution:
-        solution = self.inner.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll)
+        options = {"max_steps": max_steps, "time_dim": time_dim, "unroll": unroll, "watch": watch}
+        solution = self.inner.solve(f, y0, **options)
         self.calls.append((f, solution))
         return solution
 

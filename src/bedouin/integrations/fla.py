@@ -1,0 +1,148 @@
+"""Bedouin as a layer of flash-linear-attention: its call, its cache, its packed documents.
+
+    layer = BedouinLayer(hidden_size=512, layer_idx=0)
+    o, _, past_key_values = layer(x, attention_mask, past_key_values, use_cache=True)
+
+    model = replace_layers(GLAForCausalLM(config), num_heads=8)
+
+Tested with flash-linear-attention 0.6 (pip install "bedouin[fla]"); `BedouinLayer` alone does not
+import it.
+
+Letters: b batch, t time, m hidden_size, d d_inner, n d_state.
+"""
+
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.bedouin_layer import Bedouin
+from bedouin.checks import one_of
+from bedouin.integrations.masks import row_mask
+from bedouin.state import BedouinState
+
+Mode = Literal["chunk", "fused_recurrent"]
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class BedouinLayer(nn.Module):
+    """`bedouin.Bedouin` with the constructor, the call and the cache of FLA's layers.
+
+    Args:
+        hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is required for calls with
+            past_key_values.
+        mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
+        options: other options of `bedouin.Bedouin`, d_state and expand among them.
+
+    Attribute `layer` is the Bedouin layer. Raises what `Bedouin` raises.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        mode: Mode = "chunk",
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.mode = one_of("mode", mode, get_args(Mode))
+        self.hidden_size, self.layer_idx = hidden_size, layer_idx
+        self.layer = Bedouin(hidden_size, layer_idx=layer_idx, norm_eps=norm_eps, **options)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # (b, t, m)
+        attention_mask: Tensor | None = None,  # (b, t) or (b, tokens before + t)
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        *,
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        **of_others: Any,
+    ) -> tuple[Tensor, None, Any]:
+        """(b, t, m) -> (output (b, t, m), None, past_key_values).
+
+        attention_mask: 1 for real tokens, padding anywhere; of more than t columns the last t. Must
+            be None with cu_seqlens.
+        past_key_values: fla.models.utils.Cache. It holds the state before the tokens, and with
+            use_cache the one after them, of each row or of each document: recurrent_state is the
+            tuple of h (b, d, n) and y (b, d).
+        of_others: FLA's models pass all their arguments to every layer; no other one concerns it.
+
+        Raises ValueError for a mask of another shape, output_attentions, a cache without layer_idx.
+        """
+        if output_attentions:
+            raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
+        mask = row_mask(attention_mask, hidden_states)
+        state = self._read(past_key_values)
+        if state is not None and hidden_states.shape[1] == 1 and cu_seqlens is None:
+            output, after = self._step(hidden_states, state, mask)
+        else:
+            packing: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
+            output, after = self.layer(hidden_states, state, True, **packing)
+        if use_cache and past_key_values is not None:
+            past_key_values.update(
+                recurrent_state=tuple(after),
+                layer_idx=self.layer_idx,
+                offset=hidden_states.shape[1],
+            )
+        return output, None, past_key_values
+
+    def _step(
+        self,
+        x: Tensor,  # (b, 1, m)
+        state: BedouinState,
+        mask: Tensor | None,  # (b, 1)
+    ) -> tuple[Tensor, BedouinState]:  # (b, 1, m) and the state
+        """One token; where the mask is False the output is 0 and the state stays."""
+        output, after = self.layer.step(x.squeeze(1), state)
+        if mask is not None:
+            output = torch.where(mask, output, 0.0)
+            ssm = torch.where(mask.unsqueeze(-1), after.ssm, state.ssm)
+            after = BedouinState(ssm, torch.where(mask, after.y, state.y))
+        return output.unsqueeze(1), after
+
+    def _read(self, cache: Any) -> BedouinState | None:
+        """The state before the tokens; None: zeros."""
+        if cache is None:
+            return None
+        if self.layer_idx is None:
+            raise ValueError(
+                "layer_idx must be an int for calls with past_key_values, got None: use "
+                "BedouinLayer(..., layer_idx=i)"
+            )
+        kept = cache[self.layer_idx] if len(cache) > self.layer_idx else None
+        found = None if kept is None else kept["recurrent_state"]
+        return None if found is None else BedouinState(*found)
+
+
+def replace_layers(model: ModelT, **options: Any) -> ModelT:
+    """`model`, one of FLA's, with a new `BedouinLayer` as the `attn` of each of its blocks.
+
+    Layers of softmax attention stay. The new ones have the device and dtype of the model, and are
+    saved with it; what FLA's configuration says of layers does not change.
+
+    Raises ValueError for a model without such blocks.
+    """
+    from fla.layers.attn import Attention
+
+    blocks = [module for module in model.modules() if isinstance(_attn(module), nn.Module)]
+    if not blocks:
+        raise ValueError(
+            f"model must have blocks with a layer `attn`, got {type(model).__name__}: use one of "
+            "FLA's such as GLAForCausalLM, or bedouin.integrations.hf"
+        )
+    for block in blocks:
+        old = _attn(block)
+        if isinstance(old, Attention):
+            continue
+        like = next(old.parameters())
+        sizes = {"hidden_size": old.hidden_size, "layer_idx": old.layer_idx}
+        factory = {"device": like.device, "dtype": like.dtype}
+        block.attn = BedouinLayer(**sizes, **factory, **options)
+    return model
+
+
+def _attn(module: nn.Module) -> Any:
+    return getattr(module, "attn", None)

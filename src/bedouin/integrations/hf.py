@@ -1,0 +1,471 @@
+"""Bedouin language models for transformers: configuration, backbone, causal language model, cache.
+
+    from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM
+    model = BedouinForCausalLM(BedouinConfig(vocab_size=256, hidden_size=128, num_hidden_layers=2))
+    model.generate(ids, max_new_tokens=20)
+
+The import registers them with AutoConfig, AutoModel and AutoModelForCausalLM. Requires
+transformers >= 5.16 (pip install "bedouin[hf]").
+
+Letters: b batch, t time, m hidden_size, d d_inner, n state_size, v vocab_size.
+"""
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.cache_utils import (
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionLayer,
+)
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+
+from bedouin.bedouin_layer import Bedouin
+from bedouin.integrations.masks import row_mask
+from bedouin.layer import FixedPointLayer
+from bedouin.model import GatedMLP
+from bedouin.solvers.base import unknown_option
+from bedouin.state import BedouinState
+
+_LAYER_TYPE = "bedouin"
+_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
+"""What DataCollatorWithFlattening adds to a batch, besides seq_idx."""
+
+_OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
+
+
+class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
+    """The state of one layer in a `Cache`: h as recurrent state, y as convolution state of width 1.
+
+    `DynamicCache(config=model.config)` consists of these layers. Unlike transformers' layers of
+    linear attention it counts its tokens, which chunked prefill and continued generation need, and
+    gradients flow through it from one call to the next. It is not compiled, and cannot be cropped.
+    """
+
+    _layer_type = _LAYER_TYPE
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, **sizes: Any) -> None:
+        # sizes: those of a static cache, which a state of constant size does not need
+        CacheLayerMixin.__init__(self)
+        LinearAttentionLayer.__init__(self)
+        self.num_tokens = 0
+
+    @property
+    def state(self) -> BedouinState | None:
+        """The state after the tokens so far; None before the first one."""
+        if not self.has_previous_state[0]:
+            return None
+        return BedouinState(self.recurrent_states[0], self.conv_states[0].squeeze(-1))
+
+    def write(self, state: BedouinState, num_tokens: int) -> None:
+        """Keep `state`, that after `num_tokens` more tokens."""
+        self.device, self.dtype = state.y.device, state.y.dtype
+        # assigned, not copied: a graph of autograd may contain the previous tensors
+        self.recurrent_states[0], self.conv_states[0] = state.ssm, state.y.unsqueeze(-1)
+        for known in (self.is_conv_states_initialized, self.is_recurrent_states_initialized):
+            known[0] = True
+        self.conv_kernel_size[0], self.has_previous_state[0] = 1, True
+        self.is_initialized = True
+        self.num_tokens += num_tokens
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        self.num_tokens = 0
+
+    def get_seq_length(self) -> int:
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.num_tokens + query_length, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> Any:
+        raise TypeError("a Bedouin layer has no keys and values: its cache is written by `write`")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.write(self.state._each(lambda v: v.repeat_interleave(repeats, 0)), 0)
+
+    def batch_select_indices(
+        self,
+        indices: Tensor,  # (samples kept,)
+    ) -> None:
+        if self.state is not None:
+            self.write(self.state[indices.to(self.device)], 0)
+
+
+STATIC_LAYER_TYPE_MAPPING[_LAYER_TYPE] = BedouinCacheLayer
+
+
+@strict
+class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The configuration of `BedouinModel` and `BedouinForCausalLM`.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
+        intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
+        state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
+            feedback, feedback_norm, feedback_init: options of `bedouin.Bedouin`, where state_size
+            is called d_state.
+        rms_norm_eps: epsilon of every norm.
+        initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
+            have their own initialization.
+        tie_word_embeddings: whether the head shares the embedding's weight.
+        use_cache: whether calls in evaluation return a cache unless they say otherwise.
+
+    Other names are attributes, as in every configuration of transformers, but one that resembles an
+    option raises TypeError. Raises ValueError or a StrictDataclassError for values that do not fit.
+    """
+
+    model_type = "bedouin"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "d_model": "hidden_size",
+        "d_state": "state_size",
+        "num_layers": "num_hidden_layers",
+    }
+
+    vocab_size: int = 50280
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    intermediate_size: int | None = None
+    state_size: int = 16
+    expand: int | float = 2
+    num_heads: int | None = None
+    num_householder: int = 2
+    beta_max: int | float = 1.0
+    decay: str = "mamba"
+    input_scale: str = "bounded_delta"
+    eigenvalues: str = "positive"
+    feedback: list[str] | tuple[str, ...] = ("delta", "B", "C", "mixer")
+    feedback_norm: bool = True
+    feedback_init: int | float = 0.1
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **others: Any) -> None:
+        options = [field.name for field in fields(self)]
+        for name in others:
+            known = name in self.attribute_map or hasattr(type(self), name)
+            if not known and difflib.get_close_matches(name, options, n=1, cutoff=0.85):
+                raise TypeError(unknown_option("BedouinConfig", name, options))
+        self.feedback = list(self.feedback)
+        super().__post_init__(**others)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The type of each layer's cache, from which DynamicCache makes them."""
+        return [_LAYER_TYPE] * self.num_hidden_layers
+
+    def validate_layer_type(self) -> None:
+        """Nothing: transformers would admit its own types of layers only."""
+
+    def make_mixer(self, layer_idx: int) -> Bedouin:
+        """The layer that the options describe."""
+        options: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in (
+                *("expand", "num_heads", "num_householder", "beta_max", "decay", "input_scale"),
+                *("eigenvalues", "feedback", "feedback_norm", "feedback_init"),
+            )
+        }
+        sizes = {"d_state": self.state_size, "norm_eps": self.rms_norm_eps}
+        return Bedouin(self.hidden_size, layer_idx=layer_idx, **sizes, **options)
+
+
+class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]
+    """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP."""
+
+    def __init__(self, config: BedouinConfig, layer_idx: int) -> None:
+        super().__init__()
+        m, eps = config.hidden_size, config.rms_norm_eps
+        self.layer_idx = layer_idx
+        self.norm = nn.RMSNorm(m, eps=eps)
+        self.mixer = config.make_mixer(layer_idx)
+        self.mlp: nn.Sequential | None = None
+        if config.intermediate_size is not None:
+            mlp = GatedMLP(m, config.intermediate_size / m)
+            self.mlp = nn.Sequential(nn.RMSNorm(m, eps=eps), mlp)
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        past_key_values: Cache | None = None,
+        mask: Tensor | None = None,  # (b, t) bool
+        seq_idx: Tensor | None = None,  # (b, t)
+    ) -> Tensor:  # (b, t, m)
+        x = x + self._mix(self.norm(x), past_key_values, mask, seq_idx)
+        if self.mlp is None:
+            return x
+        update: Tensor = self.mlp(x)
+        return x + update
+
+    def _mix(
+        self,
+        x: Tensor,  # (b, t, m)
+        cache: Cache | None,
+        mask: Tensor | None,  # (b, t)
+        seq_idx: Tensor | None,  # (b, t)
+    ) -> Tensor:  # (b, t, m)
+        output: Tensor
+        if cache is None:
+            output = self.mixer(x, mask=mask, seq_idx=seq_idx)
+            return output
+        kept = _cache_layer(cache, self.layer_idx)
+        state = kept.state
+        if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
+            output, state = self.mixer.step(x.squeeze(1), state)
+            output = output.unsqueeze(1)
+        else:
+            packing = {"mask": mask, "seq_idx": seq_idx}
+            output, state = self.mixer(x, state=state, return_state=True, **packing)
+        kept.write(state, x.shape[1])
+        return output
+
+
+def _cache_layer(cache: Cache, layer_idx: int) -> BedouinCacheLayer:
+    layers = getattr(cache, "layers", ())
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    if not isinstance(layer, BedouinCacheLayer):
+        raise TypeError(
+            f"past_key_values must have a BedouinCacheLayer for layer {layer_idx}, got "
+            f"{type(cache).__name__} with {type(layer).__name__}: use "
+            "DynamicCache(config=model.config)"
+        )
+    return layer
+
+
+class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """What both models share: initialization, checkpointing, names for loading and saving."""
+
+    config: BedouinConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["BedouinBlock"]
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _can_compile_fullgraph = False
+    # the counter of random caps, which tools that save parameters alone leave out
+    _keys_to_ignore_on_load_missing = [r"\._extra_state$"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize the parameters of `module` that no checkpoint has set."""
+        super()._init_weights(module)
+        if not isinstance(module, FixedPointLayer):
+            return
+        loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+        values = [p.clone() for p in loaded]
+        # after the children, whose projections transformers has filled with its own values
+        module.reset_parameters()
+        for parameter, value in zip(loaded, values, strict=True):
+            parameter.copy_(value)
+
+
+class BedouinModel(BedouinPreTrainedModel):
+    """Embedding, blocks and final norm."""
+
+    def __init__(self, config: BedouinConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(BedouinBlock(config, i) for i in layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (b, t)
+        attention_mask: Tensor | None = None,  # (b, t) or (b, tokens before + t)
+        inputs_embeds: Tensor | None = None,  # (b, t, m)
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        seq_idx: Tensor | None = None,  # (b, t)
+        **flattened: Any,
+    ) -> Any:
+        """`BaseModelOutputWithPast`, or with return_dict=False a tuple.
+
+        attention_mask: True or 1 for real tokens, padding anywhere; with a cache it may also cover
+            the tokens before, as generate's does.
+        past_key_values: `DynamicCache(config=model.config)`, which is updated in place; None: a new
+            one if use_cache. In training, use_cache is False unless it is given.
+        seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
+            describes them, the first that is given counting. A document starts where seq_idx
+            changes or position_ids is 0. The cache holds the state after a row's last document.
+            Beside an attention_mask, position_ids are not needed and have no effect.
+
+        Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
+        attention_mask of another shape, and what the layers raise.
+        """
+        _check_names(flattened, _FLATTENED)
+        if output_attentions:
+            raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = row_mask(attention_mask, x)
+        seq_idx = _documents(x, mask, seq_idx, **flattened)
+        cache = self._cache(past_key_values, use_cache)
+        wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
+        hidden: list[Tensor] = []
+        for layer in self.layers:
+            hidden.append(x)
+            x = layer(x, past_key_values=cache, mask=mask, seq_idx=seq_idx)
+        x = self.norm(x)
+        all_hidden = (*hidden, x) if wants_hidden else None
+        found = BaseModelOutputWithPast(x, cache, all_hidden)
+        return found if self._choose(return_dict, "return_dict") else found.to_tuple()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    def _cache(self, past: Cache | None, use_cache: bool | None) -> Cache | None:
+        if use_cache is None:
+            use_cache = past is not None or (self.config.use_cache and not self.training)
+        if self.gradient_checkpointing and self.training:
+            # the recomputation of a block would continue from the state after it
+            if past is not None:
+                raise ValueError(
+                    "past_key_values must be None under gradient checkpointing in training: call "
+                    "model.gradient_checkpointing_disable() or model.eval()"
+                )
+            return None
+        return DynamicCache(config=self.config) if use_cache and past is None else past
+
+    def _choose(self, value: bool | None, name: str) -> bool:
+        return bool(getattr(self.config, name) if value is None else value)
+
+
+class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """`BedouinModel` with a linear head, a loss and `generate`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: BedouinConfig) -> None:
+        super().__init__(config)
+        self.model = BedouinModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (b, t)
+        attention_mask: Tensor | None = None,  # (b, t) or (b, tokens before + t)
+        inputs_embeds: Tensor | None = None,  # (b, t, m)
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,  # (b, t), -100 where there is no loss
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **others: Any,
+    ) -> Any:
+        """`CausalLMOutputWithPast`, or with return_dict=False a tuple.
+
+        labels: input_ids themselves; the loss shifts them. logits_to_keep: the number of last
+        tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all. Other
+        arguments are those of `BedouinModel.forward` and of transformers' loss.
+        """
+        for_loss = {name: others.pop(name) for name in _OF_THE_LOSS if name in others}
+        return_dict = self.model._choose(return_dict, "return_dict")
+        found = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **others,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            sizes = {"vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits, labels=labels, **sizes, **for_loss)
+        past, hidden = found.past_key_values, found.hidden_states
+        output = CausalLMOutputWithPast(loss, logits, past, hidden)
+        return output if return_dict else output.to_tuple()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,  # (b, t)
+        *,
+        inputs_embeds: Tensor | None = None,  # (b, t, m)
+        is_first_iteration: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The arguments of `forward` for the next call of `generate`, which reads from the names
+        here that embeddings and, by `kwargs`, the arguments of `forward` are admitted."""
+        given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
+        inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
+        if kwargs.get("past_key_values") is not None and not is_first_iteration:
+            # a token after the prompt is real, and without a mask it is decoded by `step`
+            inputs.pop("attention_mask", None)
+        return inputs
+
+
+def _check_names(given: dict[str, Any], valid: tuple[str, ...]) -> None:
+    """Raise TypeError for names that are not valid."""
+    for name in given:
+        if name not in valid:
+            raise TypeError(unknown_option("forward", name, list(valid)))
+
+
+def _documents(
+    x: Tensor,  # (b, t, m)
+    mask: Tensor | None,  # (b, t)
+    seq_idx: Tensor | None,  # (b, t)
+    cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
+    position_ids: Tensor | None = None,  # (b, t)
+    **lengths: Any,
+) -> Tensor | None:  # (b, t)
+    """The index of each token's document; None for one document a row.
+
+    lengths: what follows from cu_seq_lens_q.
+    """
+    if seq_idx is not None:
+        return seq_idx
+    if cu_seq_lens_q is not None:
+        if x.shape[0] != 1:
+            raise ValueError(
+                f"cu_seq_lens_q needs a single row of documents, got {x.shape[0]} rows: use seq_idx"
+            )
+        tokens = torch.arange(x.shape[1], device=x.device)
+        return torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
+    if position_ids is None or mask is not None:
+        return None
+    return (position_ids == 0).cumsum(-1).expand(x.shape[:2])
+
+
+AutoConfig.register(BedouinConfig.model_type, BedouinConfig, exist_ok=True)
+AutoModel.register(BedouinConfig, BedouinModel, exist_ok=True)
+AutoModelForCausalLM.register(BedouinConfig, BedouinForCausalLM, exist_ok=True)

@@ -1,0 +1,182 @@
+"""Bedouin as a mixer of mamba-ssm's `Block`, `MixerModel` and `MambaLMHeadModel`.
+
+    Block(dim, partial(BedouinMixer, layer_idx=0), nn.Identity)
+
+    model = replace_mixers(MambaLMHeadModel(config), d_state=32)
+    model.generate(ids, max_length=100, cg=True)
+
+Tested with mamba-ssm 2.3 (pip install "bedouin[mamba]"); `BedouinMixer` alone does not import it.
+
+Letters: b batch, t time, m d_model, d d_inner, n d_state.
+"""
+
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.bedouin_layer import Bedouin
+from bedouin.state import BedouinState
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+States = tuple[Tensor, Tensor]
+"""conv_state (b, d, 1), which holds y of the last token, and ssm_state (b, d, n), which holds h."""
+
+
+class InferenceParams(Protocol):
+    """What is read of mamba_ssm.utils.generation.InferenceParams."""
+
+    seqlen_offset: int
+    batch_size_offset: int
+    key_value_memory_dict: dict[int, Any]
+
+
+class BedouinMixer(nn.Module):
+    """`bedouin.Bedouin` with the constructor, the call and the cache of mamba-ssm's mixers.
+
+    Args:
+        d_model, d_state, expand, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is
+            required for calls with inference_params.
+        options: other options of `bedouin.Bedouin`. There is no d_conv: feedback replaces the short
+            convolution.
+
+    Attribute `layer` is the Bedouin layer. Raises what `Bedouin` raises.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        expand: float = 2,
+        *,
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype, "layer_idx": layer_idx}
+        self.layer = Bedouin(d_model, d_state=d_state, expand=expand, **factory, **options)
+        self.layer_idx = layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # (b, t, m)
+        inference_params: InferenceParams | None = None,
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        seq_idx: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+    ) -> Tensor:  # (b, t, m)
+        """The mixed sequence, as of `Bedouin.forward`.
+
+        With inference_params, the states that they hold for this layer are those before the
+        sequence, or zeros if seqlen_offset is 0, and become those after it, in place. A single
+        token is decoded by `step`; longer chunks may follow one another, too.
+
+        Raises ValueError for inference_params without a layer_idx, or with cu_seqlens.
+        """
+        packing: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        if inference_params is None:
+            output: Tensor = self.layer(hidden_states, **packing)
+            return output
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens must be None with inference_params: use seq_idx")
+        states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
+        is_first = inference_params.seqlen_offset == 0
+        if not is_first and hidden_states.shape[1] == 1 and mask is None and seq_idx is None:
+            return self.step(hidden_states, *states)[0]
+        before = None if is_first else _read(states)
+        output, after = self.layer(hidden_states, before, True, **packing)
+        _write(states, after)
+        return output
+
+    def step(
+        self,
+        hidden_states: Tensor,  # (b, 1, m)
+        conv_state: Tensor,  # (b, d, 1)
+        ssm_state: Tensor,  # (b, d, n)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (b, 1, m) and the states
+        """One token. The states are updated in place, and keep their addresses."""
+        if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
+            raise ValueError(
+                f"hidden_states must have shape (b, 1, m), got {tuple(hidden_states.shape)}: "
+                "call the mixer for more than one token"
+            )
+        states = conv_state, ssm_state
+        output, after = self.layer.step(hidden_states.squeeze(1), _read(states))
+        _write(states, after)
+        return output.unsqueeze(1), conv_state, ssm_state
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **unused: Any
+    ) -> States:
+        """The states before the first token.
+
+        Their size does not depend on max_seqlen, and their dtype is that of the solve, at least
+        float32, whatever dtype the model decodes in.
+        """
+        state = self.layer.init_state(batch_size)
+        return state.y.unsqueeze(-1), state.ssm
+
+    def _get_states_from_cache(self, params: InferenceParams, batch_size: int) -> States:
+        """This layer's states of the batch at batch_size_offset, which are made if there are
+        none."""
+        if self.layer_idx is None:
+            raise ValueError(
+                "layer_idx must be an int for calls with inference_params, got None: use "
+                "partial(BedouinMixer, layer_idx=i)"
+            )
+        start, kept = params.batch_size_offset, params.key_value_memory_dict
+        if self.layer_idx not in kept:
+            made = self.allocate_inference_cache(start + batch_size, 0)
+            kept[self.layer_idx] = made
+        conv_state, ssm_state = kept[self.layer_idx]
+        rows = slice(start, start + batch_size)
+        return conv_state[rows], ssm_state[rows]
+
+
+def replace_mixers(model: ModelT, **options: Any) -> ModelT:
+    """`model` with a new `BedouinMixer` in place of each mixer of its blocks, except attention.
+
+    `MixerModel` and `MambaLMHeadModel` can only make mixers that mamba-ssm knows. The new ones have
+    the layer_idx, device and dtype of the old ones, and the initialization that these models give
+    to mixers; `options` are those of BedouinMixer. The model's configuration stays what it was.
+
+    Raises ValueError for a model without blocks.
+    """
+    from mamba_ssm.models.mixer_seq_simple import _init_weights
+    from mamba_ssm.modules.block import Block
+    from mamba_ssm.modules.mha import MHA
+
+    blocks = [block for block in model.modules() if isinstance(block, Block)]
+    if not blocks:
+        raise ValueError(
+            f"model must contain blocks of mamba-ssm, got {type(model).__name__}: use a MixerModel "
+            "or a MambaLMHeadModel"
+        )
+    for block in blocks:
+        if isinstance(block.mixer, MHA):
+            continue
+        like: Tensor = block.mixer.out_proj.weight
+        factory = {"device": like.device, "dtype": like.dtype}
+        mixer = BedouinMixer(like.shape[0], layer_idx=block.mixer.layer_idx, **factory, **options)
+        residuals = 1 if block.mlp is None else 2
+        mixer.apply(partial(_init_weights, n_layer=len(blocks), n_residuals_per_layer=residuals))
+        block.mixer = mixer
+    return model
+
+
+def _read(states: States) -> BedouinState:
+    conv_state, ssm_state = states
+    state = BedouinState(ssm_state, conv_state.squeeze(-1))
+    # autograd may save it, and `_write` overwrites it
+    return state.clone() if torch.is_grad_enabled() else state
+
+
+@torch.no_grad()
+def _write(states: States, state: BedouinState) -> None:
+    conv_state, ssm_state = states
+    conv_state.copy_(state.y.unsqueeze(-1))
+    ssm_state.copy_(state.ssm)

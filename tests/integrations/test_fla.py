@@ -1,0 +1,143 @@
+"""bedouin.integrations.fla against the installed flash-linear-attention."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bedouin.integrations.fla import BedouinLayer, replace_layers
+
+pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("fla")
+    from fla.models import GLAConfig, GLAForCausalLM
+    from fla.models.utils import Cache
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+VOCAB = 24
+
+
+def make_model(**options: Any) -> GLAForCausalLM:
+    """With torch's modules in place of FLA's kernels, which need a GPU."""
+    plain = dict.fromkeys(("fuse_norm", "fuse_swiglu", "fuse_cross_entropy"), False)
+    config = GLAConfig(
+        hidden_size=8, num_hidden_layers=2, num_heads=2, vocab_size=VOCAB, pad_token_id=0, **plain
+    )
+    return replace_layers(GLAForCausalLM(config), d_state=4, **options).double().eval()
+
+
+def make_layer(**options: Any) -> BedouinLayer:
+    return BedouinLayer(8, layer_idx=0, d_state=4, **options).double()
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def plain_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SwiGLU in torch where FLA's kernel, which no option replaces, cannot run."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("fla.modules.mlp.swiglu", lambda x, y: nn.functional.silu(x) * y)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 6, 8, dtype=torch.float64)
+
+
+class TestLayer:
+    @pytest.mark.parametrize("num_heads", [1, 2])
+    def test_chunks_and_tokens_equal_the_whole(self, x: Tensor, num_heads: int) -> None:
+        layer, cache = make_layer(num_heads=num_heads), Cache()
+        whole, attentions, none = layer(x)
+        assert attentions is None and none is None
+        found = []
+        for chunk in x.split([3, 1, 1, 1], dim=1):
+            output, _, cache = layer(chunk, past_key_values=cache, use_cache=True)
+            found.append(output)
+        same(torch.cat(found, 1), whole)
+        assert cache.get_seq_length(0) == 6
+        assert [tuple(s.shape) for s in cache[0]["recurrent_state"]] == [(2, 16, 4), (2, 16)]
+
+    def test_the_cache_changes_with_use_cache_only(self, x: Tensor) -> None:
+        layer, cache = make_layer(), Cache()
+        layer(x, past_key_values=cache, use_cache=False)
+        assert len(cache) == 0
+
+    def test_mask_in_prefill_and_decoding(self, x: Tensor) -> None:
+        layer, cache = make_layer(), Cache()
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+        prefill, _, _ = layer(x[:, :5], mask[:, :5], cache, use_cache=True)
+        # as in generation, the mask also covers the tokens before
+        last, _, _ = layer(x[:, 5:], mask, cache, use_cache=True)
+        found = torch.cat([prefill, last], 1)
+        for row, output, real in zip(x, found, mask.bool(), strict=True):
+            same(output[real], layer(row[real].unsqueeze(0))[0][0])
+            assert not output[~real].any()
+        alone = Cache()
+        layer(x[1:, :5], past_key_values=alone, use_cache=True)
+        for kept, state in zip(
+            cache[0]["recurrent_state"], alone[0]["recurrent_state"], strict=True
+        ):
+            same(kept[1:], state)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_documents_have_states_of_their_own(self, x: Tensor, dtype: torch.dtype) -> None:
+        layer, cache = make_layer(), Cache()
+        cu_seqlens = torch.tensor([0, 2, 6], dtype=dtype)
+        parts = x[:1, :2], x[:1, 2:]
+        for _ in range(2):
+            found, _, _ = layer(x[:1], past_key_values=cache, use_cache=True, cu_seqlens=cu_seqlens)
+        twice = [layer(part.repeat(1, 2, 1))[0][:, part.shape[1] :] for part in parts]
+        same(found, torch.cat(twice, 1))
+
+    def test_beams(self, x: Tensor) -> None:
+        layer, cache = make_layer(), Cache()
+        layer(x[:, :5], past_key_values=cache, use_cache=True)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        found, _, _ = layer(x[:, 5:].flip(0), past_key_values=cache, use_cache=True)
+        same(found.flip(0), layer(x)[0][:, 5:])
+
+    def test_errors(self, x: Tensor) -> None:
+        layer = make_layer()
+        with pytest.raises(ValueError, match=r"attention_mask must have shape .*got \(2, 6, 6\)"):
+            layer(x, torch.ones(2, 6, 6))
+        with pytest.raises(ValueError, match="no attention"):
+            layer(x, output_attentions=True)
+        with pytest.raises(ValueError, match="layer_idx must be an int"):
+            BedouinLayer(8).double()(x, past_key_values=Cache())
+        with pytest.raises(ValueError, match="mode must be one of"):
+            BedouinLayer(8, mode="parallel")
+        with pytest.raises(ValueError, match="blocks with a layer `attn`"):
+            replace_layers(nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("plain_activation")
+class TestModel:
+    def test_packed_rows_equal_a_batch(self) -> None:
+        model, ids = make_model(), torch.randint(1, VOCAB, (2, 6))
+        cu_seqlens = torch.tensor([0, 6, 12])
+        packed = model(ids.view(1, 12), cu_seqlens=cu_seqlens, use_cache=False).logits
+        same(packed.view(2, 6, VOCAB), model(ids).logits)
+
+    def test_generate_left_padded(self) -> None:
+        model = make_model(num_heads=2)
+        ids = torch.randint(1, VOCAB, (2, 5))
+        padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], 1)
+        mask = torch.ones_like(padded)
+        mask[0, :3] = 0
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+        found = model.generate(padded, attention_mask=mask, **options)
+        assert torch.equal(found[:1, 3:], model.generate(ids[:1], **options))
+        unpadded = model.generate(padded[1:], attention_mask=mask[1:], **options)
+        assert torch.equal(found[1:], unpadded)
+
+    def test_training(self) -> None:
+        model, ids = make_model().train(), torch.randint(1, VOCAB, (2, 6))
+        model(ids, labels=ids).loss.backward()
+        assert all(p.grad is not None for n, p in model.named_parameters() if ".attn." in n)

@@ -1,0 +1,346 @@
+"""bedouin.integrations.hf against the installed transformers and PEFT."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", minversion="5.16")
+
+from bedouin.integrations.hf import (  # noqa: E402
+    BedouinCacheLayer,
+    BedouinConfig,
+    BedouinForCausalLM,
+    BedouinModel,
+)
+
+# The warnings of other libraries are no failures of this one.
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.filterwarnings("error::bedouin.solvers.ConvergenceWarning"),
+]
+
+PAD, VOCAB = 0, 31
+
+
+def make_config(**options: Any) -> BedouinConfig:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
+    return BedouinConfig(**(sizes | {"pad_token_id": PAD, "intermediate_size": 12} | options))
+
+
+@pytest.fixture
+def model() -> BedouinForCausalLM:
+    """In evaluation and float64, in which greedy choices are the same whatever the path."""
+    model = BedouinForCausalLM(make_config(initializer_range=0.5))
+    return model.double().eval()
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(1, VOCAB, (3, 7))
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def left_padded(ids: Tensor, pads: list[int]) -> tuple[Tensor, Tensor]:
+    """Row i of the ids after pads[i] tokens of padding, cut on the right, and the mask."""
+    rows, t = [], ids.shape[1] + max(pads)
+    mask = torch.ones(len(ids), t, dtype=torch.long)
+    for i, count in enumerate(pads):
+        padding = torch.full((count,), PAD)
+        rows.append(torch.cat([padding, ids[i], ids[i]])[:t])
+        mask[i, :count] = 0
+    return torch.stack(rows), mask
+
+
+class TestGenerate:
+    def test_greedy_is_the_argmax_of_whole_sequences(
+        self, model: BedouinForCausalLM, ids: Tensor
+    ) -> None:
+        expected = ids
+        for _ in range(5):
+            best = model(expected, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            expected = torch.cat([expected, best], 1)
+        for options in ({}, {"prefill_chunk_size": 3}, {"cache_implementation": "static"}):
+            found = model.generate(ids, max_new_tokens=5, do_sample=False, **options)
+            assert torch.equal(found, expected), options
+
+    @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "top_k": 5}])
+    def test_beams_and_samples_are_the_same_without_a_cache(
+        self, model: BedouinForCausalLM, ids: Tensor, options: dict[str, Any]
+    ) -> None:
+        found = []
+        for use_cache in (True, False):
+            torch.manual_seed(1)
+            found.append(model.generate(ids, max_new_tokens=6, use_cache=use_cache, **options))
+        assert torch.equal(*found)
+
+    @pytest.mark.parametrize("chunk", [None, 2])
+    def test_left_padding_has_no_influence(
+        self, model: BedouinForCausalLM, ids: Tensor, chunk: int | None
+    ) -> None:
+        pads = [3, 0, 1]
+        padded, mask = left_padded(ids, pads)
+        options = {"max_new_tokens": 4, "do_sample": False}
+        found = model.generate(padded, attention_mask=mask, prefill_chunk_size=chunk, **options)
+        for i, count in enumerate(pads):
+            alone = model.generate(padded[i : i + 1, count:], **options)
+            assert torch.equal(found[i : i + 1, count:], alone)
+
+    def test_a_conversation_goes_on_from_its_cache(
+        self, model: BedouinForCausalLM, ids: Tensor
+    ) -> None:
+        cache = transformers.DynamicCache(config=model.config)
+        model.generate(ids[:, :4], max_new_tokens=1, past_key_values=cache)
+        assert cache.get_seq_length() == 4
+        found = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache)
+        assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False))
+
+    def test_decoding_takes_the_step(
+        self, model: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mixer, calls = model.model.layers[0].mixer, []
+        step = mixer.step
+        monkeypatch.setattr(mixer, "step", lambda *a: calls.append(a[0].shape) or step(*a))
+        padded, mask = left_padded(ids, [0, 1, 2])
+        model.generate(padded, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        assert calls == [(3, 8)] * 3
+
+
+class TestCache:
+    def test_layout(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        cache = model(ids).past_key_values
+        d = model.model.layers[0].mixer.d_inner
+        assert type(cache) is transformers.DynamicCache
+        assert cache.layers[1].recurrent_states[0].shape == (3, d, 4)
+        assert cache.layers[1].conv_states[0].shape == (3, d, 1)
+        assert cache.has_previous_state() and not cache.is_compileable
+        assert cache.get_seq_length() == 7 and cache.layers[0].get_max_length() == -1
+        cache.reset()
+        assert cache.layers[1].state is None and cache.get_seq_length() == 0
+
+    def test_state_is_float32_in_a_bfloat16_model(self, ids: Tensor) -> None:
+        model = BedouinForCausalLM(make_config()).to(torch.bfloat16).eval()
+        cache = model(ids).past_key_values
+        assert cache.layers[0].recurrent_states[0].dtype == torch.float32
+        assert model(ids[:, :1], past_key_values=cache).logits.dtype == torch.bfloat16
+
+    def test_samples_are_selected_and_repeated(
+        self, model: BedouinForCausalLM, ids: Tensor
+    ) -> None:
+        cache = model(ids).past_key_values
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([1, 5]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        token = torch.tensor([[3], [4]])
+        whole = torch.cat([ids[[2, 0]], token], 1)
+        found = model(token, past_key_values=cache).logits
+        same(found, model(whole).logits[:, -1:])
+
+    def test_gradients_flow_through_chunks(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        cache = transformers.DynamicCache(config=model.config)
+        chunks = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 3], dim=1)]
+        weight = model.model.embed_tokens.weight
+        (found,) = torch.autograd.grad(torch.cat(chunks, 1).square().sum(), weight)
+        (expected,) = torch.autograd.grad(model(ids).logits.square().sum(), weight)
+        same(found, expected)
+
+    def test_another_cache_is_refused(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        with pytest.raises(TypeError, match="DynamicCache\\(config=model.config\\)"):
+            model(ids, past_key_values=transformers.DynamicCache())
+        with pytest.raises(TypeError, match="no keys and values"):
+            BedouinCacheLayer().update(ids, ids)
+
+
+class TestForward:
+    @pytest.mark.parametrize("right", [False, True])
+    def test_padded_rows_equal_rows_alone(
+        self, model: BedouinForCausalLM, ids: Tensor, right: bool
+    ) -> None:
+        mask = torch.arange(7).expand(3, 7) >= torch.tensor([[0], [2], [4]])
+        mask = mask.flip(1) if right else mask
+        found = model(ids, attention_mask=mask).logits
+        for row, kept, real in zip(ids, found, mask, strict=True):
+            same(kept[real], model(row[real].unsqueeze(0)).logits[0])
+
+    def test_packed_documents_equal_documents_alone(
+        self, model: BedouinForCausalLM, ids: Tensor
+    ) -> None:
+        batch = transformers.DataCollatorWithFlattening(
+            return_flash_attn_kwargs=True, return_seq_idx=True
+        )([{"input_ids": row.tolist()} for row in (ids[0], ids[1, :2], ids[2, :4])])
+        alone = [model(row.unsqueeze(0)).logits for row in (ids[0], ids[1, :2], ids[2, :4])]
+        flattened = batch.pop("input_ids"), batch.pop("labels")
+        for names in (["seq_idx"], ["cu_seq_lens_q"], ["position_ids"], list(batch)):
+            found = model(flattened[0], **{name: batch[name] for name in names})
+            same(found.logits, torch.cat(alone, 1))
+        # the cache goes on from the last document
+        token = ids[2:, 4:5]
+        after = model(token, past_key_values=found.past_key_values).logits
+        same(after, model(ids[2:, :5]).logits[:, -1:])
+
+    def test_loss_and_kept_logits(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        labels = ids.clone()
+        labels[:, :3] = -100
+        output = model(ids, labels=labels, output_hidden_states=True)
+        logits = output.logits[:, 2:-1].flatten(0, 1)
+        # transformers computes it in float32
+        expected = torch.nn.functional.cross_entropy(logits.float(), ids[:, 3:].flatten())
+        torch.testing.assert_close(output.loss, expected)
+        same(model(ids, logits_to_keep=2).logits, output.logits[:, -2:])
+        assert len(output.hidden_states) == 3
+        loss, found, *_ = model(ids, labels=labels, return_dict=False)
+        same(found, output.logits)
+
+    def test_embeddings_instead_of_ids(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        embeds = model.get_input_embeddings()(ids)
+        same(model(inputs_embeds=embeds).logits, model(ids).logits)
+        found = model.generate(inputs_embeds=embeds, max_new_tokens=3, do_sample=False)
+        assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False)[:, 7:])
+
+    def test_errors(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        with pytest.raises(ValueError, match="exactly one of input_ids"):
+            model()
+        with pytest.raises(TypeError, match="did you mean 'position_ids'"):
+            model(ids, position_idx=ids)
+        with pytest.raises(ValueError, match=r"attention_mask must have shape .*\(3, 7\)"):
+            model(ids, attention_mask=torch.ones(3, 1, 7, 7))
+        with pytest.raises(ValueError, match="no attention"):
+            model(ids, output_attentions=True)
+        with pytest.raises(ValueError, match="single row"):
+            model(ids, cu_seq_lens_q=torch.tensor([0, 7]))
+
+
+class TestConfig:
+    def test_round_trip_and_auto_classes(self, tmp_path: Path) -> None:
+        config = make_config(num_heads=2, feedback=("B", "C"), decay="griffin", expand=1.5)
+        config.save_pretrained(tmp_path)
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert isinstance(loaded, BedouinConfig)
+        assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict()
+        assert isinstance(transformers.AutoModel.from_config(loaded), BedouinModel)
+        mixer = transformers.AutoModelForCausalLM.from_config(loaded).model.layers[1].mixer
+        assert (mixer.num_heads, mixer.decay, mixer.feedback) == (2, "griffin", ("B", "C"))
+        assert (mixer.d_inner, mixer.layer_idx) == (12, 1)
+
+    def test_names(self) -> None:
+        assert make_config(d_state=6).state_size == 6
+        with pytest.raises(TypeError, match="did you mean 'num_householder'"):
+            make_config(num_householders=2)
+
+
+class TestWeights:
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_safetensors_round_trip(self, ids: Tensor, tied: bool, tmp_path: Path) -> None:
+        model = BedouinForCausalLM(make_config(tie_word_embeddings=tied)).eval()
+        model.save_pretrained(tmp_path)
+        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, output_loading_info=True
+        )
+        assert not any(report[name] for name in ("missing_keys", "unexpected_keys"))
+        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+
+    def test_a_missing_part_is_initialized_and_the_rest_loaded(self, tmp_path: Path) -> None:
+        model = BedouinForCausalLM(make_config())
+        model.save_pretrained(tmp_path)
+        path = tmp_path / "model.safetensors"
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(path)
+        removed = [n for n in weights if n.endswith(("1.mixer.A_log", "_extra_state"))]
+        save_file({n: w for n, w in weights.items() if n not in removed}, path, {"format": "pt"})
+        loaded = BedouinForCausalLM.from_pretrained(tmp_path)
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
+        )
+
+    def test_initialization_is_that_of_the_layer(self) -> None:
+        mixer = BedouinForCausalLM(make_config(hidden_size=64)).model.layers[0].mixer
+        same(mixer.A_log.exp(), torch.arange(1, 5.0).expand(mixer.d_inner, -1))
+        # uniform within 1 / sqrt(inputs), and W^y scaled down
+        assert 0.12 < mixer.in_proj.weight.abs().max() <= 0.125
+        assert mixer.y_proj.weight.abs().max() < 0.1 * mixer.x_proj.weight.abs().max() * 1.1
+        assert mixer.D._no_weight_decay and mixer.dt_bias._no_reinit
+
+
+class TestTraining:
+    def gradients(self, model: BedouinForCausalLM, ids: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_gradient_checkpointing(
+        self, model: BedouinForCausalLM, ids: Tensor, use_reentrant: bool
+    ) -> None:
+        expected = self.gradients(model.train(), ids)
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        for found, gradient in zip(self.gradients(model, ids), expected, strict=True):
+            same(found, gradient)
+        with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+            model(ids, past_key_values=transformers.DynamicCache(config=model.config))
+
+    def test_trainer_resumes(self, tmp_path: Path) -> None:
+        rows = torch.randint(1, VOCAB, (16, 6)).tolist()
+        data = [{"input_ids": row, "labels": row} for row in rows]
+
+        def train(steps: int, resume: bool) -> tuple[BedouinForCausalLM, list[float]]:
+            torch.manual_seed(0)
+            model = BedouinForCausalLM(make_config())
+            arguments = transformers.TrainingArguments(
+                output_dir=str(tmp_path / str(steps if not resume else "cut")),
+                max_steps=4,
+                save_steps=2,
+                logging_steps=1,
+                per_device_train_batch_size=4,
+                learning_rate=1e-2,
+                lr_scheduler_type="constant",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                gradient_checkpointing=True,
+                max_grad_norm=1.0,
+            )
+            trainer = transformers.Trainer(model, arguments, train_dataset=data)
+            cut = str(tmp_path / "4" / "checkpoint-2")
+            trainer.train(resume_from_checkpoint=cut if resume else None)
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            return model, losses
+
+        whole, losses = train(4, resume=False)
+        resumed, again = train(4, resume=True)
+        assert losses[-1] < losses[0] and again == losses
+        for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    # PEFT has no adapter for the block-diagonal projections x_proj and y_proj of several heads
+    @pytest.mark.parametrize(
+        ("targets", "num_heads", "adapted_a_block"),
+        [("all-linear", 1, 6), ("all-linear", 2, 4), (["x_proj", "y_proj"], 1, 2)],
+    )
+    def test_lora_trains_and_merges(
+        self, ids: Tensor, targets: Any, num_heads: int, adapted_a_block: int
+    ) -> None:
+        peft = pytest.importorskip("peft")
+        model = BedouinForCausalLM(make_config(num_heads=num_heads)).double()
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
+        adapted = peft.get_peft_model(model, lora)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.train()(input_ids=ids, labels=ids).loss.backward()
+        trained = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained.values())
+        # two matrices an adapter, two blocks
+        assert len(trained) == 2 * 2 * adapted_a_block
+        adapted.eval()
+        logits, tokens = adapted(ids).logits, adapted.generate(ids, max_new_tokens=3)
+        merged = adapted.merge_and_unload()
+        same(merged(ids).logits, logits)
+        assert torch.equal(merged.generate(ids, max_new_tokens=3), tokens)

@@ -1,0 +1,159 @@
+"""bedouin.integrations.mamba_ssm against the installed mamba-ssm, on a CPU without its kernels."""
+
+import sys
+import warnings
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bedouin.integrations.mamba_ssm import BedouinMixer, replace_mixers
+
+STUB = "selective_scan_cuda"
+if not torch.cuda.is_available():
+    # an extension that mamba-ssm imports and is built without on a CPU; nothing here calls it
+    sys.modules[STUB] = ModuleType(STUB)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("mamba_ssm")
+    from mamba_ssm.models.config_mamba import MambaConfig
+    from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel, MixerModel
+    from mamba_ssm.modules.block import Block
+    from mamba_ssm.utils.generation import InferenceParams
+if not torch.cuda.is_available():
+    del sys.modules[STUB]
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+VOCAB = 24
+# Kernels of mamba-ssm's own that need a GPU.
+PLAIN = {"fused_add_norm": False, "rms_norm": False}
+
+
+def make_model(**options: Any) -> MambaLMHeadModel:
+    config = MambaConfig(d_model=8, n_layer=2, vocab_size=VOCAB, **PLAIN)
+    return replace_mixers(MambaLMHeadModel(config), d_state=4, **options).double()
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class TestBlock:
+    def test_mixer_cls(self) -> None:
+        mixer_cls = partial(BedouinMixer, layer_idx=3, d_state=4, dtype=torch.float64)
+        block = Block(8, mixer_cls, nn.Identity, partial(nn.LayerNorm, dtype=torch.float64))
+        x = torch.randn(2, 5, 8, dtype=torch.float64)
+        hidden, residual = block(x)
+        assert hidden.shape == x.shape and torch.equal(residual, x)
+        states = block.allocate_inference_cache(2, 100, dtype=torch.bfloat16)
+        assert [tuple(s.shape) for s in states] == [(2, 16, 1), (2, 16, 4)]
+        assert all(s.dtype == torch.float64 for s in states)
+
+    def test_documents_pass_through_the_block(self) -> None:
+        block = Block(8, partial(BedouinMixer, d_state=4), nn.Identity).double()
+        x = torch.randn(1, 6, 8, dtype=torch.float64)
+        alone = torch.cat([block(x[:, :2])[0], block(x[:, 2:])[0]], 1)
+        same(block(x, seq_idx=torch.tensor([[0, 0, 1, 1, 1, 1]]))[0], alone)
+        same(block(x, cu_seqlens=torch.tensor([0, 2, 6]))[0], alone)
+
+    def test_step_is_in_place_and_equals_the_call(self) -> None:
+        mixer = BedouinMixer(8, 4, num_heads=2).double()
+        x = torch.randn(2, 5, 8, dtype=torch.float64)
+        states = mixer.allocate_inference_cache(2, 5)
+        addresses = [s.data_ptr() for s in states]
+        outputs = []
+        for token in x.split(1, dim=1):
+            output, *after = mixer.step(token, *states)
+            assert [s.data_ptr() for s in after] == addresses
+            outputs.append(output)
+        same(torch.cat(outputs, 1), mixer(x))
+        # the last token's gradient is not spoiled by the states that were overwritten
+        outputs[-1].sum().backward()
+
+
+class TestModels:
+    def test_forward_and_gradients(self) -> None:
+        model = make_model()
+        assert all(isinstance(block.mixer, BedouinMixer) for block in model.backbone.layers)
+        ids = torch.randint(VOCAB, (2, 6))
+        assert model(ids).logits.shape == (2, 6, VOCAB)
+        model(ids).logits.square().mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+    def test_initialization(self) -> None:
+        mixers = [block.mixer.layer for block in make_model().backbone.layers]
+        assert [mixer.layer_idx for mixer in mixers] == [0, 1]
+        for mixer in mixers:
+            # 1 / sqrt(inputs), divided by the root of the number of layers
+            assert mixer.out_proj.weight.abs().max() <= 1 / (16 * 2) ** 0.5
+            assert mixer.D._no_weight_decay and mixer.dt_bias._no_reinit
+            assert mixer.dt_bias.abs().min() > 0
+
+    def test_attention_is_kept(self) -> None:
+        config = {"attn_layer_idx": [0], "attn_cfg": {"num_heads": 2}, **PLAIN}
+        model = replace_mixers(MixerModel(8, 2, 16, VOCAB, **config))
+        kinds = [type(block.mixer).__name__ for block in model.layers]
+        assert kinds == ["MHA", "BedouinMixer"]
+
+    @pytest.mark.parametrize("num_heads", [1, 2])
+    def test_generate_equals_whole_sequences(
+        self, num_heads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # a dummy without CUDA, whose methods `generate` calls only for timing
+        monkeypatch.setattr(torch.cuda, "Event", lambda **options: None)
+        model, ids = make_model(num_heads=num_heads), torch.randint(VOCAB, (2, 4))
+        expected = ids
+        for _ in range(5):
+            best = model(expected).logits[:, -1].argmax(-1, keepdim=True)
+            expected = torch.cat([expected, best], 1)
+        assert torch.equal(model.generate(ids, max_length=9), expected)
+
+    def test_chunks_and_parts_of_a_batch(self) -> None:
+        model, ids = make_model(), torch.randint(VOCAB, (3, 7))
+        params = InferenceParams(max_seqlen=7, max_batch_size=3)
+        params.key_value_memory_dict = model.allocate_inference_cache(3, 7)
+        found = []
+        for rows in (slice(0, 1), slice(1, 3)):
+            params.batch_size_offset, params.seqlen_offset = rows.start, 0
+            chunks = []
+            for chunk in ids[rows].split([3, 1, 3], dim=1):
+                chunks.append(model(chunk, inference_params=params).logits)
+                params.seqlen_offset += chunk.shape[1]
+            found.append(torch.cat(chunks, 1))
+        same(torch.cat(found), model(ids).logits)
+
+    def test_a_cache_is_used_again(self) -> None:
+        model, ids = make_model(), torch.randint(VOCAB, (2, 4))
+        params = InferenceParams(max_seqlen=4, max_batch_size=2)
+        first = model(ids, inference_params=params).logits
+        params.reset(4, 2)
+        assert torch.equal(model(ids, inference_params=params).logits, first)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_graphs_generate_the_same_tokens(self, dtype: torch.dtype) -> None:
+        config = MambaConfig(d_model=64, n_layer=2, vocab_size=VOCAB)
+        model = replace_mixers(MambaLMHeadModel(config), num_heads=2).to("cuda", dtype)
+        ids = torch.randint(VOCAB, (2, 8), device="cuda")
+        plain = model.generate(ids, max_length=24)
+        assert torch.equal(model.generate(ids, max_length=24, cg=True), plain)
+
+
+class TestErrors:
+    def test_messages(self) -> None:
+        mixer, x = BedouinMixer(8), torch.randn(1, 2, 8)
+        params = InferenceParams(max_seqlen=4, max_batch_size=1)
+        with pytest.raises(ValueError, match=r"partial\(BedouinMixer, layer_idx=i\)"):
+            mixer(x, inference_params=params)
+        with pytest.raises(ValueError, match="cu_seqlens must be None with inference_params"):
+            mixer(x, inference_params=params, cu_seqlens=torch.tensor([0, 2]))
+        with pytest.raises(ValueError, match=r"\(b, 1, m\), got \(1, 2, 8\)"):
+            mixer.step(x, *mixer.allocate_inference_cache(1, 1))
+        with pytest.raises(TypeError, match="no short convolution"):
+            BedouinMixer(8, d_conv=4)
+        with pytest.raises(ValueError, match="must contain blocks of mamba-ssm"):
+            replace_mixers(nn.Linear(2, 2))
