@@ -5,9 +5,9 @@ Letters: b batch, t time, m d_model, H num_heads, p head_dim.
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from bedouin.heads import fold
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import StructuredMixer
 from bedouin.solvers import (
-    Adjoint,
     Anderson,
     Broyden,
     Direct,
@@ -50,11 +49,16 @@ POWER_STEPS = 40
 """Products in the power iteration for the contraction, of which the last half is averaged."""
 
 
-@dataclass(frozen=True)
+EXACT: Solver = Picard(rtol=1e-13)
+"""Stands for the exact solve of a mixer that has none."""
+
+
+@dataclass(frozen=True, eq=False)
 class SolverRun:
     """One solver on the input.
 
-    name: the solver with its options. stats: with their history, (evaluations, b).
+    name: the solver, with its rtol and the options that are not the default.
+    stats: with their history, (evaluations, b).
     error: of its output against that of the exact solve, relative, in the max norm; NaN if the
         mixer has no exact solve.
     """
@@ -74,7 +78,7 @@ class SolverRun:
         return self.stats.converged.double().mean().item()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Diagnosis:
     """What `diagnose` measured; `str` is a table, `plot` draws a figure.
 
@@ -113,7 +117,7 @@ class Diagnosis:
         """Each measured quantity as a number, the worst of the samples, for a log."""
         numbers = {
             "lyapunov": self.lyapunov.max().item(),
-            "growth": self.growth[-1].max().exp().item(),
+            "log_growth": self.growth[-1].max().item(),
             "gradient_bias": self.bias,
             "gradient_cosine": self.cosine,
             "decode_gap": self.decode_gap,
@@ -239,7 +243,8 @@ def diagnose(
     runs = _run_solvers(probe, x, rtol)
     bias, cosine = _compare_gradients(_copy(layer).double(), x.double())
     found = Diagnosis(
-        layer=f"{type(layer).__name__}, {layer.solver}, {layer.adjoint or ImplicitAdjoint()}",
+        layer=f"{type(layer).__name__}, {_short(layer.solver)}, "
+        f"{_short(layer.adjoint or ImplicitAdjoint())}",
         shape=tuple(x.shape),
         dtype=x.dtype,
         pivots=_pivots(runs),
@@ -257,9 +262,9 @@ def diagnose(
 
 def _copy(layer: FixedPointLayer) -> FixedPointLayer:
     """A copy in evaluation mode that neither warns nor calls the hooks of the layer."""
-    probe = copy.deepcopy(layer)
-    for hooks in (probe._forward_hooks, probe._forward_pre_hooks):
-        hooks.clear()
+    hooks: tuple[dict[int, Any], ...] = layer._forward_hooks, layer._forward_pre_hooks
+    # what hooks refer to, a whole model perhaps, is not copied either
+    probe = copy.deepcopy(layer, {id(own): type(own)() for own in hooks})
     probe.on_unconverged, probe.record_history = "ignore", False
     return probe.requires_grad_(True).eval()
 
@@ -274,7 +279,6 @@ def _run_solvers(
     structured = isinstance(probe.mixer, StructuredMixer)
     own: list[Solver] = [probe.solver]
     exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if structured else []
-    # torchdeq's methods cannot be used with a tolerance of zero
     others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]
     solvers = own + [solver for solver in exact + others if solver != probe.solver]
     probe = copy.deepcopy(probe)
@@ -288,14 +292,25 @@ def _run_solvers(
     reference = outputs[solvers.index(Direct())] if structured else None
     errors = (math.nan if reference is None else relative_error(y, reference) for y in outputs)
     return tuple(
-        SolverRun(str(solver), of_solver, error)
+        SolverRun(_short(solver), of_solver, error)
         for solver, of_solver, error in zip(solvers, stats, errors, strict=True)
     )
 
 
+def _short(options: object) -> str:
+    """A solver or adjoint with its rtol and the options that are not the default."""
+    given = {f.name: (getattr(options, f.name), f.default) for f in fields(cast(Any, options))}
+    shown = [
+        f"{name}={value!r}"
+        for name, (value, default) in given.items()
+        if name == "rtol" or value != default
+    ]
+    return f"{type(options).__name__}({', '.join(shown)})"
+
+
 def _pivots(runs: tuple[SolverRun, ...]) -> Tensor | None:
     """The pivots of the exact solve."""
-    exact = next((run for run in runs if run.name == str(Direct())), None)
+    exact = next((run for run in runs if run.name == _short(Direct())), None)
     return None if exact is None else exact.stats.conditioning
 
 
@@ -327,16 +342,11 @@ def _compare_gradients(
     x: Tensor,  # (b, t, m)
 ) -> tuple[float, float]:
     """Bias and cosine of the gradients of all parameters by the layer's solver and adjoint."""
+    chosen, solver = layer_gradients(probe, x), EXACT
     if isinstance(probe.mixer, StructuredMixer):
-        solver: Solver = Direct()
-        adjoint: Adjoint = ImplicitAdjoint()
-        exact = probe
-    else:
-        solver = Picard(rtol=1e-13)
-        adjoint, exact = ImplicitAdjoint(solver), copy.deepcopy(probe)
-        exact.cap = FixedCap(10_000)
-    chosen = layer_gradients(probe, x)
-    reference = layer_gradients(exact, x, adjoint, solver=solver)
+        solver = Direct()
+    probe.cap = FixedCap(10_000)
+    reference = layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
     names = [name for name in reference if name != "x"]
     g, g_exact = (torch.cat([v[name].flatten() for name in names]) for v in (chosen, reference))
     size = g_exact.norm()
@@ -345,7 +355,7 @@ def _compare_gradients(
 
 def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     """Sentences about what to change."""
-    t, own = found.shape[1], found.runs[0]
+    t = found.shape[1]
     advice = _advice_on_solvers(found, layer)
     exponent = found.lyapunov.max().item()
     if found.pivots is not None and not found.pivots.min() >= SMALL_PIVOT:
@@ -355,10 +365,10 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
         )
     if exponent > 0 and found.growth[-1].max() > math.log(100):
         advice.append(
-            f"The layer is chaotic here: a difference grows {math.exp(exponent):.3g} times a token. "
-            "Parallel solvers then need about as many steps as tokens, and rounding decides the "
-            "output of long sequences: use a smaller feedback_init, feedback_norm=True, or gradient "
-            "clipping."
+            f"The layer is chaotic here: a difference grows {math.exp(exponent):.3g} times a "
+            "token. Parallel solvers then need about as many steps as tokens, and rounding decides "
+            "the output of long sequences: use a smaller feedback_init, feedback_norm=True, or "
+            "gradient clipping."
         )
     elif exponent < -1:
         advice.append(
@@ -367,16 +377,14 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
         )
     if not found.bias <= LARGE_BIAS:
         advice.append(
-            f"The gradient is off by {found.bias:.1e} of its size: use adjoint=ImplicitAdjoint(), a "
-            "smaller rtol, or solver=Direct()."
+            f"The gradient is off by {found.bias:.1e} of its size: use adjoint=ImplicitAdjoint(), "
+            "a smaller rtol, or solver=Direct()."
         )
     loose = max(1e-4, 100 * torch.finfo(found.dtype).eps)
     if not found.decode_gap <= loose:
-        cause = "a smaller rtol" if own.converged == 1 else "a solver that converges"
-        advice.append(
-            f"Decoding differs from one call by {found.decode_gap:.1e}: use Direct, {cause}, or a "
-            f"wider dtype than {str(found.dtype).removeprefix('torch.')}."
-        )
+        narrow = f"a wider dtype than {str(found.dtype).removeprefix('torch.')}"
+        remedy = narrow if isinstance(layer.solver, Direct) else "Direct, or a smaller rtol"
+        advice.append(f"Decoding differs from one call by {found.decode_gap:.1e}: use {remedy}.")
     return advice or [f"Nothing to change: the solve is exact to tolerance over {t} tokens."]
 
 
@@ -391,12 +399,13 @@ def _advice_on_solvers(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
         advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
     elif exact and not isinstance(layer.solver, Direct) and own.steps > t / 2:
         advice.append(
-            f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is exact."
+            f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is "
+            "exact."
         )
     if found.contraction is not None and found.contraction >= 1:
         advice.append(
-            f"Undamped Picard does not contract ({found.contraction:.3g}): use Direct, Jacobi, or a "
-            "damping below 1."
+            f"Undamped Picard does not contract ({found.contraction:.3g}): use Direct, Jacobi, or "
+            "a damping below 1."
         )
     return advice
 
