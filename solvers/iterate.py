@@ -169,8 +169,7 @@ def _solve_outside(
     unroll: bool,
     watch: Watch | None,
 ) -> Solution:
-    options = {"max_steps": max_steps, "time_dim": time_dim, "unroll": unroll, "watch": watch}
-    return solver.solve(f, y0, **options)
+    return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll, watch=watch)
 
 
 class _PlainSteps:

@@ -111,8 +111,9 @@ class _Recorder(Solver):
         unroll: bool,
         watch: Watch | None = None,
     ) -> Solution:
-        options = {"max_steps": max_steps, "time_dim": time_dim, "unroll": unroll, "watch": watch}
-        solution = self.inner.solve(f, y0, **options)
+        solution = self.inner.solve(
+            f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll, watch=watch
+        )
         self.calls.append((f, solution))
         return solution
 

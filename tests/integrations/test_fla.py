@@ -112,7 +112,7 @@ class TestLayer:
         with pytest.raises(ValueError, match="layer_idx must be an int"):
             BedouinLayer(8).double()(x, past_key_values=Cache())
         with pytest.raises(ValueError, match="mode must be one of"):
-            BedouinLayer(8, mode="parallel")
+            BedouinLayer(8, mode="parallel")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="blocks with a layer `attn`"):
             replace_layers(nn.Linear(2, 2))
 

@@ -34,12 +34,17 @@ def make_config(**options: Any) -> BedouinConfig:
 def model() -> BedouinForCausalLM:
     """In evaluation and float64, in which greedy choices are the same whatever the path."""
     model = BedouinForCausalLM(make_config(initializer_range=0.5))
-    return model.double().eval()
+    model.double().eval()
+    return model
 
 
 @pytest.fixture
 def ids() -> Tensor:
     return torch.randint(1, VOCAB, (3, 7))
+
+
+def mixers(model: BedouinForCausalLM) -> list[Any]:
+    return [block.mixer for block in model.model.layers]
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -100,12 +105,21 @@ class TestGenerate:
         found = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache)
         assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False))
 
+    def test_a_state_cannot_be_taken_back(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        with pytest.raises(ValueError, match="assisted generation is not supported"):
+            model.generate(ids[:1], max_new_tokens=2, assistant_model=model)
+
     def test_decoding_takes_the_step(
         self, model: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        mixer, calls = model.model.layers[0].mixer, []
+        mixer, calls = mixers(model)[0], []
         step = mixer.step
-        monkeypatch.setattr(mixer, "step", lambda *a: calls.append(a[0].shape) or step(*a))
+
+        def recording(x: Tensor, state: Any) -> Any:
+            calls.append(x.shape)
+            return step(x, state)
+
+        monkeypatch.setattr(mixer, "step", recording)
         padded, mask = left_padded(ids, [0, 1, 2])
         model.generate(padded, attention_mask=mask, max_new_tokens=4, do_sample=False)
         assert calls == [(3, 8)] * 3
@@ -114,7 +128,7 @@ class TestGenerate:
 class TestCache:
     def test_layout(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         cache = model(ids).past_key_values
-        d = model.model.layers[0].mixer.d_inner
+        d = mixers(model)[0].d_inner
         assert type(cache) is transformers.DynamicCache
         assert cache.layers[1].recurrent_states[0].shape == (3, d, 4)
         assert cache.layers[1].conv_states[0].shape == (3, d, 1)
@@ -213,6 +227,10 @@ class TestForward:
             model(ids, output_attentions=True)
         with pytest.raises(ValueError, match="single row"):
             model(ids, cu_seq_lens_q=torch.tensor([0, 7]))
+        with pytest.raises(ValueError, match=r"ascend from 0 to t = 7, got \[0, 5\]"):
+            model(ids[:1], cu_seq_lens_q=torch.tensor([0, 5]))
+        with pytest.raises(ValueError, match="at most one of mask, cu_seqlens and seq_idx"):
+            model(ids, attention_mask=torch.ones_like(ids), seq_idx=torch.zeros_like(ids))
 
 
 class TestConfig:
@@ -260,7 +278,7 @@ class TestWeights:
         )
 
     def test_initialization_is_that_of_the_layer(self) -> None:
-        mixer = BedouinForCausalLM(make_config(hidden_size=64)).model.layers[0].mixer
+        mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64)))[0]
         same(mixer.A_log.exp(), torch.arange(1, 5.0).expand(mixer.d_inner, -1))
         # uniform within 1 / sqrt(inputs), and W^y scaled down
         assert 0.12 < mixer.in_proj.weight.abs().max() <= 0.125

@@ -15,21 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.cache_utils import (
-    STATIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    LinearAttentionLayer,
-)
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.integrations.masks import row_mask
@@ -37,6 +23,27 @@ from bedouin.layer import FixedPointLayer
 from bedouin.model import GatedMLP
 from bedouin.solvers.base import unknown_option
 from bedouin.state import BedouinState
+
+try:
+    from huggingface_hub.dataclasses import strict
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.cache_utils import (
+        STATIC_LAYER_TYPE_MAPPING,
+        Cache,
+        CacheLayerMixin,
+        DynamicCache,
+        LinearAttentionLayer,
+    )
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.generation import GenerationMixin
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+    from transformers.modeling_utils import PreTrainedModel
+except ImportError as error:
+    raise ImportError(
+        'bedouin.integrations.hf needs transformers >= 5.16: pip install "bedouin[hf]"',
+        name="transformers",
+    ) from error
 
 _LAYER_TYPE = "bedouin"
 _FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
@@ -83,8 +90,7 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         self.num_tokens += num_tokens
 
     def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
-        self.num_tokens = 0
+        self.has_previous_state[0], self.num_tokens = False, 0
 
     def get_seq_length(self) -> int:
         return self.num_tokens
@@ -107,7 +113,8 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         indices: Tensor,  # (samples kept,)
     ) -> None:
         if self.state is not None:
-            self.write(self.state[indices.to(self.device)], 0)
+            kept: Any = self.state[indices.to(self.device)]
+            self.write(kept, 0)
 
 
 STATIC_LAYER_TYPE_MAPPING[_LAYER_TYPE] = BedouinCacheLayer
@@ -130,7 +137,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         use_cache: whether calls in evaluation return a cache unless they say otherwise.
 
     Other names are attributes, as in every configuration of transformers, but one that resembles an
-    option raises TypeError. Raises ValueError or a StrictDataclassError for values that do not fit.
+    option raises TypeError, and a value of another type transformers' StrictDataclassError. What
+    the mixers cannot take raises when a model is made.
     """
 
     model_type = "bedouin"
@@ -190,7 +198,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 *("eigenvalues", "feedback", "feedback_norm", "feedback_init"),
             )
         }
-        sizes = {"d_state": self.state_size, "norm_eps": self.rms_norm_eps}
+        sizes: dict[str, Any] = {"d_state": self.state_size, "norm_eps": self.rms_norm_eps}
         return Bedouin(self.hidden_size, layer_idx=layer_idx, **sizes, **options)
 
 
@@ -455,11 +463,18 @@ def _documents(
     if seq_idx is not None:
         return seq_idx
     if cu_seq_lens_q is not None:
-        if x.shape[0] != 1:
+        b, t = x.shape[:2]
+        if b != 1:
             raise ValueError(
-                f"cu_seq_lens_q needs a single row of documents, got {x.shape[0]} rows: use seq_idx"
+                f"cu_seq_lens_q needs a single row of documents, got {b} rows: use seq_idx"
             )
-        tokens = torch.arange(x.shape[1], device=x.device)
+        ends: list[int] = cu_seq_lens_q.tolist()
+        if ends[:1] != [0] or ends[-1] != t or ends != sorted(ends):
+            raise ValueError(
+                f"cu_seq_lens_q must ascend from 0 to t = {t}, got {ends!s:.60}: it holds the "
+                "places where documents begin, and t"
+            )
+        tokens = torch.arange(t, device=x.device)
         return torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
     if position_ids is None or mask is not None:
         return None

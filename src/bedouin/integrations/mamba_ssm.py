@@ -160,7 +160,7 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
         if isinstance(block.mixer, MHA):
             continue
         like: Tensor = block.mixer.out_proj.weight
-        factory = {"device": like.device, "dtype": like.dtype}
+        factory: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         mixer = BedouinMixer(like.shape[0], layer_idx=block.mixer.layer_idx, **factory, **options)
         residuals = 1 if block.mlp is None else 2
         mixer.apply(partial(_init_weights, n_layer=len(blocks), n_residuals_per_layer=residuals))

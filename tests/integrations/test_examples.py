@@ -1,0 +1,55 @@
+"""The scripts of examples/integrations and the snippets of their README run."""
+
+import importlib.util
+import re
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "integrations"
+PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def load(name: str) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_scripts_learn(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    name = f"train_{library}"
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 40
+    losses = load(name).main(steps=40, batch_size=32, d_model=48)
+    assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) - 0.5
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: str(BLOCKS.index(block)))
+def test_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = re.match(r"# needs: (.*)\n", block)
+    if "mamba_ssm" in block and not torch.cuda.is_available():
+        # an extension that mamba-ssm imports and is built without on a CPU
+        monkeypatch.setitem(sys.modules, "selective_scan_cuda", ModuleType("selective_scan_cuda"))
+    for name in needs[1].split(", ") if needs else ():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip(name)
+    exec(block, {})
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", PAGE)
+    assert targets and all((FOLDER / target).exists() for target in targets)
