@@ -24,7 +24,7 @@ PIP_OPTIONS := --quiet --no-compile
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
-.PHONY: help env a5 copy bench experiments test contracts lint types check build wheel clean
+.PHONY: help env a5 copy bench experiments test fuzz contracts lint types check build wheel clean
 
 help:
 	@echo "make a5      train on the A5 word problem        (options: make a5 ARGS=\"--seed 1\")"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench   times against the floors, on a GPU  (options: make bench ARGS=--quick)"
 	@echo "make experiments  list the experiments, their commands and their run times"
 	@echo "make test    run the tests                       (options: make test ARGS=\"-m 'not slow'\")"
+	@echo "make fuzz    thousands of random cases           (FUZZ_CASES=5000)"
 	@echo "make contracts  test the adapters against the real packages, none skipped"
 	@echo "make check   lint, types, build, test"
 	@echo "make lint    ruff check and ruff format --check"
@@ -70,6 +71,11 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(ENV_PYTHON) -P -m pytest -n 2 -q -m interpreter
 	@echo "== test"
 	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(ARGS)
+
+FUZZ_CASES ?= 5000
+fuzz: $(STAMP)
+	@echo "== fuzz: $(FUZZ_CASES) cases"
+	OMP_NUM_THREADS=1 FUZZ_CASES=$(FUZZ_CASES) $(ENV_PYTHON) -P -m pytest -n 2 -q -m fuzz tests/fuzz $(ARGS)
 
 # The packages are installed beside those of $(VENV), which stays as it is. A machine without CUDA
 # has no compiler for mamba-ssm's kernels; its Python code is what is tested there.

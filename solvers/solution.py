@@ -106,7 +106,8 @@ class SolveStats:
     conditioning: smallest pivot of the sample's local systems (Direct, Jacobi), else None.
     history: the residual at each evaluation of the map, (evaluations, b), the last being
         `residual` itself or, for Anderson and Broyden, which return their best iterate, one of the
-        last; of `solve(..., record_history=True)`, else None.
+        last; of `solve(..., record_history=True)` and of layers with `record_history = True`, else
+        None.
     """
 
     num_steps: Tensor  # (b,) int64
@@ -133,7 +134,8 @@ class Solution:
 
 def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:
     """Statistics of b samples from those of their parts, (q b,), where part j of sample i has index
-    j b + i: the most steps, the largest residual, all converged, the smallest pivot."""
+    j b + i: the most steps, the largest residual, now and in the history, all converged, the
+    smallest pivot."""
     if num_parts == 1:
         return stats
     steps, residual, converged = (
@@ -143,8 +145,11 @@ def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:
     if pivot is not None:
         pivot = pivot.unflatten(0, (num_parts, -1)).amin(0)
     reduced = steps.amax(0), residual.amax(0), converged.all(0), pivot
+    history = stats.history
+    if history is not None:
+        history = history.unflatten(1, (num_parts, -1)).amax(1)
     stats._backward.num_parts = num_parts
-    return SolveStats(*reduced, stats._backward)
+    return SolveStats(*reduced, stats._backward, history)
 
 
 def empty_stats(

@@ -15,7 +15,7 @@ from bedouin.solvers.problem import Problem
 from bedouin.solvers.reporting import OnUnconverged, Reporting
 from bedouin.solvers.solution import Solution, SolveStats, join_parts
 from bedouin.solvers.trees import as_tensor_problem
-from bedouin.solvers.watch import SolveStep, StepRecorder, Watch
+from bedouin.solvers.watch import SolveStep, StepRecorder
 
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
@@ -28,7 +28,8 @@ class Caller:
     deferred: counts and delays the caller's warnings. draw: the number of the training call, which
     a random cap depends on; None in evaluation. record: receives the statistics before a failure is
     reported. num_parts: the q of `join_parts`, if the map's samples are parts of the caller's: each
-    converges by itself, and they are reported together. watch: called at each evaluation.
+    converges by itself, and they are reported together. watch: sees each evaluation, and may keep a
+    history.
     """
 
     subject: str
@@ -36,7 +37,7 @@ class Caller:
     draw: int | None = None
     record: Callable[[SolveStats], None] | None = None
     num_parts: int = 1
-    watch: Watch | None = None
+    watch: StepRecorder | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class SolveOptions:
         reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
         problem = Problem(f, y0, self.solver, steps, time_dim, reporting, caller.watch)
         solution = (self.adjoint or ImplicitAdjoint()).apply(problem)
+        if caller.watch is not None:
+            solution = caller.watch.into(solution)
         if caller.num_parts > 1:
             solution = replace(solution, stats=join_parts(solution.stats, caller.num_parts))
         if caller.record is not None:
@@ -146,7 +149,6 @@ def solve(
     watch = StepRecorder(callback, record_history, split) if callback or record_history else None
     caller = Caller(subject, deferred, draw, watch=watch)
     solution = options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, caller)
-    solution = solution if watch is None else watch.into(solution)
     return replace(solution, value=split(solution.value))
 
 

@@ -30,13 +30,14 @@ class SolveStep:
 
 
 class StepRecorder:
-    """A `Watch` that calls `callback` and, with `keeps`, records the residuals."""
+    """A `Watch` that calls `callback`, with the value that `split` makes of y, and with `keeps`
+    records the residuals."""
 
     def __init__(
         self,
-        callback: Callable[[SolveStep], object] | None,
-        keeps: bool,
-        split: Callable[[Tensor], Any],
+        callback: Callable[[SolveStep], object] | None = None,
+        keeps: bool = True,
+        split: Callable[[Tensor], Any] = Tensor.detach,
     ) -> None:
         self.callback, self.keeps, self.split = callback, keeps, split
         self.count = 0

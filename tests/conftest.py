@@ -43,7 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("bedouin-ci" if os.environ.get("CI") else "bedouin")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "fuzz" not in config.option.markexpr:
+        # left out, not skipped: the default run has a short form of each of these tests
+        items[:] = [item for item in items if item.get_closest_marker("fuzz") is None]
     missing = {
         "gpu": not torch.cuda.is_available(),
         # Read from the environment: Triton decides when it is imported, before any fixture.

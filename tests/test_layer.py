@@ -27,7 +27,7 @@ from bedouin.solvers import (
     SolveStats,
     UnrolledAdjoint,
 )
-from bedouin.testing import assert_close, parallel_decode_gap
+from bedouin.testing import assert_close, decode_gap
 
 KINDS = [Bedouin, FixedPointRNN]
 SLOW = Picard(rtol=1e-12, atol=0.0)
@@ -76,7 +76,7 @@ def test_small_and_odd_sizes(options: dict[str, Any]) -> None:
     x = torch.randn(2, 5, 4, dtype=torch.float64)
     assert layer(x).shape == x.shape
     assert layer.d_inner == int(options.get("expand", 2) * 4)
-    assert parallel_decode_gap(layer, x) < 1e-11
+    assert decode_gap(layer, x) < 1e-11
 
 
 @torch.no_grad()

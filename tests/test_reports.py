@@ -334,3 +334,22 @@ def test_a_layer_can_be_copied_after_a_step_and_after_a_transform() -> None:
     torch.func.vmap(layer)(x.unsqueeze(0))
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
     assert torch.equal(saved(layer)(x), layer(x))
+
+
+@pytest.mark.parametrize("solver", [Picard(), Jacobi(), Anderson(), Broyden(), Direct()], ids=str)
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_history_of_a_layer(kind: type[Bedouin] | type[FixedPointRNN], solver: Solver) -> None:
+    layer = kind(4, num_heads=2, solver=solver, dtype=torch.float64)
+    x = torch.randn(3, 6, 4, dtype=torch.float64)
+    mask = torch.arange(6) < torch.tensor([[6], [2], [0]])
+    expected = layer(x, mask=mask)
+    assert layer.stats is not None and layer.stats.history is None
+    steps = layer.stats.num_steps
+    layer.record_history = True
+    assert torch.equal(layer(x, mask=mask), expected)
+    history = layer.stats.history
+    assert history is not None and history.shape == (steps.max(), 3)
+    assert torch.equal(layer.stats.num_steps, steps) and not history.requires_grad
+    assert torch.equal(history.amin(0), layer.stats.residual)
+    if not isinstance(solver, Direct):
+        assert (history[0, :2] > 1e-2).all() and (history[-1] < 1e-3).all()

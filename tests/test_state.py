@@ -17,7 +17,7 @@ from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
 from bedouin.state import RecurrentState
-from bedouin.testing import assert_close, measure_growth, parallel_decode_gap, random_layer
+from bedouin.testing import assert_close, decode_gap, measure_growth, random_layer
 
 RNGS = st.randoms(use_true_random=False)
 
@@ -78,7 +78,7 @@ def test_every_split_in_two(kind: type[FixedPointLayer]) -> None:
 @given(RNGS, st.integers(1, 3), st.integers(1, 10))
 def test_steps_give_what_one_call_gives(rng: random.Random, b: int, t: int) -> None:
     layer, x = draw(rng, b, t)
-    assert parallel_decode_gap(layer, x) <= 1e-10 * measure_growth(layer, x)
+    assert decode_gap(layer, x) <= 1e-10 * measure_growth(layer, x)
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def test_iterated_chunks_and_states(solver: Solver) -> None:
     output, state = feed(layer, x, [2, 5, 5])
     assert_close("output", output, whole, 1e-9)
     assert_state_close(state, end, 1e-9)
-    assert parallel_decode_gap(layer, x) < 1e-9
+    assert decode_gap(layer, x) < 1e-9
 
 
 @torch.no_grad()
@@ -273,7 +273,7 @@ class Half(ChannelMixer):
 def test_a_step_with_an_unstructured_mixer_is_the_layers_own_solve() -> None:
     solver = Picard(rtol=1e-13, atol=1e-300)
     layer = Bedouin(4, mixer=Half(), solver=solver, dtype=torch.float64)
-    assert parallel_decode_gap(layer, torch.randn(2, 6, 4, dtype=torch.float64)) < 1e-10
+    assert decode_gap(layer, torch.randn(2, 6, 4, dtype=torch.float64)) < 1e-10
     assert layer.stats is None
 
 

@@ -11,11 +11,11 @@ from bedouin.solvers import Direct, ImplicitAdjoint, Jacobi, OneStepAdjoint, Pic
 from bedouin.testing import (
     assert_close,
     assert_same_fixed_point,
+    decode_gap,
     find_fixed_point,
     gradient_cosine,
     layer_gradients,
     measure_growth,
-    parallel_decode_gap,
     random_layer,
     relative_error,
 )
@@ -158,10 +158,10 @@ def test_gradients_are_those_of_a_fixed_functional(layer: Bedouin, x: Tensor) ->
 
 
 def test_decode_gap_sees_a_loose_parallel_solve(layer: Bedouin, x: Tensor) -> None:
-    assert parallel_decode_gap(layer, x) < 1e-12
+    assert decode_gap(layer, x) < 1e-12
     layer.solver = Picard(rtol=0.3)
-    assert parallel_decode_gap(layer, x) > 1e-6
-    assert parallel_decode_gap(layer, x[:, :0]) == 0.0
+    assert decode_gap(layer, x) > 1e-6
+    assert decode_gap(layer, x[:, :0]) == 0.0
 
 
 def test_random_layers_cover_the_options() -> None:

@@ -3,6 +3,8 @@
 from bedouin.bedouin_layer import Bedouin
 from bedouin.bidirectional import Bidirectional
 from bedouin.decoding import Decoder
+from bedouin.diagnosis import Diagnosis, diagnose
+from bedouin.diagnosis_logger import DiagnosisLogger
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer, WYForm
 from bedouin.model import SequenceModel
 from bedouin.optimization import param_groups
@@ -17,11 +19,14 @@ __all__ = [
     "Bidirectional",
     "ChannelMixer",
     "Decoder",
+    "Diagnosis",
+    "DiagnosisLogger",
     "FixedPointRNN",
     "HouseholderProduct",
     "LowRank",
     "SequenceModel",
     "StructuredMixer",
     "WYForm",
+    "diagnose",
     "param_groups",
 ]

@@ -63,6 +63,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.recompute import restores_tensors_only
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
+from bedouin.solvers.watch import StepRecorder
 from bedouin.state import BedouinState, zero_state
 from bedouin.wrapped import effective_weight, is_plain
 
@@ -110,6 +111,9 @@ class FixedPointLayer(SavedLayer, ABC):
     cap = SolveOption[Cap]()
     on_unconverged = SolveOption[OnUnconverged]()
     backend = SolveOption[Backend]()
+
+    record_history: bool = False
+    """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
 
     stats: SolveStats | None
     """Statistics of the last call, also of one that raised a ConvergenceError. None before any
@@ -440,7 +444,8 @@ class FixedPointLayer(SavedLayer, ABC):
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
         record = partial(self._keep_stats, packing)
-        return Caller(name, self.deferred, draw, record, self.num_heads)
+        watch = StepRecorder() if self.record_history else None
+        return Caller(name, self.deferred, draw, record, self.num_heads, watch)
 
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:

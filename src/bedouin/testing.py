@@ -20,7 +20,14 @@ from bedouin.heads import fold, unfold
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import HouseholderProduct, LowRank, StructuredMixer
 from bedouin.rnn_layer import FixedPointRNN
-from bedouin.solvers import Adjoint, Direct, Solution, Solver, SolveStats
+from bedouin.solvers import (
+    Adjoint,
+    Direct,
+    Picard,
+    Solution,
+    Solver,
+    SolveStats,
+)
 from bedouin.solvers.base import Map, TimeDim
 from bedouin.solvers.solution import join_parts
 from bedouin.solvers.watch import Watch
@@ -292,7 +299,7 @@ def _flat(gradients: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def parallel_decode_gap(
+def decode_gap(
     layer: FixedPointLayer,
     x: Tensor,  # (b, t, m)
 ) -> float:
@@ -304,6 +311,73 @@ def parallel_decode_gap(
         y_t, state = probe.step(x[:, t], state)
         steps.append(y_t)
     return relative_error(torch.stack(steps, 1), expected) if steps else 0.0
+
+
+@torch.no_grad()
+def log_growth(
+    layer: FixedPointLayer,
+    x: Tensor,  # (b, t, m), t >= 1
+    *,
+    num_directions: int = 8,
+    seed: int = 0,
+) -> Tensor:  # (t, b)
+    """log |J_t ... J_1 v|, where J_s is the Jacobian of token s, from the state before it to the
+    state after it, at the states that x leads to from zero.
+
+    The largest of a few random unit vectors v, in the 2-norm of the whole state; -inf where all of
+    them have become 0. J v is a difference quotient in float64 over 1e-7 of the length of the last
+    state, by `Direct` if the mixer allows it.
+    """
+    probe = _with(layer, on_unconverged="ignore").double().eval()
+    probe.solver = Direct() if isinstance(probe.mixer, StructuredMixer) else Picard(rtol=1e-13)
+    x, b, (d, n) = x.detach().double(), len(x), (layer.d_inner, layer.d_state)
+    last = _flat_state(probe(x, return_state=True)[1]).norm(dim=1, keepdim=True)
+    size = 1e-7 * torch.where(last.isfinite() & (last > 0), last, 1.0)
+    base = x.new_zeros(b, d * n + d)
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.randn(num_directions, *base.shape, generator=generator, dtype=x.dtype).to(x)
+    v, total, rows = v / v.norm(dim=2, keepdim=True), x.new_zeros(()), []
+    for x_t in x.unbind(1):
+        states = torch.cat([base, (base + size * v).flatten(0, 1)])
+        before = BedouinState(states[:, : d * n].unflatten(1, (d, n)), states[:, d * n :])
+        after = _flat_state(probe.step(x_t.repeat(1 + num_directions, 1), before)[1])
+        base, v = after[:b], (after[b:].unflatten(0, (-1, b)) - after[:b]) / size
+        norm = v.norm(dim=2, keepdim=True)
+        v, total = v / torch.where(norm == 0, 1.0, norm), total + norm.squeeze(2).log()
+        rows.append(total.amax(0))
+    return torch.stack(rows)
+
+
+def _flat_state(state: BedouinState) -> Tensor:
+    """(b, d n + d): memory and y of each sample."""
+    return torch.cat([state.ssm.flatten(1), state.y], 1)
+
+
+def lyapunov(
+    layer: FixedPointLayer,
+    x: Tensor,  # (b, t, m), t >= 1
+    *,
+    num_directions: int = 8,
+    seed: int = 0,
+) -> Tensor:  # (b,)
+    """The largest Lyapunov exponent of each sample: the growth of `log_growth` a token.
+
+    Above 0 small differences grow over time, below 0 they are forgotten. The first quarter of the
+    tokens, in which the vectors turn to the direction that grows most, is left out.
+    Raises ValueError for x without tokens.
+    """
+    if x.dim() != 3 or not x.shape[1]:
+        raise ValueError(f"x must have shape (b, t, m) with t >= 1, got {tuple(x.shape)}")
+    return exponent(log_growth(layer, x, num_directions=num_directions, seed=seed))
+
+
+def exponent(
+    growth: Tensor,  # (t, b), of `log_growth`
+) -> Tensor:  # (b,)
+    """The growth a token over the last three quarters of the tokens."""
+    t, first = len(growth), len(growth) // 4
+    before = growth[first - 1] if first else torch.zeros_like(growth[0])
+    return torch.where(growth[-1] == -torch.inf, -torch.inf, (growth[-1] - before) / (t - first))
 
 
 def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:

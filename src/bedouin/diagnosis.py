@@ -1,0 +1,419 @@
+"""`diagnose`: what the solve of a layer is like on an input, in numbers, a table and a figure.
+
+Letters: b batch, t time, m d_model, H num_heads, p head_dim.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from bedouin.heads import fold
+from bedouin.layer import FixedPointLayer
+from bedouin.mixers import StructuredMixer
+from bedouin.solvers import (
+    Anderson,
+    Broyden,
+    Direct,
+    FixedCap,
+    ImplicitAdjoint,
+    Jacobi,
+    Picard,
+    Solver,
+    SolveStats,
+)
+from bedouin.solvers.base import TransposedBlockMap, check_number
+from bedouin.testing import (
+    decode_gap,
+    exponent,
+    find_fixed_point,
+    layer_gradients,
+    log_growth,
+    relative_error,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SMALL_PIVOT = 0.05
+"""Below this pivot a local solve loses more than a decimal digit."""
+
+LARGE_BIAS = 0.1
+"""Above this relative difference a gradient is no longer the gradient of the loss."""
+
+POWER_STEPS = 40
+"""Products in the power iteration for the contraction, of which the last half is averaged."""
+
+
+EXACT: Solver = Picard(rtol=1e-13)
+"""Stands for the exact solve of a mixer that has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class SolverRun:
+    """One solver on the input.
+
+    name: the solver, with its rtol and the options that are not the default.
+    stats: with their history, (evaluations, b).
+    error: of its output against that of the exact solve, relative, in the max norm; NaN if the
+        mixer has no exact solve.
+    """
+
+    name: str
+    stats: SolveStats
+    error: float
+
+    @property
+    def steps(self) -> int:
+        """The most evaluations of the map that a sample took."""
+        return int(self.stats.num_steps.max())
+
+    @property
+    def converged(self) -> float:
+        """The share of samples that converged, in [0, 1]."""
+        return self.stats.converged.double().mean().item()
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """What `diagnose` measured; `str` is a table, `plot` draws a figure.
+
+    layer: the layer's class, solver and adjoint. shape: (b, t, m) of the input. dtype: its dtype.
+    pivots: (b,), the smallest pivot of each sample's local systems, at most 1; 0 is a singular
+        token. None for a mixer without the form (e, U, M).
+    contraction: the spectral radius of diag(sigma_t)(I - Q_t), the largest of all tokens and heads;
+        the factor by which the error of undamped Picard ends up shrinking with each step. Above 1
+        Picard diverges. None for a mixer without the form (e, U, M).
+    growth: (t, b), the logarithm of the growth of a perturbation of the state over the first tokens
+        (`bedouin.testing.log_growth`).
+    lyapunov: (b,), its mean a token (`bedouin.testing.lyapunov`): above 0 the layer is chaotic.
+    rtol: the tolerance of the solvers. runs: each solver on the input, the layer's own first.
+    bias: |g - g*| / |g*| in the 2-norm, of the gradients g of all parameters by the layer's solver
+        and adjoint, and g* the exact ones, both in float64, for a random linear loss.
+    cosine: of the angle between g and g*. NaN as the bias if g* is zero.
+    decode_gap: `step` token by token against one call, relative, in the max norm.
+    advice: sentences about what to change, at least one.
+    """
+
+    layer: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pivots: Tensor | None  # (b,)
+    contraction: float | None
+    growth: Tensor  # (t, b)
+    lyapunov: Tensor  # (b,)
+    rtol: float
+    runs: tuple[SolverRun, ...]
+    bias: float
+    cosine: float
+    decode_gap: float
+    advice: tuple[str, ...] = ()
+
+    def numbers(self) -> dict[str, float]:
+        """Each measured quantity as a number, the worst of the samples, for a log."""
+        numbers = {
+            "lyapunov": self.lyapunov.max().item(),
+            "log_growth": self.growth[-1].max().item(),
+            "gradient_bias": self.bias,
+            "gradient_cosine": self.cosine,
+            "decode_gap": self.decode_gap,
+        }
+        if self.pivots is not None:
+            numbers["smallest_pivot"] = self.pivots.min().item()
+        if self.contraction is not None:
+            numbers["contraction"] = self.contraction
+        for run in self.runs:
+            name = run.name.partition("(")[0].lower()
+            # the layer's own solver comes first and may be of a kind that is listed again
+            numbers.setdefault(f"{name}_steps", float(run.steps))
+            numbers.setdefault(f"{name}_converged", run.converged)
+        return numbers
+
+    def __str__(self) -> str:
+        b, t, m = self.shape
+        exponent, last = self.lyapunov.max().item(), self.growth[-1].max().item()
+        rows = [
+            ("growth of a perturbation", f"{_exp(last)} after {t} tokens"),
+            (
+                "Lyapunov exponent",
+                f"{exponent:+.4f} a token (median {self.lyapunov.median():+.4f})",
+            ),
+            ("gradient bias", f"{self.bias:.1e} (cosine {self.cosine:.4f})"),
+            ("decoding against one call", f"{self.decode_gap:.1e}"),
+        ]
+        if self.contraction is not None:
+            rows.insert(0, ("contraction of Picard", f"{self.contraction:.3g} a step, in the end"))
+        if self.pivots is not None:
+            pivots = f"{self.pivots.min():.3g} (median of samples {self.pivots.median():.3g})"
+            rows.insert(0, ("smallest pivot", pivots))
+        lines = [f"{self.layer} on ({b}, {t}, {m}), {str(self.dtype).removeprefix('torch.')}"]
+        lines += [f"  {name:<28}{value}" for name, value in rows]
+        width = max(28, *(len(run.name) + 2 for run in self.runs))
+        lines += [
+            "",
+            f"  {'solver':<{width}}{'steps':>6}{'converged':>11}{'residual':>10}{'error':>10}",
+        ]
+        lines += [
+            f"  {run.name:<{width}}{run.steps:>6}{run.converged:>11.0%}"
+            f"{run.stats.residual.max().item():>10.1e}{run.error:>10.1e}"
+            for run in self.runs
+        ]
+        return "\n".join([*lines, "", *(f"  - {sentence}" for sentence in self.advice)])
+
+    def plot(self, path: str | Path) -> "Figure":
+        """Write a figure of growth, residuals, pivots and exponents to `path`, and return it.
+
+        The format is that of the path's suffix. Raises ImportError without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "Diagnosis.plot needs matplotlib: pip install bedouin[plot], or print the diagnosis"
+            ) from error
+        figure = Figure(figsize=(10, 7), layout="constrained")
+        figure.suptitle(self.layer)
+        over_time, over_steps, pivots, exponents = figure.subplots(2, 2).flat
+        over_time.plot(range(1, len(self.growth) + 1), self.growth.cpu() / math.log(10))
+        over_time.set(
+            xlabel="token", ylabel="log10 of the growth", title="Perturbation of the state"
+        )
+        for run in self.runs:
+            assert run.stats.history is not None
+            worst = run.stats.history.amax(1).cpu()
+            over_steps.plot(range(1, len(worst) + 1), worst, marker=".", label=run.name)
+        over_steps.axhline(self.rtol, color="black", linestyle=":", label="tolerance")
+        over_steps.set(xscale="log", yscale="log", xlabel="step", title="Largest residual")
+        over_steps.legend(fontsize="small")
+        if self.pivots is None:
+            pivots.set_axis_off()
+        else:
+            pivots.plot(self.pivots.cpu().sort().values, marker=".")
+            pivots.axhline(SMALL_PIVOT, color="black", linestyle=":")
+            pivots.set(xlabel="sample, in order", title="Smallest pivot")
+        exponents.plot(self.lyapunov.cpu().sort().values, marker=".")
+        exponents.axhline(0.0, color="black", linestyle=":")
+        exponents.set(xlabel="sample, in order", title="Lyapunov exponent a token")
+        figure.savefig(path)
+        return figure
+
+
+def diagnose(
+    layer: FixedPointLayer,
+    x: Tensor,  # (b, t, m), b >= 1, t >= 1
+    *,
+    rtol: float | None = None,
+    max_steps: int | None = None,
+) -> Diagnosis:
+    """Measure how well the solve of `layer` works on x, and what each solver needs for it.
+
+    Pivots, solvers and the decoder are measured in the layer's dtype and backend, growth and
+    gradients in float64. All of it uses copies of the layer in evaluation mode: its statistics,
+    gradients, mode and counters do not change, and hooks on it are not called. Takes about the time
+    of 20 calls and t steps; a few samples are enough.
+
+    Args:
+        layer: a Bedouin or FixedPointRNN; of a model, one of its layers.
+        x: what the layer is called with, without padding.
+        rtol: the tolerance of the iterative solvers; None: that of the layer's own solver, and
+            1e-4 for Direct, which has none.
+        max_steps: the cap of the iterative solvers; None: the limit of the layer's own.
+
+    Raises TypeError for another kind of layer, ValueError for x without samples or tokens, and the
+    errors of a call.
+    """
+    if not isinstance(layer, FixedPointLayer):
+        raise TypeError(
+            f"layer must be a Bedouin or FixedPointRNN, got {type(layer).__name__}: of a model, "
+            "pass one of its layers and what that layer is called with"
+        )
+    layer.check_input(x, rank=3)
+    if not x.numel():
+        raise ValueError(f"x must have at least one sample and token, got {tuple(x.shape)}")
+    rtol = getattr(layer.solver, "rtol", 1e-4) if rtol is None else rtol
+    check_number("rtol", rtol, 0, 1e6, open_low=False)
+    probe, x = _copy(layer), x.detach()
+    if max_steps is not None:
+        probe.cap = FixedCap(max_steps)
+    growth = log_growth(probe, x)
+    runs = _run_solvers(probe, x, rtol)
+    bias, cosine = _compare_gradients(_copy(layer).double(), x.double())
+    found = Diagnosis(
+        layer=f"{type(layer).__name__}, {_short(layer.solver)}, "
+        f"{_short(layer.adjoint or ImplicitAdjoint())}",
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        pivots=_pivots(runs),
+        contraction=_contraction(probe, x),
+        growth=growth,
+        lyapunov=exponent(growth),
+        rtol=rtol,
+        runs=runs,
+        bias=bias,
+        cosine=cosine,
+        decode_gap=decode_gap(_copy(layer), x),
+    )
+    return replace(found, advice=tuple(_advice(found, layer)))
+
+
+def _copy(layer: FixedPointLayer) -> FixedPointLayer:
+    """A copy in evaluation mode that neither warns nor calls the hooks of the layer."""
+    hooks: tuple[dict[int, Any], ...] = layer._forward_hooks, layer._forward_pre_hooks
+    # what hooks refer to, a whole model perhaps, is not copied either
+    probe = copy.deepcopy(layer, {id(own): type(own)() for own in hooks})
+    probe.on_unconverged, probe.record_history = "ignore", False
+    return probe.requires_grad_(True).eval()
+
+
+@torch.no_grad()
+def _run_solvers(
+    probe: FixedPointLayer,
+    x: Tensor,  # (b, t, m)
+    rtol: float,
+) -> tuple[SolverRun, ...]:
+    """The layer's own solver, and all others that take its mixer."""
+    structured = isinstance(probe.mixer, StructuredMixer)
+    own: list[Solver] = [probe.solver]
+    exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if structured else []
+    others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]
+    solvers = own + [solver for solver in exact + others if solver != probe.solver]
+    probe = copy.deepcopy(probe)
+    probe.record_history = True
+    outputs, stats = [], []
+    for solver in solvers:
+        probe.solver, probe.adjoint = solver, None
+        outputs.append(probe(x))
+        assert probe.stats is not None
+        stats.append(probe.stats)
+    reference = outputs[solvers.index(Direct())] if structured else None
+    errors = (math.nan if reference is None else relative_error(y, reference) for y in outputs)
+    return tuple(
+        SolverRun(_short(solver), of_solver, error)
+        for solver, of_solver, error in zip(solvers, stats, errors, strict=True)
+    )
+
+
+def _short(options: object) -> str:
+    """A solver or adjoint with its rtol and the options that are not the default."""
+    given = {f.name: (getattr(options, f.name), f.default) for f in fields(cast(Any, options))}
+    shown = [
+        f"{name}={value!r}"
+        for name, (value, default) in given.items()
+        if name == "rtol" or value != default
+    ]
+    return f"{type(options).__name__}({', '.join(shown)})"
+
+
+def _pivots(runs: tuple[SolverRun, ...]) -> Tensor | None:
+    """The pivots of the exact solve."""
+    exact = next((run for run in runs if run.name == _short(Direct())), None)
+    return None if exact is None else exact.stats.conditioning
+
+
+@torch.no_grad()
+def _contraction(
+    probe: FixedPointLayer,
+    x: Tensor,  # (b, t, m)
+) -> float | None:
+    """The largest spectral radius of a token's diag(sigma)(I - Q) at the fixed point."""
+    if not isinstance(probe.mixer, StructuredMixer):
+        return None
+    found = find_fixed_point(probe, x, solver=Direct())
+    f = getattr(found.f, "f", found.f)
+    assert isinstance(f, TransposedBlockMap)
+    apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(found.y.shape, generator=generator, dtype=torch.float64).to(found.y)
+    w, total = fold(v, probe.num_heads), torch.zeros((), dtype=v.dtype, device=v.device)
+    for i in range(POWER_STEPS):
+        w = apply(w)
+        norm = w.norm(dim=-1, keepdim=True)
+        w = w / torch.where(norm == 0, 1.0, norm)
+        total = total + norm.log() if 2 * i >= POWER_STEPS else total
+    return (2 * total / POWER_STEPS).exp().max().item()
+
+
+def _compare_gradients(
+    probe: FixedPointLayer,
+    x: Tensor,  # (b, t, m)
+) -> tuple[float, float]:
+    """Bias and cosine of the gradients of all parameters by the layer's solver and adjoint."""
+    chosen, solver = layer_gradients(probe, x), EXACT
+    if isinstance(probe.mixer, StructuredMixer):
+        solver = Direct()
+    probe.cap = FixedCap(10_000)
+    reference = layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
+    names = [name for name in reference if name != "x"]
+    g, g_exact = (torch.cat([v[name].flatten() for name in names]) for v in (chosen, reference))
+    size = g_exact.norm()
+    return ((g - g_exact).norm() / size).item(), (g @ g_exact / (g.norm() * size)).item()
+
+
+def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
+    """Sentences about what to change."""
+    t = found.shape[1]
+    advice = _advice_on_solvers(found, layer)
+    exponent = found.lyapunov.max().item()
+    if found.pivots is not None and not found.pivots.min() >= SMALL_PIVOT:
+        advice.append(
+            f"A local system is nearly singular (pivot {found.pivots.min():.1e}): use beta_max=1, "
+            'input_scale="bounded_delta" or "one_minus_decay", or a lower learning rate.'
+        )
+    if exponent > 0 and found.growth[-1].max() > math.log(100):
+        advice.append(
+            f"The layer is chaotic here: a difference grows {math.exp(exponent):.3g} times a "
+            "token. Parallel solvers then need about as many steps as tokens, and rounding decides "
+            "the output of long sequences: use a smaller feedback_init, feedback_norm=True, or "
+            "gradient clipping."
+        )
+    elif exponent < -1:
+        advice.append(
+            f"The state forgets {math.exp(-exponent):.3g}-fold a token: use a smaller step Delta "
+            "(dt_bias) if the task needs a longer memory."
+        )
+    if not found.bias <= LARGE_BIAS:
+        advice.append(
+            f"The gradient is off by {found.bias:.1e} of its size: use adjoint=ImplicitAdjoint(), "
+            "a smaller rtol, or solver=Direct()."
+        )
+    loose = max(1e-4, 100 * torch.finfo(found.dtype).eps)
+    if not found.decode_gap <= loose:
+        narrow = f"a wider dtype than {str(found.dtype).removeprefix('torch.')}"
+        remedy = narrow if isinstance(layer.solver, Direct) else "Direct, or a smaller rtol"
+        advice.append(f"Decoding differs from one call by {found.decode_gap:.1e}: use {remedy}.")
+    return advice or [f"Nothing to change: the solve is exact to tolerance over {t} tokens."]
+
+
+def _advice_on_solvers(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
+    own, t = found.runs[0], found.shape[1]
+    advice = []
+    exact = isinstance(layer.mixer, StructuredMixer)
+    if own.converged < 1:
+        better = [run for run in found.runs[1:] if run.converged == 1]
+        names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])
+        remedy = f"use {names}" if better else "raise max_steps, or loosen rtol"
+        advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
+    elif exact and not isinstance(layer.solver, Direct) and own.steps > t / 2:
+        advice.append(
+            f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is "
+            "exact."
+        )
+    if found.contraction is not None and found.contraction >= 1:
+        advice.append(
+            f"Undamped Picard does not contract ({found.contraction:.3g}): use Direct, Jacobi, or "
+            "a damping below 1."
+        )
+    return advice
+
+
+def _exp(log: float) -> str:
+    """e^log with two digits, also where it overflows."""
+    if not math.isfinite(log):
+        return "0" if log < 0 else str(log)
+    if abs(log) < 7:
+        return f"{math.exp(log):.2g} times"
+    return f"10^{log / math.log(10):.1f} times"

@@ -1,0 +1,597 @@
+"""Laws of the layers for random combinations of everything that a caller chooses.
+
+Constructor options, shapes, dtypes, solvers, adjoints, masks, documents, chunks and heads are drawn
+together. A law holds, or the documented error comes. `make fuzz` runs FUZZ_CASES cases; the default
+run has a few for each law. Letters: b batch, t time, m d_model, d d_inner, H num_heads.
+"""
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bedouin import Bedouin, BedouinState, FixedPointRNN
+from bedouin.layer import FixedPointLayer
+from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Broyden,
+    ConvergenceError,
+    Direct,
+    FixedCap,
+    GammaCap,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solver,
+    SolveStats,
+    UnrolledAdjoint,
+)
+from bedouin.testing import assert_close, find_fixed_point, layer_gradients, measure_growth
+
+CASES = int(os.environ.get("FUZZ_CASES", "5000"))
+FEW = 8
+ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-4, torch.float16: 1e-4}
+"""The rtol of iterative solvers: a solve is at least float32, whatever the layer's dtype."""
+ATOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Outputs may be small differences of terms that are not, and which are rounded."""
+Draw = Callable[..., Any]
+
+
+class Diagonal(ChannelMixer):
+    """Q = diag(sigmoid(raw)), with no declared structure: neither Direct nor Jacobi takes it."""
+
+    def raw_size(self, d_inner: int) -> int:
+        return d_inner
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        return torch.sigmoid(-raw) * v
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and what it is called with. `error` is what every call must raise, or None."""
+
+    layer: FixedPointLayer
+    x: Tensor  # (b, t, m)
+    state: BedouinState | None  # of b samples
+    error: str | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+
+def draw_solver(draw: Draw, dtype: torch.dtype) -> Solver:
+    kind = draw(st.sampled_from([Direct, Picard, Jacobi, Anderson, Broyden]))
+    if kind is Direct:
+        return Direct()
+    options: dict[str, Any] = {"rtol": TOLERANCE[dtype]}
+    if kind is Picard:
+        options |= draw(
+            st.sampled_from([{}, {"damping": 0.7}, {"patience": 3}, {"stop_rule": "paper"}])
+        )
+    solver: Solver = kind(**options)
+    return solver
+
+
+def draw_adjoint(draw: Draw, dtype: torch.dtype) -> Adjoint | None:
+    make: Callable[[], Adjoint | None] = draw(
+        st.sampled_from(
+            [
+                lambda: None,
+                lambda: ImplicitAdjoint(draw_solver(draw, dtype)),
+                OneStepAdjoint,
+                PhantomAdjoint,
+                UnrolledAdjoint,
+            ]
+        )
+    )
+    return make()
+
+
+def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
+    """The options of a layer's constructor other than those of its solve."""
+    one = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    d_model, expand = draw(st.integers(1, 5)), one(1, 2)
+    d = d_model * expand
+    options: dict[str, Any] = {
+        "d_model": d_model,
+        "expand": expand,
+        "num_heads": one(*(h for h in range(1, d + 1) if d % h == 0)),
+        "mixer": one(
+            HouseholderProduct(1, 0.5), HouseholderProduct(2), HouseholderProduct(4),
+            HouseholderProduct(2, 2.0), LowRank(1), LowRank(3), Diagonal(),
+        ),
+        "eigenvalues": one("positive", "full"),
+        "feedback_norm": one(True, False),
+        "feedback_init": one(0.1, 0.0, 1.0),
+        "norm_eps": one(1e-5, 1e-2),
+        "backend": one("auto", "reference"),
+        "layer_idx": one(None, 3),
+    }  # fmt: skip
+    if kind is FixedPointRNN:
+        return options | {"decay": one("sigmoid", "griffin"), "feedback": one(("mixer",), ())}
+    subsets = st.lists(st.sampled_from(["delta", "B", "C", "mixer"]), unique=True)
+    return options | {
+        "d_state": one(1, 2, 5),
+        "decay": one("mamba", "griffin"),
+        "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
+        "feedback": tuple(draw(subsets)),
+        "output": one("norm", "paper"),
+        "bias": one(True, False),
+        "delta_from_x_init": one(1.0, 0.0),
+    }
+
+
+def documented_error(mixer: ChannelMixer, solver: Solver, adjoint: Adjoint | None) -> str | None:
+    """What a call with gradients must raise for combinations that cannot work."""
+    if isinstance(adjoint, UnrolledAdjoint) and isinstance(solver, Anderson | Broyden):
+        return "UnrolledAdjoint cannot differentiate"
+    if isinstance(mixer, StructuredMixer):
+        return None
+    by = adjoint.solver if isinstance(adjoint, ImplicitAdjoint) else None
+    if isinstance(solver, Direct):
+        return "Direct needs a map with a method sweep|needs a map with a reverse sweep"
+    if isinstance(by, Direct):
+        return "needs a map with a reverse sweep"
+    if isinstance(solver, Jacobi) or isinstance(by, Jacobi):
+        return "Jacobi needs a map with a method block_solve"
+    return None
+
+
+@st.composite
+def cases(draw: Draw) -> Case:
+    kind = draw(st.sampled_from([Bedouin, FixedPointRNN]))
+    dtype = draw(st.sampled_from([torch.float64] * 3 + [torch.float32, torch.bfloat16]))
+    options = draw_options(draw, kind)
+    solver, adjoint = draw_solver(draw, dtype), draw_adjoint(draw, dtype)
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    layer = kind(
+        options.pop("d_model"), **options, solver=solver, adjoint=adjoint, max_steps=150,
+        on_unconverged="ignore", dtype=dtype,
+    )  # fmt: skip
+    b, t = draw(st.integers(0, 3)), draw(st.integers(0, 8))
+    hypothesis.note(f"{layer}\nbeside: {options}, dtype={dtype}, b={b}, t={t}")
+    with torch.no_grad():
+        layer.dt_bias.add_(draw(st.sampled_from([0.0, 3.0])))
+    layer.train(draw(st.booleans()))
+    x = draw_input(draw, b, t, layer.d_model).to(dtype)
+    state = random_state(layer, b) if draw(st.booleans()) else None
+    return Case(layer, x, state, documented_error(options["mixer"], solver, adjoint))
+
+
+def draw_input(draw: Draw, b: int, t: int, m: int) -> Tensor:
+    """Values of any size, zeros among them, in memory of any order."""
+    x = draw(st.sampled_from([1.0, 1.0, 1e-6, 1e2])) * torch.randn(b, t, m)
+    if draw(st.booleans()):
+        x[:, ::2] = 0
+    order = draw(st.sampled_from(["packed", "transposed", "expanded", "strided"]))
+    hypothesis.note(f"x is {order}")
+    if order == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if order == "expanded":
+        return x[:1].expand(min(b, 1) * b, t, m)
+    return x.repeat(1, 2, 1)[:, ::2] if order == "strided" and t else x
+
+
+def random_state(layer: FixedPointLayer, b: int) -> BedouinState:
+    return BedouinState(*(0.1 * torch.randn_like(v) for v in layer.init_state(b)))
+
+
+def call(case: Case, *args: Any, **options: Any) -> tuple[Tensor, BedouinState, SolveStats]:
+    """The layer's results without gradients."""
+    with torch.no_grad():
+        output, state = case.layer(*args, return_state=True, **options)
+    assert case.layer.stats is not None
+    return output, state, case.layer.stats
+
+
+def digits(case: Case, x: Tensor, *all_stats: SolveStats) -> float:
+    """The relative error that rounding and the solver's tolerance explain.
+
+    Rejects cases in which a solve has not converged or too few digits are left to compare.
+    """
+    solver = case.layer.solver
+    hypothesis.assume(all(bool(stats.converged.all()) for stats in all_stats))
+    growth = max(
+        (
+            measure_growth(case.layer, x[[i]], state=sample(case.state, i), num_directions=1)
+            for i in range(len(x))
+        ),
+        default=1.0,
+    )
+    pivots = [stats.conditioning for stats in all_stats if stats.conditioning is not None]
+    pivot = min([1.0, *(p.min().item() for p in pivots if p.numel())])
+    unit = ROUNDING[case.dtype]
+    if not isinstance(solver, Direct):
+        unit = max(unit, 1e3 * TOLERANCE[case.dtype])
+    error = unit * growth / pivot
+    hypothesis.assume(error < 0.3)
+    return float(error)
+
+
+def sample(state: BedouinState | None, i: int) -> Any:
+    return None if state is None else state[[i]]
+
+
+def compare(case: Case, names: str, found: Any, expected: Any, error: float) -> None:
+    for name, a, e in zip(names.split(), found, expected, strict=True):
+        assert_close(name, a, e, error, ATOL[case.dtype])
+
+
+# -- laws
+
+
+def law_shapes_and_gradients(case: Case, draw: Draw) -> None:
+    """Shapes, dtypes and statistics; a finite value has a finite gradient; a call can be
+    repeated."""
+    layer, x = case.layer, case.x.requires_grad_()
+    before = [copy.deepcopy(layer.state_dict()), torch.get_rng_state()]
+    (b, t), keeps = x.shape[:2], draw(st.booleans())
+    layer.record_history = keeps
+    output, state = layer(x, case.state, return_state=True)
+    assert output.shape == x.shape and output.dtype == x.dtype
+    like = layer.init_state(b)
+    assert all(v.shape == w.shape and v.dtype == w.dtype for v, w in zip(state, like, strict=True))
+    stats = layer.stats
+    assert stats is not None and stats.num_steps.shape == (b,) and not stats.residual.requires_grad
+    assert (stats.num_steps <= (1 if isinstance(layer.solver, Direct) else 150)).all()
+    if isinstance(layer.solver, Jacobi):
+        assert (stats.num_steps <= t + 1).all() and stats.converged.all()
+    assert (stats.history is not None) == keeps
+    if stats.history is not None:
+        assert stats.history.shape[1:] == (b,)
+    good = stats.converged if t else torch.ones(b, dtype=torch.bool)
+    assert output[good].isfinite().all() and state[good].ssm.isfinite().all()
+    total = output.double().sum() + state.ssm.double().sum() + state.y.double().sum()
+    total.backward()
+    backward = stats.backward
+    if good.all() and (backward is None or bool(backward.converged.all())):
+        # the gradient of a solve that has not converged may overflow, and says so
+        limit = torch.finfo(x.dtype).max
+        for name, value in {"x": x, **dict(layer.named_parameters())}.items():
+            if value.grad is not None:
+                assert not value.grad.isnan().any(), f"{name} (largest {limit})"
+    assert torch.equal(torch.get_rng_state(), before[1])
+    for name, value in before[0].items():
+        if name != "_extra_state":
+            assert torch.equal(layer.state_dict()[name], value), name
+    layer.draws.count = 0
+    again = layer(x, case.state)
+    assert torch.equal(again[good], output[good])
+
+
+def law_chunks(case: Case, draw: Draw) -> None:
+    """A sequence in chunks gives what it gives in one call."""
+    t = case.x.shape[1]
+    cuts = sorted(draw(st.lists(st.integers(0, t), max_size=3)))
+    output, state, stats = call(case, case.x, case.state)
+    parts, after, seen = [], case.state, [stats]
+    for start, stop in zip([0, *cuts], [*cuts, t], strict=True):
+        part, after, stats = call(case, case.x[:, start:stop], after)
+        parts.append(part)
+        seen.append(stats)
+    assert after is not None
+    error = digits(case, case.x, *seen)
+    compare(case, "output ssm y", (torch.cat(parts, 1), *after), (output, *state), error)
+
+
+def law_masks(case: Case, draw: Draw) -> None:
+    """Padding, NaN in it included, changes nothing; its output is zero."""
+    b, t = case.x.shape[:2]
+    rows = st.lists(st.booleans(), min_size=t, max_size=t)
+    mask = torch.tensor(draw(st.lists(rows, min_size=b, max_size=b)), dtype=torch.bool).view(b, t)
+    hypothesis.note(f"mask={mask.tolist()}")
+    x = case.x.masked_fill(~mask.unsqueeze(-1), torch.nan)
+    output, state, stats = call(case, x, case.state, mask=mask)
+    assert not output[~mask].any() and output.shape == x.shape
+    seen, expected, states = [stats], torch.zeros_like(output), []
+    for i in range(b):
+        alone, after, stats = call(case, x[i][mask[i]].unsqueeze(0), sample(case.state, i))
+        expected[i, mask[i]] = alone[0]
+        states.append(after)
+        seen.append(stats)
+    error = digits(case, case.x, *seen)
+    if b:
+        after = BedouinState.cat(states)
+        compare(case, "output ssm y", (output, *state), (expected, *after), error)
+
+
+def law_documents(case: Case, draw: Draw) -> None:
+    """Documents in one row, with cu_seqlens or seq_idx, are what each is alone."""
+    lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    by_index = draw(st.booleans())
+    lengths = [n for n in lengths if n] or [1] if by_index else lengths
+    hypothesis.note(f"lengths={lengths}, by_index={by_index}")
+    x = torch.randn(1, sum(lengths), case.layer.d_model).to(case.dtype)
+    num_states = 1 if by_index else len(lengths)
+    before = random_state(case.layer, num_states)
+    if by_index:
+        where = {
+            "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+        }
+    else:
+        where = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+    output, state, stats = call(case, x, before, **where)
+    assert stats.num_steps.shape == (len(lengths),)
+    seen, outputs, states, errors = [stats], [], [], [0.0]
+    zero = case.layer.init_state(1)
+    for i, document in enumerate(x.split(lengths, 1)):
+        incoming = before[[i]] if i < num_states else zero
+        alone, after, stats = call(case, document, incoming)
+        outputs.append(alone)
+        states.append(after)
+        seen.append(stats)
+        errors.append(digits(Case(case.layer, document, incoming, None), document, *seen))
+    after = states[-1] if by_index else BedouinState.cat(states)
+    expected = torch.cat(outputs, 1), *after
+    compare(case, "output ssm y", (output, *state), expected, max(errors))
+
+
+def law_steps(case: Case, draw: Draw) -> None:
+    """Token by token is what one call gives."""
+    output, expected, stats = call(case, case.x, case.state)
+    state = case.layer.init_state(len(case.x)) if case.state is None else case.state
+    seen, tokens = [stats], []
+    with torch.no_grad():
+        for t in range(case.x.shape[1]):
+            y_t, state = case.layer.step(case.x[:, t], state)
+            tokens.append(y_t)
+            assert case.layer.stats is not None
+            seen.append(case.layer.stats)
+    error = digits(case, case.x, *seen)
+    found = torch.stack(tokens, 1) if tokens else output
+    compare(case, "output ssm y", (found, *state), (output, *expected), error)
+
+
+def law_heads(case: Case, draw: Draw) -> None:
+    """The fixed point of H heads is that of H layers of one head on the slices."""
+    layer = case.layer
+    whole = find_fixed_point(layer, case.x, state=case.state)
+    heads, p = layer.num_heads, layer.head_dim
+    u = torch.nn.functional.linear(case.x, layer.in_proj.weight)
+    paired = layer.in_proj.out_features // layer.d_inner
+    seen, parts = [whole.stats], []
+    for j in range(heads):
+        own = slice(j * p, (j + 1) * p)
+        part = part_of(layer, j)
+        x_j = u.unflatten(-1, (paired, heads, p))[..., 0, j, :]
+        state = None if case.state is None else BedouinState(*(v[:, own] for v in case.state))
+        found = find_fixed_point(part, x_j, state=state)
+        seen.append(found.stats)
+        parts.append(found.y)
+    error = digits(case, case.x, *seen)
+    y = torch.cat(parts, -1)
+    assert_close("fixed point", y, whole.y, 10 * error, ATOL[case.dtype])
+    steps = torch.stack([stats.num_steps for stats in seen[1:]]).amax(0)
+    if isinstance(layer.solver, Direct):
+        assert torch.equal(steps, whole.stats.num_steps)
+
+
+def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
+    """A layer of width p with one head, which maps x itself as head j of `layer` does."""
+    heads, p = layer.num_heads, layer.head_dim
+    part = copy.deepcopy(layer)
+    part.num_heads, part.d_model, part.d_inner = 1, p, p
+    for name, value in [*layer.named_parameters()]:
+        module, _, leaf = name.rpartition(".")
+        if module.startswith("mixer"):
+            continue
+        owner = part.get_submodule(module)
+        if module == "in_proj":
+            value = torch.eye(p).repeat(layer.in_proj.out_features // layer.d_inner, 1).to(value)
+        elif module == "out_proj":
+            value = torch.eye(p).to(value)
+        elif heads > 1:
+            by_head = module in ("x_proj", "y_proj", "b_proj")
+            value = value[j] if by_head else value.unflatten(0, (heads, -1))[j]
+        setattr(owner, leaf, torch.nn.Parameter(value.detach().clone()))
+    return part
+
+
+def law_neighbours(case: Case, draw: Draw) -> None:
+    """An output depends neither on other samples nor on later tokens."""
+    b, t = case.x.shape[:2]
+    hypothesis.assume(b > 0 and t > 0)
+    i, now = draw(st.integers(0, b - 1)), draw(st.integers(1, t))
+    output, _, stats = call(case, case.x, case.state)
+    alone, _, of_one = call(case, case.x[[i], :now], sample(case.state, i))
+    error = digits(case, case.x, stats, of_one)
+    assert_close("output", alone, output[[i], :now], error, ATOL[case.dtype])
+
+
+def law_solvers(case: Case, draw: Draw) -> None:
+    """Every solver that converges finds the fixed point of the direct sweep."""
+    found = find_fixed_point(case.layer, case.x, state=case.state)
+    reference = Direct() if isinstance(case.layer.mixer, StructuredMixer) else Picard(rtol=1e-14)
+    exact = find_fixed_point(case.layer, case.x, state=case.state, solver=reference)
+    error = digits(case, case.x, found.stats, exact.stats)
+    assert_close("fixed point", found.y, exact.y, error, 1e-3 * ATOL[case.dtype])
+
+
+def law_gradients(case: Case, draw: Draw) -> None:
+    """An implicit gradient is that of the unrolled exact solve."""
+    layer = case.layer
+    hypothesis.assume(case.dtype == torch.float64 and isinstance(layer.mixer, StructuredMixer))
+    hypothesis.assume(layer.adjoint is None or isinstance(layer.adjoint, ImplicitAdjoint))
+    _, _, stats = call(case, case.x, case.state)
+    error = digits(case, case.x, stats)
+    # a gradient has a growth of its own, which may be larger
+    hypothesis.assume(error < 1e-5)
+    probe = copy.deepcopy(layer)
+    probe.on_unconverged = "raise"
+    try:
+        found = layer_gradients(probe, case.x, state=case.state)
+    except ConvergenceError:
+        hypothesis.reject()
+    exact = layer_gradients(layer, case.x, UnrolledAdjoint(), solver=Direct(), state=case.state)
+    for name, expected in exact.items():
+        assert_close(name, found[name], expected, 1e3 * error, 1e3 * error)
+
+
+def law_gradients_of_padding(case: Case, draw: Draw) -> None:
+    """With any solver and adjoint, gradients with padding are those of the rows without it."""
+    layer, (b, t) = case.layer, case.x.shape[:2]
+    hypothesis.assume(case.dtype == torch.float64 and t > 0)
+    _, _, stats = call(case, case.x, case.state)
+    error = 100 * digits(case, case.x, stats)
+    hypothesis.assume(error < 1e-5)
+    lengths = draw(st.lists(st.integers(0, t), min_size=b, max_size=b))
+    left = draw(st.booleans())
+    hypothesis.note(f"lengths={lengths}, left={left}")
+    places, count = torch.arange(t), torch.tensor(lengths, dtype=torch.int64).view(b, 1)
+    mask = places >= t - count if left else places < count
+    x = case.x.masked_fill(~mask.unsqueeze(-1), torch.inf).requires_grad_()
+    inputs, weight = [x, *layer.parameters()], torch.randn(case.x.shape).double()
+    found, seen = of_sum(layer(x, case.state, mask=mask) * weight, inputs), [layer.stats]
+    assert not found[0][~mask].any()
+    alone = torch.zeros(())
+    for i in range(b):
+        y = layer(x[i][mask[i]].unsqueeze(0), sample(case.state, i))
+        alone = alone + (y[0] * weight[i][mask[i]]).sum()
+        seen.append(layer.stats)
+    expected = of_sum(alone, inputs)
+    for solve in seen:
+        assert solve is not None
+        backward = solve.backward
+        hypothesis.assume(solve.converged.all())
+        hypothesis.assume(backward is None or bool(backward.converged.all()))
+    for a, e in zip(found, expected, strict=True):
+        assert_close("gradient", a, e, error, error)
+
+
+def of_sum(total: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """The gradients of the sum, zeros included."""
+    total = total.sum()
+    if not total.requires_grad:
+        return [torch.zeros_like(v) for v in inputs]
+    found = torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(v) if g is None else g for v, g in zip(inputs, found, strict=True)]
+
+
+def law_autocast(case: Case, draw: Draw) -> None:
+    """Under autocast a float32 layer gives finite values of autocast's dtype, state at least
+    float32; chunks agree to its rounding."""
+    hypothesis.assume(case.dtype == torch.float32)
+    t, layer = case.x.shape[1], case.layer
+    cut = draw(st.integers(0, t))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, state, stats = call(case, case.x, case.state)
+        first, between, of_first = call(case, case.x[:, :cut], case.state)
+        second, after, of_second = call(case, case.x[:, cut:], between)
+    assert output.dtype == torch.bfloat16 and all(v.dtype == torch.float32 for v in state)
+    narrow = Case(layer, case.x.bfloat16(), case.state, None)
+    error = digits(narrow, case.x, stats, of_first, of_second)
+    found = torch.cat([first, second], 1), *after
+    compare(narrow, "output ssm y", found, (output, *state), error)
+
+
+def law_reports(case: Case, draw: Draw) -> None:
+    """on_unconverged="raise" raises if and only if a sample has not converged."""
+    layer = case.layer
+    caps = [FixedCap(1), FixedCap(3), GammaCap(4.0, 1.0, 20)]
+    layer.cap = draw(st.sampled_from(caps))
+    layer.on_unconverged = "raise"
+    raised = False
+    try:
+        with torch.no_grad():
+            layer(case.x, case.state)
+    except ConvergenceError as error:
+        raised = True
+        assert error.stats is layer.stats and type(layer).__name__ in str(error)
+    assert layer.stats is not None
+    if raised or not layer.cap.is_random or not layer.training:
+        assert raised == (not bool(layer.stats.converged.all()))
+
+
+def law_copies(case: Case, draw: Draw) -> None:
+    """Copies, pickles and state_dicts give the same output, bit for bit."""
+    layer = case.layer
+    output, _, _ = call(case, case.x, case.state)
+    count = layer.draws.count
+    other = copy.deepcopy(layer)
+    other.solver = draw_solver(draw, case.dtype)
+    other.load_state_dict(layer.state_dict(), strict=True)
+    other.solver = layer.solver
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), other):
+        assert again.draws.count == count
+        with torch.no_grad():
+            assert torch.equal(again(case.x, case.state).nan_to_num(), output.nan_to_num())
+
+
+WRONG: list[tuple[str, Callable[[Case], Any], type[Exception]]] = [
+    ("x", lambda c: c.layer(c.x[..., 0]), ValueError),
+    ("x", lambda c: c.layer(torch.cat([c.x, c.x], -1)), ValueError),
+    ("x", lambda c: c.layer(c.x.long()), TypeError),
+    ("x", lambda c: c.layer(c.x.to(torch.float16)), TypeError),
+    ("x", lambda c: c.layer(c.x.tolist()), TypeError),
+    ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x) + 2)), ValueError),
+    ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x)).to(torch.float16)), ValueError),
+    ("state", lambda c: c.layer(c.x, tuple(c.layer.init_state(len(c.x)))), TypeError),
+    ("mask", lambda c: c.layer(c.x, mask=c.x[..., 0]), TypeError),
+    ("mask", lambda c: c.layer(c.x, mask=torch.ones(len(c.x), 99).bool()), ValueError),
+    ("cu_seqlens", lambda c: c.layer(c.x, cu_seqlens=torch.tensor([0, 99])), ValueError),
+    ("seq_idx", lambda c: c.layer(c.x, seq_idx=c.x[..., 0]), TypeError),
+    ("x", lambda c: c.layer.step(c.x, c.layer.init_state(len(c.x))), ValueError),
+    ("solver", lambda c: setattr(c.layer, "solver", "picard"), TypeError),
+    ("adjoint", lambda c: setattr(c.layer, "adjoint", Direct()), TypeError),
+    ("backend", lambda c: setattr(c.layer, "backend", "cuda"), ValueError),
+    ("batch_size", lambda c: c.layer.init_state(-1), ValueError),
+    ("no short convolution", lambda c: type(c.layer)(4, d_conv=4), TypeError),
+    ("num_heads", lambda c: type(c.layer)(4, num_heads=3), ValueError),
+    ("decay", lambda c: type(c.layer)(4, decay="exp"), ValueError),
+    ("feedback", lambda c: type(c.layer)(4, feedback="mixer"), ValueError),
+    ("num_householder", lambda c: type(c.layer)(4, num_householder=0), ValueError),
+    ("beta_max", lambda c: type(c.layer)(4, beta_max=2.5), ValueError),
+    ("max_steps", lambda c: type(c.layer)(4, max_steps=0), ValueError),
+]
+
+
+def law_errors(case: Case, draw: Draw) -> None:
+    """A wrong argument raises an error that names it, and leaves no trace."""
+    name, wrong, kind = draw(st.sampled_from(WRONG))
+    with pytest.raises(kind, match=name):
+        wrong(case)
+    assert case.layer.stats is None
+
+
+LAWS = [value for name, value in list(globals().items()) if name.startswith("law_")]
+
+
+def check(law: Callable[[Case, Draw], None], case: Case, data: st.DataObject) -> None:
+    if case.error is None or law is law_errors:
+        law(case, data.draw)
+        return
+    with pytest.raises(TypeError, match=case.error):
+        # only a gradient shows that an adjoint does not fit, and only if there is something
+        x = torch.ones(1, 2, case.layer.d_model, dtype=case.dtype, requires_grad=True)
+        case.layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__[4:])
+@settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
+@given(case=cases(), data=st.data())
+def test_law(law: Callable[[Case, Draw], None], case: Case, data: st.DataObject) -> None:
+    check(law, case, data)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__[4:])
+@settings(max_examples=-(-CASES // len(LAWS)), suppress_health_check=list(HealthCheck))
+@given(case=cases(), data=st.data())
+def test_law_at_length(law: Callable[[Case, Draw], None], case: Case, data: st.DataObject) -> None:
+    check(law, case, data)

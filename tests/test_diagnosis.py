@@ -1,0 +1,243 @@
+"""`diagnose`, its table and its figure, and the logger: the numbers are right, the layer is as
+before."""
+
+import copy
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin, DiagnosisLogger, FixedPointRNN, LowRank, SequenceModel, diagnose
+from bedouin.layer import FixedPointLayer
+from bedouin.mixers import ChannelMixer
+from bedouin.solvers import (
+    Anderson,
+    Direct,
+    GammaCap,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    Picard,
+    UnrolledAdjoint,
+)
+from bedouin.testing import decode_gap, find_fixed_point, layer_gradients, log_growth, lyapunov
+
+
+class Diagonal(ChannelMixer):
+    """Q = diag(sigmoid(raw)), which has no declared structure."""
+
+    def raw_size(self, d_inner: int) -> int:
+        return d_inner
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        return torch.sigmoid(-raw) * v
+
+
+def chaotic(**options: Any) -> Bedouin:
+    layer = Bedouin(
+        4, d_state=2, feedback_init=20.0, decay="griffin", input_scale="delta",
+        on_unconverged="ignore", **options,
+    )  # fmt: skip
+    with torch.no_grad():
+        layer.dt_bias.fill_(3.0)
+    return layer
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 12, 4)
+
+
+def test_growth_is_that_of_the_jacobian_of_each_token() -> None:
+    """One channel without feedback: the state is a number, and so is the Jacobian."""
+    layer = FixedPointRNN(1, expand=1, feedback=(), dtype=torch.float64)
+    x = torch.randn(2, 9, 1, dtype=torch.float64)
+    expected, state = [], layer.init_state(2)
+    for x_t in x.unbind(1):
+        h = state.ssm.detach().requires_grad_()
+        state = layer.step(x_t, state._replace(ssm=h))[1]
+        # y_t is h_t, so that both entries of the state grow alike after the first token
+        expected.append(torch.autograd.grad(state.ssm.sum(), h)[0].flatten().abs().log())
+    steps = torch.stack(expected)
+    growth = log_growth(layer, x, num_directions=3)
+    torch.testing.assert_close(growth.diff(dim=0), steps[1:], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lyapunov(layer, x), steps[2:].mean(0), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"x must have shape .* t >= 1, got \(2, 0, 1\)"):
+        lyapunov(layer, x[:, :0])
+
+
+def test_the_exponent_tells_chaos() -> None:
+    x = torch.randn(3, 24, 4)
+    assert (lyapunov(Bedouin(4), x) < 0).all()
+    assert lyapunov(chaotic(), x).max() > 0.1
+
+
+LAYERS: list[tuple[type[FixedPointLayer], dict[str, Any]]] = [
+    (Bedouin, {"num_heads": 2, "solver": Picard(), "adjoint": OneStepAdjoint()}),
+    (Bedouin, {"mixer": LowRank(2), "dtype": torch.bfloat16}),
+    (Bedouin, {"mixer": Diagonal(), "num_heads": 4, "solver": Anderson(rtol=1e-3)}),
+    (FixedPointRNN, {"num_heads": 4, "solver": Jacobi(), "max_steps": GammaCap(4.0, 1.0, 30)}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), LAYERS, ids=str)
+def test_it_measures_any_layer_and_leaves_it_alone(
+    kind: type[FixedPointLayer], options: dict[str, Any], x: Tensor
+) -> None:
+    layer: FixedPointLayer = kind(4, **{"on_unconverged": "raise", **options})
+    x = x.to(layer.D.dtype)
+    called: list[Any] = []
+    layer.register_forward_pre_hook(lambda *_: called.append(layer))
+    layer(x).sum().backward()
+    layer.D.requires_grad_(False)
+    stats, generator = layer.stats, torch.get_rng_state()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    grads = {name: value.grad for name, value in layer.named_parameters()}
+    copies = {name: None if g is None else g.clone() for name, g in grads.items()}
+
+    found = diagnose(layer, x)
+
+    assert layer.stats is stats and layer.training and not layer.D.requires_grad
+    assert len(called) == 1 and torch.equal(torch.get_rng_state(), generator)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for name, parameter in layer.named_parameters():
+        grad, copied = parameter.grad, copies[name]
+        assert grad is grads[name]
+        assert grad is None or (copied is not None and torch.equal(grad, copied))
+
+    assert found.growth.shape == (12, 2) and found.lyapunov.shape == (2,)
+    assert found.decode_gap < 5e-2 and found.bias < 0.5 and 0.8 < found.cosine < 1 + 1e-12
+    names = [run.name.partition("(")[0] for run in found.runs]
+    if isinstance(options.get("mixer"), Diagonal):
+        assert names == ["Anderson", "Picard", "Broyden"]
+        assert found.pivots is None and found.contraction is None
+    else:
+        assert set(names) == {"Direct", "Jacobi", "Picard", "Anderson", "Broyden"}
+        assert found.pivots is not None and found.pivots.shape == (2,)
+        assert found.contraction is not None and 0 < found.contraction < 1
+    for run in found.runs:
+        assert run.converged == 1 and run.stats.history is not None
+        assert run.stats.history.shape == (run.steps, 2)
+    assert all(isinstance(v, float) and math.isfinite(v) for v in found.numbers().values())
+    table = str(found)
+    assert all(run.name in table for run in found.runs) and "Nothing to change" in table
+
+
+def test_the_numbers_are_what_they_say(x: Tensor) -> None:
+    layer = Bedouin(4, solver=Picard(rtol=1e-3), adjoint=OneStepAdjoint(), dtype=torch.float64)
+    x = x.double()
+    found = diagnose(layer, x)
+    chosen = layer_gradients(layer, x)
+    exact = layer_gradients(layer, x, ImplicitAdjoint(), solver=Direct())
+    g, g_exact = (
+        torch.cat([v[n].flatten() for n, _ in layer.named_parameters()]) for v in (chosen, exact)
+    )
+    assert found.bias == pytest.approx(((g - g_exact).norm() / g_exact.norm()).item())
+    assert found.cosine == pytest.approx(torch.cosine_similarity(g, g_exact, 0).item())
+    assert found.decode_gap == decode_gap(layer, x)
+    assert found.rtol == 1e-3 and found.runs[0].name == "Picard(rtol=0.001)"
+    layer(x)
+    assert layer.stats is not None
+    assert torch.equal(found.runs[0].stats.num_steps, layer.stats.num_steps)
+    assert diagnose(layer, x, rtol=1e-8).runs[2].steps > found.runs[1].steps
+    assert max(run.steps for run in diagnose(layer, x, max_steps=2).runs) == 2
+
+    fixed = find_fixed_point(layer, x, solver=Direct())
+    apply, _ = fixed.f.block_transpose(fixed.y)  # type: ignore[attr-defined]
+    columns = [apply(v.expand_as(fixed.y)) for v in torch.eye(layer.d_inner, dtype=x.dtype)]
+    radius = torch.linalg.eigvals(torch.stack(columns, -1)).abs().max().item()
+    assert found.contraction == pytest.approx(radius, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (
+            {"beta_max": 2.0, "solver": Jacobi(), "adjoint": OneStepAdjoint()},
+            [
+                "The layer is chaotic here: a difference grows",
+                "Undamped Picard does not contract",
+                "Direct takes one sweep and is exact",
+                "The gradient is off by",
+            ],
+        ),
+        (
+            {"solver": Picard(), "max_steps": 3},
+            ["does not converge on 100%: use Direct", "Decoding differs .*: use Direct, or a sm"],
+        ),
+    ],
+    ids=["jacobi", "picard"],
+)
+def test_advice(options: dict[str, Any], advice: list[str]) -> None:
+    torch.manual_seed(1)
+    text = str(diagnose(chaotic(**options), torch.randn(3, 16, 4)))
+    for sentence in advice:
+        assert re.search(sentence, text), text
+
+
+def test_an_input_that_is_not_finite_is_reported(x: Tensor) -> None:
+    x[0, 3] = torch.nan
+    found = diagnose(Bedouin(4), x)
+    assert math.isnan(found.numbers()["lyapunov"]) and found.runs[0].converged == 0.5
+    assert "nearly singular (pivot nan)" in str(found) or "does not converge" in str(found)
+
+
+def test_what_it_does_not_take(x: Tensor) -> None:
+    with pytest.raises(TypeError, match="layer must be a Bedouin or FixedPointRNN, got Linear: of"):
+        diagnose(torch.nn.Linear(4, 4), x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"at least one sample and token, got \(2, 0, 4\)"):
+        diagnose(Bedouin(4), x[:, :0])
+    with pytest.raises(ValueError, match="rtol must lie in"):
+        diagnose(Bedouin(4), x, rtol=-1.0)
+    with pytest.raises(TypeError, match="UnrolledAdjoint cannot differentiate Anderson"):
+        diagnose(Bedouin(4, solver=Anderson(), adjoint=UnrolledAdjoint()), x)
+
+
+def test_the_figure(tmp_path: Path, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = diagnose(Bedouin(4), x[:, :3])
+    path = tmp_path / "diagnosis.svg"
+    assert len(found.plot(path).axes) == 4
+    assert "Lyapunov" in path.read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"needs matplotlib: pip install bedouin\[plot\]"):
+        found.plot(path)
+
+
+def test_a_log_of_the_training(x: Tensor) -> None:
+    model = SequenceModel(5, 4, lambda i: Bedouin(4, layer_idx=i), num_layers=2)
+    names = [n for n, part in model.named_modules() if isinstance(part, Bedouin)]
+    tokens, mask = torch.randint(5, (3, 7)), torch.arange(7) < torch.tensor([[2], [6], [4]])
+    logged: list[tuple[int, dict[str, float]]] = []
+    with DiagnosisLogger(model, lambda v, i: logged.append((i, v)), every=2) as logger:
+        for _ in range(3):
+            model(tokens, mask=mask).sum().backward()
+            copy.deepcopy(model)(tokens[:, :1])
+            logger.step()
+    assert [i for i, _ in logged] == [0, 2]
+    numbers = logger.last[names[0]].numbers()
+    assert logged[1][1].keys() == {f"{name}/{key}" for name in names for key in numbers}
+    assert logged[1][1][f"{names[0]}/lyapunov"] == numbers["lyapunov"]
+    assert all(found.shape[:2] == (1, 6) for found in logger.last.values())
+    model(tokens)
+    with pytest.raises(RuntimeError, match="saw no call of a layer in training mode in step 4"):
+        for _ in range(2):
+            logger.step()
+
+
+def test_a_logger_of_one_layer_cuts_long_calls(x: Tensor) -> None:
+    layer, logged = Bedouin(4), []
+    logger = DiagnosisLogger(layer, lambda v, i: logged.append(v), samples=1, max_tokens=5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x.bfloat16())
+    logger.step()
+    assert logger.last[""].shape == (1, 5, 4) and logged[0] == logger.last[""].numbers()
+    with pytest.raises(ValueError, match="model must contain a Bedouin or FixedPointRNN, got ReLU"):
+        DiagnosisLogger(torch.nn.ReLU(), print)
+    with pytest.raises(TypeError, match="log must be a function"):
+        DiagnosisLogger(layer, "wandb")  # type: ignore[arg-type]
