@@ -172,7 +172,8 @@ def cases(draw: Draw) -> Case:
 
 def draw_input(draw: Draw, b: int, t: int, m: int) -> Tensor:
     """Values of any size, zeros among them, in memory of any order."""
-    x = draw(st.sampled_from([1.0, 1.0, 1e-6, 1e2])) * torch.randn(b, t, m)
+    scale: float = draw(st.sampled_from([1.0, 1.0, 1e-6, 1e2]))
+    x = scale * torch.randn(b, t, m)
     if draw(st.booleans()):
         x[:, ::2] = 0
     order = draw(st.sampled_from(["packed", "transposed", "expanded", "strided"]))
