@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as model_state
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from bedouin import Bedouin, FixedPointRNN, SequenceModel, param_groups
@@ -34,11 +34,15 @@ def make_model() -> SequenceModel:
 
 
 def shard(model: SequenceModel) -> SequenceModel:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = make_mesh(model)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def make_mesh(module: nn.Module) -> DeviceMesh:
+    return init_device_mesh(next(module.parameters()).device.type, (2,))
 
 
 def marks(model: nn.Module) -> set[tuple[str, str]]:
@@ -65,8 +69,8 @@ def train(model: SequenceModel, optimizer: torch.optim.Optimizer, tokens: Tensor
         optimizer.step()
 
 
-def check_training_and_decoding(folder: str) -> None:
-    plain = make_model()
+def check_training_and_decoding(folder: str, device: str) -> None:
+    plain = make_model().to(device)
     model = shard(copy.deepcopy(plain))
     assert type(plain.mixers[0].D) is nn.Parameter
     assert marks(model) == marks(plain)
@@ -75,7 +79,7 @@ def check_training_and_decoding(folder: str) -> None:
         (network, torch.optim.SGD(param_groups(network, weight_decay=0.1), lr=0.1))
         for network in (model, plain)
     ]
-    tokens = torch.randint(7, (2, 4))
+    tokens = torch.randint(7, (2, 4), device=device)
     # a step before any other call: nothing has been gathered yet
     step, _ = model.step(tokens[:, 0], model.init_state(2))
     torch.testing.assert_close(step, plain(tokens)[:, 0])
@@ -90,7 +94,7 @@ def check_training_and_decoding(folder: str) -> None:
     saved = model_state.get_model_state_dict(model)
     save(saved, checkpoint_id=folder)
     torch.manual_seed(1)
-    other = shard(make_model())
+    other = shard(make_model().to(device))
     assert not torch.equal(other(tokens), plain(tokens))
     values = model_state.get_model_state_dict(other)
     load(values, checkpoint_id=folder)
@@ -98,10 +102,10 @@ def check_training_and_decoding(folder: str) -> None:
     torch.testing.assert_close(other(tokens), plain(tokens))
 
 
-def check_a_layer_alone() -> None:
-    plain = Bedouin(4, **FLOAT64)
-    layer: Any = fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (2,)))
-    x_t, state = torch.randn(2, 4, **FLOAT64), plain.init_state(2)
+def check_a_layer_alone(device: str) -> None:
+    plain = Bedouin(4, device=device, **FLOAT64)
+    layer: Any = fully_shard(copy.deepcopy(plain), mesh=make_mesh(plain))
+    x_t, state = torch.randn(2, 4, device=device, **FLOAT64), plain.init_state(2)
     with pytest.raises(ValueError, match="got shards: FSDP gathers.*register_fsdp_forward_method"):
         layer.step(x_t, state)
     register_fsdp_forward_method(layer, "step")
@@ -109,8 +113,8 @@ def check_a_layer_alone() -> None:
     # each projection a unit of its own, which gathers its weight when it is called
     parts = copy.deepcopy(plain)
     for name in ("in_proj", "x_proj", "y_proj", "out_proj"):
-        fully_shard(getattr(parts, name), mesh=init_device_mesh("cpu", (2,)))
-    x = torch.randn(2, 3, 4, **FLOAT64)
+        fully_shard(getattr(parts, name), mesh=make_mesh(plain))
+    x = torch.randn(2, 3, 4, device=device, **FLOAT64)
     torch.testing.assert_close(parts(x), plain(x))
     for network in (parts, plain):
         network(x).square().mean().backward()
@@ -120,23 +124,29 @@ def check_a_layer_alone() -> None:
         torch.testing.assert_close(grad, theirs.grad, msg=name)
 
 
-def run_process(rank: int, folder: str) -> None:
+def run_process(folder: str, device: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2)
     try:
         with warnings.catch_warnings():
             # FSDP cannot follow outputs that are changed in place if they are views
             warnings.filterwarnings("error", message=".*returned a view tensor")
-            check_training_and_decoding(f"{folder}/checkpoint")
-        check_a_layer_alone()
+            check_training_and_decoding(f"{folder}/checkpoint", device)
+        check_a_layer_alone(device)
     finally:
         dist.destroy_process_group()
 
 
-def test_sharded_models_are_those_of_one_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", __file__, str(tmp_path)]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sharded_models_are_those_of_one_process(device: str, tmp_path: Path) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    command = [sys.executable, "-P", __file__, str(tmp_path), device]
     processes = [
         subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in "01"
     ]
@@ -145,4 +155,4 @@ def test_sharded_models_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_process(int(sys.argv[2]), sys.argv[1])
+    run_process(sys.argv[1], sys.argv[2], int(sys.argv[3]))

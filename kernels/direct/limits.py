@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.device import MAX_REFLECTIONS
+from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.launch import next_power_of_two
@@ -21,11 +22,11 @@ program holds it in registers: for example 2048 channels with 16 states."""
 MAX_HEAD = 128
 """Most channels of a head whose sweep is one program's work: a warp holds the rows of a sample."""
 
-MAX_HEAD_STATES = 16
-"""Most states of such a head: a row for each stays in a warp's registers, and the kernels unroll
-their loops over states: for 16 of them Triton's compiler takes about two minutes."""
+MAX_HEAD_STATES = 64
+"""Most states of such a head: a warp's registers hold 16 states of 64 channels, and more of them go
+to memory and back in every token."""
 
-HEAD_SCRATCH = 35840
+HEAD_SCRATCH = 8192
 """Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
 
 
@@ -33,8 +34,7 @@ def is_small_head(
     A: Tensor,  # (d, n) or (H, d, n)
 ) -> bool:
     """Whether A is that of several heads, and one program holds the rows of a head's sample."""
-    block = max(16, next_power_of_two(A.shape[-2]))
-    small = block <= MAX_HEAD and A.shape[-1] <= MAX_HEAD_STATES
+    small = A.shape[-2] <= MAX_HEAD and A.shape[-1] <= MAX_HEAD_STATES
     return A.dim() == 3 and A.dtype != torch.float64 and small
 
 
@@ -51,12 +51,12 @@ def takes_heads_together(
         return False
     if W_y is None:
         return True
-    n, k = A.shape[-1], parameterization.known_layout().num_householder
-    block = max(16, next_power_of_two(A.shape[-2]))
-    rows = (k + 1) * block + max(16, next_power_of_two(2 * n + k))
+    layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
+    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
     if shared_memory is None:
         shared_memory = Device.of(A.device).shared_memory
-    return rows * block * W_y.element_size() <= shared_memory - HEAD_SCRATCH
+    needed = blocks.rows * blocks.channels * W_y.element_size() + HEAD_SCRATCH
+    return needed <= shared_memory
 
 
 def choose_sweep(

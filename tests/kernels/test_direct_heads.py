@@ -187,6 +187,7 @@ CASES = [
     Case(heads=3, b=1, t=2, p=5, n=9, k=1, activation="softplus_of_minus", norm_eps=None),
     Case(b=1, t=2, p=33, n=1, k=3, selective=False, norm_eps=None, low=torch.bfloat16),
     Case(b=1, t=2, k=2, input_scale="one_minus_decay", feedback=False, low=torch.bfloat16),
+    Case(b=1, t=2, p=3, n=32, k=1, input_scale="one_minus_decay"),
 ]
 
 
@@ -230,11 +231,13 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
     ("case", "together"),
     [
         (Case(p=64, n=16, k=4, low=torch.bfloat16), True),
-        (Case(p=128, n=16, k=4, low=torch.bfloat16), True),
+        (Case(p=128, n=64, k=4, low=torch.bfloat16), True),
+        (Case(p=128, n=32, k=5, low=torch.bfloat16), True),
+        (Case(p=128, n=64, k=5, low=torch.bfloat16), False),
         (Case(p=128, n=16, k=8), False),
         (Case(p=128, n=16, k=8, feedback=False), True),
         (Case(p=129, n=1), False),
-        (Case(p=64, n=17), False),
+        (Case(p=64, n=65), False),
         (Case(heads=1), True),
         (Case(dtype=torch.float64), False),
     ],
@@ -400,7 +403,7 @@ def test_heads_of_the_benchmark(p: int, low: torch.dtype | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 @pytest.mark.parametrize("input_scale", SCALES)
-@pytest.mark.parametrize(("p", "n", "k"), [(16, 1, 1), (100, 8, 3), (64, 32, 2), (33, 5, 8)])
+@pytest.mark.parametrize(("p", "n", "k"), [(16, 1, 1), (100, 17, 3), (64, 64, 2), (33, 5, 8)])
 def test_awkward_heads_compiled(
     p: int, n: int, k: int, input_scale: InputScale, low: torch.dtype | None
 ) -> None:

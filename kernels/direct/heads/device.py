@@ -1,6 +1,9 @@
 """What the kernels of heads share: samples as rows, products of a head's matrix, sums.
 
-A tensor (s, d) holds a vector of each of a program's samples, one warp a sample.
+A tensor (s, d) holds a vector of each of a program's samples, one warp a sample. A tensor
+(s, d, N) holds their memories, N the states n rounded up to a power of two: a thread holds all
+states of its channels, so that a sum over states moves no data, and one operation serves all of
+them (Triton's compiler takes minutes for kernels of thousands of operations).
 Letters: d channels of a head, n state per channel, k reflections, s samples of a program.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -10,17 +13,65 @@ Letters: d channels of a head, n state per channel, k reflections, s samples of 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.reflections import scale
+
+@triton.jit
+def samples_of(per_head, S: tl.constexpr):
+    """The head of a program, whether it has as many samples, their numbers among those of the head
+    and among all; (s,). Past the last sample that one again, so that loads need no mask."""
+    blocks = tl.cdiv(per_head, S)
+    program = tl.program_id(0)
+    head = (program // blocks).to(tl.int64)
+    local = program % blocks * S + tl.arange(0, S)
+    here = local < per_head
+    local = tl.minimum(local, per_head - 1)
+    return head, here, local, head * per_head + local
+
+
+@triton.jit
+def store_statistics(
+    at,  # pointers (s,) to the first one
+    values,  # tuple of (s, 1) or (s, 32)
+    row_of,  # elements between two of them
+    here, S: tl.constexpr,
+):  # fmt: skip
+    """Store statistics of a token of each sample.
+
+    Every second column of (s, 32), because the compiler changes the layout of values that it finds
+    at addresses without neighbours.
+    """
+    cols = tl.arange(0, 32)[None, :]
+    rows = tl.zeros([S, 32], tl.float32) + values[0]
+    N: tl.constexpr = len(values)
+    for i in tl.static_range(1, N):
+        rows = tl.where(cols == 2 * i, values[i], rows)
+    mask = here[:, None] & (cols % 2 == 0) & (cols < 2 * N)
+    tl.store(at[:, None] + (row_of * (cols // 2) + cols % 2), rows, mask=mask)
+
+
+@triton.jit
+def rows_of_statistics(per_head, t_end, S: tl.constexpr):
+    """Elements between two statistics of a token, b t."""
+    heads = tl.num_programs(0) // tl.cdiv(per_head, S)
+    return per_head.to(tl.int64) * heads * t_end
 
 
 @triton.jit
 def combine_of_samples(weights, rows, K: tl.constexpr):
-    """sum over i of weights_i rows_i (s, d) for weights (s,)."""
-    total = weights[0][:, None] * rows[0]
+    """sum over i of weights_i rows_i (s, d) for weights (s, 1) or (s, d)."""
+    total = weights[0] * rows[0]
     for i in tl.static_range(K):
         if i > 0:
-            total += weights[i][:, None] * rows[i]
+            total += weights[i] * rows[i]
     return total
+
+
+@triton.jit
+def as_columns(values, N: tl.constexpr):
+    """N scalars (s,) as (s, 1)."""
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (values[i][:, None],)
+    return out
 
 
 @triton.jit
@@ -49,25 +100,278 @@ def rows_of(v, S: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def sum_of(values, N: tl.constexpr):
-    """Sum of N tensors, in four parts, whose additions do not wait for each other."""
-    PARTS: tl.constexpr = 4 if N >= 4 else N
-    parts = ()
-    for i in tl.static_range(PARTS):
-        part = values[i]
-        for j in tl.static_range(i + PARTS, N, PARTS):
-            part += values[j]
-        parts = parts + (part,)
-    total = parts[0]
-    for i in tl.static_range(1, PARTS):
-        total += parts[i]
-    return total
+def split_axis(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """(s, d, N) as (s, d, 2, ..., 2): an axis for each bit of the state's number."""
+    tl.static_assert(N <= 128, "at most 64 states")
+    if N == 1:
+        return tl.reshape(states, [S, BLOCK_D])
+    elif N == 2:
+        return states
+    elif N == 4:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2])
+    elif N == 8:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2])
+    elif N == 16:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2])
+    elif N == 32:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2])
+    elif N == 64:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2, 2])
+    else:
+        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2, 2, 2])
 
 
 @triton.jit
-def dot_of(a, b, N: tl.constexpr):
-    """sum of a_i b_i."""
-    return sum_of(scale(a, b, N), N)
+def _join_all(rows, N: tl.constexpr):
+    if N == 1:
+        return rows[0]
+    else:
+        return tl.join(_join_all(rows[0:N:2], N // 2), _join_all(rows[1:N:2], N // 2))
+
+
+@triton.jit
+def stack_states(rows, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """N = 1, 2, 4, ... rows (s, d) as (s, d, N)."""
+    return tl.reshape(_join_all(rows, N), [S, BLOCK_D, N])
+
+
+@triton.jit
+def _split_all(states, N: tl.constexpr):
+    if N == 1:
+        return (states,)
+    else:
+        even, odd = tl.split(states)
+        evens = _split_all(even, N // 2)
+        odds = _split_all(odd, N // 2)
+        rows = ()
+        for i in tl.static_range(N // 2):
+            rows = rows + (evens[i], odds[i])
+        return rows
+
+
+@triton.jit
+def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """(s, d, N) as N rows (s, d)."""
+    return _split_all(split_axis(states, S, BLOCK_D, N), N)
+
+
+@triton.jit
+def load_states(
+    rows_at,  # pointers (s, d) to state 0
+    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+    N: tl.constexpr, UNROLLED: tl.constexpr = True,
+):  # fmt: skip
+    """n states, d elements apart, as (s, d, N), zeros past the last one.
+
+    Once a kernel not UNROLLED: the compiler takes long for every load of a tensor.
+    """
+    zero = tl.zeros([S, BLOCK_D], tl.float32)
+    if UNROLLED:
+        rows = ()
+        for i in tl.static_range(N):
+            if i < n:
+                rows = rows + (tl.load(rows_at + i * d, mask=inside, other=0.0),)
+            else:
+                rows = rows + (zero,)
+        states = stack_states(rows, S, BLOCK_D, N)
+    else:
+        number = tl.arange(0, N)[None, None, :]
+        states = spread(zero, S, BLOCK_D, N)
+        for i in tl.range(0, n):
+            row = tl.load(rows_at + i * d, mask=inside, other=0.0)
+            states = tl.where(number == i, spread(row, S, BLOCK_D, N), states)
+    return states
+
+
+@triton.jit
+def store_states(
+    rows_at,  # pointers (s, d) to state 0
+    states,  # (s, d, N)
+    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_states`."""
+    for i in tl.range(0, n):
+        tl.store(rows_at + i * d, state_of(states, i, S, BLOCK_D, N), mask=inside)
+
+
+@triton.jit
+def _state_of(states, i, N: tl.constexpr):
+    if N == 1:
+        return states
+    else:
+        even, odd = tl.split(states)
+        return _state_of(tl.where(i % 2 == 1, odd, even), i // 2, N // 2)
+
+
+@triton.jit
+def state_of(states, i, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """State i of (s, d, N), (s, d)."""
+    return _state_of(split_axis(states, S, BLOCK_D, N), i, N)
+
+
+@triton.jit
+def load_vector(
+    row,  # pointers (s,)
+    n: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """n consecutive scalars of each sample as (s, N), zeros past the last one."""
+    if N > 16:
+        # a load of at least 32 elements a sample would not be made by every thread for itself
+        low = load_vector(row, n, S, N // 2)
+        high = load_vector(row + N // 2, n - N // 2, S, N // 2)
+        return concatenated(low, high, S, N // 2)
+    else:
+        at = tl.arange(0, N)
+        return tl.load(row[:, None] + at[None, :], mask=(at < n)[None, :], other=0.0)
+
+
+@triton.jit
+def load_same(
+    row,  # pointers (s,)
+    n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """n consecutive scalars as (s, D, N), the same for all channels, zeros past the last one."""
+    return tl.broadcast_to(load_vector(row, n, S, N)[:, None, :], [S, D, N])
+
+
+@triton.jit
+def load_scalars(
+    row,  # pointers (s,)
+    n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """n consecutive scalars of each sample, (s, d) each, the same for all channels: in the layout
+    of rows, which the compiler does not find for (s, 1). Reads up to the next multiple of 4."""
+    if n > 16:
+        first = load_scalars(row, 16, S, BLOCK_D)
+        return first + load_scalars(row + 16, n - 16, S, BLOCK_D)
+    else:
+        N: tl.constexpr = 16 if n > 8 else (8 if n > 4 else 4)
+        values = load_same(row, (n + 3) // 4 * 4, S, BLOCK_D, N)
+        return unstack_states(values, S, BLOCK_D, N)
+
+
+@triton.jit
+def _doubled(v, N: tl.constexpr):
+    if N == 1:
+        return v
+    else:
+        half = _doubled(v, N // 2)
+        return tl.join(half, half)
+
+
+@triton.jit
+def spread(v, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """v (s, d) as (s, d, N), the same for every state.
+
+    Joined with itself rather than broadcast, and summed by `sum_states` rather than by tl.sum, so
+    that the compiler sees one layout of (s, d) and does not compute values in several ones.
+    """
+    return tl.reshape(_doubled(v, N), [S, BLOCK_D, N])
+
+
+@triton.jit
+def _sum_all(states, N: tl.constexpr):
+    if N == 1:
+        return states
+    else:
+        even, odd = tl.split(states)
+        return _sum_all(even + odd, N // 2)
+
+
+@triton.jit
+def sum_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """Sum of (s, d, N) over the states, in pairs, so that additions do not wait for each other."""
+    return _sum_all(split_axis(states, S, BLOCK_D, N), N)
+
+
+@triton.jit
+def lanes_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(s, min(32, d)) with the sum of v (s, d): of the channels that one thread holds."""
+    if BLOCK_D <= 32:
+        return v
+    else:
+        even, odd = tl.split(tl.reshape(v, [S, BLOCK_D // 2, 2]))
+        return lanes_of(even + odd, S, BLOCK_D // 2)
+
+
+@triton.jit
+def in_lanes(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """v (s, d), the same for all channels, as (s, 32)."""
+    if BLOCK_D < 32:
+        return concatenated(v, v, S, BLOCK_D)
+    elif BLOCK_D == 32:
+        return v
+    else:
+        even, _ = tl.split(tl.reshape(v, [S, BLOCK_D // 2, 2]))
+        return in_lanes(even, S, BLOCK_D // 2)
+
+
+@triton.jit
+def exchange(v, columns, BIT: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
+    """v (s, L) with columns exchanged whose numbers differ by BIT."""
+    return tl.gather(v, tl.broadcast_to((columns ^ BIT)[None, :], [S, L]), 1)
+
+
+@triton.jit
+def transposed_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
+    """Sums of V <= L rows (s, L): column c of (s, L) has that of row c % V.
+
+    Threads exchange half of their rows, then half of the rest, and so on: V - 1 exchanges, where a
+    sum that every thread needs takes log2(L) for each row.
+    """
+    columns = tl.arange(0, L)
+    if V > 1:
+        HALF: tl.constexpr = V // 2
+        upper = ((columns & HALF) != 0)[None, :]
+        rows = ()
+        for i in tl.static_range(HALF):
+            given = tl.where(upper, values[i], values[i + HALF])
+            kept = tl.where(upper, values[i + HALF], values[i])
+            rows = rows + (kept + exchange(given, columns, HALF, S, L),)
+        return transposed_sums(rows, HALF, S, L)
+    else:
+        return values[0]
+
+
+@triton.jit
+def sum_channels(states, S: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr):
+    """Sums of (s, d, V) over the channels, (s, max(V, L)), L = min(32, d): column c has sum c % V.
+
+    In the threads of their columns, not in all of them.
+    """
+    L: tl.constexpr = min(32, BLOCK_D)
+    if V > 32:
+        return tl.sum(states, axis=1)
+    elif V > L:
+        low, high = tl.split(
+            tl.permute(tl.reshape(states, [S, BLOCK_D, 2, V // 2]), (0, 1, 3, 2))
+        )  # fmt: skip
+        low = sum_channels(low, S, BLOCK_D, V // 2)
+        high = sum_channels(high, S, BLOCK_D, V // 2)
+        return concatenated(low, high, S, V // 2)
+    else:
+        rows = unstack_states(states, S, BLOCK_D, V)
+        lanes = ()
+        for i in tl.static_range(V):
+            lanes = lanes + (lanes_of(rows[i], S, BLOCK_D),)
+        total = transposed_sums(lanes, V, S, L)
+        for i in tl.static_range(5):
+            if V * 2**i < L:
+                total += exchange(total, tl.arange(0, L), V * 2**i, S, L)
+        return total
+
+
+@triton.jit
+def concatenated(a, b, S: tl.constexpr, N: tl.constexpr):
+    """a and b (s, N), one after the other, (s, 2 N)."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [S, 2 * N])
+
+
+@triton.jit
+def concatenated_states(a, b, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """a and b (s, d, N), one after the other, (s, d, 2 N)."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), [S, BLOCK_D, 2 * N])
 
 
 @triton.jit

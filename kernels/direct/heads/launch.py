@@ -12,8 +12,10 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
+from bedouin.kernels.direct.heads.blocks import HeadBlocks, head_blocks
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
-from bedouin.kernels.direct.heads.triton_reverse import replay_head_kernel, reverse_head_kernel
+from bedouin.kernels.direct.heads.triton_replay import replay_head_kernel
+from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
 from bedouin.kernels.direct.triton_constants import (
     layout_of,
     matrix_constants,
@@ -34,6 +36,9 @@ COLUMNS = 8
 SAMPLES = 8
 """Most samples of a program, a warp each."""
 
+MAX_REGISTERS = 255
+"""Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
+
 HEAD_WORKSPACE = 2**25
 """Most elements of the memories that the reverse sweep of heads holds (128 MB in float32)."""
 
@@ -45,9 +50,9 @@ def launch_head_sweep(
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     b, t_end, d = x.shape
     constants = _constants(d, A, W_y, b, options, samples)
-    programs, small = _programs(b, A, constants), constants["BLOCK_S"]
+    programs, blocks = _programs(b, A, constants), _blocks(A, options)
     # B, C and alpha of a token, two places for each sample
-    scratch = A.new_empty(programs, constants["S"], 2 * small)
+    scratch = A.new_empty(programs, constants["S"], 2, blocks.small + blocks.alpha)
     head_sweep_kernel[(programs,)](
         x,
         raw,
@@ -69,11 +74,14 @@ def launch_head_sweep(
         EPS=scan_constants(d, A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
         JOINED=layout_of(options).num_householder in (2, 4),
+        BLOCK_S=blocks.small,
+        ALPHA=blocks.alpha,
         **constants,
         **norm_constants(options),
         **mixer_constants(options),
         num_warps=constants["S"],
         num_stages=1,
+        maxnreg=MAX_REGISTERS,
     )
 
 
@@ -158,7 +166,8 @@ def _reverse(
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
-    programs, width = _programs(b, A, constants), next_power_of_two(local.shape[2])
+    # a few more than the scalars of a token, whose groups begin at multiples of 4
+    programs, width = _programs(b, A, constants), next_power_of_two(local.shape[2] + 16)
     reverse_head_kernel[(programs,)](
         grads.y,
         x,
@@ -193,6 +202,7 @@ def _reverse(
         **constants,
         num_warps=constants["S"],
         num_stages=1,
+        maxnreg=MAX_REGISTERS,
     )
 
 
@@ -204,6 +214,14 @@ def _programs(
     return A.shape[0] * ceil_div(b // A.shape[0], constants["S"])
 
 
+def _blocks(
+    A: Tensor,  # (H, n, d)
+    options: Parameterization,
+) -> HeadBlocks:
+    layout = layout_of(options)
+    return head_blocks(A.shape[2], A.shape[1], layout.num_householder, layout.selective)
+
+
 def _constants(
     d: int,
     A: Tensor,  # (H, n, d)
@@ -213,15 +231,14 @@ def _constants(
     samples: int | None,
 ) -> dict[str, Any]:
     """Options that the sweep and the reverse sweep have in common."""
-    layout = layout_of(options)
     scan, product = scan_constants(d, A, options), matrix_constants(None, W, 1, 1)
-    states = 2 * A.shape[1] if layout.selective else 0
     samples = choose_samples(b, A) if samples is None else samples
+    blocks = _blocks(A, options)
     kept = ("ACTIVATION", "SELECTIVE", "INPUT_SCALE", "FULL", "FAST")
     return {
         **{name: scan[name] for name in kept},
-        "BLOCK_D": max(16, scan["BLOCK_D"]),
-        "BLOCK_S": max(16, next_power_of_two(states + layout.num_householder)),
+        "BLOCK_D": blocks.channels,
+        "N": blocks.states,
         "S": samples,
         "COLUMNS": max(COLUMNS, samples),
         "FEEDBACK": W is not None,

@@ -29,23 +29,32 @@ from bedouin.kernels.device.reflections import (
     wy_upper,
 )
 from bedouin.kernels.direct.heads.device import (
+    as_columns,
     columns_of,
     combine_of_samples,
-    dot_of,
     join_rows,
+    load_same,
+    load_states,
     rows_of,
+    rows_of_statistics,
+    samples_of,
     small_rows,
     split_rows,
-    sum_of,
+    spread,
+    store_states,
+    store_statistics,
+    sum_states,
 )
 
 
 @triton.jit
 def load_weights(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
-    """W^y of a head in tiles: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d)."""
+    """W^y of a head in tiles: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d),
+    alpha in (ALPHA, d) if that is not 0."""
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
     inside = (rows < d)[:, None] & (cols < d)[None, :]
@@ -62,23 +71,35 @@ def load_weights(
     rows = tl.arange(0, BLOCK_S)
     inside = (rows < STATES + K)[:, None] & (cols < d)[None, :]
     at = small_rows(rows, d, n, K, SELECTIVE)[:, None] * d + cols[None, :]
-    return tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    if ALPHA > 0:
+        rows = tl.arange(0, ALPHA)
+        inside = (rows < K)[:, None] & (cols < d)[None, :]
+        at = (d + STATES + K * d + rows)[:, None] * d + cols[None, :]
+        tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    return tiles
 
 
 @triton.jit
 def load_token(
     x_row, raw_row,  # pointers (s,)
     small_at,  # (BLOCK_S,), columns of raw B, C and alpha
-    inside, in_small, d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
+    in_row, in_small, d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALPHA: tl.constexpr,
 ):  # fmt: skip
     """x, the raw values of Delta and of u, and the other raw values of a token."""
     cols = tl.arange(0, BLOCK_D)
-    x = tl.load(x_row[:, None] + cols[None, :], mask=inside, other=0.0)
+    x = tl.load(x_row[:, None] + cols[None, :], mask=in_row, other=0.0)
     rows = ()
     for i in tl.static_range(K + 1):
         at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
-        rows = rows + (tl.load(at, mask=inside, other=0.0),)
-    return x, rows, tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0)
+        rows = rows + (tl.load(at, mask=in_row, other=0.0),)
+    small = (tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0),)
+    if ALPHA > 0:
+        alphas = tl.arange(0, ALPHA)[None, :]
+        at = raw_row[:, None] + (u_at + K * d) + alphas
+        small = small + (tl.load(at, mask=alphas < K, other=0.0),)
+    return x, rows, small
 
 
 @triton.jit
@@ -87,38 +108,28 @@ def finish_token(
     statistic,  # pointers (s,) to the statistics of the token
     row_of,  # between two statistics
     here,  # (s,)
-    K: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     COUPLED: tl.constexpr,
 ):  # fmt: skip
     """F(y)_t: stores defect, scale, magnitude and pivot; returns h_t."""
     x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C = token
     dots = sums(rows_times(u, y - x, K), 1)
     U_v = scale(dots, inv, K)
-    mixed = x + combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
-    h = ()
-    with_C = ()
-    largest = s
-    for i in tl.static_range(n):
-        if COUPLED:
-            row = decayed[i] + scales[i] * mixed * (B[i] * inv_B)[:, None]
-            largest = tl.maximum(largest, scales[i])
-        else:
-            row = decayed[i] + s * mixed * inv_B[:, None] * B[i][:, None]
-        with_C = with_C + (row * C[i][:, None],)
-        h = h + (row,)
-    F = sum_of(with_C, n) * inv_C[:, None]
+    mixed = x + combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
+    if COUPLED:
+        h = decayed + scales * spread(mixed * inv_B, S, BLOCK_D, N) * B
+        largest = tl.max(scales, axis=2)
+    else:
+        h = decayed + spread(s * mixed * inv_B, S, BLOCK_D, N) * B
+        largest = s
+    F = sum_states(h * C, S, BLOCK_D, N) * inv_C
     terms = (tl.abs(x) + tl.abs(mixed)) * largest
     # a maximum ignores NaN, and a sample that is not finite must show it
-    finite = 0 * dots[0]
-    cols = tl.arange(0, BLOCK_D)
-    values = tl.where(cols[None, :] == 2, tl.max(terms, axis=1)[:, None], pivot[:, None])
-    defect = tl.max(tl.abs(F - y), axis=1) + finite
-    values = tl.where(cols[None, :] == 0, defect[:, None], values)
-    size = tl.max(tl.abs(F), axis=1) + finite
-    values = tl.where(cols[None, :] == 1, size[:, None], values)
-    # as (s, BLOCK_D), because a store of (s,) would first change the layout of its values
-    within = here[:, None] & (cols < 4)[None, :]
-    tl.store(statistic[:, None] + row_of * cols[None, :], values, mask=within)
+    finite = 0 * dots[0][:, None]
+    defect = tl.max(tl.abs(F - y), axis=1)[:, None] + finite
+    size = tl.max(tl.abs(F), axis=1)[:, None] + finite
+    values = (defect, size, tl.max(terms, axis=1)[:, None], pivot[:, None])
+    store_statistics(statistic, values, row_of, here, S)
     return h
 
 
@@ -131,7 +142,7 @@ def head_sweep_kernel(
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     first_ptr,  # (b, d): norm(y) before the first token, in the dtype of W^y
-    scratch_ptr,  # (programs, S, 2, BLOCK_S): raw B, C and alpha of a token, in turn
+    scratch_ptr,  # (programs, S, 2, BLOCK_S + ALPHA): raw B, C and alpha of a token, in turn
     y_ptr,  # (b, t, d)
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     per_head,  # samples of a head, b / H
@@ -145,8 +156,10 @@ def head_sweep_kernel(
     K: tl.constexpr,
     KEEP: tl.constexpr,
     S: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    ALPHA: tl.constexpr,
     COLUMNS: tl.constexpr,
     FEEDBACK: tl.constexpr,
     NORM: tl.constexpr,
@@ -164,52 +177,48 @@ def head_sweep_kernel(
     JOINED: tl.constexpr,
 ):
     """All tokens of S samples of one head."""
-    blocks = tl.cdiv(per_head, S)
-    program = tl.program_id(0)
-    head = (program // blocks).to(tl.int64)
-    local = program % blocks * S + tl.arange(0, S)
-    here = local < per_head
-    sample = head * per_head + local
+    head, here, local, sample = samples_of(per_head, S)
     cols = tl.arange(0, BLOCK_D)
     small = tl.arange(0, BLOCK_S)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
-    inside = here[:, None] & (cols < d)[None, :]
+    in_row = (cols < d)[None, :]
+    inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     if FEEDBACK:
         W = load_weights(
             W_ptr + head * (d + STATES + K * (d + 1)) * d,
-            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED,
+            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED,
         )  # fmt: skip
-        v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=inside, other=0.0)
-    HOLD_A: tl.constexpr = n * BLOCK_D <= 1024
-    A_row = A_ptr + head * n * d + cols
-    A = ()
-    h = ()
-    for i in tl.static_range(n):
-        if HOLD_A:
-            A = A + (tl.load(A_row + i * d, mask=cols < d, other=0.0),)
-        at = (sample[:, None] * n + i) * d + cols[None, :]
-        h = h + (tl.load(h_ptr + at, mask=inside, other=0.0),)
-    row_of = per_head.to(tl.int64) * (tl.num_programs(0) // blocks) * t_end
+        v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=in_row, other=0.0)
+    HOLD_A: tl.constexpr = N * BLOCK_D <= 1024
+    # (s, d), because a load of (d,) would be followed by a change of its layout
+    A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
+    if HOLD_A:
+        A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, False)
+    h_at = h_ptr + sample[:, None] * (n * d) + cols[None, :]
+    h = load_states(h_at, in_row, d, n, S, BLOCK_D, N, False)
+    row_of = rows_of_statistics(per_head, t_end, S)
     x_row = x_ptr + sample * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     slots = tl.cdiv(t_end, KEEP) - 1
-    cell = scratch_ptr + (program.to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_S
+    WIDTH: tl.constexpr = BLOCK_S + ALPHA
+    SMALL: tl.constexpr = 2 if JOINED else K + 1  # the tile of B, C and alpha
+    cell = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * WIDTH
     # loads of a token are issued while the one before it is computed
     small_at = small_rows(small, d, n, K, SELECTIVE)
-    in_small = here[:, None] & (small < STATES + K)[None, :]
+    in_small = (small < STATES + K)[None, :]
     x_next, next_rows, small_next = load_token(
-        x_row, raw_row, small_at, inside, in_small, d, u_at, K, BLOCK_D
+        x_row, raw_row, small_at, in_row, in_small, d, u_at, K, BLOCK_D, ALPHA
     )
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([S, BLOCK_D], tl.float32)
     none = tl.zeros([S], tl.float32)
-    zeros = (zero,) * n if COUPLED else ()
+    nothing = spread(zero, S, BLOCK_D, N)
     last = (
-        zero, zero, zero, none, none, none, (zero,) * K, (none,) * K, (none,) * PAIRS, h, zeros,
-        (none,) * n, (none,) * n,
+        zero, zero, zero, none, zero, zero, (zero,) * K, (none,) * K, (none,) * PAIRS, h,
+        nothing if COUPLED else zero, nothing, nothing,
     )  # fmt: skip
     for t in range(0, t_end):
         if FEEDBACK:
@@ -220,25 +229,30 @@ def head_sweep_kernel(
         # the end of the token before is not on the critical path
         token = sample * t_end + t
         h = finish_token(
-            last, statistics_ptr + token - 1, row_of, here & (t > 0), K, n, S, BLOCK_D, COUPLED
+            last, statistics_ptr + token - 1, row_of, here & (t > 0), K, N, S, BLOCK_D, COUPLED
         )
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
-            for i in tl.static_range(n):
-                kept_at = (slot[:, None] * n + i) * d + cols[None, :]
-                tl.store(kept_ptr + kept_at, h[i], mask=inside)
+            kept_at = kept_ptr + slot[:, None] * (n * d) + cols[None, :]
+            store_states(kept_at, h, inside, d, n, S, BLOCK_D, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
-        values = small_next.to(tl.float32)
+        values = small_next[0].to(tl.float32)
         delta = next_rows[0].to(tl.float32)
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
         if FEEDBACK:
-            values += rows_of(fed[len(W) - 1], S, BLOCK_S, COLUMNS).to(ROUND).to(tl.float32)
+            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS).to(ROUND).to(tl.float32)
         # in turn in two places, so that one barrier a token is enough
-        now = cell + t % 2 * BLOCK_S
+        now = cell + t % 2 * WIDTH
         tl.store(now[:, None] + small[None, :], values, mask=in_small)
+        if ALPHA > 0:
+            alpha = small_next[1].to(tl.float32)
+            if FEEDBACK:
+                alpha += rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS).to(ROUND).to(tl.float32)
+            alphas = tl.arange(0, ALPHA)[None, :]
+            tl.store(now[:, None] + STATES + alphas, alpha, mask=alphas < K)
         if FEEDBACK:
             delta += rows_of(fed[0], S, BLOCK_D, COLUMNS).to(ROUND).to(tl.float32)
         if FEEDBACK and JOINED:
@@ -255,56 +269,41 @@ def head_sweep_kernel(
         beta = ()
         for i in tl.static_range(K):
             beta = beta + (BETA_MAX * fast_activate(tl.load(now + STATES + i), "sigmoid", FAST),)
-        B = ()
-        C = ()
         if SELECTIVE:
-            for i in tl.static_range(n):
-                B = B + (tl.load(now + i),)
-                C = C + (tl.load(now + n + i),)
-            inv_B = tl.rsqrt(dot_of(B, B, n) + n * EPS)
-            inv_C = tl.rsqrt(dot_of(C, C, n) + n * EPS)
-            B_C = dot_of(B, C, n) * inv_B * inv_C
+            B = load_same(now, n, S, BLOCK_D, N)
+            C = load_same(now + n, n, S, BLOCK_D, N)
+            # (s, d), the same for all channels
+            inv_B = tl.rsqrt(sum_states(B * B, S, BLOCK_D, N) + n * EPS)
+            inv_C = tl.rsqrt(sum_states(C * C, S, BLOCK_D, N) + n * EPS)
+            B_C = sum_states(B * C, S, BLOCK_D, N) * inv_B * inv_C
         else:
-            B = (none + 1.0,) * n
+            B = nothing + tl.where(tl.arange(0, N) < n, 1.0, 0.0)[None, None, :]
             C = B
-            inv_B = none + 1.0
+            inv_B = zero + 1.0
             inv_C = inv_B
-            B_C = none + n
+            B_C = zero + n
         delta = fast_activate(delta, ACTIVATION, FAST)
         # p_t + sigma_t x_t, and the inner products that the local equation needs
-        with_C = ()
-        decayed = ()
-        scales = ()
-        sigma = zero
-        for i in tl.static_range(n):
-            if HOLD_A:
-                exponent = A[i][None, :] * delta
-            else:
-                # (s, d), because a load of (d,) would be followed by a change of its layout
-                at = (A_row + i * d)[None, :] + 0 * local[:, None]
-                exponent = tl.load(at, mask=inside, other=0.0) * delta
-            if COUPLED:
-                decay, s_i = build_coupled(exponent, FULL, FAST)
-                sigma += s_i * (B[i] * C[i])[:, None]
-                scales = scales + (s_i,)
-            else:
-                decay = build_decay(exponent, FULL, FAST)
-            row = decay * h[i]
-            with_C = with_C + (row * C[i][:, None],)
-            decayed = decayed + (row,)
+        if not HOLD_A:
+            A = load_states(A_at, in_row, d, n, S, BLOCK_D, N)
+        exponent = A * spread(delta, S, BLOCK_D, N)
         if COUPLED:
             s = zero
-            sigma *= (inv_B * inv_C)[:, None]
+            decay, scales = build_coupled(exponent, FULL, FAST)
+            sigma = sum_states(scales * B * C, S, BLOCK_D, N) * inv_B * inv_C
         else:
             s = fast_scale(delta, INPUT_SCALE, FAST)
-            sigma = s * B_C[:, None]
-        rest = sum_of(with_C, n) * inv_C[:, None] + sigma * x
+            decay = build_decay(exponent, FULL, FAST)
+            scales = s
+            sigma = s * B_C
+        decayed = decay * h
+        rest = sum_states(decayed * C, S, BLOCK_D, N) * inv_C + sigma * x
         sigma_u = rows_times(u, sigma, K)
         step = tl.minimum(t + 1, t_end - 1)
         x_at = x_row + step.to(tl.int64) * x_stride_t
         raw_at = raw_row + step.to(tl.int64) * raw_stride_t
         x_next, next_rows, small_next = load_token(
-            x_at, raw_at, small_at, inside, in_small, d, u_at, K, BLOCK_D
+            x_at, raw_at, small_at, in_row, in_small, d, u_at, K, BLOCK_D, ALPHA
         )
         dots = sums(products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K), 1)
         inv = inverse_sizes(dots, d, K, EPS)
@@ -314,7 +313,8 @@ def head_sweep_kernel(
         # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
         q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
         U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
-        y = rest + sigma * combine_of_samples(scale(upper_times(T, U_v, K), inv, K), u, K)
+        T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
+        y = rest + sigma * combine_of_samples(T_v, u, K)
         if FEEDBACK:
             v = y
             if NORM:
@@ -323,7 +323,5 @@ def head_sweep_kernel(
         tl.store(y_ptr + token[:, None] * d + cols[None, :], y, mask=inside)
         last = (x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C)
     token = sample * t_end + t_end - 1
-    h = finish_token(last, statistics_ptr + token, row_of, here, K, n, S, BLOCK_D, COUPLED)
-    for i in tl.static_range(n):
-        at = (sample[:, None] * n + i) * d + cols[None, :]
-        tl.store(h_ptr + at, h[i], mask=inside)
+    h = finish_token(last, statistics_ptr + token, row_of, here, K, N, S, BLOCK_D, COUPLED)
+    store_states(h_at, h, inside, d, n, S, BLOCK_D, N)

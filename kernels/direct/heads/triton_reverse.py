@@ -24,62 +24,128 @@ from bedouin.kernels.device.discretize import (
 from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.reflections import (
     add,
-    load_tuple,
     rows_times,
     sums,
     symmetric_times,
     upper_transposed_times,
 )
+from bedouin.kernels.direct.heads.blocks import REVERSE_ALPHA
 from bedouin.kernels.direct.heads.device import (
+    as_columns,
     columns_of,
     combine_of_samples,
-    dot_of,
+    concatenated_states,
+    in_lanes,
     join_rows,
+    load_same,
+    load_scalars,
+    load_states,
     rows_of,
-    small_rows,
-    sum_of,
+    rows_of_statistics,
+    samples_of,
+    spread,
+    store_states,
+    store_statistics,
+    sum_channels,
+    sum_states,
 )
+
+BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
+
+
+@triton.jit
+def state_columns(
+    first, n: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Of the columns of `sum_channels` for B and C: where these are, from the `first` one on, and
+    whether there are such."""
+    at = tl.arange(0, max(2 * N, min(32, BLOCK_D)))
+    return first + at // N * n + at % N, (at < 2 * N) & (at % N < n)
+
+
+@triton.jit
+def in_tiles(
+    delta, u, states, alpha,  # rows (s, d), (s, .)
+    S: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr, SELECTIVE: tl.constexpr,
+):  # fmt: skip
+    """The raw values of a token in tiles, each a factor of one product.
+
+    Rows of one width are interleaved, since a change of layout for each product takes two barriers,
+    but no more than two of d channels, since a product is one chain of accumulations.
+    """
+    tiles = ()
+    if SELECTIVE and states.shape[1] == alpha.shape[1]:
+        small = join_rows((states, alpha), S, 2, alpha.shape[1])
+        if small.shape[1] == BLOCK_D:
+            tiles = (join_rows((delta, small), S, 2, BLOCK_D),)
+        else:
+            tiles = (delta, small)
+    elif SELECTIVE:
+        tiles = (delta, states, alpha)
+    else:
+        tiles = (delta, alpha)
+    for i in tl.static_range(0, K // 2):
+        tiles = tiles + (join_rows(u[2 * i : 2 * i + 2], S, 2, BLOCK_D),)
+    if K % 2 == 1:
+        tiles = tiles + (u[K - 1],)
+    return tiles
+
+
+@triton.jit
+def load_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Columns (d, .) of (W^y)^T by their numbers, zeros where none is given."""
+    cols = tl.arange(0, BLOCK_D)[:, None]
+    within = (cols < d) & given[None, :]
+    return tl.load(W_ptr + numbers[None, :] * d + cols, mask=within, other=0.0)
+
+
+@triton.jit
+def small_columns(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """The numbers of the raw values B, C and alpha, interleaved, and whether there are such."""
+    i = at // 2
+    even = at % 2 == 0
+    numbers = tl.where(even, d + i // N * n + i % N, d + 2 * n + K * d + i)
+    return numbers, (even & (i < 2 * N) & (i % N < n)) | ((at % 2 == 1) & (i < K))
 
 
 @triton.jit
 def load_transposed_weights(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """(W^y)^T of a head in tiles of columns: Delta, u_1 .. u_k, two and two interleaved if k is
-    even, and [B | C | alpha]."""
-    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
-    rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
-    in_d = (cols < d)[:, None]
-    at = rows[None, :] * d + cols[:, None]
-    inside = in_d & (rows < d)[None, :]
-    tiles = (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    if K % 2 == 0:
-        rows = tl.arange(0, 2 * BLOCK_D)
-        within = in_d & (rows // 2 < d)[None, :]
-        for i in tl.static_range(K // 2):
-            at = (d + STATES + (2 * i + rows % 2) * d + rows // 2)[None, :] * d + cols[:, None]
-            tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
-    else:
-        for i in tl.static_range(K):
-            at = (d + STATES + i * d + rows)[None, :] * d + cols[:, None]
-            tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    rows = tl.arange(0, BLOCK_S)
-    at = small_rows(rows, d, n, K, SELECTIVE)[None, :] * d + cols[:, None]
-    within = in_d & (rows < STATES + K)[None, :]
-    return tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
+    """(W^y)^T of a head in tiles of columns, those of `in_tiles`.
 
-
-@triton.jit
-def paired(rows, S: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Two and two of K rows (s, d) interleaved, (s, 2 d), if K is even."""
-    if K % 2 == 0:
-        pairs = ()
-        for i in tl.static_range(K // 2):
-            pairs = pairs + (join_rows(rows[2 * i : 2 * i + 2], S, 2, BLOCK_D),)
-        return pairs
+    Their numbers are computed, not joined as the rows are: with a tl.join before a product the
+    compiler chooses another layout of its factors, which takes more instructions.
+    """
+    u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
+    WIDTH: tl.constexpr = max(2 * N, min(32, BLOCK_D)) if SELECTIVE else 0
+    cols, pairs = tl.arange(0, BLOCK_D), tl.arange(0, 2 * BLOCK_D)
+    tiles = ()
+    if WIDTH == BLOCK_ALPHA and 2 * BLOCK_ALPHA == BLOCK_D:
+        numbers, given = small_columns(pairs // 2, d, n, K, N)
+        numbers = tl.where(pairs % 2 == 0, pairs // 2, numbers)
+        given = ((pairs % 2 == 0) & (pairs // 2 < d)) | ((pairs % 2 == 1) & given)
+        tiles = (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
     else:
-        return rows
+        tiles = (load_columns(W_ptr, cols, cols < d, d, BLOCK_D).to(DOT),)
+        if WIDTH == BLOCK_ALPHA:
+            numbers, given = small_columns(tl.arange(0, 2 * BLOCK_ALPHA), d, n, K, N)
+            tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+        else:
+            if SELECTIVE:
+                numbers, given = state_columns(d, n, N, BLOCK_D)
+                tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+            alphas = tl.arange(0, BLOCK_ALPHA)
+            numbers = u_at + K * d + alphas
+            tiles = tiles + (load_columns(W_ptr, numbers, alphas < K, d, BLOCK_D).to(DOT),)
+    for i in tl.static_range(K // 2):
+        numbers = u_at + (2 * i + pairs % 2) * d + pairs // 2
+        tiles = tiles + (load_columns(W_ptr, numbers, pairs // 2 < d, d, BLOCK_D).to(DOT),)
+    if K % 2 == 1:
+        numbers = u_at + (K - 1) * d + cols
+        tiles = tiles + (load_columns(W_ptr, numbers, cols < d, d, BLOCK_D).to(DOT),)
+    return tiles
 
 
 @triton.jit
@@ -102,25 +168,24 @@ def transposed_product(
 @triton.jit
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
-    inside, d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
-    BLOCK_D: tl.constexpr, FEEDBACK: tl.constexpr,
+    in_row, d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr, FEEDBACK: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
     cols = tl.arange(0, BLOCK_D)
-    x = tl.load(x_row[:, None] + cols[None, :], mask=inside, other=0.0)
-    y = tl.load(y_row[:, None] + cols[None, :], mask=inside, other=0.0)
-    g = tl.load(grad_y_row[:, None] + cols[None, :], mask=inside, other=0.0)
-    mixed = tl.load(mixed_row[:, None] + cols[None, :], mask=inside, other=0.0)
+    x = tl.load(x_row[:, None] + cols[None, :], mask=in_row, other=0.0)
+    y = tl.load(y_row[:, None] + cols[None, :], mask=in_row, other=0.0)
+    g = tl.load(grad_y_row[:, None] + cols[None, :], mask=in_row, other=0.0)
+    mixed = tl.load(mixed_row[:, None] + cols[None, :], mask=in_row, other=0.0)
     raw = ()
     fed = ()
     for i in tl.static_range(K + 1):
         at = (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
-        raw = raw + (tl.load(raw_row[:, None] + at, mask=inside, other=0.0),)
+        raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
         if FEEDBACK:
-            fed = fed + (tl.load(fed_row[:, None] + at, mask=inside, other=0.0),)
-    h = ()
-    for i in tl.static_range(n):
-        h = h + (tl.load(h_row[:, None] + i * d + cols[None, :], mask=inside, other=0.0),)
+            fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
+    h = load_states(h_row[:, None] + cols[None, :], in_row, d, n, S, BLOCK_D, N, UNROLLED)
     return x, y, g, mixed, raw, fed, h
 
 
@@ -159,8 +224,8 @@ def reverse_head_kernel(
     fed_stride_t,
     K: tl.constexpr,
     S: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
     FEEDBACK: tl.constexpr,
@@ -175,50 +240,51 @@ def reverse_head_kernel(
     ROUND: tl.constexpr,
 ):
     """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
-    blocks = tl.cdiv(per_head, S)
-    program = tl.program_id(0)
-    head = (program // blocks).to(tl.int64)
-    local = program % blocks * S + tl.arange(0, S)
-    here = local < per_head
-    sample = head * per_head + local
+    head, here, local, sample = samples_of(per_head, S)
     cols = tl.arange(0, BLOCK_D)
-    small = tl.arange(0, BLOCK_S)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
-    inside = here[:, None] & (cols < d)[None, :]
+    in_row = (cols < d)[None, :]
+    inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    in_small = here[:, None] & (small < STATES + K)[None, :]
-    small_at = small_rows(small, d, n, K, SELECTIVE)
-    A_row = A_ptr + head * n * d + cols
+    states_at, given = state_columns(d, n, N, BLOCK_D)
+    in_states = here[:, None] & given[None, :]
+    alphas = tl.arange(0, BLOCK_ALPHA)
+    in_alpha = here[:, None] & (alphas < K)[None, :]
+    # (s, d), because a load of (d,) would be followed by a change of its layout
+    A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
+    HOLD_A: tl.constexpr = N * BLOCK_D <= 1024
+    if HOLD_A:
+        A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, False)
     # the cotangents of the raw values of the token after the chunk
     grads = ()
     if FEEDBACK:
         W = load_transposed_weights(
             W_ptr + head * (d + STATES + K * (d + 1)) * d,
-            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT,
+            d, n, K, SELECTIVE, N, BLOCK_D, DOT,
         )  # fmt: skip
         after = (sample * t_end + start + count) * r
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
         known = more[:, None] & (cols < d)[None, :]
+        at = after[:, None] + cols[None, :]
+        to_delta = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
         rows = ()
         for i in tl.static_range(K):
-            at = after[:, None] + u_at + i * d + cols[None, :]
-            rows = rows + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
-        at = after[:, None] + cols[None, :]
-        grads = (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
-        grads = grads + paired(rows, S, K, BLOCK_D)
-        known = more[:, None] & in_small
-        at = after[:, None] + small_at[None, :]
-        grads = grads + (tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND),)
-    H = ()
-    grad_A = ()
-    for i in tl.static_range(n):
-        at = (sample[:, None] * n + i) * d + cols[None, :]
-        H = H + (tl.load(H_ptr + at, mask=inside, other=0.0),)
-        grad_A = grad_A + (tl.load(grad_A_ptr + at, mask=inside, other=0.0),)
+            to_u = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
+            rows = rows + (to_u.to(ROUND),)
+        known = more[:, None] & in_states
+        at = after[:, None] + states_at[None, :]
+        to_states = tl.load(grad_raw_ptr + at, mask=known & SELECTIVE, other=0.0).to(ROUND)
+        known = more[:, None] & in_alpha
+        at = after[:, None] + (u_at + K * d) + alphas[None, :]
+        to_alpha = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
+        grads = in_tiles(to_delta, rows, to_states, to_alpha, S, K, BLOCK_D, SELECTIVE)
+    at = sample[:, None] * (n * d) + cols[None, :]
+    H = load_states(H_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
+    grad_A = load_states(grad_A_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
     x_row = x_ptr + sample * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -227,27 +293,35 @@ def reverse_head_kernel(
     mixed_row = mixed_ptr + sample * count * d
     local_row = local_ptr + sample * count * (SIZE + 2 * n)
     h_row = replayed_ptr + sample * count * n * d
+    row_of = rows_of_statistics(per_head, t_end, S)
     last = (start + count - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, inside, d, n, u_at, K, BLOCK_D, FEEDBACK,
+        h_row + (count - 1) * n * d, in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, False,
     )  # fmt: skip
     entries = tl.arange(0, BLOCK_L)
-    in_local = here[:, None] & (entries < SIZE + 2 * n)[None, :]
+    # in near memory every group of scalars is at a multiple of 4, for loads of four at once
+    AT_N: tl.constexpr = 3 * ((PAIRS + 3) // 4 * 4)
+    AT_KNOWN: tl.constexpr = AT_N + (K * K + 3) // 4 * 4
+    AT_LAST: tl.constexpr = AT_KNOWN + (5 * K + 3) // 4 * 4
+    AT_B: tl.constexpr = AT_LAST + 4
+    places = entries + (AT_N // 3 - PAIRS) * tl.minimum(entries // PAIRS, 3)
+    places += tl.where(entries >= 3 * PAIRS + K * K, AT_KNOWN - AT_N - K * K, 0)
+    places += tl.where(entries >= SIZE - 4, AT_LAST - AT_KNOWN - 5 * K, 0)
+    in_local = (entries < SIZE + 2 * n)[None, :]
     scalars_at = local_row + (count - 1) * (SIZE + 2 * n)
     scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
-    near = scratch_ptr + (program.to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_L
+    near = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_L
     for back in range(0, count):
         i_token = count - 1 - back
         t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
         # the scalars of a token are read one by one: first from where they are near
         row = near + back % 2 * BLOCK_L
-        tl.store(row[:, None] + entries[None, :], scalars, mask=in_local)
+        tl.store(row[:, None] + places[None, :], scalars, mask=in_local)
         tl.debug_barrier()
-        BC = tl.load(row + SIZE - 3)
         if FEEDBACK:
             # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
             product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
@@ -266,257 +340,148 @@ def reverse_head_kernel(
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        decayed = ()
-        reaches = ()
-        with_B = ()
-        with_BC = ()
-        with_H = ()
-        with_C = ()
-        for i in tl.static_range(n):
-            # (s, d), because a load of (d,) would be followed by a change of its layout
-            A_at = (A_row + i * d)[None, :] + 0 * local[:, None]
-            A = tl.load(A_at, mask=inside, other=0.0)
-            B_i = tl.load(row + SIZE + i)
-            C_i = tl.load(row + SIZE + n + i)
-            if COUPLED:
-                decay, s_i = build_coupled(A * delta, FULL, FAST)
-                with_BC = with_BC + (s_i * (B_i * C_i)[:, None],)
-                with_B = with_B + (H[i] * s_i * B_i[:, None],)
-                if FULL:
-                    sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
-                    reach = h[i] - sign * mixed * B_i[:, None]
-                else:
-                    reach = h[i] - mixed * B_i[:, None]
-                reach *= coupled_reach(decay, s_i, FULL)
-            else:
-                decay = build_decay(A * delta, FULL, FAST)
-                with_B = with_B + (H[i] * B_i[:, None],)
-                if FULL:
-                    reach = h[i] * (decay + 1)
-                else:
-                    reach = h[i] * decay
-            decayed = decayed + (decay * h[i],)
-            reaches = reaches + (reach,)
-            exponent = reach * A
-            with_H = with_H + (H[i] * exponent,)
-            with_C = with_C + (C_i[:, None] * exponent,)
-        from_memory = sum_of(with_B, n)
-        # the cotangent of Delta is linear in w
-        grad_delta = LN2 * sum_of(with_H, n)
-        grad_delta_w = LN2 * sum_of(with_C, n)
+        if not HOLD_A:
+            A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, N <= 16)
+        exponent = A * spread(delta, S, BLOCK_D, N)
+        B = load_same(row + AT_B, n, S, BLOCK_D, N)
+        C = load_same(row + AT_B + n, n, S, BLOCK_D, N)
+        rms, BC = tl.load(row + AT_LAST)[:, None], tl.load(row + AT_LAST + 1)[:, None]
         if COUPLED:
-            sigma = sum_of(with_BC, n)
+            decay, s = build_coupled(exponent, FULL, FAST)
+            from_memory = sum_states(H * s * B, S, BLOCK_D, N)
+            sigma = sum_states(s * B * C, S, BLOCK_D, N)
+            reach = spread(mixed, S, BLOCK_D, N) * B
+            if FULL:
+                reach *= tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
+            reach = (h - reach) * coupled_reach(decay, s, FULL)
+            written = s * spread(mixed, S, BLOCK_D, N)
         else:
+            decay = build_decay(exponent, FULL, FAST)
             s = fast_scale(delta, INPUT_SCALE, FAST)
-            sigma = s * BC[:, None]
-            if INPUT_SCALE == "delta":
-                grad_delta += mixed * from_memory
-                grad_delta_w += mixed * BC[:, None]
-            else:
-                inverse = reciprocal(1 + delta, FAST)
-                slope = mixed * (inverse * inverse)
-                grad_delta += slope * from_memory
-                grad_delta_w += slope * BC[:, None]
+            from_memory = sum_states(H * B, S, BLOCK_D, N)
+            reach = decay * h
+            if FULL:
+                reach += h
+            # the cotangent of s x~, without w
+            to_written = from_memory
             from_memory *= s
-        grad_delta = activate_vjp(grad_delta, raw_delta, ACTIVATION)
-        grad_delta_w = activate_vjp(grad_delta_w, raw_delta, ACTIVATION)
+            sigma = s * BC
+            written = spread(s * mixed, S, BLOCK_D, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
         if FEEDBACK:
             grad_normed = rows_of(product, S, BLOCK_D, COLUMNS)
             if NORM:
-                rms = tl.load(row + SIZE - 4)
-                g += rms[:, None] * grad_normed
+                g += rms * grad_normed
             else:
                 g += grad_normed
         q = rows_times(u, from_memory + sigma * g, K)
         if FEEDBACK and NORM:
-            dots = sums(q + (grad_normed * y,), 1)
+            dots = as_columns(sums(q + (grad_normed * y,), 1), K + 1)
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
-            g -= along_y[:, None] * y
+            g -= along_y * y
             q = ()
             for i in tl.static_range(K):
-                q = q + (dots[i] - along_y * tl.load(row + 3 * PAIRS + K * K + 4 * K + i),)
+                u_y = tl.load(row + AT_KNOWN + 4 * K + i)[:, None]
+                q = q + (dots[i] - along_y * u_y,)
         else:
-            q = sums(q, 1)
+            q = as_columns(sums(q, 1), K)
+        N_rows = load_scalars(row + AT_N, K * K, S, BLOCK_D)
         T_g = ()
         for i in tl.static_range(K):
-            total = tl.load(row + 3 * PAIRS + i * K) * q[0]
-            for j in tl.static_range(K):
-                if j > 0:
-                    total += tl.load(row + 3 * PAIRS + i * K + j) * q[j]
+            total = N_rows[i * K] * q[0]
+            for j in tl.static_range(1, K):
+                total += N_rows[i * K + j] * q[j]
             T_g = T_g + (total,)
         w = g + combine_of_samples(T_g, u, K)
 
         # x~ = x + U^T T U v, one reflection after the other
-        U_g = add(q, symmetric_times(load_tuple(row + PAIRS, PAIRS), T_g, K), K)
+        U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, S, BLOCK_D), T_g, K), K)
         grad_mixed = from_memory + sigma * w
-        G = load_tuple(row + 2 * PAIRS, PAIRS)
-        T_v = load_tuple(row + 3 * PAIRS + K * K, K)
-        c = load_tuple(row + 3 * PAIRS + K * K + K, K)
-        rest = load_tuple(row + 3 * PAIRS + K * K + 2 * K, K)
-        squares = load_tuple(row + 3 * PAIRS + K * K + 3 * K, K)
+        G = load_scalars(row + AT_N // 3 * 2, PAIRS, S, BLOCK_D)
+        T_v = load_scalars(row + AT_KNOWN, K, S, BLOCK_D)
+        c = load_scalars(row + AT_KNOWN + K, K, S, BLOCK_D)
+        rest = load_scalars(row + AT_KNOWN + 2 * K, K, S, BLOCK_D)
+        squares = load_scalars(row + AT_KNOWN + 3 * K, K, S, BLOCK_D)
         v = y - x
         for i in tl.static_range(1, K):
-            v -= T_v[i][:, None] * u[i]
-        small_grads = tl.zeros([S, BLOCK_S], tl.float32)
+            v -= T_v[i] * u[i]
         rows = ()
+        to_alpha = tl.zeros([S, BLOCK_ALPHA], tl.float32)
         grad_row = grad_raw_ptr + token * r
         for i in tl.static_range(K):
             if i > 0:
-                v += T_v[i][:, None] * u[i]
+                v += T_v[i] * u[i]
             along = U_g[i]
             for j in tl.static_range(K):
                 if j < i:
                     along -= T_g[j] * G[i * (i + 1) // 2 + j]
             along = squares[i] * T_v[i] * along + T_g[i] * rest[i]
             # only the direction of u_i matters: the part of the cotangent along u_i vanishes
-            grad_u = T_v[i][:, None] * grad_mixed + T_g[i][:, None] * v - along[:, None] * u[i]
-            grad_u = grad_u.to(kind)
+            grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along * u[i]).to(kind)
             tl.store(grad_row[:, None] + u_at + i * d + cols[None, :], grad_u, mask=inside)
             rows = rows + (grad_u.to(ROUND),)
-            here_i = (small == STATES + i)[None, :]
-            small_grads = tl.where(here_i, (T_g[i] * c[i])[:, None], small_grads)
-            grad_mixed -= T_g[i][:, None] * u[i]
+            one = in_lanes(T_g[i] * c[i], S, BLOCK_D)
+            to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
+            grad_mixed -= T_g[i] * u[i]
+        to_alpha = to_alpha.to(kind)
+        tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
         # what remains of it is the cotangent of x
-        to_delta = (grad_delta + w * grad_delta_w).to(kind)
+        x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
+        tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
+        w_states = spread(w, S, BLOCK_D, N)
+        total = H + w_states * C
+        to_exponent = total * reach
+        grad_A += to_exponent * spread(delta, S, BLOCK_D, N)
+        to_delta = LN2 * sum_states(to_exponent * A, S, BLOCK_D, N)
+        if INPUT_SCALE == "delta":
+            to_delta += mixed * (to_written + BC * w)
+        elif INPUT_SCALE == "bounded_delta":
+            inverse = reciprocal(1 + delta, FAST)
+            to_delta += mixed * (inverse * inverse) * (to_written + BC * w)
+        to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
         tl.store(grad_row[:, None] + cols[None, :], to_delta, mask=inside)
-        # cotangents of h_t, of the unit B and C, and of the raw ones
-        new_H = ()
-        new_A = ()
-        to_B = ()
-        to_C = ()
-        for i in tl.static_range(n):
-            # A, B and C are read, and the decay is computed, again: kept since the first loop over
-            # states they would take so many registers that loads could not run ahead
-            C_i = tl.load(row + SIZE + n + i)
-            total = H[i] + C_i[:, None] * w
-            A_at = (A_row + i * d)[None, :] + 0 * local[:, None]
-            A = tl.load(A_at, mask=inside, other=0.0)
-            if COUPLED:
-                decay, s_i = build_coupled(A * delta, FULL, FAST)
-                written = s_i * mixed
-            else:
-                decay = build_decay(A * delta, FULL, FAST)
-                written = s * mixed
-            h_i = decayed[i] + written * tl.load(row + SIZE + i)[:, None]
-            to_B = to_B + (total * written,)
-            to_C = to_C + (h_i * w,)
-            new_H = new_H + (total * decay,)
-            new_A = new_A + (grad_A[i] + total * reaches[i] * delta,)
-        H = new_H
-        grad_A = new_A
+        to_states = tl.zeros([S, states_at.shape[0]], kind)
         if SELECTIVE:
-            to_B = sums(to_B, 1)
-            to_C = sums(to_C, 1)
-            B = load_tuple(row + SIZE, n)
-            C = load_tuple(row + SIZE + n, n)
-            along_B = dot_of(to_B, B, n)
-            along_C = dot_of(to_C, C, n)
-            inv_B = tl.load(row + SIZE - 2)
-            inv_C = tl.load(row + SIZE - 1)
-            for i in tl.static_range(n):
-                grad_B = inv_B * (to_B[i] - B[i] * along_B)
-                grad_C = inv_C * (to_C[i] - C[i] * along_C)
-                small_grads = tl.where((small == i)[None, :], grad_B[:, None], small_grads)
-                small_grads = tl.where((small == n + i)[None, :], grad_C[:, None], small_grads)
-        small_grads = small_grads.to(kind)
-        tl.store(grad_row[:, None] + small_at[None, :], small_grads, mask=in_small)
+            to_C = (decay * h + written * B) * w_states
+            to_both = concatenated_states(total * written, to_C, S, BLOCK_D, N)
+            to_both = sum_channels(to_both, S, BLOCK_D, 2 * N)
+            unit_at = row[:, None] + (states_at - d + AT_B)[None, :]
+            unit = tl.load(unit_at, mask=given[None, :], other=0.0)
+            GROUPS: tl.constexpr = to_both.shape[1] // N
+            along = tl.sum(tl.reshape(to_both * unit, [S, GROUPS, N]), axis=2)[:, :, None]
+            along = tl.reshape(tl.broadcast_to(along, [S, GROUPS, N]), to_both.shape)
+            inv_B, inv_C = tl.load(row + AT_LAST + 2), tl.load(row + AT_LAST + 3)
+            inv = tl.where((states_at < d + n)[None, :], inv_B[:, None], inv_C[:, None])
+            to_states = (inv * (to_both - unit * along)).to(kind)
+            tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
         if FEEDBACK:
-            grads = (to_delta.to(ROUND),)
-            grads = grads + paired(rows, S, K, BLOCK_D)
-            grads = grads + (small_grads.to(ROUND),)
+            grads = in_tiles(
+                to_delta.to(ROUND), rows, to_states.to(ROUND), to_alpha.to(ROUND),
+                S, K, BLOCK_D, SELECTIVE,
+            )  # fmt: skip
+        H = total * decay
         x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # defect and scale of the adjoint equation
-        checks = sums(rows_times(u, from_memory + sigma * w, K), 1)
-        T = load_tuple(row, PAIRS)
-        applied = g + combine_of_samples(upper_transposed_times(T, checks, K), u, K)
-        finite = 0 * checks[0]
-        defect = tl.max(tl.abs(applied - w), axis=1) + finite
-        size = tl.max(tl.abs(applied), axis=1) + finite
-        values = tl.where(cols[None, :] == 0, defect[:, None], size[:, None])
-        row_of = per_head.to(tl.int64) * (tl.num_programs(0) // blocks) * t_end
-        statistic = statistics_ptr + token[:, None] + row_of * cols[None, :]
-        tl.store(statistic, values, mask=here[:, None] & (cols < 2)[None, :])
+        T = load_scalars(row, PAIRS, S, BLOCK_D)
+        applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
+        # a maximum ignores NaN, and a sample that is not finite must show it
+        finite = 0 * in_lanes(U_g[0], S, BLOCK_D)
+        defect = tl.max(tl.abs(applied - w), axis=1)[:, None] + finite
+        size = tl.max(tl.abs(applied), axis=1)[:, None] + finite
+        store_statistics(statistics_ptr + token, (defect, size), row_of, here, S)
         i_next = tl.maximum(i_token - 1, 0)
         t_next = (start + i_next).to(tl.int64)
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            inside, d, n, u_at, K, BLOCK_D, FEEDBACK,
+            in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, N <= 16,
         )  # fmt: skip
         scalars_at = local_row + i_next * (SIZE + 2 * n)
         scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
-    for i in tl.static_range(n):
-        at = (sample[:, None] * n + i) * d + cols[None, :]
-        tl.store(H_ptr + at, H[i], mask=inside)
-        tl.store(grad_A_ptr + at, grad_A[i], mask=inside)
-
-
-@triton.jit(do_not_specialize=["start", "count", "slots", "per_head"])
-def replay_head_kernel(
-    mixed_ptr,  # (b, count, d): x~
-    local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r or more)
-    A_ptr,  # (H, n, d), log2(e) A
-    h0_ptr,  # (b, n, d): h before token 0
-    kept_ptr,  # (b, slots, n, d): h before tokens KEEP, 2 KEEP, ...
-    replayed_ptr,  # (b, count, n, d): h before the tokens of the chunk, written
-    start,  # a multiple of KEEP
-    count,
-    slots,
-    per_head,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    h0_stride_b,
-    K: tl.constexpr,
-    KEEP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """h before every token of a chunk, from the kept ones: a program for KEEP tokens of a sample.
-
-    h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
-    """
-    sample = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * KEEP
-    head = sample // per_head
-    SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    state = rows[:, None] * d + cols[None, :]
-    inside = (rows < n)[:, None] & (cols < d)[None, :]
-    A = tl.load(A_ptr + head * n * d + state, mask=inside, other=0.0)
-    slot = (start + first) // KEEP
-    h_ptr = kept_ptr + (sample * slots + slot - 1) * n * d
-    if slot == 0:
-        h_ptr = h0_ptr + sample * h0_stride_b
-    h = tl.load(h_ptr + state, mask=inside, other=0.0)
-    for i in range(first, tl.minimum(first + KEEP, count)):
-        tl.store(replayed_ptr + (sample * count + i) * n * d + state, h, mask=inside)
-        raw_at = raw_ptr + sample * raw_stride_b + (start + i).to(tl.int64) * raw_stride_t
-        delta = tl.load(raw_at + cols, mask=cols < d, other=0.0).to(tl.float32)
-        if FEEDBACK:
-            fed_at = fed_ptr + sample * fed_stride_b + (start + i).to(tl.int64) * fed_stride_t
-            delta += tl.load(fed_at + cols, mask=cols < d, other=0.0).to(tl.float32)
-        delta = fast_activate(delta, ACTIVATION, FAST)
-        mixed = tl.load(mixed_ptr + (sample * count + i) * d + cols, mask=cols < d, other=0.0)
-        at = local_ptr + (sample * count + i) * (SIZE + 2 * n) + SIZE + rows
-        B = tl.load(at, mask=rows < n, other=0.0)
-        if INPUT_SCALE == "one_minus_decay":
-            decay, s_rows = build_coupled(A * delta[None, :], FULL, FAST)
-            h = decay * h + s_rows * mixed[None, :] * B[:, None]
-        else:
-            decay = build_decay(A * delta[None, :], FULL, FAST)
-            h = decay * h + (fast_scale(delta, INPUT_SCALE, FAST) * mixed)[None, :] * B[:, None]
+    at = sample[:, None] * (n * d) + cols[None, :]
+    store_states(H_ptr + at, H, inside, d, n, S, BLOCK_D, N)
+    store_states(grad_A_ptr + at, grad_A, inside, d, n, S, BLOCK_D, N)
