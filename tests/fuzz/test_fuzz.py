@@ -6,241 +6,52 @@ run has a few for each law. Letters: b batch, t time, m d_model, d d_inner, H nu
 """
 
 import copy
-import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from fuzz_cases import (
+    ATOL,
+    CASES,
+    FEW,
+    Case,
+    Draw,
+    call,
+    cases,
+    compare,
+    digits,
+    draw_solver,
+    random_state,
+    sample,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN
+from bedouin import BedouinState
 from bedouin.layer import FixedPointLayer
-from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer
+from bedouin.mixers import StructuredMixer
 from bedouin.solvers import (
-    Adjoint,
-    Anderson,
-    Broyden,
     ConvergenceError,
     Direct,
     FixedCap,
     GammaCap,
     ImplicitAdjoint,
     Jacobi,
-    OneStepAdjoint,
-    PhantomAdjoint,
     Picard,
-    Solver,
-    SolveStats,
     UnrolledAdjoint,
 )
-from bedouin.testing import assert_close, find_fixed_point, layer_gradients, measure_growth
-
-CASES = int(os.environ.get("FUZZ_CASES", "5000"))
-FEW = 8
-ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-4, torch.float16: 1e-4}
-"""The rtol of iterative solvers: a solve is at least float32, whatever the layer's dtype."""
-ATOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Outputs may be small differences of terms that are not, and which are rounded."""
-Draw = Callable[..., Any]
-
-
-class Diagonal(ChannelMixer):
-    """Q = diag(sigmoid(raw)), with no declared structure: neither Direct nor Jacobi takes it."""
-
-    def raw_size(self, d_inner: int) -> int:
-        return d_inner
-
-    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
-        return torch.sigmoid(-raw) * v
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer and what it is called with. `error` is what every call must raise, or None."""
-
-    layer: FixedPointLayer
-    x: Tensor  # (b, t, m)
-    state: BedouinState | None  # of b samples
-    error: str | None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
-
-def draw_solver(draw: Draw, dtype: torch.dtype) -> Solver:
-    kind = draw(st.sampled_from([Direct, Picard, Jacobi, Anderson, Broyden]))
-    if kind is Direct:
-        return Direct()
-    options: dict[str, Any] = {"rtol": TOLERANCE[dtype]}
-    if kind is Picard:
-        options |= draw(
-            st.sampled_from([{}, {"damping": 0.7}, {"patience": 3}, {"stop_rule": "paper"}])
-        )
-    solver: Solver = kind(**options)
-    return solver
-
-
-def draw_adjoint(draw: Draw, dtype: torch.dtype) -> Adjoint | None:
-    make: Callable[[], Adjoint | None] = draw(
-        st.sampled_from(
-            [
-                lambda: None,
-                lambda: ImplicitAdjoint(draw_solver(draw, dtype)),
-                OneStepAdjoint,
-                PhantomAdjoint,
-                UnrolledAdjoint,
-            ]
-        )
-    )
-    return make()
-
-
-def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
-    """The options of a layer's constructor other than those of its solve."""
-    one = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    d_model, expand = draw(st.integers(1, 5)), one(1, 2)
-    d = d_model * expand
-    options: dict[str, Any] = {
-        "d_model": d_model,
-        "expand": expand,
-        "num_heads": one(*(h for h in range(1, d + 1) if d % h == 0)),
-        "mixer": one(
-            HouseholderProduct(1, 0.5), HouseholderProduct(2), HouseholderProduct(4),
-            HouseholderProduct(2, 2.0), LowRank(1), LowRank(3), Diagonal(),
-        ),
-        "eigenvalues": one("positive", "full"),
-        "feedback_norm": one(True, False),
-        "feedback_init": one(0.1, 0.0, 1.0),
-        "norm_eps": one(1e-5, 1e-2),
-        "backend": one("auto", "reference"),
-        "layer_idx": one(None, 3),
-    }  # fmt: skip
-    if kind is FixedPointRNN:
-        return options | {"decay": one("sigmoid", "griffin"), "feedback": one(("mixer",), ())}
-    subsets = st.lists(st.sampled_from(["delta", "B", "C", "mixer"]), unique=True)
-    return options | {
-        "d_state": one(1, 2, 5),
-        "decay": one("mamba", "griffin"),
-        "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
-        "feedback": tuple(draw(subsets)),
-        "output": one("norm", "paper"),
-        "bias": one(True, False),
-        "delta_from_x_init": one(1.0, 0.0),
-    }
-
-
-def documented_error(mixer: ChannelMixer, solver: Solver, adjoint: Adjoint | None) -> str | None:
-    """What a call with gradients must raise for combinations that cannot work."""
-    if isinstance(adjoint, UnrolledAdjoint) and isinstance(solver, Anderson | Broyden):
-        return "UnrolledAdjoint cannot differentiate"
-    if isinstance(mixer, StructuredMixer):
-        return None
-    by = adjoint.solver if isinstance(adjoint, ImplicitAdjoint) else None
-    if isinstance(solver, Direct):
-        return "Direct needs a map with a method sweep|needs a map with a reverse sweep"
-    if isinstance(by, Direct):
-        return "needs a map with a reverse sweep"
-    if isinstance(solver, Jacobi) or isinstance(by, Jacobi):
-        return "Jacobi needs a map with a method block_solve"
-    return None
-
-
-@st.composite
-def cases(draw: Draw) -> Case:
-    kind = draw(st.sampled_from([Bedouin, FixedPointRNN]))
-    dtype = draw(st.sampled_from([torch.float64] * 3 + [torch.float32, torch.bfloat16]))
-    options = draw_options(draw, kind)
-    solver, adjoint = draw_solver(draw, dtype), draw_adjoint(draw, dtype)
-    torch.manual_seed(draw(st.integers(0, 2**16)))
-    layer = kind(
-        options.pop("d_model"), **options, solver=solver, adjoint=adjoint, max_steps=150,
-        on_unconverged="ignore", dtype=dtype,
-    )  # fmt: skip
-    b, t = draw(st.integers(0, 3)), draw(st.integers(0, 8))
-    hypothesis.note(f"{layer}\nbeside: {options}, dtype={dtype}, b={b}, t={t}")
-    with torch.no_grad():
-        layer.dt_bias.add_(draw(st.sampled_from([0.0, 3.0])))
-    layer.train(draw(st.booleans()))
-    x = draw_input(draw, b, t, layer.d_model).to(dtype)
-    state = random_state(layer, b) if draw(st.booleans()) else None
-    return Case(layer, x, state, documented_error(options["mixer"], solver, adjoint))
-
-
-def draw_input(draw: Draw, b: int, t: int, m: int) -> Tensor:
-    """Values of any size, zeros among them, in memory of any order."""
-    x = draw(st.sampled_from([1.0, 1.0, 1e-6, 1e2])) * torch.randn(b, t, m)
-    if draw(st.booleans()):
-        x[:, ::2] = 0
-    order = draw(st.sampled_from(["packed", "transposed", "expanded", "strided"]))
-    hypothesis.note(f"x is {order}")
-    if order == "transposed":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if order == "expanded":
-        return x[:1].expand(min(b, 1) * b, t, m)
-    return x.repeat(1, 2, 1)[:, ::2] if order == "strided" and t else x
-
-
-def random_state(layer: FixedPointLayer, b: int) -> BedouinState:
-    return BedouinState(*(0.1 * torch.randn_like(v) for v in layer.init_state(b)))
-
-
-def call(case: Case, *args: Any, **options: Any) -> tuple[Tensor, BedouinState, SolveStats]:
-    """The layer's results without gradients."""
-    with torch.no_grad():
-        output, state = case.layer(*args, return_state=True, **options)
-    assert case.layer.stats is not None
-    return output, state, case.layer.stats
-
-
-def digits(case: Case, x: Tensor, *all_stats: SolveStats) -> float:
-    """The relative error that rounding and the solver's tolerance explain.
-
-    Rejects cases in which a solve has not converged or too few digits are left to compare.
-    """
-    solver = case.layer.solver
-    hypothesis.assume(all(bool(stats.converged.all()) for stats in all_stats))
-    growth = max(
-        (
-            measure_growth(case.layer, x[[i]], state=sample(case.state, i), num_directions=1)
-            for i in range(len(x))
-        ),
-        default=1.0,
-    )
-    pivots = [stats.conditioning for stats in all_stats if stats.conditioning is not None]
-    pivot = min([1.0, *(p.min().item() for p in pivots if p.numel())])
-    unit = ROUNDING[case.dtype]
-    if not isinstance(solver, Direct):
-        unit = max(unit, 1e3 * TOLERANCE[case.dtype])
-    error = unit * growth / pivot
-    hypothesis.assume(error < 0.3)
-    return float(error)
-
-
-def sample(state: BedouinState | None, i: int) -> Any:
-    return None if state is None else state[[i]]
-
-
-def compare(case: Case, names: str, found: Any, expected: Any, error: float) -> None:
-    for name, a, e in zip(names.split(), found, expected, strict=True):
-        assert_close(name, a, e, error, ATOL[case.dtype])
-
-
-# -- laws
+from bedouin.testing import assert_close, find_fixed_point, layer_gradients
 
 
 def law_shapes_and_gradients(case: Case, draw: Draw) -> None:
     """Shapes, dtypes and statistics; a finite value has a finite gradient; a call can be
     repeated."""
     layer, x = case.layer, case.x.requires_grad_()
-    before = [copy.deepcopy(layer.state_dict()), torch.get_rng_state()]
+    parameters, generator = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
     (b, t), keeps = x.shape[:2], draw(st.booleans())
     layer.record_history = keeps
     output, state = layer(x, case.state, return_state=True)
@@ -256,7 +67,7 @@ def law_shapes_and_gradients(case: Case, draw: Draw) -> None:
     if stats.history is not None:
         assert stats.history.shape[1:] == (b,)
     good = stats.converged if t else torch.ones(b, dtype=torch.bool)
-    assert output[good].isfinite().all() and state[good].ssm.isfinite().all()
+    assert output[good].isfinite().all() and state.ssm[good].isfinite().all()
     total = output.double().sum() + state.ssm.double().sum() + state.y.double().sum()
     total.backward()
     backward = stats.backward
@@ -266,8 +77,8 @@ def law_shapes_and_gradients(case: Case, draw: Draw) -> None:
         for name, value in {"x": x, **dict(layer.named_parameters())}.items():
             if value.grad is not None:
                 assert not value.grad.isnan().any(), f"{name} (largest {limit})"
-    assert torch.equal(torch.get_rng_state(), before[1])
-    for name, value in before[0].items():
+    assert torch.equal(torch.get_rng_state(), generator)
+    for name, value in parameters.items():
         if name != "_extra_state":
             assert torch.equal(layer.state_dict()[name], value), name
     layer.draws.count = 0
@@ -329,7 +140,8 @@ def law_documents(case: Case, draw: Draw) -> None:
     output, state, stats = call(case, x, before, **where)
     assert stats.num_steps.shape == (len(lengths),)
     seen, outputs, states, errors = [stats], [], [], [0.0]
-    zero = case.layer.init_state(1)
+    zero: Any = case.layer.init_state(1)
+    incoming: Any
     for i, document in enumerate(x.split(lengths, 1)):
         incoming = before[[i]] if i < num_states else zero
         alone, after, stats = call(case, document, incoming)
@@ -387,19 +199,20 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
     heads, p = layer.num_heads, layer.head_dim
     part = copy.deepcopy(layer)
     part.num_heads, part.d_model, part.d_inner = 1, p, p
-    for name, value in [*layer.named_parameters()]:
+    eye = torch.eye(p).to(layer.D)
+    for name, parameter in layer.named_parameters():
         module, _, leaf = name.rpartition(".")
         if module.startswith("mixer"):
             continue
-        owner = part.get_submodule(module)
+        value = parameter.detach()
         if module == "in_proj":
-            value = torch.eye(p).repeat(layer.in_proj.out_features // layer.d_inner, 1).to(value)
+            value = eye.repeat(layer.in_proj.out_features // layer.d_inner, 1)
         elif module == "out_proj":
-            value = torch.eye(p).to(value)
+            value = eye
         elif heads > 1:
             by_head = module in ("x_proj", "y_proj", "b_proj")
             value = value[j] if by_head else value.unflatten(0, (heads, -1))[j]
-        setattr(owner, leaf, torch.nn.Parameter(value.detach().clone()))
+        setattr(part.get_submodule(module), leaf, torch.nn.Parameter(value.clone()))
     return part
 
 
@@ -533,7 +346,11 @@ def law_copies(case: Case, draw: Draw) -> None:
             assert torch.equal(again(case.x, case.state).nan_to_num(), output.nan_to_num())
 
 
-WRONG: list[tuple[str, Callable[[Case], Any], type[Exception]]] = [
+def kind(case: Case) -> Any:
+    return type(case.layer)
+
+
+WRONG: list[tuple[str, Callable[[Any], Any], type[Exception]]] = [
     ("x", lambda c: c.layer(c.x[..., 0]), ValueError),
     ("x", lambda c: c.layer(torch.cat([c.x, c.x], -1)), ValueError),
     ("x", lambda c: c.layer(c.x.long()), TypeError),
@@ -551,13 +368,13 @@ WRONG: list[tuple[str, Callable[[Case], Any], type[Exception]]] = [
     ("adjoint", lambda c: setattr(c.layer, "adjoint", Direct()), TypeError),
     ("backend", lambda c: setattr(c.layer, "backend", "cuda"), ValueError),
     ("batch_size", lambda c: c.layer.init_state(-1), ValueError),
-    ("no short convolution", lambda c: type(c.layer)(4, d_conv=4), TypeError),
-    ("num_heads", lambda c: type(c.layer)(4, num_heads=3), ValueError),
-    ("decay", lambda c: type(c.layer)(4, decay="exp"), ValueError),
-    ("feedback", lambda c: type(c.layer)(4, feedback="mixer"), ValueError),
-    ("num_householder", lambda c: type(c.layer)(4, num_householder=0), ValueError),
-    ("beta_max", lambda c: type(c.layer)(4, beta_max=2.5), ValueError),
-    ("max_steps", lambda c: type(c.layer)(4, max_steps=0), ValueError),
+    ("no short convolution", lambda c: kind(c)(4, d_conv=4), TypeError),
+    ("num_heads", lambda c: kind(c)(4, num_heads=3), ValueError),
+    ("decay", lambda c: kind(c)(4, decay="exp"), ValueError),
+    ("feedback", lambda c: kind(c)(4, feedback="mixer"), ValueError),
+    ("num_householder", lambda c: kind(c)(4, num_householder=0), ValueError),
+    ("beta_max", lambda c: kind(c)(4, beta_max=2.5), ValueError),
+    ("max_steps", lambda c: kind(c)(4, max_steps=0), ValueError),
 ]
 
 

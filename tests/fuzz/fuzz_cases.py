@@ -1,0 +1,230 @@
+"""Random layers, inputs and states for the laws beside this file, and how exactly these must hold.
+
+Letters: b batch, t time, m d_model.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bedouin import Bedouin, BedouinState, FixedPointRNN
+from bedouin.layer import FixedPointLayer
+from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Broyden,
+    Direct,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solver,
+    SolveStats,
+    UnrolledAdjoint,
+)
+from bedouin.testing import assert_close, measure_growth
+
+CASES = int(os.environ.get("FUZZ_CASES", "5000"))
+"""The cases of a run with -m fuzz, of all laws together."""
+FEW = 6
+"""The cases of each law in the default run."""
+ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-4, torch.float16: 1e-4}
+"""The rtol of iterative solvers: a solve is at least float32, whatever the layer's dtype."""
+ATOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Outputs may be small differences of terms that are not, and which are rounded."""
+Draw = Callable[..., Any]
+
+
+class Diagonal(ChannelMixer):
+    """Q = diag(sigmoid(raw)), with no declared structure: neither Direct nor Jacobi takes it."""
+
+    def raw_size(self, d_inner: int) -> int:
+        return d_inner
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        return torch.sigmoid(-raw) * v
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and what it is called with. `error` is what every call must raise, or None."""
+
+    layer: FixedPointLayer
+    x: Tensor  # (b, t, m)
+    state: BedouinState | None  # of b samples
+    error: str | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+
+def draw_solver(draw: Draw, dtype: torch.dtype) -> Solver:
+    kind = draw(st.sampled_from([Direct, Picard, Jacobi, Anderson, Broyden]))
+    if kind is Direct:
+        return Direct()
+    options: dict[str, Any] = {"rtol": TOLERANCE[dtype]}
+    if kind is Picard:
+        options |= draw(
+            st.sampled_from([{}, {"damping": 0.7}, {"patience": 3}, {"stop_rule": "paper"}])
+        )
+    solver: Solver = kind(**options)
+    return solver
+
+
+def draw_adjoint(draw: Draw, dtype: torch.dtype) -> Adjoint | None:
+    make: Callable[[], Adjoint | None] = draw(
+        st.sampled_from(
+            [
+                lambda: None,
+                lambda: ImplicitAdjoint(draw_solver(draw, dtype)),
+                OneStepAdjoint,
+                PhantomAdjoint,
+                UnrolledAdjoint,
+            ]
+        )
+    )
+    return make()
+
+
+def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
+    """The options of a layer's constructor other than those of its solve."""
+
+    def one(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    d_model, expand = draw(st.integers(1, 5)), one(1, 2)
+    d = d_model * expand
+    options: dict[str, Any] = {
+        "d_model": d_model,
+        "expand": expand,
+        "num_heads": one(*(h for h in range(1, d + 1) if d % h == 0)),
+        "mixer": one(
+            HouseholderProduct(1, 0.5), HouseholderProduct(2), HouseholderProduct(4),
+            HouseholderProduct(2, 2.0), LowRank(1), LowRank(3), Diagonal(),
+        ),
+        "eigenvalues": one("positive", "full"),
+        "feedback_norm": one(True, False),
+        "feedback_init": one(0.1, 0.0, 1.0),
+        "norm_eps": one(1e-5, 1e-2),
+        "backend": one("auto", "reference"),
+        "layer_idx": one(None, 3),
+    }  # fmt: skip
+    if kind is FixedPointRNN:
+        return options | {"decay": one("sigmoid", "griffin"), "feedback": one(("mixer",), ())}
+    subsets = st.lists(st.sampled_from(["delta", "B", "C", "mixer"]), unique=True)
+    return options | {
+        "d_state": one(1, 2, 5),
+        "decay": one("mamba", "griffin"),
+        "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
+        "feedback": tuple(draw(subsets)),
+        "output": one("norm", "paper"),
+        "bias": one(True, False),
+        "delta_from_x_init": one(1.0, 0.0),
+    }
+
+
+def documented_error(mixer: ChannelMixer, solver: Solver, adjoint: Adjoint | None) -> str | None:
+    """What a call with gradients must raise for combinations that cannot work."""
+    if isinstance(adjoint, UnrolledAdjoint) and isinstance(solver, Anderson | Broyden):
+        return "UnrolledAdjoint cannot differentiate"
+    if isinstance(mixer, StructuredMixer):
+        return None
+    by = adjoint.solver if isinstance(adjoint, ImplicitAdjoint) else None
+    if isinstance(solver, Direct):
+        return "Direct needs a map with a method sweep|needs a map with a reverse sweep"
+    if isinstance(by, Direct):
+        return "needs a map with a reverse sweep"
+    if isinstance(solver, Jacobi) or isinstance(by, Jacobi):
+        return "Jacobi needs a map with a method block_solve"
+    return None
+
+
+@st.composite
+def cases(draw: Draw) -> Case:
+    kind = draw(st.sampled_from([Bedouin, FixedPointRNN]))
+    dtype = draw(st.sampled_from([torch.float64] * 3 + [torch.float32, torch.bfloat16]))
+    options = draw_options(draw, kind)
+    solver, adjoint = draw_solver(draw, dtype), draw_adjoint(draw, dtype)
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    layer = kind(
+        options.pop("d_model"), **options, solver=solver, adjoint=adjoint, max_steps=150,
+        on_unconverged="ignore", dtype=dtype,
+    )  # fmt: skip
+    b, t = draw(st.integers(0, 3)), draw(st.integers(0, 8))
+    hypothesis.note(f"{layer}\nbeside: {options}, dtype={dtype}, b={b}, t={t}")
+    with torch.no_grad():
+        layer.dt_bias.add_(draw(st.sampled_from([0.0, 3.0])))
+    layer.train(draw(st.booleans()))
+    x = draw_input(draw, b, t, layer.d_model).to(dtype)
+    state = random_state(layer, b) if draw(st.booleans()) else None
+    return Case(layer, x, state, documented_error(options["mixer"], solver, adjoint))
+
+
+def draw_input(draw: Draw, b: int, t: int, m: int) -> Tensor:
+    """Values of any size, zeros among them, in memory of any order."""
+    scale: float = draw(st.sampled_from([1.0, 1.0, 1e-6, 1e2]))
+    x = scale * torch.randn(b, t, m)
+    if draw(st.booleans()):
+        x[:, ::2] = 0
+    order = draw(st.sampled_from(["packed", "transposed", "expanded", "strided"]))
+    hypothesis.note(f"x is {order}")
+    if order == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if order == "expanded":
+        return x[:1].expand(min(b, 1) * b, t, m)
+    return x.repeat(1, 2, 1)[:, ::2] if order == "strided" and t else x
+
+
+def random_state(layer: FixedPointLayer, b: int) -> BedouinState:
+    return BedouinState(*(0.1 * torch.randn_like(v) for v in layer.init_state(b)))
+
+
+def call(case: Case, *args: Any, **options: Any) -> tuple[Tensor, BedouinState, SolveStats]:
+    """The layer's results without gradients."""
+    with torch.no_grad():
+        output, state = case.layer(*args, return_state=True, **options)
+    assert case.layer.stats is not None
+    return output, state, case.layer.stats
+
+
+def digits(case: Case, x: Tensor, *all_stats: SolveStats) -> float:
+    """The relative error that rounding and the solver's tolerance explain.
+
+    Rejects cases in which a solve has not converged or too few digits are left to compare.
+    """
+    solver = case.layer.solver
+    hypothesis.assume(all(bool(stats.converged.all()) for stats in all_stats))
+    growth = max(
+        (
+            measure_growth(case.layer, x[[i]], state=sample(case.state, i), num_directions=1)
+            for i in range(len(x))
+        ),
+        default=1.0,
+    )
+    pivots = [stats.conditioning for stats in all_stats if stats.conditioning is not None]
+    pivot = min([1.0, *(p.min().item() for p in pivots if p.numel())])
+    unit = ROUNDING[case.dtype]
+    if not isinstance(solver, Direct):
+        unit = max(unit, 1e3 * TOLERANCE[case.dtype])
+    error = unit * growth / pivot
+    hypothesis.assume(error < 0.3)
+    return float(error)
+
+
+def sample(state: BedouinState | None, i: int) -> Any:
+    return None if state is None else state[[i]]
+
+
+def compare(case: Case, names: str, found: Any, expected: Any, error: float) -> None:
+    for name, a, e in zip(names.split(), found, expected, strict=True):
+        assert_close(name, a, e, error, ATOL[case.dtype])
