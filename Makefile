@@ -18,8 +18,10 @@ WHEEL_ENV  := build/wheel-env
 CONTRACTS_ENV    := build/contracts-env
 CONTRACTS_PYTHON := $(CONTRACTS_ENV)/bin/python
 
-# Python compiles what it imports; pip would compile all of torch, in every environment.
-PIP_OPTIONS := --quiet --no-compile
+# Python compiles what it imports; pip would compile all of torch, in every environment. The other
+# packages are compiled: the warnings that torchdeq's syntax causes would be errors in the tests.
+PIP_OPTIONS   := --quiet
+TORCH_OPTIONS := --quiet --no-compile
 
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
@@ -48,7 +50,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: needs Python >= 3.11, found $$($(PYTHON) --version 2>&1); set PYTHON=..." >&2; exit 1; }
 	test -x $(ENV_PYTHON) || $(PYTHON) -m venv $(VENV)
-	$(ENV_PYTHON) -m pip install $(PIP_OPTIONS) "$(TORCH)"
+	$(ENV_PYTHON) -m pip install $(TORCH_OPTIONS) "$(TORCH)"
 	$(ENV_PYTHON) -m pip install $(PIP_OPTIONS) --editable ".[dev]"
 	@touch $@
 
@@ -112,6 +114,7 @@ build: $(STAMP)
 	rm -rf dist $(WHEEL_ENV)
 	$(ENV_PYTHON) -P -m build --quiet --outdir dist
 	$(PYTHON) -m venv $(WHEEL_ENV)
+	$(WHEEL_ENV)/bin/python -m pip install $(TORCH_OPTIONS) "$(TORCH)"
 	$(WHEEL_ENV)/bin/python -m pip install $(PIP_OPTIONS) "$(TORCH)" dist/*.whl
 	cd $(WHEEL_ENV) && bin/python -I -W error $(CURDIR)/tests/smoke_wheel.py
 
