@@ -158,16 +158,14 @@ class Ensemble:
             differentiate = vmap(grad_and_value(self._stacked_loss, has_aux=True))
             grads, (loss, (correct, pivot)) = differentiate(self.params, self.tokens, self.labels)
             return grads, loss, correct, pivot
-        current = torch.cuda.current_stream(self.device) if self.streams else None
         for stream in self.streams:
-            stream.wait_stream(current)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         found = []
         for i in range(self.config.seeds):
             with torch.cuda.stream(self.streams[i] if self.streams else None):
                 found.append(self._gradient(i))
-        if current is not None:
-            for stream in self.streams:
-                current.wait_stream(stream)
+        for stream in self.streams:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
         grads = {name: torch.stack([row[0][name] for row in found]) for name in self.params}
         _, losses, corrects, pivots = zip(*found, strict=True)
         return grads, torch.stack(losses), torch.stack(corrects), torch.stack(pivots)
