@@ -17,6 +17,7 @@ from fuzz_cases import (
     ATOL,
     CASES,
     FEW,
+    TOLERANCE,
     Case,
     Draw,
     call,
@@ -30,6 +31,7 @@ from fuzz_cases import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from bedouin import BedouinState
 from bedouin.layer import FixedPointLayer
@@ -262,7 +264,7 @@ def law_gradients_of_padding(case: Case, draw: Draw) -> None:
     hypothesis.assume(case.dtype == torch.float64 and t > 0)
     _, _, stats = call(case, case.x, case.state)
     error = 100 * digits(case, case.x, stats)
-    hypothesis.assume(error < 1e-5)
+    hypothesis.assume(error < 1e-3)
     lengths = draw(st.lists(st.integers(0, t), min_size=b, max_size=b))
     left = draw(st.booleans())
     hypothesis.note(f"lengths={lengths}, left={left}")
@@ -313,6 +315,52 @@ def law_autocast(case: Case, draw: Draw) -> None:
     compare(narrow, "output ssm y", found, (output, *state), error)
 
 
+def law_isolation(case: Case, draw: Draw) -> None:
+    """A token that is not finite, or huge, changes no other sample and no earlier token."""
+    (b, t), layer = case.x.shape[:2], case.layer
+    hypothesis.assume(b > 0 and t > 0)
+    i, now = draw(st.integers(0, b - 1)), draw(st.integers(0, t - 1))
+    x = case.x.clone()
+    healthy, _, stats = call(case, x, case.state)
+    x[i, now:] = draw(st.sampled_from([torch.nan, torch.inf, torch.finfo(x.dtype).max]))
+    x.requires_grad_()
+    found = layer(x, case.state)
+    assert layer.stats is not None
+    others = torch.arange(b) != i
+    assert torch.equal(layer.stats.converged[others], stats.converged[others])
+    (grad,) = torch.autograd.grad(found[others].double().sum(), x)
+    if stats.converged[others].all():
+        assert not grad[others].isnan().any()
+    error = digits(case, case.x, stats)
+    assert_close("others", found[others], healthy[others], error, ATOL[case.dtype])
+    # what is not causal is documented: these mix tokens, or stop a sample as a whole
+    solver = layer.solver
+    whole = isinstance(solver, Picard) and (solver.patience or solver.stop_rule == "paper")
+    if isinstance(solver, Direct | Jacobi | Picard) and not whole:
+        assert_close("earlier", found[i, :now], healthy[i, :now], error, ATOL[case.dtype])
+
+
+def law_checkpoints(case: Case, draw: Draw) -> None:
+    """Activation checkpointing gives the same output, gradients and draws of a random cap."""
+    layer = case.layer
+    layer.cap = draw(st.sampled_from([layer.cap, GammaCap(4.0, 1.0, 20)]))
+    reentrant = draw(st.booleans())
+    inputs = [case.x.requires_grad_(), *layer.parameters()]
+    plain, other = layer, copy.deepcopy(layer)
+    expected = plain(case.x, case.state)
+    found = checkpoint(other, case.x, case.state, use_reentrant=reentrant)
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    hypothesis.assume(expected.isfinite().all())
+    grads = of_sum(expected, inputs)
+    # reentrant checkpointing takes no torch.autograd.grad
+    found.sum().backward()
+    again = [case.x.grad, *(p.grad for p in other.parameters())]
+    for a, e in zip(again, grads, strict=True):
+        a = torch.zeros_like(e) if a is None else a
+        assert torch.equal(a.nan_to_num(), e.nan_to_num())
+    assert other.draws.count == plain.draws.count
+
+
 def law_reports(case: Case, draw: Draw) -> None:
     """on_unconverged="raise" raises if and only if a sample has not converged."""
     layer = case.layer
@@ -327,6 +375,11 @@ def law_reports(case: Case, draw: Draw) -> None:
         raised = True
         assert error.stats is layer.stats and type(layer).__name__ in str(error)
     assert layer.stats is not None
+    # a drive of SiLU(-100) is below every atol, at which a defect of any relative size is accepted
+    moderate = case.x.numel() == 0 or case.x.abs().max() < 20
+    if moderate and not isinstance(layer.solver, Direct) and "paper" not in str(layer.solver):
+        rtol = 1.001 * TOLERANCE[case.dtype]
+        assert (layer.stats.residual[layer.stats.converged] <= rtol).all()
     if raised or not layer.cap.is_random or not layer.training:
         assert raised == (not bool(layer.stats.converged.all()))
 
