@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, inner_size
-from bedouin.layer_state import incoming_state, outgoing_state
+from bedouin.layer_state import Call, incoming_state, outgoing_state
 from bedouin.mixers import ChannelMixer, StructuredMixer
 from bedouin.packing import CLOSED, Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
@@ -66,19 +66,6 @@ from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.solvers.watch import StepRecorder
 from bedouin.state import BedouinState, zero_state
 from bedouin.wrapped import effective_weight, is_plain
-
-
-class _Call(NamedTuple):
-    """The intermediate values of a call, from its projections to its output stage."""
-
-    f: FixedPointMap
-    start: Tensor  # (b', t, p), where the solve starts
-    x: Tensor  # (b', t, p)
-    z: Tensor | None  # (b', t, p)
-    gate: Tensor  # (b', t, p), the part that x determines
-    W_gate: Tensor | None  # (p, p) or (H, p, p)
-    state: BedouinState | None  # of b samples
-    dtype: torch.dtype  # of the output stage's products
 
 
 class FixedPointLayer(SavedLayer, ABC):
@@ -387,7 +374,7 @@ class FixedPointLayer(SavedLayer, ABC):
         state: BedouinState | None,
         options: SolveOptions,
         packing: Packing | None = None,
-    ) -> _Call:
+    ) -> Call:
         """Everything before the solve: projections, weights, the map and the initial y."""
         self.deferred.flush()
         projected = self.in_proj(u if packing is None else packing.take(u))
@@ -405,7 +392,7 @@ class FixedPointLayer(SavedLayer, ABC):
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
                 start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
-        return _Call(f, start, x, z, gate, W_gate, state, low)
+        return Call(f, start, x, z, gate, W_gate, state, low)
 
     def _project_x(
         self,
@@ -456,7 +443,7 @@ class FixedPointLayer(SavedLayer, ABC):
 
     def _output(
         self,
-        call: _Call,
+        call: Call,
         y: Tensor,  # (b', t, p), the fixed point
         wants_state: bool,
     ) -> tuple[Tensor, BedouinState | None]:

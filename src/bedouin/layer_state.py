@@ -1,9 +1,12 @@
-"""The state of a layer before and after a call.
+"""A call of a layer, and the layer's state before and after it.
 
 Letters: b batch, t time, d d_inner, n d_state, H num_heads, p = d / H head_dim; b' = H b folded
 samples (bedouin.heads).
 """
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from bedouin.fixed_point_map import FixedPointMap
@@ -11,6 +14,19 @@ from bedouin.heads import unfold_state
 from bedouin.kernels.launch import accumulator
 from bedouin.packing import Packing, last_token
 from bedouin.state import BedouinState, check_state, zero_state
+
+
+class Call(NamedTuple):
+    """The intermediate values of a call, from its projections to its output stage."""
+
+    f: FixedPointMap
+    start: Tensor  # (b', t, p), where the solve starts
+    x: Tensor  # (b', t, p)
+    z: Tensor | None  # (b', t, p)
+    gate: Tensor  # (b', t, p), the part that x determines
+    W_gate: Tensor | None  # (p, p) or (H, p, p)
+    state: BedouinState | None  # of b samples
+    dtype: torch.dtype  # of the output stage's products
 
 
 def incoming_state(
