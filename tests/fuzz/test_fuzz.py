@@ -375,8 +375,9 @@ def law_reports(case: Case, draw: Draw) -> None:
         raised = True
         assert error.stats is layer.stats and type(layer).__name__ in str(error)
     assert layer.stats is not None
-    # a drive of SiLU(-100) is below every atol, at which a defect of any relative size is accepted
-    moderate = case.x.numel() == 0 or case.x.abs().max() < 20
+    # an input of 1e-7 or a drive of SiLU(-100) makes y smaller than atol, and then any relative
+    # size of the defect is accepted
+    moderate = case.x.numel() > 0 and 0.01 < case.x.abs().max() < 20
     if moderate and not isinstance(layer.solver, Direct) and "paper" not in str(layer.solver):
         rtol = 1.001 * TOLERANCE[case.dtype]
         assert (layer.stats.residual[layer.stats.converged] <= rtol).all()
