@@ -13,8 +13,8 @@ from torch import Tensor
 from common.checks import flag
 from common.errors import UsageError
 from common.folder import CHECKPOINT, UNFINISHED, writing
-from common.job import Job, Run
-from common.options import TrainConfig
+from common.job import Place, Run
+from common.options import RunConfig
 
 _COUNTERS = {
     **{"loss_count": int, "step": int, "length": int},
@@ -31,19 +31,19 @@ _MAY_CHANGE = frozenset(
 """Options that a resumed run may change, because they affect neither parameters nor history."""
 
 
-def checkpoint_path(job: Job) -> Path:
+def checkpoint_path(job: Place) -> Path:
     """The path of a job's checkpoint."""
     return job.folder / CHECKPOINT
 
 
-def plain_config(config: TrainConfig) -> dict[str, Any]:
+def plain_config(config: RunConfig) -> dict[str, Any]:
     """The options as JSON values."""
     plain = dataclasses.asdict(config)
     listed = {key: list(item) if isinstance(item, tuple) else item for key, item in plain.items()}
     return {key: str(item) if isinstance(item, Path) else item for key, item in listed.items()}
 
 
-def save_checkpoint(job: Job, run: Run) -> None:
+def save_checkpoint(job: Place, run: Run) -> None:
     """Write the whole run; a process killed while writing leaves the previous file untouched."""
     content = {
         "model": job.accelerator.unwrap_model(run.model).state_dict(),
@@ -72,14 +72,14 @@ def _replace(path: Path, content: dict[str, Any]) -> None:
         unfinished.unlink(missing_ok=True)  # after an error, to free the space on a full disk
 
 
-def check_resumable(job: Job) -> None:
+def check_resumable(job: Place) -> None:
     """Raise FileNotFoundError if there is no checkpoint; creates no folder."""
     path = checkpoint_path(job)
     if not path.exists():
         raise FileNotFoundError(f"--resume: there is no checkpoint {path}; start without --resume")
 
 
-def load_checkpoint(job: Job, run: Run) -> None:
+def load_checkpoint(job: Place, run: Run) -> None:
     """Set `run` to the state in the file.
 
     Raises:
@@ -150,7 +150,7 @@ def _restore_random_state(run: Run, state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _check_same_job(content: dict[str, Any], job: Job) -> None:
+def _check_same_job(content: dict[str, Any], job: Place) -> None:
     saved, now = content["config"], plain_config(job.config)
     foreign = sorted(saved.keys() ^ now.keys())
     if foreign:

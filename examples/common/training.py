@@ -31,9 +31,9 @@ from common.errors import Interrupted
 from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
 from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, writing
 from common.interrupt import StopRequest
-from common.job import Job, Problem, Run
+from common.job import Job, Place, Problem, Run
 from common.layers import count
-from common.options import TrainConfig, build_model
+from common.options import RunConfig, TrainConfig, build_model
 from common.report import (
     Scores,
     chance_level,
@@ -99,7 +99,7 @@ def train_steps(job: Job, run: Run, stop: StopRequest, started: float) -> None:
                 save_checkpoint(job, run)
 
 
-def due(run: Run, every: int, config: TrainConfig) -> bool:
+def due(run: Run, every: int, config: RunConfig) -> bool:
     """Whether this step is a multiple of `every`, or the last one."""
     return run.step % every == 0 or run.step == config.steps
 
@@ -110,34 +110,47 @@ def start_job(problem: Problem, config: TrainConfig) -> Job:
     Raises:
         FileNotFoundError, UsageError: nothing to resume, or a folder that cannot be written.
     """
+    place = open_place(problem.name, config)
+    return Job(
+        problem=problem, config=config, accelerator=place.accelerator, folder=place.folder
+    )
+
+
+def open_place(
+    name: str,
+    config: RunConfig,
+    **options: Any,  # of the Accelerator
+) -> Place:
+    """What `start_job` does, for a run of this name. Raises its errors."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    folder = config.out or Path("runs") / f"{problem.name}-seed{config.seed}"
+    folder = config.out or Path("runs") / f"{name}-seed{config.seed}"
     accelerator = Accelerator(
         cpu=config.device == "cpu",
         mixed_precision=config.autocast,
         log_with=list(config.trackers) or None,
         project_dir=folder,
+        **options,
     )
-    job = Job(problem=problem, config=config, accelerator=accelerator, folder=folder)
+    place = Place(config=config, accelerator=accelerator, folder=folder)
     if config.resume:
-        check_resumable(job)
+        check_resumable(place)
     prepare_folder(folder, accelerator)
-    if checkpoint_path(job).exists() and not config.resume:
+    if checkpoint_path(place).exists() and not config.resume:
         accelerator.print(f"{folder} holds an earlier run: it is replaced (--resume continues it)")
     if config.trackers:
-        accelerator.init_trackers(problem.name, config=tracked_config(config))
-    return job
+        accelerator.init_trackers(name, config=tracked_config(config))
+    return place
 
 
-def tracked_config(config: TrainConfig) -> dict[str, Any]:
+def tracked_config(config: RunConfig) -> dict[str, Any]:
     """The options as values that every tracker takes: numbers, bools and strings."""
     kinds = (int, float, str)
     plain = plain_config(config).items()
     return {name: value if isinstance(value, kinds) else str(value) for name, value in plain}
 
 
-def close_trackers(job: Job) -> None:
+def close_trackers(job: Place) -> None:
     """Write what the trackers hold; `end_training` would leave the process group as well."""
     for tracker in job.accelerator.trackers:
         tracker.finish()
@@ -160,7 +173,7 @@ def start_run(job: Job) -> Run:
     )
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
     """AdamW; parameters marked `_no_weight_decay` are not decayed."""
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -174,7 +187,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:
+def build_schedule(optimizer: torch.optim.Optimizer, config: RunConfig) -> LambdaLR:
     """The learning rate by step. It is not given to accelerate, which would let it take a step for
     each process."""
     return LambdaLR(
@@ -250,13 +263,13 @@ def record(job: Job, run: Run, scores: Scores) -> str:
     return evaluation_line(run.step, loss, scores)
 
 
-def announce(job: Job, bar: tqdm, line: str) -> None:
+def announce(job: Place, bar: tqdm, line: str) -> None:
     """Print a line above the progress bar, in the main process only."""
     if job.accelerator.is_main_process:
         bar.write(line)
 
 
-def hidden(job: Job) -> bool | None:
+def hidden(job: Place) -> bool | None:
     """tqdm's `disable`: None shows the bar on a terminal only, for the main process."""
     return None if job.accelerator.is_main_process else True
 
