@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
 from common.checks import flag
 from common.errors import UsageError
@@ -31,6 +37,9 @@ _MAY_CHANGE = frozenset(
 """Options that a resumed run may change, because they affect neither parameters nor history."""
 
 
+_GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
 def checkpoint_path(job: Place) -> Path:
     """The path of a job's checkpoint."""
     return job.folder / CHECKPOINT
@@ -45,9 +54,10 @@ def plain_config(config: RunConfig) -> dict[str, Any]:
 
 def save_checkpoint(job: Place, run: Run) -> None:
     """Write the whole run; a process killed while writing leaves the previous file untouched."""
+    model, optimizer = whole_states(job, run)
     content = {
-        "model": job.accelerator.unwrap_model(run.model).state_dict(),
-        "optimizer": run.optimizer.state_dict(),
+        "model": model,
+        "optimizer": optimizer,
         "schedule": run.schedule.state_dict(),
         "random": gather_object([_random_state(run)]),
         "loss_sum": run.loss_sum,
@@ -58,6 +68,37 @@ def save_checkpoint(job: Place, run: Run) -> None:
         with writing(checkpoint_path(job)):
             _replace(checkpoint_path(job), content)
     job.accelerator.wait_for_everyone()
+
+
+def whole_states(job: Place, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of model and optimizer; those of a sharded model are gathered, which all
+    processes must do together, and empty but in the main one."""
+    model = job.accelerator.unwrap_model(run.model)
+    if not is_sharded(model):
+        return model.state_dict(), run.optimizer.state_dict()
+    return get_state_dict(model, run.optimizer.optimizer, options=_GATHERED)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each process has only a part of the parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _load_states(job: Place, run: Run, content: dict[str, Any]) -> None:
+    model = job.accelerator.unwrap_model(run.model)
+    states = content["model"], content["optimizer"]
+    if is_sharded(model):
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(
+            model,
+            run.optimizer.optimizer,
+            model_state_dict=states[0],
+            optim_state_dict=states[1],
+            options=options,
+        )
+    else:
+        model.load_state_dict(states[0])
+        run.optimizer.load_state_dict(states[1])
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
@@ -92,8 +133,7 @@ def load_checkpoint(job: Place, run: Run) -> None:
     content = read_checkpoint(path)
     _check_same_job(content, job)
     try:
-        job.accelerator.unwrap_model(run.model).load_state_dict(content["model"])
-        run.optimizer.load_state_dict(content["optimizer"])
+        _load_states(job, run, content)
         run.schedule.load_state_dict(content["schedule"])
         run.loss_sum.copy_(content["loss_sum"])
         _restore_random_state(run, content["random"][job.accelerator.process_index])
@@ -104,8 +144,10 @@ def load_checkpoint(job: Place, run: Run) -> None:
         setattr(run, name, content[name])
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, option: str = "--resume") -> dict[str, Any]:
     """The content that `save_checkpoint` wrote, with tensors on the CPU.
+
+    option: the flag that asked for it.
 
     Raises:
         UsageError: a file that is not a checkpoint, or is damaged.
@@ -114,25 +156,29 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load does not verify checksums
         if damaged is not None:
-            raise _unusable(path, f"a damaged one (checksum of {damaged})")
+            raise _unusable(path, f"a damaged one (checksum of {damaged})", option)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except UsageError:
         raise
     except OSError as error:
-        raise _unusable(path, f"one that cannot be read ({error.strerror or error})") from error
+        raise _unusable(path, f"one that cannot be read ({error.strerror or error})", option) from error
     except Exception as error:  # other and damaged files raise errors of many types
         size = path.stat().st_size
         reason = str(error).partition("\n")[0]
-        raise _unusable(path, f"another or a cut file of {size} bytes ({reason})") from error
+        got = f"another or a cut file of {size} bytes ({reason})"
+        raise _unusable(path, got, option) from error
     expected = {**_COUNTERS, **_STATES}
     entries: dict[str, Any] = content if isinstance(content, dict) else {}
     for name, kind in expected.items():
         if not isinstance(entries.get(name), kind):
-            raise _unusable(path, f"a file without the entry {name!r} of type {kind.__name__}")
+            got = f"a file without the entry {name!r} of type {kind.__name__}"
+            raise _unusable(path, got, option)
     return entries
 
 
-def _unusable(path: Path, got: str) -> UsageError:
+def _unusable(path: Path, got: str, option: str = "--resume") -> UsageError:
+    if option != "--resume":
+        return UsageError(f"{option}: {path} must be a checkpoint of a training script, got {got}")
     return UsageError(f"--resume: {path} must be a checkpoint of this run, got {got}; {_REMEDY}")
 
 

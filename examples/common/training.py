@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from bedouin.tasks import Batch
+from bedouin.tasks import Batch, Stream
 from common.checkpoint import (
     check_resumable,
     checkpoint_path,
@@ -65,17 +65,21 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
     with StopRequest(job.accelerator) as stop:
         train_steps(job, run, stop, started)
         if stop.agreed(meeting=True):
-            save_checkpoint(job, run)
-            close_trackers(job)
-            raise Interrupted(
-                f"interrupted after step {run.step} of {config.steps}, "
-                f"saved in {checkpoint_path(job)}",
-                stop.signum or signal.SIGINT,
-            )
+            leave(job, run, stop)
     scores = evaluate(job, run.model, final=True)
     run.seconds = time.perf_counter() - started
     close_trackers(job)
     return finish(job, run, scores)
+
+
+def leave(job: Place, run: Run, stop: StopRequest) -> NoReturn:
+    """Write a checkpoint and raise Interrupted."""
+    save_checkpoint(job, run)
+    close_trackers(job)
+    raise Interrupted(
+        f"interrupted after step {run.step} of {job.config.steps}, saved in {checkpoint_path(job)}",
+        stop.signum or signal.SIGINT,
+    )
 
 
 def train_steps(job: Job, run: Run, stop: StopRequest, started: float) -> None:
@@ -158,17 +162,23 @@ def close_trackers(job: Place) -> None:
 
 def start_run(job: Job) -> Run:
     """A run at step 0."""
+    model = build_model(job.config, job.problem.vocab_size, job.problem.output_size)
+    length = first_length(job.config, max(job.problem.train_lengths))
+    return prepare_run(job, model, job.stream("train"), length)
+
+
+def prepare_run(job: Place, model: nn.Module, generator: Stream, length: int) -> Run:
+    """A run of a model at step 0."""
     device, config = job.accelerator.device, job.config
-    model = build_model(config, job.problem.vocab_size, job.problem.output_size).to(device)
-    plain = build_optimizer(model, config)
+    plain = build_optimizer(model.to(device), config)
     schedule = build_schedule(plain, config)
     model, optimizer = job.accelerator.prepare(model, plain)
     return Run(
         model=model,
         optimizer=optimizer,
         schedule=schedule,
-        generator=job.stream("train"),
-        length=first_length(config, max(job.problem.train_lengths)),
+        generator=generator,
+        length=length,
         loss_sum=torch.zeros((), device=device),
     )
 
@@ -249,6 +259,18 @@ def record(job: Job, run: Run, scores: Scores) -> str:
     Raises:
         FloatingPointError: the training loss is no longer finite.
     """
+    loss = add_entry(job, run, scores)
+    if job.config.stop_at_accuracy is not None:
+        run.stopped = stop_accuracy(job, scores) >= job.config.stop_at_accuracy
+    return evaluation_line(run.step, loss, scores)
+
+
+def add_entry(job: Place, run: Run, scores: Scores) -> float:
+    """Append the scores and the mean loss since the last entry to the history; returns the loss.
+
+    Raises:
+        FloatingPointError: the training loss is no longer finite.
+    """
     mean = job.accelerator.reduce(run.loss_sum / run.loss_count, reduction="mean")
     loss = float(mean)
     if not math.isfinite(loss):
@@ -258,9 +280,7 @@ def record(job: Job, run: Run, scores: Scores) -> str:
     job.accelerator.log({"loss": loss, **flat}, step=run.step)
     run.loss_sum.zero_()
     run.loss_count = 0
-    if job.config.stop_at_accuracy is not None:
-        run.stopped = stop_accuracy(job, scores) >= job.config.stop_at_accuracy
-    return evaluation_line(run.step, loss, scores)
+    return loss
 
 
 def announce(job: Place, bar: tqdm, line: str) -> None:

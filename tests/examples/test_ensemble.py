@@ -14,6 +14,7 @@ from bedouin.testing import assert_close
 from common import study
 from common.data import Data, metrics
 from common.layers import count
+from common.matching import WIDTH_STEP
 from common.positions import by_position
 from common.schedule import decay
 
