@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from common.checks import flag
 from common.errors import UsageError
@@ -35,9 +29,6 @@ _MAY_CHANGE = frozenset(
     ("out", "resume", "preset", "log_every", "checkpoint_every", "final_lengths", "final_rows")
 )
 """Options that a resumed run may change, because they affect neither parameters nor history."""
-
-
-_GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def checkpoint_path(job: Place) -> Path:
@@ -74,31 +65,22 @@ def whole_states(job: Place, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """The states of model and optimizer; those of a sharded model are gathered, which all
     processes must do together, and empty but in the main one."""
     model = job.accelerator.unwrap_model(run.model)
-    if not is_sharded(model):
+    if not job.accelerator.is_fsdp2:
         return model.state_dict(), run.optimizer.state_dict()
-    return get_state_dict(model, run.optimizer.optimizer, options=_GATHERED)
+    from common.sharded import gather_states  # imports for seconds
+
+    return gather_states(model, run.optimizer.optimizer)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether each process has only a part of the parameters."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _load_states(job: Place, run: Run, content: dict[str, Any]) -> None:
+def _load_states(job: Place, run: Run, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
     model = job.accelerator.unwrap_model(run.model)
-    states = content["model"], content["optimizer"]
-    if is_sharded(model):
-        options = StateDictOptions(full_state_dict=True)
-        set_state_dict(
-            model,
-            run.optimizer.optimizer,
-            model_state_dict=states[0],
-            optim_state_dict=states[1],
-            options=options,
-        )
-    else:
+    if not job.accelerator.is_fsdp2:
         model.load_state_dict(states[0])
         run.optimizer.load_state_dict(states[1])
+        return
+    from common.sharded import scatter_states  # imports for seconds
+
+    scatter_states(model, run.optimizer.optimizer, states)
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
@@ -133,7 +115,7 @@ def load_checkpoint(job: Place, run: Run) -> None:
     content = read_checkpoint(path)
     _check_same_job(content, job)
     try:
-        _load_states(job, run, content)
+        _load_states(job, run, (content["model"], content["optimizer"]))
         run.schedule.load_state_dict(content["schedule"])
         run.loss_sum.copy_(content["loss_sum"])
         _restore_random_state(run, content["random"][job.accelerator.process_index])
@@ -161,7 +143,9 @@ def read_checkpoint(path: Path, option: str = "--resume") -> dict[str, Any]:
     except UsageError:
         raise
     except OSError as error:
-        raise _unusable(path, f"one that cannot be read ({error.strerror or error})", option) from error
+        raise _unusable(
+            path, f"one that cannot be read ({error.strerror or error})", option
+        ) from error
     except Exception as error:  # other and damaged files raise errors of many types
         size = path.stat().st_size
         reason = str(error).partition("\n")[0]

@@ -39,9 +39,7 @@ def bits_per_byte(
     return float(nats / math.log(2) / num_bytes)
 
 
-def nats_and_bytes(
-    model: nn.Module, corpus: Corpus, pieces: list[Piece]
-) -> Tensor:  # (2,) float64
+def nats_and_bytes(model: nn.Module, corpus: Corpus, pieces: list[Piece]) -> Tensor:  # (2,) float64
     """The sum of the losses, and the number of labels that are bytes."""
     tokens, labels, cu_seqlens = corpus.packed(pieces)
     logits = model(tokens, cu_seqlens=cu_seqlens)  # (1, t, v)

@@ -77,7 +77,12 @@ def matched(config: LanguageConfig) -> LanguageConfig:
         return config
 
     def size(d_model: int) -> int:
-        with torch.device("meta"):  # allocates no memory
-            return count(build_language_model(replace(config, d_model=d_model)))
+        return num_parameters(replace(config, d_model=d_model))
 
     return replace(config, d_model=matching_width(size, config.match_parameters))
+
+
+def num_parameters(config: LanguageConfig) -> int:
+    """The number of parameters of the model, which is not made."""
+    with torch.device("meta"):
+        return count(build_language_model(config))

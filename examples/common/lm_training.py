@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from bedouin.tasks import stream
 from common.checkpoint import (
-    is_sharded,
     load_checkpoint,
     plain_config,
     save_checkpoint,
@@ -190,9 +189,7 @@ def evaluate(job: LanguageJob, run: Run, limit: int) -> dict[str, float]:
     config, found = job.config, {}
     for length in sorted({config.length, *config.eval_lengths}):
         pieces = job.held_out.pieces(length, limit)
-        value = bits_per_byte(
-            job.accelerator, run.model, job.held_out, pieces, config.eval_tokens
-        )
+        value = bits_per_byte(job.accelerator, run.model, job.held_out, pieces, config.eval_tokens)
         found[str(length)] = value
     return found
 
@@ -202,9 +199,7 @@ def describe(scores: dict[str, float]) -> str:
     return "bits per byte " + "  ".join(f"{n}: {value:.4f}" for n, value in scores.items())
 
 
-def finish(
-    job: LanguageJob, run: Run, scores: dict[str, float], parameters: int
-) -> dict[str, Any]:
+def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int) -> dict[str, Any]:
     """Print the numbers, write metrics.json and the weights."""
     config, device = job.config, job.accelerator.device
     speeds = [entry["tokens_per_second"]["training"] for entry in run.history]
@@ -230,7 +225,7 @@ def finish(
     if device.type == "cuda":
         metrics["peak_memory"] = torch.cuda.max_memory_allocated(device)
     model = job.accelerator.unwrap_model(run.model)
-    weights = whole_states(job, run)[0] if is_sharded(model) else None
+    weights = whole_states(job, run)[0] if job.accelerator.is_fsdp2 else None
     if job.accelerator.is_main_process:
         print(describe(scores))
         size = f"{parameters:,} parameters, d_model {config.d_model}"

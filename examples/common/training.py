@@ -115,9 +115,7 @@ def start_job(problem: Problem, config: TrainConfig) -> Job:
         FileNotFoundError, UsageError: nothing to resume, or a folder that cannot be written.
     """
     place = open_place(problem.name, config)
-    return Job(
-        problem=problem, config=config, accelerator=place.accelerator, folder=place.folder
-    )
+    return Job(problem=problem, config=config, accelerator=place.accelerator, folder=place.folder)
 
 
 def open_place(
