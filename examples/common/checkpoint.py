@@ -51,7 +51,8 @@ def save_checkpoint(job: Place, run: Run) -> None:
         "optimizer": optimizer,
         "schedule": run.schedule.state_dict(),
         "random": gather_object([_random_state(run)]),
-        "loss_sum": run.loss_sum,
+        # that of all processes, each of which continues with it
+        "loss_sum": job.accelerator.reduce(run.loss_sum.clone(), reduction="mean"),
         "config": plain_config(job.config),
         **{name: getattr(run, name) for name in _COUNTERS},
     }

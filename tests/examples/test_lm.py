@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
@@ -200,6 +200,7 @@ PARALLEL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_parts_and_processes_do_not_change_the_training(text: Path, tmp_path: Path) -> None:
     train_lm.main(small(text, tmp_path / "one", **PARALLEL))
     train_lm.main(small(text, tmp_path / "parts", accumulate=4, **PARALLEL))
@@ -244,6 +245,7 @@ def run_process(text: Path, folder: Path) -> None:
         # accelerate takes its plugin on GPUs only, although FSDP2 works on CPUs
         accelerator = Accelerator(*args, **options)
         accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = fsdp_plugin
         return accelerator
 
