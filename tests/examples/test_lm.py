@@ -27,6 +27,8 @@ from common.layers import BASELINES
 from common.lm_evaluation import batched, bits_per_byte
 from common.lm_options import LanguageConfig, build_language_model, matched, num_parameters
 from common.lm_text import END, VOCABULARY, make_corpus, read_corpora
+from common.options import parse_config
+from experiments.language_model import MIXERS, language_model
 
 LINES = "def {}(x):\n    return x\n"
 SMALL: dict[str, Any] = {
@@ -148,13 +150,13 @@ def test_pieces_are_evaluated_as_if_alone(mixer: str, text: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_heads": 2, "num_layers": 2, "mlp_expand": 2.0, "autocast": "bf16"},
+        {"num_heads": 2, "mlp_expand": 2.0, "autocast": "bf16"},
         *({"mixer_layer": name} for name in ("mamba", "deltaproduct", "lstm", "attention")),
     ],
     ids=str,
 )
 def test_every_layer_learns(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
-    config = small(text, tmp_path, steps=12, lr=2e-2, eval_lengths=(8,), eval_every=6, **changes)
+    config = small(text, tmp_path, steps=8, lr=2e-2, eval_lengths=(8,), eval_every=4, **changes)
     train_lm.main(config)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     before, after = (entry["bits_per_byte"]["24"] for entry in metrics["history"])
@@ -249,30 +251,27 @@ def run_process(text: Path, folder: Path) -> None:
         accelerator.state.fsdp_plugin = fsdp_plugin
         return accelerator
 
-    training.Accelerator = sharding_accelerator  # type: ignore[assignment,misc]
-    prepare, seen = lm_training.prepare_run, []
+    prepare, step, seen = training.prepare_run, lm_training.train_step, []
 
     def preparing(*args: Any) -> Any:
         run = prepare(*args)
-        seen.append(hasattr(run.model.head.weight, "full_tensor"))
+        seen.append(all(hasattr(p, "full_tensor") for p in run.model.parameters()))
         return run
-
-    lm_training.prepare_run = preparing
-    config = small(text, folder / "sharded", accumulate=2, shard=True, **PARALLEL)
-    step = lm_training.train_step
 
     def stopping(job: Any, run: Any) -> None:
         if run.step == 2:
             raise KeyboardInterrupt
         step(job, run)
 
-    lm_training.train_step = stopping
-    try:
-        train_lm.main(config)
-    except KeyboardInterrupt:
-        pass
-    lm_training.train_step = step
-    train_lm.main(dataclasses.replace(config, resume=True))
+    config = small(text, folder / "sharded", accumulate=2, shard=True, **PARALLEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "Accelerator", sharding_accelerator)
+        patch.setattr(lm_training, "prepare_run", preparing)
+        patch.setattr(lm_training, "train_step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train_lm.main(config)
+        patch.setattr(lm_training, "train_step", step)
+        train_lm.main(dataclasses.replace(config, resume=True))
     assert seen == [True, True]
 
 
@@ -301,6 +300,16 @@ def test_models_have_equal_parameters(tmp_path: Path) -> None:
         sizes.append(num_parameters(matched(config)))
         assert matched(config).d_model % 32 == 0
     assert all(abs(size - 10**6) < 1.2e5 for size in sizes) and len(set(sizes)) > 1
+
+
+def test_the_experiment_compares_equal_models_with_three_seeds() -> None:
+    runs = language_model().runs
+    assert len(runs) == 15 and {run.name.split("-")[0] for run in runs} == set(MIXERS)
+    configs = [parse_config(train_lm.PRESETS, run.arguments) for run in runs]
+    assert [config.seed for config in configs] == [0, 1, 2] * 5
+    sizes = [num_parameters(matched(config)) for config in configs[::3]]
+    assert all(abs(size / sizes[0] - 1) < 0.06 for size in sizes)
+    assert all(dataclasses.replace(config, seed=0) == configs[0] for config in configs[:3])
 
 
 def test_generated_text_is_that_of_the_model(
