@@ -4,7 +4,8 @@
     python examples/train_lm.py --preset cpu --out runs/lm  # a minute on two cores
     python examples/train_lm.py --resume                    # after Ctrl-C or a kill: continues
     python examples/train_lm.py --mixer-layer mamba --match-parameters 25000000
-    accelerate launch examples/train_lm.py                  # several processes (--shard: FSDP2)
+    accelerate launch examples/train_lm.py                  # several GPUs (--shard: FSDP2)
+    torchrun --nproc-per-node 2 examples/train_lm.py        # the same, also on CPUs
     python examples/generate.py --run runs/lm               # text from the checkpoint
 
 A row of a batch is a place in the files, one after the other: it holds parts of several, and the

@@ -26,7 +26,16 @@ _STATES = {
 }
 _REMEDY = "start without --resume, or name another folder with --out"
 _MAY_CHANGE = frozenset(
-    ("out", "resume", "preset", "log_every", "checkpoint_every", "final_lengths", "final_rows")
+    (
+        "out",
+        "resume",
+        "preset",
+        "log_every",
+        "checkpoint_every",
+        "final_lengths",
+        "final_rows",
+        "final_bytes",
+    )
 )
 """Options that a resumed run may change, because they affect neither parameters nor history."""
 

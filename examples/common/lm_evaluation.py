@@ -31,7 +31,8 @@ def bits_per_byte(
     model.eval()
     # every process calls the model equally often, because parts of a sharded model meet in a call
     for index in range(rank, math.ceil(len(batches) / processes) * processes, processes):
-        found = nats_and_bytes(model, corpus, batches[min(index, len(batches) - 1)])
+        with accelerator.autocast():
+            found = nats_and_bytes(model, corpus, batches[min(index, len(batches) - 1)])
         if index < len(batches):
             sums += found
     model.train()

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from einops import rearrange
 from safetensors.torch import save_file, save_model
@@ -91,7 +90,11 @@ def start_job(config: LanguageConfig) -> LanguageJob:
             f"--length must be below the {len(training.tokens)} tokens of the text for training, "
             f"got {config.length}"
         )
-    plugin = {"fsdp_plugin": sharding()} if config.shard else {}
+    plugin = {}
+    if config.shard:
+        from common.sharded import sharding  # imports for seconds
+
+        plugin["fsdp_plugin"] = sharding()
     place = open_place("lm", config, **plugin)
     accelerator = place.accelerator
     if config.shard and accelerator.distributed_type != DistributedType.FSDP:
@@ -111,15 +114,6 @@ def start_job(config: LanguageConfig) -> LanguageJob:
         folder=place.folder,
         training=training.to(accelerator.device),
         held_out=held_out.to(accelerator.device),
-    )
-
-
-def sharding() -> FullyShardedDataParallelPlugin:
-    """FSDP2, with every block of the model as a unit."""
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
     )
 
 
@@ -160,8 +154,10 @@ def train_step(job: LanguageJob, run: Run) -> None:
         tokens, labels, document = job.training.rows(part, config.length)
         is_last = index == config.accumulate - 1  # processes add up their gradients once
         with nullcontext() if is_last else accelerator.no_sync(run.model):
-            logits = run.model(tokens, seq_idx=document)
-            loss = cross_entropy(rearrange(logits, "b t v -> (b t) v"), labels.flatten())
+            with accelerator.autocast():  # which a sharded model does not call itself
+                logits = run.model(tokens, seq_idx=document)
+            logits = rearrange(logits.float(), "b t v -> (b t) v")
+            loss = cross_entropy(logits, labels.flatten())
             accelerator.backward(loss / config.accumulate)
         run.loss_sum += loss.detach() / config.accumulate
     accelerator.clip_grad_norm_(run.model.parameters(), config.clip)
