@@ -26,11 +26,12 @@ TORCH_OPTIONS := --quiet --no-compile
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
-.PHONY: help env a5 copy bench experiments test fuzz contracts lint types check build wheel clean
+.PHONY: help env a5 copy lm bench experiments test fuzz contracts lint types check build wheel clean
 
 help:
 	@echo "make a5      train on the A5 word problem        (options: make a5 ARGS=\"--seed 1\")"
 	@echo "make copy    train on copying                    (options: as above)"
+	@echo "make lm      train a language model of bytes     (options: as above)"
 	@echo "make bench   times against the floors, on a GPU  (options: make bench ARGS=--quick)"
 	@echo "make experiments  list the experiments, their commands and their run times"
 	@echo "make test    run the tests                       (options: make test ARGS=\"-m 'not slow'\")"
@@ -59,6 +60,9 @@ a5: $(STAMP)
 
 copy: $(STAMP)
 	$(KEEP_PAGES) $(ENV_PYTHON) examples/train_copy.py $(ARGS)
+
+lm: $(STAMP)
+	$(KEEP_PAGES) $(ENV_PYTHON) examples/train_lm.py $(ARGS)
 
 bench: $(STAMP)
 	$(ENV_PYTHON) examples/bench.py $(ARGS)

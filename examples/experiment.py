@@ -22,16 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from accelerate.state import AcceleratorState
 
 import ensemble
 import train_a5
 import train_copy
+import train_lm
 from common.options import parse_config
 from common.summary import figure_of_both, summarize
 from experiments.controls import CONTROLS
 from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SETTINGS, COPYING_TUNING
 from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.heads import heads
+from experiments.language_model import language_model
 from experiments.languages import LANGUAGES
 from experiments.plan import Experiment, Run, Script
 from experiments.words import WORDS, WORDS_TUNING, equal_parameters
@@ -70,7 +73,7 @@ def experiments() -> dict[str, Experiment]:
             equal_parameters(),
             COPYING,
         ),
-        *(COPYING_SETTINGS, COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES),
+        *(COPYING_SETTINGS, COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES, language_model()),
     )
     return {experiment.name: experiment for experiment in found}
 
@@ -87,10 +90,15 @@ def _train_copy(arguments: Sequence[str]) -> None:
     train_copy.main(parse_config(train_copy.PRESETS, arguments))
 
 
+def _train_lm(arguments: Sequence[str]) -> None:
+    train_lm.main(parse_config(train_lm.PRESETS, arguments))
+
+
 SCRIPTS: dict[Script, tuple[Callable[[Sequence[str]], None], str]] = {
     "ensemble": (_ensemble, "results.json"),
     "train_a5": (_train_a5, "metrics.json"),
     "train_copy": (_train_copy, "metrics.json"),
+    "train_lm": (_train_lm, "metrics.json"),
 }
 """How a script is called, and the file with its numbers."""
 
@@ -107,6 +115,7 @@ def make(experiment: Experiment, run: Run, config: Config) -> None:
     path = result_path(config.out, experiment, run)
     folder = Path("runs") / "experiments" / experiment.name / run.name
     print(f"== {experiment.name} {run.name}", flush=True)
+    AcceleratorState._reset_state()  # it keeps the precision of the last run
     script([*run.arguments, *shlex.split(config.extra), "--out", str(folder)])
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / file, path)

@@ -13,8 +13,8 @@ from torch import Tensor
 from common.checks import flag
 from common.errors import UsageError
 from common.folder import CHECKPOINT, UNFINISHED, writing
-from common.job import Job, Run
-from common.options import TrainConfig
+from common.job import Place, Run
+from common.options import RunConfig
 
 _COUNTERS = {
     **{"loss_count": int, "step": int, "length": int},
@@ -26,31 +26,42 @@ _STATES = {
 }
 _REMEDY = "start without --resume, or name another folder with --out"
 _MAY_CHANGE = frozenset(
-    ("out", "resume", "preset", "log_every", "checkpoint_every", "final_lengths", "final_rows")
+    (
+        "out",
+        "resume",
+        "preset",
+        "log_every",
+        "checkpoint_every",
+        "final_lengths",
+        "final_rows",
+        "final_bytes",
+    )
 )
 """Options that a resumed run may change, because they affect neither parameters nor history."""
 
 
-def checkpoint_path(job: Job) -> Path:
+def checkpoint_path(job: Place) -> Path:
     """The path of a job's checkpoint."""
     return job.folder / CHECKPOINT
 
 
-def plain_config(config: TrainConfig) -> dict[str, Any]:
+def plain_config(config: RunConfig) -> dict[str, Any]:
     """The options as JSON values."""
     plain = dataclasses.asdict(config)
     listed = {key: list(item) if isinstance(item, tuple) else item for key, item in plain.items()}
     return {key: str(item) if isinstance(item, Path) else item for key, item in listed.items()}
 
 
-def save_checkpoint(job: Job, run: Run) -> None:
+def save_checkpoint(job: Place, run: Run) -> None:
     """Write the whole run; a process killed while writing leaves the previous file untouched."""
+    model, optimizer = whole_states(job, run)
     content = {
-        "model": job.accelerator.unwrap_model(run.model).state_dict(),
-        "optimizer": run.optimizer.state_dict(),
+        "model": model,
+        "optimizer": optimizer,
         "schedule": run.schedule.state_dict(),
         "random": gather_object([_random_state(run)]),
-        "loss_sum": run.loss_sum,
+        # that of all processes, each of which continues with it
+        "loss_sum": job.accelerator.reduce(run.loss_sum.clone(), reduction="mean"),
         "config": plain_config(job.config),
         **{name: getattr(run, name) for name in _COUNTERS},
     }
@@ -58,6 +69,28 @@ def save_checkpoint(job: Job, run: Run) -> None:
         with writing(checkpoint_path(job)):
             _replace(checkpoint_path(job), content)
     job.accelerator.wait_for_everyone()
+
+
+def whole_states(job: Place, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of model and optimizer; those of a sharded model are gathered, which all
+    processes must do together, and empty but in the main one."""
+    model = job.accelerator.unwrap_model(run.model)
+    if not job.accelerator.is_fsdp2:
+        return model.state_dict(), run.optimizer.state_dict()
+    from common.sharded import gather_states  # imports for seconds
+
+    return gather_states(model, run.optimizer.optimizer)
+
+
+def _load_states(job: Place, run: Run, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    model = job.accelerator.unwrap_model(run.model)
+    if not job.accelerator.is_fsdp2:
+        model.load_state_dict(states[0])
+        run.optimizer.load_state_dict(states[1])
+        return
+    from common.sharded import scatter_states  # imports for seconds
+
+    scatter_states(model, run.optimizer.optimizer, states)
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
@@ -72,14 +105,14 @@ def _replace(path: Path, content: dict[str, Any]) -> None:
         unfinished.unlink(missing_ok=True)  # after an error, to free the space on a full disk
 
 
-def check_resumable(job: Job) -> None:
+def check_resumable(job: Place) -> None:
     """Raise FileNotFoundError if there is no checkpoint; creates no folder."""
     path = checkpoint_path(job)
     if not path.exists():
         raise FileNotFoundError(f"--resume: there is no checkpoint {path}; start without --resume")
 
 
-def load_checkpoint(job: Job, run: Run) -> None:
+def load_checkpoint(job: Place, run: Run) -> None:
     """Set `run` to the state in the file.
 
     Raises:
@@ -92,8 +125,7 @@ def load_checkpoint(job: Job, run: Run) -> None:
     content = read_checkpoint(path)
     _check_same_job(content, job)
     try:
-        job.accelerator.unwrap_model(run.model).load_state_dict(content["model"])
-        run.optimizer.load_state_dict(content["optimizer"])
+        _load_states(job, run, (content["model"], content["optimizer"]))
         run.schedule.load_state_dict(content["schedule"])
         run.loss_sum.copy_(content["loss_sum"])
         _restore_random_state(run, content["random"][job.accelerator.process_index])
@@ -104,8 +136,10 @@ def load_checkpoint(job: Job, run: Run) -> None:
         setattr(run, name, content[name])
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, option: str = "--resume") -> dict[str, Any]:
     """The content that `save_checkpoint` wrote, with tensors on the CPU.
+
+    option: the flag that asked for it.
 
     Raises:
         UsageError: a file that is not a checkpoint, or is damaged.
@@ -114,25 +148,31 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load does not verify checksums
         if damaged is not None:
-            raise _unusable(path, f"a damaged one (checksum of {damaged})")
+            raise _unusable(path, f"a damaged one (checksum of {damaged})", option)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except UsageError:
         raise
     except OSError as error:
-        raise _unusable(path, f"one that cannot be read ({error.strerror or error})") from error
+        raise _unusable(
+            path, f"one that cannot be read ({error.strerror or error})", option
+        ) from error
     except Exception as error:  # other and damaged files raise errors of many types
         size = path.stat().st_size
         reason = str(error).partition("\n")[0]
-        raise _unusable(path, f"another or a cut file of {size} bytes ({reason})") from error
+        got = f"another or a cut file of {size} bytes ({reason})"
+        raise _unusable(path, got, option) from error
     expected = {**_COUNTERS, **_STATES}
     entries: dict[str, Any] = content if isinstance(content, dict) else {}
     for name, kind in expected.items():
         if not isinstance(entries.get(name), kind):
-            raise _unusable(path, f"a file without the entry {name!r} of type {kind.__name__}")
+            got = f"a file without the entry {name!r} of type {kind.__name__}"
+            raise _unusable(path, got, option)
     return entries
 
 
-def _unusable(path: Path, got: str) -> UsageError:
+def _unusable(path: Path, got: str, option: str = "--resume") -> UsageError:
+    if option != "--resume":
+        return UsageError(f"{option}: {path} must be a checkpoint of a training script, got {got}")
     return UsageError(f"--resume: {path} must be a checkpoint of this run, got {got}; {_REMEDY}")
 
 
@@ -150,7 +190,7 @@ def _restore_random_state(run: Run, state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _check_same_job(content: dict[str, Any], job: Job) -> None:
+def _check_same_job(content: dict[str, Any], job: Place) -> None:
     saved, now = content["config"], plain_config(job.config)
     foreign = sorted(saved.keys() ^ now.keys())
     if foreign:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin.tasks import Batch, Split, Stream, stream
-from common.options import TrainConfig
+from common.options import RunConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,20 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Place:
+    """Where a run computes, and where it writes."""
+
+    config: RunConfig
+    accelerator: Accelerator
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Place):
     """The constants of a training run."""
 
     problem: Problem
     config: TrainConfig
-    accelerator: Accelerator
-    folder: Path
 
     def stream(self, split: Split, draw: int = 0) -> Stream:
         """The stream of a split: one for each process, and two (`draw` 0 and 1) for each seed."""

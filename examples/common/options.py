@@ -1,6 +1,6 @@
 """Options of all training scripts, and the solver, layer and model that they describe.
 
-Every field of `TrainConfig` is a command-line flag; `--help` lists them with the defaults of the
+Every field of a configuration is a command-line flag; `--help` lists them with the defaults of the
 chosen preset. An unknown flag is an error that names the flags with a similar spelling.
 """
 
@@ -28,8 +28,8 @@ Feedback = Literal["delta", "B", "C", "mixer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(CurriculumOptions, SolverOptions):
-    """Options of a training run."""
+class RunConfig(SolverOptions):
+    """Options of the optimizer, the model and the files, which every training run has."""
 
     preset: Preset = "auto"
     """Where the other defaults come from; auto is gpu if torch sees a GPU, else cpu."""
@@ -62,8 +62,6 @@ class TrainConfig(CurriculumOptions, SolverOptions):
     """AdamW's averaging constants."""
     clip: float = 1.0
     """Largest norm of the gradient."""
-    curriculum_every: int = 50
-    """Steps between two decisions of "double", each by the accuracy of one batch."""
 
     mixer_layer: Literal["bedouin", "paper"] | Baseline = "bedouin"
     """bedouin; paper: `Bedouin.from_paper`, which fixes every option of the layer but the sizes; or
@@ -99,27 +97,14 @@ class TrainConfig(CurriculumOptions, SolverOptions):
     """Steps between two updates of the progress bar, which read numbers from the device."""
     eval_every: int = 500
     """Steps between two evaluations."""
-    eval_lengths: tuple[int, ...] = ()
-    """Lengths evaluated during training and after it."""
-    final_lengths: tuple[int, ...] = ()
-    """Lengths evaluated only after training, for a finer curve."""
-    eval_rows: int = 512
-    """Test rows of an evaluation during training, per length and process."""
-    final_rows: int = 2048
-    """Test rows of the evaluation after training, per length and process."""
-    eval_batch_size: int = 256
-    """Rows of a test batch."""
     checkpoint_every: int = 500
     """Steps between two checkpoints; one is also written after the last step."""
     trackers: tuple[str, ...] = ()
     """Also log to these trackers of accelerate, which must be installed, e.g. tensorboard or wandb;
     metrics.json has every number in any case."""
-    stop_at_accuracy: float | None = None
-    """End early once an evaluation reaches this accuracy at the training lengths; None: never."""
 
     def __post_init__(self) -> None:
-        CurriculumOptions.__post_init__(self)
-        SolverOptions.__post_init__(self)
+        super().__post_init__()
         check_ranges(self, _RANGES, _OPTIONAL)
         _check_trackers(self.trackers)
         if self.mixer_layer in BASELINES:
@@ -138,12 +123,36 @@ class TrainConfig(CurriculumOptions, SolverOptions):
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(CurriculumOptions, RunConfig):
+    """Options of a training run whose accuracy is evaluated by length."""
+
+    curriculum_every: int = 50
+    """Steps between two decisions of "double", each by the accuracy of one batch."""
+
+    eval_lengths: tuple[int, ...] = ()
+    """Lengths evaluated during training and after it."""
+    final_lengths: tuple[int, ...] = ()
+    """Lengths evaluated only after training, for a finer curve."""
+    eval_rows: int = 512
+    """Test rows of an evaluation during training, per length and process."""
+    final_rows: int = 2048
+    """Test rows of the evaluation after training, per length and process."""
+    eval_batch_size: int = 256
+    """Rows of a test batch."""
+    stop_at_accuracy: float | None = None
+    """End early once an evaluation reaches this accuracy at the training lengths; None: never."""
+
+    def __post_init__(self) -> None:
+        CurriculumOptions.__post_init__(self)
+        RunConfig.__post_init__(self)
+        check_ranges(self, _TRAIN_RANGES, ("stop_at_accuracy",))
+
+
 _MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
 _FROM_ONE = (
     *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
-    *("num_heads", "num_householder", "log_every", "eval_every", "curriculum_every"),
-    *("eval_lengths", "final_lengths", "eval_rows", "final_rows", "eval_batch_size"),
-    "checkpoint_every",
+    *("num_heads", "num_householder", "log_every", "eval_every", "checkpoint_every"),
 )
 _RANGES = {
     **{name: whole(1) for name in _FROM_ONE},
@@ -156,9 +165,16 @@ _RANGES = {
     "mlp_expand": Range(0, brackets="()"),
     "beta_max": Range(0, 2, "(]"),
     "feedback_init": Range(0, 1e3, "[]"),
+}
+_OPTIONAL = ("threads", "num_heads", "mlp_expand")
+_TRAIN_FROM_ONE = (
+    *("curriculum_every", "eval_lengths", "final_lengths", "eval_rows", "final_rows"),
+    "eval_batch_size",
+)
+_TRAIN_RANGES = {
+    **{name: whole(1) for name in _TRAIN_FROM_ONE},
     "stop_at_accuracy": Range(0, 1, "[]"),
 }
-_OPTIONAL = ("threads", "num_heads", "mlp_expand", "stop_at_accuracy")
 _FIXED_BY_PAPER = (
     *("num_heads", "beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
     *SolverOptions.__dataclass_fields__,
@@ -180,10 +196,10 @@ def _not_taken(baseline: str) -> set[str]:
 
 
 def _defaults(names: Collection[str]) -> dict[str, Any]:
-    return {name: getattr(TrainConfig, name) for name in sorted(names)}
+    return {name: getattr(RunConfig, name) for name in sorted(names)}
 
 
-ConfigT = TypeVar("ConfigT", bound=TrainConfig)
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
 def parse_config(presets: Mapping[str, ConfigT], args: Sequence[str] | None = None) -> ConfigT:
@@ -209,7 +225,7 @@ def automatic_preset() -> Preset:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def build_layer(config: TrainConfig, layer_idx: int) -> nn.Module:
+def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
     """One mixing layer, (b, t, m) -> (b, t, m)."""
     name = config.mixer_layer
     if name in BASELINES:
@@ -245,7 +261,7 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def build_model(config: TrainConfig, vocab_size: int, output_size: int) -> SequenceModel:
+def build_model(config: RunConfig, vocab_size: int, output_size: int) -> SequenceModel:
     """The whole model, (b, t) int64 -> (b, t, output_size), initialized from the seed."""
     torch.manual_seed(config.seed)
     layers = [build_layer(config, i) for i in range(config.num_layers)]

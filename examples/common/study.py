@@ -20,6 +20,7 @@ from common.layers import (
     count,
     fixed_point_options,
 )
+from common.matching import matching_width
 from common.schedule import Schedule
 
 
@@ -121,8 +122,6 @@ LAYER_OPTIONS = (
     "feedback_init",
     "delta_from_x_init",
 )
-WIDTH_STEP = 32
-"""Widths of a model with a given number of parameters are multiples of this."""
 GRID = (*LAYER_OPTIONS, "rate_scale", "d_conv", "lr", "schedule", "batch_size", "steps")
 
 
@@ -177,23 +176,11 @@ def matched(config: Config, point: dict[str, Any]) -> Config:
     if wanted is None:
         return config
 
-    def size(steps: int) -> int:
+    def size(d_model: int) -> int:
         with torch.device("meta"):  # allocates no memory
-            return count(make_model(replace(config, d_model=steps * WIDTH_STEP), point))
+            return count(make_model(replace(config, d_model=d_model), point))
 
-    low, high = 1, 2
-    while size(high) < wanted:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) < wanted else (low, middle)
-    nearest = min((low, high), key=lambda steps: abs(size(steps) - wanted))
-    if size(nearest) > 1.5 * wanted:
-        raise ValueError(
-            f"--match-parameters must be at least {size(1)}, the size at d_model {WIDTH_STEP}, got "
-            f"{wanted}"
-        )
-    return replace(config, d_model=nearest * WIDTH_STEP)
+    return replace(config, d_model=matching_width(size, wanted))
 
 
 def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:

@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from bedouin.tasks import Batch
+from bedouin.tasks import Batch, Stream
 from common.checkpoint import (
     check_resumable,
     checkpoint_path,
@@ -31,9 +31,9 @@ from common.errors import Interrupted
 from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
 from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, writing
 from common.interrupt import StopRequest
-from common.job import Job, Problem, Run
+from common.job import Job, Place, Problem, Run
 from common.layers import count
-from common.options import TrainConfig, build_model
+from common.options import RunConfig, TrainConfig, build_model
 from common.report import (
     Scores,
     chance_level,
@@ -65,17 +65,21 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
     with StopRequest(job.accelerator) as stop:
         train_steps(job, run, stop, started)
         if stop.agreed(meeting=True):
-            save_checkpoint(job, run)
-            close_trackers(job)
-            raise Interrupted(
-                f"interrupted after step {run.step} of {config.steps}, "
-                f"saved in {checkpoint_path(job)}",
-                stop.signum or signal.SIGINT,
-            )
+            leave(job, run, stop)
     scores = evaluate(job, run.model, final=True)
     run.seconds = time.perf_counter() - started
     close_trackers(job)
     return finish(job, run, scores)
+
+
+def leave(job: Place, run: Run, stop: StopRequest) -> NoReturn:
+    """Write a checkpoint and raise Interrupted."""
+    save_checkpoint(job, run)
+    close_trackers(job)
+    raise Interrupted(
+        f"interrupted after step {run.step} of {job.config.steps}, saved in {checkpoint_path(job)}",
+        stop.signum or signal.SIGINT,
+    )
 
 
 def train_steps(job: Job, run: Run, stop: StopRequest, started: float) -> None:
@@ -99,7 +103,7 @@ def train_steps(job: Job, run: Run, stop: StopRequest, started: float) -> None:
                 save_checkpoint(job, run)
 
 
-def due(run: Run, every: int, config: TrainConfig) -> bool:
+def due(run: Run, every: int, config: RunConfig) -> bool:
     """Whether this step is a multiple of `every`, or the last one."""
     return run.step % every == 0 or run.step == config.steps
 
@@ -110,34 +114,45 @@ def start_job(problem: Problem, config: TrainConfig) -> Job:
     Raises:
         FileNotFoundError, UsageError: nothing to resume, or a folder that cannot be written.
     """
+    place = open_place(problem.name, config)
+    return Job(problem=problem, config=config, accelerator=place.accelerator, folder=place.folder)
+
+
+def open_place(
+    name: str,
+    config: RunConfig,
+    **options: Any,  # of the Accelerator
+) -> Place:
+    """What `start_job` does, for a run of this name. Raises its errors."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    folder = config.out or Path("runs") / f"{problem.name}-seed{config.seed}"
+    folder = config.out or Path("runs") / f"{name}-seed{config.seed}"
     accelerator = Accelerator(
         cpu=config.device == "cpu",
         mixed_precision=config.autocast,
         log_with=list(config.trackers) or None,
         project_dir=folder,
+        **options,
     )
-    job = Job(problem=problem, config=config, accelerator=accelerator, folder=folder)
+    place = Place(config=config, accelerator=accelerator, folder=folder)
     if config.resume:
-        check_resumable(job)
+        check_resumable(place)
     prepare_folder(folder, accelerator)
-    if checkpoint_path(job).exists() and not config.resume:
+    if checkpoint_path(place).exists() and not config.resume:
         accelerator.print(f"{folder} holds an earlier run: it is replaced (--resume continues it)")
     if config.trackers:
-        accelerator.init_trackers(problem.name, config=tracked_config(config))
-    return job
+        accelerator.init_trackers(name, config=tracked_config(config))
+    return place
 
 
-def tracked_config(config: TrainConfig) -> dict[str, Any]:
+def tracked_config(config: RunConfig) -> dict[str, Any]:
     """The options as values that every tracker takes: numbers, bools and strings."""
     kinds = (int, float, str)
     plain = plain_config(config).items()
     return {name: value if isinstance(value, kinds) else str(value) for name, value in plain}
 
 
-def close_trackers(job: Job) -> None:
+def close_trackers(job: Place) -> None:
     """Write what the trackers hold; `end_training` would leave the process group as well."""
     for tracker in job.accelerator.trackers:
         tracker.finish()
@@ -145,22 +160,28 @@ def close_trackers(job: Job) -> None:
 
 def start_run(job: Job) -> Run:
     """A run at step 0."""
+    model = build_model(job.config, job.problem.vocab_size, job.problem.output_size)
+    length = first_length(job.config, max(job.problem.train_lengths))
+    return prepare_run(job, model, job.stream("train"), length)
+
+
+def prepare_run(job: Place, model: nn.Module, generator: Stream, length: int) -> Run:
+    """A run of a model at step 0."""
     device, config = job.accelerator.device, job.config
-    model = build_model(config, job.problem.vocab_size, job.problem.output_size).to(device)
-    plain = build_optimizer(model, config)
+    plain = build_optimizer(model.to(device), config)
     schedule = build_schedule(plain, config)
     model, optimizer = job.accelerator.prepare(model, plain)
     return Run(
         model=model,
         optimizer=optimizer,
         schedule=schedule,
-        generator=job.stream("train"),
-        length=first_length(config, max(job.problem.train_lengths)),
+        generator=generator,
+        length=length,
         loss_sum=torch.zeros((), device=device),
     )
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
     """AdamW; parameters marked `_no_weight_decay` are not decayed."""
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -174,7 +195,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:
+def build_schedule(optimizer: torch.optim.Optimizer, config: RunConfig) -> LambdaLR:
     """The learning rate by step. It is not given to accelerate, which would let it take a step for
     each process."""
     return LambdaLR(
@@ -236,6 +257,18 @@ def record(job: Job, run: Run, scores: Scores) -> str:
     Raises:
         FloatingPointError: the training loss is no longer finite.
     """
+    loss = add_entry(job, run, scores)
+    if job.config.stop_at_accuracy is not None:
+        run.stopped = stop_accuracy(job, scores) >= job.config.stop_at_accuracy
+    return evaluation_line(run.step, loss, scores)
+
+
+def add_entry(job: Place, run: Run, scores: Scores) -> float:
+    """Append the scores and the mean loss since the last entry to the history; returns the loss.
+
+    Raises:
+        FloatingPointError: the training loss is no longer finite.
+    """
     mean = job.accelerator.reduce(run.loss_sum / run.loss_count, reduction="mean")
     loss = float(mean)
     if not math.isfinite(loss):
@@ -245,18 +278,16 @@ def record(job: Job, run: Run, scores: Scores) -> str:
     job.accelerator.log({"loss": loss, **flat}, step=run.step)
     run.loss_sum.zero_()
     run.loss_count = 0
-    if job.config.stop_at_accuracy is not None:
-        run.stopped = stop_accuracy(job, scores) >= job.config.stop_at_accuracy
-    return evaluation_line(run.step, loss, scores)
+    return loss
 
 
-def announce(job: Job, bar: tqdm, line: str) -> None:
+def announce(job: Place, bar: tqdm, line: str) -> None:
     """Print a line above the progress bar, in the main process only."""
     if job.accelerator.is_main_process:
         bar.write(line)
 
 
-def hidden(job: Job) -> bool | None:
+def hidden(job: Place) -> bool | None:
     """tqdm's `disable`: None shows the bar on a terminal only, for the main process."""
     return None if job.accelerator.is_main_process else True
 

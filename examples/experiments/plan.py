@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-Script = Literal["ensemble", "train_a5", "train_copy"]
+Script = Literal["ensemble", "train_a5", "train_copy", "train_lm"]
 
 TUNING = "--seeds 1 --first-seed 100"
 """Settings are chosen on seeds from 100 on."""

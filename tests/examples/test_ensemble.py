@@ -14,6 +14,7 @@ from bedouin.testing import assert_close
 from common import study
 from common.data import Data, metrics
 from common.layers import count
+from common.matching import WIDTH_STEP
 from common.positions import by_position
 from common.schedule import decay
 
@@ -221,7 +222,7 @@ def test_uniform_lengths_end_after_their_share_of_the_steps() -> None:
 def test_a_width_is_found_for_a_number_of_parameters() -> None:
     point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
     config = study.matched(small(match_parameters=200_000), point)
-    assert config.d_model % study.WIDTH_STEP == 0
+    assert config.d_model % WIDTH_STEP == 0
     sizes = [
         count(study.make_model(dataclasses.replace(config, d_model=width), point)) - 200_000
         for width in (config.d_model + shift for shift in (-32, 0, 32))

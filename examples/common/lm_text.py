@@ -1,0 +1,125 @@
+"""Text for language models: files as documents of bytes, split by their names, and cut into rows.
+
+Letters: b batch, t time, n tokens of a corpus.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.errors import UsageError
+
+END = 256
+"""The token before and after every document; the others are the 256 bytes."""
+VOCABULARY = 257
+HELD_OUT = 16
+"""One file of so many is held out."""
+_NOT_LIBRARY = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+)
+"""Folders of Python's library that other packages fill, or that some installations lack."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents one after the other: END, the bytes of a file, END, the bytes of the next, END."""
+
+    tokens: Tensor  # (n,) int16
+    starts: Tensor  # (documents,) int64, the place of the END before each document
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all documents."""
+        return len(self.tokens) - len(self.starts) - 1
+
+    def to(self, device: torch.device) -> "Corpus":
+        """The corpus on a device."""
+        return Corpus(self.tokens.to(device), self.starts.to(device))
+
+    def draw(
+        self,
+        b: int,
+        t: int,
+        generator: torch.Generator,
+    ) -> Tensor:  # (b,) int64
+        """Where b rows of t tokens begin, uniform over all places."""
+        places = len(self.tokens) - t
+        return torch.randint(places, (b,), generator=generator, device=self.tokens.device)
+
+    def rows(
+        self,
+        first: Tensor,  # (b,) int64
+        t: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (b, t) int64 each
+        """Tokens, the tokens that follow them, and the index of the document that each is in."""
+        places = first.unsqueeze(1) + torch.arange(t + 1, device=first.device)
+        window = self.tokens[places].long()
+        document = torch.searchsorted(self.starts, places[:, :-1].contiguous(), right=True)
+        return window[:, :-1], window[:, 1:], document
+
+    def pieces(self, length: int, limit: int) -> list[tuple[int, int]]:
+        """Begin and end of pieces of at most `length` tokens, `limit` tokens of all documents from
+        the first one on; the longest pieces first."""
+        ends = [*self.starts.tolist(), len(self.tokens) - 1]
+        found, left = [], limit
+        for start, stop in zip(ends, ends[1:], strict=False):
+            stop = min(stop, start + left)
+            left -= stop - start
+            found += [(i, min(i + length, stop)) for i in range(start, stop, length)]
+        return sorted(found, key=lambda piece: piece[0] - piece[1])
+
+    def packed(
+        self, pieces: list[tuple[int, int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (1, t), (1, t) and (pieces + 1,) int64
+        """Pieces as one row: tokens, the tokens that follow them, and where each piece begins."""
+        device = self.tokens.device
+        sizes = torch.tensor([0, *(stop - start for start, stop in pieces)], device=device)
+        places = torch.cat([torch.arange(*piece, device=device) for piece in pieces])
+        tokens, labels = self.tokens[places].long(), self.tokens[places + 1].long()
+        return tokens[None], labels[None], sizes.cumsum(0)
+
+
+def read_corpora(folder: Path | None, pattern: str) -> tuple[Corpus, Corpus]:
+    """The documents for training and those held out, which a hash of a file's name selects.
+
+    folder: the text's; None: Python's standard library, without its tests.
+    Raises UsageError if there are no files for one of the two.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
+    parts: tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]] = ([], [])
+    for name, path in _files(root, pattern, whole=folder is not None):
+        digest = hashlib.sha256(name.encode()).digest()
+        parts[digest[0] % HELD_OUT == 0].append((digest, path.read_bytes()))
+    if not all(parts):
+        raise UsageError(
+            f"--text must have files for training and held-out ones, got {len(parts[0])} and "
+            f"{len(parts[1])} with --pattern {pattern!r} in {root}: one of {HELD_OUT} is held out"
+        )
+    # in the order of the hashes, so that the first ones are a random choice
+    training, held_out = ([content for _, content in sorted(part)] for part in parts)
+    return make_corpus(training), make_corpus(held_out)
+
+
+def make_corpus(documents: list[bytes]) -> Corpus:
+    """Documents as tokens."""
+    end = torch.tensor([END], dtype=torch.int16)
+    pieces = [end]
+    for document in documents:
+        if document:
+            pieces.append(torch.frombuffer(bytearray(document), dtype=torch.uint8).to(torch.int16))
+        pieces.append(end)
+    lengths = torch.tensor([0, *(len(document) + 1 for document in documents[:-1])])
+    return Corpus(torch.cat(pieces), lengths.cumsum(0))
+
+
+def _files(root: Path, pattern: str, *, whole: bool) -> Iterator[tuple[str, Path]]:
+    """The name below `root` and the path of every file, in the order of the names."""
+    found = ((path.relative_to(root), path) for path in root.rglob(pattern) if path.is_file())
+    for name, path in sorted(found):
+        if whole or not _NOT_LIBRARY & set(name.parts):
+            yield name.as_posix(), path

@@ -1,0 +1,339 @@
+"""Language models: text, packed documents, bits per byte, several processes, generation."""
+
+import dataclasses
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from torch import nn
+
+import generate
+import train_lm
+from bedouin.generation import Sampling
+from common import lm_training, training
+from common.errors import UsageError
+from common.layers import BASELINES
+from common.lm_evaluation import batched, bits_per_byte
+from common.lm_options import LanguageConfig, build_language_model, matched, num_parameters
+from common.lm_text import END, VOCABULARY, make_corpus, read_corpora
+from common.options import parse_config
+from experiments.language_model import MIXERS, language_model
+
+LINES = "def {}(x):\n    return x\n"
+SMALL: dict[str, Any] = {
+    **{"device": "cpu", "d_model": 16, "warmup_steps": 1, "batch_size": 4, "length": 24},
+    **{"steps": 4, "log_every": 2, "eval_every": 2, "checkpoint_every": 2, "eval_tokens": 64},
+    **{"eval_bytes": 100, "final_bytes": 200},
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"file{i}.py").write_text(LINES.format(f"f{i}") * (1 + i % 3))
+    (folder / "notes.txt").write_text("no source")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def new_accelerator() -> None:
+    """Accelerate keeps the precision of a process's first run."""
+    AcceleratorState._reset_state()
+
+
+def small(text: Path, out: Path, **changes: Any) -> LanguageConfig:
+    return LanguageConfig(**{**SMALL, "text": text, "out": out, **changes})
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return content
+
+
+def test_rows_hold_documents_their_labels_and_where_they_begin() -> None:
+    corpus = make_corpus([b"ab", b"", b"c"])
+    assert corpus.tokens.tolist() == [END, 97, 98, END, END, 99, END] and corpus.num_bytes == 3
+    tokens, labels, document = corpus.rows(torch.tensor([0, 1]), 5)
+    assert tokens.tolist() == [[END, 97, 98, END, END], [97, 98, END, END, 99]]
+    assert labels.tolist() == [[97, 98, END, END, 99], [98, END, END, 99, END]]
+    assert document.tolist() == [[1, 1, 1, 2, 3], [1, 1, 2, 3, 3]]
+    drawn = corpus.draw(200, 5, torch.Generator().manual_seed(0))
+    assert set(drawn.tolist()) == {0, 1}  # all places that have a label for every token
+
+
+def test_pieces_cover_the_documents_once() -> None:
+    corpus = make_corpus([b"abcde", b"", b"fg"])
+    pieces = corpus.pieces(4, 100)
+    assert sorted(pieces) == [(0, 4), (4, 6), (6, 7), (7, 10)] and pieces[0] == (0, 4)
+    assert sorted(corpus.pieces(4, 8)) == [(0, 4), (4, 6), (6, 7), (7, 8)]
+    assert batched(pieces, 5) == [[(0, 4)], [(7, 10), (4, 6)], [(6, 7)]]
+    assert batched(pieces, 1) == [[piece] for piece in pieces]
+    tokens, labels, cu_seqlens = corpus.packed(pieces[1:])
+    assert tokens.tolist() == [[END, 102, 103, 100, 101, END]] and cu_seqlens.tolist() == [
+        0,
+        3,
+        5,
+        6,
+    ]
+    assert labels.tolist() == [[102, 103, END, 101, END, END]]
+
+
+def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
+    training_part, held_out = read_corpora(text, "*.py")
+    assert len(training_part.starts) + len(held_out.starts) == 40 and len(held_out.starts) >= 1
+    assert training_part.num_bytes + held_out.num_bytes == sum(
+        path.stat().st_size for path in text.glob("*.py")
+    )
+    for path in text.glob("*.py"):
+        if path.name != "file7.py":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    without = read_corpora(tmp_path, "*.py")
+    assert sum(len(part.starts) for part in without) == 39
+    changed = [
+        len(one.starts) - len(two.starts)
+        for one, two in zip(without, (training_part, held_out), strict=True)
+    ]
+    assert sorted(changed) == [-1, 0]  # the other files are where they were
+    with pytest.raises(UsageError, match="--text must have files for training and held-out ones"):
+        read_corpora(text, "*.md")
+
+
+def test_the_library_is_read_without_its_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    for i in range(40):
+        (tmp_path / f"module{i}.py").write_text("x")
+    for folder in ("test", "site-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "more.py").write_text("y")
+    assert sum(corpus.num_bytes for corpus in read_corpora(None, "*.py")) == 40
+
+
+class Uniform(nn.Module):
+    """Every token has the same probability."""
+
+    def forward(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*tokens.shape, VOCABULARY)
+
+
+def test_bits_per_byte_counts_the_ends_of_documents() -> None:
+    corpus = make_corpus([b"abcde", b"", b"fg"])
+    found = bits_per_byte(Accelerator(cpu=True), Uniform(), corpus, corpus.pieces(3, 100), 4)
+    assert found == pytest.approx(10 / 7 * math.log2(VOCABULARY))
+
+
+@pytest.mark.parametrize("mixer", ["bedouin", *BASELINES])
+def test_pieces_are_evaluated_as_if_alone(mixer: str, text: Path, tmp_path: Path) -> None:
+    config = small(text, tmp_path, mixer_layer=mixer, num_layers=2, mlp_expand=2.0)
+    model = build_language_model(config).double().eval()
+    corpus = make_corpus([b"abcde", b"", b"fghij" * 3])
+    pieces = corpus.pieces(7, 100)
+    accelerator = Accelerator(cpu=True)
+    packed = bits_per_byte(accelerator, model, corpus, pieces, 100)
+    alone = bits_per_byte(accelerator, model, corpus, pieces, 1)
+    assert packed == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 2, "mlp_expand": 2.0, "autocast": "bf16"},
+        *({"mixer_layer": name} for name in ("mamba", "deltaproduct", "lstm", "attention")),
+    ],
+    ids=str,
+)
+def test_every_layer_learns(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    config = small(text, tmp_path, steps=8, lr=2e-2, eval_lengths=(8,), eval_every=4, **changes)
+    train_lm.main(config)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    before, after = (entry["bits_per_byte"]["24"] for entry in metrics["history"])
+    assert after < before < 8 and metrics["history"][1]["loss"] < metrics["history"][0]["loss"]
+    assert metrics["bits_per_byte"].keys() == {"8", "24"} and metrics["tokens_per_second"] > 0
+    assert metrics["parameters"] == num_parameters(config)
+    assert metrics["text"]["training_files"] + metrics["text"]["held_out_files"] == 40
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == checkpoint(tmp_path)["model"].keys()
+
+
+def test_an_interrupted_run_continues_bit_for_bit(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_lm.main(small(text, tmp_path / "whole"))
+    step = lm_training.train_step
+
+    def stopping(job: Any, run: Any) -> None:
+        if run.step == 3:
+            raise KeyboardInterrupt
+        step(job, run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_training, "train_step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train_lm.main(small(text, tmp_path / "cut"))
+    assert checkpoint(tmp_path / "cut")["step"] == 2
+    torch.manual_seed(99)
+    train_lm.main(small(text, tmp_path / "cut", resume=True))
+    one, two = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
+    assert [entry["loss"] for entry in one["history"]] == [e["loss"] for e in two["history"]]
+    assert all(torch.equal(value, two["model"][name]) for name, value in one["model"].items())
+    with pytest.raises(UsageError, match="written with --length 24, got 12"):
+        train_lm.main(small(text, tmp_path / "cut", resume=True, length=12))
+
+
+def losses(folder: Path) -> list[float]:
+    return [entry["loss"] for entry in json.loads((folder / "metrics.json").read_text())["history"]]
+
+
+PARALLEL: dict[str, Any] = {
+    **{"num_heads": 2, "mlp_expand": 2.0, "steps": 3, "eval_every": 3, "checkpoint_every": 1}
+}
+
+
+@pytest.mark.slow
+def test_parts_and_processes_do_not_change_the_training(text: Path, tmp_path: Path) -> None:
+    train_lm.main(small(text, tmp_path / "one", **PARALLEL))
+    train_lm.main(small(text, tmp_path / "parts", accumulate=4, **PARALLEL))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join([str(Path(train_lm.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": port, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, str(text), str(tmp_path)],
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    expected = json.loads((tmp_path / "one" / "metrics.json").read_text())
+    for name in ("parts", "replicated", "sharded"):
+        found = json.loads((tmp_path / name / "metrics.json").read_text())
+        assert found["processes"] == (1 if name == "parts" else 2)
+        # sums of gradients in another order, in float32, through three steps of Adam
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-4), name
+        assert found["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=1e-4), name
+    # a model that was sharded is saved whole
+    weights = load_file(tmp_path / "sharded" / "model.safetensors")
+    model = generate.load_model(tmp_path / "sharded", torch.device("cpu"))
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def run_process(text: Path, folder: Path) -> None:
+    """Train replicated and sharded, the latter with an interruption."""
+    torch.set_num_threads(1)
+    train_lm.main(small(text, folder / "replicated", accumulate=2, **PARALLEL))
+    AcceleratorState._reset_state()
+
+    def sharding_accelerator(*args: Any, fsdp_plugin: Any, **options: Any) -> Accelerator:
+        # accelerate takes its plugin on GPUs only, although FSDP2 works on CPUs
+        accelerator = Accelerator(*args, **options)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = fsdp_plugin
+        return accelerator
+
+    prepare, step, seen = training.prepare_run, lm_training.train_step, []
+
+    def preparing(*args: Any) -> Any:
+        run = prepare(*args)
+        seen.append(all(hasattr(p, "full_tensor") for p in run.model.parameters()))
+        return run
+
+    def stopping(job: Any, run: Any) -> None:
+        if run.step == 2:
+            raise KeyboardInterrupt
+        step(job, run)
+
+    config = small(text, folder / "sharded", accumulate=2, shard=True, **PARALLEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "Accelerator", sharding_accelerator)
+        patch.setattr(lm_training, "prepare_run", preparing)
+        patch.setattr(lm_training, "train_step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train_lm.main(config)
+        patch.setattr(lm_training, "train_step", step)
+        train_lm.main(dataclasses.replace(config, resume=True))
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "paper"}, "--preset must be auto, cpu or gpu"),
+        ({"accumulate": 3}, "--accumulate must divide --batch-size = 4, got 3"),
+        ({"eval_tokens": 0}, "--eval-tokens must be an int"),
+        ({"length": 10**6}, "--length must be below the"),
+        ({"shard": True}, "--shard needs several GPUs"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(
+    changes: dict[str, Any], message: str, text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_lm.main(small(text, tmp_path, **changes))
+
+
+def test_models_have_equal_parameters(tmp_path: Path) -> None:
+    sizes = []
+    for mixer in ("bedouin", *BASELINES):
+        config = small(tmp_path, tmp_path, mixer_layer=mixer, match_parameters=10**6)
+        sizes.append(num_parameters(matched(config)))
+        assert matched(config).d_model % 32 == 0
+    assert all(abs(size - 10**6) < 1.2e5 for size in sizes) and len(set(sizes)) > 1
+
+
+def test_the_experiment_compares_equal_models_with_three_seeds() -> None:
+    runs = language_model().runs
+    assert len(runs) == 15 and {run.name.split("-")[0] for run in runs} == set(MIXERS)
+    configs = [parse_config(train_lm.PRESETS, run.arguments) for run in runs]
+    assert [config.seed for config in configs] == [0, 1, 2] * 5
+    sizes = [num_parameters(matched(config)) for config in configs[::3]]
+    assert all(abs(size / sizes[0] - 1) < 0.06 for size in sizes)
+    assert all(dataclasses.replace(config, seed=0) == configs[0] for config in configs[:3])
+
+
+def test_generated_text_is_that_of_the_model(
+    text: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    train_lm.main(small(text, tmp_path))
+    model = generate.load_model(tmp_path, torch.device("cpu"))
+    prompt = b"def "
+    whole = model.generate(torch.tensor([[END, *prompt]]), 12, eos=END)[0, 1 + len(prompt) :]
+    expected = bytes(token for token in whole.tolist() if token != END)
+    streamed = b"".join(generate.stream_bytes(model, prompt, 12, Sampling()))
+    assert streamed == expected
+    capfdbinary.readouterr()
+    config = generate.Config(run=tmp_path, prompt="def ", length=5, device="cpu")
+    generate.main(config)
+    first = capfdbinary.readouterr()
+    assert first.out.startswith(b"def ") and b"bytes/s" in first.err
+    generate.main(config)
+    assert capfdbinary.readouterr().out == first.out  # the same seed
+    with pytest.raises(UsageError, match="--run must be a folder with a checkpoint"):
+        generate.load_model(text, torch.device("cpu"))
+    with pytest.raises(ValueError, match="--top-k must be None with --temperature=0"):
+        generate.Config(run=tmp_path, temperature=0.0, top_k=3)
+
+
+if __name__ == "__main__":
+    run_process(Path(sys.argv[1]), Path(sys.argv[2]))
