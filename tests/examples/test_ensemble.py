@@ -67,11 +67,12 @@ def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     """The results are those of one point after the other, also with fewer steps for one."""
-    grid = {**{name: (value,) for name, value in POINT.items()}, "steps": (2, 4), "d_conv": (3,)}
+    grid = {name: (value,) for name, value in POINT.items()}
+    grid |= {"steps": (2, 4), "d_conv": (3,)}
     found = []
     for concurrent in (True, False):
         folder = tmp_path / str(concurrent)
-        ensemble.main(small(concurrent=concurrent, out=folder, **grid))
+        ensemble.main(small(concurrent=concurrent, out=folder, eval_rows=16, **grid))
         rows = json.loads((folder / "results.json").read_text())["rows"]
         found.append([(row["accuracy"], row["history"]) for row in rows])
     assert found[0] == found[1] and len(found[0][0][1]) == 1 and len(found[0][1][1]) == 2
