@@ -67,7 +67,7 @@ def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     """The results are those of one point after the other, also with fewer steps for one."""
-    grid = {name: (value,) for name, value in POINT.items()}
+    grid: dict[str, Any] = {name: (value,) for name, value in POINT.items()}
     grid |= {"steps": (2, 4), "d_conv": (3,)}
     found = []
     for concurrent in (True, False):
