@@ -379,7 +379,9 @@ def main(config: Config) -> None:
     for group in [points] if config.concurrent else [[point] for point in points]:
         found = train(config, group, device)
         for row in found:
-            print(f"{row['point']}\n{describe(row)}", flush=True)
+            if config.concurrent:  # all points were printed before the first result
+                print(row["point"])
+            print(describe(row), flush=True)
         rows += found
         report = {
             "config": asdict(config),

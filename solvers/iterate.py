@@ -147,7 +147,7 @@ class IterativeSolver(Solver):
             f = TokenMap(f, shape, y.shape)
         if watch is not None:
             # fused steps overwrite the y that they have measured
-            return _WatchedSteps(self, f, y, shape, watch)
+            return _WatchedSteps(self, f, y, watch)
         rule = self.rule()
         # fused steps record no autograd graph
         if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
@@ -228,11 +228,10 @@ class _WatchedSteps(_PlainSteps):
         solver: IterativeSolver,
         f: Map,
         y: Tensor,  # (b, t, c)
-        shape: torch.Size,  # of the user's y, (b, ...)
         watch: Watch,
     ) -> None:
         super().__init__(solver, f, y)
-        self.shape, self.watch = shape, watch
+        self.watch = watch
 
     def advance(self) -> None:
         y = self.progress.y
@@ -248,7 +247,7 @@ class _WatchedSteps(_PlainSteps):
         y: Tensor,  # (b, t, c), at which the map was evaluated
     ) -> None:
         residual = relative_residual(self.progress.defect, self.progress.scale)
-        self.watch(y.reshape(self.shape), residual)
+        self.watch(y, residual)
 
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:

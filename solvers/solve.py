@@ -146,7 +146,10 @@ def solve(
     if deferred is None:
         deferred = _DEFERRED
         deferred.flush()
-    watch = StepRecorder(callback, record_history, split) if callback or record_history else None
+    watch = None
+    if callback or record_history:
+        # solvers iterate tokens (b, t, c), whatever the shape of y0
+        watch = StepRecorder(callback, record_history, lambda y: split(y.reshape(y0.shape)))
     caller = Caller(subject, deferred, draw, watch=watch)
     solution = options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, caller)
     return replace(solution, value=split(solution.value))

@@ -17,7 +17,6 @@ Letters: b batch, t tokens of a sample, c the values of a token.
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from einops import rearrange
@@ -57,11 +56,6 @@ def _stop_tolerance(z: Tensor) -> float:
     z: (b, t c). Only the exact zeros that the guarded map returns for solved samples are below it.
     """
     return torch.finfo(z.dtype).tiny
-
-
-def _reshaped(watch: Watch, shape: torch.Size, y: Tensor, residual: Tensor) -> None:
-    """`watch` with y (b, t, c) in the user's shape."""
-    watch(y.reshape(shape), residual)
 
 
 class _GuardedMap:
@@ -241,9 +235,8 @@ class _TorchDEQSolver(Solver):
         if y.numel() == 0:
             return empty_solution(y0)
         f_tokens = f if y.shape == y0.shape else TokenMap(f, y0.shape, y.shape)
-        watch_tokens = None if watch is None else partial(_reshaped, watch, y0.shape)
         # one evaluation more than steps: the one that only measures the last iterate
-        guarded = _GuardedMap(f_tokens, y, self.rtol, self.atol, max_steps + 1, watch_tokens)
+        guarded = _GuardedMap(f_tokens, y, self.rtol, self.atol, max_steps + 1, watch)
         while not guarded.finished:
             self._run(guarded, guarded.start_round())
         return self._conclude(guarded, y0.shape, max_steps)

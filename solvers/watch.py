@@ -13,7 +13,8 @@ from torch import Tensor
 from bedouin.solvers.solution import Solution
 
 Watch = Callable[[Tensor, Tensor], None]
-"""Called by a solver with each y (b, ...) that it evaluates the map at, and its residual (b,)."""
+"""Called by a solver with each y that it evaluates the map at, (b, ...) or as tokens (b, t, c), and
+its residual (b,)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class StepRecorder:
 
     def __call__(
         self,
-        y: Tensor,  # (b, ...)
+        y: Tensor,  # (b, ...) or (b, t, c)
         residual: Tensor,  # (b,)
     ) -> None:
         if self.keeps:

@@ -17,9 +17,9 @@ def by_position(
 ) -> dict[str, float | list[float]]:
     """Accuracy in ten parts of the string, and of the letters after a right and a wrong one.
 
-    A model that finds a letter by its neighbours makes errors everywhere; one that counts makes
-    them where it has never counted to, and one after the other. A value of which there is no letter
-    is NaN.
+    A model that finds a letter by the letters before it errs at all positions alike; one that finds
+    it by its position errs at positions beyond those of training. An accuracy over no letters is
+    NaN.
     """
     length = int((labels[0] != IGNORE).sum()) - 1  # without the "." at the end
     start = int((labels[0] != IGNORE).nonzero()[0])

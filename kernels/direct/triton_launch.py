@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
+from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.direct.triton_constants import (
     alignment,
     blocked_constants,
@@ -212,7 +213,7 @@ def prepare(
         **alignment(raw, raw if fed is None else fed),
         # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
         # are summed within one warp
-        num_warps=1 if A.dim() == 3 and d <= 128 else max(4, num_warps(d, 1) // 2),
+        num_warps=1 if A.dim() == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
     )
 
 

@@ -135,12 +135,12 @@ class Diagnosis:
 
     def __str__(self) -> str:
         b, t, m = self.shape
-        exponent, last = self.lyapunov.max().item(), self.growth[-1].max().item()
+        lyapunov, last = self.lyapunov.max().item(), self.growth[-1].max().item()
         rows = [
             ("growth of a perturbation", f"{_exp(last)} after {t} tokens"),
             (
                 "Lyapunov exponent",
-                f"{exponent:+.4f} a token (median {self.lyapunov.median():+.4f})",
+                f"{lyapunov:+.4f} a token (median {self.lyapunov.median():+.4f})",
             ),
             ("gradient bias", f"{self.bias:.1e} (cosine {self.cosine:.4f})"),
             ("decoding against one call", f"{self.decode_gap:.1e}"),
@@ -357,22 +357,22 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     """Sentences about what to change."""
     t = found.shape[1]
     advice = _advice_on_solvers(found, layer)
-    exponent = found.lyapunov.max().item()
+    lyapunov = found.lyapunov.max().item()
     if found.pivots is not None and not found.pivots.min() >= SMALL_PIVOT:
         advice.append(
             f"A local system is nearly singular (pivot {found.pivots.min():.1e}): use beta_max=1, "
             'input_scale="bounded_delta" or "one_minus_decay", or a lower learning rate.'
         )
-    if exponent > 0 and found.growth[-1].max() > math.log(100):
+    if lyapunov > 0 and found.growth[-1].max() > math.log(100):
         advice.append(
-            f"The layer is chaotic here: a difference grows {math.exp(exponent):.3g} times a "
+            f"The layer is chaotic here: a difference grows {math.exp(lyapunov):.3g} times a "
             "token. Parallel solvers then need about as many steps as tokens, and rounding decides "
             "the output of long sequences: use a smaller feedback_init, feedback_norm=True, or "
             "gradient clipping."
         )
-    elif exponent < -1:
+    elif lyapunov < -1:
         advice.append(
-            f"The state forgets {math.exp(-exponent):.3g}-fold a token: use a smaller step Delta "
+            f"The state forgets {math.exp(-lyapunov):.3g}-fold a token: use a smaller step Delta "
             "(dt_bias) if the task needs a longer memory."
         )
     if not found.bias <= LARGE_BIAS:

@@ -462,8 +462,6 @@ def reverse_head_kernel(
                 S, K, BLOCK_D, SELECTIVE,
             )  # fmt: skip
         H = total * decay
-        x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
-        tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # defect and scale of the adjoint equation
         T = load_scalars(row, PAIRS, S, BLOCK_D)
         applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
