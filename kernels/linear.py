@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 ALIGNMENT = 64
+WIDTH = 8
+"""The least number of columns, and the divisor of that number, of a fast product."""
 
 
 def padding(r: int) -> int:
@@ -68,5 +70,5 @@ def in_eights(
     """v split along an axis into a part whose size is a multiple of eight and the rest; v alone if
     there is no rest, or if v has at most eight entries along the axis."""
     size = v.shape[axis]
-    rest = size % 8
-    return v.split([size - rest, rest], axis) if rest and size > 8 else (v,)
+    rest = size % WIDTH
+    return v.split([size - rest, rest], axis) if rest and size > WIDTH else (v,)

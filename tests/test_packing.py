@@ -396,11 +396,11 @@ def test_masks_on_a_gpu(num_heads: int, no_synchronization: Any) -> None:
         # float32, in other sums: as many tokens in another batch
         assert_close(f"row {i}", output[i][mask[i]], alone[0], 1e-3)
         assert_close(f"ssm {i}", state.ssm[i], after.ssm[0], 1e-3)
-    graph = torch.cuda.CUDAGraph()
+    graph, bounds = torch.cuda.CUDAGraph(), torch.tensor([0, 32], device="cuda")
     with torch.no_grad(), torch.cuda.graph(graph):
         captured = layer(x, mask=mask)
         with pytest.raises(ValueError, match="cu_seqlens must be None during the capture"):
-            layer(x[:1], cu_seqlens=torch.tensor([0, 32], device="cuda"))
+            layer(x[:1], cu_seqlens=bounds)
     graph.replay()
     assert_close("captured", captured, output, 1e-4)
 

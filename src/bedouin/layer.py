@@ -437,8 +437,9 @@ class FixedPointLayer(SavedLayer, ABC):
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
             stats = replace(stats, num_steps=packing.steps(stats.num_steps))
-        # a checkpoint's recomputation keeps those of the first call, which get stats.backward
-        if not restores_tensors_only() and not torch.compiler.is_exporting():
+        # A checkpoint's recomputation keeps those of the first call, which get stats.backward. The
+        # flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
+        if not restores_tensors_only() and not torch.compiler._is_exporting_flag:
             self.stats = stats
 
     def _output(

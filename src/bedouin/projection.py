@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from bedouin.kernels.backend import is_batched
 from bedouin.kernels.heads import per_sample
-from bedouin.kernels.linear import in_eights, padding
+from bedouin.kernels.linear import WIDTH, in_eights, padding
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -97,7 +97,12 @@ def _weight_gradient(
     out: Tensor | None = None,  # (c, d) or (H, c, d)
 ) -> Tensor:  # as out
     product = torch.mm if rows.dim() == 2 else torch.bmm
-    return product(grad.mT, rows, out=out)
+    c = grad.shape[-1]
+    if c >= WIDTH:
+        return product(grad.mT, rows, out=out)
+    # cuBLAS's product for fewer columns takes many times as long
+    wide = product(F.pad(grad, (0, WIDTH - c)).mT, rows)[..., :c, :]
+    return wide if out is None else out.copy_(wide)
 
 
 def _bias_gradient(

@@ -270,18 +270,18 @@ def reverse_head_kernel(
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
         known = more[:, None] & (cols < d)[None, :]
         at = after[:, None] + cols[None, :]
-        to_delta = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-        rows = ()
+        delta_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
+        u_after = ()
         for i in tl.static_range(K):
-            to_u = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
-            rows = rows + (to_u.to(ROUND),)
+            column = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
+            u_after = u_after + (column.to(ROUND),)
         known = more[:, None] & in_states
         at = after[:, None] + states_at[None, :]
-        to_states = tl.load(grad_raw_ptr + at, mask=known & SELECTIVE, other=0.0).to(ROUND)
+        states_after = tl.load(grad_raw_ptr + at, mask=known & SELECTIVE, other=0.0).to(ROUND)
         known = more[:, None] & in_alpha
         at = after[:, None] + (u_at + K * d) + alphas[None, :]
-        to_alpha = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-        grads = in_tiles(to_delta, rows, to_states, to_alpha, S, K, BLOCK_D, SELECTIVE)
+        alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
+        grads = in_tiles(delta_after, u_after, states_after, alpha_after, S, K, BLOCK_D, SELECTIVE)
     at = sample[:, None] * (n * d) + cols[None, :]
     H = load_states(H_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
     grad_A = load_states(grad_A_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
