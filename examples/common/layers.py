@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin import baselines
+from bedouin import Bedouin, baselines
 from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.solvers import (
     Adjoint,
@@ -175,6 +175,40 @@ class Convolved(nn.Module):
         window = x.new_zeros(len(x), *self.conv.window_size)
         out: Tensor = self.layer(F.silu(self.conv(x, window)[0]))
         return out
+
+
+class Parallel(nn.Module):
+    """The sum of two layers' outputs: together one layer with two kinds of heads.
+
+    For the study only: it takes and returns no state.
+    """
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    @property
+    def stats(self) -> Any:
+        """The statistics of the first layer's last solve."""
+        return getattr(self.first, "stats", None)
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+    ) -> Tensor:  # (b, t, m)
+        out: Tensor = self.first(x) + self.second(x)
+        return out
+
+
+def copy_keys(layer: Bedouin) -> None:
+    """Set the weights of C, from x and from y, to those of B."""
+    p, n = layer.head_dim, layer.d_state
+    weights = [(layer.x_proj.weight, p)]
+    if layer.y_proj is not None and {"B", "C"} <= set(layer.feedback):
+        weights.append((layer.y_proj.weight, p if "delta" in layer.feedback else 0))
+    for weight, first in weights:
+        B, C = weight.detach()[..., first : first + 2 * n, :].chunk(2, -2)
+        C.copy_(B)
 
 
 def count(module: nn.Module) -> int:

@@ -16,7 +16,9 @@ from common.layers import (
     TAKES,
     Baseline,
     Convolved,
+    Parallel,
     SolverOptions,
+    copy_keys,
     count,
     fixed_point_options,
 )
@@ -56,6 +58,17 @@ class Config(TaskOptions, SolverOptions):
     have their own."""
     delta_from_x_init: tuple[float, ...] = (1.0,)
     """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
+    expand: tuple[int, ...] = (2,)
+    """Channels of a layer of Bedouin for each one of the model."""
+    recall_heads: tuple[int | None, ...] = (None,)
+    """Heads of a second layer beside each one of Bedouin, whose outputs are added: with a short
+    convolution, --recall-state states, and neither feedback nor reflections, so that it can find
+    a token by its neighbours only. None: no such layer."""
+    recall_state: int = 64
+    """d_state of the second layer."""
+    key_init: tuple[Literal["drawn", "same"], ...] = ("drawn",)
+    """Initial weights of B and C: drawn independently, or those of C the same as those of B, as in
+    mimetic initialization (arXiv 2410.11135)."""
     lr: tuple[float, ...] = (1e-3,)
     schedule: tuple[Schedule, ...] = ("cosine",)
     batch_size: tuple[int, ...] = (256,)
@@ -111,18 +124,26 @@ PAPER = Config(
 )
 PRESETS = {"small": Config(), "paper": PAPER}
 
+NEARLY_IDENTITY = 1e-3
+"""beta_max with which reflections change nothing."""
+RECALL_RATE, RECALL_WIDTH = 0.01, 4
+"""Of the second layer: the factor on the initial decay rates, and the width of the convolution."""
+
 LAYER_OPTIONS = (
     "input_scale",
     "d_state",
     "num_heads",
     "num_householder",
     "decay",
+    "expand",
     "beta_max",
     "feedback",
     "feedback_init",
     "delta_from_x_init",
 )
-GRID = (*LAYER_OPTIONS, "rate_scale", "d_conv", "lr", "schedule", "batch_size", "steps")
+MODEL_OPTIONS = ("rate_scale", "d_conv", "key_init", "recall_heads")
+"""Options of what is around the layer, and of its initial weights."""
+GRID = (*LAYER_OPTIONS, *MODEL_OPTIONS, "lr", "schedule", "batch_size", "steps")
 
 
 def model_seeds(config: Config) -> range:
@@ -151,8 +172,28 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
             layer.A_log.add_(math.log(rate_scale))
     elif rate_scale != 1:
         raise ValueError(f"rate_scale must be 1 without decay 'mamba', got {rate_scale}")
-    width = point["d_conv"]
-    return layer if width is None else Convolved(layer, config.d_model, width)
+    if point["key_init"] == "same":
+        copy_keys(layer)
+    width, heads = point["d_conv"], point["recall_heads"]
+    mixed = layer if width is None else Convolved(layer, config.d_model, width)
+    return mixed if heads is None else Parallel(mixed, _recall(config, heads, point["input_scale"]))
+
+
+def _recall(config: Config, num_heads: int, input_scale: str) -> nn.Module:
+    """The second layer of `recall_heads`."""
+    layer = Bedouin(
+        config.d_model,
+        d_state=config.recall_state,
+        num_heads=num_heads,
+        num_householder=1,
+        beta_max=NEARLY_IDENTITY,
+        feedback=(),
+        input_scale=input_scale,
+        on_unconverged="ignore",
+    )
+    with torch.no_grad():
+        layer.A_log.add_(math.log(RECALL_RATE))
+    return Convolved(layer, config.d_model, RECALL_WIDTH)
 
 
 def make_model(config: Config, point: dict[str, Any]) -> SequenceModel:
@@ -188,7 +229,7 @@ def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
     if config.stacked:
         raise ValueError(f"stacked must be False for mixer_layer {name!r}: pass --no-stacked")
     takes = TAKES[name]
-    for option in (*LAYER_OPTIONS, "rate_scale", "d_conv"):
+    for option in (*LAYER_OPTIONS, *MODEL_OPTIONS):
         default = getattr(PRESETS[config.preset], option)
         if option not in takes and (point[option],) != default:
             raise ValueError(

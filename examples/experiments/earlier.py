@@ -118,6 +118,7 @@ _TRIAL = joined(
 )
 _SLOW = "--rate-scale 0.01"
 _WIDE = f"--d-model 512 --num-heads 16 {_SLOW}"
+_NO_REFLECTIONS = "--num-householder 1 --beta-max 1e-3"
 _GRIFFIN = "--decay griffin --rate-scale 1"
 TRIALS = Experiment(
     "copying-trials",
@@ -141,6 +142,13 @@ TRIALS = Experiment(
             "conv": f"{_SLOW} --lr 2e-3 4e-3 --d-conv 4",
             "conv-griffin": f"{_GRIFFIN} --lr 2e-3 4e-3 --d-conv 4",
             "conv-no-feedback": f"--feedback none {_SLOW} --lr 2e-3 4e-3 --d-conv 4",
+            "conv-no-feedback-no-reflections": (
+                f"--feedback none {_NO_REFLECTIONS} {_SLOW} --lr 2e-3 --d-conv 4 --d-state 16 64"
+            ),
+            "no-reflections": f"--feedback B+C {_NO_REFLECTIONS} {_SLOW} --lr 2e-3",
+            "one-step": f"--adjoint one_step {_SLOW} --lr 1e-3 4e-3",
+            "same-keys": f"--key-init same {_SLOW} --lr 2e-3 --d-conv 4",
+            "wide1024": f"--d-model 1024 --num-heads 32 {_SLOW} --lr 2e-3",
         }.items()
     ),
 )

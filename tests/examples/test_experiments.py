@@ -14,14 +14,17 @@ import experiment
 from common.options import parse_config
 from common.study import GRID, make_layer
 from common.summary import figure_of_both, summarize
-from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.plan import Experiment, Run
 
 ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
-REPORTED = ("words", "words-equal", "copying", "copying-feedback", "controls", "heads", "languages")
-TUNING = ("words-tuning", "copying-tuning", "copying-settings", "tuning", "copying-trials")
+REPORTED = ("words", "words-equal", "copying", "copying-feedback", "controls", "languages")
+TUNING = ("words-tuning", "copying-tuning", "copying-settings", "tuning", "copying-trials", "heads")
+
+
+PARTLY = ("heads",)
+"""Experiments of which not every run has been made."""
 
 
 @cache
@@ -45,17 +48,19 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
             assert config.first_seed >= 100, run.name
 
 
-@pytest.mark.parametrize("found", [EARLIER, TUNING_RUNS, TRIALS], ids=lambda found: str(found.name))
-def test_commands_of_earlier_runs_give_their_configurations(found: Experiment) -> None:
-    names = set()
+@pytest.mark.parametrize("name", ["earlier", "tuning", "copying-trials", "heads"])
+def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
+    found, names = ALL[name], set()
     for run in found.runs:
         path = experiment.result_path(experiment.RESULTS, found, run)
+        if name in PARTLY and not path.exists():
+            continue
         saved = json.loads(path.read_text())["config"]
         names.add(path)
         config = asdict(parsed(run))
-        for name in saved.keys() & config.keys() - set(SINCE):
-            assert _listed(config[name]) == _listed(saved[name]), (run.name, name)
-    if found is not EARLIER:
+        for option in saved.keys() & config.keys() - set(SINCE):
+            assert _listed(config[option]) == _listed(saved[option]), (run.name, option)
+    if found.folder is None:
         assert names == set((experiment.RESULTS / found.name).glob("*.json"))
 
 
