@@ -23,6 +23,9 @@ CONTRACTS_PYTHON := $(CONTRACTS_ENV)/bin/python
 PIP_OPTIONS   := --quiet
 TORCH_OPTIONS := --quiet --no-compile
 
+# For the same reason Python must keep what it has compiled; it would compile torch at every start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
