@@ -78,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "fuzz" not in config.option.markexpr:
         # left out, not skipped: the default run has a short form of each of these tests
         items[:] = [item for item in items if item.get_closest_marker("fuzz") is None]
+    # first, so that no process waits for them at the end
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     missing = {
         "gpu": not torch.cuda.is_available(),
         # Read from the environment: Triton decides when it is imported, before any fixture.
