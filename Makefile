@@ -18,10 +18,13 @@ WHEEL_ENV  := build/wheel-env
 CONTRACTS_ENV    := build/contracts-env
 CONTRACTS_PYTHON := $(CONTRACTS_ENV)/bin/python
 
-# Python compiles what it imports; pip would compile all of torch, in every environment. The other
-# packages are compiled: the warnings that torchdeq's syntax causes would be errors in the tests.
+# Python compiles what it imports; pip would compile all of torch, in every environment. What comes
+# with torchdeq is compiled: the warnings that its syntax causes would be errors in the tests.
 PIP_OPTIONS   := --quiet
-TORCH_OPTIONS := --quiet --no-compile
+NO_COMPILE    := --quiet --no-compile
+
+# For the same reason Python must keep what it has compiled; it would compile torch at every start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
@@ -51,7 +54,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: needs Python >= 3.11, found $$($(PYTHON) --version 2>&1); set PYTHON=..." >&2; exit 1; }
 	test -x $(ENV_PYTHON) || $(PYTHON) -m venv $(VENV)
-	$(ENV_PYTHON) -m pip install $(TORCH_OPTIONS) "$(TORCH)"
+	$(ENV_PYTHON) -m pip install $(NO_COMPILE) "$(TORCH)"
 	$(ENV_PYTHON) -m pip install $(PIP_OPTIONS) --editable ".[dev]"
 	@touch $@
 
@@ -86,13 +89,13 @@ fuzz: $(STAMP)
 # The packages are installed beside those of $(VENV), which stays as it is. A machine without CUDA
 # has no compiler for mamba-ssm's kernels; its Python code is what is tested there.
 $(CONTRACTS_ENV)/installed: $(STAMP)
-	@echo "== contracts: $(CONTRACTS_ENV), two minutes"
+	@echo "== contracts: $(CONTRACTS_ENV), a minute"
 	rm -rf $(CONTRACTS_ENV)
 	$(ENV_PYTHON) -m venv $(CONTRACTS_ENV)
 	$(ENV_PYTHON) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > $$($(CONTRACTS_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
-	$(CONTRACTS_PYTHON) -m pip install $(PIP_OPTIONS) "$(TRANSFORMERS)" --editable ".[contracts]"
-	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(CONTRACTS_PYTHON) -m pip install $(PIP_OPTIONS) \
+	$(CONTRACTS_PYTHON) -m pip install $(NO_COMPILE) "$(TRANSFORMERS)" --editable ".[contracts]"
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(CONTRACTS_PYTHON) -m pip install $(NO_COMPILE) \
 	    --no-build-isolation --no-deps "$(MAMBA)"
 	@touch $@
 
@@ -118,7 +121,7 @@ build: $(STAMP)
 	rm -rf dist $(WHEEL_ENV)
 	$(ENV_PYTHON) -P -m build --quiet --outdir dist
 	$(PYTHON) -m venv $(WHEEL_ENV)
-	$(WHEEL_ENV)/bin/python -m pip install $(TORCH_OPTIONS) "$(TORCH)"
+	$(WHEEL_ENV)/bin/python -m pip install $(NO_COMPILE) "$(TORCH)"
 	$(WHEEL_ENV)/bin/python -m pip install $(PIP_OPTIONS) "$(TORCH)" dist/*.whl
 	cd $(WHEEL_ENV) && bin/python -I -W error $(CURDIR)/tests/smoke_wheel.py
 

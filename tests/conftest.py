@@ -5,6 +5,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import hypothesis
 import pytest
@@ -32,9 +33,39 @@ class _TorchRandom:
 _TORCH_RANDOM = _TorchRandom()
 
 
+def _prepare_language_once_a_launch() -> None:
+    """Spare Triton's interpreter about half of its time.
+
+    It replaces the functions of triton.language by its own at a launch, and again at every call of
+    a device function. Within a launch, only the first call from a module changes anything.
+    """
+    from triton.runtime import interpreter
+
+    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    prepared: set[int] = set()
+
+    def prepare_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module in prepared:
+            return None  # read by a launch alone, whose own call is the first
+        prepared.add(module)
+        return prepare(function)
+
+    def launch_once(executor: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            launch(executor, *args, **kwargs)
+        finally:
+            prepared.clear()
+
+    interpreter._patch_lang = prepare_once
+    interpreter.GridExecutor.__call__ = launch_once
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # One thread: the tensors are small, and the workers share the cores.
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _prepare_language_once_a_launch()
     hypothesis.register_random(_TORCH_RANDOM)
     # No deadline: the first example includes imports, and the machine may be busy.
     hypothesis.settings.register_profile("bedouin", deadline=None, print_blob=True)
@@ -47,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "fuzz" not in config.option.markexpr:
         # left out, not skipped: the default run has a short form of each of these tests
         items[:] = [item for item in items if item.get_closest_marker("fuzz") is None]
+    # first, so that no process waits for them at the end
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     missing = {
         "gpu": not torch.cuda.is_available(),
         # Read from the environment: Triton decides when it is imported, before any fixture.

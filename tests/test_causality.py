@@ -63,7 +63,7 @@ def futures(x: Tensor, cut: int) -> list[Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("solver", BIT_FOR_BIT, ids=name)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(RNGS, st.integers(1, 3), st.integers(2, 9))
 def test_the_past_does_not_see_the_future(
     solver: Solver, rng: random.Random, b: int, t: int
@@ -102,7 +102,7 @@ def test_the_papers_stop_rule_is_not_causal_at_a_loose_tolerance() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("solver", [*BIT_FOR_BIT, *TO_TOLERANCE], ids=name)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(RNGS, st.integers(1, 8))
 def test_a_sample_does_not_see_its_batch(solver: Solver, rng: random.Random, t: int) -> None:
     layer, x = draw(rng, 8, t, solver=solver)

@@ -49,13 +49,17 @@ OUTSIDE: dict[str, dict[str, Any]] = {
 REMEDIES = {"long iteration": "use Direct, a smaller max_steps", "low rank": "HouseholderProduct"}
 
 
-# a compilation takes some seconds, so the three are varied one at a time
+# a compilation takes some seconds: every kind and every solve in training, and every mode
 iterations = pytest.mark.parametrize(
     ("kind", "solve", "mode"),
     [
-        *(("Bedouin", "picard", mode) for mode in MODES),
-        *(("Bedouin", solve, "train") for solve in ITERATIONS if solve != "picard"),
-        *((kind, "jacobi", "train") for kind in KINDS if kind != "Bedouin"),
+        ("Bedouin", "picard", "train"),
+        ("FixedPointRNN", "jacobi", "train"),
+        ("SequenceModel", "one-step", "train"),
+        ("Bedouin", "jacobi", "eval"),
+        ("FixedPointRNN", "picard", "no_grad"),
+        ("SequenceModel", "picard", "inference_mode"),
+        ("Bedouin", "one-step", "frozen"),
     ],
 )
 
@@ -104,8 +108,15 @@ def assert_as_eager(
     assert_close(results(call, module, x, mode), expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    # the others below autograd
+    [
+        ("Bedouin", "train"),
+        *(("FixedPointRNN", mode) for mode in ("eval", "no_grad")),
+        *(("SequenceModel", mode) for mode in ("no_grad", "inference_mode", "frozen")),
+    ],
+)
 def test_direct_is_one_graph_in_every_mode(kind: str, mode: str) -> None:
     module = prepared(kind, mode, {})
     assert_as_eager(module, draw(kind), mode, fullgraph=True, backend="eager")
@@ -140,7 +151,6 @@ def test_long_iterations_run_outside_of_the_graph(kind: str, solve: str, mode: s
     assert_as_eager(module, draw(kind), mode, fullgraph=False, backend="aot_eager")
 
 
-@pytest.mark.slow
 @iterations
 def test_short_iterations_are_one_graph(kind: str, solve: str, mode: str) -> None:
     options = ITERATIONS[solve] | {"max_steps": 1, "on_unconverged": "ignore"}
@@ -153,12 +163,6 @@ def test_a_long_iteration_in_training_runs_outside_of_the_graph() -> None:
     assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=False, backend="eager")
     assert isinstance(layer, Bedouin) and layer.stats is not None
     assert 1 < layer.stats.num_steps.max() < 100
-
-
-def test_a_short_iteration_in_training_is_one_graph() -> None:
-    options = {"solver": Picard(), "max_steps": 1, "on_unconverged": "ignore"}
-    layer = prepared("Bedouin", "train", options)
-    assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=True, backend="eager")
 
 
 def test_a_mixer_without_layout_runs_outside_of_the_graph() -> None:

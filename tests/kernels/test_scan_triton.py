@@ -134,8 +134,15 @@ def test_a_cut_sequence(t: int, segments: int, options: dict[str, Any], device: 
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("state_dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float16, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float32),
+    ],
+)
 def test_precisions(dtype: torch.dtype, state_dtype: torch.dtype | None, device: str) -> None:
     check(draw(1, 17, 4, 3, device, dtype, state_dtype), **OPTIONS[5])
 
@@ -160,7 +167,7 @@ def test_without_state_and_skip(device: str) -> None:
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_output_alone_has_gradients(output: int, device: str) -> None:
-    drawn: list[Any] = list(draw(2, 18, 3, 2, device))
+    drawn: list[Any] = list(draw(1, 17, 3, 2, device))
     leaves = [v.requires_grad_() for v in drawn]
     grads = [
         torch.autograd.grad(selective_scan(*leaves, backend=b)[output].sum(), leaves[:2])
