@@ -311,7 +311,7 @@ class FixedPointLayer(SavedLayer, ABC):
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
-        single call, up to rounding. At most one of these describes x (bedouin.packing):
+        single call, up to rounding. x may be described by these (bedouin.packing):
 
         mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
             its output is 0, state and `stats` are those of the real tokens alone.
@@ -320,6 +320,8 @@ class FixedPointLayer(SavedLayer, ABC):
         seq_idx: int32 or int64; a new document begins wherever it changes. `state` enters the first
             document of each row, the state after the last one is returned; `stats` have one entry
             for each document, in order. The host reads two numbers.
+        A mask goes with either of the others. Padding is in no document then: a document continues
+        after it, and its seq_idx may be anything. A row without real tokens is an empty document.
 
         Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
         devices and states, ConvergenceError if on_unconverged="raise".

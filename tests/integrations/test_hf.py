@@ -192,6 +192,12 @@ class TestForward:
         for names in (["seq_idx"], ["cu_seq_lens_q"], ["position_ids"], list(batch)):
             found = model(flattened[0], **{name: batch[name] for name in names})
             same(found.logits, torch.cat(alone, 1))
+        # padding, here before the documents, is in none of them
+        padded = torch.cat([ids[:1, :3], flattened[0]], 1)
+        real = torch.arange(padded.shape[1]).unsqueeze(0) >= 3
+        seq_idx = torch.cat([torch.full((1, 3), 2), batch["seq_idx"]], 1)
+        found = model(padded, attention_mask=real.long(), seq_idx=seq_idx)
+        same(found.logits[:, 3:], torch.cat(alone, 1))
         # the cache goes on from the last document
         token = ids[2:, 4:5]
         after = model(token, past_key_values=found.past_key_values).logits
@@ -229,8 +235,6 @@ class TestForward:
             model(ids, cu_seq_lens_q=torch.tensor([0, 7]))
         with pytest.raises(ValueError, match=r"ascend from 0 to t = 7, got \[0, 5\]"):
             model(ids[:1], cu_seq_lens_q=torch.tensor([0, 5]))
-        with pytest.raises(ValueError, match="at most one of mask, cu_seqlens and seq_idx"):
-            model(ids, attention_mask=torch.ones_like(ids), seq_idx=torch.zeros_like(ids))
 
 
 class TestConfig:
