@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from bedouin.kernels.backend import is_batched, without_autocast
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
+from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import BlockMap, Solver, TransposedBlockMap, counted_tokens
 from bedouin.solvers.problem import Problem
 from bedouin.solvers.solution import Solution, SolveStats, can_read_device
@@ -17,11 +18,12 @@ from bedouin.solvers.solution import Solution, SolveStats, can_read_device
 
 def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> Solution:
     """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
+    if torch.compiler.is_compiling():
+        return _attach_outside(problem, solver, solution)
     if not can_read_device(solution.value):
         raise RuntimeError(
-            "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.compile, "
-            "torch.func transforms or graph capture, nor on the meta device: use Direct, or "
-            "solver=None"
+            "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.func "
+            "transforms or graph capture, nor on the meta device: use Direct, or solver=None"
         )
     y = solution.value.detach().requires_grad_()
     tracked = problem.f(y)
@@ -29,6 +31,15 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
         return solution
     adjoint = _AdjointSolve(problem, solver, y, tracked, solution.stats)
     return replace(solution, value=_attach_implicit(tracked, y.detach(), adjoint))
+
+
+@outside_of_graphs(
+    "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early: use "
+    "ImplicitAdjoint() with a HouseholderProduct, OneStepAdjoint, or torch.compile with "
+    "fullgraph=False",
+)
+def _attach_outside(problem: Problem, solver: Solver, solution: Solution) -> Solution:
+    return attach_iterative(problem, solver, solution)
 
 
 class _ImplicitGrad(torch.autograd.Function):
