@@ -11,6 +11,7 @@ of the longest one.
 import inspect
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ CLOSED = 1e30
 """The size of a raw value of Delta for which Delta is exactly 0, whatever the feedback adds."""
 
 StateT = TypeVar("StateT", bound=RecurrentState)
+
+_known_takers: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
+"""Classes of layers, and whether their `forward` takes a mask."""
 
 
 class Places(TypedDict, total=False):
@@ -201,13 +205,27 @@ def find_packing(
 
 def check_takes_mask(mixer: nn.Module) -> None:
     """Raise TypeError for a layer whose `forward` has no argument `mask`."""
-    parameters = inspect.signature(mixer.forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    if "mask" not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+    if not _takes_mask(mixer):
         raise TypeError(
             f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
             "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
         )
+
+
+def _takes_mask(mixer: nn.Module) -> bool:
+    """Whether `forward` has an argument `mask`; remembered for each class."""
+    kind = type(mixer)
+    # others may replace `forward` on the object; a graph that depends on the memory is recompiled
+    forgets = "forward" in vars(mixer) or torch.compiler.is_compiling()
+    known = None if forgets else _known_takers.get(kind)
+    if known is not None:
+        return known
+    parameters = inspect.signature(mixer.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    takes = "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+    if not forgets:
+        _known_takers[kind] = takes
+    return takes
 
 
 def _pad_rows(

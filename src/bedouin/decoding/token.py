@@ -220,17 +220,17 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether `step` may take the fused path for x_t (b, m)."""
     if not asks_for_fused_step(layer) or not len(x_t):
         return False
-    # a replay calls no Python functions, and those on y_proj are answered with an error
-    _, *parts = layer.modules()
-    if any(has_hooks(part) for part in parts):
-        return False
     if is_cuda_device(x_t.device):
         # float64 serves to check numbers, for which the plain path is the reference
-        return layer.D.dtype != torch.float64 and unsupported_step(layer) is None
-    options = layer.solve_options
-    if options.backend != "triton" or not interpreter_is_on():
+        supported = layer.D.dtype != torch.float64
+    else:
+        supported = layer.solve_options.backend == "triton" and interpreter_is_on()
+    if not supported or unsupported_step(layer) is not None:
         return False
-    return unsupported_step(layer) is None
+    # last, since it looks at every module: a replay calls no Python functions, and those on y_proj
+    # are answered with an error
+    _, *parts = layer.modules()
+    return not any(has_hooks(part) for part in parts)
 
 
 def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
