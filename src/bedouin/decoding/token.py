@@ -242,9 +242,13 @@ def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-def has_graph(layer: DecodedLayer, x_t: Tensor) -> bool:
-    """Whether a token of x_t (b, m) replays a graph, which may have to be captured first."""
-    return may_replay(layer, x_t) and takes_fused_step(layer, x_t)
+def is_buffered(layer: DecodedLayer, x_t: Tensor) -> bool:
+    """Whether a `Decoder` keeps the state in buffers for x_t, (b, m) or tokens (b,).
+
+    On a CPU only in Triton's interpreter, which captures nothing.
+    """
+    fused = takes_fused_step(layer, x_t)
+    return fused and (not x_t.is_cuda or may_replay(layer, x_t))
 
 
 def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
