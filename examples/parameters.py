@@ -68,7 +68,7 @@ class Sizes:
 
 def layers(config: Config, d_model: int) -> Iterator[tuple[str, nn.Module]]:
     """The layers of one width by their titles."""
-    options = {"expand": EXPAND, "num_householder": config.num_householder}
+    options: dict[str, Any] = {"expand": EXPAND, "num_householder": config.num_householder}
     for heads in config.num_heads:
         title = f"Bedouin, {heads} head{'s' if heads > 1 else ''}"
         yield title, Bedouin(d_model, num_heads=heads, **options)

@@ -323,8 +323,8 @@ def test_both_directions_of_time() -> None:
     assert_close("indexed", indexed, documents, 1e-12)
     seq_idx = torch.tensor([[0, 1, 0, 2, 1, 2], [5, 4, 4, 4, 5, 5]])
     padded = layer(x, mask=mask, seq_idx=seq_idx)
-    pieces = [(0, [1]), (0, [2]), (0, [4]), (1, [0]), (1, [1, 2, 3]), (1, [4, 5])]
-    for i, places in pieces:
+    alone_in_rows = [(0, [1]), (0, [2]), (0, [4]), (1, [0]), (1, [1, 2, 3]), (1, [4, 5])]
+    for i, places in alone_in_rows:
         assert_close("padded", padded[i, places], alone(x[i : i + 1, places])[0], 1e-12)
     model = SequenceModel(VOCAB, 4, [layer], dtype=torch.float64)
     tokens = ids(1, 6)
