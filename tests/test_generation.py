@@ -113,7 +113,8 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
 
 def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float) -> None:
     """A decoder whose tokens are runs of one graph, also when parameters or hooks change."""
-    b, mixers = len(tokens), model.mixers
+    b = len(tokens)
+    mixers: Any = model.mixers
     whole = model(tokens)
     _, state = model(tokens[:, :2], return_state=True)
     decoder: Any = Decoder(model, b, state=state)

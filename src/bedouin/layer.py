@@ -25,8 +25,9 @@ from bedouin.checks import (
     ordered_subset,
     positive_int,
 )
+from bedouin.compiled_map import choose_map
 from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_step
-from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
+from bedouin.fixed_point_map import FixedPointMap, ScanInputs
 from bedouin.heads import (
     by_head,
     choose_num_heads,
@@ -418,7 +419,6 @@ class FixedPointLayer(SavedLayer, ABC):
         state: BedouinState | None,  # of b samples
         packing: Packing | None = None,
     ) -> FixedPointMap:
-        kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = accumulator(x.dtype)
         drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
@@ -428,7 +428,7 @@ class FixedPointLayer(SavedLayer, ABC):
             raw = hold_memory(raw, lengths, self.head_dim, self._raw_without_delta)
         operands = Operands(drive, raw, W_y, A, *before)
         options = self.parameterization(), self.mixer, self._split, self.backend
-        return kind(operands, *options, lengths)
+        return choose_map(self.mixer)(operands, *options, lengths)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
