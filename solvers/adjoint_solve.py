@@ -10,18 +10,33 @@ from torch.autograd.graph import get_gradient_edge
 
 from bedouin.kernels.backend import is_batched, without_autocast
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
-from bedouin.solvers.base import BlockMap, Solver, TransposedBlockMap, counted_tokens
+from bedouin.kernels.outside import outside_of_graphs
+from bedouin.solvers.base import (
+    BlockMap,
+    GraphMap,
+    Map,
+    Solver,
+    TimeDim,
+    TransposedBlockMap,
+    counted_tokens,
+)
 from bedouin.solvers.problem import Problem
 from bedouin.solvers.solution import Solution, SolveStats, can_read_device
 
 
 def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> Solution:
     """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
+    if torch.compiler.is_compiling():
+        f = problem.f
+        if isinstance(f, GraphMap):
+            found = f.attach_in_graph(solver, solution.value.detach(), problem.max_steps)
+            if found is not None:
+                return replace(solution, value=found)
+        return _attach_outside(problem, solver, solution)
     if not can_read_device(solution.value):
         raise RuntimeError(
-            "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.compile, "
-            "torch.func transforms or graph capture, nor on the meta device: use Direct, or "
-            "solver=None"
+            "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.func "
+            "transforms or graph capture, nor on the meta device: use Direct, or solver=None"
         )
     y = solution.value.detach().requires_grad_()
     tracked = problem.f(y)
@@ -29,6 +44,15 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
         return solution
     adjoint = _AdjointSolve(problem, solver, y, tracked, solution.stats)
     return replace(solution, value=_attach_implicit(tracked, y.detach(), adjoint))
+
+
+@outside_of_graphs(
+    "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early, unless "
+    "it is one of Picard or Jacobi for a HouseholderProduct: use that, OneStepAdjoint, or "
+    "torch.compile with fullgraph=False",
+)
+def _attach_outside(problem: Problem, solver: Solver, solution: Solution) -> Solution:
+    return attach_iterative(problem, solver, solution)
 
 
 class _ImplicitGrad(torch.autograd.Function):
@@ -179,16 +203,6 @@ class _AdjointSolve:
         self.y, self.tracked = y, tracked
         self.hooked, self.autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
 
-    def _map(
-        self,
-        grad_output: Tensor,  # (b, ...)
-    ) -> _AdjointMap:
-        f, flips = self.problem.f, self.problem.time_dim == 1
-        y, tracked = self._evaluation()
-        if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
-            return _BlockAdjointMap(y, tracked, grad_output, f)
-        return _AdjointMap(y, tracked, grad_output, flips, counted_tokens(f))
-
     def _evaluation(self) -> tuple[Tensor, Tensor]:
         """y* and F(y*), both (b, ...), in a graph whose saved tensors no hook has replaced.
 
@@ -206,16 +220,34 @@ class _AdjointSolve:
         self,
         grad_output: Tensor,  # (b, ...)
     ) -> Tensor:  # (b, ...)
-        f = self._map(grad_output)
-        solution = self.solver.solve(
-            f,
-            torch.zeros_like(grad_output),
-            max_steps=self.problem.max_steps,
-            time_dim=self.problem.time_dim,
-            unroll=False,
+        y, tracked = self._evaluation()
+        problem = self.problem
+        w, solution = solve_adjoint(
+            problem.f, self.solver, y, tracked, grad_output, problem.max_steps, problem.time_dim
         )
         cell = self.stats._backward
         cell.stats = solution.stats
         assert cell.stats is not None
-        self.problem.reporting.adjoint(cell.stats, solution.result)
-        return f.flip(solution.value)
+        problem.reporting.adjoint(cell.stats, solution.result)
+        return w
+
+
+def solve_adjoint(
+    f: Map,
+    solver: Solver,
+    y: Tensor,  # (b, ...), y*
+    tracked: Tensor,  # (b, ...), F(y*), on a graph from y
+    grad_output: Tensor,  # (b, ...)
+    max_steps: int,
+    time_dim: TimeDim,
+) -> tuple[Tensor, Solution]:
+    """w = J^T w + grad_output, (b, ...), and the solution of the map that was iterated."""
+    flips = time_dim == 1
+    adjoint: _AdjointMap
+    if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
+        adjoint = _BlockAdjointMap(y, tracked, grad_output, f)
+    else:
+        adjoint = _AdjointMap(y, tracked, grad_output, flips, counted_tokens(f))
+    start = torch.zeros_like(grad_output)
+    solution = solver.solve(adjoint, start, max_steps=max_steps, time_dim=time_dim, unroll=False)
+    return adjoint.flip(solution.value), solution

@@ -96,6 +96,28 @@ class FusedMap(Protocol):
         """Steps from y (b, t, c), or None if the plain loop must be used."""
 
 
+@runtime_checkable
+class GraphMap(Protocol):
+    """A map whose solves can be single operations in a graph of torch.compile."""
+
+    def solve_in_graph(
+        self,
+        solver: "Solver",
+        y0: Tensor,  # (b, t, c)
+        max_steps: int,
+    ) -> Solution | None:
+        """The solve from y0 without gradient; None if the solver or the map do not allow it."""
+
+    def attach_in_graph(
+        self,
+        solver: "Solver",
+        y_star: Tensor,  # (b, t, c)
+        max_steps: int,
+    ) -> Tensor | None:  # (b, t, c)
+        """y_star with the implicit gradient, whose adjoint equation the solver solves; None as
+        above."""
+
+
 class PaddedMap(Protocol):
     """A map of sequences of several lengths, each followed by padding, where its values are 0."""
 

@@ -14,6 +14,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     FusedMap,
+    GraphMap,
     Map,
     Solver,
     Steps,
@@ -116,8 +117,13 @@ class IterativeSolver(Solver):
         unroll: bool,
         watch: Watch | None = None,
     ) -> Solution:
-        if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
-            return _solve_outside(self, f, y0, max_steps, time_dim, unroll, watch)
+        if torch.compiler.is_compiling():
+            if isinstance(f, GraphMap) and not unroll and watch is None:
+                found = f.solve_in_graph(self, y0, max_steps)
+                if found is not None:
+                    return found
+            if max_steps > MAX_TRACED_STEPS:
+                return _solve_outside(self, f, y0, max_steps, time_dim, unroll, watch)
         y = as_tokens(y0, time_dim)
         if y.numel() == 0:
             return empty_solution(y0)
@@ -157,8 +163,8 @@ class IterativeSolver(Solver):
 
 @outside_of_graphs(
     f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
-    "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
-    "fullgraph=False",
+    "where it can stop early, unless the mixer is a HouseholderProduct: use one, Direct, a smaller "
+    "max_steps, or torch.compile with fullgraph=False",
 )
 def _solve_outside(
     solver: IterativeSolver,

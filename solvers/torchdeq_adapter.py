@@ -24,6 +24,7 @@ from torch import Tensor
 from torchdeq.solver.anderson import anderson_solver
 from torchdeq.solver.broyden import broyden_solver
 
+from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     Map,
     Solver,
@@ -225,11 +226,13 @@ class _TorchDEQSolver(Solver):
         unroll: bool,
         watch: Watch | None = None,
     ) -> Solution:
+        if torch.compiler.is_compiling():
+            return _solve_outside(self, f, y0, max_steps, time_dim, unroll, watch)
         if not can_read_device(y0):
             raise RuntimeError(
-                f"{type(self).__name__} reads the device at every step and cannot run under torch."
-                "compile, torch.func transforms or graph capture, nor on the meta device: use "
-                "Direct, Jacobi or Picard"
+                f"{type(self).__name__} reads the device at every step and cannot run under "
+                "torch.func transforms or graph capture, nor on the meta device: use Direct, "
+                "Jacobi or Picard"
             )
         y = as_tokens(y0, time_dim)
         if y.numel() == 0:
@@ -249,6 +252,22 @@ class _TorchDEQSolver(Solver):
         num_steps = guarded.num_steps.clamp(max=max_steps)
         stats = SolveStats(num_steps, residual, guarded.frozen & ~failed)
         return Solution(value.reshape(shape), stats, read_result(stats))
+
+
+@outside_of_graphs(
+    "bedouin runs Anderson and Broyden outside of the graph, since they read the device at every "
+    "step: use Direct, Jacobi or Picard with few steps, or torch.compile with fullgraph=False",
+)
+def _solve_outside(
+    solver: _TorchDEQSolver,
+    f: Map,
+    y0: Tensor,  # (b, ...)
+    max_steps: int,
+    time_dim: TimeDim,
+    unroll: bool,
+    watch: Watch | None,
+) -> Solution:
+    return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll, watch=watch)
 
 
 @strict_options

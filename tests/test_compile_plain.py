@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel
+from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel, compiled_map
+from bedouin.compiled_map import solver_scalars
 from bedouin.kernels.direct import elimination
-from bedouin.kernels.operands import RawLayout
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.solvers import ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
+from bedouin.solvers import Anderson, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
 # and it reads .grad of the tensors that one graph passes to the next
@@ -40,13 +41,22 @@ ITERATIONS: dict[str, dict[str, Any]] = {
     "jacobi": {"solver": Jacobi()},
     "picard": {"solver": Picard()},
     "one-step": {"solver": Picard(), "adjoint": OneStepAdjoint()},
+    "picard backward": {"adjoint": ImplicitAdjoint(Picard(1e-12))},
+    "jacobi backward": {"solver": Jacobi(1e-12), "adjoint": ImplicitAdjoint(Jacobi(1e-12))},
 }
+SHORT: dict[str, Any] = {"max_steps": 1, "on_unconverged": "ignore"}
 
 OUTSIDE: dict[str, dict[str, Any]] = {
-    "long iteration": {"solver": Picard()},
+    "long iteration": {"solver": Picard(), "adjoint": ImplicitAdjoint(Picard(1e-12))}
+    | {"mixer": LowRank(1)},
     "low rank": {"mixer": LowRank(1)},
+    "anderson": {"solver": Anderson(1e-9), "adjoint": ImplicitAdjoint(Jacobi(1e-12))},
 }
-REMEDIES = {"long iteration": "use Direct, a smaller max_steps", "low rank": "HouseholderProduct"}
+REMEDIES = {
+    "long iteration": "unless the mixer is a HouseholderProduct: use one, Direct, a smaller",
+    "low rank": "HouseholderProduct",
+    "anderson": "use Direct, Jacobi or Picard with few steps",
+}
 
 
 # a compilation takes some seconds: every kind and every solve in training, and every mode
@@ -146,27 +156,44 @@ def test_the_default_compiler(mode: str) -> None:
 
 @pytest.mark.slow
 @iterations
-def test_long_iterations_run_outside_of_the_graph(kind: str, solve: str, mode: str) -> None:
+def test_iterations_are_one_graph(kind: str, solve: str, mode: str) -> None:
     module = prepared(kind, mode, ITERATIONS[solve])
-    assert_as_eager(module, draw(kind), mode, fullgraph=False, backend="aot_eager")
+    assert_as_eager(module, draw(kind), mode, fullgraph=True, backend="aot_eager")
 
 
-@iterations
-def test_short_iterations_are_one_graph(kind: str, solve: str, mode: str) -> None:
-    options = ITERATIONS[solve] | {"max_steps": 1, "on_unconverged": "ignore"}
-    module = prepared(kind, mode, options)
-    assert_as_eager(module, draw(kind), mode, fullgraph=True, backend="eager")
-
-
-def test_a_long_iteration_in_training_runs_outside_of_the_graph() -> None:
+def test_an_iteration_in_training_is_one_graph() -> None:
     layer = prepared("Bedouin", "train", ITERATIONS["picard"])
-    assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=False, backend="eager")
+    assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=True, backend="eager")
     assert isinstance(layer, Bedouin) and layer.stats is not None
-    assert 1 < layer.stats.num_steps.max() < 100
+    assert 1 < layer.stats.num_steps.max() < 100 and layer.stats.converged.all()
 
 
-def test_a_mixer_without_layout_runs_outside_of_the_graph() -> None:
-    layer = prepared("Bedouin", "train", OUTSIDE["low rank"])
+def test_an_iterative_adjoint_is_in_the_graph() -> None:
+    """Also with padding, states and heads."""
+    solver = Jacobi(1e-13)
+    options: dict[str, Any] = {"solver": solver, "adjoint": ImplicitAdjoint(solver)}
+    layer: Any = prepared("FixedPointRNN", "train", options)
+    state = BedouinState(*(0.1 * torch.randn_like(v) for v in layer.init_state(2)))
+    mask = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
+
+    def run(x: Tensor) -> Tensor:
+        output, after = layer(x, state, return_state=True, mask=mask)
+        return torch.cat([output.flatten(), after.ssm.flatten()])
+
+    call = torch.compile(run, fullgraph=True, backend="aot_eager")
+    x = draw("FixedPointRNN", t=5)
+    assert_close(results(call, layer, x, "train"), results(run, layer, x, "train"))
+
+
+def test_a_short_iteration_with_another_mixer_is_one_graph() -> None:
+    options = {"mixer": LowRank(1), "solver": Picard(), "adjoint": OneStepAdjoint()}
+    layer = prepared("Bedouin", "train", options | SHORT)
+    assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=True, backend="eager")
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_runs_outside_of_the_graph(what: str) -> None:
+    layer: Any = prepared("Bedouin", "train", OUTSIDE[what])
     assert_as_eager(layer, draw("Bedouin"), "train", fullgraph=False, backend="eager")
 
 
@@ -175,16 +202,6 @@ def test_a_whole_graph_is_refused_with_a_remedy(what: str) -> None:
     layer = prepared("Bedouin", "train", OUTSIDE[what])
     call = torch.compile(layer, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match=f"bedouin.*{REMEDIES[what]}"):
-        call(draw("Bedouin"))
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_an_iterative_adjoint_is_refused_with_a_remedy(fullgraph: bool) -> None:
-    options = {"adjoint": ImplicitAdjoint(Picard())}
-    call = torch.compile(
-        prepared("Bedouin", "train", options), fullgraph=fullgraph, backend="eager"
-    )
-    with pytest.raises(RuntimeError, match="ImplicitAdjoint with an iterative.*use Direct"):
         call(draw("Bedouin"))
 
 
@@ -297,8 +314,7 @@ def test_a_state_goes_in_and_comes_out() -> None:
 
 @pytest.mark.parametrize("solve", ["direct", "one-step"])
 def test_saved_tensors_of_a_graph_may_be_packed(solve: str) -> None:
-    short = {"max_steps": 1, "on_unconverged": "ignore"}
-    layer = prepared("Bedouin", "train", short | ITERATIONS.get(solve, {}))
+    layer = prepared("Bedouin", "train", SHORT | ITERATIONS.get(solve, {}))
     x = draw("Bedouin")
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with save_on_cpu():
@@ -351,6 +367,28 @@ def test_opcheck_of_the_sweep(t: int, dtype: torch.dtype, start: bool) -> None:
     arguments = (y.clone(), h.clone(), y, kept, *given, start, *FIELDS)
     backward = torch.ops.bedouin.direct_sweep_backward
     torch.library.opcheck(backward, arguments, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("t", [0, 4])
+@pytest.mark.parametrize("solver", [Jacobi(1e-10), Picard(1e-10, patience=2)], ids=["j", "p"])
+def test_opcheck_of_iterations(solver: Any, t: int) -> None:
+    given, lengths = operands(t), None if t else torch.zeros(2, dtype=torch.int64)
+    tensors = [*given, lengths]
+    scalars: Any = solver_scalars(solver)
+    options = *FIELDS[:-2], *scalars, 50, "auto"
+    y = torch.zeros_like(given[0])
+    ops = torch.ops.bedouin
+    torch.library.opcheck(ops.iterate, (y, *tensors, *options), test_utils=CHECKS)
+    y = ops.iterate(y, *tensors, *options)[0]
+    grad = torch.randn_like(y)
+    torch.library.opcheck(ops.iterate_adjoint, (grad, y, *tensors, *options), test_utils=CHECKS)
+    parameterization = Parameterization.from_scalars(*FIELDS[:-2])
+    f = compiled_map.rebuild(Operands(*given), None, parameterization, "auto")
+    tracked = f(y).detach().requires_grad_()
+    value = ops.implicit(tracked, y, *tensors, *options)
+    (w,) = torch.autograd.grad(value, tracked, grad)
+    product = torch.autograd.functional.vjp(f, y, w)[1]
+    torch.testing.assert_close(w, product + grad)
 
 
 @pytest.mark.parametrize("exclusive", [False, True])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank
 from bedouin.decoding.graphs import CHECK_EVERY, MAX_GRAPHS, StepGraphs, graph_key
-from bedouin.decoding.token import has_graph, takes_fused_step
+from bedouin.decoding.token import is_buffered, takes_fused_step
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning, Picard
@@ -297,7 +297,7 @@ def test_failed_tokens_are_reported_when_they_are_checked() -> None:
 def test_where_steps_are_not_fused() -> None:
     x = torch.randn(2, 6, dtype=torch.float64)
     with torch.no_grad():
-        assert not takes_fused_step(make(), x) and not has_graph(make(), x)
+        assert not takes_fused_step(make(), x) and not is_buffered(make(), x)
     assert not takes_fused_step(make(backend="triton"), x)  # gradients are on
     assert not takes_fused_step(make(backend="reference"), x)
 

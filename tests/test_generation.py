@@ -111,6 +111,80 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
     assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
 
 
+def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float) -> None:
+    """A decoder whose tokens are runs of one graph, also when parameters or hooks change."""
+    b = len(tokens)
+    mixers: Any = model.mixers
+    whole = model(tokens)
+    _, state = model(tokens[:, :2], return_state=True)
+    decoder: Any = Decoder(model, b, state=state)
+    for t in range(2, 4):
+        assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], rtol)
+    _, captured = decoder._captured
+    _, expected = model(tokens[:, :4], return_state=True)
+    found = decoder.state
+    for pair in zip(found, expected, strict=True):
+        for a, e in zip(*pair, strict=True):
+            assert_close("state", a, e, rtol)
+    assert all(bool(stats.converged.all()) for stats in model.stats)
+    # a change in place is seen by the same graph, a replaced parameter makes another one
+    mixers[0].D.mul_(1.1)
+    check_next(model, decoder, tokens[:, 4], rtol)
+    assert decoder._captured[1] is captured
+    model.norm.weight = nn.Parameter(1.1 * model.norm.weight)
+    check_next(model, decoder, tokens[:, 5], rtol)
+    assert decoder._captured[1] is not captured
+    # hooks run: without a graph
+    calls: list[Any] = []
+    with model.head.register_forward_hook(lambda *call: calls.append(call)):
+        check_next(model, decoder, tokens[:, 0], rtol)
+        assert len(calls) == 2 and decoder._captured is None
+    decoder.reset(found)
+    check_next(model, decoder, tokens[:, 4], rtol)
+    assert decoder._captured is not None
+
+
+def check_next(
+    model: SequenceModel,
+    decoder: Decoder,
+    tokens: Tensor,  # (b,)
+    rtol: float,
+) -> None:
+    expected, _ = model.step(tokens, decoder.state)
+    assert_close("next", decoder(tokens), expected, rtol)
+
+
+@torch.no_grad()
+def test_a_whole_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a run in place of a replay, which only Triton's interpreter takes by itself."""
+    monkeypatch.setattr("bedouin.decoding.decoder.is_buffered", lambda *call: True)
+    like: dict[str, Any] = {"dtype": torch.float64}
+    mixers = [Bedouin(4, num_heads=2, **like), FixedPointRNN(4, **like)]
+    model = SequenceModel(VOCAB, 4, mixers, mlp_expand=1, **like)
+    check_decoder_in_one_graph(model, ids(2, 6), 1e-11)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
+    mixers = [Bedouin(64, num_heads=2, device="cuda"), FixedPointRNN(64, device="cuda")]
+    model = SequenceModel(VOCAB, 64, mixers, mlp_expand=1, device="cuda")
+    tokens = ids(2, 6).cuda()
+    # float32, in sums of other orders
+    check_decoder_in_one_graph(model, tokens, 1e-3)
+    decoder: Any = Decoder(model, 2)
+    first = decoder(tokens[:, 0])
+    with no_synchronization():
+        again = decoder(tokens[:, 1])
+    # one buffer; a model with a baseline is decoded layer by layer
+    assert again is first and decoder._captured is not None
+    mixed = SequenceModel(VOCAB, 64, [*mixers, Mamba(64, device="cuda")], device="cuda")
+    decoder, whole = Decoder(mixed, 2), mixed(tokens)
+    for t in range(3):
+        assert_close(f"mixed {t}", decoder(tokens[:, t]), whole[:, t], 1e-3)
+    assert decoder._captured is None
+
+
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_the_full_forward() -> None:
     model, prompt = make_model(), ids(3, 4)
@@ -248,6 +322,11 @@ def test_both_directions_of_time() -> None:
     assert_close("documents", packed, documents, 1e-12)
     indexed = layer(row, seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]]))
     assert_close("indexed", indexed, documents, 1e-12)
+    seq_idx = torch.tensor([[0, 1, 0, 2, 1, 2], [5, 4, 4, 4, 5, 5]])
+    padded = layer(x, mask=mask, seq_idx=seq_idx)
+    alone_in_rows = [(0, [1]), (0, [2]), (0, [4]), (1, [0]), (1, [1, 2, 3]), (1, [4, 5])]
+    for i, places in alone_in_rows:
+        assert_close("padded", padded[i, places], alone(x[i : i + 1, places])[0], 1e-12)
     model = SequenceModel(VOCAB, 4, [layer], dtype=torch.float64)
     tokens = ids(1, 6)
     found = model(tokens, cu_seqlens=torch.tensor([0, 4, 6]))

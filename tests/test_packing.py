@@ -129,47 +129,79 @@ def test_padded_rows_are_the_rows_without_padding(
 
 
 @settings(max_examples=25)
-@given(RNGS, st.lists(st.integers(0, 4), min_size=1, max_size=5), st.booleans())
+@given(
+    RNGS,
+    st.lists(st.lists(st.booleans(), max_size=4), min_size=1, max_size=5),
+    st.booleans(),
+    st.booleans(),
+)
 def test_documents_are_what_each_is_alone(
-    rng: random.Random, sizes: list[int], narrow: bool
+    rng: random.Random, documents: list[list[bool]], padded: bool, narrow: bool
 ) -> None:
+    """Also those with padding in them, which has NaN."""
     layer = draw(rng)
-    ends = torch.tensor([0, *sizes]).cumsum(0)
-    x = torch.randn(1, sum(sizes), layer.d_model, dtype=torch.float64)
-    before = random_state(layer, len(sizes))
-    place = torch.arange(sum(sizes)).unsqueeze(0)
+    ends = torch.tensor([0, *map(len, documents)]).cumsum(0)
+    mask = torch.tensor([real or not padded for document in documents for real in document])
+    mask = mask.bool().unsqueeze(0)
+    x = torch.randn(*mask.shape, layer.d_model, dtype=torch.float64)
+    before = random_state(layer, len(documents))
+    place = torch.arange(mask.shape[1]).unsqueeze(0)
     pieces = [
-        (start <= place) & (place < stop) for start, stop in zip(ends, ends[1:], strict=False)
+        (start <= place) & (place < stop) & mask
+        for start, stop in zip(ends, ends[1:], strict=False)
     ]
     growth = largest_growth(layer, x, pieces, before)
+    x[~mask] = torch.nan
     leaves(x, *before)
     cu_seqlens = ends.to(torch.int32 if narrow else torch.int64)
-    result = layer(x, before, return_state=True, cu_seqlens=cu_seqlens)
-    assert layer.stats is not None and layer.stats.num_steps.tolist() == [min(n, 1) for n in sizes]
+    options = {"mask": mask} if padded else {}
+    result = layer(x, before, return_state=True, cu_seqlens=cu_seqlens, **options)
+    assert layer.stats is not None
+    assert layer.stats.num_steps.tolist() == [int(piece.any()) for piece in pieces]
+    assert not result[0][~mask].any()
     check_alone(layer, x, pieces, before, result, 1e-12 * growth)
 
 
 @settings(max_examples=25)
-@given(RNGS, st.lists(st.lists(st.integers(0, 2), min_size=5, max_size=5), min_size=1, max_size=3))
-def test_indexed_documents_begin_anew(rng: random.Random, rows: list[list[int]]) -> None:
-    """The incoming state enters the first document of each row, the last one's is returned."""
-    layer, seq_idx = draw(rng), torch.tensor(rows)
+@given(
+    RNGS,
+    st.lists(st.lists(st.integers(0, 4), min_size=5, max_size=5), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_indexed_documents_begin_anew(
+    rng: random.Random, rows: list[list[int]], padded: bool
+) -> None:
+    """The incoming state enters the first document of each row, the last one's is returned.
+
+    Padding, where the drawn number is more than 2, has indices that begin no document, and NaN.
+    """
+    layer = draw(rng)
+    numbers = torch.tensor(rows)
+    seq_idx, mask = numbers % 3, numbers < 3
+    mask = mask if padded else torch.ones_like(mask)
     x = torch.randn(*seq_idx.shape, layer.d_model, dtype=torch.float64)
+    x[~mask] = torch.nan
     before = random_state(layer, len(x))
+    options = {"mask": mask} if padded else {}
     with torch.no_grad():
-        output, state = layer(x, before, return_state=True, seq_idx=seq_idx)
-        for i, row in enumerate(rows):
-            starts = [0, *(j for j in range(1, 5) if row[j] != row[j - 1])]
+        output, state = layer(x, before, return_state=True, seq_idx=seq_idx, **options)
+        expected = torch.zeros_like(output)
+        worst = 1.0
+        for i, row in enumerate(mask):
+            _, counts = seq_idx[i][row].unique_consecutive(return_counts=True)
             after: Any = before[[i]]
-            for start, stop in zip(starts, [*starts[1:], 5], strict=True):
-                document = x[i : i + 1, start:stop]
-                incoming = after if start == 0 else layer.init_state(1)
-                growth = measure_growth(layer, document, state=incoming)
+            places = row.nonzero().flatten().split(counts.tolist())
+            for document in places:
+                incoming = after if document is places[0] else layer.init_state(1)
+                tokens = x[i : i + 1, document]
+                growth = measure_growth(layer, tokens, state=incoming)
                 assume(growth < 1e4)
-                y, after = layer(document, incoming, return_state=True)
-                assert_close("output", output[i : i + 1, start:stop], y, 1e-12 * growth, ATOL)
-            assert_close("ssm", state.ssm[i : i + 1], after.ssm, 1e-12 * growth, ATOL)
-            assert_close("y", state.y[i : i + 1], after.y, 1e-12 * growth, ATOL)
+                worst = max(worst, growth)
+                y, after = layer(tokens, incoming, return_state=True)
+                expected[i, document] = y[0]
+            assert_close("ssm", state.ssm[i : i + 1], after.ssm, 1e-12 * worst, ATOL)
+            assert_close("y", state.y[i : i + 1], after.y, 1e-12 * worst, ATOL)
+        assert_close("output", output, expected, 1e-12 * worst, ATOL)
 
 
 KINDS: list[dict[str, Any]] = [
@@ -190,8 +222,10 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(map(str, o.values()))[:60])
-@pytest.mark.parametrize("num_heads", [1, 2])
-def test_statistics_are_those_of_the_tokens(options: dict[str, Any], num_heads: int) -> None:
+@pytest.mark.parametrize(("num_heads", "documents"), [(1, True), (2, False)])
+def test_statistics_are_those_of_the_tokens(
+    options: dict[str, Any], num_heads: int, documents: bool
+) -> None:
     """Steps, residual and pivot, of the solve and of its adjoint, for every solver and adjoint."""
     layer = Bedouin(4, num_heads=num_heads, dtype=torch.float64, **options)
     x = torch.randn(4, 6, 4, dtype=torch.float64, requires_grad=True)
@@ -200,7 +234,11 @@ def test_statistics_are_those_of_the_tokens(options: dict[str, Any], num_heads: 
     leaves(*before)
     # quasi-Newton steps sum over all tokens, in another order if there is padding
     rough = isinstance(layer.solver, Anderson | Broyden)
-    result = layer(x, before, return_state=True, mask=mask)
+    places: dict[str, Tensor] = {"mask": mask}
+    if documents:
+        # one document in each row, as the padding has no index
+        places["seq_idx"] = torch.where(mask, 7, torch.arange(6))
+    result = layer(x, before, return_state=True, **places)
     found = layer.stats
     pieces = [mask & (torch.arange(4) == i).unsqueeze(1) for i in range(4)]
     check_alone(layer, x, pieces, before, result, 1e-7 if rough else 1e-11)
@@ -421,8 +459,12 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
      "cu_seqlens must ascend from 0 to t = 4, got [0, 3]"),
     ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "cu_seqlens must ascend from 0"),
     ({"cu_seqlens": torch.tensor([1, 4])}, ValueError, "cu_seqlens must ascend from 0"),
-    ({"cu_seqlens": torch.tensor([0, 4]), "mask": torch.ones(1, 4).bool()}, ValueError,
-     "at most one of mask, cu_seqlens and seq_idx describes x, got mask and cu_seqlens"),
+    ({"cu_seqlens": torch.tensor([0, 4]), "seq_idx": torch.ones(1, 4).int()}, ValueError,
+     "at most one of cu_seqlens and seq_idx says where documents begin, got both"),
+    ({"cu_seqlens": torch.tensor([0, 9]), "mask": torch.ones(1, 4).bool()}, ValueError,
+     "cu_seqlens must ascend from 0 to t = 4, got [0, 9]"),
+    ({"seq_idx": torch.ones(1, 4).int(), "mask": torch.ones(1, 4)}, TypeError,
+     "mask must have dtype torch.bool"),
     ({"cu_seqlens": torch.tensor([0, 2, 4]), "state": Bedouin(2).init_state(1)}, ValueError,
      "state.ssm must have shape (2, 4, 16), got (1, 4, 16)"),
 ]  # fmt: skip

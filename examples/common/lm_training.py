@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from bedouin.tasks import stream
 from common.checkpoint import (
-    load_checkpoint,
     plain_config,
     save_checkpoint,
     whole_states,
@@ -35,12 +34,12 @@ from common.report import device_name, versions, write_metrics
 from common.training import (
     add_entry,
     announce,
-    close_trackers,
+    carry_out,
     due,
     hidden,
-    leave,
     open_place,
     prepare_run,
+    update,
 )
 
 
@@ -69,16 +68,7 @@ def train(config: LanguageConfig) -> dict[str, Any]:
     model = build_language_model(job.config)
     parameters = count(model)
     run = prepare_run(job, model, generator, config.length)
-    if config.resume:
-        load_checkpoint(job, run)
-    started = time.perf_counter() - run.seconds
-    with StopRequest(job.accelerator) as stop:
-        train_steps(job, run, stop, started)
-        if stop.agreed(meeting=True):
-            leave(job, run, stop)
-    scores = evaluate(job, run, config.final_bytes)
-    run.seconds = time.perf_counter() - started
-    close_trackers(job)
+    scores = carry_out(job, run, train_steps, lambda: evaluate(job, run, config.final_bytes))
     return finish(job, run, scores, parameters)
 
 
@@ -160,12 +150,7 @@ def train_step(job: LanguageJob, run: Run) -> None:
             loss = cross_entropy(logits, labels.flatten())
             accelerator.backward(loss / config.accumulate)
         run.loss_sum += loss.detach() / config.accumulate
-    accelerator.clip_grad_norm_(run.model.parameters(), config.clip)
-    run.optimizer.step()
-    run.schedule.step()
-    run.optimizer.zero_grad()
-    run.loss_count += 1
-    run.step += 1
+    update(job, run)
 
 
 def record(job: LanguageJob, run: Run, speed: float) -> str:

@@ -6,8 +6,9 @@ Letters: b batch, t time, v classes of the output.
 import math
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -46,6 +47,9 @@ from common.report import (
 )
 from common.schedule import decay
 
+JobT = TypeVar("JobT", bound=Place)
+ScoresT = TypeVar("ScoresT")
+
 
 def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
     """Train, evaluate and write the results to the folder; returns the content of metrics.json.
@@ -59,17 +63,32 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
     """
     job = start_job(problem, config)
     run = start_run(job)
-    if config.resume:
+    scores = carry_out(job, run, train_steps, lambda: evaluate(job, run.model, final=True))
+    return finish(job, run, scores)
+
+
+def carry_out(
+    job: JobT,
+    run: Run,
+    take_steps: Callable[[JobT, Run, StopRequest, float], None],
+    evaluate_finally: Callable[[], ScoresT],
+) -> ScoresT:
+    """Resume the run if it is to continue, take its steps and return its final evaluation.
+
+    take_steps: its last argument is the time at which the run began, as if it had not been
+        interrupted. Raises the errors of `train` that come after the start.
+    """
+    if job.config.resume:
         load_checkpoint(job, run)
     started = time.perf_counter() - run.seconds
     with StopRequest(job.accelerator) as stop:
-        train_steps(job, run, stop, started)
+        take_steps(job, run, stop, started)
         if stop.agreed(meeting=True):
             leave(job, run, stop)
-    scores = evaluate(job, run.model, final=True)
+    scores = evaluate_finally()
     run.seconds = time.perf_counter() - started
     close_trackers(job)
-    return finish(job, run, scores)
+    return scores
 
 
 def leave(job: Place, run: Run, stop: StopRequest) -> NoReturn:
@@ -217,19 +236,23 @@ def lengthen(
 
 def train_step(job: Job, run: Run, batch: Batch) -> Tensor:  # (b, t, v)
     """One optimizer step; returns the logits. Does not synchronize with the device."""
-    config = job.config
     logits: Tensor = run.model(batch.tokens)
     tokens = rearrange(logits, "b t v -> (b t) v")
     loss = cross_entropy(tokens, rearrange(batch.labels, "b t -> (b t)"))
     job.accelerator.backward(loss)
-    job.accelerator.clip_grad_norm_(run.model.parameters(), config.clip)
+    run.loss_sum += loss.detach()
+    update(job, run)
+    return logits.detach()
+
+
+def update(job: Place, run: Run) -> None:
+    """The optimizer's step with the gradients of a batch, and the next step's learning rate."""
+    job.accelerator.clip_grad_norm_(run.model.parameters(), job.config.clip)
     run.optimizer.step()
     run.schedule.step()
     run.optimizer.zero_grad()
-    run.loss_sum += loss.detach()
     run.loss_count += 1
     run.step += 1
-    return logits.detach()
 
 
 def progress(

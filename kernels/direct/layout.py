@@ -73,13 +73,14 @@ def _bind(
     B, C = (unit(v) for v in memory) if memory else (ones, ones)
     U = unit(u)
     T = wy_factor(U, layout.beta_max * torch.sigmoid(alpha))
-    return Coefficients(_activate(layout, delta), B, C, torch.zeros_like(ones), U, T)
+    return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T)
 
 
-def _activate(
+def activate_delta(
     layout: RawLayout,
     delta: Tensor,  # (..., d), raw values
 ) -> Tensor:  # (..., d)
+    """Delta from its raw values."""
     if layout.activation == "sigmoid":
         return torch.sigmoid(delta)
     return F.softplus(-delta if layout.activation == "softplus_of_minus" else delta)

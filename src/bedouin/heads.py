@@ -95,6 +95,8 @@ class HeadLinear(nn.Module):
     """Linear maps of several heads without bias: each folded sample uses the weight of its head.
 
     The initial weights of a head are drawn as those of `nn.Linear(in_features, out_features)`.
+    PEFT adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
+    target_parameters=["x_proj.weight", "y_proj.weight"]; it cannot wrap the module.
     """
 
     def __init__(

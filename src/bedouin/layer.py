@@ -25,8 +25,9 @@ from bedouin.checks import (
     ordered_subset,
     positive_int,
 )
+from bedouin.compiled_map import choose_map
 from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_step
-from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
+from bedouin.fixed_point_map import FixedPointMap, ScanInputs
 from bedouin.heads import (
     by_head,
     choose_num_heads,
@@ -311,7 +312,7 @@ class FixedPointLayer(SavedLayer, ABC):
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
-        single call, up to rounding. At most one of these describes x (bedouin.packing):
+        single call, up to rounding. x may be described by these (bedouin.packing):
 
         mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
             its output is 0, state and `stats` are those of the real tokens alone.
@@ -320,6 +321,8 @@ class FixedPointLayer(SavedLayer, ABC):
         seq_idx: int32 or int64; a new document begins wherever it changes. `state` enters the first
             document of each row, the state after the last one is returned; `stats` have one entry
             for each document, in order. The host reads two numbers.
+        A mask goes with either of the others. Padding is in no document then: a document continues
+        after it, and its seq_idx may be anything. A row without real tokens is an empty document.
 
         Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
         devices and states, ConvergenceError if on_unconverged="raise".
@@ -416,7 +419,6 @@ class FixedPointLayer(SavedLayer, ABC):
         state: BedouinState | None,  # of b samples
         packing: Packing | None = None,
     ) -> FixedPointMap:
-        kind = StructuredMap if isinstance(self.mixer, StructuredMixer) else FixedPointMap
         dtype = accumulator(x.dtype)
         drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
@@ -426,7 +428,7 @@ class FixedPointLayer(SavedLayer, ABC):
             raw = hold_memory(raw, lengths, self.head_dim, self._raw_without_delta)
         operands = Operands(drive, raw, W_y, A, *before)
         options = self.parameterization(), self.mixer, self._split, self.backend
-        return kind(operands, *options, lengths)
+        return choose_map(self.mixer)(operands, *options, lengths)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()

@@ -9,8 +9,9 @@ of the longest one.
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ CLOSED = 1e30
 """The size of a raw value of Delta for which Delta is exactly 0, whatever the feedback adds."""
 
 StateT = TypeVar("StateT", bound=RecurrentState)
+
+_known_takers: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
+"""Classes of layers, and whether their `forward` takes a mask."""
 
 
 class Places(TypedDict, total=False):
@@ -93,6 +97,17 @@ class Packing:
         """The states after the last token of each row, or with cu_seqlens of each document."""
         return state if self.last is None or state is None else state[self.last]
 
+    def reordered(
+        self,
+        mask: Tensor,  # (b, t) bool
+        source: Tensor,  # (b t,)
+        target: Tensor,  # (b t,)
+    ) -> "Packing":
+        """The packing of rows with padding from that of rows whose real tokens come first, which
+        source and target relate as `_order` returns them."""
+        moved = {"source": source[self.source], "target": self.target[target]}
+        return replace(self, mask=mask, **moved)
+
     def steps(
         self,
         num_steps: Tensor,  # (l,)
@@ -160,63 +175,87 @@ def find_packing(
 
     mask: bool, True for real tokens, padding anywhere. cu_seqlens: int32 or int64, the places in
     a single row where each document begins, and the row's length last. seq_idx: int32 or int64; a
-    document ends where it changes. The latter two are read by the host, once.
-    Raises TypeError for another type or dtype, ValueError for another shape, more than one of the
-    three, cu_seqlens that do not ascend from 0 to t, and under the capture of a CUDA graph what
+    document ends where it changes. The latter two are read by the host, once. With a mask, padding
+    is in no document: those of cu_seqlens are shorter by it, and its seq_idx has no influence.
+    Raises TypeError for another type or dtype, ValueError for another shape, both cu_seqlens and
+    seq_idx, cu_seqlens that do not ascend from 0 to t, and under the capture of a CUDA graph what
     the host would have to read.
     """
-    given = {"mask": mask, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-    names = [name for name, value in given.items() if value is not None]
-    if not names:
-        return None
-    if len(names) > 1:
-        raise ValueError(
-            f"at most one of mask, cu_seqlens and seq_idx describes x, got {' and '.join(names)}: "
-            "give documents of padded rows by seq_idx, with an index of its own for padding"
-        )
     if mask is not None:
         _check_rows("mask", mask, x, (torch.bool,))
-        return _pad_rows(mask)
-    if seq_idx is not None:
-        _check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
-        check_readable("seq_idx", x)
-        return _split_rows(seq_idx) if seq_idx.numel() else None
-    return _split_at(cu_seqlens, x)
+    if cu_seqlens is not None and seq_idx is not None:
+        raise ValueError(
+            "at most one of cu_seqlens and seq_idx says where documents begin, got both: use "
+            "seq_idx, or cu_seqlens for a single row with one state for each document"
+        )
+    if cu_seqlens is not None:
+        return _split_at(cu_seqlens, x, mask)
+    if seq_idx is None:
+        return None if mask is None else _pad_rows(mask)
+    _check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
+    check_readable("seq_idx", x)
+    if not seq_idx.numel():
+        return None
+    if mask is None:
+        return _split_rows(seq_idx)
+    source, target = _order(mask)
+    ordered = seq_idx.flatten()[source].view(seq_idx.shape)
+    return _split_rows(ordered, mask.sum(1)).reordered(mask, source, target)
 
 
 def check_takes_mask(mixer: nn.Module) -> None:
     """Raise TypeError for a layer whose `forward` has no argument `mask`."""
-    parameters = inspect.signature(mixer.forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    if "mask" not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+    if not _takes_mask(mixer):
         raise TypeError(
             f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
             "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
         )
 
 
+def _takes_mask(mixer: nn.Module) -> bool:
+    """Whether `forward` has an argument `mask`; remembered for each class."""
+    kind = type(mixer)
+    # others may replace `forward` on the object; a graph that depends on the memory is recompiled
+    forgets = "forward" in vars(mixer) or torch.compiler.is_compiling()
+    known = None if forgets else _known_takers.get(kind)
+    if known is not None:
+        return known
+    parameters = inspect.signature(mixer.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    takes = "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+    if not forgets:
+        _known_takers[kind] = takes
+    return takes
+
+
 def _pad_rows(
     mask: Tensor,  # (b, t) bool
 ) -> Packing:
     """Each row is a sequence of the same width, so that no shape depends on the mask."""
-    b, t = mask.shape
     lengths = mask.sum(1)
-    # real tokens go to the left in their order, the others behind them
-    place = torch.where(mask, mask.cumsum(1), lengths.unsqueeze(1) + (~mask).cumsum(1)) - 1
+    return Packing(lengths, tokens_before(lengths, mask.shape[1]), *_order(mask), mask)
+
+
+def _order(
+    mask: Tensor,  # (b, t) bool
+) -> tuple[Tensor, Tensor]:  # (b t,) each
+    """Rows in which real tokens come first, in their order: for each place the one of b t that its
+    token comes from, and the inverse."""
+    b, t = mask.shape
+    place = torch.where(mask, mask.cumsum(1), mask.sum(1, True) + (~mask).cumsum(1)) - 1
     tokens = torch.arange(t, device=mask.device).expand(b, t)
     order = torch.zeros_like(place).scatter(1, place, tokens)
     start = t * torch.arange(b, device=mask.device).unsqueeze(1)
-    source, target = (start + order).flatten(), (start + place).flatten()
-    return Packing(lengths, tokens_before(lengths, t), source, target, mask)
+    return (start + order).flatten(), (start + place).flatten()
 
 
 def _split_at(
-    cu_seqlens: Tensor | None,  # (l + 1,)
+    cu_seqlens: Tensor,  # (l + 1,)
     x: Tensor,  # (1, t, ...)
+    mask: Tensor | None,  # (1, t) bool
 ) -> Packing:
     """Each document of the row is a sequence."""
     check_tensor("cu_seqlens", cu_seqlens, "(documents + 1,)")
-    assert cu_seqlens is not None
     _check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(
@@ -231,35 +270,50 @@ def _split_at(
         )
     _check_device("cu_seqlens", cu_seqlens, x)
     check_readable("cu_seqlens", x)
-    ends: list[int] = cu_seqlens.tolist()
-    sizes = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
-    if ends[0] != 0 or ends[-1] != t or min(sizes, default=0) < 0:
+    bounds = cu_seqlens.to(torch.int64)
+    # how many tokens come before each bound, which is the bound itself without padding
+    tokens = bounds
+    if mask is not None:
+        tokens = nn.functional.pad(mask.flatten().cumsum(0), (1, 0))[bounds.clamp(0, t)]
+    ends: list[int]
+    # in one read of the device
+    ends, counts = [bounds.tolist()] * 2 if mask is None else torch.stack([bounds, tokens]).tolist()
+    if ends[0] != 0 or ends[-1] != t or sorted(ends) != ends:
         raise ValueError(
             f"cu_seqlens must ascend from 0 to t = {t}, got {_abbreviated(ends)}: it holds the "
             "places where documents begin, and t"
         )
-    starts = cu_seqlens[:-1].to(torch.int64)
-    return _from_starts(starts, cu_seqlens.diff().to(torch.int64), max(sizes, default=0), t)
+    w = max((stop - start for start, stop in zip(counts, counts[1:], strict=False)), default=0)
+    # padding is put somewhere, too, before it is masked
+    packing = _from_starts(tokens[:-1], tokens.diff(), max(w, min(t, 1)), t)
+    return packing if mask is None else packing.reordered(mask, *_order(mask))
 
 
 def _split_rows(
     seq_idx: Tensor,  # (b, t)
+    real: Tensor | None = None,  # (b,), the number of tokens in each row, padding after them
 ) -> Packing:
-    """Each run of one index is a sequence."""
+    """Each run of one index is a sequence, and a row without tokens is an empty one."""
     b, t = seq_idx.shape
+    places = torch.arange(b * t, device=seq_idx.device)
     begins = torch.ones_like(seq_idx, dtype=torch.bool)
     begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    if real is not None:
+        begins[:, 1:] &= tokens_before(real, t)[:, 1:]
     document = begins.flatten().cumsum(0) - 1  # (b t,)
-    places = torch.arange(b * t, device=seq_idx.device)
     begin = torch.where(begins.flatten(), places, 0).cummax(0).values
+    within = places - begin
+    if real is not None:
+        within = torch.where(tokens_before(real, t).flatten(), within, 0)
     # both in one read of the device
-    count, w = torch.stack([document[-1], (places - begin).max()]).add(1).tolist()
+    count, w = torch.stack([document[-1], within.max()]).add(1).tolist()
     starts = torch.searchsorted(document, torch.arange(count, device=seq_idx.device))
     lengths = torch.cat([starts, starts.new_full((1,), b * t)]).diff()
+    if real is not None:
+        lengths = torch.minimum(lengths, real[starts // t] - starts % t)
     packing = _from_starts(starts, lengths, w, b * t)
     first = torch.where(starts % t == 0, starts // t + 1, 0)
-    rows = packing.lengths, packing.real, packing.source, packing.target
-    return Packing(*rows, first=first, last=document.view(b, t)[:, -1])
+    return replace(packing, first=first, last=document.view(b, t)[:, -1])
 
 
 def _from_starts(
@@ -268,12 +322,13 @@ def _from_starts(
     w: int,
     places: int,
 ) -> Packing:
-    """Documents that fill all places, one after the other."""
+    """Documents one after the other, with or without places between them."""
     within = torch.arange(w, device=starts.device)
     source = (starts.unsqueeze(1) + within).clamp(max=max(places - 1, 0)).flatten()
     token = torch.arange(places, device=starts.device)
-    document = torch.searchsorted(starts + lengths, token, right=True)
-    target = document * w + token - starts[document]
+    # a place that is in no document has any target, and is masked
+    document = torch.searchsorted(starts + lengths, token, right=True).clamp(max=len(starts) - 1)
+    target = document * w + (token - starts[document]).clamp(0, w - 1)
     return Packing(lengths, tokens_before(lengths, w), source, target)
 
 

@@ -95,16 +95,20 @@ def test_padded_chunks(kind: Any) -> None:
 
 
 @every_kind
-def test_documents_are_what_each_is_alone(kind: Any) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_documents_are_what_each_is_alone(kind: Any, padded: bool) -> None:
     layer = kind(8, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0, 0, 0, 1, 0, 1, 1]]).bool() | (not padded)
     cu_seqlens = torch.tensor([0, 0, 3, 4, 4, 9], dtype=torch.int32)
     x = torch.randn(1, 9, 8, dtype=torch.float64)
     bounds = cu_seqlens.tolist()
     place = torch.arange(9).unsqueeze(0)
     pieces = [
-        (start <= place) & (place < stop) for start, stop in zip(bounds, bounds[1:], strict=False)
+        (start <= place) & (place < stop) & mask
+        for start, stop in zip(bounds, bounds[1:], strict=False)
     ]
-    check(layer, x, pieces, earlier_state(layer, 5), cu_seqlens=cu_seqlens)
+    x[~mask] = torch.nan
+    check(layer, x, pieces, earlier_state(layer, 5), cu_seqlens=cu_seqlens, mask=mask)
 
 
 @every_kind
@@ -113,7 +117,15 @@ def test_indexed_documents_begin_anew(kind: Any) -> None:
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     seq_idx = torch.tensor([[0, 0, 1, 1, 1], [3, 3, 3, 3, 3]])
     before = earlier_state(layer, 2)
-    output, state = layer(x, before, return_state=True, seq_idx=seq_idx)
+    # padding before, within and after documents changes nothing
+    wide, indices = torch.full((2, 8, 8), torch.nan, dtype=torch.float64), torch.full((2, 8), 9)
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 0], [0, 0, 1, 1, 1, 1, 0, 1]]).bool()
+    wide[mask], indices[mask] = x.flatten(0, 1), seq_idx.flatten()
+    output, state = layer(wide, before, return_state=True, seq_idx=indices, mask=mask)
+    assert not output[~mask].any()
+    output = output[mask].view_as(x)
+    plain, _ = layer(x, before, return_state=True, seq_idx=seq_idx)
+    assert_close("without padding", output, plain, 1e-12)
     first = layer(x[:1, :2], before[:1])
     second, after = layer(x[:1, 2:], return_state=True)
     assert_close("first row", output[:1], torch.cat([first, second], 1), 1e-12)

@@ -2,6 +2,10 @@
 
 from importlib.util import find_spec
 
-PACKAGES = {"test_peft.py": "peft", "test_onnx.py": "onnxruntime"}
+PACKAGES = {
+    "test_peft.py": "peft",
+    "test_onnx.py": "onnxruntime",
+    "test_hf_distributed.py": "transformers",
+}
 
 collect_ignore = [name for name, package in PACKAGES.items() if find_spec(package) is None]

@@ -42,11 +42,12 @@ ONE_HEAD: list[dict[str, Any]] = [
     {"target_modules": ["x_proj", "y_proj"]},
     {"target_modules": ["in_proj", "out_proj", "y_proj"], "use_dora": True},
 ]
-WEIGHTS = [f"blocks.0.mixer.{name}.weight" for name in ("x_proj", "y_proj")]
+OF_HEADS: dict[str, Any] = {"target_parameters": ["x_proj.weight", "y_proj.weight"]}
+"""PEFT adapts HeadLinear's weight, which has an axis of heads, as it does those of experts."""
 TWO_HEADS: list[dict[str, Any]] = [
-    {"target_modules": "all-linear"},
-    # PEFT adapts HeadLinear's weight, which has an axis of heads, as it does those of experts
-    {"target_modules": ["in_proj"], "target_parameters": WEIGHTS},
+    OF_HEADS,
+    OF_HEADS | {"target_modules": "all-linear"},
+    OF_HEADS | {"target_modules": ["in_proj"], "use_rslora": True},
 ]
 
 
@@ -63,6 +64,8 @@ def test_every_adapter_trains_and_merges(kind: Any, num_heads: int, options: Any
     logits.square().mean().backward()
     adapters = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
     assert len(adapters) >= 4 and all("lora" in name for name in adapters)
+    assert any("x_proj" in name for name in adapters) or "use_dora" in options
+    assert any("y_proj" in name for name in adapters)
     assert all(p.grad is not None and p.grad.any() for p in adapters.values())
     assert (logits - plain).abs().max() > 1e-3
     with torch.no_grad():
@@ -72,10 +75,17 @@ def test_every_adapter_trains_and_merges(kind: Any, num_heads: int, options: Any
         torch.testing.assert_close(decode(merged, tokens), logits)
 
 
-def test_adapters_learn_and_are_saved(tmp_path: Any) -> None:
-    model, tokens = make_model(Bedouin, 1), torch.randint(7, (4, 5))
+@pytest.mark.parametrize(
+    ("num_heads", "options"),
+    [
+        (1, {"target_modules": ["x_proj", "y_proj"], "lora_dropout": 0.1}),
+        (2, OF_HEADS | {"target_modules": "all-linear"}),
+    ],
+)
+def test_adapters_learn_and_are_saved(tmp_path: Any, num_heads: int, options: Any) -> None:
+    model, tokens = make_model(Bedouin, num_heads), torch.randint(7, (4, 5))
     base = copy.deepcopy(model)
-    adapted = adapt(model, target_modules=["x_proj", "y_proj"], lora_dropout=0.1)
+    adapted = adapt(model, **options)
     optimizer = torch.optim.Adam((p for p in adapted.parameters() if p.requires_grad), lr=0.05)
     losses = []
     for _ in range(15):
@@ -90,3 +100,9 @@ def test_adapters_learn_and_are_saved(tmp_path: Any) -> None:
     load: Any = peft.PeftModel.from_pretrained
     loaded = load(base, tmp_path).eval()
     torch.testing.assert_close(loaded(tokens), adapted(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_modules_of_heads_are_refused() -> None:
+    """PEFT's adapters of modules know no weight with an axis of heads."""
+    with pytest.raises(ValueError, match=r"HeadLinear\(num_heads=2.* is not supported"):
+        adapt(make_model(Bedouin, 2), target_modules=["x_proj"])

@@ -1,19 +1,47 @@
-"""The table of parameters: its numbers are those of the layers and of the README."""
+"""The table of sizes: its numbers are those of the layers, of the README and of the raw file."""
+
+import json
+from pathlib import Path
 
 import pytest
+import torch
 
 import parameters
 from bedouin import Bedouin
 
+RESULTS = Path(parameters.__file__).parent / "results"
 
-def test_numbers_are_those_of_the_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    config = parameters.Config(d_model=16, num_householder=2, num_heads=(1, 4))
-    found = parameters.counts(config)
+
+def test_numbers_are_those_of_the_layers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "sizes.json"
+    config = parameters.Config((16,), num_householder=2, num_heads=(1, 4), length=6, out=out)
+    parameters.main(config)
+    printed = capsys.readouterr().out
+    report = json.loads(out.read_text())
+    rows = [parameters.Sizes(**row) for row in report["layers"]]
+    assert printed.splitlines() == parameters.table(rows) and report["config"]["length"] == 6
+    found = {row.layer: row for row in rows}
     for heads, title in ((1, "Bedouin, 1 head"), (4, "Bedouin, 4 heads")):
         layer = Bedouin(16, num_heads=heads, num_householder=2)
-        assert found[title] == sum(p.numel() for p in layer.parameters())
-    assert found["Bedouin, 4 heads"] < found["Bedouin, 1 head"]
-    parameters.main(config)
-    assert f"| Mamba | {found['Mamba']:,} | 1.0 |" in capsys.readouterr().out
+        assert found[title].parameters == sum(p.numel() for p in layer.parameters())
+        assert found[title].state_bytes == 4 * (32 * 16 + 32)
+    assert f"| 16 | Mamba | {found['Mamba'].parameters:,} | 1.00 |" in printed
+    # keys and values
+    assert found["Attention"].state_bytes == 2 * 4 * 6 * 16
     with pytest.raises(ValueError, match="--num-heads must divide the 32 inner channels"):
-        parameters.Config(d_model=16, num_heads=(3,))
+        parameters.Config(d_model=(16,), num_heads=(3,))
+
+
+def test_a_saved_storage_counts_once() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Flatten())
+    x = torch.randn(1, 4, 3)
+    # x and the result of tanh, but no weight
+    assert parameters.saved_bytes(layer, x) == 4 * (4 * 3 + 4 * 5)
+
+
+def test_the_table_is_that_of_the_raw_file() -> None:
+    report = json.loads((RESULTS / "parameters.json").read_text())
+    rows = [parameters.Sizes(**row) for row in report["layers"]]
+    assert "\n".join(parameters.table(rows)) in (RESULTS / "README.md").read_text()

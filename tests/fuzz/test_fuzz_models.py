@@ -112,6 +112,16 @@ def law_documents(model: SequenceModel, draw: Draw) -> None:
     assert_close("cu_seqlens", model(tokens, cu_seqlens=ends), expected, RTOL)
     index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
     assert_close("seq_idx", model(tokens, seq_idx=index), expected, RTOL)
+    # with padding between and in them
+    mask = draw_mask(draw, tokens)
+    pieces = [
+        model(d[m].unsqueeze(0)) for d, m in zip(documents, mask.split(lengths, 1), strict=True)
+    ]
+    expected = torch.zeros_like(expected)
+    expected[mask] = torch.cat(pieces, 1)[0]
+    assert_close("masked cu_seqlens", model(tokens, cu_seqlens=ends, mask=mask), expected, RTOL)
+    index = torch.where(mask, index, torch.randint(9, index.shape))
+    assert_close("masked seq_idx", model(tokens, seq_idx=index, mask=mask), expected, RTOL)
 
 
 def law_generate(model: SequenceModel, draw: Draw) -> None:

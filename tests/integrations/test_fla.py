@@ -95,6 +95,9 @@ class TestLayer:
             found, _, _ = layer(x[:1], past_key_values=cache, use_cache=True, cu_seqlens=cu_seqlens)
         twice = [layer(part.repeat(1, 2, 1))[0][:, part.shape[1] :] for part in parts]
         same(found, torch.cat(twice, 1))
+        real = torch.tensor([[1, 0, 0, 1, 1, 1]])
+        padded, _, _ = layer(x[:1], real, cu_seqlens=cu_seqlens)
+        same(padded[:, 3:], layer(x[:1, 3:])[0])
 
     def test_beams(self, x: Tensor) -> None:
         layer, cache = make_layer(), Cache()

@@ -192,6 +192,12 @@ class TestForward:
         for names in (["seq_idx"], ["cu_seq_lens_q"], ["position_ids"], list(batch)):
             found = model(flattened[0], **{name: batch[name] for name in names})
             same(found.logits, torch.cat(alone, 1))
+        # padding, here before the documents, is in none of them
+        padded = torch.cat([ids[:1, :3], flattened[0]], 1)
+        real = torch.arange(padded.shape[1]).unsqueeze(0) >= 3
+        seq_idx = torch.cat([torch.full((1, 3), 2), batch["seq_idx"]], 1)
+        found = model(padded, attention_mask=real.long(), seq_idx=seq_idx)
+        same(found.logits[:, 3:], torch.cat(alone, 1))
         # the cache goes on from the last document
         token = ids[2:, 4:5]
         after = model(token, past_key_values=found.past_key_values).logits
@@ -229,8 +235,6 @@ class TestForward:
             model(ids, cu_seq_lens_q=torch.tensor([0, 7]))
         with pytest.raises(ValueError, match=r"ascend from 0 to t = 7, got \[0, 5\]"):
             model(ids[:1], cu_seq_lens_q=torch.tensor([0, 5]))
-        with pytest.raises(ValueError, match="at most one of mask, cu_seqlens and seq_idx"):
-            model(ids, attention_mask=torch.ones_like(ids), seq_idx=torch.zeros_like(ids))
 
 
 class TestConfig:
@@ -337,17 +341,20 @@ class TestTraining:
         for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
             assert torch.equal(a, b)
 
-    # PEFT has no adapter for the block-diagonal projections x_proj and y_proj of several heads
+    # of several heads, x_proj and y_proj have weights that PEFT adapts as parameters only
     @pytest.mark.parametrize(
         ("targets", "num_heads", "adapted_a_block"),
-        [("all-linear", 1, 6), ("all-linear", 2, 4), (["x_proj", "y_proj"], 1, 2)],
+        [("all-linear", 1, 6), ("all-linear", 2, 6), (["x_proj", "y_proj"], 1, 2)],
     )
     def test_lora_trains_and_merges(
         self, ids: Tensor, targets: Any, num_heads: int, adapted_a_block: int
     ) -> None:
         peft = pytest.importorskip("peft")
         model = BedouinForCausalLM(make_config(num_heads=num_heads)).double()
-        lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
+        parameters = ["x_proj.weight", "y_proj.weight"] if num_heads > 1 else None
+        lora = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=2, target_modules=targets, target_parameters=parameters
+        )
         adapted = peft.get_peft_model(model, lora)
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bedouin.checks import check_batch_size, check_tensor
-from bedouin.decoding.graphs import Captured, StepGraphs, graph_key
-from bedouin.decoding.token import DecodedLayer, has_graph, may_replay, takes_fused_step
+from bedouin.decoding.graphs import Captured, StepGraphs, capture_layer, graph_key
+from bedouin.decoding.token import DecodedLayer, is_buffered, may_replay
 from bedouin.state import BedouinState, check_state
+from bedouin.wrapped import has_hooks
 
 
 class DecodedModel(Protocol):
@@ -86,7 +87,7 @@ class Decoder:
         if self._state is not None:
             return BedouinState(self._state.ssm.clone(), self._state.y.clone())
         assert self._captured is not None
-        return self._captured[1].copies(self.layer)
+        return self._captured[1].copies([self.layer])[0]
 
     @torch.no_grad()
     def __call__(
@@ -101,8 +102,7 @@ class Decoder:
         layer.check_input(x_t, rank=2)
         if x_t.shape[0] != self.batch_size:
             raise ValueError(f"x must have batch_size = {self.batch_size} rows, got {len(x_t)}")
-        # the second condition holds on a CPU only in Triton's interpreter, which captures nothing
-        if not has_graph(layer, x_t) and (x_t.is_cuda or not takes_fused_step(layer, x_t)):
+        if not is_buffered(layer, x_t):
             output: Tensor
             output, self._state = layer.step(x_t, self.state)
             return output
@@ -114,9 +114,9 @@ class Decoder:
         x_t: Tensor,  # (b, m)
     ) -> Tensor:  # (b, m)
         if self._state is not None:
-            captured.load(self.layer, self._state)
+            captured.load([self.layer], [self._state])
             self._state = None
-        return captured.run(self.layer, x_t)
+        return captured.run([self.layer], x_t)
 
     def _find(
         self,
@@ -126,7 +126,7 @@ class Decoder:
         key = graph_key(x_t)
         if self._captured is None or self._captured[0] != key or self._captured[1].is_stale():
             self._state = self.state
-            self._captured = key, Captured(self.layer, x_t)
+            self._captured = key, capture_layer(self.layer, x_t)
         return self._captured[1]
 
 
@@ -136,7 +136,8 @@ class ModelDecoder(Decoder):
         decoder = Decoder(model, batch_size=1, state=state)
         logits = decoder(tokens)                                            # (b,) -> (b, v)
 
-    Its layers are decoded by a `Decoder` each, or by their `step` if they are others.
+    On a GPU a token is one CUDA graph of the whole model if every layer has kernels for it.
+    Otherwise each layer is decoded by a `Decoder`, or by its `step` if it is another one.
     `state` is a tuple with the state of each layer.
     """
 
@@ -160,14 +161,19 @@ class ModelDecoder(Decoder):
                 f"state must be a tuple with one entry for each of the {len(mixers)} layers, got "
                 f"{type(state).__name__}: start from model.init_state(batch_size)"
             )
+        # the states are in these until a graph of the model is captured
         self._parts = [
             _decode_layer(*part, self.batch_size) for part in zip(mixers, state, strict=True)
         ]
+        self._captured: tuple[tuple[Any, ...], Captured] | None = None
+        self._layer_by_layer: tuple[Any, ...] | None = None  # the key of tokens without a graph
 
     @property
     def state(self) -> Any:
         """The states after the last token, one for each layer, which no later call changes."""
-        return tuple(part.state for part in self._parts)
+        if self._captured is None:
+            return tuple(part.state for part in self._parts)
+        return self._captured[1].copies(self.model.mixers)
 
     @torch.no_grad()
     def __call__(
@@ -181,8 +187,54 @@ class ModelDecoder(Decoder):
                 f"tokens must have shape (batch_size,) = ({self.batch_size},), got "
                 f"{tuple(tokens.shape)}"
             )
-        logits: Tensor = self.model.decode(tokens, self._parts)
+        captured = self._find_graph(tokens)
+        logits: Tensor
+        if captured is None:
+            logits = self.model.decode(tokens, self._parts)
+        else:
+            logits = captured.run(self.model.mixers, tokens)
         return logits
+
+    def _find_graph(
+        self,
+        tokens: Tensor,  # (b,)
+    ) -> Captured | None:
+        """The graph of the model for such tokens, with the states in it; None where the layers are
+        decoded one by one."""
+        key, mixers = graph_key(tokens), self.model.mixers
+        if self._captured is not None:
+            kept, captured = self._captured
+            if tokens.is_cuda:
+                replays = all(may_replay(layer, tokens) for layer in mixers)
+            else:
+                replays = self._is_buffered(tokens)
+            if kept == key and replays and not captured.is_stale():
+                return captured
+        elif self._layer_by_layer == key:
+            return None
+        states = self.state
+        self.reset(states)
+        if not self._is_buffered(tokens):
+            self._layer_by_layer = key
+            return None
+        captured = Captured(self.model, mixers, tokens, self.model.decode)
+        captured.load(mixers, states)
+        self._captured, self._parts = (key, captured), []
+        return captured
+
+    def _is_buffered(
+        self,
+        tokens: Tensor,  # (b,)
+    ) -> bool:
+        """Whether the states of all layers may be in the buffers of one graph."""
+        for mixer in self.model.mixers:
+            if not isinstance(getattr(mixer, "graphs", None), StepGraphs):
+                return False
+            if not is_buffered(mixer, tokens):
+                return False
+        # a replay calls no Python functions
+        _, *modules = self.model.modules()
+        return not any(has_hooks(module) for module in modules)
 
 
 def _decode_layer(mixer: Any, state: Any, batch_size: int) -> "Decoder | _SteppedLayer":

@@ -1,4 +1,4 @@
-"""Capture and replay: one token as a CUDA graph, captured once for each kind of input.
+"""Capture and replay: one token, of a layer or of a whole model, as a CUDA graph.
 
 The graph reads the parameters at their addresses, so a change in place affects the next token. If a
 parameter, module or storage is replaced, the token is captured again.
@@ -6,11 +6,12 @@ Letters: b batch, m d_model, d d_inner, n d_state.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin.decoding.token import DecodedLayer, advance, make_buffers
 from bedouin.kernels.backend import autocast_dtype
@@ -28,15 +29,18 @@ WARMUP_RUNS = 2
 """Runs before a capture, so that Triton compiles and cuBLAS allocates its workspace outside it."""
 
 Run = Callable[[], Tensor]
+Compute = Callable[[Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
+"""From an input, and functions (b, m) -> (b, m) of the layers, to the output."""
 
 
 class ReplacementWatch:
-    """Detects that a module, parameter or storage of a layer was replaced since the watch was made.
+    """Detects that a module, parameter or storage of a layer or model was replaced since the watch
+    was made.
 
     Changes in place are not detected and need not be: a graph reads the current values.
     """
 
-    def __init__(self, layer: DecodedLayer) -> None:
+    def __init__(self, layer: DecodedLayer | nn.Module) -> None:
         self._submodules: list[tuple[dict[str, Any], str, object]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
         _, *parts = layer.modules()
@@ -62,31 +66,29 @@ class ReplacementWatch:
         return False
 
 
-class Captured:
-    """`advance` on buffers at fixed addresses, ready to be replayed."""
+class BufferedLayer:
+    """The state and statistics of one layer in buffers, which every token updates in place.
+
+    A layer's graphs do not refer to the layer, which refers to them: methods take it.
+    """
 
     def __init__(
         self,
         layer: DecodedLayer,
-        x_t: Tensor,  # (b, m)
+        like: Tensor,  # (b, ...)
     ) -> None:
-        device, dtype = x_t.device.type, autocast_dtype(x_t)
-        # Tensors made in inference mode cannot be written outside it. The cache of autocast is off
-        # because its casts of the weights would become constants of the graph.
-        cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
-        with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
-            self.buffers = make_buffers(layer, x_t)
-            self.x = x_t.clone(memory_format=torch.contiguous_format)
-            make_replay = capture_graph if x_t.is_cuda else rerun
-            self.replay, self.output = make_replay(lambda: advance(layer, self.x, self.buffers))
-            self.buffers.all_converged.fill_(1)
-        self._watch = ReplacementWatch(layer)
+        self.buffers = make_buffers(layer, like)
         self._tokens = 0
         self._last: tuple[Tensor, Tensor, int] | None = None  # ssm, y, version of ssm
 
-    def is_stale(self) -> bool:
-        """Whether a module, parameter or storage was replaced since the capture."""
-        return self._watch.has_changed()
+    def advance(
+        self,
+        layer: DecodedLayer,
+        u: Tensor,  # (b, m)
+    ) -> Tensor:  # (b, m)
+        """The arithmetic of a token, which a graph captures."""
+        layer.check_input(u, rank=2)
+        return advance(layer, u, self.buffers)
 
     def load(self, layer: DecodedLayer, state: BedouinState) -> None:
         """Copy a state into the buffers, unless it is the unchanged state of the last token."""
@@ -96,40 +98,100 @@ class Captured:
                 return
         self.buffers.load(state, layer.feedback_norm_eps)
 
-    def run(
-        self,
-        layer: DecodedLayer,
-        x_t: Tensor,  # (b, m)
-    ) -> Tensor:  # (b, m)
-        """One token from the state in the buffers; the output is a buffer, too."""
+    def begin(self, layer: DecodedLayer) -> None:
+        """What comes before a token."""
         layer.deferred.flush()
         if layer.training:
             layer.draws.next(layer.solve_options.cap)
-        self.x.copy_(x_t)
-        self.replay()
+
+    def end(self, layer: DecodedLayer) -> None:
+        """What comes after a token."""
         self._last = None
         self._tokens += 1
         if self._tokens % CHECK_EVERY == 0 and layer.solve_options.on_unconverged == "warn":
             subject = type(layer).__name__
             if not layer.deferred.is_pending(subject):
                 layer.deferred.schedule(self.buffers.take_stats(), subject)
-        return self.output
-
-    def step(
-        self,
-        layer: DecodedLayer,
-        x_t: Tensor,  # (b, m)
-        state: BedouinState,  # (b, d, n), (b, d)
-    ) -> tuple[Tensor, BedouinState]:  # (b, m)
-        """One token; the results share no memory with the buffers."""
-        self.load(layer, state)
-        return self.run(layer, x_t).clone(), self.copies(layer)
 
     def copies(self, layer: DecodedLayer) -> BedouinState:
         """A copy of the state after the last token; also sets `layer.stats`."""
         state, vars(layer)["stats"] = self.buffers.copies()
         self._last = state.ssm, state.y, state.ssm._version
         return state
+
+
+class Captured:
+    """One token on buffers at fixed addresses, ready to be replayed."""
+
+    def __init__(
+        self,
+        module: DecodedLayer | nn.Module,
+        layers: Sequence[DecodedLayer],
+        x_t: Tensor,  # (b, m), or tokens (b,)
+        compute: Compute,
+    ) -> None:
+        """module: what is computed, with `layers` in it; compute: how, from what each does."""
+        device, dtype = x_t.device.type, autocast_dtype(x_t)
+        # Tensors made in inference mode cannot be written outside it. The cache of autocast is off
+        # because its casts of the weights would become constants of the graph.
+        cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
+        with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
+            self.parts = [BufferedLayer(layer, x_t) for layer in layers]
+            pairs = zip(self.parts, layers, strict=True)
+            each = [partial(part.advance, layer) for part, layer in pairs]
+            self.x = x_t.clone(memory_format=torch.contiguous_format)
+            make_replay = capture_graph if x_t.is_cuda else rerun
+            self.replay, self.output = make_replay(lambda: compute(self.x, each))
+            for part in self.parts:
+                part.buffers.all_converged.fill_(1)
+        self._watch = ReplacementWatch(module)
+
+    def is_stale(self) -> bool:
+        """Whether a module, parameter or storage was replaced since the capture."""
+        return self._watch.has_changed()
+
+    def load(self, layers: Sequence[DecodedLayer], states: Sequence[BedouinState]) -> None:
+        """Copy the states of the layers into the buffers, as `BufferedLayer.load`."""
+        for part, layer, state in zip(self.parts, layers, states, strict=True):
+            part.load(layer, state)
+
+    def run(
+        self,
+        layers: Sequence[DecodedLayer],
+        x_t: Tensor,  # (b, m), or tokens (b,)
+    ) -> Tensor:  # (b, m), or logits (b, v)
+        """One token from the states in the buffers; the output is a buffer, too."""
+        pairs = list(zip(self.parts, layers, strict=True))
+        for part, layer in pairs:
+            part.begin(layer)
+        self.x.copy_(x_t)
+        self.replay()
+        for part, layer in pairs:
+            part.end(layer)
+        return self.output
+
+    def copies(self, layers: Sequence[DecodedLayer]) -> tuple[BedouinState, ...]:
+        """Copies of the states after the last token; also sets the layers' `stats`."""
+        return tuple(part.copies(layer) for part, layer in zip(self.parts, layers, strict=True))
+
+
+def capture_layer(
+    layer: DecodedLayer,
+    x_t: Tensor,  # (b, m)
+) -> Captured:
+    """A token of a single layer."""
+    return Captured(layer, [layer], x_t, lambda u, each: each[0](u))
+
+
+def replay_step(
+    captured: Captured,
+    layer: DecodedLayer,
+    x_t: Tensor,  # (b, m)
+    state: BedouinState,  # (b, d, n), (b, d)
+) -> tuple[Tensor, BedouinState]:  # (b, m)
+    """One token of a single layer; the results share no memory with the buffers."""
+    captured.load([layer], [state])
+    return captured.run([layer], x_t).clone(), captured.parts[0].copies(layer)
 
 
 def capture_graph(run: Run) -> tuple[Callable[[], object], Tensor]:
@@ -186,10 +248,10 @@ class StepGraphs:
             key = graph_key(x_t)
             captured = self._kept(key)
             if captured is None:
-                captured = self._entries[key] = Captured(layer, x_t)
+                captured = self._entries[key] = capture_layer(layer, x_t)
                 if len(self._entries) > MAX_GRAPHS:
                     del self._entries[next(iter(self._entries))]
-            return captured.step(layer, x_t, state)
+            return replay_step(captured, layer, x_t, state)
 
     def replay(
         self,
@@ -201,7 +263,7 @@ class StepGraphs:
         input with the same key was checked when the graph was made."""
         with self._lock:
             captured = self._kept(graph_key(x_t))
-            return None if captured is None else captured.step(layer, x_t, state)
+            return None if captured is None else replay_step(captured, layer, x_t, state)
 
     def _kept(self, key: tuple[Any, ...]) -> Captured | None:
         """The graph for a key, now the most recently used; None if there is none or it is stale."""
@@ -213,7 +275,7 @@ class StepGraphs:
 
 
 def graph_key(
-    x_t: Tensor,  # (b, m)
+    x_t: Tensor,  # (b, m), or tokens (b,)
 ) -> tuple[Any, ...]:
     """The properties of an input for which a graph is valid: shape, dtypes, device and stream."""
     if not x_t.is_cuda:

@@ -220,17 +220,17 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether `step` may take the fused path for x_t (b, m)."""
     if not asks_for_fused_step(layer) or not len(x_t):
         return False
-    # a replay calls no Python functions, and those on y_proj are answered with an error
-    _, *parts = layer.modules()
-    if any(has_hooks(part) for part in parts):
-        return False
     if is_cuda_device(x_t.device):
         # float64 serves to check numbers, for which the plain path is the reference
-        return layer.D.dtype != torch.float64 and unsupported_step(layer) is None
-    options = layer.solve_options
-    if options.backend != "triton" or not interpreter_is_on():
+        supported = layer.D.dtype != torch.float64
+    else:
+        supported = layer.solve_options.backend == "triton" and interpreter_is_on()
+    if not supported or unsupported_step(layer) is not None:
         return False
-    return unsupported_step(layer) is None
+    # last, since it looks at every module: a replay calls no Python functions, and those on y_proj
+    # are answered with an error
+    _, *parts = layer.modules()
+    return not any(has_hooks(part) for part in parts)
 
 
 def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
@@ -242,9 +242,13 @@ def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-def has_graph(layer: DecodedLayer, x_t: Tensor) -> bool:
-    """Whether a token of x_t (b, m) replays a graph, which may have to be captured first."""
-    return may_replay(layer, x_t) and takes_fused_step(layer, x_t)
+def is_buffered(layer: DecodedLayer, x_t: Tensor) -> bool:
+    """Whether a `Decoder` keeps the state in buffers for x_t, (b, m) or tokens (b,).
+
+    On a CPU only in Triton's interpreter, which captures nothing.
+    """
+    fused = takes_fused_step(layer, x_t)
+    return fused and (not x_t.is_cuda or may_replay(layer, x_t))
 
 
 def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:

@@ -63,8 +63,8 @@ class BedouinLayer(nn.Module):
     ) -> tuple[Tensor, None, Any]:
         """(b, t, m) -> (output (b, t, m), None, past_key_values).
 
-        attention_mask: 1 for real tokens, padding anywhere; of more than t columns the last t. Must
-            be None with cu_seqlens.
+        attention_mask: 1 for real tokens, padding anywhere, also within the documents of
+            cu_seqlens; of more than t columns the last t.
         past_key_values: fla.models.utils.Cache. It holds the state before the tokens, and with
             use_cache the one after them, of each row or of each document: recurrent_state is the
             tuple of h (b, d, n) and y (b, d).

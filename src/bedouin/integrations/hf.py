@@ -324,7 +324,8 @@ class BedouinModel(BedouinPreTrainedModel):
         seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
             describes them, the first that is given counting. A document starts where seq_idx
             changes or position_ids is 0. The cache holds the state after a row's last document.
-            Beside an attention_mask, position_ids are not needed and have no effect.
+            Padding by attention_mask belongs to no document. Beside that mask position_ids do not
+            describe documents, as in transformers, whose generate passes both.
 
         Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
         attention_mask of another shape, and what the layers raise.

@@ -1,0 +1,313 @@
+"""Iterative solves as operations of torch.library, which torch.compile puts into its graph.
+
+An operation runs the eager solve, which stops early, and takes tensors and scalars only. The map is
+therefore described by its `RawLayout`, and rebuilt in the operation. There are three: the solve;
+the solve of the adjoint equation; and the fixed point with that solve as its gradient.
+
+Letters: b batch, t time, d channels, n state per channel, r raw values, H heads.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
+from bedouin.kernels.backend import Backend, is_transformed
+from bedouin.kernels.direct.layout import activate_delta, is_covered
+from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.householder import unit
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
+from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
+from bedouin.solvers.adjoint_solve import solve_adjoint
+from bedouin.solvers.iterate import IterativeSolver
+from bedouin.solvers.solution import BackwardStats, Result, Solution
+
+SolverScalars = tuple[str, float, float, float, int | None, float, str]
+"""kind, rtol, atol, and of Picard damping, patience, shrink, stop_rule."""
+
+
+class CompiledMap(StructuredMap):
+    """A map that is traced by torch.compile: a `GraphMap`."""
+
+    def solve_in_graph(
+        self,
+        solver: Solver,
+        y0: Tensor,  # (b, t, d)
+        max_steps: int,
+    ) -> Solution | None:
+        """The solve as an operation; None if it can be none."""
+        scalars = self._scalars(solver, max_steps)
+        if scalars is None:
+            return None
+        y, steps, residual, converged, pivot = iterate(y0, *self.operands, self.lengths, *scalars)
+        known = pivot if isinstance(solver, Jacobi) else None
+        # BackwardStats is passed because torch.compile cannot trace a default_factory
+        stats = SolveStats(steps, residual, converged, known, BackwardStats())
+        return Solution(y, stats, Result.unknown)
+
+    def attach_in_graph(
+        self,
+        solver: Solver,
+        y_star: Tensor,  # (b, t, d)
+        max_steps: int,
+    ) -> Tensor | None:  # (b, t, d)
+        """y_star with the gradient that the solver finds, in an operation; None if it can be
+        none."""
+        scalars = self._scalars(solver, max_steps)
+        if scalars is None:
+            return None
+        detached = [None if v is None else v.detach() for v in (*self.operands, self.lengths)]
+        value: Tensor = implicit(self(y_star), y_star, *detached, *scalars)
+        return value
+
+    def _scalars(self, solver: Solver, max_steps: int) -> tuple[Any, ...] | None:
+        """The arguments of an operation that are no tensors."""
+        options, (_, raw, _, A, _, _) = solver_scalars(solver), self.operands
+        covered = is_covered(self.parameterization.layout, raw, A, self.mixer_values)
+        if options is None or not covered or is_transformed():
+            return None
+        return (*self.parameterization.scalars(), *options, max_steps, self.backend)
+
+
+def choose_map(mixer: ChannelMixer) -> type[FixedPointMap]:
+    """The map of a call of a layer with this mixer."""
+    if not isinstance(mixer, StructuredMixer):
+        return FixedPointMap
+    return CompiledMap if torch.compiler.is_compiling() else StructuredMap
+
+
+def solver_scalars(solver: Solver) -> SolverScalars | None:
+    """The options of a solver one by one; None for other solvers than Picard and Jacobi."""
+    if type(solver) is Jacobi:
+        return "jacobi", solver.rtol, solver.atol, 1.0, None, 1.0, "prefix"
+    if type(solver) is not Picard:
+        return None
+    how = solver.damping, solver.patience, solver.shrink, solver.stop_rule
+    return "picard", solver.rtol, solver.atol, *how
+
+
+def solver_from_scalars(
+    kind: str,
+    rtol: float,
+    atol: float,
+    damping: float,
+    patience: int | None,
+    shrink: float,
+    stop_rule: str,
+) -> IterativeSolver:
+    """The inverse of `solver_scalars`."""
+    if kind == "jacobi":
+        return Jacobi(rtol, atol)
+    rule = cast(Literal["prefix", "paper"], stop_rule)
+    return Picard(rtol, atol, damping, patience, shrink, rule)
+
+
+def split_by_layout(
+    layout: RawLayout,
+    sizes: tuple[int, int],  # d, n
+    raw: Tensor,  # (..., r)
+) -> ScanInputs:
+    """What a layer's `_split` returns."""
+    d, n = sizes
+    memory = [n, n] if layout.selective else []
+    delta, *BC, of_mixer = raw.split([d, *memory, layout.num_householder * (d + 1)], -1)
+    ones = torch.ones_like(raw[..., :1])
+    B, C = (unit(v) for v in BC) if BC else (ones, ones)
+    return ScanInputs(activate_delta(layout, delta), B, C, of_mixer)
+
+
+def rebuild(
+    operands: Operands,
+    lengths: Tensor | None,  # (b,)
+    options: Parameterization,
+    backend: str,
+) -> StructuredMap:
+    """The map that an operation was given in parts."""
+    layout, (d, n) = options.known_layout(), operands.A.shape[-2:]
+    mixer = HouseholderProduct(layout.num_householder, layout.beta_max)
+    split = partial(split_by_layout, layout, (d, n))
+    return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths)
+
+
+@torch.library.custom_op("bedouin::iterate", mutates_args=())
+def iterate(
+    start: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
+    lengths: Tensor | None,  # (b,)
+    activation: str,
+    selective: bool,
+    num_householder: int,
+    beta_max: float,
+    input_scale: str,
+    eigenvalues: str,
+    norm_eps: float | None,
+    kind: str,
+    rtol: float,
+    atol: float,
+    damping: float,
+    patience: int | None,
+    shrink: float,
+    stop_rule: str,
+    max_steps: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fixed point, and of its statistics num_steps, residual, converged and the smallest pivot,
+    (b,) each, the last one empty for Picard."""
+    options = Parameterization.from_scalars(
+        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
+    )
+    f = rebuild(Operands(x, raw, W_y, A, h0, y0), lengths, options, backend)
+    solver = solver_from_scalars(kind, rtol, atol, damping, patience, shrink, stop_rule)
+    with torch.no_grad(), torch.autocast(start.device.type, enabled=False):
+        solution = solver.solve(f, start, max_steps=max_steps, time_dim=1, unroll=False)
+    stats, pivot = solution.stats, solution.stats.conditioning
+    if pivot is None:  # of Picard, and where there are no tokens
+        pivot = start.new_full((len(start) if kind == "jacobi" else 0,), math.inf)
+    return solution.value.contiguous(), stats.num_steps, stats.residual, stats.converged, pivot
+
+
+@iterate.register_fake
+def _iterate_fake(
+    start: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    b, kind = start.shape[0], options[13]
+    y = start.new_empty(start.shape)
+    steps, converged = (start.new_empty(b, dtype=dtype) for dtype in (torch.int64, torch.bool))
+    return y, steps, start.new_empty(b), converged, start.new_empty(b if kind == "jacobi" else 0)
+
+
+@torch.library.custom_op("bedouin::iterate_adjoint", mutates_args=())
+def iterate_adjoint(
+    grad: Tensor,  # (b, t, d)
+    y_star: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
+    lengths: Tensor | None,  # (b,)
+    activation: str,
+    selective: bool,
+    num_householder: int,
+    beta_max: float,
+    input_scale: str,
+    eigenvalues: str,
+    norm_eps: float | None,
+    kind: str,
+    rtol: float,
+    atol: float,
+    damping: float,
+    patience: int | None,
+    shrink: float,
+    stop_rule: str,
+    max_steps: int,
+    backend: str,
+) -> Tensor:
+    """w = J^T w + grad, with J = dF/dy at y_star."""
+    options = Parameterization.from_scalars(
+        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
+    )
+    f = rebuild(Operands(x, raw, W_y, A, h0, y0), lengths, options, backend)
+    solver = solver_from_scalars(kind, rtol, atol, damping, patience, shrink, stop_rule)
+    with torch.autocast(grad.device.type, enabled=False), recording():
+        y = y_star.detach().clone().requires_grad_()
+        tracked = f(y)
+        with torch.no_grad():
+            w, _ = solve_adjoint(f, solver, y, tracked, grad, max_steps, 1)
+    return w.contiguous()
+
+
+@iterate_adjoint.register_fake
+def _iterate_adjoint_fake(
+    grad: Tensor,  # (b, t, d)
+    y_star: Tensor,  # (b, t, d)
+    *options: Any,
+) -> Tensor:
+    return y_star.new_empty(y_star.shape)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """A context in which autograd records within an operation, which torch runs below it."""
+    include, exclude = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+@torch.library.custom_op("bedouin::implicit", mutates_args=())
+def implicit(
+    tracked: Tensor,  # (b, t, d), F(y_star)
+    y_star: Tensor,  # (b, t, d)
+    x: Tensor,  # (b, t, d)
+    raw: Tensor,  # (b, t, r)
+    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    A: Tensor,  # (d, n) or (H, d, n)
+    h0: Tensor | None,  # (b, d, n)
+    y0: Tensor | None,  # (b, d)
+    lengths: Tensor | None,  # (b,)
+    activation: str,
+    selective: bool,
+    num_householder: int,
+    beta_max: float,
+    input_scale: str,
+    eigenvalues: str,
+    norm_eps: float | None,
+    kind: str,
+    rtol: float,
+    atol: float,
+    damping: float,
+    patience: int | None,
+    shrink: float,
+    stop_rule: str,
+    max_steps: int,
+    backend: str,
+) -> Tensor:
+    """y_star on the graph of `tracked`, to which the solution of the adjoint equation is passed;
+    the operands, which that equation depends on, get no gradient here."""
+    return y_star.clone(memory_format=torch.contiguous_format)
+
+
+@implicit.register_fake
+def _implicit_fake(
+    tracked: Tensor,  # (b, t, d)
+    y_star: Tensor,  # (b, t, d)
+    *options: Any,
+) -> Tensor:
+    return y_star.new_empty(y_star.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:9])
+    ctx.scalars = inputs[9:]
+
+
+def _vjp(
+    ctx: Any,
+    grad: Tensor,  # (b, t, d)
+) -> tuple[Tensor | None, ...]:
+    with torch.no_grad():
+        w = iterate_adjoint(grad, *ctx.saved_tensors, *ctx.scalars)
+    (marked,) = refuse_second_derivative([w], [grad, *ctx.saved_tensors])
+    return (marked, *[None] * (8 + len(ctx.scalars)))
+
+
+implicit.register_autograd(_vjp, setup_context=_save)

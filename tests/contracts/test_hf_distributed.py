@@ -1,0 +1,150 @@
+"""The model for transformers on two processes, with accelerate: DDP and FSDP2, and compiled.
+
+Letters: b batch, t time.
+"""
+
+import copy
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from torch import Tensor
+
+from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM
+
+# The warnings of other libraries are no failures of this one.
+pytestmark = pytest.mark.filterwarnings("default")
+
+PAD, VOCABULARY = 0, 13
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 4, "num_hidden_layers": 2}
+
+
+def make_model(**options: Any) -> BedouinForCausalLM:
+    torch.manual_seed(0)
+    config = BedouinConfig(**SIZES | options, state_size=2, pad_token_id=PAD, initializer_range=0.5)
+    model = BedouinForCausalLM(config)
+    model.double()
+    return model
+
+
+def rows() -> dict[str, Tensor]:
+    """Four rows, two of which are padded on the left: two for each process."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (4, 6))
+    mask = torch.arange(6) >= torch.tensor([[0], [2], [2], [0]])
+    ids[~mask] = PAD
+    labels = ids.masked_fill(~mask, -100)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+
+
+def part(batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    return {name: value[2 * rank : 2 * rank + 2] for name, value in batch.items()}
+
+
+def make_accelerator(sharded: bool) -> Accelerator:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    if sharded:
+        # accelerate takes its plugin on GPUs only, although FSDP2 works on CPUs; the blocks that it
+        # wraps are those in the model's _no_split_modules
+        plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap")
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def check(folder: Path, sharded: bool, rank: int) -> None:
+    plain, batch = make_model(), rows()
+    accelerator = make_accelerator(sharded)
+    model = copy.deepcopy(plain)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all(hasattr(p, "full_tensor") == sharded for p in model.parameters())
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        accelerator.backward(model(**part(batch, rank)).loss)
+        # as many tokens in both parts, so that the mean of their losses is that of the whole
+        plain(**batch).loss.backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    whole = accelerator.get_state_dict(model)
+    if rank == 0:
+        for name, value in plain.state_dict().items():
+            if not name.endswith("_extra_state"):  # the number of calls
+                torch.testing.assert_close(whole[name], value, msg=name)
+    unwrapped = accelerator.unwrap_model(model)
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": batch["attention_mask"]}
+    plain.eval()
+    model.eval()
+    tokens = unwrapped.generate(batch["input_ids"], **options)
+    assert torch.equal(tokens, plain.generate(batch["input_ids"], **options))
+    accelerator.save_state(folder / "state")
+    main = accelerator.is_main_process
+    unwrapped.save_pretrained(folder / "model", is_main_process=main, state_dict=whole)
+    accelerator.wait_for_everyone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder / "state")
+    torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    torch.testing.assert_close(loaded(**batch).loss, plain(**batch).loss)
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """With DDP and then with FSDP2."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, str(tmp_path)],
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+
+
+def test_a_compiled_model() -> None:
+    """Whole graphs: forward and backward with padding, and `generate`, prompt and tokens."""
+    torch.compiler.reset()
+    model, batch = make_model(num_hidden_layers=1), rows()
+    expected = model(**batch)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(expected.loss, parameters)
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(**batch)
+    torch.testing.assert_close(found.logits, expected.logits)
+    for pair in zip(torch.autograd.grad(found.loss, parameters), gradients, strict=True):
+        torch.testing.assert_close(*pair)
+    del batch["labels"]
+    options: dict[str, Any] = batch | {"max_new_tokens": 3, "do_sample": False}
+    tokens = model.eval().generate(**options)
+    # in place, so that `generate` calls the graph
+    model.compile(fullgraph=True, backend="eager")
+    assert torch.equal(model.generate(**options), tokens)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    try:
+        for sharded in (False, True):
+            check(Path(sys.argv[1]) / f"{sharded=}", sharded, int(os.environ["RANK"]))
+            AcceleratorState._reset_state()
+    finally:
+        torch.distributed.destroy_process_group()
