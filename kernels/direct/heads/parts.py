@@ -16,6 +16,10 @@ from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.device.reflections import sums
 from bedouin.kernels.direct.heads.device import column_sums, lanes_of, unstack_states
 
+FEW_SUMS = tl.constexpr(8)
+"""As many sums over the lanes of a warp, as many exchanges each as lanes have bits; more are summed
+as `transposed_sums` does."""
+
 
 @triton.jit
 def columns_of_rows(ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr):
@@ -43,6 +47,8 @@ def of_all_parts(v, PARTS: tl.constexpr):
     As values of one thread, since the compiler would make a tl.gather, or a sum over parts, out of
     two exchanges.
     """
+    if PARTS == 1:
+        return (v,)
     ROWS: tl.constexpr = v.shape[0]
     L: tl.constexpr = v.shape[1]
     S: tl.constexpr = ROWS // PARTS
@@ -69,38 +75,35 @@ def over_channels(
 ):  # fmt: skip
     """Sums of `values` over the channels of a sample and the largest of `maxima` of its rows, or
     NaN, (rows,) each."""
-    if PARTS == 1:
-        out = sums(values, 1)
-        for i in tl.static_range(len(maxima)):
-            out = out + (tl.reshape(maxima[i], [ROWS]),)
-        return out
+    L: tl.constexpr = min(32, D)
+    N: tl.constexpr = len(values)
+    M: tl.constexpr = len(maxima)
+    if PARTS == 1 and N <= FEW_SUMS:
+        tl.static_assert(M == 0, "a row of all channels has the maxima")
+        return sums(values, 1)
+    elif N + M > L:
+        SOME: tl.constexpr = L - M
+        some = over_channels(values[0:SOME], (), ROWS, PARTS, D)
+        return some + over_channels(values[SOME:N], maxima, ROWS, PARTS, D)
     else:
-        L: tl.constexpr = min(32, D)
-        N: tl.constexpr = len(values)
-        M: tl.constexpr = len(maxima)
-        if N + M > L:
-            SOME: tl.constexpr = L - M
-            some = over_channels(values[0:SOME], (), ROWS, PARTS, D)
-            return some + over_channels(values[SOME:N], maxima, ROWS, PARTS, D)
-        else:
-            V: tl.constexpr = triton.next_power_of_2(N + M)
-            lanes = ()
-            for i in tl.static_range(V):
-                lanes = lanes + (lanes_of(values[min(i, N - 1)], ROWS, D),)
-            total = column_sums(lanes, V, ROWS, L)
-            columns = tl.arange(0, L)[None, :]
-            for i in tl.static_range(M):
-                total = tl.where(columns == N + i, maxima[i], total)
-            parts = of_all_parts(total, PARTS)
-            total = parts[0]
-            for i in tl.static_range(1, PARTS):
-                larger = larger_or_nan(total, parts[i])
-                total = tl.where(columns < N, total + parts[i], larger)
-            out = ()
-            for i in tl.static_range(N + M):
-                one = tl.gather(total, tl.full([ROWS, 1], i, tl.int32), 1)
-                out = out + (tl.reshape(one, [ROWS]),)
-            return out
+        V: tl.constexpr = triton.next_power_of_2(N + M)
+        lanes = ()
+        for i in tl.static_range(V):
+            lanes = lanes + (lanes_of(values[min(i, N - 1)], ROWS, D),)
+        total = column_sums(lanes, V, ROWS, L)
+        columns = tl.arange(0, L)[None, :]
+        for i in tl.static_range(M):
+            total = tl.where(columns == N + i, maxima[i], total)
+        parts = of_all_parts(total, PARTS)
+        total = parts[0]
+        for i in tl.static_range(1, PARTS):
+            larger = larger_or_nan(total, parts[i])
+            total = tl.where(columns < N, total + parts[i], larger)
+        out = ()
+        for i in tl.static_range(N + M):
+            one = tl.gather(total, tl.full([ROWS, 1], i, tl.int32), 1)
+            out = out + (tl.reshape(one, [ROWS]),)
+        return out
 
 
 @triton.jit

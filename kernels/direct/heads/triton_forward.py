@@ -310,11 +310,9 @@ def head_sweep_kernel(
             x_at, raw_at, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
         )
         dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
-        if PARTS == 1:
-            dots = sums(dots, 1)
-        else:
-            # with those of the token before, since every exchange between warps takes barriers
-            dots = over_channels(dots, maxima, ROWS, PARTS, D)
+        # with the maxima of the token before: every exchange between warps takes barriers
+        dots = over_channels(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
+        if PARTS > 1:
             whole = as_columns(dots[2 * PAIRS + K :] + (pivot,), 4)
             store_statistics(statistics_ptr + token - 1, whole, row_of, speaks & (t > 0), ROWS)
         inv = inverse_sizes(dots, d, K, EPS)
