@@ -122,20 +122,22 @@ def run(
     return found | {f"report {i}": v for i, v in enumerate(reports)}
 
 
-def launched(case: Case, samples: int, keep_every: int = CHUNK) -> dict[str, Tensor]:
-    """What `run` returns, by the launches with so many samples of a program."""
+def launched(
+    case: Case, samples: int, keep_every: int = CHUNK, parts: int | None = None
+) -> dict[str, Tensor]:
+    """What `run` returns, by the launches with so many samples of a program and parts of each."""
     from bedouin.kernels.direct.heads.launch import launch_head_reverse, launch_head_sweep
 
     operands, options = case.operands(), case.options()
     buffers = allocate_sweep(operands, options, keep_every, together=True)
-    launch_head_sweep(buffers, options, keep_every, samples)
+    launch_head_sweep(buffers, options, keep_every, samples, parts)
     summary, converged = summarize(buffers.statistics)
     *statistics, _ = buffers.statistics
     values = (buffers.y, buffers.h.mT, *statistics, summary[1], summary[0], converged)
     sweep = Sweep(*values)
     grad_y, grad_h = cotangents(sweep)
     known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
-    normed = launch_head_reverse(known, grads, operands.W_y, options, keep_every, samples)
+    normed = launch_head_reverse(known, grads, operands.W_y, options, keep_every, samples, parts)
     every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
     found = dict(zip(Sweep._fields, values, strict=True))
     for name, v, operand in zip(NAMES, every, operands, strict=True):
@@ -202,6 +204,22 @@ def test_every_option(case: Case) -> None:
 def test_every_number_of_samples_of_a_program(b: int, samples: int) -> None:
     case = Case(b=b, t=2, n=1, k=1, feedback=samples > 1)
     assert_same(launched(case, samples), expect(case), case.tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("case", "samples", "parts"),
+    [
+        (Case(heads=1, b=1, t=3, p=7, n=1, k=2), 1, 2),
+        (Case(heads=1, b=3, t=2, p=20, n=3, k=1, input_scale="one_minus_decay"), 2, 2),
+        (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=torch.bfloat16), 1, 4),
+        (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 4),
+        (Case(heads=1, b=1, t=2, p=16, n=1, k=1, feedback=False), 1, 2),
+    ],
+    ids=str,
+)
+def test_samples_of_several_warps(case: Case, samples: int, parts: int) -> None:
+    assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
 
 
 @needs_triton

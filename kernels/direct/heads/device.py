@@ -1,8 +1,9 @@
 """What the kernels of heads share: samples as rows, products of a head's matrix, sums.
 
-A tensor (s, d) holds a vector of each of a program's samples, one warp a sample. A tensor
-(s, d, N) holds their memories, N the states n rounded up to a power of two: a thread holds all
-states of its channels, so that a sum over states moves no data, and one operation serves all of
+A tensor (s, d) holds a vector of each of a program's samples, one warp a row. A row has all
+channels of a sample or, as `parts.py` describes, a part of them, and is called a sample here. A
+tensor (s, d, N) holds their memories, N the states n rounded up to a power of two: a thread holds
+all states of its channels, so that a sum over states moves no data, and one operation serves all of
 them (Triton's compiler takes minutes for kernels of thousands of operations).
 Letters: d channels of a head, n state per channel, k reflections, s samples of a program.
 """
@@ -15,13 +16,14 @@ import triton.language as tl
 
 
 @triton.jit
-def samples_of(per_head, S: tl.constexpr):
+def samples_of(per_head, S: tl.constexpr, PARTS: tl.constexpr):
     """The head of a program, whether it has as many samples, their numbers among those of the head
-    and among all; (s,). Past the last sample that one again, so that loads need no mask."""
+    and among all; (s,), one for each part. Past the last sample that one again, so that loads need
+    no mask."""
     blocks = tl.cdiv(per_head, S)
     program = tl.program_id(0)
     head = (program // blocks).to(tl.int64)
-    local = program % blocks * S + tl.arange(0, S)
+    local = program % blocks * S + tl.arange(0, S * PARTS) // PARTS
     here = local < per_head
     local = tl.minimum(local, per_head - 1)
     return head, here, local, head * per_head + local
@@ -83,7 +85,9 @@ def small_rows(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE:
 
 @triton.jit
 def columns_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr):
-    """v (s, d) as (d, COLUMNS), every sample COLUMNS / s times: a product has 8 columns or more."""
+    """v (s, d), in rows of samples or of parts, as (d, COLUMNS), every sample COLUMNS / s times: a
+    product has 8 columns or more."""
+    v = tl.reshape(v, [S, BLOCK_D])
     if S < COLUMNS:
         v = tl.broadcast_to(v[:, None, :], [S, COLUMNS // S, BLOCK_D])
         v = tl.reshape(v, [COLUMNS, BLOCK_D])
@@ -91,12 +95,14 @@ def columns_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr)
 
 
 @triton.jit
-def rows_of(v, S: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The inverse of `columns_of`: (BLOCK, COLUMNS) as (s, BLOCK)."""
+def rows_of(
+    v, S: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """The inverse of `columns_of`: (BLOCK, COLUMNS) as (s, BLOCK), or in parts (rows, .)."""
     v = tl.trans(v)
     if S < COLUMNS:
         v = tl.max(tl.reshape(v, [S, COLUMNS // S, BLOCK]), axis=1)
-    return v
+    return tl.reshape(v, [S * PARTS, BLOCK // PARTS])
 
 
 @triton.jit
@@ -299,7 +305,7 @@ def lanes_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
 def in_lanes(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
     """v (s, d), the same for all channels, as (s, 32)."""
     if BLOCK_D < 32:
-        return concatenated(v, v, S, BLOCK_D)
+        return in_lanes(concatenated(v, v, S, BLOCK_D), S, 2 * BLOCK_D)
     elif BLOCK_D == 32:
         return v
     else:
@@ -315,7 +321,7 @@ def exchange(v, columns, BIT: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def transposed_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
-    """Sums of V <= L rows (s, L): column c of (s, L) has that of row c % V.
+    """Sums of V <= L rows (s, L) over the columns c of one c % V: column c has that of row c % V.
 
     Threads exchange half of their rows, then half of the rest, and so on: V - 1 exchanges, where a
     sum that every thread needs takes log2(L) for each row.
@@ -335,8 +341,18 @@ def transposed_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def column_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
+    """Sums of V = 1, 2, 4, ... <= L rows (s, L): column c has that of row c % V."""
+    total = transposed_sums(values, V, S, L)
+    for i in tl.static_range(5):
+        if V * 2**i < L:
+            total += exchange(total, tl.arange(0, L), V * 2**i, S, L)
+    return total
+
+
+@triton.jit
 def sum_channels(states, S: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr):
-    """Sums of (s, d, V) over the channels, (s, max(V, L)), L = min(32, d): column c has sum c % V.
+    """Sums of (s, d, V) over a row, (s, max(V, L)), L = min(32, d): column c has sum c % V.
 
     In the threads of their columns, not in all of them.
     """
@@ -355,11 +371,7 @@ def sum_channels(states, S: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr
         lanes = ()
         for i in tl.static_range(V):
             lanes = lanes + (lanes_of(rows[i], S, BLOCK_D),)
-        total = transposed_sums(lanes, V, S, L)
-        for i in tl.static_range(5):
-            if V * 2**i < L:
-                total += exchange(total, tl.arange(0, L), V * 2**i, S, L)
-        return total
+        return column_sums(lanes, V, S, L)
 
 
 @triton.jit

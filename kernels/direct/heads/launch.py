@@ -33,8 +33,11 @@ from bedouin.kernels.operands import Parameterization
 COLUMNS = 8
 """Fewest columns of a product on tensor cores."""
 
-SAMPLES = 8
-"""Most samples of a program, a warp each."""
+WARPS = 8
+"""Most warps of a program, each with a sample or a part of one: so many have MAX_REGISTERS each."""
+
+LANES = 32
+"""Threads of a warp, and the fewest channels of a part of a sample."""
 
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
@@ -44,12 +47,17 @@ HEAD_WORKSPACE = 2**25
 
 
 def launch_head_sweep(
-    buffers: SweepBuffers, options: Parameterization, keep_every: int, samples: int | None = None
+    buffers: SweepBuffers,
+    options: Parameterization,
+    keep_every: int,
+    samples: int | None = None,
+    parts: int | None = None,
 ) -> None:
-    """The whole forward sweep, in place; `samples` of a program, by default chosen."""
+    """The whole forward sweep, in place; `samples` of a program and `parts` of a sample, a warp
+    each, by default chosen."""
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     b, t_end, d = x.shape
-    constants = _constants(d, A, W_y, b, options, samples)
+    constants = _constants(d, A, W_y, b, options, samples, parts)
     programs, blocks = _programs(b, A, constants), _blocks(A, options)
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, constants["S"], 2, blocks.small + blocks.alpha)
@@ -79,7 +87,7 @@ def launch_head_sweep(
         **constants,
         **norm_constants(options),
         **mixer_constants(options),
-        num_warps=constants["S"],
+        num_warps=constants["S"] * constants["PARTS"],
         num_stages=1,
         maxnreg=MAX_REGISTERS,
     )
@@ -92,14 +100,15 @@ def launch_head_reverse(
     options: Parameterization,
     keep_every: int,
     samples: int | None = None,
+    parts: int | None = None,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d). `samples` of a
-    program, by default chosen."""
+    program and `parts` of a sample, by default chosen."""
     b, t_end, d = known.x.shape
     n = known.A.shape[1]
     chunks = max(1, HEAD_WORKSPACE // (b * n * d * keep_every))
     size = min(chunks * keep_every, ceil_div(t_end, keep_every) * keep_every)
-    constants = _constants(d, known.A, W, b, options, samples)
+    constants = _constants(d, known.A, W, b, options, samples, parts)
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, min(size, t_end), n, d)
     for start in reversed(range(0, t_end, size)):
@@ -200,7 +209,7 @@ def _reverse(
         NORM=options.feedback_norm_eps is not None,
         BLOCK_L=width,
         **constants,
-        num_warps=constants["S"],
+        num_warps=constants["S"] * constants["PARTS"],
         num_stages=1,
         maxnreg=MAX_REGISTERS,
     )
@@ -229,17 +238,20 @@ def _constants(
     b: int,
     options: Parameterization,
     samples: int | None,
+    parts: int | None,
 ) -> dict[str, Any]:
     """Options that the sweep and the reverse sweep have in common."""
     scan, product = scan_constants(d, A, options), matrix_constants(None, W, 1, 1)
     samples = choose_samples(b, A) if samples is None else samples
     blocks = _blocks(A, options)
+    parts = choose_parts(blocks.channels, samples) if parts is None else parts
     kept = ("ACTIVATION", "SELECTIVE", "INPUT_SCALE", "FULL", "FAST")
     return {
         **{name: scan[name] for name in kept},
         "BLOCK_D": blocks.channels,
         "N": blocks.states,
         "S": samples,
+        "PARTS": parts,
         "COLUMNS": max(COLUMNS, samples),
         "FEEDBACK": W is not None,
         "PRECISION": product["PRECISION"],
@@ -260,14 +272,24 @@ def choose_samples(
     A: Tensor,  # (H, n, d)
 ) -> int:
     """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
-    and at most SAMPLES, half of these for more than 64 channels.
+    and at most WARPS, half of these for more than 64 channels.
 
     A token takes a program about as long for one sample as for several, up to that.
     """
     heads, d = A.shape[0], A.shape[2]
-    most = SAMPLES if d <= 64 else SAMPLES // 2
+    most = WARPS if d <= 64 else WARPS // 2
     units = 4 if interpreter_is_on() else multiprocessors(A.device)
     samples = 2
     while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:
         samples *= 2
     return min(samples, next_power_of_two(b // heads))
+
+
+def choose_parts(channels: int, samples: int) -> int:
+    """Parts of a sample, a warp each, for so many channels of a block and samples of a program: as
+    many as WARPS and LANES allow.
+
+    A token takes a program as long as one of its warps, whose instructions are fewer for fewer
+    channels; more than 64 channels with 16 states do not fit the registers of one.
+    """
+    return max(1, min(WARPS // samples, channels // LANES))

@@ -1,11 +1,12 @@
 """The direct sweep of heads that fit a multiprocessor: one program a head and a few samples.
 
 A program holds the memory of its samples in registers and W^y of its head in shared memory, so that
-no program waits for another one. All sums over channels are sums over the lanes of one warp, since
-a warp holds one sample. The equations are those of `triton_token.py`.
+no program waits for another one. A warp holds a row: a sample, whose sums over channels are then
+sums over the warp's lanes, or a part of a sample (`parts.py`). The equations are those of
+`triton_token.py`.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
-values, s samples of a program.
+values, s samples of a program, or their parts.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.activations import fast_activate
 from bedouin.kernels.device.discretize import build_coupled, build_decay, fast_scale
+from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
     eliminate,
     inverse_sizes,
@@ -45,6 +47,7 @@ from bedouin.kernels.direct.heads.device import (
     store_statistics,
     sum_states,
 )
+from bedouin.kernels.direct.heads.parts import columns_of_rows, first_parts, over_channels
 
 
 @triton.jit
@@ -83,20 +86,19 @@ def load_weights(
 @triton.jit
 def load_token(
     x_row, raw_row,  # pointers (s,)
-    small_at,  # (BLOCK_S,), columns of raw B, C and alpha
-    in_row, in_small, d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
-    ALPHA: tl.constexpr,
+    cols, in_row,  # the channels of a row, (s, d) or (1, d)
+    small_at, in_small,  # columns of raw B, C and alpha in a row, (s, .) or (1, .)
+    alphas,  # numbers of alpha in a row, if it is apart
+    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     """x, the raw values of Delta and of u, and the other raw values of a token."""
-    cols = tl.arange(0, BLOCK_D)
-    x = tl.load(x_row[:, None] + cols[None, :], mask=in_row, other=0.0)
+    x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
     rows = ()
     for i in tl.static_range(K + 1):
-        at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
+        at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols
         rows = rows + (tl.load(at, mask=in_row, other=0.0),)
-    small = (tl.load(raw_row[:, None] + small_at[None, :], mask=in_small, other=0.0),)
+    small = (tl.load(raw_row[:, None] + small_at, mask=in_small, other=0.0),)
     if ALPHA > 0:
-        alphas = tl.arange(0, ALPHA)[None, :]
         at = raw_row[:, None] + (u_at + K * d) + alphas
         small = small + (tl.load(at, mask=alphas < K, other=0.0),)
     return x, rows, small
@@ -104,33 +106,25 @@ def load_token(
 
 @triton.jit
 def finish_token(
-    token,  # x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C
-    statistic,  # pointers (s,) to the statistics of the token
-    row_of,  # between two statistics
-    here,  # (s,)
-    K: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    COUPLED: tl.constexpr,
+    token,  # x, y, U (y - x), s, inv_B, inv_C, u, inv, T, decayed, scales, B, C
+    K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COUPLED: tl.constexpr,
 ):  # fmt: skip
-    """F(y)_t: stores defect, scale, magnitude and pivot; returns h_t."""
-    x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C = token
-    dots = sums(rows_times(u, y - x, K), 1)
+    """F(y)_t: h_t, and of each row defect, scale and magnitude, (s, 1)."""
+    x, y, dots, s, inv_B, inv_C, u, inv, T, decayed, scales, B, C = token
+    if len(dots) == 0:
+        dots = sums(rows_times(u, y - x, K), 1)
     U_v = scale(dots, inv, K)
     mixed = x + combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
     if COUPLED:
-        h = decayed + scales * spread(mixed * inv_B, S, BLOCK_D, N) * B
+        h = decayed + scales * spread(mixed * inv_B, ROWS, D, N) * B
         largest = tl.max(scales, axis=2)
     else:
-        h = decayed + spread(s * mixed * inv_B, S, BLOCK_D, N) * B
+        h = decayed + spread(s * mixed * inv_B, ROWS, D, N) * B
         largest = s
-    F = sum_states(h * C, S, BLOCK_D, N) * inv_C
+    F = sum_states(h * C, ROWS, D, N) * inv_C
     terms = (tl.abs(x) + tl.abs(mixed)) * largest
-    # a maximum ignores NaN, and a sample that is not finite must show it
-    finite = 0 * dots[0][:, None]
-    defect = tl.max(tl.abs(F - y), axis=1)[:, None] + finite
-    size = tl.max(tl.abs(F), axis=1)[:, None] + finite
-    values = (defect, size, tl.max(terms, axis=1)[:, None], pivot[:, None])
-    store_statistics(statistic, values, row_of, here, S)
-    return h
+    maxima = (max_norm(F - y, 1), max_norm(F, 1), max_norm(terms, 1))
+    return h, as_columns(maxima, 3)
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
@@ -156,6 +150,7 @@ def head_sweep_kernel(
     K: tl.constexpr,
     KEEP: tl.constexpr,
     S: tl.constexpr,
+    PARTS: tl.constexpr,
     N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -177,12 +172,15 @@ def head_sweep_kernel(
     JOINED: tl.constexpr,
 ):
     """All tokens of S samples of one head."""
-    head, here, local, sample = samples_of(per_head, S)
-    cols = tl.arange(0, BLOCK_D)
-    small = tl.arange(0, BLOCK_S)
+    ROWS: tl.constexpr = S * PARTS
+    D: tl.constexpr = BLOCK_D // PARTS
+    head, here, local, sample = samples_of(per_head, S, PARTS)
+    cols = columns_of_rows(ROWS, PARTS, D)
+    small = columns_of_rows(ROWS, PARTS, BLOCK_S // PARTS)
+    alphas = columns_of_rows(ROWS, PARTS, max(ALPHA, 16) // PARTS)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
-    in_row = (cols < d)[None, :]
+    in_row = cols < d
     inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
@@ -191,35 +189,40 @@ def head_sweep_kernel(
             W_ptr + head * (d + STATES + K * (d + 1)) * d,
             d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED,
         )  # fmt: skip
-        v = tl.load(first_ptr + sample[:, None] * d + cols[None, :], mask=in_row, other=0.0)
-    HOLD_A: tl.constexpr = N * BLOCK_D <= 1024
+        v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
+    HOLD_A: tl.constexpr = N * D <= 1024
     # (s, d), because a load of (d,) would be followed by a change of its layout
-    A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
+    A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
     if HOLD_A:
-        A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, False)
-    h_at = h_ptr + sample[:, None] * (n * d) + cols[None, :]
-    h = load_states(h_at, in_row, d, n, S, BLOCK_D, N, False)
+        A = load_states(A_at, in_row, d, n, ROWS, D, N, False)
+    h_at = h_ptr + sample[:, None] * (n * d) + cols
+    h = load_states(h_at, in_row, d, n, ROWS, D, N, False)
     row_of = rows_of_statistics(per_head, t_end, S)
+    speaks = first_parts(here, ROWS, PARTS)
     x_row = x_ptr + sample * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     slots = tl.cdiv(t_end, KEEP) - 1
     WIDTH: tl.constexpr = BLOCK_S + ALPHA
     SMALL: tl.constexpr = 2 if JOINED else K + 1  # the tile of B, C and alpha
-    cell = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * WIDTH
+    cell = (
+        scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS) * 2 * WIDTH
+    )
     # loads of a token are issued while the one before it is computed
     small_at = small_rows(small, d, n, K, SELECTIVE)
-    in_small = (small < STATES + K)[None, :]
+    in_small = small < STATES + K
     x_next, next_rows, small_next = load_token(
-        x_row, raw_row, small_at, in_row, in_small, d, u_at, K, BLOCK_D, ALPHA
+        x_row, raw_row, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
     )
     # a token before the first one, which leaves h as it is
-    zero = tl.zeros([S, BLOCK_D], tl.float32)
-    none = tl.zeros([S], tl.float32)
-    nothing = spread(zero, S, BLOCK_D, N)
+    zero = tl.zeros([ROWS, D], tl.float32)
+    none = tl.zeros([ROWS], tl.float32)
+    nothing = spread(zero, ROWS, D, N)
     last = (
-        zero, zero, zero, none, zero, zero, (zero,) * K, (none,) * K, (none,) * PAIRS, h,
+        zero, zero, (none,) * (K if PARTS > 1 else 0), zero, zero, zero, (zero,) * K, (none,) * K,
+        (none,) * PAIRS, h,
         nothing if COUPLED else zero, nothing, nothing,
     )  # fmt: skip
+    pivot = none
     for t in range(0, t_end):
         if FEEDBACK:
             columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
@@ -228,13 +231,15 @@ def head_sweep_kernel(
                 fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
         # the end of the token before is not on the critical path
         token = sample * t_end + t
-        h = finish_token(
-            last, statistics_ptr + token - 1, row_of, here & (t > 0), K, N, S, BLOCK_D, COUPLED
-        )
+        h, maxima = finish_token(last, K, N, ROWS, D, COUPLED)
+        if PARTS == 1:
+            store_statistics(
+                statistics_ptr + token - 1, maxima + (pivot[:, None],), row_of, here & (t > 0), ROWS
+            )
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
-            kept_at = kept_ptr + slot[:, None] * (n * d) + cols[None, :]
-            store_states(kept_at, h, inside, d, n, S, BLOCK_D, N)
+            kept_at = kept_ptr + slot[:, None] * (n * d) + cols
+            store_states(kept_at, h, inside, d, n, ROWS, D, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
         values = small_next[0].to(tl.float32)
@@ -243,26 +248,25 @@ def head_sweep_kernel(
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
         if FEEDBACK:
-            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS).to(ROUND).to(tl.float32)
+            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
         # in turn in two places, so that one barrier a token is enough
         now = cell + t % 2 * WIDTH
-        tl.store(now[:, None] + small[None, :], values, mask=in_small)
+        tl.store(now[:, None] + small, values, mask=in_small)
         if ALPHA > 0:
             alpha = small_next[1].to(tl.float32)
             if FEEDBACK:
-                alpha += rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS).to(ROUND).to(tl.float32)
-            alphas = tl.arange(0, ALPHA)[None, :]
+                alpha += rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS).to(ROUND).to(tl.float32)
             tl.store(now[:, None] + STATES + alphas, alpha, mask=alphas < K)
         if FEEDBACK:
-            delta += rows_of(fed[0], S, BLOCK_D, COLUMNS).to(ROUND).to(tl.float32)
+            delta += rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
         if FEEDBACK and JOINED:
-            joined = join_rows(u, S, K, BLOCK_D)
-            joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS).to(ROUND).to(tl.float32)
-            u = split_rows(joined, S, K, BLOCK_D)
+            joined = join_rows(u, ROWS, K, D)
+            joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+            u = split_rows(joined, ROWS, K, D)
         elif FEEDBACK:
             rows = ()
             for i in tl.static_range(K):
-                more = rows_of(fed[i + 1], S, BLOCK_D, COLUMNS).to(ROUND).to(tl.float32)
+                more = rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
                 rows = rows + (u[i] + more,)
             u = rows
         tl.debug_barrier()
@@ -270,12 +274,12 @@ def head_sweep_kernel(
         for i in tl.static_range(K):
             beta = beta + (BETA_MAX * fast_activate(tl.load(now + STATES + i), "sigmoid", FAST),)
         if SELECTIVE:
-            B = load_same(now, n, S, BLOCK_D, N)
-            C = load_same(now + n, n, S, BLOCK_D, N)
+            B = load_same(now, n, ROWS, D, N)
+            C = load_same(now + n, n, ROWS, D, N)
             # (s, d), the same for all channels
-            inv_B = tl.rsqrt(sum_states(B * B, S, BLOCK_D, N) + n * EPS)
-            inv_C = tl.rsqrt(sum_states(C * C, S, BLOCK_D, N) + n * EPS)
-            B_C = sum_states(B * C, S, BLOCK_D, N) * inv_B * inv_C
+            inv_B = tl.rsqrt(sum_states(B * B, ROWS, D, N) + n * EPS)
+            inv_C = tl.rsqrt(sum_states(C * C, ROWS, D, N) + n * EPS)
+            B_C = sum_states(B * C, ROWS, D, N) * inv_B * inv_C
         else:
             B = nothing + tl.where(tl.arange(0, N) < n, 1.0, 0.0)[None, None, :]
             C = B
@@ -285,27 +289,32 @@ def head_sweep_kernel(
         delta = fast_activate(delta, ACTIVATION, FAST)
         # p_t + sigma_t x_t, and the inner products that the local equation needs
         if not HOLD_A:
-            A = load_states(A_at, in_row, d, n, S, BLOCK_D, N)
-        exponent = A * spread(delta, S, BLOCK_D, N)
+            A = load_states(A_at, in_row, d, n, ROWS, D, N)
+        exponent = A * spread(delta, ROWS, D, N)
         if COUPLED:
             s = zero
             decay, scales = build_coupled(exponent, FULL, FAST)
-            sigma = sum_states(scales * B * C, S, BLOCK_D, N) * inv_B * inv_C
+            sigma = sum_states(scales * B * C, ROWS, D, N) * inv_B * inv_C
         else:
             s = fast_scale(delta, INPUT_SCALE, FAST)
             decay = build_decay(exponent, FULL, FAST)
             scales = s
             sigma = s * B_C
         decayed = decay * h
-        rest = sum_states(decayed * C, S, BLOCK_D, N) * inv_C + sigma * x
+        rest = sum_states(decayed * C, ROWS, D, N) * inv_C + sigma * x
         sigma_u = rows_times(u, sigma, K)
         step = tl.minimum(t + 1, t_end - 1)
         x_at = x_row + step.to(tl.int64) * x_stride_t
         raw_at = raw_row + step.to(tl.int64) * raw_stride_t
         x_next, next_rows, small_next = load_token(
-            x_at, raw_at, small_at, in_row, in_small, d, u_at, K, BLOCK_D, ALPHA
+            x_at, raw_at, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
         )
-        dots = sums(products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K), 1)
+        dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
+        # with the maxima of the token before: every exchange between warps takes barriers
+        dots = over_channels(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
+        if PARTS > 1:
+            whole = as_columns(dots[2 * PAIRS + K :] + (pivot,), 4)
+            store_statistics(statistics_ptr + token - 1, whole, row_of, speaks & (t > 0), ROWS)
         inv = inverse_sizes(dots, d, K, EPS)
         G = scale_symmetric(dots[0:PAIRS], inv, K)
         S_u = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
@@ -315,13 +324,20 @@ def head_sweep_kernel(
         U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
         T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
         y = rest + sigma * combine_of_samples(T_v, u, K)
+        own = ()
+        if PARTS > 1:
+            own = over_channels(rows_times(u, y - x, K) + (y * y,), (), ROWS, PARTS, D)
         if FEEDBACK:
             v = y
             if NORM:
-                v = y * tl.rsqrt(tl.sum(y * y, axis=1) / d + NORM_EPS)[:, None]
+                square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
+                v = y * tl.rsqrt(square / d + NORM_EPS)[:, None]
             v = v.to(ROUND)
-        tl.store(y_ptr + token[:, None] * d + cols[None, :], y, mask=inside)
-        last = (x, y, s, pivot, inv_B, inv_C, u, inv, T, decayed, scales, B, C)
+        tl.store(y_ptr + token[:, None] * d + cols, y, mask=inside)
+        last = (x, y, own[0:K], s, inv_B, inv_C, u, inv, T, decayed, scales, B, C)
     token = sample * t_end + t_end - 1
-    h = finish_token(last, statistics_ptr + token, row_of, here, K, N, S, BLOCK_D, COUPLED)
-    store_states(h_at, h, inside, d, n, S, BLOCK_D, N)
+    h, maxima = finish_token(last, K, N, ROWS, D, COUPLED)
+    if PARTS > 1:
+        maxima = as_columns(over_channels((zero,), maxima, ROWS, PARTS, D)[1:], 3)
+    store_statistics(statistics_ptr + token, maxima + (pivot[:, None],), row_of, speaks, ROWS)
+    store_states(h_at, h, inside, d, n, ROWS, D, N)

@@ -5,7 +5,7 @@ It takes the tokens of a chunk back, the last first, from what `prepare_kernel` 
 local system, are those of `triton_reverse_token.py` and `triton_prepare.py`.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
-values, s samples of a program.
+values, s samples of a program, or their parts.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
@@ -22,10 +22,10 @@ from bedouin.kernels.device.discretize import (
     fast_scale,
 )
 from bedouin.kernels.device.elementary import LN2, reciprocal
+from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
     add,
     rows_times,
-    sums,
     symmetric_times,
     upper_transposed_times,
 )
@@ -49,35 +49,43 @@ from bedouin.kernels.direct.heads.device import (
     sum_channels,
     sum_states,
 )
+from bedouin.kernels.direct.heads.parts import (
+    columns_of_rows,
+    first_parts,
+    over_channels,
+    part_of,
+    sum_of_parts,
+)
 
 BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 
 
 @triton.jit
-def state_columns(
-    first, n: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def state_columns(first, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
     """Of the columns of `sum_channels` for B and C: where these are, from the `first` one on, and
     whether there are such."""
-    at = tl.arange(0, max(2 * N, min(32, BLOCK_D)))
+    at = tl.arange(0, max(2 * N, min(32, D)))
     return first + at // N * n + at % N, (at < 2 * N) & (at % N < n)
 
 
 @triton.jit
 def in_tiles(
     delta, u, states, alpha,  # rows (s, d), (s, .)
-    S: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr, SELECTIVE: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
     """The raw values of a token in tiles, each a factor of one product.
 
     Rows of one width are interleaved, since a change of layout for each product takes two barriers,
     but no more than two of d channels, since a product is one chain of accumulations.
     """
+    ROWS: tl.constexpr = delta.shape[0]
+    D: tl.constexpr = delta.shape[1]
+    states, alpha = part_of(states, PARTS), part_of(alpha, PARTS)
     tiles = ()
     if SELECTIVE and states.shape[1] == alpha.shape[1]:
-        small = join_rows((states, alpha), S, 2, alpha.shape[1])
-        if small.shape[1] == BLOCK_D:
-            tiles = (join_rows((delta, small), S, 2, BLOCK_D),)
+        small = join_rows((states, alpha), ROWS, 2, alpha.shape[1])
+        if small.shape[1] == D:
+            tiles = (join_rows((delta, small), ROWS, 2, D),)
         else:
             tiles = (delta, small)
     elif SELECTIVE:
@@ -85,7 +93,7 @@ def in_tiles(
     else:
         tiles = (delta, alpha)
     for i in tl.static_range(0, K // 2):
-        tiles = tiles + (join_rows(u[2 * i : 2 * i + 2], S, 2, BLOCK_D),)
+        tiles = tiles + (join_rows(u[2 * i : 2 * i + 2], ROWS, 2, D),)
     if K % 2 == 1:
         tiles = tiles + (u[K - 1],)
     return tiles
@@ -111,7 +119,7 @@ def small_columns(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, N: tl.c
 @triton.jit
 def load_transposed_weights(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    N: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """(W^y)^T of a head in tiles of columns, those of `in_tiles`.
 
@@ -119,7 +127,7 @@ def load_transposed_weights(
     compiler chooses another layout of its factors, which takes more instructions.
     """
     u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
-    WIDTH: tl.constexpr = max(2 * N, min(32, BLOCK_D)) if SELECTIVE else 0
+    WIDTH: tl.constexpr = max(2 * N, min(32, D)) if SELECTIVE else 0
     cols, pairs = tl.arange(0, BLOCK_D), tl.arange(0, 2 * BLOCK_D)
     tiles = ()
     if WIDTH == BLOCK_ALPHA and 2 * BLOCK_ALPHA == BLOCK_D:
@@ -134,7 +142,7 @@ def load_transposed_weights(
             tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
         else:
             if SELECTIVE:
-                numbers, given = state_columns(d, n, N, BLOCK_D)
+                numbers, given = state_columns(d, n, N, D)
                 tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
             alphas = tl.arange(0, BLOCK_ALPHA)
             numbers = u_at + K * d + alphas
@@ -150,17 +158,17 @@ def load_transposed_weights(
 
 @triton.jit
 def transposed_product(
-    W, grads, S: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr
-):
+    W, grads, S: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """(W^y)^T times the cotangents of the raw values, (d, COLUMNS).
 
     Differences, because the compiler turns a sum of products into one chain of accumulations, in
     which every step waits for the one before it.
     """
-    v = columns_of(grads[0].to(DOT), S, grads[0].shape[1], COLUMNS)
+    v = columns_of(grads[0].to(DOT), S, W[0].shape[1], COLUMNS)
     total = tl.dot(W[0], v, input_precision=PRECISION)
     for i in tl.static_range(1, len(W)):
-        v = columns_of(-grads[i].to(DOT), S, grads[i].shape[1], COLUMNS)
+        v = columns_of(-grads[i].to(DOT), S, W[i].shape[1], COLUMNS)
         total -= tl.dot(W[i], v, input_precision=PRECISION)
     return total
 
@@ -168,24 +176,23 @@ def transposed_product(
 @triton.jit
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
-    in_row, d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
-    N: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr, FEEDBACK: tl.constexpr,
-    UNROLLED: tl.constexpr,
+    cols, in_row,  # the channels of a row, (s, d) or (1, d)
+    d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, FEEDBACK: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
-    cols = tl.arange(0, BLOCK_D)
-    x = tl.load(x_row[:, None] + cols[None, :], mask=in_row, other=0.0)
-    y = tl.load(y_row[:, None] + cols[None, :], mask=in_row, other=0.0)
-    g = tl.load(grad_y_row[:, None] + cols[None, :], mask=in_row, other=0.0)
-    mixed = tl.load(mixed_row[:, None] + cols[None, :], mask=in_row, other=0.0)
+    x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
+    y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
+    g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
+    mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
     raw = ()
     fed = ()
     for i in tl.static_range(K + 1):
-        at = (0 if i == 0 else u_at + (i - 1) * d) + cols[None, :]
+        at = (0 if i == 0 else u_at + (i - 1) * d) + cols
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
         if FEEDBACK:
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
-    h = load_states(h_row[:, None] + cols[None, :], in_row, d, n, S, BLOCK_D, N, UNROLLED)
+    h = load_states(h_row[:, None] + cols, in_row, d, n, ROWS, D, N, UNROLLED)
     return x, y, g, mixed, raw, fed, h
 
 
@@ -224,6 +231,7 @@ def reverse_head_kernel(
     fed_stride_t,
     K: tl.constexpr,
     S: tl.constexpr,
+    PARTS: tl.constexpr,
     N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -240,51 +248,54 @@ def reverse_head_kernel(
     ROUND: tl.constexpr,
 ):
     """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
-    head, here, local, sample = samples_of(per_head, S)
-    cols = tl.arange(0, BLOCK_D)
+    ROWS: tl.constexpr = S * PARTS
+    D: tl.constexpr = BLOCK_D // PARTS
+    head, here, local, sample = samples_of(per_head, S, PARTS)
+    speaks = first_parts(here, ROWS, PARTS)
+    cols = columns_of_rows(ROWS, PARTS, D)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
-    in_row = (cols < d)[None, :]
+    in_row = cols < d
     inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    states_at, given = state_columns(d, n, N, BLOCK_D)
-    in_states = here[:, None] & given[None, :]
+    states_at, given = state_columns(d, n, N, D)
+    in_states = speaks[:, None] & given[None, :]
     alphas = tl.arange(0, BLOCK_ALPHA)
-    in_alpha = here[:, None] & (alphas < K)[None, :]
+    in_alpha = speaks[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
-    A_at = (A_ptr + head * n * d + cols)[None, :] + 0 * local[:, None]
-    HOLD_A: tl.constexpr = N * BLOCK_D <= 1024
+    A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
+    HOLD_A: tl.constexpr = N * D <= 1024
     if HOLD_A:
-        A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, False)
+        A = load_states(A_at, in_row, d, n, ROWS, D, N, False)
     # the cotangents of the raw values of the token after the chunk
     grads = ()
     if FEEDBACK:
         W = load_transposed_weights(
             W_ptr + head * (d + STATES + K * (d + 1)) * d,
-            d, n, K, SELECTIVE, N, BLOCK_D, DOT,
+            d, n, K, SELECTIVE, N, BLOCK_D, D, DOT,
         )  # fmt: skip
         after = (sample * t_end + start + count) * r
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
-        known = more[:, None] & (cols < d)[None, :]
-        at = after[:, None] + cols[None, :]
+        known = more[:, None] & in_row
+        at = after[:, None] + cols
         delta_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
         u_after = ()
         for i in tl.static_range(K):
             column = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
             u_after = u_after + (column.to(ROUND),)
-        known = more[:, None] & in_states
+        known = more[:, None] & given[None, :]
         at = after[:, None] + states_at[None, :]
         states_after = tl.load(grad_raw_ptr + at, mask=known & SELECTIVE, other=0.0).to(ROUND)
-        known = more[:, None] & in_alpha
+        known = more[:, None] & (alphas < K)[None, :]
         at = after[:, None] + (u_at + K * d) + alphas[None, :]
         alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-        grads = in_tiles(delta_after, u_after, states_after, alpha_after, S, K, BLOCK_D, SELECTIVE)
-    at = sample[:, None] * (n * d) + cols[None, :]
-    H = load_states(H_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
-    grad_A = load_states(grad_A_ptr + at, in_row, d, n, S, BLOCK_D, N, False)
+        grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
+    at = sample[:, None] * (n * d) + cols
+    H = load_states(H_ptr + at, in_row, d, n, ROWS, D, N, False)
+    grad_A = load_states(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
     x_row = x_ptr + sample * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -299,9 +310,9 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, False,
+        h_row + (count - 1) * n * d, cols, in_row, d, n, u_at, K, N, ROWS, D, FEEDBACK, False,
     )  # fmt: skip
-    entries = tl.arange(0, BLOCK_L)
+    entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
     AT_N: tl.constexpr = 3 * ((PAIRS + 3) // 4 * 4)
     AT_KNOWN: tl.constexpr = AT_N + (K * K + 3) // 4 * 4
@@ -310,18 +321,25 @@ def reverse_head_kernel(
     places = entries + (AT_N // 3 - PAIRS) * tl.minimum(entries // PAIRS, 3)
     places += tl.where(entries >= 3 * PAIRS + K * K, AT_KNOWN - AT_N - K * K, 0)
     places += tl.where(entries >= SIZE - 4, AT_LAST - AT_KNOWN - 5 * K, 0)
-    in_local = (entries < SIZE + 2 * n)[None, :]
+    in_local = entries < SIZE + 2 * n
     scalars_at = local_row + (count - 1) * (SIZE + 2 * n)
-    scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
-    near = scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)) * 2 * BLOCK_L
+    scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
+    places_of = tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS
+    near = scratch_ptr + places_of * 2 * BLOCK_L
+    zero = tl.zeros([ROWS, 1], tl.float32)
+    extremes = (zero, zero) if PARTS > 1 else ()
     for back in range(0, count):
         i_token = count - 1 - back
         t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
         # the scalars of a token are read one by one: first from where they are near
         row = near + back % 2 * BLOCK_L
-        tl.store(row[:, None] + places[None, :], scalars, mask=in_local)
+        tl.store(row[:, None] + places, scalars, mask=in_local)
         tl.debug_barrier()
+        i_next = tl.maximum(i_token - 1, 0)
+        t_next = (start + i_next).to(tl.int64)
+        scalars_at = local_row + i_next * (SIZE + 2 * n)
+        scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
         if FEEDBACK:
             # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
             product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
@@ -341,24 +359,24 @@ def reverse_head_kernel(
                 u = u + (raw[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         if not HOLD_A:
-            A = load_states(A_at, in_row, d, n, S, BLOCK_D, N, N <= 16)
-        exponent = A * spread(delta, S, BLOCK_D, N)
-        B = load_same(row + AT_B, n, S, BLOCK_D, N)
-        C = load_same(row + AT_B + n, n, S, BLOCK_D, N)
+            A = load_states(A_at, in_row, d, n, ROWS, D, N, N <= 16)
+        exponent = A * spread(delta, ROWS, D, N)
+        B = load_same(row + AT_B, n, ROWS, D, N)
+        C = load_same(row + AT_B + n, n, ROWS, D, N)
         rms, BC = tl.load(row + AT_LAST)[:, None], tl.load(row + AT_LAST + 1)[:, None]
         if COUPLED:
             decay, s = build_coupled(exponent, FULL, FAST)
-            from_memory = sum_states(H * s * B, S, BLOCK_D, N)
-            sigma = sum_states(s * B * C, S, BLOCK_D, N)
-            reach = spread(mixed, S, BLOCK_D, N) * B
+            from_memory = sum_states(H * s * B, ROWS, D, N)
+            sigma = sum_states(s * B * C, ROWS, D, N)
+            reach = spread(mixed, ROWS, D, N) * B
             if FULL:
                 reach *= tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
             reach = (h - reach) * coupled_reach(decay, s, FULL)
-            written = s * spread(mixed, S, BLOCK_D, N)
+            written = s * spread(mixed, ROWS, D, N)
         else:
             decay = build_decay(exponent, FULL, FAST)
             s = fast_scale(delta, INPUT_SCALE, FAST)
-            from_memory = sum_states(H * B, S, BLOCK_D, N)
+            from_memory = sum_states(H * B, ROWS, D, N)
             reach = decay * h
             if FULL:
                 reach += h
@@ -366,17 +384,23 @@ def reverse_head_kernel(
             to_written = from_memory
             from_memory *= s
             sigma = s * BC
-            written = spread(s * mixed, S, BLOCK_D, N)
+            written = spread(s * mixed, ROWS, D, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
         if FEEDBACK:
-            grad_normed = rows_of(product, S, BLOCK_D, COLUMNS)
+            grad_normed = rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
             if NORM:
                 g += rms * grad_normed
             else:
                 g += grad_normed
         q = rows_times(u, from_memory + sigma * g, K)
         if FEEDBACK and NORM:
-            dots = as_columns(sums(q + (grad_normed * y,), 1), K + 1)
+            q = q + (grad_normed * y,)
+        # with the statistics of the token after it: every exchange between warps takes barriers
+        dots = as_columns(over_channels(q, extremes, ROWS, PARTS, D), len(q) + len(extremes))
+        if PARTS > 1:
+            whole = dots[len(q) : len(q) + 2]
+            store_statistics(statistics_ptr + token + 1, whole, row_of, speaks & (back > 0), ROWS)
+        if FEEDBACK and NORM:
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
             g -= along_y * y
@@ -385,8 +409,14 @@ def reverse_head_kernel(
                 u_y = tl.load(row + AT_KNOWN + 4 * K + i)[:, None]
                 q = q + (dots[i] - along_y * u_y,)
         else:
-            q = as_columns(sums(q, 1), K)
-        N_rows = load_scalars(row + AT_N, K * K, S, BLOCK_D)
+            q = dots[0:K]
+        loaded = load_token(
+            x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
+            mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
+            fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
+            cols, in_row, d, n, u_at, K, N, ROWS, D, FEEDBACK, N <= 16,
+        )  # fmt: skip
+        N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
         T_g = ()
         for i in tl.static_range(K):
             total = N_rows[i * K] * q[0]
@@ -396,18 +426,30 @@ def reverse_head_kernel(
         w = g + combine_of_samples(T_g, u, K)
 
         # x~ = x + U^T T U v, one reflection after the other
-        U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, S, BLOCK_D), T_g, K), K)
+        U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K)
+        # defect and scale of the adjoint equation
+        T = load_scalars(row, PAIRS, ROWS, D)
+        applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
+        defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
+        if PARTS == 1:
+            store_statistics(statistics_ptr + token, (defect, size), row_of, here, ROWS)
+        else:
+            extremes = (defect, size)
         grad_mixed = from_memory + sigma * w
-        G = load_scalars(row + AT_N // 3 * 2, PAIRS, S, BLOCK_D)
-        T_v = load_scalars(row + AT_KNOWN, K, S, BLOCK_D)
-        c = load_scalars(row + AT_KNOWN + K, K, S, BLOCK_D)
-        rest = load_scalars(row + AT_KNOWN + 2 * K, K, S, BLOCK_D)
-        squares = load_scalars(row + AT_KNOWN + 3 * K, K, S, BLOCK_D)
+        G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
+        T_v = load_scalars(row + AT_KNOWN, K, ROWS, D)
+        c = load_scalars(row + AT_KNOWN + K, K, ROWS, D)
+        rest = load_scalars(row + AT_KNOWN + 2 * K, K, ROWS, D)
+        squares = load_scalars(row + AT_KNOWN + 3 * K, K, ROWS, D)
+        # before the exchange that they follow
+        unit_at = row[:, None] + (states_at - d + AT_B)[None, :]
+        unit = tl.load(unit_at, mask=given[None, :], other=0.0)
+        inv_B, inv_C = tl.load(row + AT_LAST + 2), tl.load(row + AT_LAST + 3)
         v = y - x
         for i in tl.static_range(1, K):
             v -= T_v[i] * u[i]
         rows = ()
-        to_alpha = tl.zeros([S, BLOCK_ALPHA], tl.float32)
+        to_alpha = tl.zeros([ROWS, BLOCK_ALPHA], tl.float32)
         grad_row = grad_raw_ptr + token * r
         for i in tl.static_range(K):
             if i > 0:
@@ -419,67 +461,52 @@ def reverse_head_kernel(
             along = squares[i] * T_v[i] * along + T_g[i] * rest[i]
             # only the direction of u_i matters: the part of the cotangent along u_i vanishes
             grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along * u[i]).to(kind)
-            tl.store(grad_row[:, None] + u_at + i * d + cols[None, :], grad_u, mask=inside)
+            tl.store(grad_row[:, None] + u_at + i * d + cols, grad_u, mask=inside)
             rows = rows + (grad_u.to(ROUND),)
-            one = in_lanes(T_g[i] * c[i], S, BLOCK_D)
+            one = in_lanes(T_g[i] * c[i], ROWS, D)
             to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
         tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
         # what remains of it is the cotangent of x
-        x_at = grad_x_ptr + token[:, None] * d + cols[None, :]
+        x_at = grad_x_ptr + token[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
-        w_states = spread(w, S, BLOCK_D, N)
+        w_states = spread(w, ROWS, D, N)
         total = H + w_states * C
         to_exponent = total * reach
-        grad_A += to_exponent * spread(delta, S, BLOCK_D, N)
-        to_delta = LN2 * sum_states(to_exponent * A, S, BLOCK_D, N)
+        grad_A += to_exponent * spread(delta, ROWS, D, N)
+        to_delta = LN2 * sum_states(to_exponent * A, ROWS, D, N)
         if INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
         elif INPUT_SCALE == "bounded_delta":
             inverse = reciprocal(1 + delta, FAST)
             to_delta += mixed * (inverse * inverse) * (to_written + BC * w)
         to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
-        tl.store(grad_row[:, None] + cols[None, :], to_delta, mask=inside)
-        to_states = tl.zeros([S, states_at.shape[0]], kind)
+        tl.store(grad_row[:, None] + cols, to_delta, mask=inside)
+        to_states = tl.zeros([ROWS, states_at.shape[0]], kind)
         if SELECTIVE:
             to_C = (decay * h + written * B) * w_states
-            to_both = concatenated_states(total * written, to_C, S, BLOCK_D, N)
-            to_both = sum_channels(to_both, S, BLOCK_D, 2 * N)
-            unit_at = row[:, None] + (states_at - d + AT_B)[None, :]
-            unit = tl.load(unit_at, mask=given[None, :], other=0.0)
+            to_both = concatenated_states(total * written, to_C, ROWS, D, N)
+            to_both = sum_channels(to_both, ROWS, D, 2 * N)
+            if PARTS > 1:
+                to_both = sum_of_parts(to_both, PARTS)
             GROUPS: tl.constexpr = to_both.shape[1] // N
-            along = tl.sum(tl.reshape(to_both * unit, [S, GROUPS, N]), axis=2)[:, :, None]
-            along = tl.reshape(tl.broadcast_to(along, [S, GROUPS, N]), to_both.shape)
-            inv_B, inv_C = tl.load(row + AT_LAST + 2), tl.load(row + AT_LAST + 3)
+            along = tl.sum(tl.reshape(to_both * unit, [ROWS, GROUPS, N]), axis=2)[:, :, None]
+            along = tl.reshape(tl.broadcast_to(along, [ROWS, GROUPS, N]), to_both.shape)
             inv = tl.where((states_at < d + n)[None, :], inv_B[:, None], inv_C[:, None])
             to_states = (inv * (to_both - unit * along)).to(kind)
             tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
         if FEEDBACK:
             grads = in_tiles(
                 to_delta.to(ROUND), rows, to_states.to(ROUND), to_alpha.to(ROUND),
-                S, K, BLOCK_D, SELECTIVE,
+                K, PARTS, SELECTIVE,
             )  # fmt: skip
         H = total * decay
-        # defect and scale of the adjoint equation
-        T = load_scalars(row, PAIRS, S, BLOCK_D)
-        applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
-        # a maximum ignores NaN, and a sample that is not finite must show it
-        finite = 0 * in_lanes(U_g[0], S, BLOCK_D)
-        defect = tl.max(tl.abs(applied - w), axis=1)[:, None] + finite
-        size = tl.max(tl.abs(applied), axis=1)[:, None] + finite
-        store_statistics(statistics_ptr + token, (defect, size), row_of, here, S)
-        i_next = tl.maximum(i_token - 1, 0)
-        t_next = (start + i_next).to(tl.int64)
-        loaded = load_token(
-            x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
-            mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            in_row, d, n, u_at, K, N, S, BLOCK_D, FEEDBACK, N <= 16,
-        )  # fmt: skip
-        scalars_at = local_row + i_next * (SIZE + 2 * n)
-        scalars = tl.load(scalars_at[:, None] + entries[None, :], mask=in_local, other=0.0)
-    at = sample[:, None] * (n * d) + cols[None, :]
-    store_states(H_ptr + at, H, inside, d, n, S, BLOCK_D, N)
-    store_states(grad_A_ptr + at, grad_A, inside, d, n, S, BLOCK_D, N)
+    at = sample[:, None] * (n * d) + cols
+    store_states(H_ptr + at, H, inside, d, n, ROWS, D, N)
+    store_states(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)
+    if PARTS > 1:
+        whole = over_channels((tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D)
+        at = statistics_ptr + sample * t_end + start
+        store_statistics(at, as_columns(whole[1:], 2), row_of, speaks, ROWS)
