@@ -1,7 +1,7 @@
 """Compile-time constants and launch options of the direct sweep's kernels."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -13,13 +13,26 @@ from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 
+
+class Like(NamedTuple):
+    """What the constants depend on of a tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor | None) -> "Like | None":
+        """None for None."""
+        return None if tensor is None else Like(tuple(tensor.shape), tensor.dtype)
+
+
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
 
 
 def blocked_constants(
     d: int,
-    A: Tensor,  # (n, d)
+    A: Tensor | Like,  # (n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
     """`scan_constants` with the states in blocks."""
@@ -51,12 +64,13 @@ def token_strides(
 
 def matrix_constants(
     plan: Plan | None,
-    W: Tensor | None,  # (r, d), W^y
+    W: Tensor | Like | None,  # (r, d), W^y
     b: int,
     programs: int,
+    tf32: bool | None = None,  # None: as torch's setting says
 ) -> dict[str, Any]:
     """How the products with W^y or its transpose are spread over programs."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
+    tf32 = uses_tf32() if tf32 is None else tf32
     return {
         "PERSISTENT": plan is not None,
         "COMPILED": not interpreter_is_on(),
@@ -73,7 +87,12 @@ def matrix_constants(
     }
 
 
-def _dot_dtype(W: Tensor | None) -> tl.dtype:
+def uses_tf32() -> bool:
+    """Whether products of float32 are rounded to TF32, as torch's setting says."""
+    return torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
+
+
+def _dot_dtype(W: Tensor | Like | None) -> tl.dtype:
     """The dtype of the factors; in the interpreter float32, since its 16-bit products are wrong."""
     if W is None or W.dtype == torch.float32:
         return tl.float32
@@ -93,7 +112,7 @@ def layout_of(options: Parameterization) -> RawLayout:
 
 def scan_constants(
     d: int,
-    A: Tensor,  # (n, d) or (H, n, d)
+    A: Tensor | Like,  # (n, d) or (H, n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
     """Blocks, discretization and dtype."""
@@ -123,15 +142,9 @@ def mixer_constants(options: Parameterization) -> dict[str, Any]:
     return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}
 
 
-def alignment(
-    *rows: Tensor,  # (b, t, r) or (splits, b, r)
-) -> dict[str, int]:
-    """A power of two, at most 8, that divides every stride between rows of raw values."""
-    common = 8
-    for tensor in rows:
-        for stride in tensor.stride()[:-1]:
-            common = math.gcd(common, stride)
-    return {"ALIGNED": common}
+def alignment(*strides: int) -> dict[str, int]:
+    """A power of two, at most 8, that divides all strides between rows of raw values."""
+    return {"ALIGNED": math.gcd(8, *strides)}
 
 
 def num_warps(d: int, rows: int) -> int:
@@ -142,7 +155,7 @@ def num_warps(d: int, rows: int) -> int:
 
 def launch_options(
     d: int,
-    A: Tensor,  # (n, d)
+    A: Tensor | Like,  # (n, d)
 ) -> dict[str, Any]:
     """Warps and stages of a kernel that holds the memory of a sample."""
     # one stage: the kernels prefetch their operands explicitly

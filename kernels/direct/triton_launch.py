@@ -3,6 +3,7 @@
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
 from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.direct.triton_constants import (
+    Like,
     alignment,
     blocked_constants,
     cooperative,
@@ -24,6 +26,7 @@ from bedouin.kernels.direct.triton_constants import (
     per_head,
     scan_constants,
     token_strides,
+    uses_tf32,
 )
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_plan import (
@@ -39,9 +42,13 @@ from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import pad_rows, padding
 from bedouin.kernels.operands import Parameterization
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
+
+SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
+REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
 
 
 def launch_sweep(
@@ -77,35 +84,60 @@ def _sweep(
 ) -> None:
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     b, t_end, d = x.shape
-    sweep_kernel[(programs,)](
-        x,
-        raw,
-        fed if W_y is None else W_y.contiguous(),
-        A,
-        h,
-        kept,
-        fed,
-        y,
-        normed,
-        statistics,
-        counters(x),
-        tokens.start,
-        tokens.stop,
-        b,
-        t_end,
-        raw.shape[-1],
-        d,
-        A.shape[0],
-        *x.stride()[:2],
-        *raw.stride()[:2],
-        fed.shape[-1],
+    strides = raw.stride(0), raw.stride(1), fed.stride(0), fed.stride(1)
+    looks = Like.of(A), Like.of(W_y), options, keep_every, plan, programs, b, strides
+    SWEEP.launch(
+        (programs,),
+        (
+            x,
+            raw,
+            fed if W_y is None else W_y.contiguous(),
+            A,
+            h,
+            kept,
+            fed,
+            y,
+            normed,
+            statistics,
+            counters(x),
+        ),
+        (
+            tokens.start,
+            tokens.stop,
+            b,
+            t_end,
+            raw.shape[-1],
+            d,
+            A.shape[0],
+            *x.stride()[:2],
+            *strides[:2],
+            fed.shape[-1],
+        ),
+        _sweep_constants(*looks, uses_tf32()),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _sweep_constants(
+    A: Like,
+    W_y: Like | None,
+    options: Parameterization,
+    keep_every: int,
+    plan: Plan | None,
+    programs: int,
+    b: int,
+    strides: tuple[int, ...],
+    tf32: bool,
+) -> Constants:
+    d = A.shape[-1]
+    return Constants(
         KEEP=keep_every,
         FEEDBACK=W_y is not None,
-        **matrix_constants(plan, W_y, b, programs),
+        **matrix_constants(plan, W_y, b, programs, tf32),
         **scan_constants(d, A, options),
         **norm_constants(options),
         **mixer_constants(options),
-        **alignment(raw, fed),
+        **alignment(*strides),
         **launch_options(d, A),
         **({} if plan is None else cooperative()),
     )
@@ -189,31 +221,40 @@ def prepare(
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
-    prepare_kernel[(b * len(chunk),)](
-        x,
-        y,
-        raw,
-        raw if fed is None else fed,
-        A,
-        buffers.mixed,
-        buffers.local,
-        chunk.start,
-        len(chunk),
-        t_end,
-        per_head(A, b),
-        d,
-        A.shape[-2],
-        *x.stride()[:2],
-        *raw.stride()[:2],
-        *token_strides(fed),
-        FEEDBACK=fed is not None,
+    given = raw if fed is None else fed
+    strides = *raw.stride()[:2], *given.stride()[:2]
+    PREPARE.launch(
+        (b * len(chunk),),
+        (x, y, raw, given, A, buffers.mixed, buffers.local),
+        (
+            chunk.start,
+            len(chunk),
+            t_end,
+            per_head(A, b),
+            d,
+            A.shape[-2],
+            *x.stride()[:2],
+            *strides[:2],
+            *token_strides(fed),
+        ),
+        _prepare_constants(Like.of(A), options, fed is not None, strides),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _prepare_constants(
+    A: Like, options: Parameterization, has_feedback: bool, strides: tuple[int, ...]
+) -> Constants:
+    d = A.shape[-1]
+    return Constants(
+        FEEDBACK=has_feedback,
         NORM_EPS=options.feedback_norm_eps or 0.0,
         **scan_constants(d, A, options),
         **mixer_constants(options),
-        **alignment(raw, raw if fed is None else fed),
+        **alignment(*strides),
         # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
         # are summed within one warp
-        num_warps=1 if A.dim() == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
+        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
     )
 
 
@@ -227,36 +268,59 @@ def _replay(
 ) -> None:
     x, _, raw, fed, A, h0, kept = known
     b, _, d = x.shape
-    constants = scan_constants(d, A, options)
+    given = raw if fed is None else fed
+    strides = *raw.stride()[:2], *given.stride()[:2]
+    keeps = buffers.replayed is not None, last is not None
+    constants = _replay_constants(Like.of(A), options, fed is not None, *keeps, strides)
+    REPLAY.launch(
+        (ceil_div(d, constants["BLOCK_D"]) * b,),
+        (
+            buffers.mixed,
+            buffers.local,
+            raw,
+            given,
+            A,
+            h0,
+            kept,
+            kept if buffers.replayed is None else buffers.replayed,
+            kept if last is None else last,
+        ),
+        (
+            chunk.start,
+            len(chunk),
+            slot,
+            kept.shape[1],
+            per_head(A, b),
+            d,
+            A.shape[-2],
+            *strides[:2],
+            *token_strides(fed),
+            h0.stride(0),
+            0 if last is None else last.stride(0),
+        ),
+        constants,
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _replay_constants(
+    A: Like,
+    options: Parameterization,
+    has_feedback: bool,
+    keep_all: bool,
+    keep_last: bool,
+    strides: tuple[int, ...],
+) -> Constants:
+    constants = scan_constants(A.shape[-1], A, options)
     del constants["EPS"], constants["SELECTIVE"]
     constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
-    replay_kernel[(ceil_div(d, constants["BLOCK_D"]) * b,)](
-        buffers.mixed,
-        buffers.local,
-        raw,
-        raw if fed is None else fed,
-        A,
-        h0,
-        kept,
-        kept if buffers.replayed is None else buffers.replayed,
-        kept if last is None else last,
-        chunk.start,
-        len(chunk),
-        slot,
-        kept.shape[1],
-        per_head(A, b),
-        d,
-        A.shape[-2],
-        *raw.stride()[:2],
-        *token_strides(fed),
-        h0.stride(0),
-        0 if last is None else last.stride(0),
+    return Constants(
         K=layout_of(options).num_householder,
-        KEEP_ALL=buffers.replayed is not None,
-        KEEP_LAST=last is not None,
-        FEEDBACK=fed is not None,
+        KEEP_ALL=keep_all,
+        KEEP_LAST=keep_last,
+        FEEDBACK=has_feedback,
         **constants,
-        **alignment(raw, raw if fed is None else fed),
+        **alignment(*strides),
         num_warps=4,
     )
 
@@ -278,50 +342,77 @@ def _reverse(
     programs = b if plan is None else plan.programs
     if prepare:
         programs = multiprocessors(x.device)
+    given = raw if fed is None else fed
+    strides = *raw.stride()[:2], *given.stride()[:2], *grads.raw.stride()[:2]
+    looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides, uses_tf32()
+    REVERSE.launch(
+        (programs,),
+        (
+            grads.y,
+            grads.H if buffers.grad_normed is None else buffers.grad_normed,
+            x,
+            y,
+            raw,
+            given,
+            raw if W is None else W.contiguous(),
+            A,
+            buffers.mixed,
+            buffers.local,
+            h0,
+            kept,
+            buffers.replayed,
+            grads.H,
+            grads.x,
+            grads.raw,
+            grads.A,
+            grads.statistics,
+            counters(x),
+        ),
+        (
+            slots.start,
+            slots.stop - 1,
+            b,
+            t_end,
+            grads.raw.shape[-1],
+            d,
+            A.shape[0],
+            *grads.y.stride()[:2],
+            *x.stride()[:2],
+            *strides[:2],
+            *token_strides(fed),
+            h0.stride(0),
+        ),
+        _reverse_constants(*looks, prepare),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _reverse_constants(
+    A: Like,
+    W: Like | None,
+    options: Parameterization,
+    keep_every: int,
+    plan: Plan | None,
+    programs: int,
+    b: int,
+    strides: tuple[int, ...],
+    tf32: bool,
+    prepares: bool,
+) -> Constants:
+    d = A.shape[-1]
     constants = blocked_constants(d, A, options)
-    reverse_kernel[(programs,)](
-        grads.y,
-        grads.H if buffers.grad_normed is None else buffers.grad_normed,
-        x,
-        y,
-        raw,
-        raw if fed is None else fed,
-        raw if W is None else W.contiguous(),
-        A,
-        buffers.mixed,
-        buffers.local,
-        h0,
-        kept,
-        buffers.replayed,
-        grads.H,
-        grads.x,
-        grads.raw,
-        grads.A,
-        grads.statistics,
-        counters(x),
-        slots.start,
-        slots.stop - 1,
-        b,
-        t_end,
-        grads.raw.shape[-1],
-        d,
-        A.shape[0],
-        *grads.y.stride()[:2],
-        *x.stride()[:2],
-        *raw.stride()[:2],
-        *token_strides(fed),
-        h0.stride(0),
+    return Constants(
         KEEP=keep_every,
-        PREPARE=prepare,
+        PREPARE=prepares,
         REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
-        FEEDBACK=fed is not None,
-        **matrix_constants(plan, W, b, programs),
+        FEEDBACK=W is not None,
+        **matrix_constants(plan, W, b, programs, tf32),
         **constants,
         **norm_constants(options),
         **mixer_constants(options),
-        **alignment(raw, raw if fed is None else fed, grads.raw),
+        **alignment(*strides),
         **launch_options(d, A),
-        **(cooperative() if prepare or plan is not None else {}),
+        **(cooperative() if prepares or plan is not None else {}),
     )
 
 
@@ -389,6 +480,6 @@ def _step(
         **blocked_constants(d, A, options),
         **norm_constants(options),
         **mixer_constants(options),
-        **alignment(raw, fed, grads.raw),
+        **alignment(*(v for rows in (raw, fed, grads.raw) for v in rows.stride()[:-1])),
         **launch_options(d, A),
     )

@@ -5,6 +5,8 @@ One launch replaces thirty of torch's reductions.
 Letters: b batch, t time.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.direct.reference import ROUNDING
-from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.launch import next_power_of_two, triton_dtype
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 MAX_TOKENS = 1024
 """Most tokens that a program reads at a time."""
@@ -84,6 +87,9 @@ def summary_kernel(
     tl.store(converged_ptr + sample, unexplained == 0)
 
 
+SUMMARY = PlannedKernel(summary_kernel)
+
+
 def launch_summary(
     statistics: Tensor,  # (4, b, t)
     summary: Tensor,  # (2, b)
@@ -92,12 +98,17 @@ def launch_summary(
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
     _, b, t_end = statistics.shape
-    limits = torch.finfo(statistics.dtype)
-    summary_kernel[(b,)](
-        *(statistics, summary, converged, b, t_end),
+    constants = _constants(statistics.dtype, t_end, max_tokens)
+    SUMMARY.launch((b,), (statistics, summary, converged), (b, t_end), constants)
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
+    limits = torch.finfo(dtype)
+    return Constants(
         TOLERANCE=ROUNDING * limits.eps,
         LARGEST=limits.max,
-        ACC=tl.float64 if statistics.dtype == torch.float64 else tl.float32,
+        ACC=triton_dtype(dtype),
         TOKENS=min(max_tokens, next_power_of_two(t_end)),
         num_warps=4 if t_end > 256 else 1,
     )
