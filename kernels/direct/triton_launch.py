@@ -52,25 +52,31 @@ REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
 
 
 def launch_sweep(
-    buffers: SweepBuffers, options: Parameterization, keep_every: int, limits: Limits = LIMITS
+    buffers: SweepBuffers,
+    options: Parameterization,
+    keep_every: int,
+    limits: Limits = LIMITS,
+    counts: Tensor | None = None,  # (3,), zeros for the launch's counters; None: new ones
 ) -> None:
     """The whole forward sweep, in place."""
     b, t_end, d = buffers.x.shape
     W_y = buffers.W_y
+    counts = counters(buffers.x) if counts is None else counts
     if W_y is None:
-        _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b)
+        _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b, counts)
         return
     r = W_y.shape[0]
     plan = plan_product(r, d, W_y, b, limits=limits)
     parts = _splits(plan)
     fed = (W_y if parts == 1 else buffers.A).new_empty(parts, b, r + padding(r))
     if plan is not None:
-        _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs)
+        _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs, counts)
         return
     rows = pad_rows(W_y).mT
     for t in range(t_end):
         torch.mm(buffers.normed[:, t], rows, out=fed[0])
-        _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b)
+        # the programs of these launches do not wait for each other, and count nothing
+        _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b, counts)
 
 
 def _sweep(
@@ -81,6 +87,7 @@ def _sweep(
     fed: Tensor,  # (splits, b, r or more)
     plan: Plan | None,
     programs: int,
+    counts: Tensor,  # (3,)
 ) -> None:
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     b, t_end, d = x.shape
@@ -99,7 +106,7 @@ def _sweep(
             y,
             normed,
             statistics,
-            counters(x),
+            counts,
         ),
         (
             tokens.start,
@@ -167,19 +174,21 @@ def launch_reverse(
     options: Parameterization,
     keep_every: int,
     limits: Limits = LIMITS,
+    zeros: "ReverseZeros | None" = None,  # None: new ones
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     b, t_end, d = known.x.shape
     plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
-    buffers = buffers._replace(
-        replayed=known.A.new_empty(b, min(keep_every, t_end) - 1, n, d),
-        grad_normed=None if W is None else known.A.new_zeros(_splits(plan), b, d),
-    )
+    parts = None
+    if W is not None:
+        parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
+    replayed = known.A.new_empty(b, min(keep_every, t_end) - 1, n, d)
+    buffers = buffers._replace(replayed=replayed, grad_normed=parts)
     by_token = W is not None and plan is None
     if b <= limits.one_launch_batch and not by_token:
-        _reverse(known, grads, W, buffers, slots, plan, options, keep_every, prepare=True)
+        _reverse(known, grads, W, buffers, slots, plan, options, keep_every, zeros, prepare=True)
         return buffers.grad_normed
     rows = pad_rows(W) if W is not None and by_token else None
     for slot in reversed(slots):
@@ -188,7 +197,7 @@ def launch_reverse(
         _replay(known, buffers, None, chunk, slot, options)
         if rows is None:
             one = range(slot, slot + 1)
-            _reverse(known, grads, W, buffers, one, plan, options, keep_every, prepare=False)
+            _reverse(known, grads, W, buffers, one, plan, options, keep_every, zeros, prepare=False)
         else:
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
     return buffers.grad_normed
@@ -196,6 +205,22 @@ def launch_reverse(
 
 def _splits(plan: Plan | None) -> int:
     return 1 if plan is None else plan.splits
+
+
+class ReverseZeros(NamedTuple):
+    """Zeros that a reverse sweep starts with, for callers that write them in one launch."""
+
+    counters: Tensor  # (chunks, 3 or more), int32
+    grad_normed: Tensor | None  # (splits, b, d)
+
+
+def count_splits(
+    W: Tensor,  # (r, d), W^y
+    b: int,
+) -> int:
+    """The number of parts of `ReverseZeros.grad_normed`."""
+    r, d = W.shape
+    return _splits(plan_product(d, r + padding(r), W, b))
 
 
 class ChunkBuffers(NamedTuple):
@@ -334,6 +359,7 @@ def _reverse(
     plan: Plan | None,
     options: Parameterization,
     keep_every: int,
+    zeros: "ReverseZeros | None",
     *,
     prepare: bool,  # by the same launch
 ) -> None:
@@ -366,7 +392,7 @@ def _reverse(
             grads.raw,
             grads.A,
             grads.statistics,
-            counters(x),
+            counters(x) if zeros is None else zeros.counters[slots.start],
         ),
         (
             slots.start,

@@ -61,15 +61,17 @@ def output_backward(
     operands: OutputOperands,
     eps: float,
     *,
+    into: tuple[Tensor, Tensor] | None = None,  # (b, t, d) each, evenly spaced rows
     most_programs: int = PROGRAMS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight.
 
-    The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). No size
-    may be 0.
+    The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). Those of x
+    and gate are written to `into`, by default to new memory. No size may be 0.
     """
     y, x, D, gate, fed, z, weight = operands
-    grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
+    given = into or [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (x, gate)]
+    grads = [torch.empty(y.shape, dtype=y.dtype, device=y.device), *given]
     (grad_rows,) = _token_rows(grad)
     rows = _token_rows(y, x, gate, fed, z)
     norm_weight = D if weight is None else weight.contiguous()
@@ -81,7 +83,11 @@ def output_backward(
     OUTPUT_BACKWARD.launch(
         (programs, heads),
         (grad_rows, rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
-        (tokens, d, grad_rows.stride(0), *[v.stride(0) for v in rows]),
+        (
+            *(tokens, d, grad_rows.stride(0)),
+            *[v.stride(0) for v in rows],
+            *[v.stride(1) for v in given],
+        ),
         _output_constants(heads > 1, fed is not None, weight is not None, eps, y.dtype, tokens, d),
     )
     return grads[0], grads[1], grads[2], sums.sum(0)
@@ -113,9 +119,12 @@ def shifted_norm_backward(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
+    add_to: Tensor | None = None,  # (b, t, d), contiguous
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of y and y0, the second empty for None."""
-    grads = [y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
+    """Cotangents of y and y0, the second empty for None; that of y is added to `add_to` in place,
+    if given."""
+    grad_y = y.new_empty(y.shape) if add_to is None else add_to
+    grads = [grad_y, y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
     grad, y = last_axis_contiguous(grad), last_axis_contiguous(y)
     first = y if y0 is None else last_axis_contiguous(y0)
     b, t_end, d = y.shape
@@ -125,7 +134,7 @@ def shifted_norm_backward(
         (ceil_div(rows, blocks["TOKENS"]),),
         (grad, y, first, *grads),
         (rows, t_end, d, *grad.stride()[:2], *y.stride()[:2], first.stride(0)),
-        _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d),
+        _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d, add_to is not None),
     )
     return grads[0], grads[1]
 
@@ -140,11 +149,17 @@ def _output_constants(
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _norm_constants(
-    start: bool, eps: float | None, dtype: torch.dtype, tokens: int, d: int
+    start: bool,
+    eps: float | None,
+    dtype: torch.dtype,
+    tokens: int,
+    d: int,
+    add: bool | None = None,  # None: for the forward kernel
 ) -> Constants:
     acc = triton_dtype(accumulator(dtype))
     norm = {"START": start, "NORM": eps is not None, "EPS": eps or 0.0, "ACC": acc}
-    return Constants(**norm, **_blocks(tokens, d))
+    added = {} if add is None else {"ADD": add}
+    return Constants(**norm, **added, **_blocks(tokens, d))
 
 
 def _token_rows(first: Tensor, *others: Tensor | None) -> list[Tensor]:

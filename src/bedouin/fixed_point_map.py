@@ -230,6 +230,19 @@ def _reverse_stats(
         return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
 
 
+def make_reporter(cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
+    """A function that puts the statistics of a reverse sweep into the cell when they are read."""
+
+    def report(
+        defect: Tensor,  # (b, t)
+        scale: Tensor,  # (b, t)
+    ) -> None:
+        if can_read_device(defect):
+            cell.defer(partial(_reverse_stats, defect, scale))
+
+    return report
+
+
 def _judged_before(
     real: Tensor,  # (b, t)
     swept: Sweep,
@@ -262,7 +275,7 @@ class StructuredMap(FixedPointMap):
         if unroll:
             self._swept = direct_sweep_reference(self.operands, *how)
         else:
-            report = self._reporter(cell)
+            report = make_reporter(cell)
             self._swept = direct_sweep(self.operands, *how, report=report, backend=self.backend)
         return self._swept if self.real is None else _judged_before(self.real, self._swept)
 
@@ -288,19 +301,9 @@ class StructuredMap(FixedPointMap):
             self.bind,
             self.mixer_values,
             y_star=y_star,
-            report=self._reporter(cell),
+            report=make_reporter(cell),
             backend=self.backend,
         ).y
-
-    def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
-        def report(
-            defect: Tensor,  # (b, t)
-            scale: Tensor,  # (b, t)
-        ) -> None:
-            if can_read_device(defect):
-                cell.defer(partial(_reverse_stats, defect, scale))
-
-        return report
 
     def fuse(
         self,
