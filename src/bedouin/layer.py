@@ -29,6 +29,7 @@ from bedouin.core_map import CoreMap, takes_core
 from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_step
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
 from bedouin.gated_stage import GatedStage
+from bedouin.graphed import GraphedLayer
 from bedouin.heads import (
     by_head,
     choose_num_heads,
@@ -55,7 +56,6 @@ from bedouin.parameterization import (
 )
 from bedouin.parameters import factory_options, mark
 from bedouin.projection import project_raw, split_projected
-from bedouin.saving import SavedLayer
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
@@ -68,7 +68,7 @@ from bedouin.state import BedouinState, zero_state
 from bedouin.wrapped import effective_weight, is_plain
 
 
-class FixedPointLayer(SavedLayer, ABC):
+class FixedPointLayer(GraphedLayer, ABC):
     """The base class of the layers: one fused projection, the solve, the output stage, the state.
 
     A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
