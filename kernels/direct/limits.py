@@ -3,8 +3,6 @@
 Letters: d channels of a head, n state per channel.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -87,7 +85,6 @@ def _unsupported(
     return unsupported_sizes(layout.num_householder, d, n, x.dtype, raw.dtype, A.dtype)
 
 
-@lru_cache
 def unsupported_sizes(
     k: int, d: int, n: int, x: torch.dtype, raw: torch.dtype, A: torch.dtype
 ) -> str | None:

@@ -1,6 +1,7 @@
 """Compile-time constants and launch options of the direct sweep's kernels."""
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.direct.triton_plan import Plan
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants
 
 
 class Like(NamedTuple):
@@ -25,6 +28,9 @@ class Like(NamedTuple):
         """None for None."""
         return None if tensor is None else Like(tuple(tensor.shape), tensor.dtype)
 
+
+REPLAY_CHANNELS = 128
+"""Channels of a block whose memory is replayed."""
 
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
@@ -165,3 +171,103 @@ def launch_options(
 def cooperative() -> dict[str, bool]:
     """For kernels whose programs wait for each other, so that all must run at the same time."""
     return {} if interpreter_is_on() else {"launch_cooperative_grid": True}
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def sweep_constants(
+    A: Like,
+    W_y: Like | None,
+    options: Parameterization,
+    keep_every: int,
+    plan: Plan | None,
+    programs: int,
+    b: int,
+    strides: tuple[int, ...],
+    tf32: bool,
+) -> Constants:
+    """The constants of `sweep_kernel` for strides of the rows of raw values and of the feedback."""
+    d = A.shape[-1]
+    return Constants(
+        KEEP=keep_every,
+        FEEDBACK=W_y is not None,
+        **matrix_constants(plan, W_y, b, programs, tf32),
+        **scan_constants(d, A, options),
+        **norm_constants(options),
+        **mixer_constants(options),
+        **alignment(*strides),
+        **launch_options(d, A),
+        **({} if plan is None else cooperative()),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def prepare_constants(
+    A: Like, options: Parameterization, has_feedback: bool, strides: tuple[int, ...]
+) -> Constants:
+    """The constants of `prepare_kernel`, likewise."""
+    d = A.shape[-1]
+    return Constants(
+        FEEDBACK=has_feedback,
+        NORM_EPS=options.feedback_norm_eps or 0.0,
+        **scan_constants(d, A, options),
+        **mixer_constants(options),
+        **alignment(*strides),
+        # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
+        # are summed within one warp
+        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def replay_constants(
+    A: Like,
+    options: Parameterization,
+    has_feedback: bool,
+    keep_all: bool,
+    keep_last: bool,
+    strides: tuple[int, ...],
+) -> Constants:
+    """The constants of `replay_kernel`, likewise."""
+    constants = scan_constants(A.shape[-1], A, options)
+    del constants["EPS"], constants["SELECTIVE"]
+    constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
+    return Constants(
+        K=layout_of(options).num_householder,
+        KEEP_ALL=keep_all,
+        KEEP_LAST=keep_last,
+        FEEDBACK=has_feedback,
+        **constants,
+        **alignment(*strides),
+        num_warps=4,
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def reverse_constants(
+    A: Like,
+    W: Like | None,
+    options: Parameterization,
+    keep_every: int,
+    plan: Plan | None,
+    programs: int,
+    b: int,
+    strides: tuple[int, ...],
+    tf32: bool,
+    prepares: bool,
+) -> Constants:
+    """The constants of `reverse_kernel`, likewise."""
+    d = A.shape[-1]
+    constants = blocked_constants(d, A, options)
+    return Constants(
+        KEEP=keep_every,
+        PREPARE=prepares,
+        REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
+        FEEDBACK=W is not None,
+        **matrix_constants(plan, W, b, programs, tf32),
+        **constants,
+        **norm_constants(options),
+        **mixer_constants(options),
+        **alignment(*strides),
+        **launch_options(d, A),
+        **(cooperative() if prepares or plan is not None else {}),
+    )

@@ -3,28 +3,26 @@
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
-from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.direct.triton_constants import (
     Like,
     alignment,
     blocked_constants,
-    cooperative,
     counters,
     launch_options,
     layout_of,
-    matrix_constants,
     mixer_constants,
     norm_constants,
-    num_warps,
     per_head,
-    scan_constants,
+    prepare_constants,
+    replay_constants,
+    reverse_constants,
+    sweep_constants,
     token_strides,
     uses_tf32,
 )
@@ -42,10 +40,7 @@ from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import pad_rows, padding
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
-
-REPLAY_CHANNELS = 128
-"""Channels of a block whose memory is replayed."""
+from bedouin.kernels.plans import PlannedKernel
 
 SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
@@ -120,33 +115,7 @@ def _sweep(
             *strides[:2],
             fed.shape[-1],
         ),
-        _sweep_constants(*looks, uses_tf32()),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _sweep_constants(
-    A: Like,
-    W_y: Like | None,
-    options: Parameterization,
-    keep_every: int,
-    plan: Plan | None,
-    programs: int,
-    b: int,
-    strides: tuple[int, ...],
-    tf32: bool,
-) -> Constants:
-    d = A.shape[-1]
-    return Constants(
-        KEEP=keep_every,
-        FEEDBACK=W_y is not None,
-        **matrix_constants(plan, W_y, b, programs, tf32),
-        **scan_constants(d, A, options),
-        **norm_constants(options),
-        **mixer_constants(options),
-        **alignment(*strides),
-        **launch_options(d, A),
-        **({} if plan is None else cooperative()),
+        sweep_constants(*looks, uses_tf32()),
     )
 
 
@@ -262,24 +231,7 @@ def prepare(
             *strides[:2],
             *token_strides(fed),
         ),
-        _prepare_constants(Like.of(A), options, fed is not None, strides),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _prepare_constants(
-    A: Like, options: Parameterization, has_feedback: bool, strides: tuple[int, ...]
-) -> Constants:
-    d = A.shape[-1]
-    return Constants(
-        FEEDBACK=has_feedback,
-        NORM_EPS=options.feedback_norm_eps or 0.0,
-        **scan_constants(d, A, options),
-        **mixer_constants(options),
-        **alignment(*strides),
-        # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
-        # are summed within one warp
-        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
+        prepare_constants(Like.of(A), options, fed is not None, strides),
     )
 
 
@@ -296,7 +248,7 @@ def _replay(
     given = raw if fed is None else fed
     strides = *raw.stride()[:2], *given.stride()[:2]
     keeps = buffers.replayed is not None, last is not None
-    constants = _replay_constants(Like.of(A), options, fed is not None, *keeps, strides)
+    constants = replay_constants(Like.of(A), options, fed is not None, *keeps, strides)
     REPLAY.launch(
         (ceil_div(d, constants["BLOCK_D"]) * b,),
         (
@@ -324,29 +276,6 @@ def _replay(
             0 if last is None else last.stride(0),
         ),
         constants,
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _replay_constants(
-    A: Like,
-    options: Parameterization,
-    has_feedback: bool,
-    keep_all: bool,
-    keep_last: bool,
-    strides: tuple[int, ...],
-) -> Constants:
-    constants = scan_constants(A.shape[-1], A, options)
-    del constants["EPS"], constants["SELECTIVE"]
-    constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
-    return Constants(
-        K=layout_of(options).num_householder,
-        KEEP_ALL=keep_all,
-        KEEP_LAST=keep_last,
-        FEEDBACK=has_feedback,
-        **constants,
-        **alignment(*strides),
-        num_warps=4,
     )
 
 
@@ -408,37 +337,7 @@ def _reverse(
             *token_strides(fed),
             h0.stride(0),
         ),
-        _reverse_constants(*looks, prepare),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _reverse_constants(
-    A: Like,
-    W: Like | None,
-    options: Parameterization,
-    keep_every: int,
-    plan: Plan | None,
-    programs: int,
-    b: int,
-    strides: tuple[int, ...],
-    tf32: bool,
-    prepares: bool,
-) -> Constants:
-    d = A.shape[-1]
-    constants = blocked_constants(d, A, options)
-    return Constants(
-        KEEP=keep_every,
-        PREPARE=prepares,
-        REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
-        FEEDBACK=W is not None,
-        **matrix_constants(plan, W, b, programs, tf32),
-        **constants,
-        **norm_constants(options),
-        **mixer_constants(options),
-        **alignment(*strides),
-        **launch_options(d, A),
-        **(cooperative() if prepares or plan is not None else {}),
+        reverse_constants(*looks, prepare),
     )
 
 
