@@ -60,7 +60,7 @@ class Operation:
         if torch.compiler.is_compiling() or is_transformed():
             return self.overload(*inputs)
         if self._eager is not None and torch.is_grad_enabled():
-            return self._eager.apply(*inputs)  # type: ignore[no-untyped-call]
+            return self._eager.apply(*inputs)
         return self._below_autograd(*inputs)
 
     def _below_autograd(self, *inputs: Any) -> Any:

@@ -4,9 +4,8 @@
 microseconds for fifty arguments. A plan remembers the compiled kernel for all that Triton
 specializes on, and launches it by `CompiledKernel.__getitem__`, which has had the same form from
 Triton 3.6 to 3.9 and calls the launch hooks itself. The ordinary launch remains for the first
-launch of each kind, in the interpreter, for tensors at odd addresses, for hooks that see each call,
-and for versions of Triton that nobody has tried. Settings such as TRITON_DEBUG are read at the
-first launch.
+launch of each kind, in the interpreter, for hooks that see each call, and for versions of Triton
+that nobody has tried. Settings such as TRITON_DEBUG are read at the first launch.
 """
 
 import re
@@ -78,18 +77,19 @@ class PlannedKernel:
         if not _KNOWN or not isinstance(self.kernel, JITFunction) or self.kernel.pre_run_hooks:
             self.kernel[grid](*tensors, *integers, **constants)
             return
-        address = 0
-        for tensor in tensors:
-            address |= tensor.data_ptr()
+        addresses = [tensor.data_ptr() for tensor in tensors]
         device = driver.active.get_current_device()
         dtypes = tuple([tensor.dtype for tensor in tensors])
+        aligned: tuple[bool, ...] | None = None
+        if any([address % ALIGNMENT for address in addresses]):
+            aligned = tuple([not address % ALIGNMENT for address in addresses])
         matters = self._specialized[len(tensors) :]
         # None is a constant wherever it stands
         pairs = zip(integers, matters, strict=False)
         fixed = tuple([v if matter or v is None else 0 for v, matter in pairs])
-        key = (device, constants, fixed, dtypes)
+        key = (device, constants, fixed, dtypes, aligned)
         found = self._plans.get(key)
-        regular = not address % ALIGNMENT and sum([v for v in integers if v]) < LARGEST
+        regular = sum([v for v in integers if v]) < LARGEST
         if found is not None and regular:
             compiled, last = found
             sizes = (*grid, 1, 1)[:3]

@@ -58,10 +58,10 @@ def results(
     """Output and state, and the gradients of x, the state and the parameters."""
     inputs = [x, *(state or ()), *layer.parameters()]
     out, last = layer(x, state, return_state=True)
-    total = sum(
-        (v.double() * torch.arange(1, v.numel() + 1, device=v.device).reshape(v.shape)).sum()
-        for v in (out, *last)
-    )  # noqa: E501
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for v in (out, *last):
+        weights = torch.arange(1, v.numel() + 1, device=v.device).reshape(v.shape)
+        total = total + (v.double() * weights).sum()
     return [out, *last], list(torch.autograd.grad(total, inputs))
 
 
@@ -169,8 +169,15 @@ class Launches(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
-    def launch(self, kernel: PlannedKernel, *args: Any) -> None:
+    def launch(
+        self, kernel: PlannedKernel, grid: Any, tensors: Any, integers: Any, constants: Any
+    ) -> None:
         self.names.append(kernel.kernel.__name__)
+        # pointers, then integers, then all else by name, as a plan needs them
+        names = kernel.kernel.arg_names
+        given = len(tensors) + len(integers)
+        assert all(name.endswith("_ptr") for name in names[: len(tensors)])
+        assert set(names[given:]) <= set(constants) and not set(names[:given]) & set(constants)
 
     def __torch_dispatch__(
         self,

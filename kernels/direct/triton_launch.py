@@ -293,6 +293,7 @@ def _reverse(
     prepare: bool,  # by the same launch
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
+    assert buffers.replayed is not None
     b, t_end, d = x.shape
     programs = b if plan is None else plan.programs
     if prepare:

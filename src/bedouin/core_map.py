@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from bedouin.fixed_point_map import StructuredMap, make_reporter
+from bedouin.fixed_point_map import FixedPointMap, StructuredMap, make_reporter
 from bedouin.heads import HeadLinear
 from bedouin.kernels.backend import choose_backend, is_transformed
 from bedouin.kernels.core import CoreOptions, CoreRun, CoreTensors, core_operation, flatten
@@ -35,7 +35,9 @@ class CoreLayer(Protocol):
 
     has_fused_step: ClassVar[bool]
     has_drive: ClassVar[bool]
-    components: ClassVar[tuple[str, ...]]
+
+    @property
+    def components(self) -> tuple[str, ...]: ...
 
     d_inner: int
     d_state: int
@@ -99,7 +101,7 @@ class CoreMap:
         projected: Tensor,  # (b, t, w)
         state: BedouinState | None,
         cast_to: torch.dtype | None,  # by autocast
-        separate: Callable[[], StructuredMap],
+        separate: Callable[[], FixedPointMap],
     ) -> None:
         """`separate` makes the map of the same call in separate operations."""
         self._layer, self._projected, self._state = layer, projected, state
@@ -124,7 +126,7 @@ class CoreMap:
         assert not unroll, "takes_core demands the implicit adjoint"
         layer, state = self._layer, self._state
         decay, sharpness, parameter = layer.decay_parameter()
-        assert parameter is not None
+        assert parameter is not None and decay != "one"
         W_x = layer.x_proj.weight.to(self._dtype)
         W_y = None if layer.y_proj is None else layer.y_proj.weight.to(self._dtype)
         weight, eps = (None, 0.0) if layer.norm is None else (layer.norm.weight, layer.norm.eps)
@@ -152,4 +154,6 @@ class CoreMap:
         cell: BackwardStats,
     ) -> Tensor:  # (b, t, d)
         """y_star with the exact implicit gradient."""
-        return self._separate().attach(y_star, cell)
+        f = self._separate()
+        assert isinstance(f, StructuredMap)
+        return f.attach(y_star, cell)

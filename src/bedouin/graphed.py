@@ -5,7 +5,7 @@ Letters: b batch, t time, m d_model.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -149,12 +149,12 @@ def capture(
     """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
     device, cast_to = sample.device.type, autocast_dtype(sample)
     # without the cache of autocast, whose casts of the weights would become constants
-    cast = torch.autocast(device, cast_to, enabled=cast_to is not None, cache_enabled=False)
-    with torch.cuda.device_of(sample), cast:
-        run: Run = torch.cuda.make_graphed_callables(
+    autocast = torch.autocast(device, cast_to, enabled=cast_to is not None, cache_enabled=False)
+    with torch.cuda.device_of(sample), autocast:
+        run = torch.cuda.make_graphed_callables(
             lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
         )
-    return run
+    return cast(Run, run)
 
 
 class GraphedLayer(SavedLayer):

@@ -380,11 +380,12 @@ class FixedPointLayer(GraphedLayer, ABC):
         projected = self.in_proj(u if packing is None else packing.take(u))
         state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
         cast_to = autocast_dtype(u)
-        separate = partial(self._separate, projected, state, options, cast_to, packing)
-        if packing is not None or not takes_core(self, projected, options, cast_to):
-            return separate()
-        f = CoreMap(self, projected, state, cast_to, lambda: separate().f)
-        return Call(f, projected[..., : self.d_inner], None, state)
+        if packing is None and takes_core(self, projected, options, cast_to):
+            given = projected, state, options, cast_to
+            core = CoreMap(self, projected, state, cast_to, lambda: self._separate(*given)[0])
+            return Call(core, projected[..., : self.d_inner], None, state)
+        f, start, stage = self._separate(projected, state, options, cast_to, packing)
+        return Call(f, start, stage, state)
 
     def _separate(
         self,
@@ -392,9 +393,10 @@ class FixedPointLayer(GraphedLayer, ABC):
         state: BedouinState | None,
         options: SolveOptions,
         cast_to: torch.dtype | None,  # by autocast
-        packing: Packing | None,
-    ) -> Call:
-        """The call in separate operations: the raw values, the solve and the output stage."""
+        packing: Packing | None = None,
+    ) -> tuple[FixedPointMap, Tensor, GatedStage]:
+        """The map, where its solve starts, and the output stage of a call in separate
+        operations."""
         heads, paired = self.num_heads, self.output == "norm"
         x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
         dtype, gemm_dtype = accumulator(x.dtype), cast_to or self.D.dtype
@@ -407,7 +409,7 @@ class FixedPointLayer(GraphedLayer, ABC):
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
                 start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
-        return Call(f, start, GatedStage(x, z, gate, W_gate, f.operands.y0, low), state)
+        return f, start, GatedStage(x, z, gate, W_gate, f.operands.y0, low)
 
     def _project_x(
         self,

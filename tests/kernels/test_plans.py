@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from bedouin import Bedouin
 from bedouin.kernels import plans
 from bedouin.kernels.plans import Constants, PlannedKernel
 
@@ -165,3 +166,45 @@ def test_old_plans_are_dropped(compiled: list[Recorded]) -> None:
 def test_versions() -> None:
     known = {"3.6.0": True, "3.9.0+git1": True, "3.10.0": False, "3.5.1": False, "4.6": False}
     assert {version: plans._is_known(version) for version in known} == known
+
+
+def test_misaligned_tensors_have_plans_of_their_own(compiled: list[Recorded]) -> None:
+    kernel = make_kernel()
+    with binds(kernel) as ordinary:
+        for tensors in [(FIRST, SECOND), (FIRST[1:], SECOND), (FIRST, SECOND[1:])] * 2:
+            kernel.launch((1,), tensors, (3, 40, 8), CONSTANTS)
+    assert ordinary.call_count == 3 and [len(one.launches) for one in compiled] == [2, 2, 2]
+
+
+@pytest.mark.gpu
+def test_planned_launches_of_a_layer() -> None:
+    """The second call of a kind is planned: alone, on another stream, in a graph, and hooked."""
+    layer = Bedouin(32, device="cuda")
+    x = torch.randn(3, 5, 32, device="cuda", requires_grad=True)
+
+    def run() -> list[Tensor]:
+        out = layer(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+    first = run()
+    with patch.object(JITFunction, "run", side_effect=AssertionError("not planned")):
+        again = run()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        aside = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    for results in (again, aside, captured):
+        assert all(map(torch.equal, results, first))
+    entered: list[Any] = []
+    hook = entered.append
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        run()
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(entered) >= 10
