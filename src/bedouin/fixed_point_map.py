@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bedouin.kernels.backend import Backend
+from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.direct import (
     ROUNDING,
     Sweep,
@@ -223,6 +223,10 @@ def _reverse_stats(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t)
 ) -> SolveStats:
+    if defect.numel() and choose_backend("auto", defect.device, defect.dtype) == "triton":
+        from bedouin.kernels.direct.triton_summary import summarize_adjoint
+
+        return SolveStats(*summarize_adjoint(defect, scale))
     # flipped, because the reverse sweep begins with the last token
     with torch.no_grad():
         residual = relative_residual(defect.flip(1), scale.flip(1))
