@@ -3,7 +3,7 @@
 Counted are Python frames of bedouin from `forward` to the function that does the work: the loop
 over time in plain torch, or the function that launches a Triton kernel. Frames of torch
 (`Module.__call__`, the dispatcher of registered operations, `autograd.Function.apply`) are left
-out.
+out, and so are those that stand in their place or in that of Triton's launch.
 """
 
 import sys
@@ -17,6 +17,7 @@ from bedouin import Bedouin
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 MOST_FRAMES = 10
+NOT_COUNTED = ("bedouin.kernels.operation", "bedouin.kernels.plans")
 LOOPS = ("forward_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
 
@@ -75,7 +76,7 @@ def _names(frame: FrameType) -> list[str]:
     names: list[str] = []
     outer: FrameType | None = frame
     while outer is not None:
-        if _module(outer).startswith("bedouin."):
+        if _module(outer).startswith("bedouin.") and _module(outer) not in NOT_COUNTED:
             names.append(outer.f_code.co_name)
             if isinstance(outer.f_locals.get("self"), Bedouin) and names[-1] == "forward":
                 return names

@@ -176,10 +176,10 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
         copy_keys(layer)
     width, heads = point["d_conv"], point["recall_heads"]
     mixed = layer if width is None else Convolved(layer, config.d_model, width)
-    return mixed if heads is None else Parallel(mixed, _recall(config, heads, point["input_scale"]))
+    return mixed if heads is None else Parallel(mixed, _recall(config, heads))
 
 
-def _recall(config: Config, num_heads: int, input_scale: str) -> nn.Module:
+def _recall(config: Config, num_heads: int) -> nn.Module:
     """The second layer of `recall_heads`."""
     layer = Bedouin(
         config.d_model,
@@ -188,7 +188,7 @@ def _recall(config: Config, num_heads: int, input_scale: str) -> nn.Module:
         num_householder=1,
         beta_max=NEARLY_IDENTITY,
         feedback=(),
-        input_scale=input_scale,
+        input_scale="delta",
         on_unconverged="ignore",
     )
     with torch.no_grad():

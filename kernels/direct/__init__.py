@@ -8,9 +8,9 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.autograd import eager_sweep, uncompiled_sweep
-from bedouin.kernels.direct.buffers import CHUNK, choose_chunk
+from bedouin.kernels.direct.buffers import CHUNK, choose_chunk, choose_chunk_of
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.limits import choose_sweep, is_small_head
+from bedouin.kernels.direct.limits import choose_sweep, is_small_head, unsupported_sizes
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,
@@ -33,6 +33,7 @@ __all__ = [
     "ROUNDING",
     "LocalFactors",
     "Sweep",
+    "choose_chunk_of",
     "direct_sweep",
     "direct_sweep_reference",
     "factor_local",
@@ -41,6 +42,7 @@ __all__ = [
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",
+    "unsupported_sizes",
 ]
 
 

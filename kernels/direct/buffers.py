@@ -108,10 +108,15 @@ def join_samples(
 
 
 def choose_chunk(operands: Operands) -> int:
+    """`choose_chunk_of` for the samples of one head."""
+    A = operands.A
+    return choose_chunk_of(operands.x.shape[0] // count_heads(A), *A.shape[-2:])
+
+
+def choose_chunk_of(b: int, d: int, n: int) -> int:
     """Tokens between two kept h in the kernels of one head: CHUNK, or fewer, but at least 4, if
     the workspace of a head would otherwise exceed WORKSPACE."""
-    A = operands.A
-    size = operands.x.shape[0] // count_heads(A) * A.shape[-2] * A.shape[-1]
+    size = b * d * n
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 
 
@@ -171,7 +176,7 @@ def allocate_reverse(
     if grad_h is None:
         H, grad_A = A.new_zeros(2, b, n, d).unbind()
     else:
-        H, grad_A = _state_major(grad_h), A.new_zeros(b, n, d)
+        H, grad_A = state_major(grad_h), A.new_zeros(b, n, d)
     fed = None
     if W_y is None:
         # padded, so that rows are aligned for cuBLAS and for vectorized stores
@@ -230,10 +235,10 @@ def _first_memory(
     b: int,
     A: Tensor,  # (d, n) or (H, d, n)
 ) -> Tensor:  # (b, n, d), in new memory
-    return A.new_zeros(b, *A.mT.shape[-2:]) if h0 is None else _state_major(h0)
+    return A.new_zeros(b, *A.mT.shape[-2:]) if h0 is None else state_major(h0)
 
 
-def _state_major(
+def state_major(
     h: Tensor,  # (b, d, n)
 ) -> Tensor:  # (b, n, d), in new memory
     return h.mT.clone(memory_format=torch.contiguous_format)

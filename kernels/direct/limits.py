@@ -78,18 +78,25 @@ def _unsupported(
     """The first property that the kernels do not support, as part of an error message; None if they
     support the call."""
     x, raw, A = operands.x, operands.raw, operands.A
-    layout, (d, n) = parameterization.layout, A.shape[-2:]
+    layout = parameterization.layout
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return "this mixer (only HouseholderProduct)"
-    if not 1 <= layout.num_householder <= MAX_REFLECTIONS:
-        return f"{layout.num_householder} reflections (at most {MAX_REFLECTIONS})"
-    wide = torch.float64 in (x.dtype, raw.dtype, A.dtype)
-    if A.dtype not in (torch.float32, torch.float64) or (
-        wide and {x.dtype, raw.dtype} != {A.dtype}
-    ):
-        return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (A float32, or all float64)"
+    d, n = A.shape[-2:]
+    return unsupported_sizes(layout.num_householder, d, n, x.dtype, raw.dtype, A.dtype)
+
+
+def unsupported_sizes(
+    k: int, d: int, n: int, x: torch.dtype, raw: torch.dtype, A: torch.dtype
+) -> str | None:
+    """The first of these that the kernels do not support, as `_unsupported`; x, raw and A are the
+    dtypes of these operands."""
+    if not 1 <= k <= MAX_REFLECTIONS:
+        return f"{k} reflections (at most {MAX_REFLECTIONS})"
+    wide = torch.float64 in (x, raw, A)
+    if A not in (torch.float32, torch.float64) or (wide and {x, raw} != {A}):
+        return f"x, raw and A of {x}, {raw}, {A} (A float32, or all float64)"
     if d < 1 or n < 1 or next_power_of_two(d) * next_power_of_two(n) > MAX_STATE:
         return f"{d} channels with {n} states (at most {MAX_STATE} together)"
-    if next_power_of_two(d) * next_power_of_two(layout.num_householder) > MAX_STATE // 2:
-        return f"{layout.num_householder} reflections of {d} channels"
+    if next_power_of_two(d) * next_power_of_two(k) > MAX_STATE // 2:
+        return f"{k} reflections of {d} channels"
     return None

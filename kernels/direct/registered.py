@@ -35,6 +35,7 @@ from bedouin.kernels.direct.plain import (
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
+from bedouin.kernels.operation import operation
 
 MemoryResult = tuple[Tensor, Tensor, Tensor]
 """y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d).
@@ -51,7 +52,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
 
 
-@torch.library.custom_op("bedouin::direct_sweep", mutates_args=())
+@operation("direct_sweep")
 def sweep_operation(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
@@ -109,7 +110,7 @@ def _sweep_fake(
     return A.new_empty(b, t, d), *_memory_like(x, A, *options[-2:]), A.new_empty(4, b, t), *summary
 
 
-@torch.library.custom_op("bedouin::direct_sweep_known", mutates_args=())
+@operation("direct_sweep_known")
 def memory_operation(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
@@ -192,7 +193,7 @@ def summarize(
     return summary, converged
 
 
-@torch.library.custom_op("bedouin::direct_sweep_backward", mutates_args=())
+@operation("direct_sweep_backward")
 def _sweep_backward(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros

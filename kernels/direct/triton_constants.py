@@ -1,17 +1,36 @@
 """Compile-time constants and launch options of the direct sweep's kernels."""
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.direct.triton_plan import Plan
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants
+
+
+class Like(NamedTuple):
+    """What the constants depend on of a tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor | None) -> "Like | None":
+        """None for None."""
+        return None if tensor is None else Like(tuple(tensor.shape), tensor.dtype)
+
+
+REPLAY_CHANNELS = 128
+"""Channels of a block whose memory is replayed."""
 
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
@@ -19,7 +38,7 @@ STATES_AT_A_TIME = 8
 
 def blocked_constants(
     d: int,
-    A: Tensor,  # (n, d)
+    A: Tensor | Like,  # (n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
     """`scan_constants` with the states in blocks."""
@@ -51,12 +70,13 @@ def token_strides(
 
 def matrix_constants(
     plan: Plan | None,
-    W: Tensor | None,  # (r, d), W^y
+    W: Tensor | Like | None,  # (r, d), W^y
     b: int,
     programs: int,
+    tf32: bool | None = None,  # None: as torch's setting says
 ) -> dict[str, Any]:
     """How the products with W^y or its transpose are spread over programs."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
+    tf32 = uses_tf32() if tf32 is None else tf32
     return {
         "PERSISTENT": plan is not None,
         "COMPILED": not interpreter_is_on(),
@@ -73,7 +93,12 @@ def matrix_constants(
     }
 
 
-def _dot_dtype(W: Tensor | None) -> tl.dtype:
+def uses_tf32() -> bool:
+    """Whether products of float32 are rounded to TF32, as torch's setting says."""
+    return torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
+
+
+def _dot_dtype(W: Tensor | Like | None) -> tl.dtype:
     """The dtype of the factors; in the interpreter float32, since its 16-bit products are wrong."""
     if W is None or W.dtype == torch.float32:
         return tl.float32
@@ -93,7 +118,7 @@ def layout_of(options: Parameterization) -> RawLayout:
 
 def scan_constants(
     d: int,
-    A: Tensor,  # (n, d) or (H, n, d)
+    A: Tensor | Like,  # (n, d) or (H, n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
     """Blocks, discretization and dtype."""
@@ -123,15 +148,9 @@ def mixer_constants(options: Parameterization) -> dict[str, Any]:
     return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}
 
 
-def alignment(
-    *rows: Tensor,  # (b, t, r) or (splits, b, r)
-) -> dict[str, int]:
-    """A power of two, at most 8, that divides every stride between rows of raw values."""
-    common = 8
-    for tensor in rows:
-        for stride in tensor.stride()[:-1]:
-            common = math.gcd(common, stride)
-    return {"ALIGNED": common}
+def alignment(*strides: int) -> dict[str, int]:
+    """A power of two, at most 8, that divides all strides between rows of raw values."""
+    return {"ALIGNED": math.gcd(8, *strides)}
 
 
 def num_warps(d: int, rows: int) -> int:
@@ -142,7 +161,7 @@ def num_warps(d: int, rows: int) -> int:
 
 def launch_options(
     d: int,
-    A: Tensor,  # (n, d)
+    A: Tensor | Like,  # (n, d)
 ) -> dict[str, Any]:
     """Warps and stages of a kernel that holds the memory of a sample."""
     # one stage: the kernels prefetch their operands explicitly
@@ -152,3 +171,103 @@ def launch_options(
 def cooperative() -> dict[str, bool]:
     """For kernels whose programs wait for each other, so that all must run at the same time."""
     return {} if interpreter_is_on() else {"launch_cooperative_grid": True}
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def sweep_constants(
+    A: Like,
+    W_y: Like | None,
+    options: Parameterization,
+    keep_every: int,
+    plan: Plan | None,
+    programs: int,
+    b: int,
+    strides: tuple[int, ...],
+    tf32: bool,
+) -> Constants:
+    """The constants of `sweep_kernel` for strides of the rows of raw values and of the feedback."""
+    d = A.shape[-1]
+    return Constants(
+        KEEP=keep_every,
+        FEEDBACK=W_y is not None,
+        **matrix_constants(plan, W_y, b, programs, tf32),
+        **scan_constants(d, A, options),
+        **norm_constants(options),
+        **mixer_constants(options),
+        **alignment(*strides),
+        **launch_options(d, A),
+        **({} if plan is None else cooperative()),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def prepare_constants(
+    A: Like, options: Parameterization, has_feedback: bool, strides: tuple[int, ...]
+) -> Constants:
+    """The constants of `prepare_kernel`, likewise."""
+    d = A.shape[-1]
+    return Constants(
+        FEEDBACK=has_feedback,
+        NORM_EPS=options.feedback_norm_eps or 0.0,
+        **scan_constants(d, A, options),
+        **mixer_constants(options),
+        **alignment(*strides),
+        # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
+        # are summed within one warp
+        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def replay_constants(
+    A: Like,
+    options: Parameterization,
+    has_feedback: bool,
+    keep_all: bool,
+    keep_last: bool,
+    strides: tuple[int, ...],
+) -> Constants:
+    """The constants of `replay_kernel`, likewise."""
+    constants = scan_constants(A.shape[-1], A, options)
+    del constants["EPS"], constants["SELECTIVE"]
+    constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
+    return Constants(
+        K=layout_of(options).num_householder,
+        KEEP_ALL=keep_all,
+        KEEP_LAST=keep_last,
+        FEEDBACK=has_feedback,
+        **constants,
+        **alignment(*strides),
+        num_warps=4,
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def reverse_constants(
+    A: Like,
+    W: Like | None,
+    options: Parameterization,
+    keep_every: int,
+    plan: Plan | None,
+    programs: int,
+    b: int,
+    strides: tuple[int, ...],
+    tf32: bool,
+    prepares: bool,
+) -> Constants:
+    """The constants of `reverse_kernel`, likewise."""
+    d = A.shape[-1]
+    constants = blocked_constants(d, A, options)
+    return Constants(
+        KEEP=keep_every,
+        PREPARE=prepares,
+        REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
+        FEEDBACK=W is not None,
+        **matrix_constants(plan, W, b, programs, tf32),
+        **constants,
+        **norm_constants(options),
+        **mixer_constants(options),
+        **alignment(*strides),
+        **launch_options(d, A),
+        **(cooperative() if prepares or plan is not None else {}),
+    )

@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
-from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.direct.triton_constants import (
+    Like,
     alignment,
     blocked_constants,
-    cooperative,
     counters,
     launch_options,
     layout_of,
-    matrix_constants,
     mixer_constants,
     norm_constants,
-    num_warps,
     per_head,
-    scan_constants,
+    prepare_constants,
+    replay_constants,
+    reverse_constants,
+    sweep_constants,
     token_strides,
+    uses_tf32,
 )
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_plan import (
@@ -39,31 +40,38 @@ from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import pad_rows, padding
 from bedouin.kernels.operands import Parameterization
+from bedouin.kernels.plans import PlannedKernel
 
-REPLAY_CHANNELS = 128
-"""Channels of a block whose memory is replayed."""
+SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
+REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
 
 
 def launch_sweep(
-    buffers: SweepBuffers, options: Parameterization, keep_every: int, limits: Limits = LIMITS
+    buffers: SweepBuffers,
+    options: Parameterization,
+    keep_every: int,
+    limits: Limits = LIMITS,
+    counts: Tensor | None = None,  # (3,), zeros for the launch's counters; None: new ones
 ) -> None:
     """The whole forward sweep, in place."""
     b, t_end, d = buffers.x.shape
     W_y = buffers.W_y
+    counts = counters(buffers.x) if counts is None else counts
     if W_y is None:
-        _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b)
+        _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b, counts)
         return
     r = W_y.shape[0]
     plan = plan_product(r, d, W_y, b, limits=limits)
     parts = _splits(plan)
     fed = (W_y if parts == 1 else buffers.A).new_empty(parts, b, r + padding(r))
     if plan is not None:
-        _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs)
+        _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs, counts)
         return
     rows = pad_rows(W_y).mT
     for t in range(t_end):
         torch.mm(buffers.normed[:, t], rows, out=fed[0])
-        _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b)
+        # the programs of these launches do not wait for each other, and count nothing
+        _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b, counts)
 
 
 def _sweep(
@@ -74,40 +82,40 @@ def _sweep(
     fed: Tensor,  # (splits, b, r or more)
     plan: Plan | None,
     programs: int,
+    counts: Tensor,  # (3,)
 ) -> None:
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     b, t_end, d = x.shape
-    sweep_kernel[(programs,)](
-        x,
-        raw,
-        fed if W_y is None else W_y.contiguous(),
-        A,
-        h,
-        kept,
-        fed,
-        y,
-        normed,
-        statistics,
-        counters(x),
-        tokens.start,
-        tokens.stop,
-        b,
-        t_end,
-        raw.shape[-1],
-        d,
-        A.shape[0],
-        *x.stride()[:2],
-        *raw.stride()[:2],
-        fed.shape[-1],
-        KEEP=keep_every,
-        FEEDBACK=W_y is not None,
-        **matrix_constants(plan, W_y, b, programs),
-        **scan_constants(d, A, options),
-        **norm_constants(options),
-        **mixer_constants(options),
-        **alignment(raw, fed),
-        **launch_options(d, A),
-        **({} if plan is None else cooperative()),
+    strides = raw.stride(0), raw.stride(1), fed.stride(0), fed.stride(1)
+    looks = Like.of(A), Like.of(W_y), options, keep_every, plan, programs, b, strides
+    SWEEP.launch(
+        (programs,),
+        (
+            x,
+            raw,
+            fed if W_y is None else W_y.contiguous(),
+            A,
+            h,
+            kept,
+            fed,
+            y,
+            normed,
+            statistics,
+            counts,
+        ),
+        (
+            tokens.start,
+            tokens.stop,
+            b,
+            t_end,
+            raw.shape[-1],
+            d,
+            A.shape[0],
+            *x.stride()[:2],
+            *strides[:2],
+            fed.shape[-1],
+        ),
+        sweep_constants(*looks, uses_tf32()),
     )
 
 
@@ -135,19 +143,21 @@ def launch_reverse(
     options: Parameterization,
     keep_every: int,
     limits: Limits = LIMITS,
+    zeros: "ReverseZeros | None" = None,  # None: new ones
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     b, t_end, d = known.x.shape
     plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
-    buffers = buffers._replace(
-        replayed=known.A.new_empty(b, min(keep_every, t_end) - 1, n, d),
-        grad_normed=None if W is None else known.A.new_zeros(_splits(plan), b, d),
-    )
+    parts = None
+    if W is not None:
+        parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
+    replayed = known.A.new_empty(b, min(keep_every, t_end) - 1, n, d)
+    buffers = buffers._replace(replayed=replayed, grad_normed=parts)
     by_token = W is not None and plan is None
     if b <= limits.one_launch_batch and not by_token:
-        _reverse(known, grads, W, buffers, slots, plan, options, keep_every, prepare=True)
+        _reverse(known, grads, W, buffers, slots, plan, options, keep_every, zeros, prepare=True)
         return buffers.grad_normed
     rows = pad_rows(W) if W is not None and by_token else None
     for slot in reversed(slots):
@@ -156,7 +166,7 @@ def launch_reverse(
         _replay(known, buffers, None, chunk, slot, options)
         if rows is None:
             one = range(slot, slot + 1)
-            _reverse(known, grads, W, buffers, one, plan, options, keep_every, prepare=False)
+            _reverse(known, grads, W, buffers, one, plan, options, keep_every, zeros, prepare=False)
         else:
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
     return buffers.grad_normed
@@ -164,6 +174,22 @@ def launch_reverse(
 
 def _splits(plan: Plan | None) -> int:
     return 1 if plan is None else plan.splits
+
+
+class ReverseZeros(NamedTuple):
+    """Zeros that a reverse sweep starts with, for callers that write them in one launch."""
+
+    counters: Tensor  # (chunks, 3 or more), int32
+    grad_normed: Tensor | None  # (splits, b, d)
+
+
+def count_splits(
+    W: Tensor,  # (r, d), W^y
+    b: int,
+) -> int:
+    """The number of parts of `ReverseZeros.grad_normed`."""
+    r, d = W.shape
+    return _splits(plan_product(d, r + padding(r), W, b))
 
 
 class ChunkBuffers(NamedTuple):
@@ -189,31 +215,23 @@ def prepare(
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     b, t_end, d = x.shape
-    prepare_kernel[(b * len(chunk),)](
-        x,
-        y,
-        raw,
-        raw if fed is None else fed,
-        A,
-        buffers.mixed,
-        buffers.local,
-        chunk.start,
-        len(chunk),
-        t_end,
-        per_head(A, b),
-        d,
-        A.shape[-2],
-        *x.stride()[:2],
-        *raw.stride()[:2],
-        *token_strides(fed),
-        FEEDBACK=fed is not None,
-        NORM_EPS=options.feedback_norm_eps or 0.0,
-        **scan_constants(d, A, options),
-        **mixer_constants(options),
-        **alignment(raw, raw if fed is None else fed),
-        # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
-        # are summed within one warp
-        num_warps=1 if A.dim() == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
+    given = raw if fed is None else fed
+    strides = *raw.stride()[:2], *given.stride()[:2]
+    PREPARE.launch(
+        (b * len(chunk),),
+        (x, y, raw, given, A, buffers.mixed, buffers.local),
+        (
+            chunk.start,
+            len(chunk),
+            t_end,
+            per_head(A, b),
+            d,
+            A.shape[-2],
+            *x.stride()[:2],
+            *strides[:2],
+            *token_strides(fed),
+        ),
+        prepare_constants(Like.of(A), options, fed is not None, strides),
     )
 
 
@@ -227,37 +245,37 @@ def _replay(
 ) -> None:
     x, _, raw, fed, A, h0, kept = known
     b, _, d = x.shape
-    constants = scan_constants(d, A, options)
-    del constants["EPS"], constants["SELECTIVE"]
-    constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
-    replay_kernel[(ceil_div(d, constants["BLOCK_D"]) * b,)](
-        buffers.mixed,
-        buffers.local,
-        raw,
-        raw if fed is None else fed,
-        A,
-        h0,
-        kept,
-        kept if buffers.replayed is None else buffers.replayed,
-        kept if last is None else last,
-        chunk.start,
-        len(chunk),
-        slot,
-        kept.shape[1],
-        per_head(A, b),
-        d,
-        A.shape[-2],
-        *raw.stride()[:2],
-        *token_strides(fed),
-        h0.stride(0),
-        0 if last is None else last.stride(0),
-        K=layout_of(options).num_householder,
-        KEEP_ALL=buffers.replayed is not None,
-        KEEP_LAST=last is not None,
-        FEEDBACK=fed is not None,
-        **constants,
-        **alignment(raw, raw if fed is None else fed),
-        num_warps=4,
+    given = raw if fed is None else fed
+    strides = *raw.stride()[:2], *given.stride()[:2]
+    keeps = buffers.replayed is not None, last is not None
+    constants = replay_constants(Like.of(A), options, fed is not None, *keeps, strides)
+    REPLAY.launch(
+        (ceil_div(d, constants["BLOCK_D"]) * b,),
+        (
+            buffers.mixed,
+            buffers.local,
+            raw,
+            given,
+            A,
+            h0,
+            kept,
+            kept if buffers.replayed is None else buffers.replayed,
+            kept if last is None else last,
+        ),
+        (
+            chunk.start,
+            len(chunk),
+            slot,
+            kept.shape[1],
+            per_head(A, b),
+            d,
+            A.shape[-2],
+            *strides[:2],
+            *token_strides(fed),
+            h0.stride(0),
+            0 if last is None else last.stride(0),
+        ),
+        constants,
     )
 
 
@@ -270,58 +288,57 @@ def _reverse(
     plan: Plan | None,
     options: Parameterization,
     keep_every: int,
+    zeros: "ReverseZeros | None",
     *,
     prepare: bool,  # by the same launch
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
+    assert buffers.replayed is not None
     b, t_end, d = x.shape
     programs = b if plan is None else plan.programs
     if prepare:
         programs = multiprocessors(x.device)
-    constants = blocked_constants(d, A, options)
-    reverse_kernel[(programs,)](
-        grads.y,
-        grads.H if buffers.grad_normed is None else buffers.grad_normed,
-        x,
-        y,
-        raw,
-        raw if fed is None else fed,
-        raw if W is None else W.contiguous(),
-        A,
-        buffers.mixed,
-        buffers.local,
-        h0,
-        kept,
-        buffers.replayed,
-        grads.H,
-        grads.x,
-        grads.raw,
-        grads.A,
-        grads.statistics,
-        counters(x),
-        slots.start,
-        slots.stop - 1,
-        b,
-        t_end,
-        grads.raw.shape[-1],
-        d,
-        A.shape[0],
-        *grads.y.stride()[:2],
-        *x.stride()[:2],
-        *raw.stride()[:2],
-        *token_strides(fed),
-        h0.stride(0),
-        KEEP=keep_every,
-        PREPARE=prepare,
-        REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
-        FEEDBACK=fed is not None,
-        **matrix_constants(plan, W, b, programs),
-        **constants,
-        **norm_constants(options),
-        **mixer_constants(options),
-        **alignment(raw, raw if fed is None else fed, grads.raw),
-        **launch_options(d, A),
-        **(cooperative() if prepare or plan is not None else {}),
+    given = raw if fed is None else fed
+    strides = *raw.stride()[:2], *given.stride()[:2], *grads.raw.stride()[:2]
+    looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides, uses_tf32()
+    REVERSE.launch(
+        (programs,),
+        (
+            grads.y,
+            grads.H if buffers.grad_normed is None else buffers.grad_normed,
+            x,
+            y,
+            raw,
+            given,
+            raw if W is None else W.contiguous(),
+            A,
+            buffers.mixed,
+            buffers.local,
+            h0,
+            kept,
+            buffers.replayed,
+            grads.H,
+            grads.x,
+            grads.raw,
+            grads.A,
+            grads.statistics,
+            counters(x) if zeros is None else zeros.counters[slots.start],
+        ),
+        (
+            slots.start,
+            slots.stop - 1,
+            b,
+            t_end,
+            grads.raw.shape[-1],
+            d,
+            A.shape[0],
+            *grads.y.stride()[:2],
+            *x.stride()[:2],
+            *strides[:2],
+            *token_strides(fed),
+            h0.stride(0),
+        ),
+        reverse_constants(*looks, prepare),
     )
 
 
@@ -389,6 +406,6 @@ def _step(
         **blocked_constants(d, A, options),
         **norm_constants(options),
         **mixer_constants(options),
-        **alignment(raw, fed, grads.raw),
+        **alignment(*(v for rows in (raw, fed, grads.raw) for v in rows.stride()[:-1])),
         **launch_options(d, A),
     )

@@ -1,6 +1,7 @@
 """How products with W^y are spread over the persistent programs of a sweep."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -60,8 +61,11 @@ class Device:
     @staticmethod
     def of(device: torch.device) -> "Device":
         """The properties of a GPU, or of Triton's interpreter."""
-        if interpreter_is_on():
-            return Device(None, 232448)
+        return Device(None, 232448) if interpreter_is_on() else Device._of_gpu(device)
+
+    @staticmethod
+    @lru_cache
+    def _of_gpu(device: torch.device) -> "Device":
         properties = torch.cuda.get_device_properties(device)
         shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         return Device(properties.multi_processor_count, shared_memory)
@@ -83,13 +87,20 @@ def plan_product(
     the device has multiprocessors would be read again for every token, which torch does faster.
     """
     device = Device.of(W.device) if device is None else device
-    if W.dtype == torch.float64 and device.programs is not None:
+    return _plan(m, v, W.dtype, b, device, limits)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    m: int, v: int, dtype: torch.dtype, b: int, device: Device, limits: Limits
+) -> Plan | None:
+    if dtype == torch.float64 and device.programs is not None:
         return None
     shared = _shared_memory(device, limits)
     if shared is None:
         return None
     tile_bytes, vector_bytes = shared
-    size = W.element_size()
+    size = dtype.itemsize
     # a float32 product consists of scalar operations, unrolled over samples and columns
     block_b = 16 if size > 2 else min(128, max(16, next_power_of_two(b)))
     # Wide tiles make few partial sums. For many vectors the tiles have MAX_ROWS rows: with several

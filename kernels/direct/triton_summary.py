@@ -5,6 +5,8 @@ One launch replaces thirty of torch's reductions.
 Letters: b batch, t time.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.direct.reference import ROUNDING
-from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.launch import next_power_of_two, triton_dtype
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 MAX_TOKENS = 1024
 """Most tokens that a program reads at a time."""
@@ -84,6 +87,46 @@ def summary_kernel(
     tl.store(converged_ptr + sample, unexplained == 0)
 
 
+@triton.jit
+def adjoint_summary_kernel(
+    defect_ptr,  # (b, t)
+    scale_ptr,  # (b, t)
+    steps_ptr,  # (b,)
+    residual_ptr,  # (b,)
+    converged_ptr,  # (b,)
+    t_end,
+    TOLERANCE: tl.constexpr,
+    ACC: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One step, residual = max over t of defect_t / (max over s >= t of scale_s), and whether that
+    is below TOLERANCE: the reverse sweep begins with the last token."""
+    sample = tl.program_id(0)
+    last = tl.cast(sample, tl.int64) * t_end + t_end - 1
+    infinity = tl.full((), float("inf"), ACC)
+    scale_so_far = tl.full((), 0.0, ACC)
+    residual = tl.full((), 0.0, ACC)
+    nonfinite = tl.full((), 0, tl.int32)
+    for start in range(0, t_end, TOKENS):
+        back = start + tl.arange(0, TOKENS)
+        mask = back < t_end
+        defect = tl.load(defect_ptr + last - back, mask=mask, other=0.0)
+        scale = tl.load(scale_ptr + last - back, mask=mask, other=0.0)
+        scale = larger_or_nan(tl.associative_scan(scale, 0, larger_or_nan), scale_so_far)
+        divisible = (defect < infinity) & (scale > 0)
+        ratio = _quotient(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0), ACC)
+        finite = divisible & (ratio < infinity)
+        nonfinite += tl.sum(tl.where(mask & (defect != 0) & (finite == 0), 1, 0))
+        residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
+        scale_so_far = tl.sum(tl.where(tl.arange(0, TOKENS) == TOKENS - 1, scale, 0.0))
+    tl.store(steps_ptr + sample, tl.full((), 1, tl.int64))
+    tl.store(residual_ptr + sample, tl.where(nonfinite > 0, float("nan"), residual))
+    tl.store(converged_ptr + sample, (nonfinite == 0) & (residual < TOLERANCE))
+
+
+SUMMARY, ADJOINT_SUMMARY = PlannedKernel(summary_kernel), PlannedKernel(adjoint_summary_kernel)
+
+
 def launch_summary(
     statistics: Tensor,  # (4, b, t)
     summary: Tensor,  # (2, b)
@@ -92,12 +135,39 @@ def launch_summary(
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
     _, b, t_end = statistics.shape
-    limits = torch.finfo(statistics.dtype)
-    summary_kernel[(b,)](
-        *(statistics, summary, converged, b, t_end),
+    constants = _constants(statistics.dtype, t_end, max_tokens)
+    SUMMARY.launch((b,), (statistics, summary, converged), (b, t_end), constants)
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
+    limits = torch.finfo(dtype)
+    return Constants(
         TOLERANCE=ROUNDING * limits.eps,
         LARGEST=limits.max,
-        ACC=tl.float64 if statistics.dtype == torch.float64 else tl.float32,
+        ACC=triton_dtype(dtype),
         TOKENS=min(max_tokens, next_power_of_two(t_end)),
         num_warps=4 if t_end > 256 else 1,
     )
+
+
+def summarize_adjoint(
+    defect: Tensor,  # (b, t)
+    scale: Tensor,  # (b, t)
+    max_tokens: int = MAX_TOKENS,
+) -> tuple[Tensor, Tensor, Tensor]:  # (b,) each
+    """Steps, residual and convergence of a reverse sweep; no size may be 0."""
+    b, t_end = defect.shape
+    steps = torch.empty(b, dtype=torch.int64, device=defect.device)
+    residual, converged = defect.new_empty(b), torch.empty_like(steps, dtype=torch.bool)
+    given = defect.contiguous(), scale.contiguous(), steps, residual, converged
+    ADJOINT_SUMMARY.launch(
+        (b,), given, (t_end,), _adjoint_constants(defect.dtype, t_end, max_tokens)
+    )
+    return steps, residual, converged
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _adjoint_constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
+    constants = _constants(dtype, t_end, max_tokens)
+    return Constants({name: v for name, v in constants.items() if name != "LARGEST"})

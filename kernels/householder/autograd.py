@@ -11,9 +11,10 @@ from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import accumulator
+from bedouin.kernels.operation import operation
 
 
-@torch.library.custom_op("bedouin::householder_product", mutates_args=())
+@operation("householder_product")
 def apply_product(
     v: Tensor,  # (..., d)
     u: Tensor,  # (..., k, d)
@@ -36,7 +37,7 @@ def _apply_product_fake(
     return v.new_empty(v.shape)
 
 
-@torch.library.custom_op("bedouin::householder_product_backward", mutates_args=())
+@operation("householder_product_backward")
 def _product_backward(
     grad: Tensor,  # (..., d)
     v: Tensor,  # (..., d)
@@ -82,7 +83,7 @@ def _backward_product(
 apply_product.register_autograd(_backward_product, setup_context=_save_product)
 
 
-@torch.library.custom_op("bedouin::householder_factor", mutates_args=())
+@operation("householder_factor")
 def build_factor(
     u: Tensor,  # (..., k, d)
     beta: Tensor,  # (..., k)
@@ -102,7 +103,7 @@ def _build_factor_fake(
     return u.new_empty(*beta.shape, beta.shape[-1], dtype=dtype)
 
 
-@torch.library.custom_op("bedouin::householder_factor_backward", mutates_args=())
+@operation("householder_factor_backward")
 def _factor_backward(
     grad: Tensor,  # (..., k, k)
     u: Tensor,  # (..., k, d)

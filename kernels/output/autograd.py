@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.operation import operation
 from bedouin.kernels.output.types import OutputOperands
 
 OPERANDS = "Tensor y, Tensor x, Tensor D, Tensor gate, Tensor? fed, Tensor? z, Tensor? weight"
 
 
-@torch.library.custom_op(
-    "bedouin::gated_output",
-    mutates_args=(),
+@operation(
+    "gated_output",
     schema=f"({OPERANDS}, float eps, ScalarType dtype) -> Tensor",
 )
 def _output(*flat: Any) -> Tensor:
@@ -35,9 +35,8 @@ def _output_fake(*flat: Any) -> Tensor:
     return out
 
 
-@torch.library.custom_op(
-    "bedouin::gated_output_backward",
-    mutates_args=(),
+@operation(
+    "gated_output_backward",
     schema=f"(Tensor grad, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _output_backward(
@@ -97,7 +96,7 @@ def run_gated_output(operands: OutputOperands, eps: float, dtype: torch.dtype) -
     return out
 
 
-@torch.library.custom_op("bedouin::shifted_norm", mutates_args=())
+@operation("shifted_norm")
 def _shifted_norm(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d)
@@ -120,7 +119,7 @@ def _shifted_norm_fake(
     return y.new_empty(y.shape, dtype=dtype)
 
 
-@torch.library.custom_op("bedouin::shifted_norm_backward", mutates_args=())
+@operation("shifted_norm_backward")
 def _shifted_norm_backward(
     grad: Tensor,  # (b, t, d)
     y: Tensor,  # (b, t, d)

@@ -3,6 +3,8 @@
 Letters: b batch, t time, d channels, H heads (kernels/heads.py).
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from bedouin.kernels.output.triton_kernels import (
     shifted_norm_kernel,
 )
 from bedouin.kernels.output.types import OutputOperands
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 TILE = 1024
 """Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
@@ -28,6 +31,11 @@ PROGRAMS = 1024
 """Most programs of the backward, up to a rounding to whole heads: eight on each multiprocessor of
 an H100, and few enough that their parts of the sums are small. The same on every device, so that
 the sums are."""
+
+
+OUTPUT, OUTPUT_BACKWARD = PlannedKernel(output_kernel), PlannedKernel(output_backward_kernel)
+SHIFTED_NORM = PlannedKernel(shifted_norm_kernel)
+SHIFTED_NORM_BACKWARD = PlannedKernel(shifted_norm_backward_kernel)
 
 
 def output_forward(operands: OutputOperands, eps: float, dtype: torch.dtype) -> Tensor:  # (b, t, d)
@@ -39,16 +47,11 @@ def output_forward(operands: OutputOperands, eps: float, dtype: torch.dtype) -> 
     d, heads = y.shape[-1], D.numel() // y.shape[-1]
     tokens = y.numel() // d // heads
     blocks = _blocks(tokens, d)
-    output_kernel[(ceil_div(tokens, blocks["TOKENS"]), heads)](
-        *(rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
-        *(tokens, d),
-        *(v.stride(0) for v in rows),
-        HEADS=heads > 1,
-        FED=fed is not None,
-        NORM=weight is not None,
-        EPS=eps,
-        ACC=triton_dtype(accumulator(y.dtype)),
-        **blocks,
+    OUTPUT.launch(
+        (ceil_div(tokens, blocks["TOKENS"]), heads),
+        (rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
+        (tokens, d, *[v.stride(0) for v in rows]),
+        _output_constants(heads > 1, fed is not None, weight is not None, eps, y.dtype, tokens, d),
     )
     return out
 
@@ -58,15 +61,17 @@ def output_backward(
     operands: OutputOperands,
     eps: float,
     *,
+    into: tuple[Tensor, Tensor] | None = None,  # (b, t, d) each, evenly spaced rows
     most_programs: int = PROGRAMS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight.
 
-    The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). No size
-    may be 0.
+    The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). Those of x
+    and gate are written to `into`, by default to new memory. No size may be 0.
     """
     y, x, D, gate, fed, z, weight = operands
-    grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
+    given = into or [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (x, gate)]
+    grads = [torch.empty(y.shape, dtype=y.dtype, device=y.device), *given]
     (grad_rows,) = _token_rows(grad)
     rows = _token_rows(y, x, gate, fed, z)
     norm_weight = D if weight is None else weight.contiguous()
@@ -75,16 +80,15 @@ def output_backward(
     blocks = _blocks(tokens, d)
     programs = min(ceil_div(most_programs, heads), ceil_div(tokens, blocks["TOKENS"]))
     sums = y.new_empty(programs, 2 if weight is not None else 1, *D.shape)
-    output_backward_kernel[(programs, heads)](
-        *(grad_rows, rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
-        *(tokens, d, grad_rows.stride(0)),
-        *(v.stride(0) for v in rows),
-        HEADS=heads > 1,
-        FED=fed is not None,
-        NORM=weight is not None,
-        EPS=eps,
-        ACC=triton_dtype(accumulator(y.dtype)),
-        **blocks,
+    OUTPUT_BACKWARD.launch(
+        (programs, heads),
+        (grad_rows, rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
+        (
+            *(tokens, d, grad_rows.stride(0)),
+            *[v.stride(0) for v in rows],
+            *[v.stride(1) for v in given],
+        ),
+        _output_constants(heads > 1, fed is not None, weight is not None, eps, y.dtype, tokens, d),
     )
     return grads[0], grads[1], grads[2], sums.sum(0)
 
@@ -101,13 +105,11 @@ def shifted_norm_forward(
     first = y if y0 is None else last_axis_contiguous(y0)
     b, t_end, d = y.shape
     blocks = _blocks(b * t_end, d)
-    shifted_norm_kernel[(ceil_div(b * t_end, blocks["TOKENS"]),)](
-        *(y, first, out, b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
-        START=y0 is not None,
-        NORM=eps is not None,
-        EPS=eps or 0.0,
-        ACC=triton_dtype(accumulator(y.dtype)),
-        **blocks,
+    SHIFTED_NORM.launch(
+        (ceil_div(b * t_end, blocks["TOKENS"]),),
+        (y, first, out),
+        (b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
+        _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d),
     )
     return out
 
@@ -117,24 +119,47 @@ def shifted_norm_backward(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
+    add_to: Tensor | None = None,  # (b, t, d), contiguous
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of y and y0, the second empty for None."""
-    grads = [y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
+    """Cotangents of y and y0, the second empty for None; that of y is added to `add_to` in place,
+    if given."""
+    grad_y = y.new_empty(y.shape) if add_to is None else add_to
+    grads = [grad_y, y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
     grad, y = last_axis_contiguous(grad), last_axis_contiguous(y)
     first = y if y0 is None else last_axis_contiguous(y0)
     b, t_end, d = y.shape
     blocks = _blocks(b * t_end, d)
     rows = b * (t_end + 1)
-    shifted_norm_backward_kernel[(ceil_div(rows, blocks["TOKENS"]),)](
-        *(grad, y, first, *grads, rows, t_end, d),
-        *(*grad.stride()[:2], *y.stride()[:2], first.stride(0)),
-        START=y0 is not None,
-        NORM=eps is not None,
-        EPS=eps or 0.0,
-        ACC=triton_dtype(accumulator(y.dtype)),
-        **blocks,
+    SHIFTED_NORM_BACKWARD.launch(
+        (ceil_div(rows, blocks["TOKENS"]),),
+        (grad, y, first, *grads),
+        (rows, t_end, d, *grad.stride()[:2], *y.stride()[:2], first.stride(0)),
+        _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d, add_to is not None),
     )
     return grads[0], grads[1]
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _output_constants(
+    heads: bool, fed: bool, norm: bool, eps: float, dtype: torch.dtype, tokens: int, d: int
+) -> Constants:
+    acc = triton_dtype(accumulator(dtype))
+    return Constants(HEADS=heads, FED=fed, NORM=norm, EPS=eps, ACC=acc, **_blocks(tokens, d))
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _norm_constants(
+    start: bool,
+    eps: float | None,
+    dtype: torch.dtype,
+    tokens: int,
+    d: int,
+    add: bool | None = None,  # None: for the forward kernel
+) -> Constants:
+    acc = triton_dtype(accumulator(dtype))
+    norm = {"START": start, "NORM": eps is not None, "EPS": eps or 0.0, "ACC": acc}
+    added = {} if add is None else {"ADD": add}
+    return Constants(**norm, **added, **_blocks(tokens, d))
 
 
 def _token_rows(first: Tensor, *others: Tensor | None) -> list[Tensor]:

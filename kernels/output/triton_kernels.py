@@ -103,6 +103,8 @@ def output_backward_kernel(
     gate_stride,
     fed_stride,
     z_stride,
+    grad_x_stride,
+    grad_gate_stride,
     HEADS: tl.constexpr,
     FED: tl.constexpr,
     NORM: tl.constexpr,
@@ -152,10 +154,9 @@ def output_backward_kernel(
             grad_gate = grad * v * sigmoid
             grad_v = grad * gate * _silu_slope(v, sigmoid)
         D_sum += grad_v * x
-        at = token * d + channel
-        _store(grad_y_ptr + at, grad_v, mask)
-        _store(grad_x_ptr + at, (D * grad_v), mask)
-        _store(grad_gate_ptr + at, grad_gate, mask)
+        _store(grad_y_ptr + token * d + channel, grad_v, mask)
+        _store(grad_x_ptr + token * grad_x_stride + channel, (D * grad_v), mask)
+        _store(grad_gate_ptr + token * grad_gate_stride + channel, grad_gate, mask)
 
     channels = tl.arange(0, BLOCK_D)
     size = d * tl.num_programs(1) if HEADS else d
@@ -214,6 +215,7 @@ def shifted_norm_backward_kernel(
     y_stride_t,
     y0_stride,
     START: tl.constexpr,
+    ADD: tl.constexpr,  # grad_y holds another part of the cotangent, to which this one is added
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     ACC: tl.constexpr,
@@ -239,6 +241,9 @@ def shifted_norm_backward_kernel(
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
     grad_y = grad_y_ptr + (b * t_end + t - 1) * d + channel
-    _store(grad_y, grad, later)
+    if ADD:
+        _store(grad_y, grad + tl.load(grad_y, mask=later, other=0.0).to(ACC), later)
+    else:
+        _store(grad_y, grad, later)
     if START:
         _store(grad_y0_ptr + b * d + channel, grad, first)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import accumulator, ceil_div
+from bedouin.kernels.operation import operation
 from bedouin.kernels.scan.reference import selective_scan_reference, selective_scan_vjp
 from bedouin.kernels.scan.types import (
     CHUNK,
@@ -29,9 +30,8 @@ COTANGENTS = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
 # The Triton scan
 
 
-@torch.library.custom_op(
-    "bedouin::selective_scan",
-    mutates_args=(),
+@operation(
+    "selective_scan",
     schema=f"({TENSORS}, Tensor? D, {OPTIONS}, bool keep) -> (Tensor, Tensor, Tensor)",
 )
 def _scan(*flat: Any) -> ScanResult:
@@ -49,9 +49,8 @@ def _scan_fake(*flat: Any) -> ScanResult:
     return ScanResult(x.new_empty(x.shape), h0.new_empty(h0.shape), kept)
 
 
-@torch.library.custom_op(
-    "bedouin::selective_scan_backward",
-    mutates_args=(),
+@operation(
+    "selective_scan_backward",
     schema=(
         f"(Tensor grad_y, Tensor grad_h, Tensor kept, {TENSORS}, Tensor? D, {OPTIONS}) "
         f"-> ({COTANGENTS}, Tensor)"
@@ -119,9 +118,8 @@ def run_triton_scan(operands: ScanOperands, options: ScanOptions) -> tuple[Tenso
 # The plain scan
 
 
-@torch.library.custom_op(
-    "bedouin::plain_scan",
-    mutates_args=(),
+@operation(
+    "plain_scan",
     schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)",
 )
 def _plain_scan(*flat: Any) -> tuple[Tensor, Tensor]:
@@ -137,9 +135,8 @@ def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
     return _empty_like(x, h0)
 
 
-@torch.library.custom_op(
-    "bedouin::plain_scan_backward",
-    mutates_args=(),
+@operation(
+    "plain_scan_backward",
     schema=f"(Tensor grad_y, Tensor grad_h, {TENSORS}, {OPTIONS}) -> ({COTANGENTS})",
 )
 def _plain_scan_backward(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:

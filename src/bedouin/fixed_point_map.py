@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bedouin.kernels.backend import Backend
+from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.direct import (
     ROUNDING,
     Sweep,
@@ -223,11 +223,28 @@ def _reverse_stats(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t)
 ) -> SolveStats:
+    if defect.numel() and choose_backend("auto", defect.device, defect.dtype) == "triton":
+        from bedouin.kernels.direct.triton_summary import summarize_adjoint
+
+        return SolveStats(*summarize_adjoint(defect, scale))
     # flipped, because the reverse sweep begins with the last token
     with torch.no_grad():
         residual = relative_residual(defect.flip(1), scale.flip(1))
         converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
         return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
+
+
+def make_reporter(cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
+    """A function that puts the statistics of a reverse sweep into the cell when they are read."""
+
+    def report(
+        defect: Tensor,  # (b, t)
+        scale: Tensor,  # (b, t)
+    ) -> None:
+        if can_read_device(defect):
+            cell.defer(partial(_reverse_stats, defect, scale))
+
+    return report
 
 
 def _judged_before(
@@ -262,7 +279,7 @@ class StructuredMap(FixedPointMap):
         if unroll:
             self._swept = direct_sweep_reference(self.operands, *how)
         else:
-            report = self._reporter(cell)
+            report = make_reporter(cell)
             self._swept = direct_sweep(self.operands, *how, report=report, backend=self.backend)
         return self._swept if self.real is None else _judged_before(self.real, self._swept)
 
@@ -288,19 +305,9 @@ class StructuredMap(FixedPointMap):
             self.bind,
             self.mixer_values,
             y_star=y_star,
-            report=self._reporter(cell),
+            report=make_reporter(cell),
             backend=self.backend,
         ).y
-
-    def _reporter(self, cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
-        def report(
-            defect: Tensor,  # (b, t)
-            scale: Tensor,  # (b, t)
-        ) -> None:
-            if can_read_device(defect):
-                cell.defer(partial(_reverse_stats, defect, scale))
-
-        return report
 
     def fuse(
         self,

@@ -26,8 +26,11 @@ from bedouin.checks import (
     positive_int,
 )
 from bedouin.compiled_map import choose_map
+from bedouin.core_map import CoreMap, takes_core
 from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_step
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs
+from bedouin.gated_stage import GatedStage
+from bedouin.graphed import GraphedLayer
 from bedouin.heads import (
     by_head,
     choose_num_heads,
@@ -40,9 +43,7 @@ from bedouin.heads import (
 from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
-from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, inner_size
 from bedouin.layer_state import Call, incoming_state, outgoing_state
@@ -56,7 +57,6 @@ from bedouin.parameterization import (
 )
 from bedouin.parameters import factory_options, mark
 from bedouin.projection import project_raw, split_projected
-from bedouin.saving import SavedLayer
 from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
@@ -69,7 +69,7 @@ from bedouin.state import BedouinState, zero_state
 from bedouin.wrapped import effective_weight, is_plain
 
 
-class FixedPointLayer(SavedLayer, ABC):
+class FixedPointLayer(GraphedLayer, ABC):
     """The base class of the layers: one fused projection, the solve, the output stage, the state.
 
     A call consists of `_project`, the solve with `solve_options`, and `_output`. A subclass defines
@@ -382,20 +382,37 @@ class FixedPointLayer(SavedLayer, ABC):
         self.deferred.flush()
         projected = self.in_proj(u if packing is None else packing.take(u))
         state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
+        cast_to = autocast_dtype(u)
+        if packing is None and takes_core(self, projected, options, cast_to):
+            given = projected, state, options, cast_to
+            core = CoreMap(self, projected, state, cast_to, lambda: self._separate(*given)[0])
+            return Call(core, projected[..., : self.d_inner], None, state)
+        f, start, stage = self._separate(projected, state, options, cast_to, packing)
+        return Call(f, start, stage, state)
+
+    def _separate(
+        self,
+        projected: Tensor,  # (b, t, d or 2 d)
+        state: BedouinState | None,
+        options: SolveOptions,
+        cast_to: torch.dtype | None,  # by autocast
+        packing: Packing | None = None,
+    ) -> tuple[FixedPointMap, Tensor, GatedStage]:
+        """The map, where its solve starts, and the output stage of a call in separate
+        operations."""
         heads, paired = self.num_heads, self.output == "norm"
         x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
-        dtype, gemm_dtype = accumulator(x.dtype), autocast_dtype(u) or self.D.dtype
+        dtype, gemm_dtype = accumulator(x.dtype), cast_to or self.D.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
         raw, gate = self._project_x(x, low)
-        with without_autocast(u.device):
+        with without_autocast(x.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, W_y, state, packing)
             if isinstance(options.solver, Direct):
-                # Direct uses only the shape of the initial y
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
                 start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
-        return Call(f, start, x, z, gate, W_gate, state, low)
+        return f, start, GatedStage(x, z, gate, W_gate, f.operands.y0, low)
 
     def _project_x(
         self,
@@ -450,32 +467,15 @@ class FixedPointLayer(SavedLayer, ABC):
         y: Tensor,  # (b', t, p), the fixed point
         wants_state: bool,
     ) -> tuple[Tensor, BedouinState | None]:
-        """The layer's output (b, t, m), and the state after the last token if wanted.
-
-        The output is the projection of SiLU(gate + z) * norm(y + D x), or of the paper's
-        gate * SiLU(y + D x), where the gate includes its feedback W^y norm(y_{t-1}).
-        """
+        """The layer's output (b, t, m), and the state after the last token if wanted."""
         with without_autocast(y.device):
             after = outgoing_state(call.state, call.f, y, self.num_heads) if wants_state else None
-            fed = None
-            if call.W_gate is not None and y.shape[1]:
-                before = shifted_norm(
-                    y,
-                    call.f.operands.y0,
-                    self.feedback_norm_eps,
-                    dtype=call.W_gate.dtype,
-                    backend=self.backend,
-                )
-                fed = apply_weight(before, call.W_gate)
-            heads = self.num_heads
-            norm: dict[str, Any] = {}
-            if self.norm is not None:
-                weight = by_head(self.norm.weight, heads)
-                norm = {"z": call.z, "weight": weight, "eps": self.norm.eps}
-            common: dict[str, Any] = {"dtype": call.dtype, "backend": self.backend}
-            D = by_head(self.D, heads)
-            hidden = gated_output(y, call.x, D, call.gate, fed, **norm, **common)
-        output: Tensor = self.out_proj(unfold(hidden, heads))
+            if call.stage is None:
+                assert isinstance(call.f, CoreMap)
+                hidden = call.f.hidden
+            else:
+                hidden = call.stage.gated(self, y)
+        output: Tensor = self.out_proj(unfold(hidden, self.num_heads))
         return output, after
 
     def next_draw(self) -> int | None:

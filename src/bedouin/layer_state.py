@@ -6,10 +6,11 @@ samples (bedouin.heads).
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from bedouin.core_map import CoreMap
 from bedouin.fixed_point_map import FixedPointMap
+from bedouin.gated_stage import GatedStage
 from bedouin.heads import unfold_state
 from bedouin.kernels.launch import accumulator
 from bedouin.packing import Packing, last_token
@@ -19,14 +20,10 @@ from bedouin.state import BedouinState, check_state, zero_state
 class Call(NamedTuple):
     """The intermediate values of a call, from its projections to its output stage."""
 
-    f: FixedPointMap
+    f: FixedPointMap | CoreMap
     start: Tensor  # (b', t, p), where the solve starts
-    x: Tensor  # (b', t, p)
-    z: Tensor | None  # (b', t, p)
-    gate: Tensor  # (b', t, p), the part that x determines
-    W_gate: Tensor | None  # (p, p) or (H, p, p)
+    stage: GatedStage | None  # None: `f` is a CoreMap, which computes the output stage, too
     state: BedouinState | None  # of b samples
-    dtype: torch.dtype  # of the output stage's products
 
 
 def incoming_state(
@@ -52,13 +49,16 @@ def incoming_state(
 
 def outgoing_state(
     state: BedouinState | None,  # of b samples, before the first token
-    f: FixedPointMap,
+    f: FixedPointMap | CoreMap,
     y: Tensor,  # (b', t, p), the fixed point
     num_heads: int,
 ) -> BedouinState:
     """The state after the last token of each sample."""
     if state is not None and y.shape[1] == 0:
         return state
-    last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
+    if isinstance(f, CoreMap) or f.lengths is None:
+        last = y[:, -1]
+    else:
+        last = last_token(y, f.lengths, f.operands.y0)
     # copies, because a view would keep all of y alive and may share what autograd has saved
     return unfold_state(f.memory(y), last, num_heads)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bedouin.kernels.direct import ROUNDING
 from bedouin.kernels.direct.registered import summarize
 from bedouin.solvers.convergence import relative_residual, within_rounding
 
@@ -82,3 +83,17 @@ def test_nothing_is_summed_up_without_tokens_or_samples() -> None:
     assert residual.tolist() == [0, 0] and pivot.tolist() == [INF, INF]
     assert converged.tolist() == [True, True]
     assert summarize(torch.empty(4, 0, 3))[0].shape == (2, 0)
+
+
+@devices
+@pytest.mark.parametrize("max_tokens", [1024, 4])
+def test_the_summary_of_an_adjoint(device: str, max_tokens: int) -> None:
+    from bedouin.kernels.direct.triton_summary import summarize_adjoint
+
+    defect, scale, *_ = statistics(torch.float32, 11).to(device).flip(2)
+    steps, residual, converged = summarize_adjoint(defect, scale, max_tokens)
+    expected_residual = relative_residual(defect.flip(1), scale.flip(1))
+    assert torch.equal(residual.nan_to_num(nan=-1.0), expected_residual.nan_to_num(nan=-1.0))
+    bound = ROUNDING * torch.finfo(torch.float32).eps
+    assert torch.equal(converged, expected_residual < bound) and converged.any()
+    assert torch.equal(steps, torch.ones_like(steps))

@@ -69,11 +69,20 @@ class Implementations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        operation = OPDEFS.get(func._schema.name)
-        if operation is None:
+        run = implementation(func._schema.name)
+        if run is None:
             return func(*args, **(kwargs or {}))
         with self:
-            return operation._init_fn(*args, **(kwargs or {}))
+            return run(*args, **(kwargs or {}))
+
+
+def implementation(name: str) -> Callable[..., Any] | None:
+    """The function behind a registered operation. Earlier checkouts have no list of their own."""
+    ours = getattr(sys.modules.get("bedouin.kernels.operation"), "OPERATIONS", {})
+    if name in ours:
+        function: Callable[..., Any] = ours[name].function
+        return function
+    return OPDEFS[name]._init_fn if name in OPDEFS else None
 
 
 @dataclass

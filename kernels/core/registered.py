@@ -1,0 +1,166 @@
+"""The core of a layer as operations of torch.library.
+
+Eager mode alone uses them: under torch.compile the parts of a layer are traced, and the compiler
+fuses what lies between them. Triton is imported when an operation runs.
+
+Letters: b batch, t time, d channels, n state per channel, r raw values, w as in `CoreTensors`.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import is_transformed, without_autocast
+from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors, DecayParameter
+from bedouin.kernels.direct.buffers import count_kept
+from bedouin.kernels.direct.reverse import ReportBackward
+from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.linear import padding
+from bedouin.kernels.operands import Parameterization
+from bedouin.kernels.operation import operation
+
+TENSORS = (
+    "Tensor projected, Tensor W_x, Tensor? W_y, Tensor decay, Tensor D, Tensor? weight, "
+    "Tensor? h0, Tensor? y0"
+)
+SAVED = "Tensor y, Tensor raw, Tensor gate, Tensor fed, Tensor normed, Tensor kept, Tensor A"
+OPTIONS = (
+    "str activation, bool selective, int num_householder, float beta_max, str input_scale, "
+    "str eigenvalues, float? norm_eps, str decay_parameter, float sharpness, float eps, "
+    "int keep_every"
+)
+
+
+def flatten(options: CoreOptions) -> tuple[Any, ...]:
+    """The arguments of the operation behind the tensors."""
+    return (*options.parameterization.scalars(), *options[1:])
+
+
+def _options(flat: tuple[Any, ...]) -> CoreOptions:
+    decay, *rest = flat[7:]
+    parameterization = Parameterization.from_scalars(*flat[:7])
+    return CoreOptions(parameterization, cast(DecayParameter, decay), *rest)
+
+
+@operation(
+    "core",
+    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 12)})",
+)
+def core_operation(*flat: Any) -> tuple[Tensor, ...]:
+    """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b, t), residual
+    and pivot (2, b), converged (b,). W_x, W_y and the output have one dtype; no size may be 0."""
+    from bedouin.kernels.core.forward import core_forward
+
+    tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(flat[10:])
+    hidden, h, saved, statistics = core_forward(tensors, biases, options)
+    return hidden, h, *saved, *statistics
+
+
+@core_operation.register_fake
+def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
+    tensors, keep_every = CoreTensors(*flat[:8]), flat[-1]
+    x, W_x = tensors.split()[0], tensors.W_x
+    (b, t, d), n = x.shape, tensors.decay.shape[1]
+    r, like = W_x.shape[0] - d, x.new_empty(0, dtype=accumulator(x.dtype))
+    raw = W_x.new_empty(b, t, r + padding(r))[..., :r]
+    none = tensors.W_y is None
+    of_feedback = [W_x.new_empty(0) if none else W_x.new_empty(b, t, d) for _ in range(2)]
+    kept = like.new_empty(b, count_kept(t, keep_every), n, d)
+    saved = (like.new_empty(b, t, d), raw, W_x.new_empty(b, t, d), *of_feedback, kept)
+    A, h = like.new_empty(n, d), like.new_empty(b, n, d).mT
+    statistics = like.new_empty(4, b, t), like.new_empty(2, b), x.new_empty(b, dtype=torch.bool)
+    return W_x.new_empty(b, t, d), h, *saved, A, *statistics
+
+
+@operation(
+    "core_backward",
+    "(Tensor? grad_hidden, Tensor? grad_y, Tensor? grad_h, "
+    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 9)})",
+)
+def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
+    """The tensors of `CoreGradients`."""
+    from bedouin.kernels.core.backward import CoreCotangents, Wanted, core_backward
+
+    cotangents, tensors = CoreCotangents(*flat[:3]), CoreTensors(*flat[3:11])
+    saved, options, wanted = CoreSaved(*flat[11:18]), _options(flat[18:-1]), Wanted(*flat[-1])
+    return core_backward(cotangents, tensors, saved, options, wanted)
+
+
+@_core_backward.register_fake
+def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
+    tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:18]), flat[-1]
+    projected, W_x, W_y, decay, _, weight, _, y0 = tensors
+    (b, t, d), n, rows = saved.y.shape, saved.A.shape[0], W_x.shape[0]
+    grad_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
+    bias = W_x.new_empty(rows if wanted[1] else 0)
+    grad_W_y = W_x.new_empty(0 if W_y is None or not wanted[2] else W_x.shape)
+    sums = saved.A.new_empty(1 if weight is None else 2, d)
+    of_state = saved.A.new_empty(b, n, d).mT, saved.A.new_empty(0 if y0 is None else y0.shape)
+    grads = projected.new_empty(projected.shape), grad_W_x, bias, grad_W_y
+    return *grads, decay.new_empty(decay.shape), sums, *of_state, saved.A.new_empty(2, b, t)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    y, *others = output[2:]
+    ctx.mark_non_differentiable(*others)
+    ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
+    ctx.save_for_backward(*inputs[:10], y, *others[:6])
+    ctx.scalars = inputs[10:]
+    W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
+    ctx.wanted = [W_x, any(ctx.needs_input_grad[8:10]), W_y, y0]
+    ctx.report = None
+
+
+def _gradients(
+    ctx: Any,
+    grad_hidden: Tensor | None,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n)
+    grad_y: Tensor | None,  # (b, t, d)
+    *unused: None,
+) -> tuple[Tensor | None, ...]:
+    cotangents, saved = (grad_hidden, grad_y, grad_h), ctx.saved_tensors
+    tensors, biases = CoreTensors(*saved[:8]), saved[8:10]
+    with torch.no_grad(), without_autocast(tensors.projected.device):
+        given = *cotangents, *tensors, *saved[10:], *ctx.scalars
+        *grads, statistics = _core_backward(*given, ctx.wanted)
+        projected, W_x, bias, W_y, decay, sums, h0, y0 = grads
+        grad_D, *grad_weight = sums.to(tensors.D.dtype).unbind()
+        d = tensors.decay.shape[0]
+        parts = [bias[:d], bias[d:]]
+        every = [projected, W_x, W_y, decay, grad_D, *(grad_weight or [grad_D]), h0, y0, *parts]
+        needed = ctx.needs_input_grad[:10]
+        typed = [
+            grad.to(v.dtype) if need and v is not None else None
+            for grad, need, v in zip(every, needed, (*tensors, *biases), strict=True)
+        ]
+    if ctx.report is not None and not is_transformed():
+        ctx.report(*statistics.unbind())
+    # none for the options
+    last = [None] * len(ctx.scalars)
+    return *refuse_second_derivative(typed, [*cotangents, *saved]), *last
+
+
+core_operation.register_autograd(_gradients, setup_context=_save)
+
+
+class CoreRun(NamedTuple):
+    """The results of a call that a layer reads."""
+
+    hidden: Tensor  # (b, t, d), the gated output
+    h: Tensor  # (b, d, n), the last memory
+    y: Tensor  # (b, t, d), the fixed point
+    statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
+    summary: Tensor  # (2, b): residual, smallest pivot
+    converged: Tensor  # (b,)
+
+    @staticmethod
+    def of(output: tuple[Tensor, ...], report: ReportBackward) -> "CoreRun":
+        """The results of `core_operation`, whose backward pass is to call `report` with defect and
+        scale (b, t) of the adjoint equation."""
+        run = CoreRun(*output[:3], *output[9:])
+        if run.hidden.grad_fn is not None:
+            # an operation takes no functions: the backward finds this one on its node
+            run.hidden.grad_fn.report = report  # type: ignore[attr-defined]
+        return run

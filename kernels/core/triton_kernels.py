@@ -1,0 +1,117 @@
+"""Kernels around the sweeps of a whole layer: what precedes them in one launch, and A's gradient.
+
+Letters: b batch, t time, d channels, n state per channel, r raw values.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.elementary import LOG2E, sigmoid, softplus
+
+
+@triton.jit
+def _zero(ptr, at, size):
+    tl.store(ptr + at, tl.zeros(at.shape, ptr.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _bias_entry(dt_bias_ptr, raw_bias_ptr, index, mask, d, BIAS: tl.constexpr):
+    """Entries of the bias of W^x, [that of Delta d | the others], where `mask` holds."""
+    v = tl.load(dt_bias_ptr + index, mask=mask & (index < d), other=0.0)
+    if BIAS:
+        others = tl.load(raw_bias_ptr + index - d, mask=mask & (index >= d), other=0.0)
+        v = tl.where(index < d, v, others.to(v.dtype))
+    return v
+
+
+@triton.jit(do_not_specialize=["h_size", "batch", "normed_stride"])
+def start_kernel(
+    decay_ptr,  # (d, n), the parameter behind A
+    dt_bias_ptr,  # (d,)
+    raw_bias_ptr,  # (r,): the bias of all other raw values and of the gate
+    A_ptr,  # (n, d), written: log2(e) A
+    bias_ptr,  # (wide + d,), written: [bias of the raw values r | zeros | bias of the gate d]
+    h_ptr,  # (b, n, d), zeroed
+    normed_ptr,  # (b, t, d), of which the first token is zeroed
+    counters_ptr,  # (3,), zeroed
+    h_size,  # b n d, or 0
+    batch,
+    normed_stride,
+    r,
+    wide,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    DECAY: tl.constexpr,
+    SHARPNESS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMED: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    if program == 0:
+        _zero(counters_ptr, tl.arange(0, 4), 3)
+    _zero(h_ptr, program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), h_size)
+    if program * BLOCK < n * d:
+        mask = at < n * d
+        parameter = tl.load(decay_ptr + at % d * n + at // d, mask=mask, other=0.0).to(ACC)
+        if DECAY == "exp":
+            A = -tl.exp(parameter)
+        else:
+            A = -SHARPNESS * softplus(parameter)
+        tl.store(A_ptr + at, A * LOG2E, mask=mask)
+    if program * BLOCK < wide + d:
+        mask = (at < r) | ((at >= wide) & (at < wide + d))
+        index = tl.where(at < wide, at, at - wide + r)
+        bias = _bias_entry(dt_bias_ptr, raw_bias_ptr, index, mask, d, BIAS)
+        tl.store(bias_ptr + at, bias.to(bias_ptr.dtype.element_ty), mask=at < wide + d)
+    if NORMED:
+        if program * BLOCK < batch * d:
+            row = normed_ptr + (at // d).to(tl.int64) * normed_stride + at % d
+            tl.store(row, tl.zeros([BLOCK], normed_ptr.dtype.element_ty), mask=at < batch * d)
+
+
+@triton.jit(do_not_specialize=["size", "rows"])
+def clear_kernel(
+    flat_ptr,  # (size,), zeroed
+    padded_ptr,  # (rows, wide), of which the columns from r on are zeroed
+    size,
+    rows,
+    r,
+    wide,
+    PADDING: tl.constexpr,  # a power of two, at least wide - r
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    _zero(flat_ptr, program * BLOCK + tl.arange(0, BLOCK), size)
+    ROWS: tl.constexpr = BLOCK // PADDING
+    row = program * ROWS + tl.arange(0, ROWS)[:, None]
+    column = r + tl.arange(0, PADDING)[None, :]
+    zeros = tl.zeros([ROWS, PADDING], padded_ptr.dtype.element_ty)
+    tl.store(padded_ptr + row * wide + column, zeros, mask=(row < rows) & (column < wide))
+
+
+@triton.jit
+def decay_gradient_kernel(
+    grad_A_ptr,  # (n, d)
+    decay_ptr,  # (d, n), the parameter behind A
+    grad_ptr,  # (d, n), written: the cotangent of the parameter
+    d: tl.constexpr,
+    n: tl.constexpr,
+    DECAY: tl.constexpr,
+    SHARPNESS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n * d
+    grad = tl.load(grad_A_ptr + at % n * d + at // n, mask=mask, other=0.0)
+    parameter = tl.load(decay_ptr + at, mask=mask, other=0.0).to(ACC)
+    if DECAY == "exp":
+        grad *= -tl.exp(parameter)
+    else:
+        grad *= -SHARPNESS * tl.where(parameter > 20, 1.0, sigmoid(parameter))
+    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,74 @@
+"""Operations of torch.library with a cheap call in eager mode.
+
+torch.compile sees an operation with its registered gradient. In eager mode the same operation runs
+below autograd, inside an autograd.Function if a gradient is wanted: the dispatcher's route to a
+registered gradient costs several times as much on the host.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bedouin.kernels.backend import is_transformed
+from bedouin.kernels.outside import outside_of_graphs
+
+NAMESPACE = "bedouin"
+
+OPERATIONS: dict[str, "Operation"] = {}
+"""All operations by their qualified names."""
+
+_run_eagerly = outside_of_graphs("an operation runs inside of no graph")
+
+
+class Operation:
+    """One operation of torch.library: its implementation for all devices, and a gradient, if any.
+
+    The implementation must not return its arguments or views of these.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
+        self.function = function
+        qualified = f"{NAMESPACE}::{name}"
+        schema = schema or torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(qualified, "default", _run_eagerly(function))
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self._eager: type[torch.autograd.Function] | None = None
+        OPERATIONS[qualified] = self
+
+    def register_fake(self, function: Callable[..., Any]) -> None:
+        """Decorator: the function returns tensors like those of the operation, uninitialized."""
+        torch.library.register_fake(self.overload.name().removesuffix(".default"), function)
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
+    ) -> None:
+        """Give the operation a gradient, as `torch.library.register_autograd` does."""
+        name, below = self.overload.name().removesuffix(".default"), self._below_autograd
+        torch.library.register_autograd(name, backward, setup_context=setup_context)
+
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = below(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._eager = type(name.partition("::")[2], (torch.autograd.Function,), methods)
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_transformed():
+            return self.overload(*inputs)
+        if self._eager is not None and torch.is_grad_enabled():
+            return self._eager.apply(*inputs)
+        return self._below_autograd(*inputs)
+
+    def _below_autograd(self, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*inputs)
+
+
+def operation(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operation]:
+    """Decorator: register a function as the operation `name`. Its schema is that of its annotations
+    unless `schema` is given; it changes none of its arguments."""
+    return lambda function: Operation(name, function, schema)

@@ -1,0 +1,159 @@
+"""A call of a layer whose projection, sweep and output stage are one operation.
+
+It is the exact solve of a layer with one head in eager mode, on Triton kernels. Every other call
+takes the parts one by one, with the same results up to rounding.
+
+Letters: b batch, t time, d d_inner, n d_state, r raw values, w = 2 d, or d without z.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.fixed_point_map import FixedPointMap, StructuredMap, make_reporter
+from bedouin.heads import HeadLinear
+from bedouin.kernels.backend import choose_backend, is_transformed
+from bedouin.kernels.core import CoreOptions, CoreRun, CoreTensors, core_operation, flatten
+from bedouin.kernels.decode import DecayKind
+from bedouin.kernels.direct import Sweep, choose_chunk_of, unsupported_sizes
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.operands import Parameterization, RawLayout
+from bedouin.kernels.output import MAX_CHANNELS
+from bedouin.mixers import ChannelMixer
+from bedouin.parameterization import OutputStage
+from bedouin.solvers import Direct, ImplicitAdjoint
+from bedouin.solvers.solution import BackwardStats
+from bedouin.solvers.solve import SolveOptions
+from bedouin.state import BedouinState
+from bedouin.wrapped import is_plain
+
+
+class CoreLayer(Protocol):
+    """What a fused call uses of a layer, which this module therefore need not import."""
+
+    has_fused_step: ClassVar[bool]
+    has_drive: ClassVar[bool]
+
+    @property
+    def components(self) -> tuple[str, ...]: ...
+
+    d_inner: int
+    d_state: int
+    num_heads: int
+    feedback: tuple[str, ...]
+    output: OutputStage
+    mixer: ChannelMixer
+    norm: nn.RMSNorm | None
+    x_proj: nn.Linear | HeadLinear
+    y_proj: nn.Linear | HeadLinear | None
+    dt_bias: nn.Parameter
+    raw_bias: nn.Parameter | None
+    D: nn.Parameter
+
+    def layout(self) -> RawLayout | None: ...
+    def parameterization(self) -> Parameterization: ...
+    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]: ...
+
+
+def takes_core(
+    layer: CoreLayer,
+    projected: Tensor,  # (b, t, w)
+    options: SolveOptions,
+    cast_to: torch.dtype | None,  # by autocast
+) -> bool:
+    """Whether a `CoreMap` can solve this call.
+
+    Raises ValueError if backend="triton" cannot run.
+    """
+    if torch.compiler.is_compiling() or is_transformed() or not projected.numel():
+        return False
+    # exactly this class: a subclass may compute its coefficients in another way
+    if not vars(type(layer)).get("has_fused_step", False) or layer.has_drive:
+        return False
+    if layer.num_heads > 1 or layer.feedback not in ((), layer.components):
+        return False
+    layout, adjoint = layer.layout(), options.adjoint
+    is_exact = adjoint is None or (
+        type(adjoint) is ImplicitAdjoint and isinstance(adjoint.solver, Direct | None)
+    )
+    if layout is None or type(options.solver) is not Direct or not is_exact:
+        return False
+    if not is_plain(layer.x_proj) or not (layer.y_proj is None or is_plain(layer.y_proj)):
+        return False
+    d, dtype = layer.d_inner, cast_to or layer.D.dtype
+    if projected.dtype != dtype or d > MAX_CHANNELS:
+        return False
+    given = layout.num_householder, d, layer.d_state, dtype, dtype, accumulator(dtype)
+    unsupported = unsupported_sizes(*given)
+    if unsupported is not None and options.backend != "triton":
+        return False
+    return choose_backend(options.backend, projected.device, dtype, unsupported) == "triton"
+
+
+class CoreMap:
+    """The map of a fused call: its sweep computes the layer's output stage, too."""
+
+    def __init__(
+        self,
+        layer: CoreLayer,
+        projected: Tensor,  # (b, t, w)
+        state: BedouinState | None,
+        cast_to: torch.dtype | None,  # by autocast
+        separate: Callable[[], FixedPointMap],
+    ) -> None:
+        """`separate` makes the map of the same call in separate operations."""
+        self._layer, self._projected, self._state = layer, projected, state
+        self._dtype, self._separate = cast_to or layer.D.dtype, separate
+        self._run: CoreRun | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """The gated output (b, t, d), after the sweep."""
+        assert self._run is not None
+        return self._run.hidden
+
+    def __call__(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b, t, d)
+        """F(y)."""
+        return self._separate()(y)
+
+    def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
+        """The exact solve, and the output stage for its result."""
+        assert not unroll, "takes_core demands the implicit adjoint"
+        layer, state = self._layer, self._state
+        decay, sharpness, parameter = layer.decay_parameter()
+        assert parameter is not None and decay != "one"
+        W_x = layer.x_proj.weight.to(self._dtype)
+        W_y = None if layer.y_proj is None else layer.y_proj.weight.to(self._dtype)
+        weight, eps = (None, 0.0) if layer.norm is None else (layer.norm.weight, layer.norm.eps)
+        h0, y0 = (None, None) if state is None else state
+        tensors = CoreTensors(self._projected, W_x, W_y, parameter, layer.D, weight, h0, y0)
+        kept = choose_chunk_of(self._projected.shape[0], *parameter.shape)
+        options = CoreOptions(layer.parameterization(), decay, sharpness, eps or 0.0, kept)
+        output = core_operation(*tensors, layer.dt_bias, layer.raw_bias, *flatten(options))
+        run = self._run = CoreRun.of(output, make_reporter(cell))
+        defect, scale, magnitude, _ = run.statistics.unbind()
+        residual, pivot = run.summary.unbind()
+        return Sweep(run.y, run.h, defect, scale, magnitude, pivot, residual, run.converged)
+
+    def memory(
+        self,
+        y: Tensor,  # (b, t, d), the result of the sweep
+    ) -> Tensor:  # (b, d, n)
+        """h after the last token."""
+        assert self._run is not None
+        return self._run.h
+
+    def attach(
+        self,
+        y_star: Tensor,  # (b, t, d)
+        cell: BackwardStats,
+    ) -> Tensor:  # (b, t, d)
+        """y_star with the exact implicit gradient."""
+        f = self._separate()
+        assert isinstance(f, StructuredMap)
+        return f.attach(y_star, cell)

@@ -1,0 +1,60 @@
+"""The output stage of a layer before its last projection.
+
+Letters: b' folded samples (bedouin.heads), t time, p head_dim, H heads.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.heads import by_head
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.linear import apply_weight
+from bedouin.kernels.output import gated_output, shifted_norm
+
+
+class GatedLayer(Protocol):
+    """What the stage uses of a layer, which this module therefore need not import."""
+
+    num_heads: int
+    norm: nn.RMSNorm | None
+    D: nn.Parameter
+    backend: Any
+
+    @property
+    def feedback_norm_eps(self) -> float | None: ...
+
+
+class GatedStage(NamedTuple):
+    """What a call computes before the solve and reads after it."""
+
+    x: Tensor  # (b', t, p)
+    z: Tensor | None  # (b', t, p)
+    gate: Tensor  # (b', t, p), the part that x determines
+    W_gate: Tensor | None  # (p, p) or (H, p, p)
+    y0: Tensor | None  # (b', p)
+    dtype: torch.dtype  # of the products and of the result
+
+    def gated(
+        self,
+        layer: GatedLayer,
+        y: Tensor,  # (b', t, p), the fixed point
+    ) -> Tensor:  # (b', t, p)
+        """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
+        includes its feedback W^y norm(y_{t-1})."""
+        backend: Backend = layer.backend
+        fed = None
+        if self.W_gate is not None and y.shape[1]:
+            eps, dtype = layer.feedback_norm_eps, self.W_gate.dtype
+            fed = apply_weight(
+                shifted_norm(y, self.y0, eps, dtype=dtype, backend=backend), self.W_gate
+            )
+        norm: dict[str, Any] = {}
+        if layer.norm is not None:
+            weight = by_head(layer.norm.weight, layer.num_heads)
+            norm = {"z": self.z, "weight": weight, "eps": layer.norm.eps}
+        common: dict[str, Any] = {"dtype": self.dtype, "backend": backend}
+        return gated_output(
+            y, self.x, by_head(layer.D, layer.num_heads), self.gate, fed, **norm, **common
+        )

@@ -1,0 +1,179 @@
+"""A layer captured for one shape: forward and backward as CUDA graphs, on request.
+
+Letters: b batch, t time, m d_model.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from bedouin.decoding.graphs import ReplacementWatch
+from bedouin.kernels.backend import autocast_dtype, is_cuda_device
+from bedouin.saving import SavedLayer
+
+Run = Callable[..., Tensor]
+
+
+class _Given(torch.autograd.Function):
+    """Its arguments. The gradients are copies: the next backward pass overwrites those of a
+    graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        *tensors: Tensor,  # any shapes
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        *grads: Tensor | None,  # any shapes
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.clone() for grad in grads)
+
+
+class _Result(torch.autograd.Function):
+    """A copy of the output of a graph, whose backward pass may only follow its own forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        graphed: "Graphed",
+        output: Tensor,  # (b, t, m)
+    ) -> Tensor:  # (b, t, m)
+        ctx.graphed, ctx.call = graphed, graphed.calls
+        return output.clone()
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad: Tensor,  # (b, t, m)
+    ) -> tuple[None, Tensor]:
+        if ctx.call != ctx.graphed.calls:
+            raise RuntimeError(
+                "the backward pass of a graphed layer must come before its next call, which "
+                "overwrites what it needs: call backward first, or capture a second "
+                "layer.graphed(sample) for the second call"
+            )
+        return None, grad
+
+
+class Graphed:
+    """A layer's call and its backward pass for inputs like `sample`, replayed as CUDA graphs.
+
+    Made by `layer.graphed(sample)`. Parameters are read where they are, so that an optimizer's step
+    in place counts. Outputs and gradients are copies that later calls leave alone. Warnings about
+    convergence are not issued, and `layer.stats` holds the statistics of the last replay, without
+    those of the backward pass.
+    """
+
+    def __init__(self, layer: Any, sample: Tensor) -> None:
+        _check_capture(layer, sample)
+        self.calls = 0
+        self._layer, self._parameters = layer, tuple(layer.parameters())
+        self._sample = sample.detach().clone().requires_grad_(sample.requires_grad)
+        self._mode = layer.training, torch.is_grad_enabled(), autocast_dtype(sample)
+        self._run = capture(layer, self._sample, self._parameters)
+        self._watch = ReplacementWatch(layer)
+
+    def __call__(
+        self,
+        x: Tensor,  # (b, t, m)
+    ) -> Tensor:  # (b, t, m)
+        """The output for x; raises TypeError, ValueError or RuntimeError where a replay would not
+        be the same as a call of the layer."""
+        self._check(x)
+        self.calls += 1
+        output = self._run(*_Given.apply(x, *self._parameters))  # type: ignore[no-untyped-call]
+        result: Tensor = _Result.apply(self, output)  # type: ignore[no-untyped-call]
+        return result
+
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        sample, remedy = self._sample, "capture another layer.graphed(sample) for it"
+        for name in ("shape", "dtype", "device"):
+            expected, got = getattr(sample, name), getattr(x, name)
+            if expected != got:
+                expected, got = (tuple(v) if name == "shape" else v for v in (expected, got))
+                raise ValueError(f"x must have the sample's {name} {expected}, got {got}: {remedy}")
+        if x.requires_grad and not sample.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "x requires a gradient, which the sample did not: capture again with "
+                "sample.requires_grad_(), or pass x.detach()"
+            )
+        training, records, cast_to = self._mode
+        if torch.is_grad_enabled() and not records:
+            raise RuntimeError(
+                "the layer was captured without gradients: capture again outside torch.no_grad()"
+            )
+        if (self._layer.training, autocast_dtype(x)) != (training, cast_to):
+            raise RuntimeError(
+                f"the layer was captured with training={training} and autocast to {cast_to}, got "
+                f"training={self._layer.training} and autocast to {autocast_dtype(x)}: {remedy}"
+            )
+        if self._watch.has_changed():
+            raise RuntimeError(
+                "a module, a parameter or its memory was replaced, or a hook registered, after the "
+                "capture: capture layer.graphed(sample) again"
+            )
+
+
+def _check_capture(layer: Any, sample: Tensor) -> None:
+    layer.check_input(sample, rank=3)
+    if not is_cuda_device(sample.device):
+        no_cuda = "" if torch.version.cuda else " (this build of torch has no CUDA; install one)"
+        raise ValueError(
+            f"graphed needs a sample on a CUDA device, got {sample.device}{no_cuda}: move layer "
+            "and sample there, or call the layer itself, which needs no graph"
+        )
+    if not sample.numel():
+        raise ValueError(f"the sample must not be empty, got shape {tuple(sample.shape)}")
+    if layer.training and layer.cap.is_random:
+        raise ValueError(
+            f"a graph would replay one draw of {layer.cap} for ever: set max_steps to an int, or "
+            "capture the layer in evaluation mode"
+        )
+
+
+def capture(
+    layer: Any,
+    sample: Tensor,  # (b, t, m)
+    parameters: tuple[Tensor, ...],  # of the layer
+) -> Run:
+    """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
+    device, cast_to = sample.device.type, autocast_dtype(sample)
+    # without the cache of autocast, whose casts of the weights would become constants
+    autocast = torch.autocast(device, cast_to, enabled=cast_to is not None, cache_enabled=False)
+    with torch.cuda.device_of(sample), autocast:
+        run = torch.cuda.make_graphed_callables(
+            lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
+        )
+    return cast(Run, run)
+
+
+class GraphedLayer(SavedLayer):
+    """A layer that can be captured."""
+
+    @abstractmethod
+    def check_input(self, x: Tensor, rank: int) -> None: ...
+
+    def graphed(
+        self,
+        sample: Tensor,  # (b, t, m)
+    ) -> Graphed:
+        """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
+        passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
+        the layer, and a call costs the host a few launches.
+
+        A call raises where it would differ: another shape, dtype, device, training mode, autocast
+        or replaced parameter, or a backward pass after the next call. States and masks are not
+        supported. Raises TypeError or ValueError for a sample that the layer cannot take, that is
+        not on a CUDA device or is empty, and for a random cap in training.
+        """
+        return Graphed(self, sample)
