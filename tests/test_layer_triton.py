@@ -112,7 +112,7 @@ def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     layer, _ = pair(Bedouin, device, torch.bfloat16)
     x = torch.randn(2, 2, 6).bfloat16().to(device)
     with _SweepOperands() as operands:
-        layer(x, mask=torch.ones(2, 3, dtype=torch.bool, device=device))
+        layer(x, mask=torch.ones(2, 2, dtype=torch.bool, device=device))
     assert operands.seen == [(torch.bfloat16, torch.bfloat16, 0)]
 
 
