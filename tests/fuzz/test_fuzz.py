@@ -404,11 +404,15 @@ def kind(case: Case) -> Any:
     return type(case.layer)
 
 
+def other_dtype(case: Case) -> torch.dtype:
+    return torch.float32 if case.dtype == torch.float16 else torch.float16
+
+
 WRONG: list[tuple[str, Callable[[Any], Any], type[Exception]]] = [
     ("x", lambda c: c.layer(c.x[..., 0]), ValueError),
     ("x", lambda c: c.layer(torch.cat([c.x, c.x], -1)), ValueError),
     ("x", lambda c: c.layer(c.x.long()), TypeError),
-    ("x", lambda c: c.layer(c.x.to(torch.float16)), TypeError),
+    ("x", lambda c: c.layer(c.x.to(other_dtype(c))), TypeError),
     ("x", lambda c: c.layer(c.x.tolist()), TypeError),
     ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x) + 2)), ValueError),
     ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x)).to(torch.float16)), ValueError),
