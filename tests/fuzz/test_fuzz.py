@@ -125,7 +125,7 @@ def law_masks(case: Case, draw: Draw) -> None:
 
 
 def law_documents(case: Case, draw: Draw) -> None:
-    """Documents in one row, with cu_seqlens or seq_idx, are what each is alone."""
+    """Documents in one row, with cu_seqlens or seq_idx, are what each is alone, without padding."""
     lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     by_index = draw(st.booleans())
     lengths = [n for n in lengths if n] or [1] if by_index else lengths
@@ -139,12 +139,24 @@ def law_documents(case: Case, draw: Draw) -> None:
         }
     else:
         where = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+    real = torch.ones(1, x.shape[1], dtype=torch.bool)
+    if draw(st.booleans()):
+        drawn = draw(st.lists(st.booleans(), min_size=x.shape[1], max_size=x.shape[1]))
+        real = torch.tensor(drawn, dtype=torch.bool).unsqueeze(0)
+        if by_index:  # padding alone is no document
+            real[0, torch.tensor([0, *lengths[:-1]]).cumsum(0)] = True
+        hypothesis.note(f"real={real.tolist()}")
+        x, where["mask"] = x.masked_fill(~real.unsqueeze(-1), torch.nan), real
     output, state, stats = call(case, x, before, **where)
+    assert not output[~real].any()
+    output = output[real].unsqueeze(0)
     assert stats.num_steps.shape == (len(lengths),)
     seen, outputs, states, errors = [stats], [], [], [0.0]
     zero: Any = case.layer.init_state(1)
     incoming: Any
-    for i, document in enumerate(x.split(lengths, 1)):
+    documents = zip(x.split(lengths, 1), real.split(lengths, 1), strict=True)
+    for i, (padded, kept) in enumerate(documents):
+        document = padded[kept].unsqueeze(0)
         incoming = before[[i]] if i < num_states else zero
         alone, after, stats = call(case, document, incoming)
         outputs.append(alone)
@@ -404,11 +416,15 @@ def kind(case: Case) -> Any:
     return type(case.layer)
 
 
+def other_dtype(case: Case) -> torch.dtype:
+    return torch.float32 if case.dtype == torch.float16 else torch.float16
+
+
 WRONG: list[tuple[str, Callable[[Any], Any], type[Exception]]] = [
     ("x", lambda c: c.layer(c.x[..., 0]), ValueError),
     ("x", lambda c: c.layer(torch.cat([c.x, c.x], -1)), ValueError),
     ("x", lambda c: c.layer(c.x.long()), TypeError),
-    ("x", lambda c: c.layer(c.x.to(torch.float16)), TypeError),
+    ("x", lambda c: c.layer(c.x.to(other_dtype(c))), TypeError),
     ("x", lambda c: c.layer(c.x.tolist()), TypeError),
     ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x) + 2)), ValueError),
     ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x)).to(torch.float16)), ValueError),
