@@ -200,26 +200,30 @@ def test_every_option(case: Case) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("b", "samples"), [(3, 1), (3, 2), (9, 8)])
-def test_every_number_of_samples_of_a_program(b: int, samples: int) -> None:
-    case = Case(b=b, t=2, n=1, k=1, feedback=samples > 1)
-    assert_same(launched(case, samples), expect(case), case.tolerance)
+@pytest.mark.parametrize(
+    ("case", "samples", "parts"),
+    [
+        (Case(b=3, t=2, n=1, k=1, feedback=False), 1, 1),
+        (Case(heads=1, b=3, t=2, p=20, k=1, input_scale="one_minus_decay"), 2, 2),
+        (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=torch.bfloat16), 1, 4),
+        (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 2),
+        (Case(b=9, t=2, n=1, k=1), 8, 1),
+    ],
+    ids=str,
+)
+def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts: int) -> None:
+    assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("case", "samples", "parts"),
-    [
-        (Case(heads=1, b=1, t=3, p=7, n=1, k=2), 1, 2),
-        (Case(heads=1, b=3, t=2, p=20, n=3, k=1, input_scale="one_minus_decay"), 2, 2),
-        (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=torch.bfloat16), 1, 4),
-        (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 4),
-        (Case(heads=1, b=1, t=2, p=16, n=1, k=1, feedback=False), 1, 2),
-    ],
-    ids=str,
+    ("channels", "samples", "parts"),
+    [(128, 4, 2), (128, 2, 4), (128, 1, 4), (64, 8, 1), (64, 4, 2), (64, 1, 2), (16, 2, 1)],
 )
-def test_samples_of_several_warps(case: Case, samples: int, parts: int) -> None:
-    assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
+def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int) -> None:
+    from bedouin.kernels.direct.heads.launch import choose_parts
+
+    assert choose_parts(channels, samples) == parts
 
 
 @needs_triton
@@ -430,7 +434,10 @@ def test_awkward_heads_compiled(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("samples", [1, 2, 4, 8])
-def test_every_number_of_samples_compiled(samples: int) -> None:
-    case = Case(heads=2, b=9, t=20, p=64, n=16, low=torch.bfloat16)
-    assert_same(launched(case, samples), expect(case), case.tolerance)
+@pytest.mark.parametrize(
+    ("p", "samples", "parts"),
+    [(64, 8, 1), (64, 4, 2), (64, 1, 2), (100, 4, 2), (128, 2, 4), (128, 1, 4), (128, 2, 1)],
+)
+def test_every_number_of_samples_and_their_parts_compiled(p: int, samples: int, parts: int) -> None:
+    case = Case(heads=2, b=9, t=20, p=p, n=16, low=torch.bfloat16)
+    assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
