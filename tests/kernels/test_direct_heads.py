@@ -231,7 +231,7 @@ def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int
 def test_a_reverse_sweep_in_several_launches(
     feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.HEAD_WORKSPACE", 1)
+    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.WORKSPACE", 1)
     case = Case(b=1, t=5, p=2, n=2, k=1, feedback=feedback)
     assert_same(launched(case, 1, keep_every=2), expect(case), case.tolerance)
 
@@ -409,9 +409,13 @@ def test_opcheck(dtype: torch.dtype, plain: bool) -> None:
     torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
 
 
-def test_large_heads_that_run_one_by_one_keep_more_memories() -> None:
-    x, A = torch.empty(2, 1, 1, device="meta"), torch.empty(2, 2**20, 1, device="meta")
-    assert choose_chunk(Operands(x, x, None, A, None, None)) == CHUNK // 2
+@pytest.mark.parametrize(
+    ("t", "together", "chunk"),
+    [(16, False, CHUNK // 2), (16, True, CHUNK // 4), (17, True, CHUNK)],
+)
+def test_large_memories_are_kept_more_often(t: int, together: bool, chunk: int) -> None:
+    x, A = torch.empty(2, t, 1, device="meta"), torch.empty(2, 2**20, 1, device="meta")
+    assert choose_chunk(Operands(x, x, None, A, None, None), together=together) == chunk
 
 
 @pytest.mark.gpu
