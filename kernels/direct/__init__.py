@@ -79,7 +79,8 @@ def direct_sweep(
             return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
         if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
             return uncompiled_sweep(*arguments)
-    keep_every = CHUNK if plain or is_small_head(operands.A) else choose_chunk(operands)
+    together = is_small_head(operands.A)
+    keep_every = CHUNK if plain else choose_chunk(operands, together=together)
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:
         y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars)

@@ -107,15 +107,22 @@ def join_samples(
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, axis)
 
 
-def choose_chunk(operands: Operands) -> int:
-    """`choose_chunk_of` for the samples of one head."""
-    A = operands.A
-    return choose_chunk_of(operands.x.shape[0] // count_heads(A), *A.shape[-2:])
+def choose_chunk(operands: Operands, *, together: bool) -> int:
+    """`choose_chunk_of`, for the samples that the kernels take at once.
+
+    The kernels of one head hold the h of one head for a chunk. The kernels of several heads
+    (`together`) hold those of all heads, but for more tokens than CHUNK the h that are kept for
+    smaller chunks would take more memory than the workspace.
+    """
+    (samples, t_end, _), A = operands.x.shape, operands.A
+    if together and t_end > CHUNK:
+        return CHUNK
+    return choose_chunk_of(samples // (1 if together else count_heads(A)), *A.shape[-2:])
 
 
 def choose_chunk_of(b: int, d: int, n: int) -> int:
-    """Tokens between two kept h in the kernels of one head: CHUNK, or fewer, but at least 4, if
-    the workspace of a head would otherwise exceed WORKSPACE."""
+    """Tokens between two kept h: CHUNK, or fewer, but at least 4, if the workspace would otherwise
+    exceed WORKSPACE."""
     size = b * d * n
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 

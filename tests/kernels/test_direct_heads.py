@@ -200,26 +200,30 @@ def test_every_option(case: Case) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("b", "samples"), [(3, 1), (3, 2), (9, 8)])
-def test_every_number_of_samples_of_a_program(b: int, samples: int) -> None:
-    case = Case(b=b, t=2, n=1, k=1, feedback=samples > 1)
-    assert_same(launched(case, samples), expect(case), case.tolerance)
+@pytest.mark.parametrize(
+    ("case", "samples", "parts"),
+    [
+        (Case(b=3, t=2, n=1, k=1, feedback=False), 1, 1),
+        (Case(heads=1, b=3, t=2, p=20, k=1, input_scale="one_minus_decay"), 2, 2),
+        (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=torch.bfloat16), 1, 4),
+        (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 2),
+        (Case(b=9, t=2, n=1, k=1), 8, 1),
+    ],
+    ids=str,
+)
+def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts: int) -> None:
+    assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("case", "samples", "parts"),
-    [
-        (Case(heads=1, b=1, t=3, p=7, n=1, k=2), 1, 2),
-        (Case(heads=1, b=3, t=2, p=20, n=3, k=1, input_scale="one_minus_decay"), 2, 2),
-        (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=torch.bfloat16), 1, 4),
-        (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 4),
-        (Case(heads=1, b=1, t=2, p=16, n=1, k=1, feedback=False), 1, 2),
-    ],
-    ids=str,
+    ("channels", "samples", "parts"),
+    [(128, 4, 2), (128, 2, 4), (128, 1, 4), (64, 8, 1), (64, 4, 2), (64, 1, 2), (16, 2, 1)],
 )
-def test_samples_of_several_warps(case: Case, samples: int, parts: int) -> None:
-    assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
+def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int) -> None:
+    from bedouin.kernels.direct.heads.launch import choose_parts
+
+    assert choose_parts(channels, samples) == parts
 
 
 @needs_triton
@@ -227,7 +231,7 @@ def test_samples_of_several_warps(case: Case, samples: int, parts: int) -> None:
 def test_a_reverse_sweep_in_several_launches(
     feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.HEAD_WORKSPACE", 1)
+    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.WORKSPACE", 1)
     case = Case(b=1, t=5, p=2, n=2, k=1, feedback=feedback)
     assert_same(launched(case, 1, keep_every=2), expect(case), case.tolerance)
 
@@ -405,9 +409,13 @@ def test_opcheck(dtype: torch.dtype, plain: bool) -> None:
     torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
 
 
-def test_large_heads_that_run_one_by_one_keep_more_memories() -> None:
-    x, A = torch.empty(2, 1, 1, device="meta"), torch.empty(2, 2**20, 1, device="meta")
-    assert choose_chunk(Operands(x, x, None, A, None, None)) == CHUNK // 2
+@pytest.mark.parametrize(
+    ("t", "together", "chunk"),
+    [(16, False, CHUNK // 2), (16, True, CHUNK // 4), (17, True, CHUNK)],
+)
+def test_large_memories_are_kept_more_often(t: int, together: bool, chunk: int) -> None:
+    x, A = torch.empty(2, t, 1, device="meta"), torch.empty(2, 2**20, 1, device="meta")
+    assert choose_chunk(Operands(x, x, None, A, None, None), together=together) == chunk
 
 
 @pytest.mark.gpu
@@ -430,7 +438,10 @@ def test_awkward_heads_compiled(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("samples", [1, 2, 4, 8])
-def test_every_number_of_samples_compiled(samples: int) -> None:
-    case = Case(heads=2, b=9, t=20, p=64, n=16, low=torch.bfloat16)
-    assert_same(launched(case, samples), expect(case), case.tolerance)
+@pytest.mark.parametrize(
+    ("p", "samples", "parts"),
+    [(64, 8, 1), (64, 4, 2), (64, 1, 2), (100, 4, 2), (128, 2, 4), (128, 1, 4), (128, 2, 1)],
+)
+def test_every_number_of_samples_and_their_parts_compiled(p: int, samples: int, parts: int) -> None:
+    case = Case(heads=2, b=9, t=20, p=p, n=16, low=torch.bfloat16)
+    assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)

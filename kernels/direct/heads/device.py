@@ -98,10 +98,14 @@ def columns_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr)
 def rows_of(
     v, S: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """The inverse of `columns_of`: (BLOCK, COLUMNS) as (s, BLOCK), or in parts (rows, .)."""
+    """The inverse of `columns_of`: (BLOCK, COLUMNS) as (s, BLOCK), or in parts (rows, .).
+
+    The first of equal columns, since a maximum of them would take an exchange for each value.
+    """
     v = tl.trans(v)
     if S < COLUMNS:
-        v = tl.max(tl.reshape(v, [S, COLUMNS // S, BLOCK]), axis=1)
+        v = tl.permute(tl.reshape(v, [S, COLUMNS // S, BLOCK]), (0, 2, 1))
+        v = unstack_states(v, S, BLOCK, COLUMNS // S)[0]
     return tl.reshape(v, [S * PARTS, BLOCK // PARTS])
 
 

@@ -11,7 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
+from bedouin.kernels.direct.buffers import (
+    WORKSPACE,
+    GradBuffers,
+    SolvedBuffers,
+    SweepBuffers,
+)
 from bedouin.kernels.direct.heads.blocks import HeadBlocks, head_blocks
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
 from bedouin.kernels.direct.heads.triton_replay import replay_head_kernel
@@ -41,9 +46,6 @@ LANES = 32
 
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
-
-HEAD_WORKSPACE = 2**25
-"""Most elements of the memories that the reverse sweep of heads holds (128 MB in float32)."""
 
 
 def launch_head_sweep(
@@ -106,7 +108,7 @@ def launch_head_reverse(
     program and `parts` of a sample, by default chosen."""
     b, t_end, d = known.x.shape
     n = known.A.shape[1]
-    chunks = max(1, HEAD_WORKSPACE // (b * n * d * keep_every))
+    chunks = max(1, WORKSPACE // (b * n * d * keep_every))
     size = min(chunks * keep_every, ceil_div(t_end, keep_every) * keep_every)
     constants = _constants(d, known.A, W, b, options, samples, parts)
     buffers = chunk_buffers(known, size, options)

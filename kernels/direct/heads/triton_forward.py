@@ -48,39 +48,7 @@ from bedouin.kernels.direct.heads.device import (
     sum_states,
 )
 from bedouin.kernels.direct.heads.parts import columns_of_rows, first_parts, over_channels
-
-
-@triton.jit
-def load_weights(
-    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
-    JOINED: tl.constexpr,
-):  # fmt: skip
-    """W^y of a head in tiles: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d),
-    alpha in (ALPHA, d) if that is not 0."""
-    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
-    rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
-    inside = (rows < d)[:, None] & (cols < d)[None, :]
-    tiles = (tl.load(W_ptr + rows[:, None] * d + cols[None, :], mask=inside, other=0.0).to(DOT),)
-    if JOINED:
-        rows = tl.arange(0, K * BLOCK_D)
-        at = (d + STATES + rows % K * d + rows // K)[:, None] * d + cols[None, :]
-        within = (rows // K < d)[:, None] & (cols < d)[None, :]
-        tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
-    else:
-        for i in tl.static_range(K):
-            at = (d + STATES + i * d + rows)[:, None] * d + cols[None, :]
-            tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    rows = tl.arange(0, BLOCK_S)
-    inside = (rows < STATES + K)[:, None] & (cols < d)[None, :]
-    at = small_rows(rows, d, n, K, SELECTIVE)[:, None] * d + cols[None, :]
-    tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    if ALPHA > 0:
-        rows = tl.arange(0, ALPHA)
-        inside = (rows < K)[:, None] & (cols < d)[None, :]
-        at = (d + STATES + K * d + rows)[:, None] * d + cols[None, :]
-        tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    return tiles
+from bedouin.kernels.direct.heads.triton_weights import load_weights
 
 
 @triton.jit

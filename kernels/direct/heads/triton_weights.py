@@ -1,0 +1,113 @@
+"""W^y of a head in the tiles of its products: what the kernels of heads hold in shared memory.
+
+Letters: d channels of a head, n state per channel, k reflections.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.direct.heads.blocks import REVERSE_ALPHA
+from bedouin.kernels.direct.heads.device import small_rows
+
+BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
+
+
+@triton.jit
+def load_weights(
+    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
+    JOINED: tl.constexpr,
+):  # fmt: skip
+    """W^y of a head in tiles: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d),
+    alpha in (ALPHA, d) if that is not 0."""
+    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
+    rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
+    inside = (rows < d)[:, None] & (cols < d)[None, :]
+    tiles = (tl.load(W_ptr + rows[:, None] * d + cols[None, :], mask=inside, other=0.0).to(DOT),)
+    if JOINED:
+        rows = tl.arange(0, K * BLOCK_D)
+        at = (d + STATES + rows % K * d + rows // K)[:, None] * d + cols[None, :]
+        within = (rows // K < d)[:, None] & (cols < d)[None, :]
+        tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
+    else:
+        for i in tl.static_range(K):
+            at = (d + STATES + i * d + rows)[:, None] * d + cols[None, :]
+            tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    rows = tl.arange(0, BLOCK_S)
+    inside = (rows < STATES + K)[:, None] & (cols < d)[None, :]
+    at = small_rows(rows, d, n, K, SELECTIVE)[:, None] * d + cols[None, :]
+    tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    if ALPHA > 0:
+        rows = tl.arange(0, ALPHA)
+        inside = (rows < K)[:, None] & (cols < d)[None, :]
+        at = (d + STATES + K * d + rows)[:, None] * d + cols[None, :]
+        tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    return tiles
+
+
+@triton.jit
+def state_columns(first, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """Of the columns of `sum_channels` for B and C: where these are, from the `first` one on, and
+    whether there are such."""
+    at = tl.arange(0, max(2 * N, min(32, D)))
+    return first + at // N * n + at % N, (at < 2 * N) & (at % N < n)
+
+
+@triton.jit
+def load_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Columns (d, .) of (W^y)^T by their numbers, zeros where none is given."""
+    cols = tl.arange(0, BLOCK_D)[:, None]
+    within = (cols < d) & given[None, :]
+    return tl.load(W_ptr + numbers[None, :] * d + cols, mask=within, other=0.0)
+
+
+@triton.jit
+def small_columns(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """The numbers of the raw values B, C and alpha, interleaved, and whether there are such."""
+    i = at // 2
+    even = at % 2 == 0
+    numbers = tl.where(even, d + i // N * n + i % N, d + 2 * n + K * d + i)
+    return numbers, (even & (i < 2 * N) & (i % N < n)) | ((at % 2 == 1) & (i < K))
+
+
+@triton.jit
+def load_transposed_weights(
+    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """(W^y)^T of a head in tiles of columns, those of `in_tiles`.
+
+    Their numbers are computed, not joined as the rows are: with a tl.join before a product the
+    compiler chooses another layout of its factors, which takes more instructions.
+    """
+    u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
+    WIDTH: tl.constexpr = max(2 * N, min(32, D)) if SELECTIVE else 0
+    cols, pairs = tl.arange(0, BLOCK_D), tl.arange(0, 2 * BLOCK_D)
+    tiles = ()
+    if WIDTH == BLOCK_ALPHA and 2 * BLOCK_ALPHA == BLOCK_D:
+        numbers, given = small_columns(pairs // 2, d, n, K, N)
+        numbers = tl.where(pairs % 2 == 0, pairs // 2, numbers)
+        given = ((pairs % 2 == 0) & (pairs // 2 < d)) | ((pairs % 2 == 1) & given)
+        tiles = (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+    else:
+        tiles = (load_columns(W_ptr, cols, cols < d, d, BLOCK_D).to(DOT),)
+        if WIDTH == BLOCK_ALPHA:
+            numbers, given = small_columns(tl.arange(0, 2 * BLOCK_ALPHA), d, n, K, N)
+            tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+        else:
+            if SELECTIVE:
+                numbers, given = state_columns(d, n, N, D)
+                tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+            alphas = tl.arange(0, BLOCK_ALPHA)
+            numbers = u_at + K * d + alphas
+            tiles = tiles + (load_columns(W_ptr, numbers, alphas < K, d, BLOCK_D).to(DOT),)
+    for i in tl.static_range(K // 2):
+        numbers = u_at + (2 * i + pairs % 2) * d + pairs // 2
+        tiles = tiles + (load_columns(W_ptr, numbers, pairs // 2 < d, d, BLOCK_D).to(DOT),)
+    if K % 2 == 1:
+        numbers = u_at + (K - 1) * d + cols
+        tiles = tiles + (load_columns(W_ptr, numbers, cols < d, d, BLOCK_D).to(DOT),)
+    return tiles
