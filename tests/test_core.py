@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import bedouin.core_map
 import bedouin.layer
 import bedouin.solvers.direct
 import bedouin.solvers.reporting
@@ -38,6 +39,11 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "wide": (False, {"expand": 35}),
 }
 """Whether a state is given, and options."""
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bedouin.core_map, "ENABLED", True)
 
 
 @contextmanager

@@ -62,8 +62,8 @@ class Bedouin(FixedPointLayer):
             both norms of its own, projected from its own x and y alone; the products with W^x and
             W^y have d / H columns and about 1 / H of the weights. in_proj and out_proj mix the
             heads. A layer of H heads is H layers of one head side by side; each converges by
-            itself, and `stats` has the worst of a sample's heads. 1, the layer of the paper, is
-            also what None takes.
+            itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
+            None: heads of 128 channels if d is a multiple of 128 and at least 512, else 1.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
             beta_max), by default 2 and 1.0.
         mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Its parameters are

@@ -5,6 +5,7 @@ Letters: b batch, t time, m d_model.
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -147,13 +148,18 @@ def capture(
     parameters: tuple[Tensor, ...],  # of the layer
 ) -> Run:
     """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
-    device, cast_to = sample.device.type, autocast_dtype(sample)
+    device, cast_to, options = sample.device.type, autocast_dtype(sample), layer.solve_options
     # without the cache of autocast, whose casts of the weights would become constants
     autocast = torch.autocast(device, cast_to, enabled=cast_to is not None, cache_enabled=False)
-    with torch.cuda.device_of(sample), autocast:
-        run = torch.cuda.make_graphed_callables(
-            lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
-        )
+    # torch takes uninitialized memory for the cotangents of the capture, which may be NaN
+    layer.solve_options = replace(options, on_unconverged="ignore")
+    try:
+        with torch.cuda.device_of(sample), autocast:
+            run = torch.cuda.make_graphed_callables(
+                lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
+            )
+    finally:
+        layer.solve_options = options
     return cast(Run, run)
 
 
