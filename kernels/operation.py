@@ -60,7 +60,8 @@ class Operation:
         if torch.compiler.is_compiling() or is_transformed():
             return self.overload(*inputs)
         if self._eager is not None and torch.is_grad_enabled():
-            return self._eager.apply(*inputs)
+            if any([isinstance(v, torch.Tensor) and v.requires_grad for v in inputs]):
+                return self._eager.apply(*inputs)
         return self._below_autograd(*inputs)
 
     def _below_autograd(self, *inputs: Any) -> Any:
