@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
+from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.solution import BackwardStats, Solution
 from bedouin.solvers.watch import Watch
 
@@ -218,6 +219,26 @@ class Solver(ABC):
     ) -> Solution:
         """Solve from y0. With `unroll` the value carries the gradient of the loop; `watch` is
         called at each evaluation of the map."""
+
+
+def solve_outside_of_graphs(reason: str) -> Callable[..., Solution]:
+    """A function (solver, f, y0, max_steps, time_dim, unroll, watch) -> Solution that calls
+    `solver.solve` where torch.compile breaks the graph; `reason` as in `outside_of_graphs`."""
+
+    @outside_of_graphs(reason)
+    def solve_outside(
+        solver: Solver,
+        f: Map,
+        y0: Tensor,  # (b, ...)
+        max_steps: int,
+        time_dim: TimeDim,
+        unroll: bool,
+        watch: Watch | None,
+    ) -> Solution:
+        options: dict[str, Any] = {"time_dim": time_dim, "unroll": unroll, "watch": watch}
+        return solver.solve(f, y0, max_steps=max_steps, **options)
+
+    return solve_outside
 
 
 class MapWrapper:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     FusedMap,
     GraphMap,
@@ -22,6 +21,7 @@ from bedouin.solvers.base import (
     TokenMap,
     as_tokens,
     counted_tokens,
+    solve_outside_of_graphs,
 )
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
@@ -161,21 +161,11 @@ class IterativeSolver(Solver):
         return _PlainSteps(self, f, y)
 
 
-@outside_of_graphs(
+_solve_outside = solve_outside_of_graphs(
     f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
     "where it can stop early, unless the mixer is a HouseholderProduct: use one, Direct, a smaller "
     "max_steps, or torch.compile with fullgraph=False",
 )
-def _solve_outside(
-    solver: IterativeSolver,
-    f: Map,
-    y0: Tensor,  # (b, ...)
-    max_steps: int,
-    time_dim: TimeDim,
-    unroll: bool,
-    watch: Watch | None,
-) -> Solution:
-    return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll, watch=watch)
 
 
 class _PlainSteps:

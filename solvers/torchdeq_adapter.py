@@ -24,7 +24,6 @@ from torch import Tensor
 from torchdeq.solver.anderson import anderson_solver
 from torchdeq.solver.broyden import broyden_solver
 
-from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     Map,
     Solver,
@@ -33,6 +32,7 @@ from bedouin.solvers.base import (
     as_tokens,
     check_number,
     counted_tokens,
+    solve_outside_of_graphs,
     strict_options,
 )
 from bedouin.solvers.convergence import (
@@ -254,20 +254,10 @@ class _TorchDEQSolver(Solver):
         return Solution(value.reshape(shape), stats, read_result(stats))
 
 
-@outside_of_graphs(
+_solve_outside = solve_outside_of_graphs(
     "bedouin runs Anderson and Broyden outside of the graph, since they read the device at every "
     "step: use Direct, Jacobi or Picard with few steps, or torch.compile with fullgraph=False",
 )
-def _solve_outside(
-    solver: _TorchDEQSolver,
-    f: Map,
-    y0: Tensor,  # (b, ...)
-    max_steps: int,
-    time_dim: TimeDim,
-    unroll: bool,
-    watch: Watch | None,
-) -> Solution:
-    return solver.solve(f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll, watch=watch)
 
 
 @strict_options

@@ -22,6 +22,7 @@ from bedouin.kernels.direct.layout import activate_delta, is_covered
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.operation import operation
 from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint_solve import solve_adjoint
@@ -30,6 +31,15 @@ from bedouin.solvers.solution import BackwardStats, Result, Solution
 
 SolverScalars = tuple[str, float, float, float, int | None, float, str]
 """kind, rtol, atol, and of Picard damping, patience, shrink, stop_rule."""
+
+OPERANDS = "Tensor x, Tensor raw, Tensor? W_y, Tensor A, Tensor? h0, Tensor? y0, Tensor? lengths"
+"""The arguments of an operation that `Operands` holds, and the lengths (b,) of the samples."""
+OPTIONS = (
+    "str activation, bool selective, int num_householder, float beta_max, str input_scale, "
+    "str eigenvalues, float? norm_eps, str kind, float rtol, float atol, float damping, "
+    "int? patience, float shrink, str stop_rule, int max_steps, str backend"
+)
+"""Its arguments that are no tensors: the scalars of the map, those of the solver, and the rest."""
 
 
 class CompiledMap(StructuredMap):
@@ -135,45 +145,29 @@ def rebuild(
     return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths)
 
 
-@torch.library.custom_op("bedouin::iterate", mutates_args=())
+def _problem(flat: tuple[Any, ...]) -> tuple[StructuredMap, IterativeSolver, int]:
+    """Map, solver and its most steps, from the arguments OPERANDS and OPTIONS."""
+    (max_steps, backend), options = flat[21:], Parameterization.from_scalars(*flat[7:14])
+    f = rebuild(Operands(*flat[:6]), flat[6], options, backend)
+    return f, solver_from_scalars(*flat[14:21]), max_steps
+
+
+@operation(
+    "iterate",
+    f"(Tensor start, {OPERANDS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def iterate(
     start: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    lengths: Tensor | None,  # (b,)
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    kind: str,
-    rtol: float,
-    atol: float,
-    damping: float,
-    patience: int | None,
-    shrink: float,
-    stop_rule: str,
-    max_steps: int,
-    backend: str,
+    *flat: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fixed point, and of its statistics num_steps, residual, converged and the smallest pivot,
     (b,) each, the last one empty for Picard."""
-    options = Parameterization.from_scalars(
-        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
-    )
-    f = rebuild(Operands(x, raw, W_y, A, h0, y0), lengths, options, backend)
-    solver = solver_from_scalars(kind, rtol, atol, damping, patience, shrink, stop_rule)
+    f, solver, max_steps = _problem(flat)
     with torch.no_grad(), torch.autocast(start.device.type, enabled=False):
         solution = solver.solve(f, start, max_steps=max_steps, time_dim=1, unroll=False)
     stats, pivot = solution.stats, solution.stats.conditioning
     if pivot is None:  # of Picard, and where there are no tokens
-        pivot = start.new_full((len(start) if kind == "jacobi" else 0,), math.inf)
+        pivot = start.new_full((len(start) if isinstance(solver, Jacobi) else 0,), math.inf)
     return solution.value.contiguous(), stats.num_steps, stats.residual, stats.converged, pivot
 
 
@@ -189,40 +183,14 @@ def _iterate_fake(
     return y, steps, start.new_empty(b), converged, start.new_empty(b if kind == "jacobi" else 0)
 
 
-@torch.library.custom_op("bedouin::iterate_adjoint", mutates_args=())
+@operation("iterate_adjoint", f"(Tensor grad, Tensor y_star, {OPERANDS}, {OPTIONS}) -> Tensor")
 def iterate_adjoint(
     grad: Tensor,  # (b, t, d)
     y_star: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    lengths: Tensor | None,  # (b,)
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    kind: str,
-    rtol: float,
-    atol: float,
-    damping: float,
-    patience: int | None,
-    shrink: float,
-    stop_rule: str,
-    max_steps: int,
-    backend: str,
+    *flat: Any,
 ) -> Tensor:
     """w = J^T w + grad, with J = dF/dy at y_star."""
-    options = Parameterization.from_scalars(
-        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
-    )
-    f = rebuild(Operands(x, raw, W_y, A, h0, y0), lengths, options, backend)
-    solver = solver_from_scalars(kind, rtol, atol, damping, patience, shrink, stop_rule)
+    f, solver, max_steps = _problem(flat)
     with torch.autocast(grad.device.type, enabled=False), recording():
         y = y_star.detach().clone().requires_grad_()
         tracked = f(y)
@@ -253,33 +221,11 @@ def recording() -> Iterator[None]:
         yield
 
 
-@torch.library.custom_op("bedouin::implicit", mutates_args=())
+@operation("implicit", f"(Tensor tracked, Tensor y_star, {OPERANDS}, {OPTIONS}) -> Tensor")
 def implicit(
     tracked: Tensor,  # (b, t, d), F(y_star)
     y_star: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    lengths: Tensor | None,  # (b,)
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    kind: str,
-    rtol: float,
-    atol: float,
-    damping: float,
-    patience: int | None,
-    shrink: float,
-    stop_rule: str,
-    max_steps: int,
-    backend: str,
+    *unused: Any,
 ) -> Tensor:
     """y_star on the graph of `tracked`, to which the solution of the adjoint equation is passed;
     the operands, which that equation depends on, get no gradient here."""

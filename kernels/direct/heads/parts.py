@@ -1,8 +1,9 @@
 """Samples of several warps: a sample's channels in parts, one warp a part.
 
 A tensor (s, d) of the kernels of heads is then a row for each part of each sample, (s, d / parts),
-the parts of a sample one after the other. What follows is all that knows of it: which channels a
-row has, and what crosses the warps of a sample, which costs two barriers each time.
+the parts of a sample one after the other. Only this module depends on that: it computes which
+channels a row has, and exchanges values between the warps of a sample, which costs two barriers
+each time.
 Letters: d channels of a head, s samples of a program, l lanes: values of a row, one a thread.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
