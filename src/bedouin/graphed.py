@@ -3,8 +3,11 @@
 Letters: b batch, t time, m d_model.
 """
 
+import gc
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -154,13 +157,30 @@ def capture(
     # torch takes uninitialized memory for the cotangents of the capture, which may be NaN
     layer.solve_options = replace(options, on_unconverged="ignore")
     try:
-        with torch.cuda.device_of(sample), autocast:
+        with torch.cuda.device_of(sample), autocast, _undisturbed():
             run = torch.cuda.make_graphed_callables(
                 lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
             )
     finally:
         layer.solve_options = options
     return cast(Run, run)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A capture without what would end it or what torch says about its own streams."""
+    collects = gc.isenabled()
+    # a graph of an earlier layer that is freed during a capture makes the capture fail
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            # torch warms up on a stream of its own before it captures on another one
+            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class GraphedLayer(SavedLayer):
