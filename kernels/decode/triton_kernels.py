@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepParameters
+from bedouin.kernels.decode.triton_overlap import can_overlap, start_next, wait_for_last
 from bedouin.kernels.device.activations import activate
 from bedouin.kernels.device.discretize import build_coupled, input_scale
 from bedouin.kernels.device.elementary import LOG2E, sigmoid, softplus
@@ -38,25 +39,31 @@ from bedouin.kernels.launch import next_power_of_two
 
 
 @triton.jit
-def _part(raw_ptr, bias_ptr, fed_ptr, at, mask, kind, BIAS: tl.constexpr, FED: tl.constexpr):
+def _part(raw_ptr, fed_ptr, at, mask, bias, FED: tl.constexpr):
     """raw^x + bias + W^y norm(y_{t-1}) at some columns, from pointers to the start of a part."""
-    raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(kind)
-    if BIAS:
-        raw += tl.load(bias_ptr + at, mask=mask, other=0.0).to(kind)
+    raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(bias.dtype) + bias
     if FED:
-        raw += tl.load(fed_ptr + at, mask=mask, other=0.0).to(kind)
+        raw += tl.load(fed_ptr + at, mask=mask, other=0.0).to(bias.dtype)
     return raw
 
 
 @triton.jit
-def _scalar(raw_ptr, bias_ptr, fed_ptr, at, kind, BIAS: tl.constexpr, FED: tl.constexpr):
+def _scalar(raw_ptr, fed_ptr, at, bias, FED: tl.constexpr):
     """`_part` at one column."""
-    raw = tl.load(raw_ptr + at).to(kind)
-    if BIAS:
-        raw += tl.load(bias_ptr + at).to(kind)
+    raw = tl.load(raw_ptr + at).to(bias.dtype) + bias
     if FED:
-        raw += tl.load(fed_ptr + at).to(kind)
+        raw += tl.load(fed_ptr + at).to(bias.dtype)
     return raw
+
+
+@triton.jit
+def _bias(bias_ptr, at, mask, kind, BIAS: tl.constexpr):
+    """The bias at some columns, zeros without one."""
+    if BIAS:
+        bias = tl.load(bias_ptr + at, mask=mask, other=0.0).to(kind)
+    else:
+        bias = tl.zeros(at.shape, kind)
+    return bias
 
 
 @triton.jit
@@ -143,6 +150,8 @@ def _token_kernel(
     NORM_EPS: tl.constexpr,
     ROUNDING: tl.constexpr,
     EPS: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One token of all samples, after its projections:
 
@@ -181,37 +190,63 @@ def _token_kernel(
     raw_ptr += folded * raw_row
     fed_ptr += folded * fed_row
 
+    # All loads come first, so that none waits for a reduction, and before the wait all of what no
+    # launch of this token writes.
+    start_next(STARTS_NEXT)
     # raw is [Delta p | B n | C n | u k p | alpha k | gate p], B and C only if SELECTIVE
-    raw = _part(raw_ptr, delta_bias_ptr, fed_ptr, cols, in_p, kind, True, FED_DELTA)
-    delta = activate(raw, ACTIVATION)
-    at = p
+    SKIPPED: tl.constexpr = 2 if SELECTIVE else 0
+    B_at, C_at, u_at = p, p + n, p + SKIPPED * n
+    gate_at = u_at + K * (p + 1)
+    raw_bias_ptr -= p  # raw_bias has none of Delta
+    delta_bias = _bias(delta_bias_ptr, cols, in_p, kind, True)
+    gate_bias = _bias(raw_bias_ptr + gate_at, cols, in_p, kind, BIAS)
+    u_bias = ()
+    alpha_bias = ()
+    for i in tl.static_range(K):
+        u_bias = u_bias + (_bias(raw_bias_ptr + u_at + i * p, cols, in_p, kind, BIAS),)
+        alpha_at = u_at + K * p + i
+        if BIAS:
+            alpha_bias = alpha_bias + (tl.load(raw_bias_ptr + alpha_at).to(kind),)
+        else:
+            alpha_bias = alpha_bias + (tl.zeros([], kind),)
+    at_state = rows[:, None] * d + cols[None, :]
+    A = _decay_matrix(decay_ptr, rows, cols, in_state, n, kind, DECAY, SHARPNESS)
+    h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
+    D = tl.load(D_ptr + cols, mask=in_p, other=0.0).to(kind)
+    if OUTPUT_NORM:
+        norm_weight = tl.load(norm_ptr + cols, mask=in_p, other=0.0).to(kind)
+    all_converged = tl.load(all_converged_ptr + folded)
     if SELECTIVE:
-        B = _part(
-            raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_B_at, rows, in_n, kind, BIAS, FED_B
-        )
+        B_bias = _bias(raw_bias_ptr + B_at, rows, in_n, kind, BIAS)
+        C_bias = _bias(raw_bias_ptr + C_at, rows, in_n, kind, BIAS)
+
+    wait_for_last(OVERLAPS)
+    delta_raw = _part(raw_ptr, fed_ptr, cols, in_p, delta_bias, FED_DELTA)
+    if SELECTIVE:
+        B = _part(raw_ptr + B_at, fed_ptr + fed_B_at, rows, in_n, B_bias, FED_B)
+        C = _part(raw_ptr + C_at, fed_ptr + fed_C_at, rows, in_n, C_bias, FED_C)
+    u = ()
+    alpha = ()
+    u_raw, u_fed = raw_ptr + u_at, fed_ptr + fed_u_at
+    for i in tl.static_range(K):
+        u = u + (_part(u_raw, u_fed, i * p + cols, in_p, u_bias[i], FED_U),)
+        alpha = alpha + (_scalar(u_raw, u_fed, K * p + i, alpha_bias[i], FED_U),)
+    drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_p, other=0.0).to(kind)
+    x = tl.load(x_ptr + sample * x_row + cols, mask=in_p, other=0.0).to(kind)
+    gate = _part(raw_ptr + gate_at, fed_ptr + fed_gate_at, cols, in_p, gate_bias, FED_GATE)
+    if OUTPUT_NORM:
+        gate += tl.load(z_ptr + sample * z_row + cols, mask=in_p, other=0.0).to(kind)
+
+    delta = activate(delta_raw, ACTIVATION)
+    if SELECTIVE:
         B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS)
-        at += n
-        C = _part(
-            raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_C_at, rows, in_n, kind, BIAS, FED_C
-        )
         C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS)
-        at += n
     else:
         B = tl.where(in_n, 1.0, 0.0).to(kind)
         C = B
-    u_raw, u_bias, u_fed = raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_u_at
-    gate_at = at + K * (p + 1)
-    u = ()
     beta = ()
     for i in tl.static_range(K):
-        u = u + (_part(u_raw, u_bias, u_fed, i * p + cols, in_p, kind, BIAS, FED_U),)
-        alpha = _scalar(u_raw, u_bias, u_fed, K * p + i, kind, BIAS, FED_U)
-        beta = beta + (BETA_MAX * sigmoid(alpha),)
-    drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_p, other=0.0).to(kind)
-
-    A = _decay_matrix(decay_ptr, rows, cols, in_state, n, kind, DECAY, SHARPNESS)
-    at_state = rows[:, None] * d + cols[None, :]
-    h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
+        beta = beta + (BETA_MAX * sigmoid(alpha[i]),)
     # The local equation of the direct sweep, (I - S T) U y = U rest - S T U drive, solved for U y.
     # `solve_token` solves for U (y - drive), which is shorter, but the last bits would change.
     if INPUT_SCALE == "one_minus_decay":
@@ -239,8 +274,7 @@ def _token_kernel(
     y = rest + sigma * combine(mixing, u, K)
     tl.store(y_ptr + sample * d + cols, y, mask=in_p)
 
-    x = tl.load(x_ptr + sample * x_row + cols, mask=in_p, other=0.0).to(kind)
-    v = y + tl.load(D_ptr + cols, mask=in_p, other=0.0).to(kind) * x
+    v = y + D * x
     dots = sums((y * y, v * v) + rows_times(u, y, K))
     U_y = scale(dots[2 : K + 2], inv, K)
     mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
@@ -264,7 +298,6 @@ def _token_kernel(
     finite = (size - size == 0) & (magnitude - magnitude == 0)
     converged = (finite & (defect <= ROUNDING * largest)).to(tl.uint8)
     tl.store(converged_ptr + folded, converged)
-    all_converged = tl.load(all_converged_ptr + folded)
     tl.store(all_converged_ptr + folded, all_converged & converged)
 
     normed = y
@@ -273,21 +306,8 @@ def _token_kernel(
     normed = normed.to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + sample * d + cols, normed, mask=in_p)
 
-    gate = _part(
-        raw_ptr + gate_at,
-        raw_bias_ptr + gate_at - p,
-        fed_ptr + fed_gate_at,
-        cols,
-        in_p,
-        kind,
-        BIAS,
-        FED_GATE,
-    )
     if OUTPUT_NORM:
-        z = tl.load(z_ptr + sample * z_row + cols, mask=in_p, other=0.0).to(kind)
-        weight = tl.load(norm_ptr + cols, mask=in_p, other=0.0).to(kind)
-        gate += z
-        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / p + NORM_EPS) * weight
+        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / p + NORM_EPS) * norm_weight
     else:
         hidden = gate * v * sigmoid(v)
     hidden = hidden.to(hidden_ptr.dtype.element_ty)
@@ -295,7 +315,7 @@ def _token_kernel(
 
 
 def launch_decode_token(
-    operands: StepOperands, parameters: StepParameters, options: StepOptions
+    operands: StepOperands, parameters: StepParameters, options: StepOptions, overlaps: bool = False
 ) -> None:
     """Launch the kernel once; for None it gets another tensor, which it does not read."""
     o, p, layout = operands, parameters, options.layout
@@ -305,6 +325,8 @@ def launch_decode_token(
     z, fed = _or(o.z, o.x), raw if o.fed is None else o.fed.flatten(0, -2)
     has_feedback = o.fed is not None
     offsets, is_fed = _fed_offsets(channels, n, options)
+    starts_early = can_overlap(o.h.device)
+    overlaps = overlaps and starts_early
     _token_kernel[(b, heads)](
         o.x,
         o.drive,
@@ -345,6 +367,9 @@ def launch_decode_token(
         NORM_EPS=options.norm_eps or 0.0,
         ROUNDING=ROUNDING * torch.finfo(o.h.dtype).eps,
         EPS=UNIT_EPS,
+        STARTS_NEXT=starts_early,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
         num_warps=_num_warps(channels, n),
     )
 
