@@ -150,6 +150,7 @@ def _token_kernel(
     NORM_EPS: tl.constexpr,
     ROUNDING: tl.constexpr,
     EPS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     STARTS_NEXT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -210,6 +211,11 @@ def _token_kernel(
         else:
             alpha_bias = alpha_bias + (tl.zeros([], kind),)
     at_state = rows[:, None] * d + cols[None, :]
+    if BY_CHANNEL:
+        # Without wide loads a thread takes a channel with all its states, as it does of vectors,
+        # so that sums over states need no exchange. At most one channel a thread: the registers do
+        # not suffice for more.
+        at_state = tl.multiple_of(at_state, (1, 1))
     A = _decay_matrix(decay_ptr, rows, cols, in_state, n, kind, DECAY, SHARPNESS)
     h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
     D = tl.load(D_ptr + cols, mask=in_p, other=0.0).to(kind)
@@ -325,7 +331,7 @@ def launch_decode_token(
     z, fed = _or(o.z, o.x), raw if o.fed is None else o.fed.flatten(0, -2)
     has_feedback = o.fed is not None
     offsets, is_fed = _fed_offsets(channels, n, options)
-    starts_early = can_overlap(o.h.device)
+    starts_early, num_warps = can_overlap(o.h.device), _num_warps(channels, n)
     overlaps = overlaps and starts_early
     _token_kernel[(b, heads)](
         o.x,
@@ -367,10 +373,11 @@ def launch_decode_token(
         NORM_EPS=options.norm_eps or 0.0,
         ROUNDING=ROUNDING * torch.finfo(o.h.dtype).eps,
         EPS=UNIT_EPS,
+        BY_CHANNEL=_by_channel(channels, num_warps),
         STARTS_NEXT=starts_early,
         OVERLAPS=overlaps,
         launch_pdl=overlaps,
-        num_warps=_num_warps(channels, n),
+        num_warps=num_warps,
     )
 
 
@@ -378,6 +385,11 @@ def _num_warps(p: int, n: int) -> int:
     """At 1024 channels with 16 states eight warps spill nothing, sixteen 216 bytes a thread."""
     tile = next_power_of_two(p) * next_power_of_two(n)
     return 4 if tile <= 2048 else 8 if tile <= 16384 else 16
+
+
+def _by_channel(p: int, num_warps: int) -> bool:
+    """Whether there is a thread for each channel."""
+    return next_power_of_two(p) <= 32 * num_warps
 
 
 def _or(tensor: Tensor | None, unread: Tensor) -> Tensor:
