@@ -242,7 +242,7 @@ def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether this call replays a graph if one exists for x_t."""
     if not isinstance(x_t, Tensor) or not x_t.is_cuda or not asks_for_fused_step(layer):
         return False
-    if not is_cuda_device(x_t.device):
+    if torch.version.hip is not None:
         return False
     return not torch.cuda.is_current_stream_capturing()
 
