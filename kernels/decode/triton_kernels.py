@@ -275,7 +275,7 @@ def _token_kernel(
     U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
     T = wy_upper(G, beta, K)
     U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_drive, K), K), K)
-    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1)
+    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1, RECIPROCALS=True)
     mixing = scale(upper_times(T, subtract(a, U_drive, K), K), inv, K)
     y = rest + sigma * combine(mixing, u, K)
     tl.store(y_ptr + sample * d + cols, y, mask=in_p)
