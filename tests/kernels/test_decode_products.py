@@ -73,14 +73,14 @@ def test_overlapping_launches_see_the_results_before_them(heads: int, r: int, c:
 
 
 def test_what_is_left_to_torch() -> None:
-    weight, options = torch.randn(6, 4), (torch.float32, "auto")
-    assert not takes_products(1, (weight,), *options)  # no device
+    weight, dtype = torch.randn(6, 4), torch.float32
+    assert not takes_products(1, (weight,), dtype, "auto")  # no device
     if interpreter_is_on():
-        options = (torch.float32, "triton")
-        assert takes_products(1, (weight,), *options)
-        assert takes_products(MAX_SAMPLES, (torch.nn.Parameter(weight),), *options)
-        quantized = torch.Tensor._make_subclass(type("Quantized", (Tensor,), {}), weight)
+        assert takes_products(1, (weight,), dtype, "triton")
+        assert takes_products(MAX_SAMPLES, (torch.nn.Parameter(weight),), dtype, "triton")
+        kind: type[Tensor] = type("Quantized", (Tensor,), {})
+        quantized = torch.Tensor._make_subclass(kind, weight)
         for weights in ((weight.mT,), (weight, weight.double()), (quantized,)):
-            assert not takes_products(1, weights, *options)
+            assert not takes_products(1, weights, dtype, "triton")
         for b in (0, MAX_SAMPLES + 1):
-            assert not takes_products(b, (weight,), *options)
+            assert not takes_products(b, (weight,), dtype, "triton")
