@@ -28,7 +28,7 @@ from bedouin.kernels.device.reflections import (
     scale,
     scale_symmetric,
     subtract,
-    sums,
+    sums_at_once,
     symmetric_times,
     upper_times,
     wy_upper,
@@ -267,7 +267,7 @@ def _token_kernel(
     sigma_u = rows_times(u, sigma, K)
     with_drive, with_rest = rows_times(u, drive, K), rows_times(u, rest, K)
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
+    dots = sums_at_once(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
     inv = inverse_sizes(dots, p, K, EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
@@ -281,7 +281,7 @@ def _token_kernel(
     tl.store(y_ptr + sample * d + cols, y, mask=in_p)
 
     v = y + D * x
-    dots = sums((y * y, v * v) + rows_times(u, y, K))
+    dots = sums_at_once((y * y, v * v) + rows_times(u, y, K))
     U_y = scale(dots[2 : K + 2], inv, K)
     mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
     mixed = drive + combine(mixing, u, K)
