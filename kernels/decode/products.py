@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
 
-MAX_SAMPLES = 8
-"""Most samples of `multiply`: it reads a weight once, but computes each sample by itself, while
-cuBLAS's products of matrices are made for more."""
+MAX_SAMPLES = 4
+"""Most samples of `multiply`. It reads a weight once but computes each sample by itself; counted in
+instructions, that takes less time than reading up to this number."""
 
 MAX_COLUMNS = 8192
 """Most columns of a weight: one program holds whole rows in registers."""
