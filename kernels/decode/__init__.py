@@ -1,8 +1,14 @@
 """What a decoded token consists of: products with few samples, and one kernel for the rest."""
 
 from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
-from bedouin.kernels.decode.products import Product, multiply, takes_products
+from bedouin.kernels.decode.arguments import (
+    DecayKind,
+    Product,
+    StepOperands,
+    StepOptions,
+    StepParameters,
+)
+from bedouin.kernels.decode.products import multiply, takes_products
 from bedouin.kernels.decode.reference import decode_token_reference
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.launch import next_power_of_two

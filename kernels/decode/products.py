@@ -3,12 +3,11 @@
 Letters: b samples, r rows of a weight, c its columns, H heads.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
+from bedouin.kernels.decode.arguments import Product
 
 MAX_SAMPLES = 4
 """Most samples of `multiply`. It reads a weight once but computes each sample by itself; counted in
@@ -16,14 +15,6 @@ instructions, that takes less time than reading up to this number."""
 
 MAX_COLUMNS = 8192
 """Most columns of a weight: one program holds whole rows in registers."""
-
-
-class Product(NamedTuple):
-    """out = W v, for each head and sample; v and out may be rows of wider tensors."""
-
-    weight: Tensor  # (r, c) or (H, r, c), contiguous
-    v: Tensor  # (b, c) or (H, b, c)
-    out: Tensor  # (b, r) or (H, b, r), written
 
 
 def multiply(

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bedouin.kernels.decode.products import Product
+from bedouin.kernels.decode.arguments import Product
 from bedouin.kernels.decode.triton_overlap import can_overlap, start_next, wait_for_last
 from bedouin.kernels.launch import accumulator, ceil_div, next_power_of_two, triton_dtype
 
