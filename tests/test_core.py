@@ -3,6 +3,7 @@
 Letters: b batch, t time, m d_model.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import bedouin.core_map
@@ -151,7 +153,8 @@ def test_opcheck(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = partial(_record, calls, name, run.overload)
         monkeypatch.setattr(run, "overload", seen)
     layer = make(device, expand=2)
-    layer(torch.randn(1, 1, 2, dtype=torch.float64, device=device)).sum().backward()
+    out = layer(torch.randn(1, 1, 2, dtype=torch.float64, device=device))
+    out.sum().backward(retain_graph=True)
     assert len(calls) == 2
     for name, given in calls:
         values = [v.detach() if isinstance(v, Tensor) else v for v in given]
@@ -168,14 +171,42 @@ def _record(
     return run(*args)
 
 
-class Launches(TorchDispatchMode):
-    """Counts what would be launched on a GPU: operations that compute, also those within our own,
-    and Triton kernels, which do not run."""
+class Inside(TorchDispatchMode):
+    """Shows every operation of torch that runs, also those within our own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def saw(self, func: Any, results: Any) -> None:
+        """Called after each operation."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        own = OPERATIONS.get(func._schema.name)
+        parts = own.function if own is not None else None
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            parts = func.decompose
+        if parts is not None:
+            with self:
+                return parts(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
+        self.saw(func, results)
+        return results
+
+
+class Launches(Inside):
+    """Counts what would be launched on a GPU: operations that compute, and Triton kernels, which do
+    not run."""
 
     FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[str] = []
 
     def launch(
@@ -188,23 +219,36 @@ class Launches(TorchDispatchMode):
         assert all(name.endswith("_ptr") for name in names[: len(tensors)])
         assert set(names[given:]) <= set(constants) and not set(names[:given]) & set(constants)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        own, name = OPERATIONS.get(func._schema.name), func.overloadpacket.__name__
-        parts = own.function if own is not None else None
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            parts = func.decompose
-        if parts is not None:
-            with self:
-                return parts(*args, **(kwargs or {}))
+    def saw(self, func: Any, results: Any) -> None:
+        name = func.overloadpacket.__name__
         if not func.is_view and name not in self.FREE:
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+
+
+class Live(Inside):
+    """Bytes of the tensors that are alive, and the most of them at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: int = 0
+        self.peak: int = 0
+        self.known: set[int] = set()
+
+    def saw(self, func: Any, results: Any) -> None:
+        for v in tree_leaves(results):
+            if isinstance(v, Tensor) and v.untyped_storage()._cdata not in self.known:
+                self._add(v.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self.known.add(key)
+        weakref.finalize(storage, self._remove, key, size)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _remove(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.bytes -= size
 
 
 @pytest.mark.interpreter
@@ -229,6 +273,37 @@ def test_the_number_of_launches(feedback: bool, monkeypatch: pytest.MonkeyPatch)
     assert len(forward.names) <= 10, forward.names
     assert len(backward.names) <= 25, backward.names
     assert "sweep_kernel" in forward.names and "reverse_kernel" in backward.names
+
+
+@pytest.mark.interpreter
+def test_the_most_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than in separate operations; without kernels, whose results have no influence."""
+    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: None)
+    layer = Bedouin(64, num_householder=4, backend="triton", on_unconverged="ignore")
+    x = torch.randn(4, 64, 64, requires_grad=True)
+
+    def peak() -> int:
+        with torch.autocast("cpu", torch.bfloat16), Live() as live:
+            torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
+        return live.peak
+
+    together = peak()
+    with separately(monkeypatch):
+        assert together <= peak()
+
+
+@devices
+def test_a_backward_pass_that_keeps_the_graph_changes_nothing(device: str) -> None:
+    """The last one overwrites what the forward pass has saved."""
+    layer = make(device)
+    x = torch.randn(1, 2, 2, dtype=torch.float64, device=device, requires_grad=True)
+    total = layer(x).square().sum()
+    inputs = [x, *layer.parameters()]
+    first = torch.autograd.grad(total, inputs, retain_graph=True)
+    for retain in (True, False):
+        torch.testing.assert_close(torch.autograd.grad(total, inputs, retain_graph=retain), first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(total, inputs)
 
 
 @pytest.mark.interpreter

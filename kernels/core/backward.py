@@ -61,24 +61,21 @@ def core_backward(
     saved: CoreSaved,
     options: CoreOptions,
     wanted: Wanted,
+    *,
+    overwrites: bool,
 ) -> CoreGradients:
-    """The gradients of a call of `core_forward`."""
+    """The gradients of a call of `core_forward`; `overwrites` allows it to use the memory of
+    `saved.raw`, which it takes for the cotangent of the raw values."""
     W_x, W_y, y, A = tensors.W_x, tensors.W_y, saved.y, saved.A
     x, z = tensors.split()
     b, t, d = x.shape
     r, rows, eps = W_x.shape[0] - d, b * t, options.parameterization.feedback_norm_eps
     wide = r + padding(r)
-    grad_raw = W_x.new_empty(rows, wide)
-    if W_y is not None:
-        # the feedback, whose memory the cotangent of the raw values takes
-        torch.mm(saved.normed.view(rows, d), first_rows(W_y, wide).mT, out=grad_raw)
-
     projected = tensors.projected
     grad_projected = projected.new_empty(projected.shape)
     grad_x = grad_projected[..., :d]
     grad_gate = saved.gate.new_empty(b, t, d) if z is None else grad_projected[..., d:]
-    fed = None if W_y is None else saved.fed
-    operands = OutputOperands(y, x, tensors.D, saved.gate, fed, z, tensors.weight)
+    operands = OutputOperands(y, x, tensors.D, saved.gate, None, z, tensors.weight)
     grad_hidden = torch.zeros_like(saved.gate) if cotangents.hidden is None else cotangents.hidden
     grad_y, _, _, sums = output_backward(
         grad_hidden, operands, options.eps, into=(grad_x, grad_gate)
@@ -92,8 +89,11 @@ def core_backward(
     if cotangents.y is not None:
         grad_y += cotangents.y
 
-    grad_raw = grad_raw.view(b, t, wide)
-    grads, parts = _reverse(cotangents.h, grad_y, grad_raw, tensors, saved, options)
+    raw = _raw_with_feedback(tensors, saved, overwrites)
+    # a token's raw values are read before their cotangent is written, so both can share memory
+    shares = overwrites or W_y is not None
+    grad_raw = raw if shares else torch.empty_like(raw)
+    grads, parts = _reverse(cotangents.h, grad_y, raw, grad_raw, tensors, saved, options)
     if wanted.y0 and tensors.y0 is not None and parts is not None:
         grad_y0 = grad_y0 + normalize_feedback_vjp(parts.sum(0), tensors.y0, eps)
     grad_raw = grad_raw.view(rows, wide)
@@ -123,27 +123,43 @@ def core_backward(
     )
 
 
+def _raw_with_feedback(
+    tensors: CoreTensors,
+    saved: CoreSaved,
+    overwrites: bool,
+) -> Tensor:  # (b, t, r + padding)
+    """raw^x + W^y norm(y_{t-1}): in new memory, or in that of raw^x if `overwrites`."""
+    if tensors.W_y is None:
+        return saved.raw
+    raw = saved.raw.flatten(0, 1)
+    factors = saved.normed.flatten(0, 1), first_rows(tensors.W_y, raw.shape[1]).mT
+    total = raw.addmm_(*factors) if overwrites else torch.addmm(raw, *factors)
+    return total.view(saved.raw.shape)
+
+
 def _reverse(
     grad_h: Tensor | None,  # (b, d, n)
     grad_y: Tensor,  # (b, t, d)
-    grad_raw: Tensor,  # (b, t, r + padding), which contains the feedback
+    raw: Tensor,  # (b, t, r + padding), with feedback
+    grad_raw: Tensor,  # (b, t, r + padding), written, may be the memory of raw
     tensors: CoreTensors,
     saved: CoreSaved,
     options: CoreOptions,
 ) -> tuple[GradBuffers, Tensor | None]:
     """The reverse sweep: its results, and parts (splits, b, d) of the cotangent of norm(y0)."""
     (x, _), A, kept = tensors.split(), saved.A, saved.kept
-    (b, t, d), n, r = x.shape, A.shape[0], saved.raw.shape[2]
+    (b, t, d), n, r = x.shape, A.shape[0], tensors.W_x.shape[0] - x.shape[2]
     loop = None if tensors.W_y is None else tensors.W_y[:r]
     splits = 0 if loop is None else count_splits(loop, b)
     of_H = b if grad_h is None else 0
     of_h0 = 1 if tensors.h0 is None else 0
     chunks = kept.shape[1] + 1
-    sizes = [of_H * n * d, b * n * d, splits * b * d, of_h0 * n * d, COUNTERS * chunks]
+    of_fed = 0 if loop is None else r
+    sizes = [of_H * n * d, b * n * d, splits * b * d, of_h0 * n * d, COUNTERS * chunks, of_fed]
     aligned = [size + -size % ALIGNMENT for size in sizes]
     flat = A.new_empty(sum(aligned))
     launch_clear(flat, grad_raw, r)
-    H, grad_A, normed, first, counts = (
+    H, grad_A, normed, first, counts, zero = (
         v[:size] for v, size in zip(flat.split(aligned), sizes, strict=True)
     )
     zeros = ReverseZeros(
@@ -152,8 +168,9 @@ def _reverse(
     )
     # all samples share one memory of zeros
     h0 = first.view(n, d).expand(b, n, d) if tensors.h0 is None else tensors.h0.mT.contiguous()
-    fed = None if loop is None else grad_raw
-    known = SolvedBuffers(x, saved.y, saved.raw, fed, A, h0, kept)
+    # raw contains the feedback: the kernels add that of one token, which is zero, for all
+    fed = None if loop is None else zero.view(raw.dtype)[:r].expand(b, t, r)
+    known = SolvedBuffers(x, saved.y, raw[..., :r], fed, A, h0, kept)
     grads = GradBuffers(
         grad_y,
         H.view(b, n, d) if grad_h is None else state_major(grad_h),

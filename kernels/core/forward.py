@@ -46,17 +46,18 @@ def core_forward(
         normed[:, 0] = normalize_feedback(tensors.y0, eps)
 
     rows = x.flatten(0, 1)
-    raw = F.linear(rows, first_rows(W_x, wide), bias[:wide]).view(b, t, wide)[..., :r]
+    raw = F.linear(rows, first_rows(W_x, wide), bias[:wide]).view(b, t, wide)
     gate = F.linear(rows, W_x[r:], bias[wide:]).view(b, t, d)
     loop = None if W_y is None else W_y[:r]
-    buffers = SweepBuffers(x, raw, loop, A, h, kept, y, normed, statistics)
+    buffers = SweepBuffers(x, raw[..., :r], loop, A, h, kept, y, normed, statistics)
     launch_sweep(buffers, options.parameterization, options.keep_every, counts=counts)
-    fed = None if W_y is None else F.linear(normed, W_y[r:])
-    operands = OutputOperands(y, x, tensors.D, gate, fed, z, tensors.weight)
+    if W_y is None:
+        normed = W_x.new_empty(0)
+    else:
+        gate.flatten(0, 1).addmm_(normed.flatten(0, 1), W_y[r:].mT)
+    operands = OutputOperands(y, x, tensors.D, gate, None, z, tensors.weight)
     hidden = output_forward(operands, options.eps, W_x.dtype)
-    if W_y is None or fed is None:
-        normed = fed = W_x.new_empty(0)
-    saved = CoreSaved(y, raw, gate, fed, normed, kept, A)
+    saved = CoreSaved(y, raw, gate, normed, kept, A)
     return hidden, h.mT, saved, (statistics, *summarize(statistics))
 
 

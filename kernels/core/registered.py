@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import is_transformed, without_autocast
+from bedouin.kernels.backend import is_batched, is_transformed, without_autocast
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors, DecayParameter
 from bedouin.kernels.direct.buffers import count_kept
 from bedouin.kernels.direct.reverse import ReportBackward
@@ -25,7 +25,7 @@ TENSORS = (
     "Tensor projected, Tensor W_x, Tensor? W_y, Tensor decay, Tensor D, Tensor? weight, "
     "Tensor? h0, Tensor? y0"
 )
-SAVED = "Tensor y, Tensor raw, Tensor gate, Tensor fed, Tensor normed, Tensor kept, Tensor A"
+SAVED = "Tensor y, Tensor raw, Tensor gate, Tensor normed, Tensor kept, Tensor A"
 OPTIONS = (
     "str activation, bool selective, int num_householder, float beta_max, str input_scale, "
     "str eigenvalues, float? norm_eps, str decay_parameter, float sharpness, float eps, "
@@ -46,7 +46,7 @@ def _options(flat: tuple[Any, ...]) -> CoreOptions:
 
 @operation(
     "core",
-    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 12)})",
+    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 11)})",
 )
 def core_operation(*flat: Any) -> tuple[Tensor, ...]:
     """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b, t), residual
@@ -64,11 +64,10 @@ def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
     x, W_x = tensors.split()[0], tensors.W_x
     (b, t, d), n = x.shape, tensors.decay.shape[1]
     r, like = W_x.shape[0] - d, x.new_empty(0, dtype=accumulator(x.dtype))
-    raw = W_x.new_empty(b, t, r + padding(r))[..., :r]
-    none = tensors.W_y is None
-    of_feedback = [W_x.new_empty(0) if none else W_x.new_empty(b, t, d) for _ in range(2)]
+    raw = W_x.new_empty(b, t, r + padding(r))
+    normed = W_x.new_empty(0) if tensors.W_y is None else W_x.new_empty(b, t, d)
     kept = like.new_empty(b, count_kept(t, keep_every), n, d)
-    saved = (like.new_empty(b, t, d), raw, W_x.new_empty(b, t, d), *of_feedback, kept)
+    saved = (like.new_empty(b, t, d), raw, W_x.new_empty(b, t, d), normed, kept)
     A, h = like.new_empty(n, d), like.new_empty(b, n, d).mT
     statistics = like.new_empty(4, b, t), like.new_empty(2, b), x.new_empty(b, dtype=torch.bool)
     return W_x.new_empty(b, t, d), h, *saved, A, *statistics
@@ -81,16 +80,20 @@ def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
 )
 def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
     """The tensors of `CoreGradients`."""
+    return _run_backward(flat, overwrites=False)
+
+
+def _run_backward(flat: tuple[Any, ...], *, overwrites: bool) -> tuple[Tensor, ...]:
     from bedouin.kernels.core.backward import CoreCotangents, Wanted, core_backward
 
     cotangents, tensors = CoreCotangents(*flat[:3]), CoreTensors(*flat[3:11])
-    saved, options, wanted = CoreSaved(*flat[11:18]), _options(flat[18:-1]), Wanted(*flat[-1])
-    return core_backward(cotangents, tensors, saved, options, wanted)
+    saved, options, wanted = CoreSaved(*flat[11:17]), _options(flat[17:-1]), Wanted(*flat[-1])
+    return core_backward(cotangents, tensors, saved, options, wanted, overwrites=overwrites)
 
 
 @_core_backward.register_fake
 def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:18]), flat[-1]
+    tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:17]), flat[-1]
     projected, W_x, W_y, decay, _, weight, _, y0 = tensors
     (b, t, d), n, rows = saved.y.shape, saved.A.shape[0], W_x.shape[0]
     grad_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
@@ -106,7 +109,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     y, *others = output[2:]
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
-    ctx.save_for_backward(*inputs[:10], y, *others[:6])
+    ctx.save_for_backward(*inputs[:10], y, *others[:5])
     ctx.scalars = inputs[10:]
     W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
     ctx.wanted = [W_x, any(ctx.needs_input_grad[8:10]), W_y, y0]
@@ -122,9 +125,13 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     cotangents, saved = (grad_hidden, grad_y, grad_h), ctx.saved_tensors
     tensors, biases = CoreTensors(*saved[:8]), saved[8:10]
+    is_last = _is_last_use(*cotangents)
     with torch.no_grad(), without_autocast(tensors.projected.device):
-        given = *cotangents, *tensors, *saved[10:], *ctx.scalars
-        *grads, statistics = _core_backward(*given, ctx.wanted)
+        given = *cotangents, *tensors, *saved[10:], *ctx.scalars, ctx.wanted
+        if is_last:
+            *grads, statistics = _run_backward(given, overwrites=True)
+        else:
+            *grads, statistics = _core_backward(*given)
         projected, W_x, bias, W_y, decay, sums, h0, y0 = grads
         grad_D, *grad_weight = sums.to(tensors.D.dtype).unbind()
         d = tensors.decay.shape[0]
@@ -140,6 +147,16 @@ def _gradients(
     # none for the options
     last = [None] * len(ctx.scalars)
     return *refuse_second_derivative(typed, [*cotangents, *saved]), *last
+
+
+def _is_last_use(
+    *cotangents: Tensor | None,  # any shapes
+) -> bool:
+    """Whether nothing reads what the forward pass has saved after this backward pass, so that it
+    may take that memory, as the backward passes of torch.compile do with donated buffers."""
+    if torch.compiler.is_compiling() or is_transformed() or is_batched(*cotangents):
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 core_operation.register_autograd(_gradients, setup_context=_save)
@@ -159,7 +176,7 @@ class CoreRun(NamedTuple):
     def of(output: tuple[Tensor, ...], report: ReportBackward) -> "CoreRun":
         """The results of `core_operation`, whose backward pass is to call `report` with defect and
         scale (b, t) of the adjoint equation."""
-        run = CoreRun(*output[:3], *output[9:])
+        run = CoreRun(*output[:3], *output[8:])
         if run.hidden.grad_fn is not None:
             # an operation takes no functions: the backward finds this one on its node
             run.hidden.grad_fn.report = report  # type: ignore[attr-defined]

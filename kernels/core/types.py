@@ -37,9 +37,8 @@ class CoreSaved(NamedTuple):
     """What the forward pass computes and the backward pass reads."""
 
     y: Tensor  # (b, t, d)
-    raw: Tensor  # (b, t, r), raw^x
-    gate: Tensor  # (b, t, d), the part that x determines
-    fed: Tensor  # (b, t, d), the gate's feedback; empty without feedback
+    raw: Tensor  # (b, t, r + padding), raw^x; any values from column r on
+    gate: Tensor  # (b, t, d), with feedback, without z
     normed: Tensor  # (b, t, d), norm(y_{t-1}); empty without feedback
     kept: Tensor  # (b, slots, n, d): see `SweepBuffers`
     A: Tensor  # (n, d), log2(e) A
