@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import bedouin.core_map
 import bedouin.layer
 import bedouin.solvers.direct
 import bedouin.solvers.reporting
@@ -39,13 +38,11 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "paper": (True, {"output": "paper", "feedback_norm": False}),
     # the padding of the raw values' rows is less than d
     "wide": (False, {"expand": 35}),
+    "heads": (True, {"num_heads": 2}),
+    "heads without feedback": (False, {"num_heads": 2, "feedback": (), "decay": "griffin"}),
+    "heads, paper": (True, {"num_heads": 3, "output": "paper", "feedback_norm": False}),
 }
 """Whether a state is given, and options."""
-
-
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bedouin.core_map, "ENABLED", True)
 
 
 @contextmanager
@@ -89,8 +86,12 @@ def test_the_same_as_in_separate_operations(
     variant: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_state, options = VARIANTS[variant]
-    layer = make(device, **options)
-    x = torch.randn(1, 2, 2, dtype=torch.float64, device=device, requires_grad=True)
+    dtype = torch.float64
+    if "num_heads" in options:
+        # the kernels of several heads compute in float32
+        dtype, options = torch.float32, {"expand": 3, **options}
+    layer = make(device, dtype, **options)
+    x = torch.randn(1, 2, 2, dtype=dtype, device=device, requires_grad=True)
     state = None
     if with_state:
         state = BedouinState(
@@ -101,13 +102,27 @@ def test_the_same_as_in_separate_operations(
     residual = layer.stats.backward.residual
     with separately(monkeypatch):
         theirs = results(layer, x, state)
-    check(ours, theirs, 1e-12)
+    check(ours, theirs, 1e-12 if dtype == torch.float64 else 1e-5)
     assert torch.isfinite(residual).all() and bool(layer.stats.converged.all())
 
 
 @devices
-def test_low_precision(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make(device, torch.float32)
+def test_heads_against_the_reference(device: str) -> None:
+    """Values and gradients in float32 against those of plain torch in float64."""
+    options = {"expand": 3, "num_heads": 2, "d_state": 3, "num_householder": 2}
+    layer = make(device, torch.float32, **options)
+    plain = make(device, **{**options, "backend": "reference"})
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 3, 2, device=device, requires_grad=True)
+    actual, expected = results(layer, x), results(plain, x.detach().double().requires_grad_())
+    for one, other in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+@devices
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_low_precision(num_heads: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make(device, torch.float32, num_heads=num_heads)
     x = torch.randn(1, 2, 2, device=device, requires_grad=True)
     # not bfloat16, to which Triton's interpreter truncates instead of rounding
     with torch.autocast(device, torch.float16):
@@ -252,14 +267,18 @@ class Live(Inside):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("feedback", [True, False])
-def test_the_number_of_launches(feedback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_launches(
+    feedback: bool, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For 40 samples of 16 tokens, whose reverse sweep is three launches, as for 128 samples."""
     # it fills uninitialized memory, which costs launches
     torch.use_deterministic_algorithms(False)
     options: dict[str, Any] = {} if feedback else {"feedback": ()}
-    layer = Bedouin(32, backend="triton", on_unconverged="ignore", **options)
-    x = torch.randn(40, 16, 32, requires_grad=True)
+    options = {"num_heads": num_heads, "backend": "triton", **options}
+    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
+    x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
     for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     forward, backward = Launches(), Launches()
@@ -269,21 +288,26 @@ def test_the_number_of_launches(feedback: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(PlannedKernel, "launch", lambda *args: backward.launch(*args))
     with backward:
         out.backward(torch.ones_like(out))
-    # one of forward is the number of steps of the statistics
-    assert len(forward.names) <= 10, forward.names
-    assert len(backward.names) <= 25, backward.names
-    assert "sweep_kernel" in forward.names and "reverse_kernel" in backward.names
+    # one of forward is the number of steps of the statistics, and four join those of the heads
+    assert len(forward.names) <= (10 if num_heads == 1 else 14), forward.names
+    assert len(backward.names) <= (25 if num_heads == 1 else 27), backward.names
+    sweeps = {1: ("sweep_kernel", "reverse_kernel")}
+    first, last = sweeps.get(num_heads, ("head_sweep_kernel", "reverse_head_kernel"))
+    assert first in forward.names and last in backward.names
 
 
 @pytest.mark.interpreter
-def test_the_most_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_most_memory_at_a_time(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than in separate operations; without kernels, whose results have no influence."""
     monkeypatch.setattr(PlannedKernel, "launch", lambda *args: None)
-    layer = Bedouin(64, num_householder=4, backend="triton", on_unconverged="ignore")
+    options: dict[str, Any] = {"num_heads": num_heads, "num_householder": 4, "backend": "triton"}
+    layer = Bedouin(64, on_unconverged="ignore", **options)
     x = torch.randn(4, 64, 64, requires_grad=True)
 
     def peak() -> int:
-        with torch.autocast("cpu", torch.bfloat16), Live() as live:
+        live = Live()
+        with torch.autocast("cpu", torch.bfloat16), live:
             torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
         return live.peak
 
@@ -313,6 +337,8 @@ def test_a_backward_pass_that_keeps_the_graph_changes_nothing(device: str) -> No
         (True, {"adjoint": ImplicitAdjoint()}),
         (False, {"adjoint": UnrolledAdjoint()}),
         (False, {"solver": Picard()}),
+        (True, {"num_heads": 2, "dtype": torch.float32}),
+        # the kernels of several heads compute in float32
         (False, {"num_heads": 2}),
         (False, {"feedback": ("B", "C")}),
         (False, {"mixer": LowRank(1), "num_householder": None}),
@@ -321,7 +347,7 @@ def test_a_backward_pass_that_keeps_the_graph_changes_nothing(device: str) -> No
 )
 def test_which_calls_are_one_operation(takes: bool, options: dict[str, Any]) -> None:
     layer = make("cpu", **options)
-    projected = layer.in_proj(torch.randn(1, 1, 2, dtype=torch.float64))
+    projected = layer.in_proj(torch.randn(1, 1, 2, dtype=layer.D.dtype))
     assert takes_core(layer, projected, layer.solve_options, None) is takes
     layer.x_proj.register_forward_hook(lambda *args: None)
     assert not takes_core(layer, projected, layer.solve_options, None)

@@ -1,6 +1,6 @@
 """Launches of the core's own kernels.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values.
+Letters as in `types.py`.
 """
 
 from functools import lru_cache
@@ -23,20 +23,20 @@ DECAY_GRADIENT = PlannedKernel(decay_gradient_kernel)
 
 def launch_start(
     tensors: CoreTensors,
-    biases: tuple[Tensor, Tensor | None],  # (d,), (r,)
+    biases: tuple[Tensor, Tensor | None],  # (d,), (H r,)
     options: CoreOptions,
-    A: Tensor,  # (n, d)
-    bias: Tensor,  # (r + padding(r) + d,)
-    h: Tensor,  # (b, n, d)
-    normed: Tensor,  # (b, t, d)
+    A: Tensor,  # (n, p) or (H, n, p)
+    bias: Tensor,  # (r + padding(r) + p,) or (H, r + padding(r) + p)
+    h: Tensor,  # (b', n, p)
+    normed: Tensor,  # (b', t, p)
     counters: Tensor,  # (3,)
 ) -> None:
     """Write A and the bias of W^x; zero the counters and what no state is given for."""
-    (b, n, d), (dt_bias, raw_bias) = h.shape, biases
-    wide = bias.shape[0] - d
+    (b, n, p), (dt_bias, raw_bias) = h.shape, biases
+    wide = bias.shape[-1] - p
     zeroed = h.numel() if tensors.h0 is None else 0
     first = tensors.W_y is not None and tensors.y0 is None
-    largest = max(zeroed, n * d, bias.shape[0], b * d)
+    largest = max(zeroed, A.numel(), bias.numel(), b * p)
     START.launch(
         (ceil_div(largest, BLOCK),),
         (
@@ -49,7 +49,7 @@ def launch_start(
             normed,
             counters,
         ),
-        (zeroed, b, normed.stride(0), tensors.W_x.shape[0] - d, wide, d, n),
+        (zeroed, b, normed.stride(0), A.numel(), tensors.W_x.shape[-2] - p, wide, p, n),
         _start_constants(options.decay, options.sharpness, raw_bias is not None, first, A.dtype),
     )
 
@@ -70,7 +70,7 @@ def _start_constants(
 
 def launch_clear(
     flat: Tensor,  # any size
-    padded: Tensor,  # (b, t, r + padding), contiguous
+    padded: Tensor,  # (b', t, r + padding), contiguous
     r: int,
 ) -> None:
     """Zero `flat`, and the columns of `padded` from r on."""
@@ -88,15 +88,15 @@ def _clear_constants(padding: int) -> Constants:
 
 
 def decay_gradient(
-    grad_A: Tensor,  # (n, d)
+    grad_A: Tensor,  # (n, p) or (H, n, p)
     decay: Tensor,  # (d, n)
     options: CoreOptions,
 ) -> Tensor:  # (d, n)
     """The cotangent of the parameter behind A, from that of A."""
-    (n, d), decay = grad_A.shape, decay.contiguous()
-    grad = torch.empty_like(decay)
+    (n, p), decay = grad_A.shape[-2:], decay.contiguous()
+    size, grad = decay.numel(), torch.empty_like(decay)
     constants = _gradient_constants(options.decay, options.sharpness, grad_A.dtype)
-    DECAY_GRADIENT.launch((ceil_div(n * d, BLOCK),), (grad_A, decay, grad), (d, n), constants)
+    DECAY_GRADIENT.launch((ceil_div(size, BLOCK),), (grad_A, decay, grad), (size, p, n), constants)
     return grad
 
 

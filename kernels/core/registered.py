@@ -3,7 +3,7 @@
 Eager mode alone uses them: under torch.compile the parts of a layer are traced, and the compiler
 fuses what lies between them. Triton is imported when an operation runs.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values, w as in `CoreTensors`.
+Letters as in `types.py`.
 """
 
 from typing import Any, NamedTuple, cast
@@ -49,8 +49,8 @@ def _options(flat: tuple[Any, ...]) -> CoreOptions:
     f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 11)})",
 )
 def core_operation(*flat: Any) -> tuple[Tensor, ...]:
-    """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b, t), residual
-    and pivot (2, b), converged (b,). W_x, W_y and the output have one dtype; no size may be 0."""
+    """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b', t), residual
+    and pivot (2, b'), converged (b',). W_x, W_y and the output have one dtype; no size may be 0."""
     from bedouin.kernels.core.forward import core_forward
 
     tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(flat[10:])
@@ -61,16 +61,21 @@ def core_operation(*flat: Any) -> tuple[Tensor, ...]:
 @core_operation.register_fake
 def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
     tensors, keep_every = CoreTensors(*flat[:8]), flat[-1]
-    x, W_x = tensors.split()[0], tensors.W_x
-    (b, t, d), n = x.shape, tensors.decay.shape[1]
-    r, like = W_x.shape[0] - d, x.new_empty(0, dtype=accumulator(x.dtype))
-    raw = W_x.new_empty(b, t, r + padding(r))
-    normed = W_x.new_empty(0) if tensors.W_y is None else W_x.new_empty(b, t, d)
-    kept = like.new_empty(b, count_kept(t, keep_every), n, d)
-    saved = (like.new_empty(b, t, d), raw, W_x.new_empty(b, t, d), normed, kept)
-    A, h = like.new_empty(n, d), like.new_empty(b, n, d).mT
-    statistics = like.new_empty(4, b, t), like.new_empty(2, b), x.new_empty(b, dtype=torch.bool)
-    return W_x.new_empty(b, t, d), h, *saved, A, *statistics
+    W_x, sizes = tensors.W_x, tensors.sizes()
+    H, b, t, p, n, r = sizes
+    folded, like = sizes.folded, W_x.new_empty(0, dtype=accumulator(tensors.projected.dtype))
+    normed = W_x.new_empty(0) if tensors.W_y is None else W_x.new_empty(folded, t, p)
+    saved = (
+        like.new_empty(folded, t, p),
+        W_x.new_empty(folded, t, r + padding(r)),
+        W_x.new_empty(sizes.of_heads(b * t, p)),
+        normed,
+        like.new_empty(folded, count_kept(t, keep_every), n, p),
+        like.new_empty(sizes.of_heads(n, p)),
+    )
+    converged = W_x.new_empty(folded, dtype=torch.bool)
+    statistics = like.new_empty(4, folded, t), like.new_empty(2, folded), converged
+    return W_x.new_empty(b, t, H * p), like.new_empty(folded, n, p).mT, *saved, *statistics
 
 
 @operation(
@@ -95,14 +100,16 @@ def _run_backward(flat: tuple[Any, ...], *, overwrites: bool) -> tuple[Tensor, .
 def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:17]), flat[-1]
     projected, W_x, W_y, decay, _, weight, _, y0 = tensors
-    (b, t, d), n, rows = saved.y.shape, saved.A.shape[0], W_x.shape[0]
-    grad_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
-    bias = W_x.new_empty(rows if wanted[1] else 0)
-    grad_W_y = W_x.new_empty(0 if W_y is None or not wanted[2] else W_x.shape)
-    sums = saved.A.new_empty(1 if weight is None else 2, d)
-    of_state = saved.A.new_empty(b, n, d).mT, saved.A.new_empty(0 if y0 is None else y0.shape)
-    grads = projected.new_empty(projected.shape), grad_W_x, bias, grad_W_y
-    return *grads, decay.new_empty(decay.shape), sums, *of_state, saved.A.new_empty(2, b, t)
+    sizes, like = tensors.sizes(), saved.A
+    of_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
+    of_W_y = W_x.new_empty(0 if W_y is None or not wanted[1] else W_x.shape)
+    sums = like.new_empty(1 if weight is None else 2, *sizes.of_heads(sizes.p))
+    h0 = like.new_empty(sizes.folded, sizes.n, sizes.p).mT
+    states = h0, like.new_empty(0 if y0 is None else y0.shape)
+    bias = like.new_empty(W_x.shape[:-1] if wanted[3] else 0)
+    statistics = like.new_empty(2, sizes.folded, sizes.t)
+    grads = projected.new_empty(projected.shape), of_W_x, of_W_y, decay.new_empty(decay.shape)
+    return *grads, sums, *states, bias, statistics
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -112,15 +119,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*inputs[:10], y, *others[:5])
     ctx.scalars = inputs[10:]
     W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
-    ctx.wanted = [W_x, any(ctx.needs_input_grad[8:10]), W_y, y0]
+    ctx.wanted = [W_x, W_y, y0, any(ctx.needs_input_grad[8:10])]
     ctx.report = None
 
 
 def _gradients(
     ctx: Any,
     grad_hidden: Tensor | None,  # (b, t, d)
-    grad_h: Tensor | None,  # (b, d, n)
-    grad_y: Tensor | None,  # (b, t, d)
+    grad_h: Tensor | None,  # (b', p, n)
+    grad_y: Tensor | None,  # (b', t, p)
     *unused: None,
 ) -> tuple[Tensor | None, ...]:
     cotangents, saved = (grad_hidden, grad_y, grad_h), ctx.saved_tensors
@@ -132,14 +139,13 @@ def _gradients(
             *grads, statistics = _run_backward(given, overwrites=True)
         else:
             *grads, statistics = _core_backward(*given)
-        projected, W_x, bias, W_y, decay, sums, h0, y0 = grads
+        *first, sums, h0, y0, bias = grads
         grad_D, *grad_weight = sums.to(tensors.D.dtype).unbind()
-        d = tensors.decay.shape[0]
-        parts = [bias[:d], bias[d:]]
-        every = [projected, W_x, W_y, decay, grad_D, *(grad_weight or [grad_D]), h0, y0, *parts]
+        p = tensors.W_x.shape[-1]
+        every = [*first, grad_D, *(grad_weight or [grad_D]), h0, y0, bias[..., :p], bias[..., p:]]
         needed = ctx.needs_input_grad[:10]
         typed = [
-            grad.to(v.dtype) if need and v is not None else None
+            grad.to(v.dtype).reshape(v.shape) if need and v is not None else None
             for grad, need, v in zip(every, needed, (*tensors, *biases), strict=True)
         ]
     if ctx.report is not None and not is_transformed():
@@ -166,16 +172,16 @@ class CoreRun(NamedTuple):
     """The results of a call that a layer reads."""
 
     hidden: Tensor  # (b, t, d), the gated output
-    h: Tensor  # (b, d, n), the last memory
-    y: Tensor  # (b, t, d), the fixed point
-    statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
-    summary: Tensor  # (2, b): residual, smallest pivot
-    converged: Tensor  # (b,)
+    h: Tensor  # (b', p, n), the last memory
+    y: Tensor  # (b', t, p), the fixed point
+    statistics: Tensor  # (4, b', t): defect, scale, magnitude, pivot
+    summary: Tensor  # (2, b'): residual, smallest pivot
+    converged: Tensor  # (b',)
 
     @staticmethod
     def of(output: tuple[Tensor, ...], report: ReportBackward) -> "CoreRun":
         """The results of `core_operation`, whose backward pass is to call `report` with defect and
-        scale (b, t) of the adjoint equation."""
+        scale (b', t) of the adjoint equation."""
         run = CoreRun(*output[:3], *output[8:])
         if run.hidden.grad_fn is not None:
             # an operation takes no functions: the backward finds this one on its node
