@@ -21,6 +21,8 @@ import bedouin.solvers.direct
 import bedouin.solvers.reporting
 from bedouin import Bedouin, LowRank
 from bedouin.core_map import takes_core
+from bedouin.kernels.core import products
+from bedouin.kernels.core.products import rows_of
 from bedouin.kernels.operation import OPERATIONS
 from bedouin.kernels.plans import PlannedKernel
 from bedouin.solvers import ImplicitAdjoint, Picard, UnrolledAdjoint
@@ -109,7 +111,7 @@ def test_the_same_as_in_separate_operations(
 @devices
 def test_heads_against_the_reference(device: str) -> None:
     """Values and gradients in float32 against those of plain torch in float64."""
-    options = {"expand": 3, "num_heads": 2, "d_state": 3, "num_householder": 2}
+    options: dict[str, Any] = {"expand": 3, "num_heads": 2, "d_state": 3, "num_householder": 2}
     layer = make(device, torch.float32, **options)
     plain = make(device, **{**options, "backend": "reference"})
     plain.load_state_dict(layer.state_dict())
@@ -147,6 +149,14 @@ def test_checkpointing_hooks_and_a_batch_of_cotangents(device: str) -> None:
         hooked = layer(x.cpu()) if device == "cpu" else again
     for out in (again, hooked):
         assert torch.equal(torch.autograd.grad(out, x, weights[0], retain_graph=True)[0], single[0])
+
+
+def test_a_product_for_each_head_adds_the_bias_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(torch.randn(2, 5, 24, dtype=torch.float64)[..., :12], 3)
+    W, bias = torch.randn(3, 7, 4).double(), torch.randn(3, 7).double()
+    batched = products.project(rows, W, bias)
+    monkeypatch.setattr(products, "MANY_ROWS", 10)
+    torch.testing.assert_close(products.project(rows, W, bias), batched)
 
 
 @devices
