@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.core.forward import output_operands
-from bedouin.kernels.core.launch import decay_gradient, launch_clear
+from bedouin.kernels.core.launch import launch_clear, launch_finish
 from bedouin.kernels.core.products import (
     add_product_,
     first_rows,
@@ -50,7 +50,8 @@ class CoreGradients(NamedTuple):
     sums: Tensor  # (2, p) or (2, H, p), of D and weight, or (1, p) or (1, H, p) of D alone
     h0: Tensor  # (b', p, n)
     y0: Tensor  # (b', p), empty without y0
-    bias: Tensor  # (r + p,) or (H, r + p)
+    dt_bias: Tensor  # (p,) or (H, p)
+    raw_bias: Tensor  # (r,) or (H, r)
     statistics: Tensor  # (2, b', t), defect and scale of the adjoint equation
 
 
@@ -74,7 +75,7 @@ def core_backward(
 ) -> CoreGradients:
     """The gradients of a call of `core_forward`; `overwrites` allows it to use the memory of
     `saved.raw`, which it takes for the cotangent of the raw values."""
-    W_x, W_y, y, gate = tensors.W_x, tensors.W_y, saved.y, saved.gate
+    (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
     H, _, _, p, _, r = sizes
     x = rows_of(tensors.split()[0], H)
@@ -109,28 +110,23 @@ def core_backward(
     wide = grad_raw.shape[2]
     grad_raw = grad_raw.view(sizes.of_heads(-1, wide))
     of_x += grads.x.view(gate.shape)
+    grad_H, of_A, statistics = grads.H, grads.A, grads.statistics
+    del grads, grad_y
     add_product_(of_x, of_gate, W_x[..., r:, :])
     add_product_(of_x, grad_raw, first_rows(W_x, wide))
-    grad_W_x = grad_W_y = W_x.new_empty(0)
+    grad_W_x, grad_W_y = W_x.new_empty(0), W_x.new_empty(0)
     if wanted.W_x:
         grad_W_x = joined_gradient(grad_raw, of_gate, x, r)
     if wanted.W_y and W_y is not None:
         grad_W_y = joined_gradient(grad_raw, of_gate, saved.normed.view(gate.shape), r)
-    bias = grads.A.new_empty(0)
+    bias = of_A.new_empty(0)
     if wanted.bias:
         bias = _bias_gradient(grad_raw, of_gate, r, bias.dtype)
-    of_A = grads.A.sum(0) if H == 1 else grads.A.unflatten(0, (H, -1)).sum(1)
-    return CoreGradients(
-        grad_projected,
-        grad_W_x,
-        grad_W_y,
-        decay_gradient(of_A, tensors.decay, options),
-        sums,
-        grads.H.mT,
-        grad_y0,
-        bias,
-        grads.statistics,
-    )
+    of_A = of_A.sum(0) if H == 1 else of_A.unflatten(0, (H, -1)).sum(1)
+    finished = launch_finish(tensors, options, of_A, bias, grad_W_x, grad_W_y)
+    of_weights = finished.W_x, finished.W_y, finished.decay, sums
+    of_biases = finished.dt_bias, finished.raw_bias
+    return CoreGradients(grad_projected, *of_weights, grad_H.mT, grad_y0, *of_biases, statistics)
 
 
 def _raw_with_feedback(
@@ -139,13 +135,14 @@ def _raw_with_feedback(
     overwrites: bool,
 ) -> Tensor:  # (b', t, r + padding)
     """raw^x + W^y norm(y_{t-1}): in new memory, or in that of raw^x if `overwrites`."""
-    if tensors.W_y is None:
+    _, W_y = saved.weights(tensors)
+    if W_y is None:
         return saved.raw
     normed = saved.normed.view(saved.gate.shape)
     wide = saved.raw.shape[2]
     raw = saved.raw.view(*normed.shape[:-1], wide)
     total = raw if overwrites else raw.clone()
-    add_product_(total, normed, first_rows(tensors.W_y, wide).mT)
+    add_product_(total, normed, first_rows(W_y, wide).mT)
     return total.view(saved.raw.shape)
 
 
@@ -163,7 +160,8 @@ def _reverse(
     A, kept, sizes = saved.A, saved.kept, tensors.sizes()
     H, _, t, p, n, r = sizes
     b = sizes.folded
-    loop = None if tensors.W_y is None else tensors.W_y[..., :r, :]
+    _, W_y = saved.weights(tensors)
+    loop = None if W_y is None else W_y[..., :r, :]
     # what only the kernels of one head need
     alone = loop is not None and H == 1
     splits = count_splits(loop, b) if alone and loop is not None else 0

@@ -29,9 +29,10 @@ def core_forward(
     biases: tuple[Tensor, Tensor | None],  # of Delta (d,) and of all others (H r,)
     options: CoreOptions,
 ) -> CoreResult:
-    """No size may be 0. W_x, W_y and the output have one dtype. Several heads must be such that
-    `takes_heads_together` is true."""
-    W_x, W_y = tensors.W_x, tensors.W_y
+    """No size may be 0. The output has the dtype of `projected`, in which the products are
+    computed. Several heads must be such that `takes_heads_together` is true."""
+    W_x, W_y = (_lowered(W, tensors.projected.dtype) for W in (tensors.W_x, tensors.W_y))
+    assert W_x is not None
     sizes, x = tensors.sizes(), tensors.split()[0]
     H, b, t, p, n, r = sizes
     folded, wide = sizes.folded, r + padding(r)
@@ -43,7 +44,7 @@ def core_forward(
     normed = y if W_y is None else W_y.new_empty(folded, t, p)
     bias = W_x.new_empty(sizes.of_heads(wide + p))
     counts = W_x.new_empty(3, dtype=torch.int32)
-    launch_start(tensors, biases, options, A, bias, h, normed, counts)
+    launch_start(tensors, biases, options, A, bias, h, normed, counts, W_x, W_y)
     if W_y is not None and tensors.y0 is not None:
         eps = options.parameterization.feedback_norm_eps
         normed[:, 0] = normalize_feedback(tensors.y0, eps)
@@ -65,8 +66,22 @@ def core_forward(
     hidden = W_x.new_empty(b, t, H * p)
     operands = output_operands(tensors, y, gate)
     output_forward(operands, options.eps, W_x.dtype, into=rows_of(hidden, H))
-    saved = CoreSaved(y, raw, gate, normed, kept, A)
+    weights = (
+        W_x.new_empty(0) if W is given or W is None else W
+        for W, given in ((W_x, tensors.W_x), (W_y, tensors.W_y))
+    )
+    saved = CoreSaved(y, raw, gate, normed, kept, A, *weights)
     return hidden, h.mT, saved, (statistics, *summarize(statistics))
+
+
+def _lowered(
+    W: Tensor | None,  # any shape
+    dtype: torch.dtype,
+) -> Tensor | None:  # as W
+    """W itself if it has the dtype, else memory for it in that dtype."""
+    if W is None or W.dtype == dtype:
+        return W
+    return torch.empty(W.shape, dtype=dtype, device=W.device)
 
 
 def output_operands(

@@ -25,7 +25,10 @@ TENSORS = (
     "Tensor projected, Tensor W_x, Tensor? W_y, Tensor decay, Tensor D, Tensor? weight, "
     "Tensor? h0, Tensor? y0"
 )
-SAVED = "Tensor y, Tensor raw, Tensor gate, Tensor normed, Tensor kept, Tensor A"
+SAVED = (
+    "Tensor y, Tensor raw, Tensor gate, Tensor normed, Tensor kept, Tensor A, Tensor low_W_x, "
+    "Tensor low_W_y"
+)
 OPTIONS = (
     "str activation, bool selective, int num_householder, float beta_max, str input_scale, "
     "str eigenvalues, float? norm_eps, str decay_parameter, float sharpness, float eps, "
@@ -46,11 +49,11 @@ def _options(flat: tuple[Any, ...]) -> CoreOptions:
 
 @operation(
     "core",
-    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 11)})",
+    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 13)})",
 )
 def core_operation(*flat: Any) -> tuple[Tensor, ...]:
     """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b', t), residual
-    and pivot (2, b'), converged (b',). W_x, W_y and the output have one dtype; no size may be 0."""
+    and pivot (2, b'), converged (b',). No size may be 0."""
     from bedouin.kernels.core.forward import core_forward
 
     tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(flat[10:])
@@ -61,27 +64,31 @@ def core_operation(*flat: Any) -> tuple[Tensor, ...]:
 @core_operation.register_fake
 def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
     tensors, keep_every = CoreTensors(*flat[:8]), flat[-1]
-    W_x, sizes = tensors.W_x, tensors.sizes()
+    low, sizes = tensors.projected, tensors.sizes()
     H, b, t, p, n, r = sizes
-    folded, like = sizes.folded, W_x.new_empty(0, dtype=accumulator(tensors.projected.dtype))
-    normed = W_x.new_empty(0) if tensors.W_y is None else W_x.new_empty(folded, t, p)
+    folded, like = sizes.folded, low.new_empty(0, dtype=accumulator(low.dtype))
+    normed = low.new_empty(0) if tensors.W_y is None else low.new_empty(folded, t, p)
     saved = (
         like.new_empty(folded, t, p),
-        W_x.new_empty(folded, t, r + padding(r)),
-        W_x.new_empty(sizes.of_heads(b * t, p)),
+        low.new_empty(folded, t, r + padding(r)),
+        low.new_empty(sizes.of_heads(b * t, p)),
         normed,
         like.new_empty(folded, count_kept(t, keep_every), n, p),
         like.new_empty(sizes.of_heads(n, p)),
+        *(
+            low.new_empty(0 if W is None or W.dtype == low.dtype else W.shape)
+            for W in (tensors.W_x, tensors.W_y)
+        ),
     )
-    converged = W_x.new_empty(folded, dtype=torch.bool)
+    converged = low.new_empty(folded, dtype=torch.bool)
     statistics = like.new_empty(4, folded, t), like.new_empty(2, folded), converged
-    return W_x.new_empty(b, t, H * p), like.new_empty(folded, n, p).mT, *saved, *statistics
+    return low.new_empty(b, t, H * p), like.new_empty(folded, n, p).mT, *saved, *statistics
 
 
 @operation(
     "core_backward",
     "(Tensor? grad_hidden, Tensor? grad_y, Tensor? grad_h, "
-    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 9)})",
+    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 10)})",
 )
 def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
     """The tensors of `CoreGradients`."""
@@ -92,31 +99,35 @@ def _run_backward(flat: tuple[Any, ...], *, overwrites: bool) -> tuple[Tensor, .
     from bedouin.kernels.core.backward import CoreCotangents, Wanted, core_backward
 
     cotangents, tensors = CoreCotangents(*flat[:3]), CoreTensors(*flat[3:11])
-    saved, options, wanted = CoreSaved(*flat[11:17]), _options(flat[17:-1]), Wanted(*flat[-1])
+    saved, options, wanted = CoreSaved(*flat[11:19]), _options(flat[19:-1]), Wanted(*flat[-1])
     return core_backward(cotangents, tensors, saved, options, wanted, overwrites=overwrites)
 
 
 @_core_backward.register_fake
 def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:17]), flat[-1]
+    tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:19]), flat[-1]
     projected, W_x, W_y, decay, _, weight, _, y0 = tensors
     sizes, like = tensors.sizes(), saved.A
     of_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
-    of_W_y = W_x.new_empty(0 if W_y is None or not wanted[1] else W_x.shape)
+    of_W_y = projected.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
+    if W_y is not None and not wanted[1]:
+        of_W_y = W_y.new_empty(0)
     sums = like.new_empty(1 if weight is None else 2, *sizes.of_heads(sizes.p))
     h0 = like.new_empty(sizes.folded, sizes.n, sizes.p).mT
     states = h0, like.new_empty(0 if y0 is None else y0.shape)
-    bias = like.new_empty(W_x.shape[:-1] if wanted[3] else 0)
+    biases = (
+        like.new_empty(sizes.of_heads(size) if wanted[3] else 0) for size in (sizes.p, sizes.r)
+    )
     statistics = like.new_empty(2, sizes.folded, sizes.t)
     grads = projected.new_empty(projected.shape), of_W_x, of_W_y, decay.new_empty(decay.shape)
-    return *grads, sums, *states, bias, statistics
+    return *grads, sums, *states, *biases, statistics
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     y, *others = output[2:]
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
-    ctx.save_for_backward(*inputs[:10], y, *others[:5])
+    ctx.save_for_backward(*inputs[:10], y, *others[:7])
     ctx.scalars = inputs[10:]
     W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
     ctx.wanted = [W_x, W_y, y0, any(ctx.needs_input_grad[8:10])]
@@ -139,10 +150,9 @@ def _gradients(
             *grads, statistics = _run_backward(given, overwrites=True)
         else:
             *grads, statistics = _core_backward(*given)
-        *first, sums, h0, y0, bias = grads
+        *first, sums, h0, y0, dt_bias, raw_bias = grads
         grad_D, *grad_weight = sums.to(tensors.D.dtype).unbind()
-        p = tensors.W_x.shape[-1]
-        every = [*first, grad_D, *(grad_weight or [grad_D]), h0, y0, bias[..., :p], bias[..., p:]]
+        every = [*first, grad_D, *(grad_weight or [grad_D]), h0, y0, dt_bias, raw_bias]
         needed = ctx.needs_input_grad[:10]
         typed = [
             grad.to(v.dtype).reshape(v.shape) if need and v is not None else None
@@ -182,7 +192,7 @@ class CoreRun(NamedTuple):
     def of(output: tuple[Tensor, ...], report: ReportBackward) -> "CoreRun":
         """The results of `core_operation`, whose backward pass is to call `report` with defect and
         scale (b', t) of the adjoint equation."""
-        run = CoreRun(*output[:3], *output[8:])
+        run = CoreRun(*output[:3], *output[10:])
         if run.hidden.grad_fn is not None:
             # an operation takes no functions: the backward finds this one on its node
             run.hidden.grad_fn.report = report  # type: ignore[attr-defined]

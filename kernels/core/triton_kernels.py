@@ -1,4 +1,4 @@
-"""Kernels around the sweeps of a whole layer: what precedes them in one launch, and A's gradient.
+"""Kernels around the sweeps of a whole layer: what precedes and what follows them, a launch each.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, r raw values of a
 head, H heads.
@@ -15,6 +15,12 @@ from bedouin.kernels.device.elementary import LOG2E, sigmoid, softplus
 @triton.jit
 def _zero(ptr, at, size):
     tl.store(ptr + at, tl.zeros(at.shape, ptr.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _convert(from_ptr, to_ptr, at, size):
+    v = tl.load(from_ptr + at, mask=at < size, other=0.0)
+    tl.store(to_ptr + at, v.to(to_ptr.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -38,10 +44,16 @@ def start_kernel(
     h_ptr,  # (b, n, d), zeroed
     normed_ptr,  # (b, t, d), of which the first token is zeroed
     counters_ptr,  # (3,), zeroed
+    W_x_ptr,  # (W_x_size,)
+    W_x_low_ptr,  # (W_x_size,), written: W^x in another dtype
+    W_y_ptr,  # (W_y_size,)
+    W_y_low_ptr,  # (W_y_size,), written: W^y in another dtype
     h_size,  # b n d, or 0
     batch,
     normed_stride,
     A_size,  # H n d
+    W_x_size,  # 0: it has the dtype of its products already
+    W_y_size,
     r,
     wide,
     d: tl.constexpr,
@@ -58,6 +70,8 @@ def start_kernel(
     if program == 0:
         _zero(counters_ptr, tl.arange(0, 4), 3)
     _zero(h_ptr, program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), h_size)
+    _convert(W_x_ptr, W_x_low_ptr, at, W_x_size)
+    _convert(W_y_ptr, W_y_low_ptr, at, W_y_size)
     if program * BLOCK < A_size:
         mask = at < A_size
         head, inside = at // (n * d), at % (n * d)
@@ -102,11 +116,22 @@ def clear_kernel(
 
 
 @triton.jit
-def decay_gradient_kernel(
+def finish_kernel(
     grad_A_ptr,  # (H, n, d)
     decay_ptr,  # (H, d, n), the parameter behind A
     grad_ptr,  # (H, d, n), written: the cotangent of the parameter
-    size,  # H n d
+    bias_ptr,  # (H, r + d), of the bias of W^x, or nothing
+    dt_bias_ptr,  # (H, d), written: its first part
+    raw_bias_ptr,  # (H, r), written: its second part
+    W_x_low_ptr,  # (W_x_size,), of W^x
+    W_x_ptr,  # (W_x_size,), written: the same in another dtype
+    W_y_low_ptr,  # (W_y_size,), of W^y
+    W_y_ptr,  # (W_y_size,), written: the same in another dtype
+    A_size,  # H n d
+    bias_size,  # H (r + d), or 0
+    W_x_size,  # 0: it has its dtype already
+    W_y_size,
+    r,
     d: tl.constexpr,
     n: tl.constexpr,
     DECAY: tl.constexpr,
@@ -114,14 +139,25 @@ def decay_gradient_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Gradients as the parameters have them."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
-    head, inside = at // (n * d), at % (n * d)
-    grad_at = head * (n * d) + inside % n * d + inside // n
-    grad = tl.load(grad_A_ptr + grad_at, mask=mask, other=0.0)
-    parameter = tl.load(decay_ptr + at, mask=mask, other=0.0).to(ACC)
-    if DECAY == "exp":
-        grad *= -tl.exp(parameter)
-    else:
-        grad *= -SHARPNESS * tl.where(parameter > 20, 1.0, sigmoid(parameter))
-    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+    _convert(W_x_low_ptr, W_x_ptr, at, W_x_size)
+    _convert(W_y_low_ptr, W_y_ptr, at, W_y_size)
+    if tl.program_id(0) * BLOCK < bias_size:
+        head, column = at // (r + d), at % (r + d)
+        v = tl.load(bias_ptr + at, mask=at < bias_size, other=0.0)
+        of_delta = (at < bias_size) & (column < d)
+        tl.store(dt_bias_ptr + head * d + column, v, mask=of_delta)
+        of_others = (at < bias_size) & (column >= d)
+        tl.store(raw_bias_ptr + head * r + column - d, v, mask=of_others)
+    if tl.program_id(0) * BLOCK < A_size:
+        mask = at < A_size
+        head, inside = at // (n * d), at % (n * d)
+        grad_at = head * (n * d) + inside % n * d + inside // n
+        grad = tl.load(grad_A_ptr + grad_at, mask=mask, other=0.0)
+        parameter = tl.load(decay_ptr + at, mask=mask, other=0.0).to(ACC)
+        if DECAY == "exp":
+            grad *= -tl.exp(parameter)
+        else:
+            grad *= -SHARPNESS * tl.where(parameter > 20, 1.0, sigmoid(parameter))
+        tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)

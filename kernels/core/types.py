@@ -19,7 +19,7 @@ class CoreTensors(NamedTuple):
     """What the output of a layer's core depends on, without the bias."""
 
     projected: Tensor  # (b, t, w): x, and behind it z
-    W_x: Tensor  # (r + p, p) or (H, r + p, p), of the raw values and of the gate
+    W_x: Tensor  # (r + p, p) or (H, r + p, p), of the raw values and of the gate, in any dtype
     W_y: Tensor | None  # as W_x; None: no feedback
     decay: Tensor  # (d, n), the parameter behind A
     D: Tensor  # (d,)
@@ -68,6 +68,13 @@ class CoreSaved(NamedTuple):
     normed: Tensor  # (b', t, p), norm(y_{t-1}); empty without feedback
     kept: Tensor  # (b', slots, n, p): see `SweepBuffers`
     A: Tensor  # (n, p) or (H, n, p), log2(e) A
+    W_x: Tensor  # W_x and W_y in the dtype of `projected`; empty if they have it already
+    W_y: Tensor
+
+    def weights(self, tensors: CoreTensors) -> tuple[Tensor, Tensor | None]:
+        """W_x and W_y in the dtype of `projected`."""
+        W_x = self.W_x if self.W_x.numel() else tensors.W_x
+        return W_x, self.W_y if self.W_y.numel() else tensors.W_y
 
 
 class CoreOptions(NamedTuple):

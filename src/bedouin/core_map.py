@@ -143,8 +143,12 @@ class CoreMap:
         layer, state = self._layer, self._state
         decay, sharpness, parameter = layer.decay_parameter()
         assert parameter is not None and decay != "one"
-        W_x = layer.x_proj.weight.to(self._dtype)
-        W_y = None if layer.y_proj is None else layer.y_proj.weight.to(self._dtype)
+        W_x = layer.x_proj.weight
+        W_y = None if layer.y_proj is None else layer.y_proj.weight
+        if layer.num_heads == 1:
+            # outside, because the operation would hold large gradients in both dtypes at once, and
+            # with them all that it has saved
+            W_x, W_y = W_x.to(self._dtype), None if W_y is None else W_y.to(self._dtype)
         weight, eps = (None, 0.0) if layer.norm is None else (layer.norm.weight, layer.norm.eps)
         heads, p, n = layer.num_heads, layer.head_dim, layer.d_state
         h0, y0 = (None, None) if state is None else fold_state(state, heads)
