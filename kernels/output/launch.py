@@ -47,7 +47,8 @@ def output_forward(
 ) -> Tensor:  # as y
     """The gated output in `dtype`, written to `into`, by default to new memory. No size may be 0.
 
-    Operands may also be the rows (b t, d), or of heads (H, T, d)."""
+    Operands and `into` may also be rows, (b t, d) or of several heads (H, T, d).
+    """
     y, _, D, *_, weight = operands
     out = torch.empty(y.shape, dtype=dtype, device=y.device) if into is None else into
     d, heads = y.shape[-1], D.numel() // y.shape[-1]
