@@ -14,6 +14,7 @@ from bedouin.kernels.direct.triton_constants import (
     alignment,
     blocked_constants,
     counters,
+    input_strides,
     launch_options,
     layout_of,
     mixer_constants,
@@ -202,7 +203,7 @@ class ChunkBuffers(NamedTuple):
 
 
 def chunk_buffers(known: SolvedBuffers, keep_every: int, options: Parameterization) -> ChunkBuffers:
-    b, t_end, d = known.x.shape
+    b, t_end, d = known.y.shape
     k = layout_of(options).num_householder
     count = min(keep_every, t_end)
     scalars = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
@@ -214,7 +215,7 @@ def prepare(
     known: SolvedBuffers, buffers: ChunkBuffers, chunk: range, options: Parameterization
 ) -> None:
     x, y, raw, fed, A, _, _ = known
-    b, t_end, d = x.shape
+    b, t_end, d = y.shape
     given = raw if fed is None else fed
     strides = *raw.stride()[:2], *given.stride()[:2]
     PREPARE.launch(
@@ -227,7 +228,7 @@ def prepare(
             per_head(A, b),
             d,
             A.shape[-2],
-            *x.stride()[:2],
+            *input_strides(x, A),
             *strides[:2],
             *token_strides(fed),
         ),
