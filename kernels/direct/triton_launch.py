@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
+from bedouin.kernels.direct.open_loop.launch import launch_open_reverse, launch_open_sweep
 from bedouin.kernels.direct.triton_constants import (
     Like,
     alignment,
@@ -56,10 +57,10 @@ def launch_sweep(
     """The whole forward sweep, in place."""
     b, t_end, d = buffers.x.shape
     W_y = buffers.W_y
-    counts = counters(buffers.x) if counts is None else counts
     if W_y is None:
-        _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b, counts)
+        launch_open_sweep(buffers, options, keep_every)
         return
+    counts = counters(buffers.x) if counts is None else counts
     r = W_y.shape[0]
     plan = plan_product(r, d, W_y, b, limits=limits)
     parts = _splits(plan)
@@ -147,6 +148,9 @@ def launch_reverse(
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     b, t_end, d = known.x.shape
+    if W is None:
+        launch_open_reverse(known, grads, options, keep_every)
+        return None
     plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)

@@ -5,7 +5,7 @@ of b/H samples each (kernels/heads.py).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,9 +103,11 @@ def plan_scan(
     *,
     reverse: bool,
     heads: int = 1,
+    chunk: int = CHUNK,
     limits: Limits = LIMITS,
 ) -> Plan:
-    """The plan of the forward kernel or, with `reverse`, of the backward kernel."""
+    """The plan of the forward kernel or, with `reverse`, of the backward kernel, for segments of
+    whole chunks of so many tokens."""
     b, t, d = x.shape
     block_n = next_power_of_two(n)
 
@@ -123,8 +125,8 @@ def plan_scan(
         if programs(block_d) < wanted:
             block_d = max(1, block_d // 2)
     segments = max(1, min(ceil_div(wanted, programs(block_d)), t // shortest))
-    segment_chunks = ceil_div(ceil_div(t, segments), CHUNK)
-    segments = ceil_div(t, segment_chunks * CHUNK)
+    segment_chunks = ceil_div(ceil_div(t, segments), chunk)
+    segments = ceil_div(t, segment_chunks * chunk)
     return Plan(b, t, d, n, heads, block_d, block_n, segments, segment_chunks, limits)
 
 
@@ -197,15 +199,16 @@ def scan_backward(
     grad_h0 = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
     grad_D = A.new_empty(b, plan.segments, d if D is not None else 0, dtype=acc)
     backward_kernel[(plan.programs,)](
-        *(grad_y, end, x, delta, A, B, C, skip, kept, work),
+        *(grad_y, end, x, delta, A, B, C, skip, h0, kept, work),
         *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
         *plan.sizes,
         *_strides(grad_y, x, delta, B, C),
-        plan.head_samples,
+        *(0, plan.head_samples),
         **_flags(options, acc),
         EXCLUSIVE=options.exclusive,
         HEADS=plan.heads > 1,
         HAS_D=D is not None,
+        OF_SWEEP=False,
         CHUNK=CHUNK,
         **plan.blocks,
     )
@@ -215,6 +218,47 @@ def scan_backward(
     summed_B, summed_C = summed_B.to(B.dtype, copy=True), summed_C.to(C.dtype, copy=True)
     summed_D = A.new_empty(0) if D is None else _sum_samples(grad_D, D)
     return ScanCotangents(grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D)
+
+
+class SweepScan(NamedTuple):
+    """The scan of a sweep, as `sweep_scan_backward` reads it."""
+
+    grad_y: Tensor  # (b, t, d)
+    ends: Tensor  # (b, s, n, d), cotangents of h after each segment of the plan
+    x: Tensor  # (b, t, d), overwritten by its cotangent
+    delta: Tensor  # (b, t, d), likewise
+    A: Tensor  # (d, n), log2(e) A
+    B: Tensor  # (b, t, n)
+    C: Tensor  # (b, t, n)
+    h0: Tensor  # (b, n, d), possibly expanded
+    kept: Tensor  # (b, chunks - 1, n, d), h before each chunk but the first
+
+
+def sweep_scan_backward(
+    scan: SweepScan, options: ScanOptions, plan: Plan, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangents of A (b, s, d, n) and of B and C (b, t, blocks, n), in parts of segments and
+    of blocks of channels; those of x and delta are written over them. `chunk`: tokens between two
+    kept h, for which the plan was made. All tensors have one dtype."""
+    A, dtype = scan.A, scan.A.dtype
+    work = A.new_empty(plan.programs, chunk, plan.block_d * plan.block_n)
+    grad_A = A.new_empty(plan.b, plan.segments, *A.shape)
+    grad_B, grad_C = A.new_empty(2, plan.b, plan.t, plan.channel_blocks, plan.n)
+    backward_kernel[(plan.programs,)](
+        *(scan.grad_y, scan.ends, scan.x, scan.delta, A, scan.B, scan.C, A, scan.h0, scan.kept),
+        *(work, scan.x, scan.delta, grad_A, grad_B, grad_C, A, A),
+        *plan.sizes,
+        *_strides(scan.grad_y, scan.x, scan.delta, scan.B, scan.C),
+        *(scan.h0.stride(0), plan.head_samples),
+        **_flags(options, dtype),
+        EXCLUSIVE=False,
+        HEADS=False,
+        HAS_D=False,
+        OF_SWEEP=True,
+        CHUNK=chunk,
+        **plan.blocks,
+    )
+    return grad_A, grad_B, grad_C
 
 
 def _sum_samples(
