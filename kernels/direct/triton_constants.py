@@ -159,6 +159,12 @@ def num_warps(d: int, rows: int) -> int:
     return int(min(16, max(4, elements // 2048, next_power_of_two(d) // 128)))
 
 
+def token_warps(d: int) -> int:
+    """Warps of a kernel of one token a program: half as many as for a sweep, because every warp
+    repeats the k x k algebra."""
+    return max(4, num_warps(d, 1) // 2)
+
+
 def launch_options(
     d: int,
     A: Tensor | Like,  # (n, d)
@@ -189,7 +195,6 @@ def sweep_constants(
     d = A.shape[-1]
     return Constants(
         KEEP=keep_every,
-        FEEDBACK=W_y is not None,
         **matrix_constants(plan, W_y, b, programs, tf32),
         **scan_constants(d, A, options),
         **norm_constants(options),
@@ -212,9 +217,8 @@ def prepare_constants(
         **scan_constants(d, A, options),
         **mixer_constants(options),
         **alignment(*strides),
-        # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
-        # are summed within one warp
-        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
+        # a head's channels are summed within one warp
+        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else token_warps(d),
     )
 
 
@@ -245,10 +249,10 @@ def replay_constants(
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def reverse_constants(
     A: Like,
-    W: Like | None,
+    W: Like,
     options: Parameterization,
     keep_every: int,
-    plan: Plan | None,
+    plan: Plan,
     programs: int,
     b: int,
     strides: tuple[int, ...],
@@ -257,17 +261,20 @@ def reverse_constants(
 ) -> Constants:
     """The constants of `reverse_kernel`, likewise."""
     d = A.shape[-1]
-    constants = blocked_constants(d, A, options)
+    constants, products = (
+        blocked_constants(d, A, options),
+        matrix_constants(plan, W, b, programs, tf32),
+    )
+    del products["PERSISTENT"]
     return Constants(
         KEEP=keep_every,
         PREPARE=prepares,
         REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
-        FEEDBACK=W is not None,
-        **matrix_constants(plan, W, b, programs, tf32),
+        **products,
         **constants,
         **norm_constants(options),
         **mixer_constants(options),
         **alignment(*strides),
         **launch_options(d, A),
-        **(cooperative() if prepares or plan is not None else {}),
+        **cooperative(),
     )

@@ -17,8 +17,8 @@ from bedouin.kernels.direct.triton_constants import (
     alignment,
     layout_of,
     mixer_constants,
-    num_warps,
     scan_constants,
+    token_warps,
 )
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Parameterization
@@ -155,7 +155,7 @@ def _prepare_constants(
         **scan_constants(d, A, options),
         **mixer_constants(options),
         **alignment(*strides),
-        num_warps=_token_warps(d),
+        num_warps=token_warps(d),
     )
 
 
@@ -195,7 +195,7 @@ def _statistics_constants(
         K=layout_of(options).num_householder,
         **constants,
         **alignment(*strides),
-        num_warps=_token_warps(d),
+        num_warps=token_warps(d),
     )
 
 
@@ -212,11 +212,5 @@ def _gradients_constants(
         BLOCKS=next_power_of_two(blocks),
         **constants,
         **alignment(*strides),
-        num_warps=_token_warps(d),
+        num_warps=token_warps(d),
     )
-
-
-def _token_warps(d: int) -> int:
-    """Warps of a kernel of one token a program: half as many as for a sweep, since every warp
-    repeats the k x k algebra."""
-    return max(4, num_warps(d, 1) // 2)

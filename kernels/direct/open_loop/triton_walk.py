@@ -152,29 +152,28 @@ def walk_kernel(
         slot, until = slots - 2, (t_end - 1) % every + 1
         last_slot = kept + (slots - 1).to(tl.int64) * (n * d)
         tl.store(last_slot + state, h, mask=in_state)
-    first = t_end - 1 if REVERSE else 0
+    end = tl.cast(t_end, tl.int64) - 1
+    first = end if REVERSE else end * 0
+    last = end - first
     step = -1 if REVERSE else 1
-    last = t_end - 1 - first
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b, ALIGNED) + U_AT
     given = given_ptr + sample * given_stride_b
     deltas = delta_ptr + sample * t_end * d + cols
     solvers = solver_ptr + sample * t_end * (SIZE + 2 * n)
-    offset = tl.multiple_of(first.to(tl.int64) * raw_stride_t, ALIGNED)
+    offset = tl.multiple_of(first * raw_stride_t, ALIGNED)
     u_next = _load_rows(raw + offset, cols, in_d, d, K)
-    value_next = tl.load(given + first.to(tl.int64) * given_stride_t + cols, mask=in_d, other=0.0)
-    delta = tl.load(deltas + first.to(tl.int64) * d, mask=in_d, other=0.0)
+    value_next = tl.load(given + first * given_stride_t + cols, mask=in_d, other=0.0)
+    delta = tl.load(deltas + first * d, mask=in_d, other=0.0)
     if not REVERSE:
         h *= build_decay(A_log2 * delta[None, :], FULL, FAST)
-    vector = tl.load(
-        solvers + first.to(tl.int64) * (SIZE + 2 * n) + READ + rows, mask=in_n, other=0.0
-    )
+    vector = tl.load(solvers + first * (SIZE + 2 * n) + READ + rows, mask=in_n, other=0.0)
     read = _read(h, vector, delta, A_log2, REVERSE, INPUT_SCALE, FULL, FAST)
-    ahead = tl.where(t_end > 1, first + step, last).to(tl.int64)
+    ahead = tl.where(t_end > 1, first + step, last)
     delta_next = tl.load(deltas + ahead * d, mask=in_d, other=0.0)
     for i in range(0, t_end):
-        t = (first + step * i).to(tl.int64)
-        ahead = tl.where(i + 1 < t_end, t + step, last).to(tl.int64)
-        further = tl.where(i + 2 < t_end, t + 2 * step, last).to(tl.int64)
+        t = first + step * i
+        ahead = tl.where(i + 1 < t_end, t + step, last)
+        further = tl.where(i + 2 < t_end, t + 2 * step, last)
         row = solvers + t * (SIZE + 2 * n)
         u = ()
         for j in tl.static_range(K):
