@@ -117,12 +117,15 @@ def choose_chunk(operands: Operands, *, together: bool) -> int:
     (samples, t_end, _), A = operands.x.shape, operands.A
     if together and t_end > CHUNK:
         return CHUNK
-    return choose_chunk_of(samples // (1 if together else count_heads(A)), *A.shape[-2:])
+    samples //= 1 if together else count_heads(A)
+    return choose_chunk_of(samples, *A.shape[-2:], feedback=together or operands.W_y is not None)
 
 
-def choose_chunk_of(b: int, d: int, n: int) -> int:
-    """Tokens between two kept h: CHUNK, or fewer, but at least 4, if the workspace would otherwise
-    exceed WORKSPACE."""
+def choose_chunk_of(b: int, d: int, n: int, *, feedback: bool) -> int:
+    """Tokens between two kept h: CHUNK, or with feedback fewer, but at least 4, if the workspace
+    would otherwise exceed WORKSPACE. Without feedback there is none of this size."""
+    if not feedback:
+        return CHUNK
     size = b * d * n
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 

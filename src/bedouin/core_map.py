@@ -136,7 +136,8 @@ class CoreMap:
         weight, eps = (None, 0.0) if layer.norm is None else (layer.norm.weight, layer.norm.eps)
         h0, y0 = (None, None) if state is None else state
         tensors = CoreTensors(self._projected, W_x, W_y, parameter, layer.D, weight, h0, y0)
-        kept = choose_chunk_of(self._projected.shape[0], *parameter.shape)
+        b, feedback = self._projected.shape[0], W_y is not None
+        kept = choose_chunk_of(b, *parameter.shape, feedback=feedback)
         options = CoreOptions(layer.parameterization(), decay, sharpness, eps or 0.0, kept)
         output = core_operation(*tensors, layer.dt_bias, layer.raw_bias, *flatten(options))
         run = self._run = CoreRun.of(output, make_reporter(cell))

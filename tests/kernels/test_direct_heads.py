@@ -415,7 +415,7 @@ def test_opcheck(dtype: torch.dtype, plain: bool) -> None:
 )
 def test_large_memories_are_kept_more_often(t: int, together: bool, chunk: int) -> None:
     x, A = torch.empty(2, t, 1, device="meta"), torch.empty(2, 2**20, 1, device="meta")
-    assert choose_chunk(Operands(x, x, None, A, None, None), together=together) == chunk
+    assert choose_chunk(Operands(x, x, A, A, None, None), together=together) == chunk
 
 
 @pytest.mark.gpu
