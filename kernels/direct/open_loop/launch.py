@@ -23,7 +23,13 @@ from bedouin.kernels.direct.triton_constants import (
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
-from bedouin.kernels.scan.launch import SweepScan, plan_scan, sweep_scan_backward
+from bedouin.kernels.scan.launch import (
+    LIMITS,
+    Limits,
+    SweepScan,
+    plan_scan,
+    sweep_scan_backward,
+)
 from bedouin.kernels.scan.types import ScanOptions
 
 PREPARE, WALK = PlannedKernel(prepare_kernel), PlannedKernel(walk_kernel)
@@ -72,9 +78,13 @@ def launch_open_sweep(buffers: SweepBuffers, options: Parameterization, keep_eve
 
 
 def launch_open_reverse(
-    known: SolvedBuffers, grads: GradBuffers, options: Parameterization, keep_every: int
+    known: SolvedBuffers,
+    grads: GradBuffers,
+    options: Parameterization,
+    keep_every: int,
+    limits: Limits = LIMITS,
 ) -> None:
-    """The whole reverse sweep, in place."""
+    """The whole reverse sweep, in place; `limits` are those of the scan's backward."""
     x, y, raw, _, A, h0, kept = known
     b, t_end, d = x.shape
     n, k = A.shape[0], layout_of(options).num_householder
@@ -89,7 +99,7 @@ def launch_open_reverse(
         (t_end, d, n, *of_x, *of_g, *of_raw),
         _prepare_constants(Like.of(A), options, of_raw, reverse=True),
     )
-    plan = plan_scan(x, n, reverse=True, chunk=keep_every)
+    plan = plan_scan(x, n, reverse=True, chunk=keep_every, limits=limits)
     ends = A.new_empty(b, plan.segments, n, d)
     WALK.launch(
         (b,),
