@@ -37,8 +37,9 @@ class SweepBuffers(NamedTuple):
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
     def heads(self) -> list["SweepBuffers"]:
-        """The buffers of each head by itself, views but for `statistics`, which are new."""
-        if self.A.dim() == 2:
+        """The buffers of each head by itself, views but for `statistics`, which are new; without
+        feedback those of all heads, which the kernels take at once."""
+        if self.A.dim() == 2 or self.W_y is None:
             return [self]
         heads = len(self.A)
         weights = split_weights(self.W_y, heads)
@@ -61,13 +62,13 @@ class SolvedBuffers(NamedTuple):
     kept: Tensor  # (b, `count_kept`, n, d)
 
     def heads(self) -> list["SolvedBuffers"]:
-        """The buffers of each head by itself, views."""
-        if self.A.dim() == 2:
+        """The buffers of each head by itself, views; without feedback those of all heads."""
+        if self.A.dim() == 2 or self.fed is None:
             return [self]
         heads = len(self.A)
         x, y, raw, h0, kept = (v.chunk(heads) for v in (self.x, self.y, self.raw, *self[5:]))
-        fed = [None] * heads if self.fed is None else self.fed.chunk(heads)
-        return [SolvedBuffers(*part) for part in zip(x, y, raw, fed, self.A, h0, kept, strict=True)]
+        parts = zip(x, y, raw, self.fed.chunk(heads), self.A, h0, kept, strict=True)
+        return [SolvedBuffers(*part) for part in parts]
 
 
 class GradBuffers(NamedTuple):
@@ -118,7 +119,7 @@ def choose_chunk(operands: Operands, *, together: bool) -> int:
     if together and t_end > CHUNK:
         return CHUNK
     samples //= 1 if together else count_heads(A)
-    return choose_chunk_of(samples, *A.shape[-2:], feedback=together or operands.W_y is not None)
+    return choose_chunk_of(samples, *A.shape[-2:], feedback=operands.W_y is not None)
 
 
 def choose_chunk_of(b: int, d: int, n: int, *, feedback: bool) -> int:

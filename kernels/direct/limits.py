@@ -41,16 +41,15 @@ def is_small_head(
 def takes_heads_together(
     operands: Operands, parameterization: Parameterization, shared_memory: int | None = None
 ) -> bool:
-    """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold.
+    """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold,
+    with feedback.
 
     The kernels of one head take other heads one after the other. `shared_memory`: bytes that one
     program can have; None: those of the device.
     """
     W_y, A = operands.W_y, operands.A
-    if not is_small_head(A):
+    if W_y is None or not is_small_head(A):
         return False
-    if W_y is None:
-        return True
     layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
     blocks = head_blocks(d, n, layout.num_householder, layout.selective)
     if shared_memory is None:

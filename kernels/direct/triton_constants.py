@@ -159,12 +159,6 @@ def num_warps(d: int, rows: int) -> int:
     return int(min(16, max(4, elements // 2048, next_power_of_two(d) // 128)))
 
 
-def token_warps(d: int) -> int:
-    """Warps of a kernel of one token a program: half as many as for a sweep, because every warp
-    repeats the k x k algebra."""
-    return max(4, num_warps(d, 1) // 2)
-
-
 def launch_options(
     d: int,
     A: Tensor | Like,  # (n, d)
@@ -217,8 +211,9 @@ def prepare_constants(
         **scan_constants(d, A, options),
         **mixer_constants(options),
         **alignment(*strides),
-        # a head's channels are summed within one warp
-        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else token_warps(d),
+        # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
+        # are summed within one warp
+        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
     )
 
 

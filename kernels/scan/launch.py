@@ -5,6 +5,7 @@ of b/H samples each (kernels/heads.py).
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,13 @@ from bedouin.kernels.launch import (
     next_power_of_two,
     triton_dtype,
 )
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 from bedouin.kernels.scan.triton_backward import backward_kernel
 from bedouin.kernels.scan.triton_forward import forward_kernel
 from bedouin.kernels.scan.triton_segments import carry_kernel, segment_kernel
 from bedouin.kernels.scan.types import CHUNK, ScanCotangents, ScanOperands, ScanOptions, ScanResult
+
+OF_SWEEP = PlannedKernel(backward_kernel)
 
 MOST_WARPS = 8
 BACKWARD_CHANNELS = 16
@@ -227,7 +231,7 @@ class SweepScan(NamedTuple):
     ends: Tensor  # (b, s, n, d), cotangents of h after each segment of the plan
     x: Tensor  # (b, t, d), overwritten by its cotangent
     delta: Tensor  # (b, t, d), likewise
-    A: Tensor  # (d, n), log2(e) A
+    A: Tensor  # (n, d) or (H, n, d), log2(e) A
     B: Tensor  # (b, t, n)
     C: Tensor  # (b, t, n)
     h0: Tensor  # (b, n, d), possibly expanded
@@ -237,28 +241,46 @@ class SweepScan(NamedTuple):
 def sweep_scan_backward(
     scan: SweepScan, options: ScanOptions, plan: Plan, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of A (b, s, d, n) and of B and C (b, t, blocks, n), in parts of segments and
+    """The cotangents of A (b, s, n, d) and of B and C (b, t, blocks, n), in parts of segments and
     of blocks of channels; those of x and delta are written over them. `chunk`: tokens between two
     kept h, for which the plan was made. All tensors have one dtype."""
-    A, dtype = scan.A, scan.A.dtype
+    A = scan.A
     work = A.new_empty(plan.programs, chunk, plan.block_d * plan.block_n)
-    grad_A = A.new_empty(plan.b, plan.segments, *A.shape)
+    grad_A = A.new_empty(scan.ends.shape)
     grad_B, grad_C = A.new_empty(2, plan.b, plan.t, plan.channel_blocks, plan.n)
-    backward_kernel[(plan.programs,)](
-        *(scan.grad_y, scan.ends, scan.x, scan.delta, A, scan.B, scan.C, A, scan.h0, scan.kept),
-        *(work, scan.x, scan.delta, grad_A, grad_B, grad_C, A, A),
-        *plan.sizes,
-        *_strides(scan.grad_y, scan.x, scan.delta, scan.B, scan.C),
-        *(scan.h0.stride(0), plan.head_samples),
+    OF_SWEEP.launch(
+        (plan.programs,),
+        (
+            *(scan.grad_y, scan.ends, scan.x, scan.delta, A, scan.B, scan.C, A, scan.h0, scan.kept),
+            *(work, scan.x, scan.delta, grad_A, grad_B, grad_C, A, A),
+        ),
+        (
+            *plan.sizes,
+            *_strides(scan.grad_y, scan.x, scan.delta, scan.B, scan.C),
+            *(scan.h0.stride(0), plan.head_samples),
+        ),
+        _sweep_constants(options, A.dtype, chunk, plan.heads > 1, tuple(plan.blocks.items())),
+    )
+    return grad_A, grad_B, grad_C
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _sweep_constants(
+    options: ScanOptions,
+    dtype: torch.dtype,
+    chunk: int,
+    has_heads: bool,
+    blocks: tuple[tuple[str, int], ...],
+) -> Constants:
+    return Constants(
         **_flags(options, dtype),
         EXCLUSIVE=False,
-        HEADS=False,
+        HEADS=has_heads,
         HAS_D=False,
         OF_SWEEP=True,
         CHUNK=chunk,
-        **plan.blocks,
+        **dict(blocks),
     )
-    return grad_A, grad_B, grad_C
 
 
 def _sum_samples(

@@ -97,8 +97,8 @@ def backward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """OF_SWEEP: h0, `kept` and `grad_end` are (..., n, d), as a sweep has them, A is log2(e) A, and
-    the cotangent of h0 is not stored."""
+    """OF_SWEEP: A, h0, `kept`, `grad_end` and `grad_A` are (..., n, d), as a sweep has them, A is
+    log2(e) A, and the cotangent of h0 is not stored."""
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
     block, segment, batch = program % blocks, program // blocks % segments, program // blocks
@@ -118,7 +118,8 @@ def backward_kernel(
         A_ptr += head * size
         D_ptr += head * d
     if OF_SWEEP:
-        A_log2 = tl.load(A_ptr + cell, mask=in_cell, other=0.0)
+        A_log2 = _load_transposed(A_ptr, slots, channel, state, d, n)
+        tl.debug_barrier()
         g = _load_transposed(grad_end_ptr + own * size, slots, channel, state, d, n)
     else:
         A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
@@ -234,7 +235,16 @@ def backward_kernel(
             part = (token * blocks + block) * n + state
             tl.store(grad_B_ptr + part, grad_B, mask=state < end_n)
             tl.store(grad_C_ptr + part, grad_C, mask=state < end_n)
-    tl.store(grad_A_ptr + own * size + cell, grad_A, mask=in_cell)
+    if OF_SWEEP:
+        tl.debug_barrier()
+        tl.store(slots, grad_A)
+        tl.debug_barrier()
+        in_tile = in_n[:, None] & in_d[None, :]
+        tile = tl.load(tl.trans(slots))
+        transposed = state[:, None] * d + channel[None, :]
+        tl.store(grad_A_ptr + own * size + transposed, tile, mask=in_tile)
+    else:
+        tl.store(grad_A_ptr + own * size + cell, grad_A, mask=in_cell)
     if HAS_D:
         tl.store(grad_D_ptr + own * d + channel, grad_D, mask=in_d)
     in_d = channel < tl.where(segment == 0, d, 0)

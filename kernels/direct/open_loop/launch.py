@@ -1,12 +1,14 @@
-"""Launches of the sweep without feedback and of its reverse, of one head.
+"""Launches of the sweep without feedback and of its reverse, of all heads at once.
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+Letters: b folded samples (kernels/heads.py), t time, d channels of a head, n state per channel,
+k reflections, r raw values.
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
 from bedouin.kernels.direct.open_loop.triton_prepare import prepare_kernel
@@ -17,8 +19,8 @@ from bedouin.kernels.direct.triton_constants import (
     alignment,
     layout_of,
     mixer_constants,
+    per_head,
     scan_constants,
-    token_warps,
 )
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Parameterization
@@ -34,6 +36,9 @@ from bedouin.kernels.scan.types import ScanOptions
 
 PREPARE, WALK = PlannedKernel(prepare_kernel), PlannedKernel(walk_kernel)
 STATISTICS, GRADIENTS = PlannedKernel(statistics_kernel), PlannedKernel(gradients_kernel)
+
+CHANNELS_OF_WARP = 256
+"""Channels of a warp of a kernel of one token a program: 8 in each thread."""
 
 LANES = 32
 """Threads of a warp."""
@@ -51,28 +56,28 @@ RESIDENT_STATES = 16384
 def launch_open_sweep(buffers: SweepBuffers, options: Parameterization, keep_every: int) -> None:
     """The whole forward sweep, in place."""
     x, raw, _, A, h, kept, y, _, statistics = buffers
-    b, t_end, d = x.shape
-    n, k = A.shape[0], layout_of(options).num_householder
+    b, t_end, d = y.shape
+    n, k = A.shape[-2], layout_of(options).num_householder
     delta, solver = A.new_empty(b, t_end, d), A.new_empty(b, t_end, _solver_size(k) + 2 * n)
     e = A.new_empty(b, t_end, k)
-    strides = *x.stride()[:2], *raw.stride()[:2]
+    strides = *_input_strides(x, A), *raw.stride()[:2]
     PREPARE.launch(
         (b * t_end,),
         (x, y, x, raw, A, delta, solver, statistics[3], y, solver),
-        (t_end, d, n, *x.stride()[:2], *strides),
+        (t_end, per_head(A, b), d, n, *strides[:3], *y.stride()[:2], *raw.stride()[:2]),
         _prepare_constants(Like.of(A), options, raw.stride()[:2], reverse=False),
     )
     constants = _walk_constants(Like.of(A), options, raw.stride()[:2], reverse=False)
     WALK.launch(
         (b,),
         (x, raw, delta, solver, A, h, y, e, kept),
-        (t_end, keep_every, kept.shape[1], 0, d, n, *strides),
+        (t_end, keep_every, kept.shape[1], 0, per_head(A, b), d, n, *strides),
         constants,
     )
     STATISTICS.launch(
         (b * t_end,),
         (x, y, raw, A, delta, solver, e, statistics),
-        (t_end, d, n, *strides),
+        (t_end, per_head(A, b), d, n, *strides),
         _statistics_constants(Like.of(A), options, raw.stride()[:2]),
     )
 
@@ -86,32 +91,43 @@ def launch_open_reverse(
 ) -> None:
     """The whole reverse sweep, in place; `limits` are those of the scan's backward."""
     x, y, raw, _, A, h0, kept = known
-    b, t_end, d = x.shape
-    n, k = A.shape[0], layout_of(options).num_householder
+    b, t_end, d = y.shape
+    n, k = A.shape[-2], layout_of(options).num_householder
     size, pairs = _solver_size(k), k * (k + 1) // 2
     delta, mixed, v = A.new_empty(3, b, t_end, d)
     solver = A.new_empty(b, t_end, size + 2 * n)
     factor = A.new_empty(b, t_end, pairs + 4 * k + 2)
-    of_x, of_g, of_raw = (w.stride()[:2] for w in (x, grads.y, raw))
+    of_x, of_g, of_raw = _input_strides(x, A), grads.y.stride()[:2], raw.stride()[:2]
     PREPARE.launch(
         (b * t_end,),
         (x, y, grads.y, raw, A, delta, solver, v, mixed, factor),
-        (t_end, d, n, *of_x, *of_g, *of_raw),
+        (t_end, per_head(A, b), d, n, *of_x, *of_g, *of_raw),
         _prepare_constants(Like.of(A), options, of_raw, reverse=True),
     )
-    plan = plan_scan(x, n, reverse=True, chunk=keep_every, limits=limits)
+    heads = 1 if A.dim() == 2 else len(A)
+    plan = plan_scan(y, n, reverse=True, heads=heads, chunk=keep_every, limits=limits)
     ends = A.new_empty(b, plan.segments, n, d)
     WALK.launch(
         (b,),
         (grads.y, raw, delta, solver, A, grads.H, v, v, ends),
-        (t_end, plan.segment_chunks * keep_every, plan.segments, 0, d, n, *of_g, *of_raw),
+        (
+            t_end,
+            plan.segment_chunks * keep_every,
+            plan.segments,
+            0,
+            per_head(A, b),
+            d,
+            n,
+            *_input_strides(grads.y, A),
+            *of_raw,
+        ),
         _walk_constants(Like.of(A), options, of_raw, reverse=True),
     )
     B, C = solver[..., size : size + n], solver[..., size + n :]
-    scan = SweepScan(v, ends, mixed, delta, A.mT.contiguous(), B, C, h0, kept)
+    scan = SweepScan(v, ends, mixed, delta, A, B, C, h0, kept)
     scales = ScanOptions(options.input_scale, options.eigenvalues, exclusive=False)
     parts = sweep_scan_backward(scan, scales, plan, keep_every)
-    torch.sum(parts[0].mT, 1, out=grads.A)
+    torch.sum(parts[0], 1, out=grads.A)
     of_grad = grads.raw.stride()[:2]
     GRADIENTS.launch(
         (b * t_end,),
@@ -130,14 +146,29 @@ def launch_open_reverse(
             grads.raw,
             grads.statistics,
         ),
-        (t_end, plan.channel_blocks, d, n, *of_x, *of_g, *of_raw, *of_grad),
+        (t_end, plan.channel_blocks, per_head(A, b), d, n, *of_x, *of_g, *of_raw, *of_grad),
         _gradients_constants(Like.of(A), options, plan.channel_blocks, (*of_raw, *of_grad)),
     )
+
+
+def _input_strides(
+    v: Tensor,  # (b, t, d) or (H, b / H, t, d)
+    A: Tensor,  # (n, d) or (H, n, d)
+) -> tuple[int | None, ...]:
+    """Strides of the axes of heads, of which there is none for one head, batch and time."""
+    if A.dim() == 2:
+        return None, *v.stride()[:2]
+    return (v if v.dim() == 4 else v.unflatten(0, (len(A), -1))).stride()[:3]
 
 
 def _solver_size(k: int) -> int:
     """Scalars of a token: see triton_prepare.py."""
     return k * k + k * (k + 1) + k + 1
+
+
+def token_warps(d: int) -> int:
+    """Warps of a kernel of one token a program; every warp repeats the k x k algebra."""
+    return max(1, min(MOST_WARPS, next_power_of_two(d) // CHANNELS_OF_WARP))
 
 
 class Form(NamedTuple):
@@ -150,8 +181,8 @@ class Form(NamedTuple):
 def walk_form(d: int, n: int) -> Form:
     """The form for d channels with n states."""
     channels = next_power_of_two(d)
-    wanted = channels * next_power_of_two(n) // (LANES * STATES_OF_THREAD)
-    warps = max(1, min(MOST_WARPS, max(wanted, min(4, channels // LANES))))
+    states = channels * next_power_of_two(n) // LANES
+    warps = max(1, min(MOST_WARPS, states // STATES_OF_THREAD))
     return Form(warps, wide=channels >= 4 * LANES * warps)
 
 
@@ -178,7 +209,7 @@ def _walk_constants(
     *,
     reverse: bool,
 ) -> Constants:
-    n, d = A.shape
+    n, d = A.shape[-2:]
     constants = scan_constants(d, A, options)
     del constants["ACTIVATION"], constants["EPS"]
     form = walk_form(d, n) if form is None else form

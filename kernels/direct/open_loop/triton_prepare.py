@@ -58,6 +58,24 @@ def input_gain(
 
 
 @triton.jit
+def matrix_of(A_ptr, sample, per_head, d: tl.constexpr, n: tl.constexpr):
+    """Pointer to A (n, d) of the head that a sample belongs to; `per_head` None: one head."""
+    if per_head is None:
+        return A_ptr
+    else:
+        return A_ptr + sample // per_head * (n * d)
+
+
+@triton.jit
+def input_row(ptr, sample, t, per_head, stride_h, stride_b, stride_t):
+    """Pointer to the entries of token t of (b, t, d), or with heads of (H, b / H, t, d)."""
+    if per_head is None:
+        return ptr + sample * stride_b + t * stride_t
+    else:
+        return ptr + sample // per_head * stride_h + sample % per_head * stride_b + t * stride_t
+
+
+@triton.jit
 def load_reflections(raw, cols, d: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
     """u_1 .. u_k (BLOCK_D,), not normalized."""
     u = ()
@@ -89,21 +107,23 @@ def _factors(G, S, beta, inv, K: tl.constexpr):
     return left + upper + scale_symmetric(T, inv, K), T, pivot
 
 
-@triton.jit(do_not_specialize=["t_end"])
+@triton.jit(do_not_specialize=["t_end", "per_head"])
 def prepare_kernel(
-    x_ptr,  # (b, t, d)
+    x_ptr,  # (b, t, d) or (H, b / H, t, d)
     y_ptr,  # (b, t, d), if REVERSE
     g_ptr,  # (b, t, d), cotangent of y, if REVERSE
     raw_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
+    A_ptr,  # (n, d) or (H, n, d), log2(e) A
     delta_ptr,  # (b, t, d), written: Delta
     solver_ptr,  # (b, t, K K + 2 P + K + 1 + 2 n), written
     pivot_ptr,  # (b, t), written unless REVERSE: the smallest pivot
     mixed_ptr,  # (b, t, d), written if REVERSE: x~
     factor_ptr,  # (b, t, P + 4 K + 2), written if REVERSE
     t_end,
+    per_head,  # samples of a head; None: one head
     d: tl.constexpr,
     n: tl.constexpr,
+    x_stride_h,  # None: one head
     x_stride_b,
     x_stride_t,
     g_stride_b,
@@ -130,7 +150,7 @@ def prepare_kernel(
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
-    x_row = x_ptr + sample * x_stride_b + t * x_stride_t
+    x_row = input_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
     x = tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
     delta = fast_activate(load_raw(raw, raw, cols, in_d, False, ACC, ".cg"), ACTIVATION, FAST)
     tl.store(delta_ptr + token * d + cols, delta, mask=in_d)
@@ -147,7 +167,8 @@ def prepare_kernel(
     u_at = d + (2 * n if SELECTIVE else 0)
     u = load_reflections(raw + u_at, cols, d, K, ACC)
     beta = load_beta(raw + u_at + K * d, raw, K, False, BETA_MAX, ACC)
-    sigma, _ = input_gain(delta, B * C, A_ptr, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
+    A = matrix_of(A_ptr, sample, per_head, d, n)
+    sigma, _ = input_gain(delta, B * C, A, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     sigma_u = rows_times(u, sigma, K)
     if REVERSE:

@@ -20,22 +20,29 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     upper_transposed_times,
 )
-from bedouin.kernels.direct.open_loop.triton_prepare import input_gain, load_reflections
+from bedouin.kernels.direct.open_loop.triton_prepare import (
+    input_gain,
+    input_row,
+    load_reflections,
+    matrix_of,
+)
 
 
-@triton.jit(do_not_specialize=["t_end"])
+@triton.jit(do_not_specialize=["t_end", "per_head"])
 def statistics_kernel(
-    x_ptr,  # (b, t, d)
+    x_ptr,  # (b, t, d) or (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
-    A_ptr,  # (n, d), log2(e) A
+    A_ptr,  # (n, d) or (H, n, d), log2(e) A
     delta_ptr,  # (b, t, d), Delta
     solver_ptr,  # (b, t, K K + 2 P + K + 1 + 2 n), as in triton_prepare.py
     e_ptr,  # (b, t, K), E e
     statistics_ptr,  # (4, b, t), of which defect, scale and magnitude are written
     t_end,
+    per_head,  # samples of a head; None: one head
     d: tl.constexpr,
     n: tl.constexpr,
+    x_stride_h,  # None: one head
     x_stride_b,
     x_stride_t,
     raw_stride_b,
@@ -63,7 +70,7 @@ def statistics_kernel(
     SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
     row = solver_ptr + token * (SIZE + 2 * n)
-    x_row = x_ptr + sample * x_stride_b + t * x_stride_t
+    x_row = input_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
     x = tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
     y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
     delta = tl.load(delta_ptr + token * d + cols, mask=in_d, other=0.0)
@@ -71,7 +78,8 @@ def statistics_kernel(
     U_v = sums(rows_times(u, y - x, K))
     BC = tl.load(row + SIZE + rows, mask=in_n, other=0.0)
     BC *= tl.load(row + SIZE + n + rows, mask=in_n, other=0.0)
-    sigma, largest = input_gain(delta, BC, A_ptr, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
+    A = matrix_of(A_ptr, sample, per_head, d, n)
+    sigma, largest = input_gain(delta, BC, A, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
     T_v = upper_times(load_tuple(row + K * K + PAIRS, PAIRS), U_v, K)
     missing = sigma * combine(subtract(T_v, load_tuple(e_ptr + token * K, K), K), u, K)
     terms = largest * (tl.abs(x) + tl.abs(x + combine(T_v, u, K)))
@@ -105,9 +113,9 @@ def _store_unit_gradient(ptr, grad, unit_row, inverse, n: tl.constexpr, BLOCK_N:
     tl.store(ptr + rows, grad.to(ptr.dtype.element_ty), mask=rows < n)
 
 
-@triton.jit(do_not_specialize=["t_end", "blocks"])
+@triton.jit(do_not_specialize=["t_end", "blocks", "per_head"])
 def gradients_kernel(
-    x_ptr,  # (b, t, d)
+    x_ptr,  # (b, t, d) or (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     g_ptr,  # (b, t, d), cotangent of y
     raw_ptr,  # (b, t, r)
@@ -119,12 +127,14 @@ def gradients_kernel(
     grad_B_ptr,  # (b, t, blocks, n), parts of that of the unit B
     grad_C_ptr,  # (b, t, blocks, n)
     grad_x_ptr,  # (b, t, d), written
-    grad_raw_ptr,  # (b, t, r or more), written
+    grad_raw_ptr,  # (b, t, r or more), written, may be the memory of the raw values
     statistics_ptr,  # (2, b, t), written: defect and scale of the adjoint equation
     t_end,
     blocks,
+    per_head,  # samples of a head; None: one head
     d: tl.constexpr,
     n: tl.constexpr,
+    x_stride_h,  # None: one head
     x_stride_b,
     x_stride_t,
     g_stride_b,
@@ -160,7 +170,9 @@ def gradients_kernel(
     row, factor = solver_ptr + token * (SIZE + 2 * n), factor_ptr + token * FACTOR
     at = token * d + cols
     u_at = d + (2 * n if SELECTIVE else 0)
+    # before the sums and their barriers: the cotangents may take the memory of the raw values
     u = load_reflections(raw + u_at, cols, d, K, ACC)
+    raw_delta = load_raw(raw, raw, cols, in_d, False, ACC, ".cg")
     grad_mixed = tl.load(grad_mixed_ptr + at, mask=in_d, other=0.0)
     U_g = sums(rows_times(u, grad_mixed, K))
     T_g = upper_transposed_times(load_tuple(row + K * K + PAIRS, PAIRS), U_g, K)
@@ -176,7 +188,7 @@ def gradients_kernel(
     G, T_v = load_tuple(factor, PAIRS), load_tuple(factor + PAIRS, K)
     a, r = load_tuple(factor + PAIRS + K, K), load_tuple(factor + PAIRS + 2 * K, K)
     squares = load_tuple(factor + PAIRS + 3 * K, K)
-    x_row = x_ptr + sample * x_stride_b + t * x_stride_t
+    x_row = input_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
     v = tl.load(y_ptr + at, mask=in_d, other=0.0).to(ACC)
     v -= tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
     for i in tl.static_range(1, K):
@@ -196,7 +208,6 @@ def gradients_kernel(
         grad_mixed -= T_g[i] * u[i]
     # what remains of it is the cotangent of x
     tl.store(grad_x_ptr + at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=in_d)
-    raw_delta = load_raw(raw, raw, cols, in_d, False, ACC, ".cg")
     grad_delta = tl.load(grad_delta_ptr + at, mask=in_d, other=0.0)
     grad_delta = activate_vjp(grad_delta, raw_delta, ACTIVATION)
     tl.store(grad_raw + cols, grad_delta.to(kind), mask=in_d)

@@ -22,6 +22,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     upper_transposed_times,
 )
+from bedouin.kernels.direct.open_loop.triton_prepare import input_row, matrix_of
 
 
 @triton.jit
@@ -90,13 +91,13 @@ def _read(
         return tl.sum(h * vector[:, None], axis=0)
 
 
-@triton.jit(do_not_specialize=["t_end", "every", "slots", "zero"])
+@triton.jit(do_not_specialize=["t_end", "every", "slots", "zero", "per_head"])
 def walk_kernel(
-    given_ptr,  # (b, t, d), x, or if REVERSE the cotangent of y
+    given_ptr,  # (b, t, d) or (H, b / H, t, d): x, or if REVERSE the cotangent of y
     raw_ptr,  # (b, t, r)
     delta_ptr,  # (b, t, d), Delta
     solver_ptr,  # (b, t, K K + 2 P + K + 1 + 2 n), as in triton_prepare.py
-    A_ptr,  # (n, d), log2(e) A
+    A_ptr,  # (n, d) or (H, n, d), log2(e) A
     h_ptr,  # (b, n, d): the first memory, overwritten by the last; or the cotangent of the last,
     # overwritten by that of the first
     out_ptr,  # (b, t, d), written: y, or v
@@ -107,8 +108,10 @@ def walk_kernel(
     every,
     slots,
     zero,
+    per_head,  # samples of a head; None: one head
     d: tl.constexpr,
     n: tl.constexpr,
+    given_stride_h,  # None: one head
     given_stride_b,
     given_stride_t,
     raw_stride_b,
@@ -141,7 +144,7 @@ def walk_kernel(
     in_n, in_d = rows < n, cols < d
     state = rows[:, None] * d + cols[None, :]
     in_state = in_n[:, None] & in_d[None, :]
-    A_at = A_ptr + state
+    A_at = matrix_of(A_ptr, sample, per_head, d, n) + state
     A_log2 = tl.load(A_at, mask=in_state, other=0.0)
     h_at = h_ptr + sample * n * d + state
     h = tl.load(h_at, mask=in_state, other=0.0)
@@ -157,7 +160,9 @@ def walk_kernel(
     last = end - first
     step = -1 if REVERSE else 1
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b, ALIGNED) + U_AT
-    given = given_ptr + sample * given_stride_b
+    given = input_row(
+        given_ptr, sample, 0, per_head, given_stride_h, given_stride_b, given_stride_t
+    )
     deltas = delta_ptr + sample * t_end * d + cols
     solvers = solver_ptr + sample * t_end * (SIZE + 2 * n)
     offset = tl.multiple_of(first * raw_stride_t, ALIGNED)
