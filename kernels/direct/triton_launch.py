@@ -161,7 +161,7 @@ def launch_reverse(
     if plan is not None and b <= limits.one_launch_batch:
         _reverse(known, grads, W, buffers, slots, plan, options, keep_every, zeros, prepare=True)
         return parts
-    rows = pad_rows(W)
+    rows = pad_rows(W) if plan is None else W
     for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         prepare(known, buffers, chunk, options)
