@@ -18,11 +18,10 @@ from bedouin.kernels.direct.triton_constants import (
     Like,
     alignment,
     layout_of,
-    mixer_constants,
     per_head,
     scan_constants,
 )
-from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 from bedouin.kernels.scan.launch import (
@@ -36,6 +35,9 @@ from bedouin.kernels.scan.types import ScanOptions
 
 PREPARE, WALK = PlannedKernel(prepare_kernel), PlannedKernel(walk_kernel)
 STATISTICS, GRADIENTS = PlannedKernel(statistics_kernel), PlannedKernel(gradients_kernel)
+
+LINE = 32
+"""float32 of a line of cache."""
 
 CHANNELS_OF_WARP = 256
 """Channels of a warp of a kernel of one token a program: 8 in each thread."""
@@ -58,7 +60,7 @@ def launch_open_sweep(buffers: SweepBuffers, options: Parameterization, keep_eve
     x, raw, _, A, h, kept, y, _, statistics = buffers
     b, t_end, d = y.shape
     n, k = A.shape[-2], layout_of(options).num_householder
-    delta, solver = A.new_empty(b, t_end, d), A.new_empty(b, t_end, _solver_size(k) + 2 * n)
+    delta, solver = A.new_empty(b, t_end, d), A.new_empty(b, t_end, _solver_width(k, n))
     e = A.new_empty(b, t_end, k)
     strides = *_input_strides(x, A), *raw.stride()[:2]
     PREPARE.launch(
@@ -95,7 +97,7 @@ def launch_open_reverse(
     n, k = A.shape[-2], layout_of(options).num_householder
     size, pairs = _solver_size(k), k * (k + 1) // 2
     delta, mixed, v = A.new_empty(3, b, t_end, d)
-    solver = A.new_empty(b, t_end, size + 2 * n)
+    solver = A.new_empty(b, t_end, _solver_width(k, n))
     factor = A.new_empty(b, t_end, pairs + 4 * k + 2)
     of_x, of_g, of_raw = _input_strides(x, A), grads.y.stride()[:2], raw.stride()[:2]
     PREPARE.launch(
@@ -123,7 +125,7 @@ def launch_open_reverse(
         ),
         _walk_constants(Like.of(A), options, of_raw, reverse=True),
     )
-    B, C = solver[..., size : size + n], solver[..., size + n :]
+    B, C = solver[..., size : size + n], solver[..., size + n : size + 2 * n]
     scan = SweepScan(v, ends, mixed, delta, A, B, C, h0, kept)
     scales = ScanOptions(options.input_scale, options.eigenvalues, exclusive=False)
     parts = sweep_scan_backward(scan, scales, plan, keep_every)
@@ -166,6 +168,16 @@ def _solver_size(k: int) -> int:
     return k * k + k * (k + 1) + k + 1
 
 
+def _solver_width(k: int, n: int) -> int:
+    """Entries of a token's row of scalars, B and C: whole lines of cache of 32 float32."""
+    return ceil_div(_solver_size(k) + 2 * n, LINE) * LINE
+
+
+def _solver_constants(A: Like, options: Parameterization) -> dict[str, int]:
+    k = layout_of(options).num_householder
+    return {"K": k, "WIDTH": _solver_width(k, A.shape[-2])}
+
+
 def token_warps(d: int) -> int:
     """Warps of a kernel of one token a program; every warp repeats the k x k algebra."""
     return max(1, min(MOST_WARPS, next_power_of_two(d) // CHANNELS_OF_WARP))
@@ -194,7 +206,8 @@ def _prepare_constants(
     return Constants(
         REVERSE=reverse,
         **scan_constants(d, A, options),
-        **mixer_constants(options),
+        **_solver_constants(A, options),
+        BETA_MAX=layout_of(options).beta_max,
         **alignment(*strides),
         num_warps=token_warps(d),
     )
@@ -215,7 +228,7 @@ def _walk_constants(
     form = walk_form(d, n) if form is None else form
     return Constants(
         REVERSE=reverse,
-        K=layout_of(options).num_householder,
+        **_solver_constants(A, options),
         RESIDENT=constants["BLOCK_D"] * constants["BLOCK_N"] <= RESIDENT_STATES,
         WIDE=form.wide,
         **constants,
@@ -233,7 +246,7 @@ def _statistics_constants(
     constants = scan_constants(d, A, options)
     del constants["ACTIVATION"], constants["EPS"]
     return Constants(
-        K=layout_of(options).num_householder,
+        **_solver_constants(A, options),
         **constants,
         **alignment(*strides),
         num_warps=token_warps(d),
@@ -249,7 +262,7 @@ def _gradients_constants(
     for name in ("INPUT_SCALE", "FULL", "EPS", "FAST"):
         del constants[name]
     return Constants(
-        K=layout_of(options).num_householder,
+        **_solver_constants(A, options),
         BLOCKS=next_power_of_two(blocks),
         **constants,
         **alignment(*strides),

@@ -5,7 +5,7 @@ E = diag(1 / |u_i|). The system (I - S T) w = E q of q = u p + c is eliminated w
 L R w = E q with L including the exchanges of rows, and z = E^-1 w; then E e = E T E z. With
 P = K (K + 1) / 2 packed entries of a triangular matrix and Z = R E, the scalars of a token are
 
-* `solver_ptr`: [L^-1 E K K | Z, its diagonal inverted P | E T E P | c K | B C 1 | B n | C n],
+* `solver_ptr`: [c K | L^-1 E K K | Z, its diagonal inverted P | E T E P | B C 1 | B n | C n],
 * `factor_ptr`, for the gradients: [u u^T P | E T U v K | E^-1 a K | E r K | E^2 K | 1/|B| | 1/|C|],
   where v = y - x, r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and
   a_i = r_i (1 - beta_i / beta_max).
@@ -115,7 +115,7 @@ def prepare_kernel(
     raw_ptr,  # (b, t, r)
     A_ptr,  # (n, d) or (H, n, d), log2(e) A
     delta_ptr,  # (b, t, d), written: Delta
-    solver_ptr,  # (b, t, K K + 2 P + K + 1 + 2 n), written
+    solver_ptr,  # (b, t, WIDTH), written
     pivot_ptr,  # (b, t), written unless REVERSE: the smallest pivot
     mixed_ptr,  # (b, t, d), written if REVERSE: x~
     factor_ptr,  # (b, t, P + 4 K + 2), written if REVERSE
@@ -131,6 +131,7 @@ def prepare_kernel(
     raw_stride_b,
     raw_stride_t,
     REVERSE: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a row of `solver`
     K: tl.constexpr,
     BETA_MAX: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -185,8 +186,8 @@ def prepare_kernel(
     factors, T, pivot = _factors(G, S, beta, inv, K)
     c = dots[2 * PAIRS : 2 * PAIRS + K]
     SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
-    row = solver_ptr + token * (SIZE + 2 * n)
-    store_tuple(row, factors + c + (tl.sum(B * C, axis=0),), SIZE)
+    row = solver_ptr + token * WIDTH
+    store_tuple(row, c + factors + (tl.sum(B * C, axis=0),), SIZE)
     tl.store(row + SIZE + rows, B, mask=in_n)
     tl.store(row + SIZE + n + rows, C, mask=in_n)
     if REVERSE:

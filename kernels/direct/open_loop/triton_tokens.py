@@ -35,7 +35,7 @@ def statistics_kernel(
     raw_ptr,  # (b, t, r)
     A_ptr,  # (n, d) or (H, n, d), log2(e) A
     delta_ptr,  # (b, t, d), Delta
-    solver_ptr,  # (b, t, K K + 2 P + K + 1 + 2 n), as in triton_prepare.py
+    solver_ptr,  # (b, t, WIDTH), as in triton_prepare.py
     e_ptr,  # (b, t, K), E e
     statistics_ptr,  # (4, b, t), of which defect, scale and magnitude are written
     t_end,
@@ -47,6 +47,7 @@ def statistics_kernel(
     x_stride_t,
     raw_stride_b,
     raw_stride_t,
+    WIDTH: tl.constexpr,  # of a row of `solver`
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -69,7 +70,7 @@ def statistics_kernel(
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
-    row = solver_ptr + token * (SIZE + 2 * n)
+    row = solver_ptr + token * WIDTH
     x_row = input_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
     x = tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
     y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
@@ -80,7 +81,7 @@ def statistics_kernel(
     BC *= tl.load(row + SIZE + n + rows, mask=in_n, other=0.0)
     A = matrix_of(A_ptr, sample, per_head, d, n)
     sigma, largest = input_gain(delta, BC, A, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
-    T_v = upper_times(load_tuple(row + K * K + PAIRS, PAIRS), U_v, K)
+    T_v = upper_times(load_tuple(row + K + K * K + PAIRS, PAIRS), U_v, K)
     missing = sigma * combine(subtract(T_v, load_tuple(e_ptr + token * K, K), K), u, K)
     terms = largest * (tl.abs(x) + tl.abs(x + combine(T_v, u, K)))
     defect, size, magnitude = max_norms_of_three(missing, y + missing, terms)
@@ -120,7 +121,7 @@ def gradients_kernel(
     g_ptr,  # (b, t, d), cotangent of y
     raw_ptr,  # (b, t, r)
     v_ptr,  # (b, t, d)
-    solver_ptr,  # (b, t, K K + 2 P + K + 1 + 2 n), as in triton_prepare.py
+    solver_ptr,  # (b, t, WIDTH), as in triton_prepare.py
     factor_ptr,  # (b, t, P + 4 K + 2), likewise
     grad_mixed_ptr,  # (b, t, d), of x~
     grad_delta_ptr,  # (b, t, d), of Delta
@@ -143,6 +144,7 @@ def gradients_kernel(
     raw_stride_t,
     grad_raw_stride_b,
     grad_raw_stride_t,
+    WIDTH: tl.constexpr,  # of a row of `solver`
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -167,7 +169,7 @@ def gradients_kernel(
     offset = sample * grad_raw_stride_b + t * grad_raw_stride_t
     grad_raw = grad_raw_ptr + tl.multiple_of(offset, ALIGNED)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    row, factor = solver_ptr + token * (SIZE + 2 * n), factor_ptr + token * FACTOR
+    row, factor = solver_ptr + token * WIDTH, factor_ptr + token * FACTOR
     at = token * d + cols
     u_at = d + (2 * n if SELECTIVE else 0)
     # before the sums and their barriers: the cotangents may take the memory of the raw values
@@ -175,7 +177,7 @@ def gradients_kernel(
     raw_delta = load_raw(raw, raw, cols, in_d, False, ACC, ".cg")
     grad_mixed = tl.load(grad_mixed_ptr + at, mask=in_d, other=0.0)
     U_g = sums(rows_times(u, grad_mixed, K))
-    T_g = upper_transposed_times(load_tuple(row + K * K + PAIRS, PAIRS), U_g, K)
+    T_g = upper_transposed_times(load_tuple(row + K + K * K + PAIRS, PAIRS), U_g, K)
     # the adjoint equation is v = g + U^T T^T U (cotangent of x~)
     g_row = g_ptr + sample * g_stride_b + t * g_stride_t
     applied = tl.load(g_row + cols, mask=in_d, other=0.0).to(ACC) + combine(T_g, u, K)

@@ -30,7 +30,7 @@ from bedouin.kernels.direct.open_loop.triton_prepare import input_row, matrix_of
 def _solve(q, row, K: tl.constexpr):
     """E e = E N E q, by the scalars of a token as in triton_prepare.py."""
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    left, Z = load_tuple(row, K * K), load_tuple(row + K * K, PAIRS)
+    left, Z = load_tuple(row + K, K * K), load_tuple(row + K + K * K, PAIRS)
     z = ()
     for step in tl.static_range(K):
         total = left[(K - 1 - step) * K] * q[0]
@@ -41,15 +41,15 @@ def _solve(q, row, K: tl.constexpr):
             if j < step:
                 total -= Z[(K - 1 - j) * (K - j) // 2 + K - 1 - step] * z[step - 1 - j]
         z = (total * Z[(K - 1 - step) * (K - step) // 2 + K - 1 - step],) + z
-    return upper_times(load_tuple(row + K * K + PAIRS, PAIRS), z, K)
+    return upper_times(load_tuple(row + K + K * K + PAIRS, PAIRS), z, K)
 
 
 @triton.jit
 def _solve_transposed(q, row, K: tl.constexpr):
     """E f = E N^T E q, likewise."""
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    left, Z = load_tuple(row, K * K), load_tuple(row + K * K, PAIRS)
-    q = upper_transposed_times(load_tuple(row + K * K + PAIRS, PAIRS), q, K)
+    left, Z = load_tuple(row + K, K * K), load_tuple(row + K + K * K, PAIRS)
+    q = upper_transposed_times(load_tuple(row + K + K * K + PAIRS, PAIRS), q, K)
     z = ()
     for i in tl.static_range(K):
         total = q[i]
@@ -109,7 +109,7 @@ def walk_kernel(
     given_ptr,  # (b, t, d) or (H, b / H, t, d): x, or if REVERSE the cotangent of y
     raw_ptr,  # (b, t, r)
     delta_ptr,  # (b, t, d), Delta
-    solver_ptr,  # (b, t, K K + 2 P + K + 1 + 2 n), as in triton_prepare.py
+    solver_ptr,  # (b, t, WIDTH), as in triton_prepare.py
     A_ptr,  # (n, d) or (H, n, d), log2(e) A
     h_ptr,  # (b, n, d): the first memory, overwritten by the last; or the cotangent of the last,
     # overwritten by that of the first
@@ -130,6 +130,7 @@ def walk_kernel(
     raw_stride_b,
     raw_stride_t,
     REVERSE: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a row of `solver`
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -177,22 +178,23 @@ def walk_kernel(
         given_ptr, sample, 0, per_head, given_stride_h, given_stride_b, given_stride_t
     )
     deltas = delta_ptr + sample * t_end * d + cols
-    solvers = solver_ptr + sample * t_end * (SIZE + 2 * n)
+    solvers = solver_ptr + sample * t_end * WIDTH
     offset = tl.multiple_of(first * raw_stride_t, ALIGNED)
     u_next = _load_rows(raw + offset, cols, in_d, d, K)
     value_next = tl.load(given + first * given_stride_t + cols, mask=in_d, other=0.0)
     delta = tl.load(deltas + first * d, mask=in_d, other=0.0)
     if not REVERSE:
         h *= _decay(delta, A_log2, rows, FULL, FAST)
-    vector = tl.load(solvers + first * (SIZE + 2 * n) + READ + rows, mask=in_n, other=0.0)
+    vector = tl.load(solvers + first * WIDTH + READ + rows, mask=in_n, other=0.0)
     read = _read(h, vector, delta, A_log2, REVERSE, INPUT_SCALE, FULL, FAST)
+    c_next = load_tuple(solvers + first * WIDTH, K)
     ahead = tl.where(t_end > 1, first + step, last)
     delta_next = tl.load(deltas + ahead * d, mask=in_d, other=0.0)
     for i in range(0, t_end):
         t = first + step * i
         ahead = tl.where(i + 1 < t_end, t + step, last)
         further = tl.where(i + 2 < t_end, t + 2 * step, last)
-        row = solvers + t * (SIZE + 2 * n)
+        row = solvers + t * WIDTH
         u = ()
         for j in tl.static_range(K):
             u = u + (u_next[j].to(ACC),)
@@ -201,12 +203,14 @@ def walk_kernel(
         u_next = _load_rows(raw + offset, cols, in_d, d, K)
         value_next = tl.load(given + ahead * given_stride_t + cols, mask=in_d, other=0.0)
         delta_further = tl.load(deltas + further * d, mask=in_d, other=0.0)
-        vector = tl.load(solvers + ahead * (SIZE + 2 * n) + READ + rows, mask=in_n, other=0.0)
+        vector = tl.load(solvers + ahead * WIDTH + READ + rows, mask=in_n, other=0.0)
         written = tl.load(row + WRITTEN + rows, mask=in_n, other=0.0)
         if not RESIDENT:
             A_log2 = tl.load(A_at, mask=in_state, other=0.0)
 
-        c = load_tuple(row + K * K + 2 * PAIRS, K)
+        c = c_next
+        # with `vector` these touch each line of cache of the next row
+        c_next = load_tuple(solvers + ahead * WIDTH, K)
         q = add(sums(rows_times(u, read, K)), c, K)
         if REVERSE:
             weights = _solve_transposed(q, row, K)
