@@ -197,7 +197,7 @@ def _reverse(
         A.new_empty(2, b, t),
     )
     how = options.parameterization, options.keep_every
-    if H > 1:
+    if H > 1 and loop is not None:
         return grads, launch_head_reverse(known, grads, loop, *how, wants_first=wants_y0)
     counters = counts.view(torch.int32)[: COUNTERS * chunks].view(chunks, COUNTERS)
     zeros = ReverseZeros(counters, normed.view(splits, b, p) if splits else None)

@@ -30,7 +30,7 @@ def core_forward(
     options: CoreOptions,
 ) -> CoreResult:
     """No size may be 0. The output has the dtype of `projected`, in which the products are
-    computed. Several heads must be such that `takes_heads_together` is true."""
+    computed. Several heads with feedback must be such that `takes_heads_together` is true."""
     W_x, W_y = (_lowered(W, tensors.projected.dtype) for W in (tensors.W_x, tensors.W_y))
     assert W_x is not None
     sizes, x = tensors.sizes(), tensors.split()[0]
@@ -55,7 +55,7 @@ def core_forward(
     loop = None if W_y is None else W_y[..., :r, :]
     given = raw[..., :r], loop, A, h, kept, y, normed, statistics
     buffers = SweepBuffers(samples_of(x, H), *given)
-    if H == 1:
+    if H == 1 or loop is None:
         launch_sweep(buffers, options.parameterization, options.keep_every, counts=counts)
     else:
         launch_head_sweep(buffers, options.parameterization, options.keep_every)

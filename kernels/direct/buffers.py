@@ -37,8 +37,9 @@ class SweepBuffers(NamedTuple):
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
     def heads(self) -> list["SweepBuffers"]:
-        """The buffers of each head by itself, views but for `statistics`, which are new."""
-        if self.A.dim() == 2:
+        """The buffers of each head by itself, views but for `statistics`, which are new; without
+        feedback those of all heads, which the kernels take at once."""
+        if self.A.dim() == 2 or self.W_y is None:
             return [self]
         heads = len(self.A)
         weights = split_weights(self.W_y, heads)
@@ -61,13 +62,13 @@ class SolvedBuffers(NamedTuple):
     kept: Tensor  # (b, `count_kept`, n, d)
 
     def heads(self) -> list["SolvedBuffers"]:
-        """The buffers of each head by itself, views."""
-        if self.A.dim() == 2:
+        """The buffers of each head by itself, views; without feedback those of all heads."""
+        if self.A.dim() == 2 or self.fed is None:
             return [self]
         heads = len(self.A)
         x, y, raw, h0, kept = (v.chunk(heads) for v in (self.x, self.y, self.raw, *self[5:]))
-        fed = [None] * heads if self.fed is None else self.fed.chunk(heads)
-        return [SolvedBuffers(*part) for part in zip(x, y, raw, fed, self.A, h0, kept, strict=True)]
+        parts = zip(x, y, raw, self.fed.chunk(heads), self.A, h0, kept, strict=True)
+        return [SolvedBuffers(*part) for part in parts]
 
 
 class GradBuffers(NamedTuple):
@@ -111,21 +112,24 @@ def choose_chunk(operands: Operands, *, together: bool) -> int:
     """`choose_chunk_of`, for the samples that the kernels take at once: those of one head, or of
     all heads (`together`)."""
     (samples, t_end, _), A = operands.x.shape, operands.A
+    feedback = operands.W_y is not None
     if together:
-        return choose_chunk_of_heads(samples, t_end, *A.shape[-2:])
-    return choose_chunk_of(samples // count_heads(A), *A.shape[-2:])
+        return choose_chunk_of_heads(samples, t_end, *A.shape[-2:], feedback=feedback)
+    return choose_chunk_of(samples // count_heads(A), *A.shape[-2:], feedback=feedback)
 
 
-def choose_chunk_of_heads(b: int, t_end: int, d: int, n: int) -> int:
+def choose_chunk_of_heads(b: int, t_end: int, d: int, n: int, *, feedback: bool) -> int:
     """`choose_chunk_of` for the kernels of several heads, which hold the h of all of them for a
     chunk. But for more tokens than CHUNK the h that are kept for smaller chunks would take more
     memory than the workspace."""
-    return CHUNK if t_end > CHUNK else choose_chunk_of(b, d, n)
+    return CHUNK if t_end > CHUNK else choose_chunk_of(b, d, n, feedback=feedback)
 
 
-def choose_chunk_of(b: int, d: int, n: int) -> int:
-    """Tokens between two kept h: CHUNK, or fewer, but at least 4, if the workspace would otherwise
-    exceed WORKSPACE."""
+def choose_chunk_of(b: int, d: int, n: int, *, feedback: bool) -> int:
+    """Tokens between two kept h: CHUNK, or with feedback fewer, but at least 4, if the workspace
+    would otherwise exceed WORKSPACE. Without feedback there is none of this size."""
+    if not feedback:
+        return CHUNK
     size = b * d * n
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 

@@ -45,17 +45,17 @@ def _is_small(d: int, n: int, dtype: torch.dtype) -> bool:
 def takes_heads_together(
     operands: Operands, parameterization: Parameterization, shared_memory: int | None = None
 ) -> bool:
-    """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold.
+    """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold,
+    with feedback.
 
     The kernels of one head take other heads one after the other. `shared_memory`: bytes that one
     program can have; None: those of the device.
     """
     W_y, A = operands.W_y, operands.A
-    if A.dim() == 2:
+    if W_y is None or A.dim() == 2:
         return False
     layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
-    of_W_y = None if W_y is None else W_y.dtype
-    return holds_head(d, n, layout, A.dtype, of_W_y, A.device, shared_memory)
+    return holds_head(d, n, layout, A.dtype, W_y.dtype, A.device, shared_memory)
 
 
 def holds_head(
@@ -63,7 +63,7 @@ def holds_head(
     n: int,
     layout: RawLayout,
     dtype: torch.dtype,  # of A
-    of_W_y: torch.dtype | None,  # None: no feedback
+    of_W_y: torch.dtype,
     device: torch.device,
     shared_memory: int | None = None,
 ) -> bool:
@@ -71,8 +71,6 @@ def holds_head(
     `shared_memory` as in `takes_heads_together`."""
     if not _is_small(d, n, dtype):
         return False
-    if of_W_y is None:
-        return True
     blocks = head_blocks(d, n, layout.num_householder, layout.selective)
     if shared_memory is None:
         shared_memory = Device.of(device).shared_memory

@@ -199,7 +199,6 @@ def sweep_constants(
     d = A.shape[-1]
     return Constants(
         KEEP=keep_every,
-        FEEDBACK=W_y is not None,
         **matrix_constants(plan, W_y, b, programs, tf32),
         **scan_constants(d, A, options),
         **norm_constants(options),
@@ -255,10 +254,10 @@ def replay_constants(
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def reverse_constants(
     A: Like,
-    W: Like | None,
+    W: Like,
     options: Parameterization,
     keep_every: int,
-    plan: Plan | None,
+    plan: Plan,
     programs: int,
     b: int,
     strides: tuple[int, ...],
@@ -267,17 +266,20 @@ def reverse_constants(
 ) -> Constants:
     """The constants of `reverse_kernel`, likewise."""
     d = A.shape[-1]
-    constants = blocked_constants(d, A, options)
+    constants, products = (
+        blocked_constants(d, A, options),
+        matrix_constants(plan, W, b, programs, tf32),
+    )
+    del products["PERSISTENT"]
     return Constants(
         KEEP=keep_every,
         PREPARE=prepares,
         REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
-        FEEDBACK=W is not None,
-        **matrix_constants(plan, W, b, programs, tf32),
+        **products,
         **constants,
         **norm_constants(options),
         **mixer_constants(options),
         **alignment(*strides),
         **launch_options(d, A),
-        **(cooperative() if prepares or plan is not None else {}),
+        **cooperative(),
     )

@@ -1,6 +1,5 @@
-"""The direct sweep as one Triton kernel, with three ways to compute W^y norm(y_{t-1}).
+"""The direct sweep with feedback as one Triton kernel, with two ways to compute W^y norm(y_{t-1}).
 
-* No feedback: there is nothing to compute; one program a sample walks the whole sequence.
 * Persistent: one cooperative launch for the whole sequence. Some programs hold a tile of W^y each,
   in shared memory, and multiply it with norm(y_{t-1}) of all samples; one program a sample holds
   its memory h in registers and solves the local equation. Two counters in device memory order the
@@ -192,7 +191,6 @@ def sweep_kernel(
     SPLITS: tl.constexpr,  # tiles that share a row of W^y
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
-    FEEDBACK: tl.constexpr,
     PERSISTENT: tl.constexpr,
     ONE_TILE: tl.constexpr,  # no program has more than one tile of W^y, which then stays with it
     SEPARATE: tl.constexpr,  # no program has a tile and samples: their loops share no registers
@@ -238,7 +236,7 @@ def sweep_kernel(
                 ACTIVATION,
                 INPUT_SCALE,
                 FULL,
-                FEEDBACK,
+                True,
                 ALIGNED,
                 FAST,
                 ACC,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
+from bedouin.kernels.direct.open_loop.launch import launch_open_reverse, launch_open_sweep
 from bedouin.kernels.direct.triton_constants import (
     Like,
     alignment,
@@ -55,12 +56,12 @@ def launch_sweep(
     counts: Tensor | None = None,  # (3,), zeros for the launch's counters; None: new ones
 ) -> None:
     """The whole forward sweep, in place."""
-    b, t_end, d = buffers.x.shape
     W_y = buffers.W_y
-    counts = counters(buffers.x) if counts is None else counts
     if W_y is None:
-        _sweep(buffers, options, keep_every, range(t_end), buffers.x, None, b, counts)
+        launch_open_sweep(buffers, options, keep_every)
         return
+    b, t_end, d = buffers.x.shape
+    counts = counters(buffers.x) if counts is None else counts
     r = W_y.shape[0]
     plan = plan_product(r, d, W_y, b, limits=limits)
     parts = _splits(plan)
@@ -86,6 +87,7 @@ def _sweep(
     counts: Tensor,  # (3,)
 ) -> None:
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
+    assert W_y is not None
     b, t_end, d = x.shape
     strides = raw.stride(0), raw.stride(1), fed.stride(0), fed.stride(1)
     looks = Like.of(A), Like.of(W_y), options, keep_every, plan, programs, b, strides
@@ -94,7 +96,7 @@ def _sweep(
         (
             x,
             raw,
-            fed if W_y is None else W_y.contiguous(),
+            W_y.contiguous(),
             A,
             h,
             kept,
@@ -147,30 +149,30 @@ def launch_reverse(
     zeros: "ReverseZeros | None" = None,  # None: new ones
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
+    if W is None:
+        launch_open_reverse(known, grads, options, keep_every)
+        return None
     b, t_end, d = known.x.shape
-    plan = None if W is None else plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
+    plan = plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
-    parts = None
-    if W is not None:
-        parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
+    parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
     replayed = known.A.new_empty(b, min(keep_every, t_end) - 1, n, d)
     buffers = buffers._replace(replayed=replayed, grad_normed=parts)
-    by_token = W is not None and plan is None
-    if b <= limits.one_launch_batch and not by_token:
+    if plan is not None and b <= limits.one_launch_batch:
         _reverse(known, grads, W, buffers, slots, plan, options, keep_every, zeros, prepare=True)
-        return buffers.grad_normed
-    rows = pad_rows(W) if W is not None and by_token else None
+        return parts
+    rows = pad_rows(W) if plan is None else W
     for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         prepare(known, buffers, chunk, options)
         _replay(known, buffers, None, chunk, slot, options)
-        if rows is None:
+        if plan is not None:
             one = range(slot, slot + 1)
             _reverse(known, grads, W, buffers, one, plan, options, keep_every, zeros, prepare=False)
         else:
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
-    return buffers.grad_normed
+    return parts
 
 
 def _splits(plan: Plan | None) -> int:
@@ -283,10 +285,10 @@ def _replay(
 def _reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor | None,  # (r, d)
+    W: Tensor,  # (r, d)
     buffers: ChunkBuffers,
     slots: range,  # chunks of one launch
-    plan: Plan | None,
+    plan: Plan,
     options: Parameterization,
     keep_every: int,
     zeros: "ReverseZeros | None",
@@ -294,24 +296,21 @@ def _reverse(
     prepare: bool,  # by the same launch
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
-    assert buffers.replayed is not None
+    assert fed is not None and buffers.replayed is not None and buffers.grad_normed is not None
     b, t_end, d = x.shape
-    programs = b if plan is None else plan.programs
-    if prepare:
-        programs = multiprocessors(x.device)
-    given = raw if fed is None else fed
-    strides = *raw.stride()[:2], *given.stride()[:2], *grads.raw.stride()[:2]
+    programs = multiprocessors(x.device) if prepare else plan.programs
+    strides = *raw.stride()[:2], *fed.stride()[:2], *grads.raw.stride()[:2]
     looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides, uses_tf32()
     REVERSE.launch(
         (programs,),
         (
             grads.y,
-            grads.H if buffers.grad_normed is None else buffers.grad_normed,
+            buffers.grad_normed,
             x,
             y,
             raw,
-            given,
-            raw if W is None else W.contiguous(),
+            fed,
+            W.contiguous(),
             A,
             buffers.mixed,
             buffers.local,

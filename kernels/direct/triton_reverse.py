@@ -263,9 +263,7 @@ def _reverse_chunk(
             if sweep.product.RESIDENT:
                 store_blocks(H_ptr, own_H, own_n, sweep.sizes)
     else:
-        H = _walk_back(
-            H, W, sweep, chunk, first_tile, tiles, programs, sweep.product.PERSISTENT, True
-        )
+        H = _walk_back(H, W, sweep, chunk, first_tile, tiles, programs, True, True)
     return H
 
 
@@ -285,11 +283,9 @@ def _reverse(
     n: tl.constexpr = sweep.sizes.n
     STATES: tl.constexpr = 2 * n if sweep.options.SELECTIVE else 0
     R: tl.constexpr = d + STATES + sweep.options.K * (d + 1)
-    tiles = 0
-    if sweep.product.PERSISTENT:
-        tiles = tl.cdiv(d, sweep.product.BLOCK_M) * sweep.product.SPLITS
+    tiles = tl.cdiv(d, sweep.product.BLOCK_M) * sweep.product.SPLITS
     W = ()
-    if sweep.product.PERSISTENT and sweep.product.ONE_TILE:
+    if sweep.product.ONE_TILE:
         W = load_tile(sweep.buffers.W_ptr, programs - 1 - program, d, R, 1, d, sweep.product)
     # in blocks of states, so that few registers are in use at a time
     own_n = tl.where(program < sweep.sizes.batch, n, 0)
@@ -370,8 +366,6 @@ def reverse_kernel(
     SPLITS: tl.constexpr,  # tiles that share a row of (W^y)^T
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    PERSISTENT: tl.constexpr,
     ONE_TILE: tl.constexpr,
     SEPARATE: tl.constexpr,  # no program has a tile and samples: their loops share no registers
     RESIDENT: tl.constexpr,
@@ -419,7 +413,7 @@ def reverse_kernel(
                 ACTIVATION,
                 INPUT_SCALE,
                 FULL,
-                FEEDBACK,
+                True,
                 ALIGNED,
                 FAST,
                 ACC,
@@ -430,7 +424,7 @@ def reverse_kernel(
                 EPS,
             ),
             Product(
-                PERSISTENT,
+                True,
                 SPLITS,
                 COMPILED,
                 ONE_TILE,

@@ -82,11 +82,11 @@ def reverse_token(
     mixed = tl.load(sweep.prepared.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
     grad_y = token_row(sweep.tokens.grad_y, sample, t)
     g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
-    raw_delta = load_raw(raw, fed, cols, in_d, sweep.options.FEEDBACK, ACC, ".cg")
+    raw_delta = load_raw(raw, fed, cols, in_d, True, ACC, ".cg")
     delta = activate(raw_delta, sweep.options.ACTIVATION)
     u = ()
     for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, sweep.options.FEEDBACK, ACC, ".cg"),)
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, True, ACC, ".cg"),)
     if not COUPLED:
         s = input_scale(delta, sweep.options.INPUT_SCALE)
         written = s * mixed
@@ -144,19 +144,18 @@ def reverse_token(
             written = _pin(written)
     if sweep.product.PERSISTENT:
         wait_for(sweep.counters.tiles, target, sweep.product.COMPILED)
-    if sweep.options.FEEDBACK:
-        grad_normed = tl.zeros([BLOCK_D], dtype=ACC)
-        for split in tl.static_range(sweep.product.SPLITS):
-            at = (tl.cast(sweep.sizes.batch, tl.int64) * split + sample) * d + cols
-            grad_normed += load_uncached(sweep.buffers.grad_normed_ptr + at, in_d).to(ACC)
-        if sweep.options.NORM:
-            rms = tl.load(row + SIZE - 4)
-            g += rms * grad_normed
-        else:
-            g += grad_normed
+    grad_normed = tl.zeros([BLOCK_D], dtype=ACC)
+    for split in tl.static_range(sweep.product.SPLITS):
+        at = (tl.cast(sweep.sizes.batch, tl.int64) * split + sample) * d + cols
+        grad_normed += load_uncached(sweep.buffers.grad_normed_ptr + at, in_d).to(ACC)
+    if sweep.options.NORM:
+        rms = tl.load(row + SIZE - 4)
+        g += rms * grad_normed
+    else:
+        g += grad_normed
     # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
     q = rows_times(u, from_memory + sigma * g, K)
-    if sweep.options.FEEDBACK and sweep.options.NORM:
+    if sweep.options.NORM:
         dots = sums(q + (grad_normed * y,))
         # the norm does not depend on the length of y: the part of the cotangent along y vanishes
         along_y = rms * rms * rms * dots[K] / d

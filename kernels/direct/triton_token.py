@@ -90,22 +90,20 @@ def solve_token(
         C = tl.load(raw + d + n + rows, mask=in_n, other=0.0).to(ACC)
     if product.PERSISTENT:
         wait_for(counters.tiles, fed_target, product.COMPILED)
-    if options.FEEDBACK:
-        part = tl.cast(sizes.batch, tl.int64) * buffers.fed_stride
-        delta += _load_fed(fed, cols, in_d, part, product.SPLITS, ROUND, ACC)
-        new_u = ()
-        new_alpha = ()
-        for i in tl.static_range(K):
-            more = _load_fed(fed, u_at + i * d + cols, in_d, part, product.SPLITS, ROUND, ACC)
-            new_u = new_u + (u[i] + more,)
-            more = _load_fed(fed, u_at + K * d + i, True, part, product.SPLITS, ROUND, ACC)
-            new_alpha = new_alpha + (alpha[i] + more,)
-        u = new_u
-        alpha = new_alpha
-        if options.SELECTIVE:
-            B += _load_fed(fed, d + rows, in_n, part, product.SPLITS, ROUND, ACC)
-            C += _load_fed(fed, d + n + rows, in_n, part, product.SPLITS, ROUND, ACC)
+    part = tl.cast(sizes.batch, tl.int64) * buffers.fed_stride
+    delta += _load_fed(fed, cols, in_d, part, product.SPLITS, ROUND, ACC)
+    new_u = ()
+    new_alpha = ()
+    for i in tl.static_range(K):
+        more = _load_fed(fed, u_at + i * d + cols, in_d, part, product.SPLITS, ROUND, ACC)
+        new_u = new_u + (u[i] + more,)
+        more = _load_fed(fed, u_at + K * d + i, True, part, product.SPLITS, ROUND, ACC)
+        new_alpha = new_alpha + (alpha[i] + more,)
+    u = new_u
+    alpha = new_alpha
     if options.SELECTIVE:
+        B += _load_fed(fed, d + rows, in_n, part, product.SPLITS, ROUND, ACC)
+        C += _load_fed(fed, d + n + rows, in_n, part, product.SPLITS, ROUND, ACC)
         B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * options.EPS)
         C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * options.EPS)
     else:
@@ -140,13 +138,12 @@ def solve_token(
 
     dots = sums((y * y,) + rows_times(u, y - x, K))
     tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
-    if options.FEEDBACK:
-        normed = y
-        if options.NORM:
-            normed = y * tl.rsqrt(dots[0] / d + options.NORM_EPS)
-        at = buffers.normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
-        in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
-        tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
+    normed = y
+    if options.NORM:
+        normed = y * tl.rsqrt(dots[0] / d + options.NORM_EPS)
+    at = buffers.normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
+    in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
+    tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
     if product.PERSISTENT:
         announce(counters.samples)
 

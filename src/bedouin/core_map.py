@@ -98,8 +98,9 @@ def takes_core(
         return False
     if choose_backend(options.backend, device, dtype, unsupported) != "triton":
         return False
-    of_W_y = None if layer.y_proj is None else dtype
-    return layer.num_heads == 1 or holds_head(p, n, layout, wide, of_W_y, device)
+    if layer.num_heads == 1 or layer.y_proj is None:
+        return True
+    return holds_head(p, n, layout, wide, dtype, device)
 
 
 class CoreMap:
@@ -153,8 +154,11 @@ class CoreMap:
         heads, p, n = layer.num_heads, layer.head_dim, layer.d_state
         h0, y0 = (None, None) if state is None else fold_state(state, heads)
         tensors = CoreTensors(self._projected, W_x, W_y, parameter, layer.D, weight, h0, y0)
-        b, t, _ = self._projected.shape
-        kept = choose_chunk_of(b, p, n) if heads == 1 else choose_chunk_of_heads(heads * b, t, p, n)
+        (b, t, _), feedback = self._projected.shape, W_y is not None
+        if heads == 1:
+            kept = choose_chunk_of(b, p, n, feedback=feedback)
+        else:
+            kept = choose_chunk_of_heads(heads * b, t, p, n, feedback=feedback)
         options = CoreOptions(layer.parameterization(), decay, sharpness, eps or 0.0, kept)
         output = core_operation(*tensors, layer.dt_bias, layer.raw_bias, *flatten(options))
         run = self._run = CoreRun.of(output, make_reporter(cell))

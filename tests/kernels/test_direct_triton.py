@@ -258,7 +258,8 @@ def test_a_reverse_sweep_in_a_launch_a_chunk(feedback: bool) -> None:
 @pytest.mark.parametrize(("states", "chunk"), [(2**19, 16), (2**20, 8), (2**20 + 1, 4)])
 def test_chunks_are_shorter_where_the_workspace_would_be_large(states: int, chunk: int) -> None:
     x, A = torch.empty(1, 1, 1, device="meta"), torch.empty(states, 1, device="meta")
-    assert choose_chunk(Operands(x, x, None, A, None, None), together=False) == chunk
+    assert choose_chunk(Operands(x, x, A, A, None, None), together=False) == chunk
+    assert choose_chunk(Operands(x, x, None, A, None, None), together=False) == CHUNK
 
 
 @needs_triton
