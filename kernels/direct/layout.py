@@ -96,7 +96,7 @@ def bind_vjp(
     delta, *memory, u, alpha = _split(layout, (d, n), raw)
     gate = torch.sigmoid(alpha)
     grad_U, grad_beta = wy_factor_vjp(cotangents.M, unit(u), layout.beta_max * gate)
-    parts = [cotangents.delta * _slope(layout, delta)]
+    parts = [cotangents.delta * activation_slope(layout, delta)]
     grads = (cotangents.B, cotangents.C)
     parts += [unit_vjp(grad, v) for grad, v in zip(grads, memory, strict=False)]
     grad_u = unit_vjp(cotangents.U + grad_U, u)
@@ -106,7 +106,7 @@ def bind_vjp(
     return torch.cat(parts, -1)
 
 
-def _slope(
+def activation_slope(
     layout: RawLayout,
     delta: Tensor,  # (..., d), raw values
 ) -> Tensor:  # (..., d)
