@@ -23,13 +23,15 @@ from bedouin.kernels.direct.buffered.maps import fill_maps, map_width
 from bedouin.kernels.direct.buffered.rows import RowMaker, Rows, by_token, first_rows, split_tokens
 from bedouin.kernels.direct.layout import activation_slope
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, feedback_weight_gradient
+from bedouin.kernels.heads import count_heads, sum_samples
 from bedouin.kernels.householder import wy_factor
 
 
 class _Known(NamedTuple):
     """What no cotangent enters, for the rows of a chunk."""
 
-    B: Tensor  # (i, 1, n), of `Rows`, as all up to U_columns
+    delta: Tensor  # (i, 1, d), of `Rows`, as all up to U_columns
+    B: Tensor  # (i, 1, n)
     B_column: Tensor  # (i, n, 1)
     C_column: Tensor  # (i, n, 1)
     units: Tensor  # (i, 2, n)
@@ -50,7 +52,7 @@ class _Known(NamedTuple):
     power: Tensor  # (i, n, d), exp(A delta)
     scale: Tensor | None  # (i, n, d), s for "one_minus_decay"; else None
     before: Tensor  # (i, n, d), h before the token
-    after: Tensor  # (i, n, d), h after it, overwritten by the cotangent of A delta
+    after: Tensor  # (i, n, d), h after it
     factor: Tensor  # (i, k + 2, d), U, y - x and m, which the token computes, in one matrix
     m: Tensor  # (i, 1, d)
     z: Tensor  # (i, 1, d), which the token computes
@@ -73,7 +75,7 @@ def _allocate(maker: RowMaker, i: int, b: int) -> tuple[Rows, _Known]:
     new = maker.like.new_empty
     h, mixed = new(i + b, n, d), new(i, 1, d)
     known = _Known(
-        *(getattr(rows, name) for name in _Known._fields[:10]),
+        *(getattr(rows, name) for name in _Known._fields[:11]),
         mixed=mixed,
         written=mixed if maker.coupled else new(i, 1, d),
         maps=new(i, k, map_width(k)),
@@ -101,12 +103,14 @@ def _fill_known(
     x: Tensor,  # (i, 1, d)
     y: Tensor,  # (i, 1, d)
     before: Tensor,  # (i, 1, d), y of the token before
-    A: Tensor,  # (n, d) or (i, n, d)
+    A: Tensor,  # (n, d) or (b, n, d)
 ) -> Tensor:  # (i, k, k)
     """Computes `known` except for h, m, z and w; returns T of the mixer."""
     options, eps, v = maker.options, maker.options.feedback_norm_eps, known.factor[:, -2:-1]
     maker.fill(rows)
-    maker.decay(rows, A, known.power, known.scale)
+    if known.scale is not None:
+        of_rows = A if A.dim() == 2 else A.repeat(len(x) // len(A), 1, 1)
+        maker.decay(rows, of_rows, known.power, known.scale)
     torch.sub(y, x, out=v)
     T = wy_factor(rows.U, rows.beta.squeeze(-1))
     e = torch.bmm(v, rows.U_columns) @ T.mT
@@ -136,7 +140,7 @@ class _Step:
     ) -> None:
         (b, n, d), k = H.shape, maker.k
         self.A, self.H, self.other = A, H, torch.empty_like(H)
-        self.product = torch.empty_like(H)
+        self.product, self.grad_A = torch.empty_like(H), torch.zeros_like(H)
         self.is_full, self.coupled = maker.options.eigenvalues == "full", maker.coupled
         new = H.new_empty
         self.reads, self.vector = new(b, 1, d), new(b, 1, d)
@@ -152,7 +156,9 @@ class _Step:
         self.parts = maker.split(self.grad_raw)
 
     def remember(self, known: _Known) -> None:
-        """h after the token from h before it."""
+        """h after the token from h before it, and the decay between them."""
+        if known.scale is None:
+            torch.mul(known.delta, self.A, out=known.power).exp_()
         h = torch.mul(known.before, known.power, out=known.after)
         if self.is_full:
             h.mul_(2).sub_(known.before)
@@ -200,24 +206,26 @@ class _Step:
         torch.mul(pair.addcmul_(units, self.pair_sum, value=-1), known.memory_norms, out=out)
 
     def _through_decay(self, known: _Known) -> None:
-        """The cotangents of A delta and of Delta's raw value, and H of the token before."""
-        H, after, grad, product = self.H, known.after, self.parts[0], self.product
+        """The cotangents of A and of Delta's raw value, and H of the token before."""
+        H, grad, product = self.H, self.parts[0], self.product
         moved = torch.mul(H, known.power, out=self.other)
         if self.is_full:
             moved.mul_(2)
         if known.scale is None:
-            torch.mul(moved, known.before, out=after)
+            torch.mul(moved, known.before, out=product)
         else:
             # the scale is 1 - |lambda|
             torch.mul(known.B_column, known.mixed, out=product)
             if self.is_full:
                 product.mul_(torch.sub(known.power, 0.5).sign_())
-            torch.sub(known.before, product, out=after).mul_(moved)
+            torch.sub(known.before, product, out=product).mul_(moved)
         if self.is_full:
             torch.sub(moved, H, out=H)
         else:
             self.H, self.other = moved, H
-        torch.sum(torch.mul(after, self.A, out=product), -2, keepdim=True, out=grad)
+        # `product` is the cotangent of A delta
+        self.grad_A.addcmul_(product, known.delta)
+        torch.sum(product.mul_(self.A), -2, keepdim=True, out=grad)
         grad.mul_(known.slope)
         if known.of_reads is not None:
             # the sum over n of B H, with the H to which C w^T has been added
@@ -239,19 +247,6 @@ class _Step:
         torch.sum(product, -1, keepdim=True, out=self.sum)
         grad.addcmul_(known.normed, self.sum, value=-1 / grad.shape[-1])
         torch.addcmul(grad_y, grad, known.rms, out=out)
-
-
-def _collect_A(
-    known: _Known,
-    delta: Tensor,  # (i, 1, d)
-    b: int,
-    num_heads: int,
-) -> Tensor:  # (H, n, d)
-    """The cotangent of A from those of A delta, which are overwritten."""
-    of_A, (n, d) = known.after.mul_(delta), known.after.shape[1:]
-    # one axis after the other, and the last two as one: torch's other sums are many times slower
-    by_head = of_A.view(len(delta) // b, num_heads, b // num_heads, n * d)
-    return by_head.sum(2).sum(0).view(num_heads, n, d)
 
 
 def _check(
@@ -285,7 +280,7 @@ def buffered_reverse(
         fed = feedback.by_head(step.grad_raw)
     grad_x, grad_raw = torch.empty_like(x), torch.empty_like(solved.full_raw)
     grad_raws = grad_raw.unsqueeze(2).unbind(1)
-    grad_A, statistics = x.new_zeros(A.shape[:-2].numel(), n, d), x.new_empty(2, b, t_end)
+    statistics = x.new_empty(2, b, t_end)
     every_row, all_known = _allocate(maker, min(keep_every, t_end) * b, b)
     each = all_known.tokens(b)
     g.copy_(grad_ys[t_end - 1])
@@ -295,7 +290,7 @@ def buffered_reverse(
         rows, known = every_row.first(i), all_known.first(i)
         by_token(rows.raw, b).copy_(solved.full_raw[:, tokens])
         given = (_token_major(v[:, tokens]) for v in (x, solved.y, solved.y_before))
-        T = _fill_known(maker, rows, known, *given, _repeated(A_rows, i))
+        T = _fill_known(maker, rows, known, *given, A_rows)
         known.before[:b] = kept[:, start // keep_every]
         for token in each[: i // b]:
             step.remember(token)
@@ -306,7 +301,6 @@ def buffered_reverse(
                 g.copy_(grad_ys[t - 1])
             else:
                 step.through_feedback(token, feedback.transpose(fed), grad_ys[t - 1], g)
-        grad_A += _collect_A(known, rows.delta, b, len(grad_A))
         torch.sub(by_token(known.m, b), by_token(known.z, b), out=grad_x[:, tokens])
         statistics[..., tokens] = _check(known, T).unflatten(1, (-1, b)).mT
     if report is not None:
@@ -314,18 +308,11 @@ def buffered_reverse(
     if W_y is None:
         g.zero_()
     grad_W_y = feedback_weight_gradient(grad_raw, solved)
-    return grad_x, grad_raw, grad_W_y, grad_A.mT.reshape(A.shape), step.H.mT, g.squeeze(1)
+    grad_A = sum_samples(step.grad_A, count_heads(A)).mT.reshape(A.shape)
+    return grad_x, grad_raw, grad_W_y, grad_A, step.H.mT, g.squeeze(1)
 
 
 def _token_major(
     v: Tensor,  # (b, c, d)
 ) -> Tensor:  # (i, 1, d)
     return v.transpose(0, 1).reshape(-1, 1, v.shape[-1])
-
-
-def _repeated(
-    A: Tensor,  # (n, d) or (b, n, d)
-    i: int,
-) -> Tensor:  # (n, d) or (i, n, d)
-    """A for each row."""
-    return A if A.dim() == 2 else A.repeat(i // len(A), 1, 1)
