@@ -114,6 +114,7 @@ def activation_slope(
     if layout.activation == "sigmoid":
         gate = torch.sigmoid(delta)
         return gate * (1 - gate)
-    sign = -1.0 if layout.activation == "softplus_of_minus" else 1.0
-    v = sign * delta
-    return sign * torch.where(v > SOFTPLUS_IS_LINEAR, torch.ones_like(v), torch.sigmoid(v))
+    is_minus = layout.activation == "softplus_of_minus"
+    v = -delta if is_minus else delta
+    slope = torch.sigmoid(v).masked_fill(v > SOFTPLUS_IS_LINEAR, 1.0)
+    return -slope if is_minus else slope

@@ -75,7 +75,17 @@ def _allocate(maker: RowMaker, i: int, b: int) -> tuple[Rows, _Known]:
     new = maker.like.new_empty
     h, mixed = new(i + b, n, d), new(i, 1, d)
     known = _Known(
-        *(getattr(rows, name) for name in _Known._fields[:11]),
+        delta=rows.delta,
+        B=rows.B,
+        B_column=rows.B_column,
+        C_column=rows.C_column,
+        units=rows.units,
+        memory_norms=rows.memory_norms,
+        BC=rows.BC,
+        s=rows.s,
+        sigma=rows.sigma,
+        U=rows.U,
+        U_columns=rows.U_columns,
         mixed=mixed,
         written=mixed if maker.coupled else new(i, 1, d),
         maps=new(i, k, map_width(k)),
@@ -100,13 +110,12 @@ def _fill_known(
     maker: RowMaker,
     rows: Rows,  # their raw values are given
     known: _Known,
-    x: Tensor,  # (i, 1, d)
-    y: Tensor,  # (i, 1, d)
-    before: Tensor,  # (i, 1, d), y of the token before
+    given: tuple[Tensor, ...],  # each (i, 1, d): x, y, and the y of the token before
     A: Tensor,  # (n, d) or (b, n, d)
 ) -> Tensor:  # (i, k, k)
-    """Computes `known` except for h, m, z and w; returns T of the mixer."""
-    options, eps, v = maker.options, maker.options.feedback_norm_eps, known.factor[:, -2:-1]
+    """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T."""
+    x, y, before = given
+    v = known.factor[:, -2:-1]
     maker.fill(rows)
     if known.scale is not None:
         of_rows = A if A.dim() == 2 else A.repeat(len(x) // len(A), 1, 1)
@@ -120,11 +129,11 @@ def _fill_known(
     if known.of_reads is not None:
         torch.mul(known.mixed, rows.s, out=known.written)
         torch.mul(known.mixed, known.slope, out=known.of_reads)
-        if options.input_scale == "bounded_delta":
+        if maker.options.input_scale == "bounded_delta":
             known.of_reads.div_((1 + rows.delta).square_())
     if known.normed is not None and known.rms is not None:
-        torch.linalg.vector_norm(before, 2, -1, True, out=known.rms)
-        known.rms.square_().mul_(1 / maker.d).add_(eps).rsqrt_()
+        norm = torch.linalg.vector_norm(before, 2, -1, True, out=known.rms)
+        torch.addcmul(maker.feedback_eps, norm, norm, value=1 / maker.d, out=norm).rsqrt_()
         torch.mul(before, known.rms, out=known.normed)
     return T
 
@@ -290,7 +299,7 @@ def buffered_reverse(
         rows, known = every_row.first(i), all_known.first(i)
         by_token(rows.raw, b).copy_(solved.full_raw[:, tokens])
         given = (_token_major(v[:, tokens]) for v in (x, solved.y, solved.y_before))
-        T = _fill_known(maker, rows, known, *given, A_rows)
+        T = _fill_known(maker, rows, known, tuple(given), A_rows)
         known.before[:b] = kept[:, start // keep_every]
         for token in each[: i // b]:
             step.remember(token)

@@ -25,6 +25,9 @@ from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 
+_softplus: Any = torch._C._nn.softplus
+"""torch.nn.functional.softplus, whose annotations lack the argument `out`."""
+
 
 def takes_buffers(
     operands: Operands,
@@ -135,6 +138,7 @@ class RowMaker:
         self.like, self.k = like, self.layout.num_householder
         lengths = [[self.n]] * 2 + [[self.d]] * self.k
         self.norm_eps = UNIT_EPS * like.new_tensor(lengths)
+        self.feedback_eps = like.new_full((1, 1, 1), options.feedback_norm_eps or 0.0)
         self.identity = like.new_ones(self.k).diag()
         self.above = like.new_ones(self.k, self.k).triu(1)
         # the adjugate of a flattened 2 x 2 matrix is its product with this
@@ -226,9 +230,9 @@ class RowMaker:
         if activation == "sigmoid":
             torch.sigmoid(raw, out=delta)
         elif activation == "softplus":
-            torch._C._nn.softplus(raw, out=delta)
+            _softplus(raw, out=delta)
         else:
-            torch._C._nn.softplus(torch.neg(raw, out=delta), out=delta)
+            _softplus(torch.neg(raw, out=delta), out=delta)
         if self.options.input_scale == "bounded_delta":
             torch.div(delta, torch.add(delta, 1, out=rows.s), out=rows.s)
 
