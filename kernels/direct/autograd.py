@@ -1,4 +1,4 @@
-"""The plain sweep as a differentiable function, with the exact adjoint of reverse.py.
+"""The sweep in eager PyTorch as a differentiable function, with the exact adjoint (loops.py).
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """

@@ -91,7 +91,9 @@ def test_all_is_that_of_autograd_through_the_loop(b: int, t: int, **options: Any
     tolerance = 1e-11 * (1 + size)
     for name in ("y", "h", *STATISTICS[1:]):
         assert_near(name, getattr(actual, name), getattr(expected, name), tolerance)
-    assert bool((actual.defect <= 1e-12 * actual.magnitude.cummax(1).values).all())
+    # where an elimination with pivots loses digits, so does the inverse
+    allowed = 1e-12 * actual.magnitude + 100 * expected.defect
+    assert bool((actual.defect <= allowed.cummax(1).values).all())
     grads = gradients(actual, inputs), gradients(expected, inputs)
     for i, (ours, theirs) in enumerate(zip(*grads, strict=True)):
         assert_near(f"gradient {i}", ours, theirs, 10 * tolerance * (1 + size))

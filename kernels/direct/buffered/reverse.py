@@ -10,7 +10,7 @@ Everything that does not depend on cotangents is computed for a chunk of tokens 
 forward.py, h and H are stored as (b, n, d).
 
 Letters: b batch, t time, i rows of a chunk (token by token), d channels, n state per channel,
-k reflections, r raw values, H heads (kernels/heads.py).
+k reflections, k' values of the maps (maps.py), r raw values, H heads (kernels/heads.py).
 """
 
 from typing import NamedTuple

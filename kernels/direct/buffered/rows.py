@@ -7,8 +7,8 @@ diag(beta) (kernels/householder). Without y and T,
     E e = diag(beta) U (p + sigma * x - x),    E = I + diag(beta) (R - S),
 
 so that the k numbers e are all that couples the channels. E has the determinant of the matrix
-I - S T of kernels/direct/local.py, whose pivots the statistics report. Its inverse is computed in
-float64, so that e is as accurate as an elimination with pivots in the dtype of the operands.
+I - S T of kernels/direct/local.py, whose pivots the statistics report. For k > 1 its inverse is
+computed in float64, so that in float32 e is as accurate as after an elimination with pivots.
 
 Letters: i rows, one for each token of each sample, token by token; b batch, d channels, n state per
 channel, k reflections, r raw values. Vectors have an axis of size 1, so that no call needs a view.
