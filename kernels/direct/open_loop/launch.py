@@ -133,8 +133,11 @@ def launch_open_reverse(
     B, C = solver[..., size : size + n], solver[..., size + n : size + 2 * n]
     scan = SweepScan(v, ends, mixed, delta, A, B, C, h0, kept)
     scales = ScanOptions(options.input_scale, options.eigenvalues, exclusive=False)
-    parts = sweep_scan_backward(scan, scales, plan, keep_every)
-    torch.sum(parts[0], 1, out=grads.A)
+    in_parts = plan.segments > 1
+    grad_A = A.new_empty(ends.shape) if in_parts else grads.A.unsqueeze(1)
+    grad_B, grad_C = sweep_scan_backward(scan, grad_A, scales, plan, keep_every)
+    if in_parts:
+        torch.sum(grad_A, 1, out=grads.A)
     of_grad = grads.raw.stride()[:2]
     GRADIENTS.launch(
         (b * t_end,),
@@ -148,7 +151,8 @@ def launch_open_reverse(
             factor,
             mixed,
             delta,
-            *parts[1:],
+            grad_B,
+            grad_C,
             grads.x,
             grads.raw,
             grads.statistics,
