@@ -44,6 +44,8 @@ from common.positions import by_position
 from common.schedule import decay
 from common.study import GRID, PRESETS, Config, make_model, matched, model_seeds
 
+FED_WEIGHT = "y_proj.weight"
+"""W^y, which has a learning rate of its own."""
 Params = dict[str, Tensor]
 
 
@@ -67,29 +69,40 @@ class Ensemble:
         for i, model in enumerate(self.models):
             for n, parameter in model.named_parameters():
                 parameter.data = self.params[n][i]
+        warmup, steps = config.warmup, point["steps"]
+
+        def factor(step: int) -> float:
+            return decay(point["schedule"], step, warmup, steps)
+
+        def feedback_factor(step: int) -> float:
+            slow = step < point["feedback_lr_share"] * steps
+            return factor(step) * (point["feedback_lr_scale"] if slow else 1.0)
+
         undecayed = {
             n for n, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)
         }
-        lr = torch.tensor(point["lr"], device=device)  # a captured step reads it from the device
-        groups = [
-            {
-                "params": [p for n, p in self.params.items() if (n in undecayed) == skip],
-                "weight_decay": wd,
-            }
-            for skip, wd in ((False, config.weight_decay), (True, 0.0))
-        ]
+        groups: list[dict[str, Any]] = []
+        factors: list[Callable[[int], float]] = []
+        for slow, skip in itertools.product((False, True), repeat=2):
+            chosen = [
+                p
+                for n, p in self.params.items()
+                if (n in undecayed, n.endswith(FED_WEIGHT)) == (skip, slow)
+            ]
+            if chosen:
+                decayed = 0.0 if skip else config.weight_decay
+                # a captured step reads its rate from the device
+                lr = torch.tensor(point["lr"], device=device)
+                groups.append({"params": chosen, "weight_decay": decayed, "lr": lr})
+                factors.append(feedback_factor if slow else factor)
         self.optimizer = torch.optim.AdamW(
             groups,
-            lr=lr,
             betas=config.betas,
             capturable=device.type == "cuda",
             # a single pass over large parameters
             fused=device.type == "cuda" and not config.stacked,
         )
-        warmup, steps = config.warmup, point["steps"]
-        self.schedule = LambdaLR(
-            self.optimizer, lambda step: decay(point["schedule"], step, warmup, steps)
-        )
+        self.schedule = LambdaLR(self.optimizer, factors)
         ahead = 1 if config.stacked else DRAWN_AHEAD
         self.batches = data.batches(point["batch_size"], point["steps"], ahead)
         self.tokens, self.labels = (part.clone() for part in next(self.batches))

@@ -111,7 +111,8 @@ def is_transformed() -> bool:
     """Whether a torch.func transform such as vmap, or forward-mode differentiation, is active."""
     if torch.compiler.is_compiling():
         return False
-    return is_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+    level: int = torch.autograd.forward_ad._current_level
+    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_forward_mode() -> bool:
@@ -144,7 +145,7 @@ def autocast_dtype(
 ) -> torch.dtype | None:
     """The dtype to which autocast casts x for a matrix product; None if autocast is off or does not
     cast x, as for float64."""
-    device = x.device.type
+    device = "cuda" if x.is_cuda else x.device.type  # a fifth of the time of the attributes
     if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

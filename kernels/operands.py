@@ -38,7 +38,8 @@ class Operands(NamedTuple):
     def start(self) -> tuple[Tensor, Tensor]:
         """h0 (b, d, n) and y0 (b, d), None replaced by zeros."""
         b, A = self.x.shape[0], self.A
-        h0 = A.new_zeros(b, *A.shape[-2:]) if self.h0 is None else self.h0
+        # the states before the channels in memory, as the sweeps store h
+        h0 = A.new_zeros(b, *A.mT.shape[-2:]).mT if self.h0 is None else self.h0
         return h0, A.new_zeros(b, A.shape[-2]) if self.y0 is None else self.y0
 
     def check_heads(self) -> None:

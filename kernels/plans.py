@@ -17,9 +17,6 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-ENABLED = False
-"""Whether launches are planned. Not yet: the test of planned launches has not passed on a GPU."""
-
 KNOWN_VERSIONS = range(6, 10)
 """Minor versions of Triton 3 whose `CompiledKernel` has been read."""
 
@@ -77,11 +74,7 @@ class PlannedKernel:
         constants: Constants,
     ) -> None:
         """Launch on the current device and stream."""
-        if (
-            not (ENABLED and _KNOWN)
-            or not isinstance(self.kernel, JITFunction)
-            or self.kernel.pre_run_hooks
-        ):
+        if not _KNOWN or not isinstance(self.kernel, JITFunction) or self.kernel.pre_run_hooks:
             self.kernel[grid](*tensors, *integers, **constants)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]

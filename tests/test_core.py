@@ -3,6 +3,7 @@
 Letters: b batch, t time, m d_model.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,14 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import bedouin.core_map
 import bedouin.layer
 import bedouin.solvers.direct
 import bedouin.solvers.reporting
 from bedouin import Bedouin, LowRank
 from bedouin.core_map import takes_core
+from bedouin.kernels.core import products
+from bedouin.kernels.core.products import rows_of
 from bedouin.kernels.operation import OPERATIONS
 from bedouin.kernels.plans import PlannedKernel
 from bedouin.solvers import ImplicitAdjoint, Picard, UnrolledAdjoint
@@ -37,13 +40,11 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "paper": (True, {"output": "paper", "feedback_norm": False}),
     # the padding of the raw values' rows is less than d
     "wide": (False, {"expand": 35}),
+    "heads": (True, {"num_heads": 2}),
+    "heads without feedback": (False, {"num_heads": 2, "feedback": (), "decay": "griffin"}),
+    "heads, paper": (True, {"num_heads": 3, "output": "paper", "feedback_norm": False}),
 }
 """Whether a state is given, and options."""
-
-
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bedouin.core_map, "ENABLED", True)
 
 
 @contextmanager
@@ -87,8 +88,12 @@ def test_the_same_as_in_separate_operations(
     variant: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_state, options = VARIANTS[variant]
-    layer = make(device, **options)
-    x = torch.randn(1, 2, 2, dtype=torch.float64, device=device, requires_grad=True)
+    dtype = torch.float64
+    if "num_heads" in options:
+        # the kernels of several heads compute in float32
+        dtype, options = torch.float32, {"expand": 3, **options}
+    layer = make(device, dtype, **options)
+    x = torch.randn(1, 2, 2, dtype=dtype, device=device, requires_grad=True)
     state = None
     if with_state:
         state = BedouinState(
@@ -99,13 +104,27 @@ def test_the_same_as_in_separate_operations(
     residual = layer.stats.backward.residual
     with separately(monkeypatch):
         theirs = results(layer, x, state)
-    check(ours, theirs, 1e-12)
+    check(ours, theirs, 1e-12 if dtype == torch.float64 else 1e-5)
     assert torch.isfinite(residual).all() and bool(layer.stats.converged.all())
 
 
 @devices
-def test_low_precision(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make(device, torch.float32)
+def test_heads_against_the_reference(device: str) -> None:
+    """Values and gradients in float32 against those of plain torch in float64."""
+    options: dict[str, Any] = {"expand": 3, "num_heads": 2, "d_state": 3, "num_householder": 2}
+    layer = make(device, torch.float32, **options)
+    plain = make(device, **{**options, "backend": "reference"})
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 3, 2, device=device, requires_grad=True)
+    actual, expected = results(layer, x), results(plain, x.detach().double().requires_grad_())
+    for one, other in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+@devices
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_low_precision(num_heads: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make(device, torch.float32, num_heads=num_heads)
     x = torch.randn(1, 2, 2, device=device, requires_grad=True)
     # not bfloat16, to which Triton's interpreter truncates instead of rounding
     with torch.autocast(device, torch.float16):
@@ -132,6 +151,14 @@ def test_checkpointing_hooks_and_a_batch_of_cotangents(device: str) -> None:
         assert torch.equal(torch.autograd.grad(out, x, weights[0], retain_graph=True)[0], single[0])
 
 
+def test_a_product_for_each_head_adds_the_bias_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(torch.randn(2, 5, 24, dtype=torch.float64)[..., :12], 3)
+    W, bias = torch.randn(3, 7, 4).double(), torch.randn(3, 7).double()
+    batched = products.project(rows, W, bias)
+    monkeypatch.setattr(products, "MANY_ROWS", 10)
+    torch.testing.assert_close(products.project(rows, W, bias), batched)
+
+
 @devices
 def test_a_second_derivative_is_refused(device: str) -> None:
     layer = make(device)
@@ -151,7 +178,8 @@ def test_opcheck(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = partial(_record, calls, name, run.overload)
         monkeypatch.setattr(run, "overload", seen)
     layer = make(device, expand=2)
-    layer(torch.randn(1, 1, 2, dtype=torch.float64, device=device)).sum().backward()
+    out = layer(torch.randn(1, 1, 2, dtype=torch.float64, device=device))
+    out.sum().backward(retain_graph=True)
     assert len(calls) == 2
     for name, given in calls:
         values = [v.detach() if isinstance(v, Tensor) else v for v in given]
@@ -168,14 +196,42 @@ def _record(
     return run(*args)
 
 
-class Launches(TorchDispatchMode):
-    """Counts what would be launched on a GPU: operations that compute, also those within our own,
-    and Triton kernels, which do not run."""
+class Inside(TorchDispatchMode):
+    """Shows every operation of torch that runs, also those within our own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def saw(self, func: Any, results: Any) -> None:
+        """Called after each operation."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        own = OPERATIONS.get(func._schema.name)
+        parts = own.function if own is not None else None
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            parts = func.decompose
+        if parts is not None:
+            with self:
+                return parts(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
+        self.saw(func, results)
+        return results
+
+
+class Launches(Inside):
+    """Counts what would be launched on a GPU: operations that compute, and Triton kernels, which do
+    not run."""
 
     FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[str] = []
 
     def launch(
@@ -188,34 +244,51 @@ class Launches(TorchDispatchMode):
         assert all(name.endswith("_ptr") for name in names[: len(tensors)])
         assert set(names[given:]) <= set(constants) and not set(names[:given]) & set(constants)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        own, name = OPERATIONS.get(func._schema.name), func.overloadpacket.__name__
-        parts = own.function if own is not None else None
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            parts = func.decompose
-        if parts is not None:
-            with self:
-                return parts(*args, **(kwargs or {}))
+    def saw(self, func: Any, results: Any) -> None:
+        name = func.overloadpacket.__name__
         if not func.is_view and name not in self.FREE:
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+
+
+class Live(Inside):
+    """Bytes of the tensors that are alive, and the most of them at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: int = 0
+        self.peak: int = 0
+        self.known: set[int] = set()
+
+    def saw(self, func: Any, results: Any) -> None:
+        for v in tree_leaves(results):
+            if isinstance(v, Tensor) and v.untyped_storage()._cdata not in self.known:
+                self._add(v.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self.known.add(key)
+        weakref.finalize(storage, self._remove, key, size)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _remove(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.bytes -= size
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("feedback", [True, False])
-def test_the_number_of_launches(feedback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_launches(
+    feedback: bool, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For 40 samples of 16 tokens, whose reverse sweep is three launches, as for 128 samples."""
     # it fills uninitialized memory, which costs launches
     torch.use_deterministic_algorithms(False)
     options: dict[str, Any] = {} if feedback else {"feedback": ()}
-    layer = Bedouin(32, backend="triton", on_unconverged="ignore", **options)
-    x = torch.randn(40, 16, 32, requires_grad=True)
+    options = {"num_heads": num_heads, "backend": "triton", **options}
+    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
+    x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
     for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     forward, backward = Launches(), Launches()
@@ -225,12 +298,48 @@ def test_the_number_of_launches(feedback: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(PlannedKernel, "launch", lambda *args: backward.launch(*args))
     with backward:
         out.backward(torch.ones_like(out))
-    # one of forward is the number of steps of the statistics
+    # one of forward is the number of steps of the statistics, and four join those of the heads;
     # without feedback the coefficients and the statistics have launches of their own
-    assert len(forward.names) <= (10 if feedback else 11), forward.names
-    assert len(backward.names) <= 25, backward.names
-    kernels = ("sweep_kernel", "reverse_kernel") if feedback else ("walk_kernel", "walk_kernel")
-    assert kernels[0] in forward.names and kernels[1] in backward.names
+    most = {1: (10 if feedback else 11, 25), 2: (14 if feedback else 15, 27)}[num_heads]
+    assert len(forward.names) <= most[0], forward.names
+    assert len(backward.names) <= most[1], backward.names
+    pairs = {1: ("sweep_kernel", "reverse_kernel"), 2: ("head_sweep_kernel", "reverse_head_kernel")}
+    first, last = pairs[num_heads] if feedback else ("walk_kernel", "walk_kernel")
+    assert first in forward.names and last in backward.names
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_most_memory_at_a_time(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than in separate operations; without kernels, whose results have no influence."""
+    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: None)
+    options: dict[str, Any] = {"num_heads": num_heads, "num_householder": 4, "backend": "triton"}
+    layer = Bedouin(64, on_unconverged="ignore", **options)
+    x = torch.randn(4, 64, 64, requires_grad=True)
+
+    def peak() -> int:
+        live = Live()
+        with torch.autocast("cpu", torch.bfloat16), live:
+            torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
+        return live.peak
+
+    together = peak()
+    with separately(monkeypatch):
+        assert together <= peak()
+
+
+@devices
+def test_a_backward_pass_that_keeps_the_graph_changes_nothing(device: str) -> None:
+    """The last one overwrites what the forward pass has saved."""
+    layer = make(device)
+    x = torch.randn(1, 2, 2, dtype=torch.float64, device=device, requires_grad=True)
+    total = layer(x).square().sum()
+    inputs = [x, *layer.parameters()]
+    first = torch.autograd.grad(total, inputs, retain_graph=True)
+    for retain in (True, False):
+        torch.testing.assert_close(torch.autograd.grad(total, inputs, retain_graph=retain), first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(total, inputs)
 
 
 @pytest.mark.interpreter
@@ -240,6 +349,8 @@ def test_the_number_of_launches(feedback: bool, monkeypatch: pytest.MonkeyPatch)
         (True, {"adjoint": ImplicitAdjoint()}),
         (False, {"adjoint": UnrolledAdjoint()}),
         (False, {"solver": Picard()}),
+        (True, {"num_heads": 2, "dtype": torch.float32}),
+        # the kernels of several heads compute in float32
         (False, {"num_heads": 2}),
         (False, {"feedback": ("B", "C")}),
         (False, {"mixer": LowRank(1), "num_householder": None}),
@@ -248,7 +359,7 @@ def test_the_number_of_launches(feedback: bool, monkeypatch: pytest.MonkeyPatch)
 )
 def test_which_calls_are_one_operation(takes: bool, options: dict[str, Any]) -> None:
     layer = make("cpu", **options)
-    projected = layer.in_proj(torch.randn(1, 1, 2, dtype=torch.float64))
+    projected = layer.in_proj(torch.randn(1, 1, 2, dtype=layer.D.dtype))
     assert takes_core(layer, projected, layer.solve_options, None) is takes
     layer.x_proj.register_forward_hook(lambda *args: None)
     assert not takes_core(layer, projected, layer.solve_options, None)

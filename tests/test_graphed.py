@@ -89,12 +89,15 @@ def test_another_mode() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_backward_pass_after_the_next_call_is_refused() -> None:
+def test_a_late_or_a_second_backward_pass_is_refused() -> None:
     run, x = make().graphed(torch.randn(1, 2, 4)), torch.randn(1, 2, 4)
     first, second = run(x), run(x)
     with pytest.raises(RuntimeError, match="before its next call"):
         first.sum().backward()
-    second.sum().backward()
+    total = second.sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once for each call"):
+        total.backward()
 
 
 def passes(call: Callable[[Tensor], Tensor], layer: Bedouin, x: Tensor) -> list[Tensor]:

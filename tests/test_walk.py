@@ -18,7 +18,7 @@ from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 MOST_FRAMES = 10
 NOT_COUNTED = ("bedouin.kernels.operation", "bedouin.kernels.plans")
-LOOPS = ("forward_sweep", "selective_scan_reference")
+LOOPS = ("forward_sweep", "buffered_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
 
 heads = pytest.mark.parametrize("num_heads", [1, 2])

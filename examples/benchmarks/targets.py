@@ -93,6 +93,6 @@ TARGETS = (
     *_with_heads(),
     Target("one Jacobi iteration / byte floor", "jacobi-iteration", "64x256", "times_floor", 2),
     Target("one Picard iteration / byte floor", "picard-iteration", "64x256", "times_floor", 2),
-    Target("one token by step, us a layer", "decode", "1x1", "us_a_layer", 60, 25),
-    Target("one token by Decoder, us a layer", "decode", "1x1", "decoder_us", 60, 25),
+    Target("one token by step, us a layer", "decode", "1x1", "us_a_layer", 45),
+    Target("one token by Decoder, us a layer", "decode", "1x1", "decoder_us", 25),
 )

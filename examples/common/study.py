@@ -43,6 +43,9 @@ class Config(TaskOptions, SolverOptions):
     decay: tuple[str, ...] = ("mamba",)
     rate_scale: tuple[float, ...] = (1.0,)
     """Factor on the initial decay rates -A of "mamba" (1 .. d_state); below 1 memory is longer."""
+    rate_scale_last: tuple[float | None, ...] = (None,)
+    """That factor for the last head; those of the heads between are spaced geometrically. None:
+    the same for all heads."""
     beta_max: tuple[float, ...] = (1.0,)
     feedback: tuple[str, ...] = ("delta+B+C+mixer",)
     """What depends on y_{t-1}, joined by "+"; "none" switches feedback off."""
@@ -56,6 +59,11 @@ class Config(TaskOptions, SolverOptions):
     d_conv: tuple[int | None, ...] = (None,)
     """Width of a short convolution before a layer of Bedouin; None: no convolution. The baselines
     have their own."""
+    feedback_lr_scale: tuple[float, ...] = (1.0,)
+    """Factor on the learning rate of W^y, so that what the layer can learn without feedback, it
+    learns first."""
+    feedback_lr_share: tuple[float, ...] = (1.0,)
+    """Share of the steps, from the first on, in which that factor holds; afterwards it is 1."""
     delta_from_x_init: tuple[float, ...] = (1.0,)
     """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
     expand: tuple[int, ...] = (2,)
@@ -141,9 +149,18 @@ LAYER_OPTIONS = (
     "feedback_init",
     "delta_from_x_init",
 )
-MODEL_OPTIONS = ("rate_scale", "d_conv", "key_init", "recall_heads")
+MODEL_OPTIONS = ("rate_scale", "rate_scale_last", "d_conv", "key_init", "recall_heads")
 """Options of what is around the layer, and of its initial weights."""
-GRID = (*LAYER_OPTIONS, *MODEL_OPTIONS, "lr", "schedule", "batch_size", "steps")
+GRID = (
+    *LAYER_OPTIONS,
+    *MODEL_OPTIONS,
+    "feedback_lr_scale",
+    "feedback_lr_share",
+    "lr",
+    "schedule",
+    "batch_size",
+    "steps",
+)
 
 
 def model_seeds(config: Config) -> range:
@@ -166,17 +183,32 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
     layer = Bedouin(config.d_model, on_unconverged="ignore", **options)
-    rate_scale = point["rate_scale"]
-    if layer.decay == "mamba":
-        with torch.no_grad():
-            layer.A_log.add_(math.log(rate_scale))
-    elif rate_scale != 1:
-        raise ValueError(f"rate_scale must be 1 without decay 'mamba', got {rate_scale}")
+    scale_rates(layer, point["rate_scale"], point["rate_scale_last"])
     if point["key_init"] == "same":
         copy_keys(layer)
     width, heads = point["d_conv"], point["recall_heads"]
     mixed = layer if width is None else Convolved(layer, config.d_model, width)
     return mixed if heads is None else Parallel(mixed, _recall(config, heads))
+
+
+def scale_rates(layer: Bedouin, first: float, last: float | None) -> None:
+    """Multiply the initial decay rates by `first`, or by factors from `first` to `last` over heads.
+
+    Raises ValueError for another factor than 1 where the decay has no rates.
+    """
+    if layer.decay != "mamba":
+        if first != 1 or last is not None:
+            raise ValueError(
+                f"rate_scale must be 1 and rate_scale_last None without decay 'mamba', got {first} "
+                f"and {last}"
+            )
+        return
+    ends = math.log(first), math.log(first if last is None else last)
+    shifts = torch.linspace(*ends, layer.num_heads).repeat_interleave(
+        layer.d_inner // layer.num_heads
+    )
+    with torch.no_grad():
+        layer.A_log.add_(shifts.view(*layer.A_log.shape[:-1], 1))
 
 
 def _recall(config: Config, num_heads: int) -> nn.Module:
@@ -191,8 +223,7 @@ def _recall(config: Config, num_heads: int) -> nn.Module:
         input_scale="delta",
         on_unconverged="ignore",
     )
-    with torch.no_grad():
-        layer.A_log.add_(math.log(RECALL_RATE))
+    scale_rates(layer, RECALL_RATE, None)
     return Convolved(layer, config.d_model, RECALL_WIDTH)
 
 

@@ -121,12 +121,23 @@ _WIDE = f"--d-model 512 --num-heads 16 {_SLOW}"
 _NO_REFLECTIONS = "--num-householder 1 --beta-max 1e-3"
 _A5 = "--length 16 --eval-lengths 16 48 128 512 --batch-size 128 --steps 12000"
 _TWO_KINDS = "--recall-heads 8 --expand 1 --num-heads 2 --d-state 4 --num-householder 4"
+_SLOW_FEEDBACK = (
+    f"--feedback delta+B+C --d-state 64 --d-conv 4 --input-scale delta {_SLOW} {_NO_REFLECTIONS}"
+)
+_SLOW_FEEDBACK_A5 = joined(
+    _WIDTH, TUNING, _A5, _SLOW_FEEDBACK, "--num-heads 8 --concurrent --lr 5e-4"
+)
 _GRIFFIN = "--decay griffin --rate-scale 1"
 TRIALS = Experiment(
     "copying-trials",
     "Why does one layer of eight heads not copy strings of twice the training length?",
     (
         Run("two-kinds-a5", joined(_WIDTH, TUNING, _A5, _TWO_KINDS, "--lr 2e-3 --concurrent")),
+        Run("slow-feedback-a5", f"{_SLOW_FEEDBACK_A5} --feedback-lr-scale 1 0.1 0.01"),
+        Run(
+            "slow-feedback-third-a5",
+            f"{_SLOW_FEEDBACK_A5} --feedback-lr-scale 0.01 --feedback-lr-share 0.3",
+        ),
         *(
             Run(name, joined(_TRIAL, change))
             for name, change in {
@@ -155,6 +166,14 @@ TRIALS = Experiment(
                 "same-keys": f"--key-init same {_SLOW} --lr 2e-3 --d-conv 4",
                 "wide1024": f"--d-model 1024 --num-heads 32 {_SLOW} --lr 2e-3",
                 "two-kinds": f"{_TWO_KINDS} --input-scale bounded_delta --rate-scale 1 --lr 2e-3",
+                "slow-feedback": f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.1 0.01",
+                "slow-feedback-half": (
+                    f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.01 --feedback-lr-share 0.5"
+                ),
+                "slow-feedback-wide": (
+                    f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.01 --d-model 512 "
+                    "--num-heads 16"
+                ),
             }.items()
         ),
     ),

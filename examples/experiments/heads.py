@@ -35,5 +35,6 @@ def heads() -> Experiment:
             options = joined(flags, SEEDS, f"--num-heads {number} --concurrent", change)
             runs.append(Run(f"{task}-heads{number}", options))
             if number != 8:
-                runs.append(Run(f"{task}-heads{number}-equal", joined(options, size)))
+                rate = "--lr 2e-3" if (task, number) == ("copy", 16) else ""
+                runs.append(Run(f"{task}-heads{number}-equal", joined(options, size, rate)))
     return Experiment("heads", "How many heads, at equal width and parameters?", tuple(runs))

@@ -1,15 +1,16 @@
 """The forward pass of a layer's core: W^x, the sweep, the output stage.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values.
+Letters as in `types.py`.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from bedouin.kernels.core.launch import launch_start
+from bedouin.kernels.core.products import add_product_, first_rows, project, rows_of, samples_of
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
 from bedouin.kernels.direct.buffers import SweepBuffers, count_kept, state_major
+from bedouin.kernels.direct.heads.launch import launch_head_sweep
 from bedouin.kernels.direct.registered import summarize
 from bedouin.kernels.direct.triton_launch import launch_sweep
 from bedouin.kernels.feedback import normalize_feedback
@@ -19,51 +20,85 @@ from bedouin.kernels.output.launch import output_forward
 from bedouin.kernels.output.types import OutputOperands
 
 CoreResult = tuple[Tensor, Tensor, CoreSaved, tuple[Tensor, Tensor, Tensor]]
-"""The gated output (b, t, d), the last h (b, d, n), what is saved, and the statistics (4, b, t),
-residual and smallest pivot (2, b), converged (b,)."""
+"""The gated output (b, t, d), the last h (b', p, n), what is saved, and the statistics (4, b', t),
+residual and smallest pivot (2, b'), converged (b',)."""
 
 
 def core_forward(
     tensors: CoreTensors,
-    biases: tuple[Tensor, Tensor | None],  # of Delta (d,) and of all others (r,)
+    biases: tuple[Tensor, Tensor | None],  # of Delta (d,) and of all others (H r,)
     options: CoreOptions,
 ) -> CoreResult:
-    """No size may be 0. W_x, W_y and the output have one dtype."""
-    W_x, W_y = tensors.W_x, tensors.W_y
-    x, z = tensors.split()
-    (b, t, d), n = x.shape, tensors.decay.shape[1]
-    r = W_x.shape[0] - d
-    wide = r + padding(r)
+    """No size may be 0. The output has the dtype of `projected`, in which the products are
+    computed. Several heads with feedback must be such that `takes_heads_together` is true."""
+    W_x, W_y = (_lowered(W, tensors.projected.dtype) for W in (tensors.W_x, tensors.W_y))
+    assert W_x is not None
+    sizes, x = tensors.sizes(), tensors.split()[0]
+    H, b, t, p, n, r = sizes
+    folded, wide = sizes.folded, r + padding(r)
     like = x.new_empty(0, dtype=accumulator(x.dtype))
-    A, y, statistics = like.new_empty(n, d), like.new_empty(b, t, d), like.new_empty(4, b, t)
-    h = like.new_empty(b, n, d) if tensors.h0 is None else state_major(tensors.h0)
-    kept = like.new_empty(b, count_kept(t, options.keep_every), n, d)
-    normed = y if W_y is None else W_y.new_empty(b, t, d)
-    bias, counts = W_x.new_empty(wide + d), W_x.new_empty(3, dtype=torch.int32)
-    launch_start(tensors, biases, options, A, bias, h, normed, counts)
+    A, statistics = like.new_empty(sizes.of_heads(n, p)), like.new_empty(4, folded, t)
+    y = like.new_empty(folded, t, p)
+    kept = like.new_empty(folded, count_kept(t, options.keep_every), n, p)
+    h = like.new_empty(folded, n, p) if tensors.h0 is None else state_major(tensors.h0)
+    normed = y if W_y is None else W_y.new_empty(folded, t, p)
+    bias = W_x.new_empty(sizes.of_heads(wide + p))
+    counts = W_x.new_empty(3, dtype=torch.int32)
+    launch_start(tensors, biases, options, A, bias, h, normed, counts, W_x, W_y)
     if W_y is not None and tensors.y0 is not None:
         eps = options.parameterization.feedback_norm_eps
         normed[:, 0] = normalize_feedback(tensors.y0, eps)
 
-    rows = x.flatten(0, 1)
-    raw = F.linear(rows, first_rows(W_x, wide), bias[:wide]).view(b, t, wide)[..., :r]
-    gate = F.linear(rows, W_x[r:], bias[wide:]).view(b, t, d)
-    loop = None if W_y is None else W_y[:r]
-    buffers = SweepBuffers(x, raw, loop, A, h, kept, y, normed, statistics)
-    launch_sweep(buffers, options.parameterization, options.keep_every, counts=counts)
-    fed = None if W_y is None else F.linear(normed, W_y[r:])
-    operands = OutputOperands(y, x, tensors.D, gate, fed, z, tensors.weight)
-    hidden = output_forward(operands, options.eps, W_x.dtype)
-    if W_y is None or fed is None:
-        normed = fed = W_x.new_empty(0)
-    saved = CoreSaved(y, raw, gate, fed, normed, kept, A)
+    rows = rows_of(x, H)
+    raw = project(rows, first_rows(W_x, wide), bias[..., :wide]).view(folded, t, wide)
+    gate = project(rows, W_x[..., r:, :], bias[..., wide:])
+    loop = None if W_y is None else W_y[..., :r, :]
+    given = raw[..., :r], loop, A, h, kept, y, normed, statistics
+    buffers = SweepBuffers(samples_of(x, H), *given)
+    if H == 1 or loop is None:
+        launch_sweep(buffers, options.parameterization, options.keep_every, counts=counts)
+    else:
+        launch_head_sweep(buffers, options.parameterization, options.keep_every)
+    if W_y is None:
+        normed = W_x.new_empty(0)
+    else:
+        add_product_(gate, normed.view(gate.shape), W_y[..., r:, :].mT)
+    hidden = W_x.new_empty(b, t, H * p)
+    operands = output_operands(tensors, y, gate)
+    output_forward(operands, options.eps, W_x.dtype, into=rows_of(hidden, H))
+    weights = (
+        W_x.new_empty(0) if W is given or W is None else W
+        for W, given in ((W_x, tensors.W_x), (W_y, tensors.W_y))
+    )
+    saved = CoreSaved(y, raw, gate, normed, kept, A, *weights)
     return hidden, h.mT, saved, (statistics, *summarize(statistics))
 
 
-def first_rows(
-    W: Tensor,  # (r + d, d)
-    wide: int,
-) -> Tensor:  # (wide, d)
-    """The first rows of W, with zeros where it has fewer."""
-    missing = wide - W.shape[0]
-    return F.pad(W, (0, 0, 0, missing)) if missing > 0 else W[:wide]
+def _lowered(
+    W: Tensor | None,  # any shape
+    dtype: torch.dtype,
+) -> Tensor | None:  # as W
+    """W itself if it has the dtype, else memory for it in that dtype."""
+    if W is None or W.dtype == dtype:
+        return W
+    return torch.empty(W.shape, dtype=dtype, device=W.device)
+
+
+def output_operands(
+    tensors: CoreTensors,
+    y: Tensor,  # (b', t, p)
+    gate: Tensor,  # (i, p) or (H, i, p)
+) -> OutputOperands:
+    """The operands of the output stage, as rows."""
+    (x, z), sizes = tensors.split(), tensors.sizes()
+    of_channels = sizes.of_heads(sizes.p)
+    weight = None if tensors.weight is None else tensors.weight.reshape(of_channels)
+    return OutputOperands(
+        y.view(gate.shape),
+        rows_of(x, sizes.H),
+        tensors.D.reshape(of_channels),
+        gate,
+        None,
+        None if z is None else rows_of(z, sizes.H),
+        weight,
+    )

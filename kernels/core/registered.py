@@ -3,7 +3,7 @@
 Eager mode alone uses them: under torch.compile the parts of a layer are traced, and the compiler
 fuses what lies between them. Triton is imported when an operation runs.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values, w as in `CoreTensors`.
+Letters as in `types.py`.
 """
 
 from typing import Any, NamedTuple, cast
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import is_transformed, without_autocast
+from bedouin.kernels.backend import is_batched, is_transformed, without_autocast
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors, DecayParameter
 from bedouin.kernels.direct.buffers import count_kept
 from bedouin.kernels.direct.reverse import ReportBackward
@@ -25,7 +25,10 @@ TENSORS = (
     "Tensor projected, Tensor W_x, Tensor? W_y, Tensor decay, Tensor D, Tensor? weight, "
     "Tensor? h0, Tensor? y0"
 )
-SAVED = "Tensor y, Tensor raw, Tensor gate, Tensor fed, Tensor normed, Tensor kept, Tensor A"
+SAVED = (
+    "Tensor y, Tensor raw, Tensor gate, Tensor normed, Tensor kept, Tensor A, Tensor low_W_x, "
+    "Tensor low_W_y"
+)
 OPTIONS = (
     "str activation, bool selective, int num_householder, float beta_max, str input_scale, "
     "str eigenvalues, float? norm_eps, str decay_parameter, float sharpness, float eps, "
@@ -46,11 +49,11 @@ def _options(flat: tuple[Any, ...]) -> CoreOptions:
 
 @operation(
     "core",
-    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 12)})",
+    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 13)})",
 )
 def core_operation(*flat: Any) -> tuple[Tensor, ...]:
-    """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b, t), residual
-    and pivot (2, b), converged (b,). W_x, W_y and the output have one dtype; no size may be 0."""
+    """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b', t), residual
+    and pivot (2, b'), converged (b',). No size may be 0."""
     from bedouin.kernels.core.forward import core_forward
 
     tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(flat[10:])
@@ -61,78 +64,98 @@ def core_operation(*flat: Any) -> tuple[Tensor, ...]:
 @core_operation.register_fake
 def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
     tensors, keep_every = CoreTensors(*flat[:8]), flat[-1]
-    x, W_x = tensors.split()[0], tensors.W_x
-    (b, t, d), n = x.shape, tensors.decay.shape[1]
-    r, like = W_x.shape[0] - d, x.new_empty(0, dtype=accumulator(x.dtype))
-    raw = W_x.new_empty(b, t, r + padding(r))[..., :r]
-    none = tensors.W_y is None
-    of_feedback = [W_x.new_empty(0) if none else W_x.new_empty(b, t, d) for _ in range(2)]
-    kept = like.new_empty(b, count_kept(t, keep_every), n, d)
-    saved = (like.new_empty(b, t, d), raw, W_x.new_empty(b, t, d), *of_feedback, kept)
-    A, h = like.new_empty(n, d), like.new_empty(b, n, d).mT
-    statistics = like.new_empty(4, b, t), like.new_empty(2, b), x.new_empty(b, dtype=torch.bool)
-    return W_x.new_empty(b, t, d), h, *saved, A, *statistics
+    low, sizes = tensors.projected, tensors.sizes()
+    H, b, t, p, n, r = sizes
+    folded, like = sizes.folded, low.new_empty(0, dtype=accumulator(low.dtype))
+    normed = low.new_empty(0) if tensors.W_y is None else low.new_empty(folded, t, p)
+    saved = (
+        like.new_empty(folded, t, p),
+        low.new_empty(folded, t, r + padding(r)),
+        low.new_empty(sizes.of_heads(b * t, p)),
+        normed,
+        like.new_empty(folded, count_kept(t, keep_every), n, p),
+        like.new_empty(sizes.of_heads(n, p)),
+        *(
+            low.new_empty(0 if W is None or W.dtype == low.dtype else W.shape)
+            for W in (tensors.W_x, tensors.W_y)
+        ),
+    )
+    converged = low.new_empty(folded, dtype=torch.bool)
+    statistics = like.new_empty(4, folded, t), like.new_empty(2, folded), converged
+    return low.new_empty(b, t, H * p), like.new_empty(folded, n, p).mT, *saved, *statistics
 
 
 @operation(
     "core_backward",
     "(Tensor? grad_hidden, Tensor? grad_y, Tensor? grad_h, "
-    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 9)})",
+    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 10)})",
 )
 def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
     """The tensors of `CoreGradients`."""
+    return _run_backward(flat, overwrites=False)
+
+
+def _run_backward(flat: tuple[Any, ...], *, overwrites: bool) -> tuple[Tensor, ...]:
     from bedouin.kernels.core.backward import CoreCotangents, Wanted, core_backward
 
     cotangents, tensors = CoreCotangents(*flat[:3]), CoreTensors(*flat[3:11])
-    saved, options, wanted = CoreSaved(*flat[11:18]), _options(flat[18:-1]), Wanted(*flat[-1])
-    return core_backward(cotangents, tensors, saved, options, wanted)
+    saved, options, wanted = CoreSaved(*flat[11:19]), _options(flat[19:-1]), Wanted(*flat[-1])
+    return core_backward(cotangents, tensors, saved, options, wanted, overwrites=overwrites)
 
 
 @_core_backward.register_fake
 def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
-    tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:18]), flat[-1]
+    tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:19]), flat[-1]
     projected, W_x, W_y, decay, _, weight, _, y0 = tensors
-    (b, t, d), n, rows = saved.y.shape, saved.A.shape[0], W_x.shape[0]
-    grad_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
-    bias = W_x.new_empty(rows if wanted[1] else 0)
-    grad_W_y = W_x.new_empty(0 if W_y is None or not wanted[2] else W_x.shape)
-    sums = saved.A.new_empty(1 if weight is None else 2, d)
-    of_state = saved.A.new_empty(b, n, d).mT, saved.A.new_empty(0 if y0 is None else y0.shape)
-    grads = projected.new_empty(projected.shape), grad_W_x, bias, grad_W_y
-    return *grads, decay.new_empty(decay.shape), sums, *of_state, saved.A.new_empty(2, b, t)
+    sizes, like = tensors.sizes(), saved.A
+    of_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
+    of_W_y = projected.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
+    if W_y is not None and not wanted[1]:
+        of_W_y = W_y.new_empty(0)
+    sums = like.new_empty(1 if weight is None else 2, *sizes.of_heads(sizes.p))
+    h0 = like.new_empty(sizes.folded, sizes.n, sizes.p).mT
+    states = h0, like.new_empty(0 if y0 is None else y0.shape)
+    biases = (
+        like.new_empty(sizes.of_heads(size) if wanted[3] else 0) for size in (sizes.p, sizes.r)
+    )
+    statistics = like.new_empty(2, sizes.folded, sizes.t)
+    grads = projected.new_empty(projected.shape), of_W_x, of_W_y, decay.new_empty(decay.shape)
+    return *grads, sums, *states, *biases, statistics
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     y, *others = output[2:]
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
-    ctx.save_for_backward(*inputs[:10], y, *others[:6])
+    ctx.save_for_backward(*inputs[:10], y, *others[:7])
     ctx.scalars = inputs[10:]
     W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
-    ctx.wanted = [W_x, any(ctx.needs_input_grad[8:10]), W_y, y0]
+    ctx.wanted = [W_x, W_y, y0, any(ctx.needs_input_grad[8:10])]
     ctx.report = None
 
 
 def _gradients(
     ctx: Any,
     grad_hidden: Tensor | None,  # (b, t, d)
-    grad_h: Tensor | None,  # (b, d, n)
-    grad_y: Tensor | None,  # (b, t, d)
+    grad_h: Tensor | None,  # (b', p, n)
+    grad_y: Tensor | None,  # (b', t, p)
     *unused: None,
 ) -> tuple[Tensor | None, ...]:
     cotangents, saved = (grad_hidden, grad_y, grad_h), ctx.saved_tensors
     tensors, biases = CoreTensors(*saved[:8]), saved[8:10]
+    is_last = _is_last_use(*cotangents)
     with torch.no_grad(), without_autocast(tensors.projected.device):
-        given = *cotangents, *tensors, *saved[10:], *ctx.scalars
-        *grads, statistics = _core_backward(*given, ctx.wanted)
-        projected, W_x, bias, W_y, decay, sums, h0, y0 = grads
+        given = *cotangents, *tensors, *saved[10:], *ctx.scalars, ctx.wanted
+        if is_last:
+            *grads, statistics = _run_backward(given, overwrites=True)
+        else:
+            *grads, statistics = _core_backward(*given)
+        *first, sums, h0, y0, dt_bias, raw_bias = grads
         grad_D, *grad_weight = sums.to(tensors.D.dtype).unbind()
-        d = tensors.decay.shape[0]
-        parts = [bias[:d], bias[d:]]
-        every = [projected, W_x, W_y, decay, grad_D, *(grad_weight or [grad_D]), h0, y0, *parts]
+        every = [*first, grad_D, *(grad_weight or [grad_D]), h0, y0, dt_bias, raw_bias]
         needed = ctx.needs_input_grad[:10]
         typed = [
-            grad.to(v.dtype) if need and v is not None else None
+            grad.to(v.dtype).reshape(v.shape) if need and v is not None else None
             for grad, need, v in zip(every, needed, (*tensors, *biases), strict=True)
         ]
     if ctx.report is not None and not is_transformed():
@@ -142,6 +165,16 @@ def _gradients(
     return *refuse_second_derivative(typed, [*cotangents, *saved]), *last
 
 
+def _is_last_use(
+    *cotangents: Tensor | None,  # any shapes
+) -> bool:
+    """Whether nothing reads what the forward pass has saved after this backward pass, so that it
+    may take that memory, as the backward passes of torch.compile do with donated buffers."""
+    if torch.compiler.is_compiling() or is_transformed() or is_batched(*cotangents):
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 core_operation.register_autograd(_gradients, setup_context=_save)
 
 
@@ -149,17 +182,17 @@ class CoreRun(NamedTuple):
     """The results of a call that a layer reads."""
 
     hidden: Tensor  # (b, t, d), the gated output
-    h: Tensor  # (b, d, n), the last memory
-    y: Tensor  # (b, t, d), the fixed point
-    statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
-    summary: Tensor  # (2, b): residual, smallest pivot
-    converged: Tensor  # (b,)
+    h: Tensor  # (b', p, n), the last memory
+    y: Tensor  # (b', t, p), the fixed point
+    statistics: Tensor  # (4, b', t): defect, scale, magnitude, pivot
+    summary: Tensor  # (2, b'): residual, smallest pivot
+    converged: Tensor  # (b',)
 
     @staticmethod
     def of(output: tuple[Tensor, ...], report: ReportBackward) -> "CoreRun":
         """The results of `core_operation`, whose backward pass is to call `report` with defect and
-        scale (b, t) of the adjoint equation."""
-        run = CoreRun(*output[:3], *output[9:])
+        scale (b', t) of the adjoint equation."""
+        run = CoreRun(*output[:3], *output[10:])
         if run.hidden.grad_fn is not None:
             # an operation takes no functions: the backward finds this one on its node
             run.hidden.grad_fn.report = report  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""Kernels around the sweeps of a whole layer: what precedes them in one launch, and A's gradient.
+"""Kernels around the sweeps of a whole layer: what precedes and what follows them, a launch each.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values.
+Letters: b folded samples, t time, d channels of a head, n state per channel, r raw values of a
+head, H heads.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -17,28 +18,42 @@ def _zero(ptr, at, size):
 
 
 @triton.jit
-def _bias_entry(dt_bias_ptr, raw_bias_ptr, index, mask, d, BIAS: tl.constexpr):
-    """Entries of the bias of W^x, [that of Delta d | the others], where `mask` holds."""
-    v = tl.load(dt_bias_ptr + index, mask=mask & (index < d), other=0.0)
+def _convert(from_ptr, to_ptr, at, size):
+    v = tl.load(from_ptr + at, mask=at < size, other=0.0)
+    tl.store(to_ptr + at, v.to(to_ptr.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _bias_entry(dt_bias_ptr, raw_bias_ptr, head, index, mask, r, d, BIAS: tl.constexpr):
+    """Entries of the bias of W^x of a head, [that of Delta d | r others], where `mask` holds."""
+    v = tl.load(dt_bias_ptr + head * d + index, mask=mask & (index < d), other=0.0)
     if BIAS:
-        others = tl.load(raw_bias_ptr + index - d, mask=mask & (index >= d), other=0.0)
+        others = raw_bias_ptr + head * r + index - d
+        others = tl.load(others, mask=mask & (index >= d), other=0.0)
         v = tl.where(index < d, v, others.to(v.dtype))
     return v
 
 
 @triton.jit(do_not_specialize=["h_size", "batch", "normed_stride"])
 def start_kernel(
-    decay_ptr,  # (d, n), the parameter behind A
-    dt_bias_ptr,  # (d,)
-    raw_bias_ptr,  # (r,): the bias of all other raw values and of the gate
-    A_ptr,  # (n, d), written: log2(e) A
-    bias_ptr,  # (wide + d,), written: [bias of the raw values r | zeros | bias of the gate d]
+    decay_ptr,  # (H, d, n), the parameter behind A
+    dt_bias_ptr,  # (H, d)
+    raw_bias_ptr,  # (H, r): the bias of all other raw values and of the gate
+    A_ptr,  # (H, n, d), written: log2(e) A
+    bias_ptr,  # (H, wide + d), written: [bias of the raw values r | zeros | bias of the gate d]
     h_ptr,  # (b, n, d), zeroed
     normed_ptr,  # (b, t, d), of which the first token is zeroed
     counters_ptr,  # (3,), zeroed
+    W_x_ptr,  # (W_x_size,)
+    W_x_low_ptr,  # (W_x_size,), written: W^x in another dtype
+    W_y_ptr,  # (W_y_size,)
+    W_y_low_ptr,  # (W_y_size,), written: W^y in another dtype
     h_size,  # b n d, or 0
     batch,
     normed_stride,
+    A_size,  # H n d
+    W_x_size,  # 0: it has the dtype of its products already
+    W_y_size,
     r,
     wide,
     d: tl.constexpr,
@@ -55,19 +70,25 @@ def start_kernel(
     if program == 0:
         _zero(counters_ptr, tl.arange(0, 4), 3)
     _zero(h_ptr, program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), h_size)
-    if program * BLOCK < n * d:
-        mask = at < n * d
-        parameter = tl.load(decay_ptr + at % d * n + at // d, mask=mask, other=0.0).to(ACC)
+    _convert(W_x_ptr, W_x_low_ptr, at, W_x_size)
+    _convert(W_y_ptr, W_y_low_ptr, at, W_y_size)
+    if program * BLOCK < A_size:
+        mask = at < A_size
+        head, inside = at // (n * d), at % (n * d)
+        from_at = head * (n * d) + inside % d * n + inside // d
+        parameter = tl.load(decay_ptr + from_at, mask=mask, other=0.0).to(ACC)
         if DECAY == "exp":
             A = -tl.exp(parameter)
         else:
             A = -SHARPNESS * softplus(parameter)
         tl.store(A_ptr + at, A * LOG2E, mask=mask)
-    if program * BLOCK < wide + d:
-        mask = (at < r) | ((at >= wide) & (at < wide + d))
-        index = tl.where(at < wide, at, at - wide + r)
-        bias = _bias_entry(dt_bias_ptr, raw_bias_ptr, index, mask, d, BIAS)
-        tl.store(bias_ptr + at, bias.to(bias_ptr.dtype.element_ty), mask=at < wide + d)
+    bias_size = A_size // (n * d) * (wide + d)
+    if program * BLOCK < bias_size:
+        head, column = at // (wide + d), at % (wide + d)
+        mask = (at < bias_size) & ((column < r) | (column >= wide))
+        index = tl.where(column < wide, column, column - wide + r)
+        bias = _bias_entry(dt_bias_ptr, raw_bias_ptr, head, index, mask, r, d, BIAS)
+        tl.store(bias_ptr + at, bias.to(bias_ptr.dtype.element_ty), mask=at < bias_size)
     if NORMED:
         if program * BLOCK < batch * d:
             row = normed_ptr + (at // d).to(tl.int64) * normed_stride + at % d
@@ -95,10 +116,22 @@ def clear_kernel(
 
 
 @triton.jit
-def decay_gradient_kernel(
-    grad_A_ptr,  # (n, d)
-    decay_ptr,  # (d, n), the parameter behind A
-    grad_ptr,  # (d, n), written: the cotangent of the parameter
+def finish_kernel(
+    grad_A_ptr,  # (H, n, d)
+    decay_ptr,  # (H, d, n), the parameter behind A
+    grad_ptr,  # (H, d, n), written: the cotangent of the parameter
+    bias_ptr,  # (H, r + d), of the bias of W^x, or nothing
+    dt_bias_ptr,  # (H, d), written: its first part
+    raw_bias_ptr,  # (H, r), written: its second part
+    W_x_low_ptr,  # (W_x_size,), of W^x
+    W_x_ptr,  # (W_x_size,), written: the same in another dtype
+    W_y_low_ptr,  # (W_y_size,), of W^y
+    W_y_ptr,  # (W_y_size,), written: the same in another dtype
+    A_size,  # H n d
+    bias_size,  # H (r + d), or 0
+    W_x_size,  # 0: it has its dtype already
+    W_y_size,
+    r,
     d: tl.constexpr,
     n: tl.constexpr,
     DECAY: tl.constexpr,
@@ -106,12 +139,25 @@ def decay_gradient_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Gradients as the parameters have them."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n * d
-    grad = tl.load(grad_A_ptr + at % n * d + at // n, mask=mask, other=0.0)
-    parameter = tl.load(decay_ptr + at, mask=mask, other=0.0).to(ACC)
-    if DECAY == "exp":
-        grad *= -tl.exp(parameter)
-    else:
-        grad *= -SHARPNESS * tl.where(parameter > 20, 1.0, sigmoid(parameter))
-    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+    _convert(W_x_low_ptr, W_x_ptr, at, W_x_size)
+    _convert(W_y_low_ptr, W_y_ptr, at, W_y_size)
+    if tl.program_id(0) * BLOCK < bias_size:
+        head, column = at // (r + d), at % (r + d)
+        v = tl.load(bias_ptr + at, mask=at < bias_size, other=0.0)
+        of_delta = (at < bias_size) & (column < d)
+        tl.store(dt_bias_ptr + head * d + column, v, mask=of_delta)
+        of_others = (at < bias_size) & (column >= d)
+        tl.store(raw_bias_ptr + head * r + column - d, v, mask=of_others)
+    if tl.program_id(0) * BLOCK < A_size:
+        mask = at < A_size
+        head, inside = at // (n * d), at % (n * d)
+        grad_at = head * (n * d) + inside % n * d + inside // n
+        grad = tl.load(grad_A_ptr + grad_at, mask=mask, other=0.0)
+        parameter = tl.load(decay_ptr + at, mask=mask, other=0.0).to(ACC)
+        if DECAY == "exp":
+            grad *= -tl.exp(parameter)
+        else:
+            grad *= -SHARPNESS * tl.where(parameter > 20, 1.0, sigmoid(parameter))
+        tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)

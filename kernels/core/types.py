@@ -1,6 +1,8 @@
 """What the core of a layer takes and saves; free of Triton.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values, w = 2 d, or d without z.
+Letters: b batch, t time, d channels, n state per channel, w = 2 d, or d without z; H heads of
+p = d / H channels with r raw values each, b' = H b folded samples, i = b t rows of a head. The
+tensors of one head have no axis H: they are those of p = d.
 """
 
 from typing import Literal, NamedTuple
@@ -17,13 +19,13 @@ class CoreTensors(NamedTuple):
     """What the output of a layer's core depends on, without the bias."""
 
     projected: Tensor  # (b, t, w): x, and behind it z
-    W_x: Tensor  # (r + d, d), of the raw values and of the gate
-    W_y: Tensor | None  # (r + d, d), as W_x; None: no feedback
+    W_x: Tensor  # (r + p, p) or (H, r + p, p), of the raw values and of the gate, in any dtype
+    W_y: Tensor | None  # as W_x; None: no feedback
     decay: Tensor  # (d, n), the parameter behind A
     D: Tensor  # (d,)
     weight: Tensor | None  # (d,), of the norm; None: the paper's output, without z
-    h0: Tensor | None  # (b, d, n); None: zeros
-    y0: Tensor | None  # (b, d); None: zeros
+    h0: Tensor | None  # (b', p, n); None: zeros
+    y0: Tensor | None  # (b', p); None: zeros
 
     def split(self) -> tuple[Tensor, Tensor | None]:  # (b, t, d)
         """x, and z or None: views."""
@@ -32,17 +34,47 @@ class CoreTensors(NamedTuple):
             return self.projected, None
         return self.projected[..., :d], self.projected[..., d:]
 
+    def sizes(self) -> "CoreSizes":
+        b, t, _ = self.projected.shape
+        (rows, p), (d, n) = self.W_x.shape[-2:], self.decay.shape
+        return CoreSizes(d // p, b, t, p, n, rows - p)
+
+
+class CoreSizes(NamedTuple):
+    """The letters."""
+
+    H: int
+    b: int
+    t: int
+    p: int
+    n: int
+    r: int
+
+    @property
+    def folded(self) -> int:
+        return self.H * self.b
+
+    def of_heads(self, *shape: int) -> tuple[int, ...]:
+        """The shape with an axis H in front if there are several heads."""
+        return shape if self.H == 1 else (self.H, *shape)
+
 
 class CoreSaved(NamedTuple):
     """What the forward pass computes and the backward pass reads."""
 
-    y: Tensor  # (b, t, d)
-    raw: Tensor  # (b, t, r), raw^x
-    gate: Tensor  # (b, t, d), the part that x determines
-    fed: Tensor  # (b, t, d), the gate's feedback; empty without feedback
-    normed: Tensor  # (b, t, d), norm(y_{t-1}); empty without feedback
-    kept: Tensor  # (b, slots, n, d): see `SweepBuffers`
-    A: Tensor  # (n, d), log2(e) A
+    y: Tensor  # (b', t, p)
+    raw: Tensor  # (b', t, r + padding), raw^x; any values from column r on
+    gate: Tensor  # (i, p) or (H, i, p), with feedback, without z
+    normed: Tensor  # (b', t, p), norm(y_{t-1}); empty without feedback
+    kept: Tensor  # (b', slots, n, p): see `SweepBuffers`
+    A: Tensor  # (n, p) or (H, n, p), log2(e) A
+    W_x: Tensor  # W_x and W_y in the dtype of `projected`; empty if they have it already
+    W_y: Tensor
+
+    def weights(self, tensors: CoreTensors) -> tuple[Tensor, Tensor | None]:
+        """W_x and W_y in the dtype of `projected`."""
+        W_x = self.W_x if self.W_x.numel() else tensors.W_x
+        return W_x, self.W_y if self.W_y.numel() else tensors.W_y
 
 
 class CoreOptions(NamedTuple):

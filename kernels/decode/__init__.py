@@ -1,7 +1,14 @@
-"""One token after its projections, for decoding: local solve, memory, output stage."""
+"""What a decoded token consists of: products with few samples, and one kernel for the rest."""
 
 from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.decode.arguments import DecayKind, StepOperands, StepOptions, StepParameters
+from bedouin.kernels.decode.arguments import (
+    DecayKind,
+    Product,
+    StepOperands,
+    StepOptions,
+    StepParameters,
+)
+from bedouin.kernels.decode.products import multiply, takes_products
 from bedouin.kernels.decode.reference import decode_token_reference
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.launch import next_power_of_two
@@ -9,11 +16,14 @@ from bedouin.kernels.operands import RawLayout
 
 __all__ = [
     "DecayKind",
+    "Product",
     "StepOperands",
     "StepOptions",
     "StepParameters",
     "decode_token",
     "decode_token_reference",
+    "multiply",
+    "takes_products",
     "unsupported_token",
 ]
 
@@ -28,6 +38,7 @@ def decode_token(
     options: StepOptions,
     *,
     backend: Backend = "auto",
+    overlaps: bool = False,
 ) -> None:
     """Advance h and y by one token and write the results, in place; not differentiable.
 
@@ -36,8 +47,9 @@ def decode_token(
         h      = lambda * h + (s * (drive + (I - Q)(y - drive))) B^T
         hidden = SiLU(gate + z) * norm(y + D x)
 
-    Each head by itself. The statistics are those of `Direct` for one token of a head. Raises
-    ValueError where `backend="triton"` cannot run.
+    Each head by itself. The statistics are those of `Direct` for one token of a head. overlaps:
+    h and the parameters are read while the launch before is still running, which therefore
+    must not write them. Raises ValueError where `backend="triton"` cannot run.
     """
     b, n, d = operands.h.shape
     reason = unsupported_token(d // options.num_heads, n, options.layout)
@@ -48,7 +60,7 @@ def decode_token(
         # imports Triton, which the reference does without
         from bedouin.kernels.decode.triton_kernels import launch_decode_token
 
-        launch_decode_token(operands, parameters, options)
+        launch_decode_token(operands, parameters, options, overlaps)
 
 
 def unsupported_token(p: int, n: int, layout: RawLayout | None) -> str | None:

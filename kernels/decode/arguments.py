@@ -1,8 +1,9 @@
 """What a decoded token is made of.
 
 Letters: b batch, d channels, n state per channel, k reflections, r raw values, f fed-back ones, H
-heads, p = d / H channels of a head; r and f are those of a head. Channels of the first head come
-first, and so do parameters. One head (H = 1, p = d) has no axis of heads.
+heads, p = d / H channels of a head; r and f are those of a head. A weight has j rows and c columns.
+Channels of the first head come first, and so do parameters. One head (H = 1, p = d) has no axis of
+heads.
 """
 
 from dataclasses import dataclass
@@ -34,6 +35,14 @@ class StepOptions(Parameterization):
         """Raw values of Delta, B, C and the reflections, of a head."""
         states = n if self.layout.selective else 0
         return p, states, states, self.layout.num_householder * (p + 1)
+
+
+class Product(NamedTuple):
+    """out = W v, for each head and sample; v and out may be rows of wider tensors."""
+
+    weight: Tensor  # (j, c) or (H, j, c), contiguous
+    v: Tensor  # (b, c) or (H, b, c)
+    out: Tensor  # (b, j) or (H, b, j), written
 
 
 class StepParameters(NamedTuple):

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepParameters
+from bedouin.kernels.decode.triton_overlap import can_overlap, start_next, wait_for_last
 from bedouin.kernels.device.activations import activate
 from bedouin.kernels.device.discretize import build_coupled, input_scale
 from bedouin.kernels.device.elementary import LOG2E, sigmoid, softplus
@@ -27,7 +28,7 @@ from bedouin.kernels.device.reflections import (
     scale,
     scale_symmetric,
     subtract,
-    sums,
+    sums_at_once,
     symmetric_times,
     upper_times,
     wy_upper,
@@ -38,25 +39,31 @@ from bedouin.kernels.launch import next_power_of_two
 
 
 @triton.jit
-def _part(raw_ptr, bias_ptr, fed_ptr, at, mask, kind, BIAS: tl.constexpr, FED: tl.constexpr):
+def _part(raw_ptr, fed_ptr, at, mask, bias, FED: tl.constexpr):
     """raw^x + bias + W^y norm(y_{t-1}) at some columns, from pointers to the start of a part."""
-    raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(kind)
-    if BIAS:
-        raw += tl.load(bias_ptr + at, mask=mask, other=0.0).to(kind)
+    raw = tl.load(raw_ptr + at, mask=mask, other=0.0).to(bias.dtype) + bias
     if FED:
-        raw += tl.load(fed_ptr + at, mask=mask, other=0.0).to(kind)
+        raw += tl.load(fed_ptr + at, mask=mask, other=0.0).to(bias.dtype)
     return raw
 
 
 @triton.jit
-def _scalar(raw_ptr, bias_ptr, fed_ptr, at, kind, BIAS: tl.constexpr, FED: tl.constexpr):
+def _scalar(raw_ptr, fed_ptr, at, bias, FED: tl.constexpr):
     """`_part` at one column."""
-    raw = tl.load(raw_ptr + at).to(kind)
-    if BIAS:
-        raw += tl.load(bias_ptr + at).to(kind)
+    raw = tl.load(raw_ptr + at).to(bias.dtype) + bias
     if FED:
-        raw += tl.load(fed_ptr + at).to(kind)
+        raw += tl.load(fed_ptr + at).to(bias.dtype)
     return raw
+
+
+@triton.jit
+def _bias(bias_ptr, at, mask, kind, BIAS: tl.constexpr):
+    """The bias at some columns, zeros without one."""
+    if BIAS:
+        bias = tl.load(bias_ptr + at, mask=mask, other=0.0).to(kind)
+    else:
+        bias = tl.zeros(at.shape, kind)
+    return bias
 
 
 @triton.jit
@@ -143,6 +150,9 @@ def _token_kernel(
     NORM_EPS: tl.constexpr,
     ROUNDING: tl.constexpr,
     EPS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One token of all samples, after its projections:
 
@@ -181,37 +191,68 @@ def _token_kernel(
     raw_ptr += folded * raw_row
     fed_ptr += folded * fed_row
 
+    # All loads come first, so that none waits for a reduction, and before the wait all of what no
+    # launch of this token writes.
+    start_next(STARTS_NEXT)
     # raw is [Delta p | B n | C n | u k p | alpha k | gate p], B and C only if SELECTIVE
-    raw = _part(raw_ptr, delta_bias_ptr, fed_ptr, cols, in_p, kind, True, FED_DELTA)
-    delta = activate(raw, ACTIVATION)
-    at = p
+    SKIPPED: tl.constexpr = 2 if SELECTIVE else 0
+    B_at, C_at, u_at = p, p + n, p + SKIPPED * n
+    gate_at = u_at + K * (p + 1)
+    raw_bias_ptr -= p  # raw_bias has none of Delta
+    delta_bias = _bias(delta_bias_ptr, cols, in_p, kind, True)
+    gate_bias = _bias(raw_bias_ptr + gate_at, cols, in_p, kind, BIAS)
+    u_bias = ()
+    alpha_bias = ()
+    for i in tl.static_range(K):
+        u_bias = u_bias + (_bias(raw_bias_ptr + u_at + i * p, cols, in_p, kind, BIAS),)
+        alpha_at = u_at + K * p + i
+        if BIAS:
+            alpha_bias = alpha_bias + (tl.load(raw_bias_ptr + alpha_at).to(kind),)
+        else:
+            alpha_bias = alpha_bias + (tl.zeros([], kind),)
+    at_state = rows[:, None] * d + cols[None, :]
+    if BY_CHANNEL:
+        # Without wide loads a thread takes a channel with all its states, as it does of vectors,
+        # so that sums over states need no exchange. At most one channel a thread: the registers do
+        # not suffice for more.
+        at_state = tl.multiple_of(at_state, (1, 1))
+    A = _decay_matrix(decay_ptr, rows, cols, in_state, n, kind, DECAY, SHARPNESS)
+    h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
+    D = tl.load(D_ptr + cols, mask=in_p, other=0.0).to(kind)
+    if OUTPUT_NORM:
+        norm_weight = tl.load(norm_ptr + cols, mask=in_p, other=0.0).to(kind)
+    all_converged = tl.load(all_converged_ptr + folded)
     if SELECTIVE:
-        B = _part(
-            raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_B_at, rows, in_n, kind, BIAS, FED_B
-        )
+        B_bias = _bias(raw_bias_ptr + B_at, rows, in_n, kind, BIAS)
+        C_bias = _bias(raw_bias_ptr + C_at, rows, in_n, kind, BIAS)
+
+    wait_for_last(OVERLAPS)
+    delta_raw = _part(raw_ptr, fed_ptr, cols, in_p, delta_bias, FED_DELTA)
+    if SELECTIVE:
+        B = _part(raw_ptr + B_at, fed_ptr + fed_B_at, rows, in_n, B_bias, FED_B)
+        C = _part(raw_ptr + C_at, fed_ptr + fed_C_at, rows, in_n, C_bias, FED_C)
+    u = ()
+    alpha = ()
+    u_raw, u_fed = raw_ptr + u_at, fed_ptr + fed_u_at
+    for i in tl.static_range(K):
+        u = u + (_part(u_raw, u_fed, i * p + cols, in_p, u_bias[i], FED_U),)
+        alpha = alpha + (_scalar(u_raw, u_fed, K * p + i, alpha_bias[i], FED_U),)
+    drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_p, other=0.0).to(kind)
+    x = tl.load(x_ptr + sample * x_row + cols, mask=in_p, other=0.0).to(kind)
+    gate = _part(raw_ptr + gate_at, fed_ptr + fed_gate_at, cols, in_p, gate_bias, FED_GATE)
+    if OUTPUT_NORM:
+        gate += tl.load(z_ptr + sample * z_row + cols, mask=in_p, other=0.0).to(kind)
+
+    delta = activate(delta_raw, ACTIVATION)
+    if SELECTIVE:
         B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS)
-        at += n
-        C = _part(
-            raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_C_at, rows, in_n, kind, BIAS, FED_C
-        )
         C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS)
-        at += n
     else:
         B = tl.where(in_n, 1.0, 0.0).to(kind)
         C = B
-    u_raw, u_bias, u_fed = raw_ptr + at, raw_bias_ptr + at - p, fed_ptr + fed_u_at
-    gate_at = at + K * (p + 1)
-    u = ()
     beta = ()
     for i in tl.static_range(K):
-        u = u + (_part(u_raw, u_bias, u_fed, i * p + cols, in_p, kind, BIAS, FED_U),)
-        alpha = _scalar(u_raw, u_bias, u_fed, K * p + i, kind, BIAS, FED_U)
-        beta = beta + (BETA_MAX * sigmoid(alpha),)
-    drive = tl.load(drive_ptr + sample * drive_row + cols, mask=in_p, other=0.0).to(kind)
-
-    A = _decay_matrix(decay_ptr, rows, cols, in_state, n, kind, DECAY, SHARPNESS)
-    at_state = rows[:, None] * d + cols[None, :]
-    h = tl.load(h_ptr + at_state, mask=in_state, other=0.0)
+        beta = beta + (BETA_MAX * sigmoid(alpha[i]),)
     # The local equation of the direct sweep, (I - S T) U y = U rest - S T U drive, solved for U y.
     # `solve_token` solves for U (y - drive), which is shorter, but the last bits would change.
     if INPUT_SCALE == "one_minus_decay":
@@ -226,7 +267,7 @@ def _token_kernel(
     sigma_u = rows_times(u, sigma, K)
     with_drive, with_rest = rows_times(u, drive, K), rows_times(u, rest, K)
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
+    dots = sums_at_once(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
     inv = inverse_sizes(dots, p, K, EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
@@ -234,14 +275,13 @@ def _token_kernel(
     U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
     T = wy_upper(G, beta, K)
     U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_drive, K), K), K)
-    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1)
+    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1, RECIPROCALS=True)
     mixing = scale(upper_times(T, subtract(a, U_drive, K), K), inv, K)
     y = rest + sigma * combine(mixing, u, K)
     tl.store(y_ptr + sample * d + cols, y, mask=in_p)
 
-    x = tl.load(x_ptr + sample * x_row + cols, mask=in_p, other=0.0).to(kind)
-    v = y + tl.load(D_ptr + cols, mask=in_p, other=0.0).to(kind) * x
-    dots = sums((y * y, v * v) + rows_times(u, y, K))
+    v = y + D * x
+    dots = sums_at_once((y * y, v * v) + rows_times(u, y, K))
     U_y = scale(dots[2 : K + 2], inv, K)
     mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
     mixed = drive + combine(mixing, u, K)
@@ -264,7 +304,6 @@ def _token_kernel(
     finite = (size - size == 0) & (magnitude - magnitude == 0)
     converged = (finite & (defect <= ROUNDING * largest)).to(tl.uint8)
     tl.store(converged_ptr + folded, converged)
-    all_converged = tl.load(all_converged_ptr + folded)
     tl.store(all_converged_ptr + folded, all_converged & converged)
 
     normed = y
@@ -273,21 +312,8 @@ def _token_kernel(
     normed = normed.to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + sample * d + cols, normed, mask=in_p)
 
-    gate = _part(
-        raw_ptr + gate_at,
-        raw_bias_ptr + gate_at - p,
-        fed_ptr + fed_gate_at,
-        cols,
-        in_p,
-        kind,
-        BIAS,
-        FED_GATE,
-    )
     if OUTPUT_NORM:
-        z = tl.load(z_ptr + sample * z_row + cols, mask=in_p, other=0.0).to(kind)
-        weight = tl.load(norm_ptr + cols, mask=in_p, other=0.0).to(kind)
-        gate += z
-        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / p + NORM_EPS) * weight
+        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / p + NORM_EPS) * norm_weight
     else:
         hidden = gate * v * sigmoid(v)
     hidden = hidden.to(hidden_ptr.dtype.element_ty)
@@ -295,7 +321,7 @@ def _token_kernel(
 
 
 def launch_decode_token(
-    operands: StepOperands, parameters: StepParameters, options: StepOptions
+    operands: StepOperands, parameters: StepParameters, options: StepOptions, overlaps: bool = False
 ) -> None:
     """Launch the kernel once; for None it gets another tensor, which it does not read."""
     o, p, layout = operands, parameters, options.layout
@@ -305,6 +331,8 @@ def launch_decode_token(
     z, fed = _or(o.z, o.x), raw if o.fed is None else o.fed.flatten(0, -2)
     has_feedback = o.fed is not None
     offsets, is_fed = _fed_offsets(channels, n, options)
+    starts_early, num_warps = can_overlap(o.h.device), _num_warps(channels, n)
+    overlaps = overlaps and starts_early
     _token_kernel[(b, heads)](
         o.x,
         o.drive,
@@ -345,7 +373,11 @@ def launch_decode_token(
         NORM_EPS=options.norm_eps or 0.0,
         ROUNDING=ROUNDING * torch.finfo(o.h.dtype).eps,
         EPS=UNIT_EPS,
-        num_warps=_num_warps(channels, n),
+        BY_CHANNEL=_by_channel(channels, num_warps),
+        STARTS_NEXT=starts_early,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
+        num_warps=num_warps,
     )
 
 
@@ -353,6 +385,11 @@ def _num_warps(p: int, n: int) -> int:
     """At 1024 channels with 16 states eight warps spill nothing, sixteen 216 bytes a thread."""
     tile = next_power_of_two(p) * next_power_of_two(n)
     return 4 if tile <= 2048 else 8 if tile <= 16384 else 16
+
+
+def _by_channel(p: int, num_warps: int) -> bool:
+    """Whether there is a thread for each channel."""
+    return next_power_of_two(p) <= 32 * num_warps
 
 
 def _or(tensor: Tensor | None, unread: Tensor) -> Tensor:

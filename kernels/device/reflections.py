@@ -55,6 +55,45 @@ def sums(values, AXIS: tl.constexpr = 0):
 
 
 @triton.jit
+def sums_at_once(values):
+    """Sums of vectors (d,), 32 in one exchange, for programs that wait more than they compute."""
+    N: tl.constexpr = len(values)
+    out = ()
+    for i in tl.static_range(N // 32):
+        out = out + _sums_of_joined(values[32 * i : 32 * i + 32], 5)
+    REST: tl.constexpr = N % 32
+    if REST > 0:
+        LEVELS: tl.constexpr = (REST > 1) + (REST > 2) + (REST > 4) + (REST > 8) + (REST > 16)
+        out = out + _sums_of_joined(values[N - REST : N], LEVELS)
+    return out
+
+
+@triton.jit
+def _sums_of_joined(values, LEVELS: tl.constexpr):
+    """Sums of up to 2^LEVELS vectors (d,), which are joined to one tensor (d, 2, ..., 2); its sum
+    over d is taken apart again."""
+    N: tl.constexpr = len(values)
+    joined = values
+    for _ in tl.static_range(2**LEVELS - N):
+        joined = joined + (tl.zeros_like(values[0]),)
+    for level in tl.static_range(LEVELS):
+        pairs = ()
+        for i in tl.static_range(2 ** (LEVELS - 1 - level)):
+            pairs = pairs + (tl.join(joined[i], joined[i + 2 ** (LEVELS - 1 - level)]),)
+        joined = pairs
+    parts = (tl.sum(joined[0], axis=0),)
+    for level in tl.static_range(LEVELS):
+        firsts = ()
+        seconds = ()
+        for i in tl.static_range(2**level):
+            first, second = tl.split(parts[i])
+            firsts = firsts + (first,)
+            seconds = seconds + (second,)
+        parts = firsts + seconds
+    return parts[0:N]
+
+
+@triton.jit
 def products(a, b, K: tl.constexpr):
     """a_i b_j for i <= j, packed, of two tuples of rows (d,)."""
     out = ()

@@ -8,9 +8,19 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.autograd import eager_sweep, uncompiled_sweep
-from bedouin.kernels.direct.buffers import CHUNK, choose_chunk, choose_chunk_of
+from bedouin.kernels.direct.buffers import (
+    CHUNK,
+    choose_chunk,
+    choose_chunk_of,
+    choose_chunk_of_heads,
+)
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.limits import choose_sweep, is_small_head, unsupported_sizes
+from bedouin.kernels.direct.limits import (
+    choose_sweep,
+    holds_head,
+    is_small_head,
+    unsupported_sizes,
+)
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,
@@ -34,10 +44,12 @@ __all__ = [
     "LocalFactors",
     "Sweep",
     "choose_chunk_of",
+    "choose_chunk_of_heads",
     "direct_sweep",
     "direct_sweep_reference",
     "factor_local",
     "gain_gap",
+    "holds_head",
     "input_gain",
     "smallest_pivot",
     "solve_local",

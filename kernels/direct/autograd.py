@@ -11,10 +11,11 @@ from torch.autograd.function import FunctionCtx
 
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.direct.buffers import CHUNK
-from bedouin.kernels.direct.forward import forward_sweep, memory_of
+from bedouin.kernels.direct.forward import memory_of
 from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.loops import choose_sweep, run_reverse
 from bedouin.kernels.direct.reference import Sweep
-from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, reverse_sweep
+from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 from bedouin.kernels.outside import outside_of_graphs
@@ -42,7 +43,7 @@ class _DirectSweep(torch.autograd.Function):
         operands, parameters = Operands(*tensors[:6]), tensors[6:]
         options = parameterization, bind, parameters, CHUNK
         if y_star is None:
-            sweep, kept = forward_sweep(operands, *options)
+            sweep, kept = choose_sweep(operands, *options)()
         else:
             h, kept = memory_of(y_star, operands, *options)
             x = operands.x
@@ -78,7 +79,7 @@ class _DirectSweep(torch.autograd.Function):
         with torch.no_grad(), without_autocast(x.device):
             parameterization, bind = ctx.options
             solved = SolvedSweep.of(y, operands, parameterization, bind, tuple(parameters))
-            grads = reverse_sweep(grad_y, grad_h, checkpoints, CHUNK, solved, ctx.report)
+            grads = run_reverse(grad_y, grad_h, checkpoints, CHUNK, solved, ctx.report)
         sources = [grad_y, grad_h, x, raw, W_y, A, y0, *parameters]
         return (None, None, None, None, *refuse_second_derivative(grads, sources))
 

@@ -25,7 +25,7 @@ WORKSPACE = 2**23
 class SweepBuffers(NamedTuple):
     """Tensors of a sweep, all contiguous except x and raw, whose last axis is contiguous."""
 
-    x: Tensor  # (b, t, d)
+    x: Tensor  # (b, t, d), or for the kernel of several heads (H, b / H, t, d)
     raw: Tensor  # (b, t, r)
     W_y: Tensor | None  # (r, d) or (H, r, d)
     A: Tensor  # (n, d) or (H, n, d), log2(e) A
@@ -33,7 +33,7 @@ class SweepBuffers(NamedTuple):
     kept: Tensor  # (b, `count_kept`, n, d)
     y: Tensor  # (b, t, d)
     normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, filled in for the first token;
-    # (b, 1, d) for the kernel of several heads
+    # (b, 1, d) if the kernel of several heads is not to store that of the others
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
     def heads(self) -> list["SweepBuffers"]:
@@ -53,10 +53,10 @@ class SweepBuffers(NamedTuple):
 class SolvedBuffers(NamedTuple):
     """Inputs of the kernels that run for a known y: its memory, and the reverse sweep."""
 
-    x: Tensor  # (b, t, d)
+    x: Tensor  # (b, t, d), or for the kernels of several heads (H, b / H, t, d)
     y: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1})
+    fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1}); None: raw contains it
     A: Tensor  # (n, d) or (H, n, d), log2(e) A
     h0: Tensor  # (b, n, d), possibly expanded: all samples may share one memory
     kept: Tensor  # (b, `count_kept`, n, d)
@@ -109,17 +109,20 @@ def join_samples(
 
 
 def choose_chunk(operands: Operands, *, together: bool) -> int:
-    """`choose_chunk_of`, for the samples that the kernels take at once.
-
-    The kernels of one head hold the h of one head for a chunk. The kernels of several heads
-    (`together`) hold those of all heads, but for more tokens than CHUNK the h that are kept for
-    smaller chunks would take more memory than the workspace.
-    """
+    """`choose_chunk_of`, for the samples that the kernels take at once: those of one head, or of
+    all heads (`together`)."""
     (samples, t_end, _), A = operands.x.shape, operands.A
-    if together and t_end > CHUNK:
-        return CHUNK
-    samples //= 1 if together else count_heads(A)
-    return choose_chunk_of(samples, *A.shape[-2:], feedback=operands.W_y is not None)
+    feedback = operands.W_y is not None
+    if together:
+        return choose_chunk_of_heads(samples, t_end, *A.shape[-2:], feedback=feedback)
+    return choose_chunk_of(samples // count_heads(A), *A.shape[-2:], feedback=feedback)
+
+
+def choose_chunk_of_heads(b: int, t_end: int, d: int, n: int, *, feedback: bool) -> int:
+    """`choose_chunk_of` for the kernels of several heads, which hold the h of all of them for a
+    chunk. But for more tokens than CHUNK the h that are kept for smaller chunks would take more
+    memory than the workspace."""
+    return CHUNK if t_end > CHUNK else choose_chunk_of(b, d, n, feedback=feedback)
 
 
 def choose_chunk_of(b: int, d: int, n: int, *, feedback: bool) -> int:

@@ -96,7 +96,7 @@ def bind_vjp(
     delta, *memory, u, alpha = _split(layout, (d, n), raw)
     gate = torch.sigmoid(alpha)
     grad_U, grad_beta = wy_factor_vjp(cotangents.M, unit(u), layout.beta_max * gate)
-    parts = [cotangents.delta * _slope(layout, delta)]
+    parts = [cotangents.delta * activation_slope(layout, delta)]
     grads = (cotangents.B, cotangents.C)
     parts += [unit_vjp(grad, v) for grad, v in zip(grads, memory, strict=False)]
     grad_u = unit_vjp(cotangents.U + grad_U, u)
@@ -106,7 +106,7 @@ def bind_vjp(
     return torch.cat(parts, -1)
 
 
-def _slope(
+def activation_slope(
     layout: RawLayout,
     delta: Tensor,  # (..., d), raw values
 ) -> Tensor:  # (..., d)
@@ -114,6 +114,7 @@ def _slope(
     if layout.activation == "sigmoid":
         gate = torch.sigmoid(delta)
         return gate * (1 - gate)
-    sign = -1.0 if layout.activation == "softplus_of_minus" else 1.0
-    v = sign * delta
-    return sign * torch.where(v > SOFTPLUS_IS_LINEAR, torch.ones_like(v), torch.sigmoid(v))
+    is_minus = layout.activation == "softplus_of_minus"
+    v = -delta if is_minus else delta
+    slope = torch.sigmoid(v).masked_fill(v > SOFTPLUS_IS_LINEAR, 1.0)
+    return -slope if is_minus else slope

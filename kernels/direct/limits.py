@@ -12,7 +12,7 @@ from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.launch import next_power_of_two
-from bedouin.kernels.operands import Operands, Parameterization
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 
 MAX_STATE = 32768
 """Most elements of a sample's memory, with both axes rounded up to a power of two, because one
@@ -34,8 +34,12 @@ def is_small_head(
     A: Tensor,  # (d, n) or (H, d, n)
 ) -> bool:
     """Whether A is that of several heads, and one program holds the rows of a head's sample."""
-    small = A.shape[-2] <= MAX_HEAD and A.shape[-1] <= MAX_HEAD_STATES
-    return A.dim() == 3 and A.dtype != torch.float64 and small
+    d, n = A.shape[-2:]
+    return A.dim() == 3 and _is_small(d, n, A.dtype)
+
+
+def _is_small(d: int, n: int, dtype: torch.dtype) -> bool:
+    return d <= MAX_HEAD and n <= MAX_HEAD_STATES and dtype != torch.float64
 
 
 def takes_heads_together(
@@ -49,14 +53,29 @@ def takes_heads_together(
     device.
     """
     W_y, A = operands.W_y, operands.A
-    if W_y is None or not is_small_head(A):
+    if W_y is None or A.dim() == 2:
         return False
     layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
+    return holds_head(d, n, layout, A.dtype, W_y.dtype, A.device, shared_memory)
+
+
+def holds_head(
+    d: int,
+    n: int,
+    layout: RawLayout,
+    dtype: torch.dtype,  # of A
+    of_W_y: torch.dtype,
+    device: torch.device,
+    shared_memory: int | None = None,
+) -> bool:
+    """Whether a program of `kernels/direct/heads` holds heads of d channels with n states;
+    `shared_memory` as in `takes_heads_together`."""
+    if not _is_small(d, n, dtype):
+        return False
     blocks = head_blocks(d, n, layout.num_householder, layout.selective)
     if shared_memory is None:
-        shared_memory = Device.of(A.device).shared_memory
-    needed = blocks.rows * blocks.channels * W_y.element_size() + HEAD_SCRATCH
-    return needed <= shared_memory
+        shared_memory = Device.of(device).shared_memory
+    return blocks.rows * blocks.channels * of_W_y.itemsize + HEAD_SCRATCH <= shared_memory
 
 
 def choose_sweep(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.direct.forward import forward_sweep, memory_of
+from bedouin.kernels.direct.forward import memory_of
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.reverse import SolvedSweep, reverse_sweep
+from bedouin.kernels.direct.loops import choose_sweep, run_reverse
+from bedouin.kernels.direct.reverse import SolvedSweep
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -25,7 +26,7 @@ def plain_sweep(
     Unlike in the kernels, the kept h begin with the one before the first token.
     """
     bind = choose_bind(None, parameterization, operands.A)
-    sweep, kept = forward_sweep(operands.wide(), parameterization, bind, (), keep_every)
+    sweep, kept = choose_sweep(operands.wide(), parameterization, bind, (), keep_every)()
     pivot = sweep.pivot.unsqueeze(1).expand(operands.x.shape[:2])
     statistics = torch.stack([sweep.defect, sweep.scale, sweep.magnitude, pivot])
     return sweep.y.contiguous(), _in_new_memory(sweep.h), _stack_kept(kept, operands), statistics
@@ -79,7 +80,7 @@ def plain_reverse(
         statistics[0], statistics[1] = defect, scale
 
     grad_h = torch.zeros_like(wide.start()[0]) if grad_h is None else grad_h
-    grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = reverse_sweep(
+    grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = run_reverse(
         grad_y, grad_h, kept, keep_every, solved, report
     )
     assert grad_x is not None and grad_raw is not None and grad_A is not None

@@ -321,11 +321,11 @@ def _finish(
     if report is not None:
         report(torch.cat(totals.defect, 1).flip(1), torch.cat(totals.scale, 1).flip(1))
     grad_x, grad_raw = torch.stack(totals.x[::-1], 1), torch.stack(totals.raw[::-1], 1)
-    grad_W_y = _weight_gradient(grad_raw, solved)
+    grad_W_y = feedback_weight_gradient(grad_raw, solved)
     return (grad_x, grad_raw, grad_W_y, totals.A.mT, H.mT, grad_feedback, *totals.bind)
 
 
-def _weight_gradient(
+def feedback_weight_gradient(
     grad_raw: Tensor,  # (b, t, r), of all raw values
     solved: SolvedSweep,
 ) -> Tensor | None:  # as W_y

@@ -128,6 +128,7 @@ class Prepared(NamedTuple):
     mixed_ptr: Pointer  # (b, count, d): x~
     local_ptr: Pointer  # (b, count, 3 P + K K + 5 K + 4 + 2 n): see triton_prepare.py
     per_head: Integer = None  # samples of a head; None: one head
+    x_stride_h: Integer = None  # of x, from head to head; the samples of one have x's stride_b
 
 
 class Memories(NamedTuple):
@@ -182,6 +183,16 @@ def head_matrix(prepared, sample, sizes):
         return prepared.A_ptr
     else:
         return prepared.A_ptr + sample // prepared.per_head * sizes.n * sizes.d
+
+
+@triton.jit
+def input_row(tokens, prepared, sample, t):
+    """Pointer to x (d,) of token t."""
+    if prepared.per_head is None:
+        return token_row(tokens.x, sample, t)
+    else:
+        head = sample // prepared.per_head
+        return token_row(tokens.x, sample % prepared.per_head, t) + head * prepared.x_stride_h
 
 
 @triton.jit

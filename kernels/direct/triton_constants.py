@@ -61,6 +61,16 @@ def per_head(
     return None if A.dim() == 2 else b // A.shape[0]
 
 
+def input_strides(
+    x: Tensor,  # (b, t, d), or with heads also (H, b / H, t, d)
+    A: Tensor,  # (n, d) or (H, n, d)
+) -> tuple[int | None, ...]:
+    """Strides of the axes of heads, of which there is none for one head, batch and time."""
+    if A.dim() == 2:
+        return None, *x.stride()[:2]
+    return (x if x.dim() == 4 else x.unflatten(0, (len(A), -1))).stride()[:3]
+
+
 def token_strides(
     fed: Tensor | None,  # (b, t, r)
 ) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from bedouin.kernels.direct.triton_constants import (
     alignment,
     blocked_constants,
     counters,
+    input_strides,
     launch_options,
     layout_of,
     mixer_constants,
@@ -55,11 +56,11 @@ def launch_sweep(
     counts: Tensor | None = None,  # (3,), zeros for the launch's counters; None: new ones
 ) -> None:
     """The whole forward sweep, in place."""
-    b, t_end, d = buffers.x.shape
     W_y = buffers.W_y
     if W_y is None:
         launch_open_sweep(buffers, options, keep_every)
         return
+    b, t_end, d = buffers.x.shape
     counts = counters(buffers.x) if counts is None else counts
     r = W_y.shape[0]
     plan = plan_product(r, d, W_y, b, limits=limits)
@@ -148,10 +149,10 @@ def launch_reverse(
     zeros: "ReverseZeros | None" = None,  # None: new ones
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
-    b, t_end, d = known.x.shape
     if W is None:
         launch_open_reverse(known, grads, options, keep_every)
         return None
+    b, t_end, d = known.x.shape
     plan = plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
@@ -204,7 +205,7 @@ class ChunkBuffers(NamedTuple):
 
 
 def chunk_buffers(known: SolvedBuffers, keep_every: int, options: Parameterization) -> ChunkBuffers:
-    b, t_end, d = known.x.shape
+    b, t_end, d = known.y.shape
     k = layout_of(options).num_householder
     count = min(keep_every, t_end)
     scalars = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
@@ -216,7 +217,7 @@ def prepare(
     known: SolvedBuffers, buffers: ChunkBuffers, chunk: range, options: Parameterization
 ) -> None:
     x, y, raw, fed, A, _, _ = known
-    b, t_end, d = x.shape
+    b, t_end, d = y.shape
     given = raw if fed is None else fed
     strides = *raw.stride()[:2], *given.stride()[:2]
     PREPARE.launch(
@@ -229,7 +230,7 @@ def prepare(
             per_head(A, b),
             d,
             A.shape[-2],
-            *x.stride()[:2],
+            *input_strides(x, A),
             *strides[:2],
             *token_strides(fed),
         ),

@@ -43,7 +43,7 @@ from bedouin.kernels.direct.triton_bundles import (
     Tokens,
     aligned_row,
     head_matrix,
-    token_row,
+    input_row,
 )
 
 
@@ -70,7 +70,7 @@ def prepare_token(
     u_at = d + (2 * n if options.SELECTIVE else 0)
     raw = aligned_row(tokens.raw, sample, t, options.ALIGNED)
     fed = aligned_row(tokens.fed, sample, t, options.ALIGNED)
-    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    x = tl.load(input_row(tokens, prepared, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
     y = tl.load(y_ptr + (sample * sizes.t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
     v = y - x
     raw_delta = load_raw(raw, fed, cols, in_d, options.FEEDBACK, ACC, ".cg")
@@ -150,7 +150,7 @@ def prepare_token(
 
 @triton.jit(do_not_specialize=["start", "count", "t_end", "per_head"])
 def prepare_kernel(
-    x_ptr,  # (b, t, d)
+    x_ptr,  # (b, t, d) or (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
@@ -163,6 +163,7 @@ def prepare_kernel(
     per_head,  # samples of a head; None: one head
     d: tl.constexpr,
     n: tl.constexpr,
+    x_stride_h,  # None: one head
     x_stride_b,
     x_stride_t,
     raw_stride_b,
@@ -195,7 +196,7 @@ def prepare_kernel(
             Rows(fed_ptr, fed_stride_b, fed_stride_t),
         ),
         y_ptr,
-        Prepared(A_ptr, mixed_ptr, local_ptr, per_head),
+        Prepared(A_ptr, mixed_ptr, local_ptr, per_head, x_stride_h),
         Chunk(None, start, count),
         Sizes(d, n, BLOCK_D, BLOCK_N, t_end=t_end),
         Options(

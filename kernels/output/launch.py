@@ -38,20 +38,32 @@ SHIFTED_NORM = PlannedKernel(shifted_norm_kernel)
 SHIFTED_NORM_BACKWARD = PlannedKernel(shifted_norm_backward_kernel)
 
 
-def output_forward(operands: OutputOperands, eps: float, dtype: torch.dtype) -> Tensor:  # (b, t, d)
-    """The gated output in `dtype`. No size may be 0."""
-    y, x, D, gate, fed, z, weight = operands
-    out = torch.empty(y.shape, dtype=dtype, device=y.device)
-    rows = _token_rows(y, x, gate, fed, z)
-    norm_weight = D if weight is None else weight.contiguous()
+def output_forward(
+    operands: OutputOperands,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    into: Tensor | None = None,  # (b, t, d), or as the operands
+) -> Tensor:  # as y
+    """The gated output in `dtype`, written to `into`, by default to new memory. No size may be 0.
+
+    Operands and `into` may also be rows, (b t, d) or of several heads (H, T, d).
+    """
+    y, _, D, *_, weight = operands
+    out = torch.empty(y.shape, dtype=dtype, device=y.device) if into is None else into
     d, heads = y.shape[-1], D.numel() // y.shape[-1]
-    tokens = y.numel() // d // heads
+    rows = _head_rows(heads, y, operands.x, operands.gate, operands.fed, operands.z)
+    tokens = rows[0].shape[1]
     blocks = _blocks(tokens, d)
+    written = _head_rows(heads, out)
+    norm_weight = D if weight is None else weight.contiguous()
     OUTPUT.launch(
         (ceil_div(tokens, blocks["TOKENS"]), heads),
         (rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
-        (tokens, d, *[v.stride(0) for v in rows]),
-        _output_constants(heads > 1, fed is not None, weight is not None, eps, y.dtype, tokens, d),
+        (tokens, d, *_row_strides(rows + written), *_head_strides(rows + written)),
+        _output_constants(
+            heads > 1, operands.fed is not None, weight is not None, eps, y.dtype, tokens, d
+        ),
     )
     return out
 
@@ -67,30 +79,27 @@ def output_backward(
     """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight.
 
     The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). Those of x
-    and gate are written to `into`, by default to new memory. No size may be 0.
+    and gate are written to `into`, by default to new memory. No size may be 0. Operands may also be
+    rows, as those of `output_forward`.
     """
     y, x, D, gate, fed, z, weight = operands
     given = into or [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (x, gate)]
-    grads = [torch.empty(y.shape, dtype=y.dtype, device=y.device), *given]
-    (grad_rows,) = _token_rows(grad)
-    rows = _token_rows(y, x, gate, fed, z)
-    norm_weight = D if weight is None else weight.contiguous()
+    grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     d, heads = y.shape[-1], D.numel() // y.shape[-1]
-    tokens = y.numel() // d // heads
+    read = [*_head_rows(heads, grad), *_head_rows(heads, y, x, gate, fed, z)]
+    written = _head_rows(heads, *given)
+    tokens = read[0].shape[1]
     blocks = _blocks(tokens, d)
     programs = min(ceil_div(most_programs, heads), ceil_div(tokens, blocks["TOKENS"]))
     sums = y.new_empty(programs, 2 if weight is not None else 1, *D.shape)
+    norm_weight = D if weight is None else weight.contiguous()
     OUTPUT_BACKWARD.launch(
         (programs, heads),
-        (grad_rows, rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
-        (
-            *(tokens, d, grad_rows.stride(0)),
-            *[v.stride(0) for v in rows],
-            *[v.stride(1) for v in given],
-        ),
+        (*read[:3], D.contiguous(), *read[3:], norm_weight, grad_y, *given, sums),
+        (tokens, d, *_row_strides(read + written), *_head_strides(read + written)),
         _output_constants(heads > 1, fed is not None, weight is not None, eps, y.dtype, tokens, d),
     )
-    return grads[0], grads[1], grads[2], sums.sum(0)
+    return grad_y, given[0], given[1], sums.sum(0)
 
 
 def shifted_norm_forward(
@@ -162,18 +171,26 @@ def _norm_constants(
     return Constants(**norm, **added, **_blocks(tokens, d))
 
 
-def _token_rows(first: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """The operands (b, t, d) as (b t, d), views where tokens are rows at one distance.
+def _head_rows(heads: int, first: Tensor, *others: Tensor | None) -> list[Tensor]:
+    """The operands (b, t, d), (b t, d) or (H, T, d) as (H, T, d), views where the tokens of a head
+    are rows at one distance.
 
     None, which a kernel does not read, is replaced by the first.
     """
-    first = _flat(first)
-    return [first, *(first if v is None else _flat(v) for v in others)]
+    shape = heads, -1, first.shape[-1]
+    rows = last_axis_contiguous(first.reshape(shape))
+    rest = [rows if v is None else last_axis_contiguous(v.reshape(shape)) for v in others]
+    return [rows, *rest]
 
 
-def _flat(v: Tensor) -> Tensor:
-    """v (b, t, d) as (b t, d)."""
-    return last_axis_contiguous(v.reshape(-1, v.shape[-1]))
+def _row_strides(rows: list[Tensor]) -> list[int]:
+    return [v.stride(1) for v in rows]
+
+
+def _head_strides(rows: list[Tensor]) -> list[int]:
+    """Zeros for one head, since the axis's stride then depends on the number of tokens, and each
+    would need a kernel of its own."""
+    return [v.stride(0) if len(v) > 1 else 0 for v in rows]
 
 
 def _blocks(tokens: int, d: int) -> dict[str, int]:

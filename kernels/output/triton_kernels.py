@@ -3,7 +3,8 @@
 One program takes a token, or several where channels are few, with all channels in registers. The
 gradients of D and of the norm's weight are sums over tokens: in the backward a program takes every
 P-th tile of tokens and writes its part of both sums, which are then added in a fixed order.
-With several heads, the second axis of a launch, T counts the tokens of one head.
+With several heads, the second axis of a launch, T counts the tokens of one head, whose rows are
+evenly spaced, at any distance from those of the next head.
 Letters: b batch, t time, d channels, P programs of a head, H heads (kernels/heads.py).
 """
 
@@ -31,14 +32,14 @@ def _store(ptr, v, mask):
 
 @triton.jit
 def output_kernel(
-    y_ptr,  # (b t, d)
-    x_ptr,  # (b t, d)
+    y_ptr,  # (H, T, d)
+    x_ptr,  # (H, T, d)
     D_ptr,  # (H, d)
-    gate_ptr,  # (b t, d)
-    fed_ptr,  # (b t, d)
-    z_ptr,  # (b t, d)
+    gate_ptr,  # (H, T, d)
+    fed_ptr,  # (H, T, d)
+    z_ptr,  # (H, T, d)
     weight_ptr,  # (H, d)
-    out_ptr,  # (b t, d)
+    out_ptr,  # (H, T, d)
     T,
     d,
     y_stride,
@@ -46,6 +47,13 @@ def output_kernel(
     gate_stride,
     fed_stride,
     z_stride,
+    out_stride,
+    y_stride_h,
+    x_stride_h,
+    gate_stride_h,
+    fed_stride_h,
+    z_stride_h,
+    out_stride_h,
     HEADS: tl.constexpr,
     FED: tl.constexpr,
     NORM: tl.constexpr,
@@ -59,10 +67,15 @@ def output_kernel(
     in_d = channel < d
     mask = (token < T) & in_d
     if HEADS:
-        head = tl.program_id(1)
+        head = tl.program_id(1).to(tl.int64)
         D_ptr += head * d
         weight_ptr += head * d
-        token += tl.cast(head, tl.int64) * T
+        y_ptr += head * y_stride_h
+        x_ptr += head * x_stride_h
+        gate_ptr += head * gate_stride_h
+        fed_ptr += head * fed_stride_h
+        z_ptr += head * z_stride_h
+        out_ptr += head * out_stride_h
 
     y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(ACC)
     x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(ACC)
@@ -78,22 +91,22 @@ def output_kernel(
         out = gate * _sigmoid(gate) * v * inverse[:, None] * weight
     else:
         out = gate * v * _sigmoid(v)
-    _store(out_ptr + token * d + channel, out, mask)
+    _store(out_ptr + token * out_stride + channel, out, mask)
 
 
 @triton.jit
 def output_backward_kernel(
-    grad_ptr,  # (b t, d)
-    y_ptr,  # (b t, d)
-    x_ptr,  # (b t, d)
+    grad_ptr,  # (H, T, d)
+    y_ptr,  # (H, T, d)
+    x_ptr,  # (H, T, d)
     D_ptr,  # (H, d)
-    gate_ptr,  # (b t, d)
-    fed_ptr,  # (b t, d)
-    z_ptr,  # (b t, d)
+    gate_ptr,  # (H, T, d)
+    fed_ptr,  # (H, T, d)
+    z_ptr,  # (H, T, d)
     weight_ptr,  # (H, d)
-    grad_y_ptr,  # (b t, d)
-    grad_x_ptr,  # (b t, d)
-    grad_gate_ptr,  # (b t, d)
+    grad_y_ptr,  # (H, T, d)
+    grad_x_ptr,  # (H, T, d)
+    grad_gate_ptr,  # (H, T, d)
     sums_ptr,  # (P, 2, H, d), of D and weight; (P, 1, H, d) without weight
     T,
     d,
@@ -105,6 +118,14 @@ def output_backward_kernel(
     z_stride,
     grad_x_stride,
     grad_gate_stride,
+    grad_stride_h,
+    y_stride_h,
+    x_stride_h,
+    gate_stride_h,
+    fed_stride_h,
+    z_stride_h,
+    grad_x_stride_h,
+    grad_gate_stride_h,
     HEADS: tl.constexpr,
     FED: tl.constexpr,
     NORM: tl.constexpr,
@@ -117,9 +138,18 @@ def output_backward_kernel(
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
     if HEADS:
-        head = tl.program_id(1)
+        head = tl.program_id(1).to(tl.int64)
         D_ptr += head * d
         weight_ptr += head * d
+        grad_ptr += head * grad_stride_h
+        y_ptr += head * y_stride_h
+        x_ptr += head * x_stride_h
+        gate_ptr += head * gate_stride_h
+        fed_ptr += head * fed_stride_h
+        z_ptr += head * z_stride_h
+        grad_y_ptr += head * T * d
+        grad_x_ptr += head * grad_x_stride_h
+        grad_gate_ptr += head * grad_gate_stride_h
     D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
     if NORM:
         weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(ACC)
@@ -129,8 +159,6 @@ def output_backward_kernel(
     for tile in range(program, tl.cdiv(T, TOKENS), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
         mask = (token < T) & in_d
-        if HEADS:
-            token += tl.cast(head, tl.int64) * T
         grad = tl.load(grad_ptr + token * grad_stride + channel, mask=mask, other=0.0).to(ACC)
         y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(ACC)
         x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(ACC)

@@ -1,9 +1,10 @@
 """A call of a layer whose projection, sweep and output stage are one operation.
 
-It is the exact solve of a layer with one head in eager mode, on Triton kernels. Every other call
-takes the parts one by one, with the same results up to rounding.
+It is the exact solve of a layer in eager mode, on Triton kernels. Every other call takes the parts
+one by one, with the same results up to rounding.
 
-Letters: b batch, t time, d d_inner, n d_state, r raw values, w = 2 d, or d without z.
+Letters: b batch, t time, d d_inner, n d_state, w = 2 d, or d without z, H num_heads,
+p = d / H head_dim; b' = H b folded samples (bedouin.heads).
 """
 
 from collections.abc import Callable
@@ -13,11 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.fixed_point_map import FixedPointMap, StructuredMap, make_reporter
-from bedouin.heads import HeadLinear
+from bedouin.heads import HeadLinear, fold_state
 from bedouin.kernels.backend import choose_backend, is_transformed
 from bedouin.kernels.core import CoreOptions, CoreRun, CoreTensors, core_operation, flatten
 from bedouin.kernels.decode import DecayKind
-from bedouin.kernels.direct import Sweep, choose_chunk_of, unsupported_sizes
+from bedouin.kernels.direct import (
+    Sweep,
+    choose_chunk_of,
+    choose_chunk_of_heads,
+    holds_head,
+    unsupported_sizes,
+)
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.output import MAX_CHANNELS
@@ -29,10 +36,6 @@ from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState
 from bedouin.wrapped import is_plain
 
-ENABLED = False
-"""Whether layers use it. Not yet: its backward pass holds more memory at once than the separate
-operations (at 64x256 1.18 GiB instead of 0.91), and not all of its tests have passed on a GPU."""
-
 
 class CoreLayer(Protocol):
     """What a fused call uses of a layer, which this module therefore need not import."""
@@ -43,9 +46,9 @@ class CoreLayer(Protocol):
     @property
     def components(self) -> tuple[str, ...]: ...
 
-    d_inner: int
     d_state: int
     num_heads: int
+    head_dim: int
     feedback: tuple[str, ...]
     output: OutputStage
     mixer: ChannelMixer
@@ -71,12 +74,12 @@ def takes_core(
 
     Raises ValueError if backend="triton" cannot run.
     """
-    if not ENABLED or torch.compiler.is_compiling() or is_transformed() or not projected.numel():
+    if torch.compiler.is_compiling() or is_transformed() or not projected.numel():
         return False
     # exactly this class: a subclass may compute its coefficients in another way
     if not vars(type(layer)).get("has_fused_step", False) or layer.has_drive:
         return False
-    if layer.num_heads > 1 or layer.feedback not in ((), layer.components):
+    if layer.feedback not in ((), layer.components):
         return False
     layout, adjoint = layer.layout(), options.adjoint
     is_exact = adjoint is None or (
@@ -86,14 +89,18 @@ def takes_core(
         return False
     if not is_plain(layer.x_proj) or not (layer.y_proj is None or is_plain(layer.y_proj)):
         return False
-    d, dtype = layer.d_inner, cast_to or layer.D.dtype
-    if projected.dtype != dtype or d > MAX_CHANNELS:
+    p, n, dtype = layer.head_dim, layer.d_state, cast_to or layer.D.dtype
+    if projected.dtype != dtype or p > MAX_CHANNELS:
         return False
-    given = layout.num_householder, d, layer.d_state, dtype, dtype, accumulator(dtype)
-    unsupported = unsupported_sizes(*given)
+    wide, device = accumulator(dtype), projected.device
+    unsupported = unsupported_sizes(layout.num_householder, p, n, dtype, dtype, wide)
     if unsupported is not None and options.backend != "triton":
         return False
-    return choose_backend(options.backend, projected.device, dtype, unsupported) == "triton"
+    if choose_backend(options.backend, device, dtype, unsupported) != "triton":
+        return False
+    if layer.num_heads == 1 or layer.y_proj is None:
+        return True
+    return holds_head(p, n, layout, wide, dtype, device)
 
 
 class CoreMap:
@@ -113,6 +120,12 @@ class CoreMap:
         self._run: CoreRun | None = None
 
     @property
+    def start(self) -> Tensor:
+        """What Direct takes for the start of the solve (b', t, p), which it does not read."""
+        (b, t, _), layer = self._projected.shape, self._layer
+        return self._projected.new_empty(()).expand(layer.num_heads * b, t, layer.head_dim)
+
+    @property
     def hidden(self) -> Tensor:
         """The gated output (b, t, d), after the sweep."""
         assert self._run is not None
@@ -120,8 +133,8 @@ class CoreMap:
 
     def __call__(
         self,
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
+        y: Tensor,  # (b', t, p)
+    ) -> Tensor:  # (b', t, p)
         """F(y)."""
         return self._separate()(y)
 
@@ -131,13 +144,21 @@ class CoreMap:
         layer, state = self._layer, self._state
         decay, sharpness, parameter = layer.decay_parameter()
         assert parameter is not None and decay != "one"
-        W_x = layer.x_proj.weight.to(self._dtype)
-        W_y = None if layer.y_proj is None else layer.y_proj.weight.to(self._dtype)
+        W_x = layer.x_proj.weight
+        W_y = None if layer.y_proj is None else layer.y_proj.weight
+        if layer.num_heads == 1:
+            # outside, because the operation would hold large gradients in both dtypes at once, and
+            # with them all that it has saved
+            W_x, W_y = W_x.to(self._dtype), None if W_y is None else W_y.to(self._dtype)
         weight, eps = (None, 0.0) if layer.norm is None else (layer.norm.weight, layer.norm.eps)
-        h0, y0 = (None, None) if state is None else state
+        heads, p, n = layer.num_heads, layer.head_dim, layer.d_state
+        h0, y0 = (None, None) if state is None else fold_state(state, heads)
         tensors = CoreTensors(self._projected, W_x, W_y, parameter, layer.D, weight, h0, y0)
-        b, feedback = self._projected.shape[0], W_y is not None
-        kept = choose_chunk_of(b, *parameter.shape, feedback=feedback)
+        (b, t, _), feedback = self._projected.shape, W_y is not None
+        if heads == 1:
+            kept = choose_chunk_of(b, p, n, feedback=feedback)
+        else:
+            kept = choose_chunk_of_heads(heads * b, t, p, n, feedback=feedback)
         options = CoreOptions(layer.parameterization(), decay, sharpness, eps or 0.0, kept)
         output = core_operation(*tensors, layer.dt_bias, layer.raw_bias, *flatten(options))
         run = self._run = CoreRun.of(output, make_reporter(cell))
@@ -147,17 +168,17 @@ class CoreMap:
 
     def memory(
         self,
-        y: Tensor,  # (b, t, d), the result of the sweep
-    ) -> Tensor:  # (b, d, n)
+        y: Tensor,  # (b', t, p), the result of the sweep
+    ) -> Tensor:  # (b', p, n)
         """h after the last token."""
         assert self._run is not None
         return self._run.h
 
     def attach(
         self,
-        y_star: Tensor,  # (b, t, d)
+        y_star: Tensor,  # (b', t, p)
         cell: BackwardStats,
-    ) -> Tensor:  # (b, t, d)
+    ) -> Tensor:  # (b', t, p)
         """y_star with the exact implicit gradient."""
         f = self._separate()
         assert isinstance(f, StructuredMap)

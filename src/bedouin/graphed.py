@@ -42,7 +42,8 @@ class _Given(torch.autograd.Function):
 
 
 class _Result(torch.autograd.Function):
-    """A copy of the output of a graph, whose backward pass may only follow its own forward pass."""
+    """A copy of the output of a graph, whose backward pass may only follow its own forward pass,
+    and only once."""
 
     @staticmethod
     def forward(
@@ -50,7 +51,7 @@ class _Result(torch.autograd.Function):
         graphed: "Graphed",
         output: Tensor,  # (b, t, m)
     ) -> Tensor:  # (b, t, m)
-        ctx.graphed, ctx.call = graphed, graphed.calls
+        ctx.graphed, ctx.call, ctx.ran = graphed, graphed.calls, False
         return output.clone()
 
     @staticmethod
@@ -64,6 +65,12 @@ class _Result(torch.autograd.Function):
                 "overwrites what it needs: call backward first, or capture a second "
                 "layer.graphed(sample) for the second call"
             )
+        if ctx.ran:
+            raise RuntimeError(
+                "the backward pass of a graphed layer runs once for each call, because it "
+                "overwrites what it needs: call the layer itself for several backward passes"
+            )
+        ctx.ran = True
         return None, grad
 
 

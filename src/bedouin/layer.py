@@ -386,7 +386,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         if packing is None and takes_core(self, projected, options, cast_to):
             given = projected, state, options, cast_to
             core = CoreMap(self, projected, state, cast_to, lambda: self._separate(*given)[0])
-            return Call(core, projected[..., : self.d_inner], None, state)
+            return Call(core, core.start, None, state)
         f, start, stage = self._separate(projected, state, options, cast_to, packing)
         return Call(f, start, stage, state)
 
@@ -474,8 +474,8 @@ class FixedPointLayer(GraphedLayer, ABC):
                 assert isinstance(call.f, CoreMap)
                 hidden = call.f.hidden
             else:
-                hidden = call.stage.gated(self, y)
-        output: Tensor = self.out_proj(unfold(hidden, self.num_heads))
+                hidden = unfold(call.stage.gated(self, y), self.num_heads)
+        output: Tensor = self.out_proj(hidden)
         return output, after
 
     def next_draw(self) -> int | None:

@@ -22,7 +22,13 @@ POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
     **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1},
     **{"rate_scale": 0.5, "delta_from_x_init": 0.0, "d_conv": None, "expand": 2},
-    **{"key_init": "drawn", "recall_heads": None},
+    **{
+        "key_init": "drawn",
+        "recall_heads": None,
+        "rate_scale_last": None,
+        "feedback_lr_scale": 1.0,
+        "feedback_lr_share": 1.0,
+    },
     **{"num_heads": 2, "lr": 1e-2, "schedule": "cosine", "batch_size": 8, "steps": 4},
 }
 CPU = torch.device("cpu")
@@ -138,16 +144,35 @@ def test_preset_of_the_papers_size_is_overridden_by_flags() -> None:
 
 
 def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
+    """That of W^y is smaller in the first half, where asked for."""
     config = small(stacked=False, warmup=2)
-    one = ensemble.Ensemble(config, POINT, make_data(), CPU)
-    rate = one.optimizer.param_groups[0]["lr"]
+    point = {**POINT, "feedback_lr_scale": 0.1, "feedback_lr_share": 0.5}
+    one = ensemble.Ensemble(config, point, make_data(), CPU)
+    groups = one.optimizer.param_groups
+    fed = [
+        any(p is one.params["blocks.0.mixer.y_proj.weight"] for p in g["params"]) for g in groups
+    ]
+    assert sum(fed) == 1
+    rates = [group["lr"] for group in groups]
     seen = []
     for _ in range(4):
-        seen.append(float(rate))
+        seen.append([float(rate) for rate in rates])
         one.step()
         one.schedule.step()
-    expected = [1e-2 * decay("cosine", step, 2, 4) for step in range(4)]
-    assert seen == pytest.approx(expected) and one.optimizer.param_groups[1]["lr"] is rate
+    for step, found in enumerate(seen):
+        common = 1e-2 * decay("cosine", step, 2, 4)
+        slow = common * (0.1 if step < 2 else 1.0)
+        assert found == pytest.approx([slow if it_is else common for it_is in fed])
+
+
+def test_the_rates_of_heads() -> None:
+    point = {**POINT, "num_heads": 4, "rate_scale": 1.0, "rate_scale_last": 1e-3}
+    layer: Any = study.make_layer(small(), point)
+    rates = layer.A_log.exp().flatten(0, -2).mT.reshape(2, 4, -1)
+    expected = torch.tensor([[[1.0], [0.1], [0.01], [0.001]], [[2.0], [0.2], [0.02], [0.002]]])
+    assert_close("rates", rates, expected.expand_as(rates), 1e-5)
+    with pytest.raises(ValueError, match="rate_scale_last None without decay 'mamba'"):
+        study.make_layer(small(), {**point, "decay": "griffin", "rate_scale": 1.0})
 
 
 def test_batches_drawn_ahead_are_of_their_split() -> None:

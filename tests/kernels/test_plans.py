@@ -15,14 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from bedouin import Bedouin, core_map
+from bedouin import Bedouin
 from bedouin.kernels import plans
 from bedouin.kernels.plans import Constants, PlannedKernel
-
-
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "ENABLED", True)
 
 
 class Driver:
@@ -182,10 +177,10 @@ def test_misaligned_tensors_have_plans_of_their_own(compiled: list[Recorded]) ->
 
 
 @pytest.mark.gpu
-def test_planned_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_planned_launches_of_a_layer(num_heads: int) -> None:
     """The second call of a kind is planned: alone, on another stream, in a graph, and hooked."""
-    monkeypatch.setattr(core_map, "ENABLED", True)
-    layer = Bedouin(32, device="cuda")
+    layer = Bedouin(32, num_heads=num_heads, device="cuda")
     x = torch.randn(3, 5, 32, device="cuda", requires_grad=True)
 
     def run() -> list[Tensor]:

@@ -4,6 +4,7 @@ Letters: b folded samples, t time, d channels of a head, n state per channel, k 
 values, H heads.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,18 +23,22 @@ from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
 from bedouin.kernels.direct.heads.triton_replay import replay_head_kernel
 from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
 from bedouin.kernels.direct.triton_constants import (
+    Like,
+    input_strides,
     layout_of,
     matrix_constants,
     mixer_constants,
     norm_constants,
     scan_constants,
     token_strides,
+    uses_tf32,
 )
 from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
 from bedouin.kernels.direct.triton_plan import multiprocessors
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_transposed_weight
 from bedouin.kernels.operands import Parameterization
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 COLUMNS = 8
 """Fewest columns of a product on tensor cores."""
@@ -48,6 +53,10 @@ MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
 
+SWEEP, REPLAY = PlannedKernel(head_sweep_kernel), PlannedKernel(replay_head_kernel)
+REVERSE = PlannedKernel(reverse_head_kernel)
+
+
 def launch_head_sweep(
     buffers: SweepBuffers,
     options: Parameterization,
@@ -58,40 +67,56 @@ def launch_head_sweep(
     """The whole forward sweep, in place; `samples` of a program and `parts` of a sample, a warp
     each, by default chosen."""
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
-    b, t_end, d = x.shape
-    constants = _constants(d, A, W_y, b, options, samples, parts)
-    programs, blocks = _programs(b, A, constants), _blocks(A, options)
+    b, t_end, d = y.shape
+    S = choose_samples(b, A) if samples is None else samples
+    stores = W_y is not None and normed.shape[1] > 1
+    looks = Like.of(A), Like.of(W_y), options, S, parts, uses_tf32()
+    constants = _sweep_constants(*looks, keep_every, stores)
+    programs = _programs(b, A, S)
     # B, C and alpha of a token, two places for each sample
-    scratch = A.new_empty(programs, constants["S"], 2, blocks.small + blocks.alpha)
-    head_sweep_kernel[(programs,)](
-        x,
-        raw,
-        x if W_y is None else W_y.contiguous(),
-        A,
-        h,
-        kept,
-        normed,
-        scratch,
-        y,
-        statistics,
-        b // A.shape[0],
-        t_end,
-        d,
-        A.shape[1],
-        *x.stride()[:2],
-        *raw.stride()[:2],
+    scratch = A.new_empty(programs, S, 2, constants["BLOCK_S"] + constants["ALPHA"])
+    W = x if W_y is None else _whole_rows(W_y)
+    SWEEP.launch(
+        (programs,),
+        (x, raw, W, A, h, kept, normed, scratch, y, statistics),
+        (
+            b // A.shape[0],
+            t_end,
+            d,
+            A.shape[1],
+            *input_strides(x, A),
+            *raw.stride()[:2],
+            W.stride(0),
+            normed.stride(0),
+        ),
+        constants,
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _sweep_constants(
+    A: Like,
+    W: Like | None,
+    options: Parameterization,
+    samples: int,
+    parts: int | None,
+    tf32: bool,
+    keep_every: int,
+    stores: bool,
+) -> Constants:
+    """The constants of `head_sweep_kernel`."""
+    layout, blocks = layout_of(options), _blocks(A, options)
+    return Constants(
         KEEP=keep_every,
-        EPS=scan_constants(d, A, options)["EPS"],
+        STORE=stores,
+        EPS=scan_constants(A.shape[-1], A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
-        JOINED=layout_of(options).num_householder in (2, 4),
+        JOINED=layout.num_householder in (2, 4),
         BLOCK_S=blocks.small,
         ALPHA=blocks.alpha,
-        **constants,
+        **_common_constants(A, W, options, samples, parts, tf32),
         **norm_constants(options),
         **mixer_constants(options),
-        num_warps=constants["S"] * constants["PARTS"],
-        num_stages=1,
-        maxnreg=MAX_REGISTERS,
     )
 
 
@@ -103,22 +128,27 @@ def launch_head_reverse(
     keep_every: int,
     samples: int | None = None,
     parts: int | None = None,
+    *,
+    wants_first: bool = True,
 ) -> Tensor | None:
-    """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d). `samples` of a
-    program and `parts` of a sample, by default chosen."""
-    b, t_end, d = known.x.shape
+    """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d) if `wants_first` and
+    W is given. `samples` of a program and `parts` of a sample, by default chosen."""
+    b, t_end, d = known.y.shape
     n = known.A.shape[1]
     chunks = max(1, WORKSPACE // (b * n * d * keep_every))
     size = min(chunks * keep_every, ceil_div(t_end, keep_every) * keep_every)
-    constants = _constants(d, known.A, W, b, options, samples, parts)
+    S = choose_samples(b, known.A) if samples is None else samples
+    looks = Like.of(known.A), Like.of(W), options, S, parts, uses_tf32()
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, min(size, t_end), n, d)
+    W = W if W is None else _whole_rows(W)
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
         prepare(known, buffers, chunk, options)
         _replay(known, buffers.mixed, buffers.local, replayed, chunk, options, keep_every)
-        _reverse(known, grads, W, buffers.mixed, buffers.local, replayed, chunk, options, constants)
-    if W is None:
+        constants = _reverse_constants(*looks, known.fed is not None, buffers.local.shape[2])
+        _reverse(known, grads, W, buffers.mixed, buffers.local, replayed, chunk, constants)
+    if W is None or not wants_first:
         return None
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
     return apply_transposed_weight(first, W).to(known.A.dtype).unsqueeze(0)
@@ -133,32 +163,39 @@ def _replay(
     options: Parameterization,
     keep_every: int,
 ) -> None:
-    x, _, raw, fed, A, h0, kept = known
-    b, _, d = x.shape
-    constants = scan_constants(d, A, options)
+    _, y, raw, fed, A, h0, kept = known
+    b, _, d = y.shape
+    given = raw if fed is None else fed
+    REPLAY.launch(
+        (b, ceil_div(len(chunk), keep_every)),
+        (mixed, local, raw, given, A, h0, kept, replayed),
+        (
+            chunk.start,
+            len(chunk),
+            kept.shape[1],
+            b // A.shape[0],
+            d,
+            A.shape[1],
+            *raw.stride()[:2],
+            *token_strides(fed),
+            h0.stride(0),
+        ),
+        _replay_constants(Like.of(A), options, fed is not None, keep_every),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _replay_constants(
+    A: Like, options: Parameterization, has_feedback: bool, keep_every: int
+) -> Constants:
+    """The constants of `replay_head_kernel`."""
+    constants = scan_constants(A.shape[-1], A, options)
     for name in ("EPS", "SELECTIVE", "ACC"):
         del constants[name]
-    replay_head_kernel[(b, ceil_div(len(chunk), keep_every))](
-        mixed,
-        local,
-        raw,
-        raw if fed is None else fed,
-        A,
-        h0,
-        kept,
-        replayed,
-        chunk.start,
-        len(chunk),
-        kept.shape[1],
-        b // A.shape[0],
-        d,
-        A.shape[1],
-        *raw.stride()[:2],
-        *token_strides(fed),
-        h0.stride(0),
+    return Constants(
         K=layout_of(options).num_householder,
         KEEP=keep_every,
-        FEEDBACK=fed is not None,
+        FEEDBACK=has_feedback,
         **constants,
         num_warps=4,
     )
@@ -172,79 +209,101 @@ def _reverse(
     local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
     replayed: Tensor,  # (b, count or more, n, d)
     chunk: range,
-    options: Parameterization,
-    constants: dict[str, Any],
+    constants: Constants,
 ) -> None:
     x, y, raw, fed, A, _, _ = known
-    b, t_end, d = x.shape
-    # a few more than the scalars of a token, whose groups begin at multiples of 4
-    programs, width = _programs(b, A, constants), next_power_of_two(local.shape[2] + 16)
-    reverse_head_kernel[(programs,)](
-        grads.y,
-        x,
-        y,
-        raw,
-        raw if fed is None else fed,
-        raw if W is None else W.contiguous(),
-        A,
-        mixed,
-        local,
-        replayed,
-        grads.H,
-        grads.x,
-        grads.raw,
-        grads.A,
-        grads.statistics,
-        A.new_empty(programs, constants["S"], 2, width),
-        chunk.start,
-        len(chunk),
-        t_end,
-        b // A.shape[0],
-        d,
-        A.shape[1],
-        grads.raw.shape[-1],
-        *grads.y.stride()[:2],
-        *x.stride()[:2],
-        *raw.stride()[:2],
-        *token_strides(fed),
-        K=layout_of(options).num_householder,
-        NORM=options.feedback_norm_eps is not None,
-        BLOCK_L=width,
-        **constants,
-        num_warps=constants["S"] * constants["PARTS"],
-        num_stages=1,
-        maxnreg=MAX_REGISTERS,
+    b, t_end, d = y.shape
+    programs = _programs(b, A, constants["S"])
+    REVERSE.launch(
+        (programs,),
+        (
+            grads.y,
+            x,
+            y,
+            raw,
+            raw if fed is None else fed,
+            raw if W is None else W,
+            A,
+            mixed,
+            local,
+            replayed,
+            grads.H,
+            grads.x,
+            grads.raw,
+            grads.A,
+            grads.statistics,
+            A.new_empty(programs, constants["S"], 2, constants["BLOCK_L"]),
+        ),
+        (
+            chunk.start,
+            len(chunk),
+            t_end,
+            b // A.shape[0],
+            d,
+            A.shape[1],
+            grads.raw.shape[-1],
+            *grads.y.stride()[:2],
+            *input_strides(x, A),
+            *raw.stride()[:2],
+            *token_strides(fed),
+            0 if W is None else W.stride(0),
+        ),
+        constants,
     )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _reverse_constants(
+    A: Like,
+    W: Like | None,
+    options: Parameterization,
+    samples: int,
+    parts: int | None,
+    tf32: bool,
+    fed: bool,
+    scalars: int,  # of a token
+) -> Constants:
+    """The constants of `reverse_head_kernel`."""
+    return Constants(
+        K=layout_of(options).num_householder,
+        FED=fed,
+        NORM=options.feedback_norm_eps is not None,
+        # a few more than the scalars, whose groups begin at multiples of 4
+        BLOCK_L=next_power_of_two(scalars + 16),
+        **_common_constants(A, W, options, samples, parts, tf32),
+    )
+
+
+def _whole_rows(
+    W: Tensor,  # (H, r, d)
+) -> Tensor:  # (H, r, d)
+    """W, copied unless the matrices of the heads are contiguous, at any distance."""
+    return W if W.stride()[1:] == (W.shape[2], 1) else W.contiguous()
 
 
 def _programs(
     b: int,
     A: Tensor,  # (H, n, d)
-    constants: dict[str, Any],
+    samples: int,  # of a program
 ) -> int:
-    return A.shape[0] * ceil_div(b // A.shape[0], constants["S"])
+    return A.shape[0] * ceil_div(b // A.shape[0], samples)
 
 
-def _blocks(
-    A: Tensor,  # (H, n, d)
-    options: Parameterization,
-) -> HeadBlocks:
+def _blocks(A: Like, options: Parameterization) -> HeadBlocks:
     layout = layout_of(options)
     return head_blocks(A.shape[2], A.shape[1], layout.num_householder, layout.selective)
 
 
-def _constants(
-    d: int,
-    A: Tensor,  # (H, n, d)
-    W: Tensor | None,  # (H, r, d)
-    b: int,
+def _common_constants(
+    A: Like,
+    W: Like | None,
     options: Parameterization,
-    samples: int | None,
+    samples: int,
     parts: int | None,
+    tf32: bool,
 ) -> dict[str, Any]:
     """Options that the sweep and the reverse sweep have in common."""
-    scan, product = scan_constants(d, A, options), matrix_constants(None, W, 1, 1)
-    samples = choose_samples(b, A) if samples is None else samples
+    scan, product = scan_constants(A.shape[-1], A, options), matrix_constants(None, W, 1, 1, tf32)
     blocks = _blocks(A, options)
     parts = choose_parts(blocks.channels, samples) if parts is None else parts
     kept = ("ACTIVATION", "SELECTIVE", "INPUT_SCALE", "FULL", "FAST")
@@ -259,10 +318,13 @@ def _constants(
         "PRECISION": product["PRECISION"],
         "DOT": product["DOT"],
         "ROUND": _rounding(W),
+        "num_warps": samples * parts,
+        "num_stages": 1,
+        "maxnreg": MAX_REGISTERS,
     }
 
 
-def _rounding(W: Tensor | None) -> tl.dtype:
+def _rounding(W: Like | None) -> tl.dtype:
     """The dtype of W^y, to which the factors and the results of its products are rounded."""
     if W is None or W.dtype == torch.float32:
         return tl.float32

@@ -97,13 +97,13 @@ def finish_token(
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
 def head_sweep_kernel(
-    x_ptr,  # (b, t, d)
+    x_ptr,  # (H, b / H, t, d)
     raw_ptr,  # (b, t, r)
     W_ptr,  # (H, r, d), W^y
     A_ptr,  # (H, n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
-    first_ptr,  # (b, d): norm(y) before the first token, in the dtype of W^y
+    normed_ptr,  # (b, t, d) or (b, 1, d): norm(y_{t-1}), in the dtype of W^y; the first is given
     scratch_ptr,  # (programs, S, 2, BLOCK_S + ALPHA): raw B, C and alpha of a token, in turn
     y_ptr,  # (b, t, d)
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
@@ -111,12 +111,16 @@ def head_sweep_kernel(
     t_end,
     d: tl.constexpr,
     n: tl.constexpr,
+    x_stride_h,
     x_stride_b,
     x_stride_t,
     raw_stride_b,
     raw_stride_t,
+    W_stride_h,
+    normed_stride_b,
     K: tl.constexpr,
     KEEP: tl.constexpr,
+    STORE: tl.constexpr,  # whether norm(y_{t-1}) is stored for all tokens
     S: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
@@ -154,10 +158,10 @@ def head_sweep_kernel(
     PAIRS: tl.constexpr = K * (K + 1) // 2
     if FEEDBACK:
         W = load_weights(
-            W_ptr + head * (d + STATES + K * (d + 1)) * d,
-            d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED,
-        )  # fmt: skip
-        v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
+            W_ptr + head * W_stride_h, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED
+        )
+        first_at = normed_ptr + sample[:, None] * normed_stride_b + cols
+        v = tl.load(first_at, mask=in_row, other=0.0)
     HOLD_A: tl.constexpr = N * D <= 1024
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
@@ -167,7 +171,7 @@ def head_sweep_kernel(
     h = load_states(h_at, in_row, d, n, ROWS, D, N, False)
     row_of = rows_of_statistics(per_head, t_end, S)
     speaks = first_parts(here, ROWS, PARTS)
-    x_row = x_ptr + sample * x_stride_b
+    x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     slots = tl.cdiv(t_end, KEEP) - 1
     WIDTH: tl.constexpr = BLOCK_S + ALPHA
@@ -199,6 +203,8 @@ def head_sweep_kernel(
                 fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
         # the end of the token before is not on the critical path
         token = sample * t_end + t
+        if STORE:
+            tl.store(normed_ptr + token[:, None] * d + cols, v, mask=inside)
         h, maxima = finish_token(last, K, N, ROWS, D, COUPLED)
         if PARTS == 1:
             store_statistics(

@@ -115,7 +115,7 @@ def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, FEEDBACK: tl.constexpr, UNROLLED: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
@@ -127,7 +127,7 @@ def load_token(
     for i in tl.static_range(K + 1):
         at = (0 if i == 0 else u_at + (i - 1) * d) + cols
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
-        if FEEDBACK:
+        if FED:
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
     h = load_states(h_row[:, None] + cols, in_row, d, n, ROWS, D, N, UNROLLED)
     return x, y, g, mixed, raw, fed, h
@@ -136,10 +136,10 @@ def load_token(
 @triton.jit(do_not_specialize=["start", "count", "t_end", "per_head"])
 def reverse_head_kernel(
     grad_y_ptr,  # (b, t, d)
-    x_ptr,  # (b, t, d)
+    x_ptr,  # (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r or more)
+    fed_ptr,  # (b, t, r or more), added to raw if FED
     W_ptr,  # (H, r, d), W^y
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
@@ -147,7 +147,7 @@ def reverse_head_kernel(
     replayed_ptr,  # (b, count, n, d): h before the tokens of the chunk
     H_ptr,  # (b, n, d): cotangent of h after the chunk, in place that before it
     grad_x_ptr,  # (b, t, d)
-    grad_raw_ptr,  # (b, t, r or more), may be the memory of `fed`
+    grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
     grad_A_ptr,  # (b, n, d), added to
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
@@ -160,12 +160,14 @@ def reverse_head_kernel(
     r,  # of a row of grad_raw
     grad_y_stride_b,
     grad_y_stride_t,
+    x_stride_h,
     x_stride_b,
     x_stride_t,
     raw_stride_b,
     raw_stride_t,
     fed_stride_b,
     fed_stride_t,
+    W_stride_h,
     K: tl.constexpr,
     S: tl.constexpr,
     PARTS: tl.constexpr,
@@ -174,6 +176,7 @@ def reverse_head_kernel(
     BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    FED: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
@@ -211,9 +214,8 @@ def reverse_head_kernel(
     grads = ()
     if FEEDBACK:
         W = load_transposed_weights(
-            W_ptr + head * (d + STATES + K * (d + 1)) * d,
-            d, n, K, SELECTIVE, N, BLOCK_D, D, DOT,
-        )  # fmt: skip
+            W_ptr + head * W_stride_h, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT
+        )
         after = (sample * t_end + start + count) * r
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
         known = more[:, None] & in_row
@@ -233,7 +235,7 @@ def reverse_head_kernel(
     at = sample[:, None] * (n * d) + cols
     H = load_states(H_ptr + at, in_row, d, n, ROWS, D, N, False)
     grad_A = load_states(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
-    x_row = x_ptr + sample * x_stride_b
+    x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
@@ -247,7 +249,7 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, cols, in_row, d, n, u_at, K, N, ROWS, D, FEEDBACK, False,
+        h_row + (count - 1) * n * d, cols, in_row, d, n, u_at, K, N, ROWS, D, FED, False,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -285,12 +287,12 @@ def reverse_head_kernel(
         y = y.to(tl.float32)
         g = g.to(tl.float32)
         raw_delta = raw[0].to(tl.float32)
-        if FEEDBACK:
+        if FED:
             raw_delta += fed[0].to(tl.float32)
         delta = fast_activate(raw_delta, ACTIVATION, FAST)
         u = ()
         for i in tl.static_range(K):
-            if FEEDBACK:
+            if FED:
                 u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
@@ -351,7 +353,7 @@ def reverse_head_kernel(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            cols, in_row, d, n, u_at, K, N, ROWS, D, FEEDBACK, N <= 16,
+            cols, in_row, d, n, u_at, K, N, ROWS, D, FED, N <= 16,
         )  # fmt: skip
         N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
         T_g = ()

@@ -161,12 +161,11 @@ class Captured:
         x_t: Tensor,  # (b, m), or tokens (b,)
     ) -> Tensor:  # (b, m), or logits (b, v)
         """One token from the states in the buffers; the output is a buffer, too."""
-        pairs = list(zip(self.parts, layers, strict=True))
-        for part, layer in pairs:
+        for part, layer in zip(self.parts, layers, strict=True):
             part.begin(layer)
         self.x.copy_(x_t)
         self.replay()
-        for part, layer in pairs:
+        for part, layer in zip(self.parts, layers, strict=True):
             part.end(layer)
         return self.output
 

@@ -1,8 +1,9 @@
 """One token: what it needs of a layer, its buffers, its kernel, and when the kernel may be used.
 
-A token is five launches: three products, the feedback's product, and one kernel for the rest. Those
-of several heads are as many: their products are batched, and the kernel reads and writes the
-channels of each head in place.
+A token of few samples is four launches, each of which needs the one before: in_proj beside the
+feedback's product, x_proj, one kernel for the rest, out_proj. With more samples, or modules in
+place of the projections, torch computes the products, the feedback's in a launch of its own.
+Several heads take as many launches: the kernels read and write the channels of each head in place.
 Letters: b batch, m d_model, d d_inner, n d_state, r raw values, H num_heads, p = d / H head_dim.
 """
 
@@ -23,13 +24,17 @@ from bedouin.kernels.backend import (
 )
 from bedouin.kernels.decode import (
     DecayKind,
+    Product,
     StepOperands,
     StepOptions,
     StepParameters,
     decode_token,
+    multiply,
+    takes_products,
     unsupported_token,
 )
 from bedouin.kernels.feedback import normalize_feedback
+from bedouin.kernels.launch import last_axis_contiguous
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.parameterization import OutputStage
 from bedouin.solvers.deferred import DeferredWarning
@@ -37,7 +42,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.solution import BackwardStats, SolveStats, join_parts
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state
-from bedouin.wrapped import apply_projection, has_hooks
+from bedouin.wrapped import apply_projection, has_hooks, is_plain
 
 
 class DecodedLayer(Protocol):
@@ -237,7 +242,7 @@ def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether this call replays a graph if one exists for x_t."""
     if not isinstance(x_t, Tensor) or not x_t.is_cuda or not asks_for_fused_step(layer):
         return False
-    if not is_cuda_device(x_t.device):
+    if torch.version.hip is not None:
         return False
     return not torch.cuda.is_current_stream_capturing()
 
@@ -253,18 +258,15 @@ def is_buffered(layer: DecodedLayer, x_t: Tensor) -> bool:
 
 def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
     """One token: u (b, m) -> (b, m); the buffers move on by it."""
-    d, options = layer.d_inner, step_options(layer)
-    projected = layer.in_proj(u)
+    d, options, low = layer.d_inner, step_options(layer), buffers.normed.dtype
+    fuses = _fuses_products(layer, u, low)
+    projected, raw, fed = (_multiplied if fuses else _projected)(layer, u, buffers)
     x = projected[:, :d]
-    of_heads = _split_heads(x, layer.num_heads)
-    raw: Tensor = layer.x_proj(of_heads)
     with without_autocast(u.device):
-        fed = None
-        if layer.y_proj is not None:
-            normed = _split_heads(buffers.normed, layer.num_heads)
-            fed = apply_projection(layer.y_proj, normed, layer.D.dtype)
-        drive = layer.drive(of_heads.to(buffers.h.dtype)) if layer.has_drive else of_heads
-        hidden = torch.empty(len(u), d, dtype=u.dtype, device=u.device)
+        drive = _split_heads(x, layer.num_heads)
+        if layer.has_drive:
+            drive = layer.drive(drive.to(buffers.h.dtype))
+        hidden = torch.empty(len(u), d, dtype=low if fuses else u.dtype, device=u.device)
         operands = StepOperands(
             x,
             drive,
@@ -280,9 +282,63 @@ def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
             buffers.converged,
             buffers.all_converged,
         )
-        decode_token(operands, step_parameters(layer), options, backend=layer.solve_options.backend)
-    output: Tensor = layer.out_proj(hidden)
+        backend, parameters = layer.solve_options.backend, step_parameters(layer)
+        decode_token(operands, parameters, options, backend=backend, overlaps=fuses)
+    if not fuses:
+        output: Tensor = layer.out_proj(hidden)
+        return output
+    output = torch.empty(u.shape, dtype=low, device=u.device)
+    multiply(Product(layer.out_proj.weight, hidden, output), dtype=low, overlaps=True)
     return output
+
+
+def _fuses_products(layer: DecodedLayer, u: Tensor, low: torch.dtype) -> bool:
+    """Whether the kernel of products computes those of u (b, m), whose modules just multiply."""
+    modules = [layer.in_proj, layer.x_proj, layer.out_proj]
+    if layer.y_proj is not None:
+        modules.append(layer.y_proj)
+    if not all(is_plain(module) for module in modules):
+        return False
+    weights = tuple(module.weight for module in modules)
+    return takes_products(len(u), weights, low, layer.solve_options.backend)
+
+
+def _projected(
+    layer: DecodedLayer, u: Tensor, buffers: Buffers
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """W_in u (b, d or 2 d), W^x x (H, b, r + p) and W^y norm(y_{t-1}) (H, b, f + p) by the modules,
+    the last two without an axis of heads for one head."""
+    projected = layer.in_proj(u)
+    raw: Tensor = layer.x_proj(_split_heads(projected[:, : layer.d_inner], layer.num_heads))
+    fed = None
+    if layer.y_proj is not None:
+        with without_autocast(u.device):
+            normed = _split_heads(buffers.normed, layer.num_heads)
+            fed = apply_projection(layer.y_proj, normed, layer.D.dtype)
+    return projected, raw, fed
+
+
+def _multiplied(
+    layer: DecodedLayer, u: Tensor, buffers: Buffers
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`_projected` in two launches."""
+    low, heads = buffers.normed.dtype, layer.num_heads
+
+    def empty_product(weight: Tensor) -> Tensor:
+        shape = *weight.shape[:-2], len(u), weight.shape[-2]
+        return torch.empty(shape, dtype=low, device=u.device)
+
+    projected = empty_product(layer.in_proj.weight)
+    inward = Product(layer.in_proj.weight, last_axis_contiguous(u), projected)
+    feedback = None
+    if layer.y_proj is not None:
+        weight = layer.y_proj.weight
+        feedback = Product(weight, _split_heads(buffers.normed, heads), empty_product(weight))
+    multiply(inward, feedback, dtype=low)
+    x, weight = _split_heads(projected[:, : layer.d_inner], heads), layer.x_proj.weight
+    raw = empty_product(weight)
+    multiply(Product(weight, x, raw), dtype=low, overlaps=True)
+    return projected, raw, None if feedback is None else feedback.out
 
 
 def _split_heads(

@@ -1,0 +1,58 @@
+"""Products of weights with the vectors of a few samples, in one launch.
+
+Letters: b samples, r rows of a weight, c its columns, H heads.
+"""
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import Backend, choose_backend
+from bedouin.kernels.decode.arguments import Product
+
+MAX_SAMPLES = 4
+"""Most samples of `multiply`. It reads a weight once but computes each sample by itself; counted in
+instructions, that takes less time than reading up to this number."""
+
+MAX_COLUMNS = 8192
+"""Most columns of a weight: one program holds whole rows in registers."""
+
+
+def multiply(
+    first: Product,
+    second: Product | None = None,
+    *,
+    dtype: torch.dtype,
+    overlaps: bool = False,
+) -> None:
+    """Compute one or two products in one launch of Triton's kernel.
+
+    Weights and vectors are rounded to `dtype`, as autocast does; sums are at least float32.
+    overlaps: the weights are read while the launch before is still running, which therefore must
+    not write them (kernels/decode/triton_overlap.py).
+    """
+    # imports Triton
+    from bedouin.kernels.decode.triton_products import launch_products
+
+    launch_products(first, second, dtype, overlaps)
+
+
+def takes_products(
+    b: int,
+    weights: tuple[Tensor, ...],  # (r, c) or (H, r, c) each
+    dtype: torch.dtype,
+    backend: Backend,
+) -> bool:
+    """Whether `multiply` may take such weights: one to MAX_SAMPLES samples, contiguous weights in
+    the memory of a device on which the kernels run, all of one dtype."""
+    first = weights[0]
+    if not 0 < b <= MAX_SAMPLES or choose_backend(backend, first.device, dtype) != "triton":
+        return False
+    return all(
+        # a subclass, such as a quantized weight, may have other contents than its shape says
+        type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.is_contiguous()
+        and weight.dtype == first.dtype
+        and weight.device == first.device
+        and weight.shape[-1] <= MAX_COLUMNS
+        for weight in weights
+    )

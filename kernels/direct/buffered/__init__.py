@@ -1,0 +1,15 @@
+"""The direct sweep and its adjoint on a CPU: few calls of torch for each token.
+
+Same results as forward.py and reverse.py of `kernels.direct`, which serve every mixer, device and
+transform. A call of torch costs a CPU 2 to 5 microseconds however small its operands are, and newly
+allocated memory costs several times as much as arithmetic on it. So what a token needs is written
+with `out=` into memory that is allocated once for a chunk of tokens, of which views are taken once;
+what no other token waits for is computed for a chunk at once; and of the mixer only k numbers per
+token are part of the recurrence (rows.py).
+"""
+
+from bedouin.kernels.direct.buffered.forward import buffered_sweep
+from bedouin.kernels.direct.buffered.reverse import buffered_reverse
+from bedouin.kernels.direct.buffered.rows import takes_buffers
+
+__all__ = ["buffered_reverse", "buffered_sweep", "takes_buffers"]

@@ -1,0 +1,73 @@
+"""The feedback of one token, raw^x + W^y norm(y), in memory that is allocated once.
+
+Letters: b batch, d channels, r raw values, H heads (kernels/heads.py), whose samples are an axis of
+their own here: (H, b / H, ...) stands for (b, ...) where W^y has heads.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Feedback:
+    """Products with W^y and its transpose, computed in the dtype of W^y as everywhere."""
+
+    def __init__(
+        self,
+        W_y: Tensor,  # (r, d) or (H, r, d)
+        eps: float | None,
+        like: Tensor,  # (b, 1, d)
+    ) -> None:
+        """`like` gives the shape and the dtype of y."""
+        b, _, d = like.shape
+        self.W_y, self.W_columns, self.num_heads = W_y, W_y.mT, W_y.shape[:-2].numel()
+        self.has_heads, self.has_norm = W_y.dim() == 3, eps is not None
+        self.vector, self.normed = like.new_empty(b, 1, d), like.new_empty(b, 1, d)
+        self.vector_by_head, self.normed_by_head = map(self.by_head, (self.vector, self.normed))
+        self.norm, self.eps = like.new_empty(b, 1, 1), like.new_full((1, 1, 1), eps or 0.0)
+        self.is_low = W_y.dtype != like.dtype
+        if self.is_low:
+            self.low_vector = self.by_head(W_y.new_empty(b, 1, d))
+            self.low_raw = self.by_head(W_y.new_empty(b, 1, W_y.shape[-2]))
+
+    def by_head(
+        self,
+        v: Tensor,  # (b, 1, c)
+    ) -> Tensor:  # (b, c) or (H, b / H, c)
+        """v as the products with W^y take it."""
+        v = v.squeeze(1)
+        return v.unflatten(0, (self.num_heads, -1)) if self.has_heads else v
+
+    def project(
+        self,
+        y: Tensor,  # (b, 1, d)
+        raw: Tensor,  # (b, r) or (H, b / H, r), what x determines
+        out: Tensor,  # as raw
+    ) -> None:
+        """raw + W^y norm(y)."""
+        if self.has_norm:
+            norm = torch.linalg.vector_norm(y, 2, -1, True, out=self.norm)
+            torch.addcmul(self.eps, norm, norm, value=1 / y.shape[-1], out=norm).rsqrt_()
+            torch.mul(y, norm, out=self.normed)
+        else:
+            self.normed.copy_(y)
+        if self.is_low:
+            self.low_vector.copy_(self.normed_by_head)
+            torch.matmul(self.low_vector, self.W_columns, out=self.low_raw)
+            torch.add(raw, self.low_raw, out=out)
+        elif self.has_heads:
+            torch.baddbmm(raw, self.normed_by_head, self.W_columns, out=out)
+        else:
+            torch.addmm(raw, self.normed_by_head, self.W_columns, out=out)
+
+    def transpose(
+        self,
+        grad_raw: Tensor,  # (b, r) or (H, b / H, r)
+    ) -> Tensor:  # (b, 1, d), valid until the next call
+        """The cotangent of norm(y)."""
+        if self.is_low:
+            self.low_raw.copy_(grad_raw)
+            torch.matmul(self.low_raw, self.W_y, out=self.low_vector)
+            self.vector_by_head.copy_(self.low_vector)
+        else:
+            torch.matmul(grad_raw, self.W_y, out=self.vector_by_head)
+        return self.vector

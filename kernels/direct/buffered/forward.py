@@ -1,0 +1,155 @@
+"""The forward sweep in buffers, in the form of rows.py.
+
+The memory h is stored as (b, n, d), as in kernels/direct/forward.py.
+Letters: b batch, t time, c tokens of a chunk, i rows of a chunk (token by token), d channels, n
+state per channel, k reflections, r raw values, H heads (kernels/heads.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.direct.buffered.feedback import Feedback
+from bedouin.kernels.direct.buffered.rows import RowMaker, Rows, by_token, split_tokens
+from bedouin.kernels.direct.elimination import factorize
+from bedouin.kernels.direct.reference import Sweep
+from bedouin.kernels.householder import wy_factor
+from bedouin.kernels.operands import Operands, Parameterization
+
+
+class _Tokens(NamedTuple):
+    """Buffers for tokens that are solved one after the other."""
+
+    rows: Rows
+    x: Tensor  # (i, 1, d)
+    p: Tensor  # (i, 1, d), what memory reads before the token is written
+    y: Tensor  # (i, 1, d)
+
+    def first(self, count: int) -> "_Tokens":
+        """Views of the first rows."""
+        return _Tokens(self.rows.first(count), *(v[:count] for v in self[1:]))
+
+    def tokens(self, b: int, shared: Rows | None) -> list["_Tokens"]:
+        """Views of the b rows of each token; `shared` as in `Rows.tokens`."""
+        if len(self.x) == b:
+            return [self]
+        rows, others = self.rows.tokens(b, shared), split_tokens(self[1:], b)
+        return [_Tokens(*parts) for parts in zip(rows, *others, strict=True)]
+
+
+class _Step:
+    """Solves tokens; its own buffers hold what nobody reads after the token."""
+
+    def __init__(
+        self,
+        maker: RowMaker,
+        A: Tensor,  # (n, d) or (b, n, d)
+        like: Tensor,  # (b, n, d)
+    ) -> None:
+        self.maker, self.A = maker, A
+        (b, n, d), k = like.shape, maker.layout.num_householder
+        self.memories = like.new_empty(b, n, d), like.new_empty(b, n, d)
+        self.is_full = maker.options.eigenvalues == "full"
+        self.scale = like.new_empty(b, n, d) if maker.coupled else None
+        self.vector = like.new_empty(b, 1, d)
+        self.numbers, self.e = like.new_empty(b, 1, k), like.new_empty(b, 1, k)
+
+    def solve(
+        self,
+        token: _Tokens,
+        beta: Tensor,  # (b, 1, k)
+        h: Tensor,  # (b, n, d)
+    ) -> Tensor:  # (b, n, d), one of the two memories, the one that is not `h`
+        """h after a token, whose p and y are written."""
+        rows, x, p, y = token
+        vector, scale = self.vector, self.scale
+        memory = self.memories[1 if h is self.memories[0] else 0]
+        self.maker.decay(rows, self.A, memory, scale)
+        if self.is_full:
+            memory.mul_(2).sub_(1)
+        memory.mul_(h)
+        torch.bmm(rows.C, memory, out=p)
+        torch.addcmul(p, rows.sigma, x, out=vector).sub_(x)
+        right = torch.bmm(vector, rows.U_columns, out=self.numbers).mul_(beta)
+        e = torch.bmm(right, rows.inverse_columns, out=self.e)
+        mixed = torch.baddbmm(x, e, rows.U, out=vector)
+        torch.addcmul(p, rows.sigma, mixed, out=y)
+        if scale is None:
+            return memory.addcmul_(rows.B_column, mixed.mul_(rows.s))
+        return memory.addcmul_(scale.mul_(mixed), rows.B_column)
+
+
+class _Judge:
+    """Defect, scale, magnitude and pivot of solved rows, as `Sweep` and `smallest_pivot` define
+    them: F(y) - y vanishes for any e, so that x~ is computed anew from y."""
+
+    def __init__(self, maker: RowMaker, i: int) -> None:
+        self.maker = maker
+        self.one = maker.like.new_ones(())
+        self.spare = tuple(maker.like.new_empty(i, 1, maker.d) for _ in range(2))
+
+    def __call__(
+        self,
+        tokens: _Tokens,  # of i rows at most; x is overwritten
+    ) -> Tensor:  # (4, i)
+        rows, x, p, y = tokens
+        mixed, F = (v[: len(x)] for v in self.spare)
+        T = wy_factor(rows.U, rows.beta.squeeze(-1))
+        S = torch.bmm(rows.scaled, rows.U_columns)
+        LU, _ = factorize(torch.baddbmm(self.maker.identity, S, T, alpha=-1))
+        pivot = LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
+        moved = torch.bmm(torch.sub(y, x, out=mixed), rows.U_columns) @ T.mT
+        torch.baddbmm(x, moved, rows.U, out=mixed)
+        torch.addcmul(p, rows.sigma, mixed, out=F)
+        # s is not negative
+        sizes = x.abs_().add_(mixed.abs_()).mul_(rows.s)
+        scale = torch.abs(F, out=mixed).amax(-1)
+        pivots = torch.fmin(pivot, self.one).unsqueeze(-1)
+        return torch.cat([F.sub_(y).abs_().amax(-1), scale, sizes.amax(-1), pivots], -1).T
+
+
+def buffered_sweep(
+    operands: Operands,
+    parameterization: Parameterization,
+    keep_every: int,
+) -> tuple[Sweep, list[Tensor]]:
+    """The result of `forward_sweep` in kernels/direct/forward.py, where `takes_buffers` says so.
+    `operands` must be the result of `Operands.wide`."""
+    x, raw, W_y, A, h0, y0 = operands
+    assert h0 is not None and y0 is not None
+    (b, t_end, d), n = x.shape, A.shape[-1]
+    maker = RowMaker((d, n), parameterization, x)
+    count = min(keep_every, t_end)
+    new = x.new_empty
+    chunk = _Tokens(maker.allocate(count * b)[0], *(new(count * b, 1, d) for _ in range(3)))
+    shared = maker.allocate(b)[0] if W_y is not None and count > 1 else None
+    tokens, judge = chunk.tokens(b, shared), _Judge(maker, count * b)
+    betas = [token.rows.beta.mT for token in tokens]
+    h, y = h0.mT.contiguous(), y0.unsqueeze(1)
+    step, kept = _Step(maker, operands.A_rows(), h), []
+    if W_y is not None:
+        feedback = Feedback(W_y, parameterization.feedback_norm_eps, y)
+        fed = feedback.by_head(tokens[0].rows.raw)
+        raws = feedback.by_head(raw.unsqueeze(1)).unbind(-2)
+    ys, found = new(b, t_end, d), []
+    for start in range(0, t_end, keep_every):
+        stop = min(start + keep_every, t_end)
+        now = chunk if stop - start == count else chunk.first((stop - start) * b)
+        kept.append(h.clone())
+        by_token(now.x, b).copy_(x[:, start:stop])
+        if W_y is None:
+            by_token(now.rows.raw, b).copy_(raw[:, start:stop])
+            maker.fill(now.rows)
+        for i in range(stop - start):
+            token = tokens[i]
+            if W_y is not None:
+                feedback.project(y, raws[start + i], fed)
+                maker.fill(token.rows)
+            h, y = step.solve(token, betas[i], h), token.y
+        ys[:, start:stop] = by_token(now.y, b)
+        found.append(judge(now).unflatten(1, (stop - start, b)))
+    defect, scale, size, pivots = torch.cat(found, 1).mT.contiguous()
+    # NaN after a singular token must not hide its pivot
+    pivot = pivots.nan_to_num(nan=torch.inf).amin(1)
+    return Sweep(ys, h.mT, defect, scale, size, pivot), kept

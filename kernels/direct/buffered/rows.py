@@ -1,0 +1,274 @@
+"""What the raw values of tokens determine, in memory that is allocated once.
+
+With S = U diag(sigma) U^T, the strict upper triangle R of U U^T and U (y - x) = w, the fixed point
+of a token obeys y = p + sigma * x~, x~ = x + U^T e, e = T w with T = (I + diag(beta) R)^-1
+diag(beta) (kernels/householder). Without y and T,
+
+    E e = diag(beta) U (p + sigma * x - x),    E = I + diag(beta) (R - S),
+
+so that the k numbers e are all that couples the channels. E has the determinant of the matrix
+I - S T of kernels/direct/local.py, whose pivots the statistics report. Its inverse is computed in
+float64, so that e is as accurate as an elimination with pivots in the dtype of the operands.
+
+Letters: i rows, one for each token of each sample, token by token; b batch, d channels, n state per
+channel, k reflections, r raw values. Vectors have an axis of size 1, so that no call needs a view.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import is_batched, is_transformed
+from bedouin.kernels.direct.layout import is_covered
+from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+
+_softplus: Any = torch._C._nn.softplus
+"""torch.nn.functional.softplus, whose annotations lack the argument `out`."""
+
+
+def takes_buffers(
+    operands: Operands,
+    parameterization: Parameterization,
+    bind_parameters: tuple[Tensor, ...],  # any shapes
+    *cotangents: Tensor | None,  # any shapes
+) -> bool:
+    """Whether the functions of this package can compute a sweep: on a CPU, for raw values that a
+    layout describes, with tensors that no transform has batched, and at least one token."""
+    x, raw = operands.x, operands.raw
+    if x.device.type != "cpu" or not x.numel() or is_transformed():
+        return False
+    if is_batched(*cotangents) or torch.compiler.is_compiling():
+        return False
+    return is_covered(parameterization.layout, raw, operands.A, bind_parameters)
+
+
+class Rows(NamedTuple):
+    """The quantities of i rows, views of one another where this is noted."""
+
+    raw: Tensor  # (i, 1, r)
+    raw_delta: Tensor  # (i, 1, d), a view of raw
+    raw_memory: Tensor | None  # (i, 2, n), a view of raw: B and C; None if these are 1
+    raw_u: Tensor  # (i, k, d), a view of raw
+    raw_alpha: Tensor  # (i, k, 1), a view of raw
+    delta: Tensor  # (i, 1, d)
+    s: Tensor  # (i, 1, d), the input scale; for "one_minus_decay" its largest value over n
+    inverse_norms: Tensor  # (i, 2 + k, 1), of B, C and u
+    memory_norms: Tensor  # (i, 2, 1), a view of inverse_norms
+    u_norms: Tensor  # (i, k, 1), a view of inverse_norms
+    units: Tensor  # (i, 2, n), B and C
+    B: Tensor  # (i, 1, n), a view of units
+    C: Tensor  # (i, 1, n), a view of units
+    B_column: Tensor  # (i, n, 1), a view of units
+    C_column: Tensor  # (i, n, 1), a view of units
+    BC: Tensor  # (i, 1, 1), B C^T, or (i, 1, n), B * C, for "one_minus_decay"
+    sigma: Tensor  # (i, 1, d)
+    stacked: Tensor  # (i, 2 k, d), the rows of sigma * U and U
+    scaled: Tensor  # (i, k, d), a view of stacked
+    U: Tensor  # (i, k, d), a view of stacked
+    U_columns: Tensor  # (i, d, k), a view of stacked
+    products: Tensor  # (i, 2 k, k), S and U U^T
+    S: Tensor  # (i, k, k), a view of products
+    dots: Tensor  # (i, k, k), a view of products
+    gate: Tensor  # (i, k, 1), sigmoid(alpha)
+    beta: Tensor  # (i, k, 1)
+    E: Tensor  # (i, k, k)
+    inverse: Tensor  # (i, k, k), of E
+    inverse_columns: Tensor  # (i, k, k), a view of inverse, transposed
+
+    def first(self, count: int) -> "Rows":
+        """Views of the first rows."""
+        return Rows(*first_rows(self, count))
+
+    def tokens(self, b: int, shared: "Rows | None" = None) -> list["Rows"]:
+        """Views of the b rows of each token; of the fields `LASTING` only, if the tokens share the
+        memory of the other fields."""
+        if shared is None:
+            return [Rows(*parts) for parts in zip(*split_tokens(self, b), strict=True)]
+        columns = split_tokens((getattr(self, name) for name in LASTING), b)
+        rows = zip(*columns, strict=True)
+        return [shared._replace(**dict(zip(LASTING, row, strict=True))) for row in rows]
+
+
+LASTING = ("delta", "s", "sigma", "stacked", "scaled", "U", "U_columns", "gate", "beta")
+"""The fields of `Rows` that the statistics of a chunk read, and their views."""
+
+
+def first_rows(
+    values: Iterable[Tensor | None],  # (i, ...)
+    count: int,
+) -> Iterator[Any]:  # (count, ...)
+    """Views of the first rows of each of the values."""
+    return (None if v is None else v[:count] for v in values)
+
+
+def split_tokens(
+    values: Iterable[Tensor | None],  # (i, ...)
+    b: int,
+) -> Iterator[Sequence[Any]]:  # i / b of (b, ...)
+    """Views of the b rows of each token, for each of the values."""
+    values = list(values)
+    c = next(len(v) for v in values if v is not None) // b
+    return ([None] * c if v is None else torch.unsafe_split(v, b) for v in values)
+
+
+def by_token(
+    v: Tensor,  # (i, 1, r)
+    b: int,
+) -> Tensor:  # (b, c, r)
+    """The rows of each sample, in the order of the public tensors."""
+    return v.view(-1, b, v.shape[-1]).transpose(0, 1)
+
+
+class RowMaker:
+    """Allocates `Rows`, and computes them from their raw values."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],  # d and n
+        options: Parameterization,
+        like: Tensor,  # any shape
+    ) -> None:
+        """`like` gives the dtype."""
+        (self.d, self.n), self.options = sizes, options
+        self.layout: RawLayout = options.known_layout()
+        self.coupled = options.input_scale == "one_minus_decay"
+        self.like, self.k = like, self.layout.num_householder
+        lengths = [[self.n]] * 2 + [[self.d]] * self.k
+        self.norm_eps = UNIT_EPS * like.new_tensor(lengths)
+        self.feedback_eps = like.new_full((1, 1, 1), options.feedback_norm_eps or 0.0)
+        self.identity = like.new_ones(self.k).diag()
+        self.above = like.new_ones(self.k, self.k).triu(1)
+        # the adjugate of a flattened 2 x 2 matrix is its product with this
+        adjugate = [[0, 0, 0, 1], [0, -1, 0, 0], [0, 0, -1, 0], [1, 0, 0, 0]]
+        self.adjugate = like.new_tensor(adjugate, dtype=torch.float64)
+
+    def split(
+        self,
+        raw: Tensor,  # (i, 1, r)
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Views of the raw values of Delta (i, 1, d), of B and C (i, 2, n), None if these are 1,
+        of u (i, k, d) and of alpha (i, k, 1)."""
+        d, n, k = self.d, self.n, self.k
+        selective = self.layout.selective
+        delta, *memory, u, alpha = raw.split([d, *[2 * n] * selective, k * d, k], -1)
+        pair = memory[0].squeeze(1).unflatten(-1, (2, n)) if selective else None
+        return delta, pair, u.squeeze(1).unflatten(-1, (k, d)), alpha.mT
+
+    def allocate(self, i: int, extra: int = 0) -> tuple[Rows, Tensor]:
+        """Rows, and a matrix (i, 2 k + extra, d) that begins with `stacked`."""
+        d, n, k = self.d, self.n, self.k
+        new = self.like.new_empty
+        raw, selective = new(i, 1, self.layout.size(d, n)), self.layout.selective
+        raw_delta, raw_memory, raw_u, raw_alpha = self.split(raw)
+        delta = new(i, 1, d)
+        norms = new(i, 2 + k, 1)
+        units = new(i, 2, n) if selective else self.like.new_ones(i, 2, n)
+        wide = new(i, 2 * k + extra, d)
+        stacked, products, gate = wide[:, : 2 * k], new(i, 2 * k, k), new(i, k, 1)
+        inverse = new(i, k, k)
+        rows = Rows(
+            raw=raw,
+            raw_delta=raw_delta,
+            raw_memory=raw_memory,
+            raw_u=raw_u,
+            raw_alpha=raw_alpha,
+            delta=delta,
+            s=delta if self.options.input_scale == "delta" else new(i, 1, d),
+            inverse_norms=norms,
+            memory_norms=norms[:, :2],
+            u_norms=norms[:, 2:],
+            units=units,
+            B=units[:, :1],
+            C=units[:, 1:],
+            B_column=units[:, :1].mT,
+            C_column=units[:, 1:].mT,
+            BC=new(i, 1, n if self.coupled else 1),
+            sigma=new(i, 1, d),
+            stacked=stacked,
+            scaled=stacked[:, :k],
+            U=stacked[:, k:],
+            U_columns=stacked[:, k:].mT,
+            products=products,
+            S=products[:, :k],
+            dots=products[:, k:],
+            gate=gate,
+            beta=gate if self.layout.beta_max == 1 else new(i, k, 1),
+            E=new(i, k, k),
+            inverse=inverse,
+            inverse_columns=inverse.mT,
+        )
+        if not selective:
+            norms.fill_(1.0)
+        return rows, wide
+
+    def fill(self, rows: Rows) -> None:
+        """Everything except what depends on the input scale of "one_minus_decay"."""
+        self._fill_delta(rows)
+        if rows.raw_memory is not None:
+            torch.linalg.vector_norm(rows.raw_memory, 2, -1, True, out=rows.memory_norms)
+        torch.linalg.vector_norm(rows.raw_u, 2, -1, True, out=rows.u_norms)
+        norms = rows.inverse_norms
+        torch.addcmul(self.norm_eps, norms, norms, out=norms).rsqrt_()
+        if rows.raw_memory is not None:
+            torch.mul(rows.raw_memory, rows.memory_norms, out=rows.units)
+        torch.mul(rows.raw_u, rows.u_norms, out=rows.U)
+        torch.sigmoid(rows.raw_alpha, out=rows.gate)
+        if self.layout.beta_max != 1:
+            torch.mul(rows.gate, self.layout.beta_max, out=rows.beta)
+        if self.coupled:
+            torch.mul(rows.B, rows.C, out=rows.BC)
+            return
+        torch.bmm(rows.B, rows.C_column, out=rows.BC)
+        torch.mul(rows.s, rows.BC, out=rows.sigma)
+        self.fill_system(rows)
+
+    def _fill_delta(self, rows: Rows) -> None:
+        raw, delta, activation = rows.raw_delta, rows.delta, self.layout.activation
+        if activation == "sigmoid":
+            torch.sigmoid(raw, out=delta)
+        elif activation == "softplus":
+            _softplus(raw, out=delta)
+        else:
+            _softplus(torch.neg(raw, out=delta), out=delta)
+        if self.options.input_scale == "bounded_delta":
+            torch.div(delta, torch.add(delta, 1, out=rows.s), out=rows.s)
+
+    def fill_system(self, rows: Rows) -> None:
+        """E and its inverse, from sigma."""
+        torch.mul(rows.U, rows.sigma, out=rows.scaled)
+        torch.bmm(rows.stacked, rows.U_columns, out=rows.products)
+        E = torch.addcmul(rows.S, rows.dots, self.above, value=-1, out=rows.E)
+        torch.addcmul(self.identity, E, rows.beta, value=-1, out=E)
+        if self.k == 1:
+            torch.reciprocal(E, out=rows.inverse)
+        elif self.k == 2 and E.dtype != torch.float64:
+            # in float64 Cramer's rule is accurate enough for float32, and has a third of the calls
+            wide = E.double()
+            adjugate = torch.mm(wide.view(-1, 4), self.adjugate).view(-1, 2, 2)
+            determinant = torch.bmm(wide[:, :1], adjugate[:, :, :1])
+            rows.inverse.copy_(adjugate.div_(determinant))
+        else:
+            rows.inverse.copy_(torch.linalg.inv_ex(E.double())[0])
+
+    def decay(
+        self,
+        rows: Rows,
+        A: Tensor,  # (n, d) or (i, n, d)
+        power: Tensor,  # (i, n, d), overwritten
+        scale: Tensor | None,  # (i, n, d), overwritten, for "one_minus_decay"; else None
+    ) -> None:
+        """exp(A delta) in `power`; the input scale of "one_minus_decay" in `scale`, and what
+        depends on it in `rows`."""
+        torch.mul(rows.delta, A, out=power)
+        if scale is not None:
+            torch.expm1(power, out=scale).neg_()
+        power.exp_()
+        if scale is not None:
+            if self.options.eigenvalues == "full":
+                torch.minimum(scale, power, out=scale).mul_(2)
+            torch.amax(scale, -2, keepdim=True, out=rows.s)
+            torch.bmm(rows.BC, scale, out=rows.sigma)
+            self.fill_system(rows)

@@ -1,0 +1,168 @@
+"""The sweep in buffers: the values, statistics and gradients of the plain loop over tokens.
+
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
+from bedouin.kernels.direct.buffered import buffered_reverse, buffered_sweep, takes_buffers
+from bedouin.kernels.direct.forward import forward_sweep
+from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.reverse import SolvedSweep, reverse_sweep
+from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
+
+D = 4
+STATISTICS = ("defect", "scale", "magnitude", "pivot")
+
+
+def draw(
+    b: int,
+    t: int,
+    *,
+    k: int = 2,
+    heads: int = 1,
+    feedback: bool = True,
+    activation: Activation = "softplus",
+    selective: bool = True,
+    beta_max: float = 1.0,
+    input_scale: Any = "bounded_delta",
+    eigenvalues: Any = "positive",
+    norm_eps: float | None = 1e-5,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Operands, Parameterization]:
+    """b samples of each head."""
+    generator = torch.Generator().manual_seed(1)
+    layout = RawLayout(activation, selective, k, beta_max)
+    b, n, lead = b * heads, 3 if selective else 1, () if heads == 1 else (heads,)
+    r = layout.size(D, n)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    W_y = 0.05 * normal(*lead, r, D) if feedback else None
+    A, state = -normal(*lead, D, n).exp(), (normal(b, D, n), normal(b, D))
+    operands = Operands(normal(b, t, D), normal(b, t, r) - 0.5, W_y, A, *state)
+    return operands, Parameterization(layout, input_scale, eigenvalues, norm_eps)
+
+
+def gradients(sweep: Sweep, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(2)
+    total = sweep.h.new_zeros(())
+    for v in (sweep.y, sweep.h):
+        total = total + (v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum()
+    return torch.autograd.grad(total, inputs, materialize_grads=True)
+
+
+def assert_near(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
+    atol = tolerance * (1 + expected.abs().max().item())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol, msg=name)
+
+
+@settings(max_examples=40)
+@given(
+    b=st.integers(1, 3),
+    t=st.sampled_from([1, 2, 15, 16, 17, 33]),
+    k=st.sampled_from([1, 2, 3, 8]),
+    heads=st.integers(1, 2),
+    feedback=st.booleans(),
+    activation=st.sampled_from(get_args(Activation)),
+    selective=st.booleans(),
+    beta_max=st.sampled_from([1.0, 1.5]),
+    input_scale=st.sampled_from(["delta", "bounded_delta", "one_minus_decay"]),
+    eigenvalues=st.sampled_from(["positive", "full"]),
+    norm_eps=st.sampled_from([1e-5, None]),
+)
+def test_all_is_that_of_autograd_through_the_loop(b: int, t: int, **options: Any) -> None:
+    operands, parameterization = draw(b, t, **options)
+    inputs = [v.requires_grad_() for v in operands if v is not None]
+    assert takes_buffers(operands, parameterization, ())
+    expected = direct_sweep_reference(operands, parameterization)
+    actual = direct_sweep(operands, parameterization)
+    # a near-singular token, or growth over time, amplifies the difference of two roundings
+    size = float(expected.y.detach().abs().max().square() / expected.pivot.min())
+    tolerance = 1e-11 * (1 + size)
+    for name in ("y", "h", *STATISTICS[1:]):
+        assert_near(name, getattr(actual, name), getattr(expected, name), tolerance)
+    assert bool((actual.defect <= 1e-12 * actual.magnitude.cummax(1).values).all())
+    grads = gradients(actual, inputs), gradients(expected, inputs)
+    for i, (ours, theirs) in enumerate(zip(*grads, strict=True)):
+        assert_near(f"gradient {i}", ours, theirs, 10 * tolerance * (1 + size))
+
+
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_dtypes_are_those_of_the_plain_loops(low: torch.dtype, heads: int, feedback: bool) -> None:
+    """float32 with products in a lower dtype, whose roundings the two loops share."""
+    operands, parameterization = draw(2, 18, heads=heads, feedback=feedback, dtype=torch.float32)
+    if operands.W_y is not None:
+        operands = operands._replace(W_y=operands.W_y.to(low))
+    operands, bind = operands.wide(), choose_bind(None, parameterization, operands.A)
+    ours, kept = buffered_sweep(operands, parameterization, 16)
+    theirs, others = forward_sweep(operands, parameterization, bind, (), 16)
+    tolerance = 1e-5 if low == torch.float32 else 1e-2
+    assert_near("y", ours.y, theirs.y, tolerance)
+    assert_near("kept", torch.stack(kept), torch.stack(others), tolerance)
+    solved = SolvedSweep.of(theirs.y, operands, parameterization, bind, ())
+    given = torch.randn_like(ours.y), torch.randn_like(ours.h), torch.stack(others, 1), 16, solved
+    found: list[tuple[Tensor, Tensor]] = []
+    report = lambda *values: found.append(values)  # noqa: E731
+    grads = buffered_reverse(*given, report), reverse_sweep(*given, report)
+    for i, (a, e) in enumerate(zip(*grads, strict=True)):
+        assert (a is None) == (e is None)
+        if a is not None and e is not None:
+            assert_near(f"gradient {i}", a, e, tolerance)
+    assert_near("scale", found[0][1], found[1][1], tolerance)
+    assert (found[0][0] / found[0][1]).max() < 1e-5
+
+
+def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on() -> None:
+    operands, parameterization = draw(3, 20)
+    raw = operands.raw.clone()
+    raw[1, 17, 0] = torch.nan
+    clean, _ = buffered_sweep(operands, parameterization, 16)
+    spoilt, _ = buffered_sweep(operands._replace(raw=raw), parameterization, 16)
+    for name in ("y", *STATISTICS):
+        assert torch.equal(getattr(spoilt, name)[[0, 2]], getattr(clean, name)[[0, 2]])
+    assert torch.equal(spoilt.y[1, :17], clean.y[1, :17])
+    assert not spoilt.y[1, 17:].isfinite().any()
+
+
+def test_an_exactly_singular_token_is_contained_and_its_pivot_kept() -> None:
+    """beta = sigma = |u| = 1: one reflection of one channel, with an input scale of Delta = 1."""
+    layout = RawLayout("sigmoid", False, 1, 2.0)
+    options = Parameterization(layout, "delta", "positive", None)
+    raw = torch.tensor([100.0, 1e6, 0.0]).repeat(3, 4, 1)  # Delta 1, u 1, beta 1
+    raw[..., 2], raw[1, 2, 2] = -1.0, 0.0
+    state = torch.zeros(3, 1, 1), torch.zeros(3, 1)
+    operands = Operands(torch.ones(3, 4, 1), raw, None, -torch.ones(1, 1), *state)
+    swept, _ = buffered_sweep(operands, options, 16)
+    assert swept.pivot[1] == 0 and bool((swept.pivot[[0, 2]] > 0.4).all())
+    assert swept.y[[0, 2]].isfinite().all() and swept.y[1, :2].isfinite().all()
+    assert not swept.y[1, 2:].isfinite().any()
+
+
+def test_what_buffers_cannot_compute() -> None:
+    operands, parameterization = draw(2, 3)
+    assert takes_buffers(operands, parameterization, ())
+    other = Parameterization(None, "delta", "positive", None)
+    assert not takes_buffers(operands, other, ())
+    assert not takes_buffers(operands, parameterization, (operands.A,))
+    assert not takes_buffers(operands._replace(x=operands.x[:, :0]), parameterization, ())
+    assert not takes_buffers(operands._replace(x=operands.x.to("meta")), parameterization, ())
+    seen: list[bool] = []
+
+    def inside(x: Tensor) -> Tensor:
+        seen.append(takes_buffers(operands._replace(x=x), parameterization, ()))
+        return x
+
+    torch.func.vmap(inside)(operands.x.unsqueeze(0))
+    assert seen == [False]
