@@ -1,8 +1,8 @@
-"""The reverse sweep as Triton kernels: the exact adjoint of a chunk of tokens in three launches.
+"""The reverse sweep with feedback as Triton kernels: the adjoint of a chunk in three launches.
 
 `prepare_kernel` computes in parallel what follows from y, `replay_kernel` the memory before every
-token of the chunk from the memory kept before the chunk, and `reverse_kernel` walks back: alone, or
-as persistent programs that also multiply with (W^y)^T, ordered by two counters as in
+token of the chunk from the memory kept before the chunk, and `reverse_kernel` walks back as
+persistent programs that also multiply with (W^y)^T, ordered by two counters as in
 triton_forward.py: finished tiles of (W^y)^T grad_raw_{t+1} and samples whose grad_raw_t is written.
 Where the product does not fit, `step_kernel` takes a token back, around a product by cuBLAS.
 

@@ -239,14 +239,17 @@ class SweepScan(NamedTuple):
 
 
 def sweep_scan_backward(
-    scan: SweepScan, options: ScanOptions, plan: Plan, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of A (b, s, n, d) and of B and C (b, t, blocks, n), in parts of segments and
-    of blocks of channels; those of x and delta are written over them. `chunk`: tokens between two
-    kept h, for which the plan was made. All tensors have one dtype."""
+    scan: SweepScan,
+    grad_A: Tensor,  # (b, s, n, d), written: the cotangent of A, in parts of segments
+    options: ScanOptions,
+    plan: Plan,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """The cotangents of B and C (b, t, blocks, n), in parts of blocks of channels; those of x and
+    delta are written over them. `chunk`: tokens between two kept h, for which the plan was made.
+    All tensors have one dtype."""
     A = scan.A
     work = A.new_empty(plan.programs, chunk, plan.block_d * plan.block_n)
-    grad_A = A.new_empty(scan.ends.shape)
     grad_B, grad_C = A.new_empty(2, plan.b, plan.t, plan.channel_blocks, plan.n)
     OF_SWEEP.launch(
         (plan.programs,),
@@ -261,7 +264,7 @@ def sweep_scan_backward(
         ),
         _sweep_constants(options, A.dtype, chunk, plan.heads > 1, tuple(plan.blocks.items())),
     )
-    return grad_A, grad_B, grad_C
+    return grad_B, grad_C
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)

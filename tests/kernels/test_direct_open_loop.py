@@ -23,7 +23,7 @@ DEVICE = "cpu" if interpreter_is_on() else "cuda"
 needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
 
 # of float32, what the sums over 2048 channels and 100 tokens leave
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def _assert_like_the_plain_sweep(case: Case) -> None:
         Case(b=1, t=1, d=3, n=2, k=8, scale="delta", eigenvalues="full", beta_max=2.0),
         Case(b=1, t=2, d=9, n=64, k=3, scale="one_minus_decay"),
         Case(b=1, t=5, d=7, k=4, scale="one_minus_decay", eigenvalues="full"),
-        Case(b=3, t=2, d=16, n=16, k=5, scale="delta", dtype=torch.float32),
+        # a thread has all states of its channels
+        Case(b=1, t=3, d=128, n=4, k=5, scale="delta", eigenvalues="full", dtype=torch.float32),
         Case(b=1, t=3, d=20, n=5, dtype=torch.float32, inputs=torch.bfloat16),
     ],
     ids=str,

@@ -48,8 +48,14 @@ LANES = 32
 MOST_WARPS = 16
 """Most warps of a walk."""
 
+NEIGHBOURS = 4
+"""Channels of a thread that are neighbours: 16 bytes of float32."""
+
 STATES_OF_THREAD = 64
 """Elements of h in a thread: with as many of A, and what a token needs, 255 registers."""
+
+REGISTERS, MAX_REGISTERS = 65536, 255
+"""Of a multiprocessor, and the most of a thread."""
 
 RESIDENT_STATES = 16384
 """Most elements of h of a sample beside which A fits the registers of a multiprocessor."""
@@ -73,7 +79,7 @@ def launch_open_sweep(buffers: SweepBuffers, options: Parameterization, keep_eve
     WALK.launch(
         (b,),
         (x, raw, delta, solver, A, h, y, e, kept),
-        (t_end, keep_every, kept.shape[1], 0, per_head(A, b), d, n, *strides),
+        (t_end, keep_every, kept.shape[1], per_head(A, b), d, n, *strides),
         constants,
     )
     STATISTICS.launch(
@@ -116,7 +122,6 @@ def launch_open_reverse(
             t_end,
             plan.segment_chunks * keep_every,
             plan.segments,
-            0,
             per_head(A, b),
             d,
             n,
@@ -128,8 +133,11 @@ def launch_open_reverse(
     B, C = solver[..., size : size + n], solver[..., size + n : size + 2 * n]
     scan = SweepScan(v, ends, mixed, delta, A, B, C, h0, kept)
     scales = ScanOptions(options.input_scale, options.eigenvalues, exclusive=False)
-    parts = sweep_scan_backward(scan, scales, plan, keep_every)
-    torch.sum(parts[0], 1, out=grads.A)
+    in_parts = plan.segments > 1
+    grad_A = A.new_empty(ends.shape) if in_parts else grads.A.unsqueeze(1)
+    grad_B, grad_C = sweep_scan_backward(scan, grad_A, scales, plan, keep_every)
+    if in_parts:
+        torch.sum(grad_A, 1, out=grads.A)
     of_grad = grads.raw.stride()[:2]
     GRADIENTS.launch(
         (b * t_end,),
@@ -143,7 +151,8 @@ def launch_open_reverse(
             factor,
             mixed,
             delta,
-            *parts[1:],
+            grad_B,
+            grad_C,
             grads.x,
             grads.raw,
             grads.statistics,
@@ -184,18 +193,19 @@ def token_warps(d: int) -> int:
 
 
 class Form(NamedTuple):
-    """How the channels of a walk are spread over threads, each with all states of its channels."""
+    """How the channels of a walk are spread over threads."""
 
     warps: int
-    wide: bool  # four neighbouring channels a thread, else channels far apart
+    whole: bool  # a thread has all states of its channels
 
 
 def walk_form(d: int, n: int) -> Form:
-    """The form for d channels with n states."""
+    """The form for d channels with n states: the compiler gives a thread NEIGHBOURS channels, and
+    as many of these to a warp as it can."""
     channels = next_power_of_two(d)
     states = channels * next_power_of_two(n) // LANES
     warps = max(1, min(MOST_WARPS, states // STATES_OF_THREAD))
-    return Form(warps, wide=channels >= 4 * LANES * warps)
+    return Form(warps, whole=channels >= NEIGHBOURS * LANES * warps)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
@@ -230,11 +240,13 @@ def _walk_constants(
         REVERSE=reverse,
         **_solver_constants(A, options),
         RESIDENT=constants["BLOCK_D"] * constants["BLOCK_N"] <= RESIDENT_STATES,
-        WIDE=form.wide,
+        WHOLE=form.whole,
         **constants,
         **alignment(*strides),
         num_warps=form.warps,
         num_stages=1,
+        # without a bound the compiler takes 32 where even the most do not suffice
+        maxnreg=min(MAX_REGISTERS, REGISTERS // (LANES * form.warps)),
     )
 
 

@@ -1,9 +1,11 @@
 """The coefficients of all tokens of a sweep without feedback, one program a token.
 
 Rows u_i of raw values are not divided by their norms: the scalars that multiply them are, by
-E = diag(1 / |u_i|). The system (I - S T) w = E q of q = u p + c is eliminated with row pivoting,
-L R w = E q with L including the exchanges of rows, and z = E^-1 w; then E e = E T E z. With
-P = K (K + 1) / 2 packed entries of a triangular matrix and Z = R E, the scalars of a token are
+E = diag(1 / |u_i|). For q = u p + c the system (I - S T) w = E q is eliminated with row pivoting,
+I - S T = L R with L including the exchanges of rows. With z = E^-1 w and Z = R E it is
+Z z = L^-1 E q, and e follows as E e = E T E z. The factors are kept instead of their product,
+whose rounding errors would grow with the condition of the system. With P = K (K + 1) / 2 packed
+entries of a triangular matrix, the scalars of a token are
 
 * `solver_ptr`: [c K | L^-1 E K K | Z, its diagonal inverted P | E T E P | B C 1 | B n | C n],
 * `factor_ptr`, for the gradients: [u u^T P | E T U v K | E^-1 a K | E r K | E^2 K | 1/|B| | 1/|C|],

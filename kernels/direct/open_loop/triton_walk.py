@@ -78,11 +78,14 @@ def _load_rows(raw, at, in_d, d: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _decay(delta, A_log2, rows, FULL: tl.constexpr, FAST: tl.constexpr):
+def _decay(
+    delta, A_log2, rows, WHOLE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr
+):  # fmt: skip
     """lambda (n, d); in float32 3 of 16 states by arithmetic, so that the instruction `ex2` and the
-    others take equally long. The rows of a thread are known to the compiler."""
+    others take equally long. If WHOLE, the compiler knows the rows of a thread, and which way each
+    takes."""
     exponent = A_log2 * delta[None, :]
-    if exponent.dtype == tl.float32:
+    if WHOLE and exponent.dtype == tl.float32:
         power = tl.where((rows % 5 == 3)[:, None], exp2_of_negative(exponent), exp2(exponent, FAST))
         return 2 * power - 1 if FULL else power
     else:
@@ -104,7 +107,7 @@ def _read(
         return tl.sum(h * vector[:, None], axis=0)
 
 
-@triton.jit(do_not_specialize=["t_end", "every", "slots", "zero", "per_head"])
+@triton.jit(do_not_specialize=["t_end", "every", "slots", "per_head"])
 def walk_kernel(
     given_ptr,  # (b, t, d) or (H, b / H, t, d): x, or if REVERSE the cotangent of y
     raw_ptr,  # (b, t, r)
@@ -120,7 +123,6 @@ def walk_kernel(
     t_end,
     every,
     slots,
-    zero,
     per_head,  # samples of a head; None: one head
     d: tl.constexpr,
     n: tl.constexpr,
@@ -135,7 +137,7 @@ def walk_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RESIDENT: tl.constexpr,  # A stays in registers
-    WIDE: tl.constexpr,  # a thread has neighbouring channels
+    WHOLE: tl.constexpr,  # a thread has all states of its channels
     SELECTIVE: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
@@ -152,9 +154,6 @@ def walk_kernel(
     U_AT: tl.constexpr = d + (2 * n if SELECTIVE else 0)
     sample = tl.program_id(0).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    if not WIDE:
-        # the compiler knows no alignment of these, and gives a warp 32 channels at a time
-        cols += zero
     in_n, in_d = rows < n, cols < d
     state = rows[:, None] * d + cols[None, :]
     in_state = in_n[:, None] & in_d[None, :]
@@ -184,7 +183,7 @@ def walk_kernel(
     value_next = tl.load(given + first * given_stride_t + cols, mask=in_d, other=0.0)
     delta = tl.load(deltas + first * d, mask=in_d, other=0.0)
     if not REVERSE:
-        h *= _decay(delta, A_log2, rows, FULL, FAST)
+        h *= _decay(delta, A_log2, rows, WHOLE, FULL, FAST)
     vector = tl.load(solvers + first * WIDTH + READ + rows, mask=in_n, other=0.0)
     read = _read(h, vector, delta, A_log2, REVERSE, INPUT_SCALE, FULL, FAST)
     c_next = load_tuple(solvers + first * WIDTH, K)
@@ -224,7 +223,7 @@ def walk_kernel(
         if REVERSE:
             tl.store(out, value.to(out_ptr.dtype.element_ty), mask=in_d)
             h += value[None, :] * written[:, None]
-            h *= _decay(delta, A_log2, rows, FULL, FAST)
+            h *= _decay(delta, A_log2, rows, WHOLE, FULL, FAST)
             read = _read(h, vector, delta_next, A_log2, True, INPUT_SCALE, FULL, FAST)
         else:
             store_tuple(e_ptr + (sample * t_end + t) * K, weights, K)
@@ -243,7 +242,7 @@ def walk_kernel(
                 tl.store(slot_ptr + state, h, mask=in_state)
             # after the last token the memory stays as it is
             delta_next = tl.where(i + 1 < t_end, delta_next, 0.0)
-            h *= _decay(delta_next, A_log2, rows, FULL, FAST)
+            h *= _decay(delta_next, A_log2, rows, WHOLE, FULL, FAST)
             read = _read(h, vector, delta_next, A_log2, False, INPUT_SCALE, FULL, FAST)
         if stores:
             if REVERSE:
