@@ -230,6 +230,7 @@ def _sweep_backward(
         if y.numel() and takes_heads_together(operands, options):
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
+            assert W_y is not None
             grad_normed = launch_head_reverse(buffers, grads, W_y, options, keep_every)
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse

@@ -80,7 +80,7 @@ def token_strides(
 
 def matrix_constants(
     plan: Plan | None,
-    W: Tensor | Like | None,  # (r, d), W^y
+    W: Tensor | Like,  # (r, d), W^y
     b: int,
     programs: int,
     tf32: bool | None = None,  # None: as torch's setting says
@@ -108,9 +108,9 @@ def uses_tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
 
 
-def _dot_dtype(W: Tensor | Like | None) -> tl.dtype:
+def _dot_dtype(W: Tensor | Like) -> tl.dtype:
     """The dtype of the factors; in the interpreter float32, since its 16-bit products are wrong."""
-    if W is None or W.dtype == torch.float32:
+    if W.dtype == torch.float32:
         return tl.float32
     if W.dtype == torch.float64:
         return tl.float64
@@ -186,7 +186,7 @@ def cooperative() -> dict[str, bool]:
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def sweep_constants(
     A: Like,
-    W_y: Like | None,
+    W_y: Like,
     options: Parameterization,
     keep_every: int,
     plan: Plan | None,

@@ -67,15 +67,15 @@ def launch_head_sweep(
     """The whole forward sweep, in place; `samples` of a program and `parts` of a sample, a warp
     each, by default chosen."""
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
+    assert W_y is not None
     b, t_end, d = y.shape
     S = choose_samples(b, A) if samples is None else samples
-    stores = W_y is not None and normed.shape[1] > 1
     looks = Like.of(A), Like.of(W_y), options, S, parts, uses_tf32()
-    constants = _sweep_constants(*looks, keep_every, stores)
+    constants = _sweep_constants(*looks, keep_every, normed.shape[1] > 1)
     programs = _programs(b, A, S)
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, S, 2, constants["BLOCK_S"] + constants["ALPHA"])
-    W = x if W_y is None else _whole_rows(W_y)
+    W = _whole_rows(W_y)
     SWEEP.launch(
         (programs,),
         (x, raw, W, A, h, kept, normed, scratch, y, statistics),
@@ -96,7 +96,7 @@ def launch_head_sweep(
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _sweep_constants(
     A: Like,
-    W: Like | None,
+    W: Like,
     options: Parameterization,
     samples: int,
     parts: int | None,
@@ -123,7 +123,7 @@ def _sweep_constants(
 def launch_head_reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor | None,  # (H, r, d), W^y
+    W: Tensor,  # (H, r, d), W^y
     options: Parameterization,
     keep_every: int,
     samples: int | None = None,
@@ -131,8 +131,8 @@ def launch_head_reverse(
     *,
     wants_first: bool = True,
 ) -> Tensor | None:
-    """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d) if `wants_first` and
-    W is given. `samples` of a program and `parts` of a sample, by default chosen."""
+    """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d) if `wants_first`.
+    `samples` of a program and `parts` of a sample, by default chosen."""
     b, t_end, d = known.y.shape
     n = known.A.shape[1]
     chunks = max(1, WORKSPACE // (b * n * d * keep_every))
@@ -141,14 +141,14 @@ def launch_head_reverse(
     looks = Like.of(known.A), Like.of(W), options, S, parts, uses_tf32()
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, min(size, t_end), n, d)
-    W = W if W is None else _whole_rows(W)
+    W = _whole_rows(W)
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
         prepare(known, buffers, chunk, options)
         _replay(known, buffers.mixed, buffers.local, replayed, chunk, options, keep_every)
         constants = _reverse_constants(*looks, known.fed is not None, buffers.local.shape[2])
         _reverse(known, grads, W, buffers.mixed, buffers.local, replayed, chunk, constants)
-    if W is None or not wants_first:
+    if not wants_first:
         return None
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
     return apply_transposed_weight(first, W).to(known.A.dtype).unsqueeze(0)
@@ -185,9 +185,7 @@ def _replay(
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _replay_constants(
-    A: Like, options: Parameterization, has_feedback: bool, keep_every: int
-) -> Constants:
+def _replay_constants(A: Like, options: Parameterization, fed: bool, keep_every: int) -> Constants:
     """The constants of `replay_head_kernel`."""
     constants = scan_constants(A.shape[-1], A, options)
     for name in ("EPS", "SELECTIVE", "ACC"):
@@ -195,7 +193,7 @@ def _replay_constants(
     return Constants(
         K=layout_of(options).num_householder,
         KEEP=keep_every,
-        FEEDBACK=has_feedback,
+        FED=fed,
         **constants,
         num_warps=4,
     )
@@ -204,7 +202,7 @@ def _replay_constants(
 def _reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor | None,  # (H, r, d)
+    W: Tensor,  # (H, r, d)
     mixed: Tensor,  # (b, count or more, d)
     local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
     replayed: Tensor,  # (b, count or more, n, d)
@@ -222,7 +220,7 @@ def _reverse(
             y,
             raw,
             raw if fed is None else fed,
-            raw if W is None else W,
+            W,
             A,
             mixed,
             local,
@@ -246,7 +244,7 @@ def _reverse(
             *input_strides(x, A),
             *raw.stride()[:2],
             *token_strides(fed),
-            0 if W is None else W.stride(0),
+            W.stride(0),
         ),
         constants,
     )
@@ -255,7 +253,7 @@ def _reverse(
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _reverse_constants(
     A: Like,
-    W: Like | None,
+    W: Like,
     options: Parameterization,
     samples: int,
     parts: int | None,
@@ -296,7 +294,7 @@ def _blocks(A: Like, options: Parameterization) -> HeadBlocks:
 
 def _common_constants(
     A: Like,
-    W: Like | None,
+    W: Like,
     options: Parameterization,
     samples: int,
     parts: int | None,
@@ -314,7 +312,6 @@ def _common_constants(
         "S": samples,
         "PARTS": parts,
         "COLUMNS": max(COLUMNS, samples),
-        "FEEDBACK": W is not None,
         "PRECISION": product["PRECISION"],
         "DOT": product["DOT"],
         "ROUND": _rounding(W),
@@ -324,9 +321,9 @@ def _common_constants(
     }
 
 
-def _rounding(W: Like | None) -> tl.dtype:
+def _rounding(W: Like) -> tl.dtype:
     """The dtype of W^y, to which the factors and the results of its products are rounded."""
-    if W is None or W.dtype == torch.float32:
+    if W.dtype == torch.float32:
         return tl.float32
     return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
 

@@ -128,7 +128,6 @@ def head_sweep_kernel(
     BLOCK_S: tl.constexpr,
     ALPHA: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -156,12 +155,11 @@ def head_sweep_kernel(
     inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    if FEEDBACK:
-        W = load_weights(
-            W_ptr + head * W_stride_h, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED
-        )
-        first_at = normed_ptr + sample[:, None] * normed_stride_b + cols
-        v = tl.load(first_at, mask=in_row, other=0.0)
+    W = load_weights(
+        W_ptr + head * W_stride_h, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED
+    )
+    first_at = normed_ptr + sample[:, None] * normed_stride_b + cols
+    v = tl.load(first_at, mask=in_row, other=0.0)
     HOLD_A: tl.constexpr = N * D <= 1024
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
@@ -196,11 +194,10 @@ def head_sweep_kernel(
     )  # fmt: skip
     pivot = none
     for t in range(0, t_end):
-        if FEEDBACK:
-            columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
-            fed = ()
-            for i in tl.static_range(len(W)):
-                fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
+        columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
+        fed = ()
+        for i in tl.static_range(len(W)):
+            fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
         # the end of the token before is not on the critical path
         token = sample * t_end + t
         if STORE:
@@ -221,23 +218,20 @@ def head_sweep_kernel(
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
-        if FEEDBACK:
-            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+        values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
         # in turn in two places, so that one barrier a token is enough
         now = cell + t % 2 * WIDTH
         tl.store(now[:, None] + small, values, mask=in_small)
         if ALPHA > 0:
             alpha = small_next[1].to(tl.float32)
-            if FEEDBACK:
-                alpha += rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+            alpha += rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS).to(ROUND).to(tl.float32)
             tl.store(now[:, None] + STATES + alphas, alpha, mask=alphas < K)
-        if FEEDBACK:
-            delta += rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
-        if FEEDBACK and JOINED:
+        delta += rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+        if JOINED:
             joined = join_rows(u, ROWS, K, D)
             joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
             u = split_rows(joined, ROWS, K, D)
-        elif FEEDBACK:
+        else:
             rows = ()
             for i in tl.static_range(K):
                 more = rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
@@ -301,12 +295,11 @@ def head_sweep_kernel(
         own = ()
         if PARTS > 1:
             own = over_channels(rows_times(u, y - x, K) + (y * y,), (), ROWS, PARTS, D)
-        if FEEDBACK:
-            v = y
-            if NORM:
-                square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
-                v = y * tl.rsqrt(square / d + NORM_EPS)[:, None]
-            v = v.to(ROUND)
+        v = y
+        if NORM:
+            square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
+            v = y * tl.rsqrt(square / d + NORM_EPS)[:, None]
+        v = v.to(ROUND)
         tl.store(y_ptr + token[:, None] * d + cols, y, mask=inside)
         last = (x, y, own[0:K], s, inv_B, inv_C, u, inv, T, decayed, scales, B, C)
     token = sample * t_end + t_end - 1

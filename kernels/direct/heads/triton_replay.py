@@ -18,7 +18,7 @@ def replay_head_kernel(
     mixed_ptr,  # (b, count, d): x~
     local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
     raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r or more)
+    fed_ptr,  # (b, t, r or more), added to raw if FED
     A_ptr,  # (H, n, d), log2(e) A
     h0_ptr,  # (b, n, d): h before token 0
     kept_ptr,  # (b, slots, n, d): h before tokens KEEP, 2 KEEP, ...
@@ -38,7 +38,7 @@ def replay_head_kernel(
     KEEP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
+    FED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
@@ -65,7 +65,7 @@ def replay_head_kernel(
         tl.store(replayed_ptr + (sample * count + i) * n * d + state, h, mask=inside)
         raw_at = raw_ptr + sample * raw_stride_b + (start + i).to(tl.int64) * raw_stride_t
         delta = tl.load(raw_at + cols, mask=cols < d, other=0.0).to(tl.float32)
-        if FEEDBACK:
+        if FED:
             fed_at = fed_ptr + sample * fed_stride_b + (start + i).to(tl.int64) * fed_stride_t
             delta += tl.load(fed_at + cols, mask=cols < d, other=0.0).to(tl.float32)
         delta = fast_activate(delta, ACTIVATION, FAST)

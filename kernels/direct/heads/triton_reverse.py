@@ -175,7 +175,6 @@ def reverse_head_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
     FED: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -211,27 +210,23 @@ def reverse_head_kernel(
     if HOLD_A:
         A = load_states(A_at, in_row, d, n, ROWS, D, N, False)
     # the cotangents of the raw values of the token after the chunk
-    grads = ()
-    if FEEDBACK:
-        W = load_transposed_weights(
-            W_ptr + head * W_stride_h, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT
-        )
-        after = (sample * t_end + start + count) * r
-        more = here & (0 * local + start + count < t_end)  # whether there is such a token
-        known = more[:, None] & in_row
-        at = after[:, None] + cols
-        delta_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-        u_after = ()
-        for i in tl.static_range(K):
-            column = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
-            u_after = u_after + (column.to(ROUND),)
-        known = more[:, None] & given[None, :]
-        at = after[:, None] + states_at[None, :]
-        states_after = tl.load(grad_raw_ptr + at, mask=known & SELECTIVE, other=0.0).to(ROUND)
-        known = more[:, None] & (alphas < K)[None, :]
-        at = after[:, None] + (u_at + K * d) + alphas[None, :]
-        alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-        grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
+    W = load_transposed_weights(W_ptr + head * W_stride_h, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+    after = (sample * t_end + start + count) * r
+    more = here & (0 * local + start + count < t_end)  # whether there is such a token
+    known = more[:, None] & in_row
+    at = after[:, None] + cols
+    delta_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
+    u_after = ()
+    for i in tl.static_range(K):
+        column = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
+        u_after = u_after + (column.to(ROUND),)
+    known = more[:, None] & given[None, :]
+    at = after[:, None] + states_at[None, :]
+    states_after = tl.load(grad_raw_ptr + at, mask=known & SELECTIVE, other=0.0).to(ROUND)
+    known = more[:, None] & (alphas < K)[None, :]
+    at = after[:, None] + (u_at + K * d) + alphas[None, :]
+    alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
+    grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
     at = sample[:, None] * (n * d) + cols
     H = load_states(H_ptr + at, in_row, d, n, ROWS, D, N, False)
     grad_A = load_states(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
@@ -279,9 +274,8 @@ def reverse_head_kernel(
         t_next = (start + i_next).to(tl.int64)
         scalars_at = local_row + i_next * (SIZE + 2 * n)
         scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
-        if FEEDBACK:
-            # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
-            product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
+        # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
+        product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed, h = loaded
         x = x.to(tl.float32)
         y = y.to(tl.float32)
@@ -325,21 +319,20 @@ def reverse_head_kernel(
             sigma = s * BC
             written = spread(s * mixed, ROWS, D, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
-        if FEEDBACK:
-            grad_normed = rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
-            if NORM:
-                g += rms * grad_normed
-            else:
-                g += grad_normed
+        grad_normed = rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
+        if NORM:
+            g += rms * grad_normed
+        else:
+            g += grad_normed
         q = rows_times(u, from_memory + sigma * g, K)
-        if FEEDBACK and NORM:
+        if NORM:
             q = q + (grad_normed * y,)
         # with the statistics of the token after it: every exchange between warps takes barriers
         dots = as_columns(over_channels(q, extremes, ROWS, PARTS, D), len(q) + len(extremes))
         if PARTS > 1:
             whole = dots[len(q) : len(q) + 2]
             store_statistics(statistics_ptr + token + 1, whole, row_of, speaks & (back > 0), ROWS)
-        if FEEDBACK and NORM:
+        if NORM:
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
             g -= along_y * y
@@ -436,11 +429,9 @@ def reverse_head_kernel(
             inv = tl.where((states_at < d + n)[None, :], inv_B[:, None], inv_C[:, None])
             to_states = (inv * (to_both - unit * along)).to(kind)
             tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
-        if FEEDBACK:
-            grads = in_tiles(
-                to_delta.to(ROUND), rows, to_states.to(ROUND), to_alpha.to(ROUND),
-                K, PARTS, SELECTIVE,
-            )  # fmt: skip
+        grads = in_tiles(
+            to_delta.to(ROUND), rows, to_states.to(ROUND), to_alpha.to(ROUND), K, PARTS, SELECTIVE
+        )
         H = total * decay
     at = sample[:, None] * (n * d) + cols
     store_states(H_ptr + at, H, inside, d, n, ROWS, D, N)
