@@ -165,7 +165,7 @@ def _reverse(
     # what only the kernels of one head need
     alone = loop is not None and H == 1
     splits = count_splits(loop, b) if alone and loop is not None else 0
-    chunks = kept.shape[1] + 1 if H == 1 else 0
+    chunks = kept.shape[1] + 1 if alone else 0
     of_H = b if grad_h is None else 0
     of_h0 = 1 if tensors.h0 is None else 0
     of_fed = r if alone else 0
