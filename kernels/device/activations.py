@@ -35,7 +35,11 @@ def fast_activate(raw, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     if raw.dtype == tl.float64:
         return activate(raw, ACTIVATION)
     elif ACTIVATION == "sigmoid":
-        return reciprocal(1 + exp2(raw * -LOG2E, FAST), FAST)
+        if FAST:
+            # the power may overflow to infinity, whose reciprocal is 0
+            return reciprocal(1 + exp2(raw * -LOG2E, FAST), FAST)
+        else:
+            return sigmoid(raw)
     else:
         v = raw if ACTIVATION == "softplus" else -raw
         return tl.maximum(v, 0.0) + log1p_of_fraction(exp2(tl.abs(v) * -LOG2E, FAST))
