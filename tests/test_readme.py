@@ -203,7 +203,9 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
     names = ["seed 0", "seed 1", "seed 2"]
     runs = [raw(f"a5_cpu_seed{seed}.json") for seed in range(3)] + again
     names += [f"seed 1, length 6 throughout, {x['note']}" for x in again[:2]] + ["seed 1, the same"]
-    for name, content in zip(names, runs, strict=True):
+    buffers = raw("a5_cpu_buffers.json")
+    names += [f"seed {x['seed']}, {x['note']}" for x in buffers]
+    for name, content in zip(names, runs + buffers, strict=True):
         token, sequence = content["accuracy"], content["sequence_accuracy"]
         shown = [f"{token[n]:.3f} / {sequence[n]:.3f}" for n in ("6", "12", "24")]
         end = " with 5,500 steps |" if name.endswith("same") else " |"
