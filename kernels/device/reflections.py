@@ -363,3 +363,53 @@ def subtract(a, b, K: tl.constexpr):
     for i in tl.static_range(K):
         out = out + (a[i] - b[i],)
     return out
+
+
+@triton.jit
+def gradient_factors(U_v, T_v, G, beta, inv, BETA_MAX: tl.constexpr, K: tl.constexpr):
+    """E^-1 a, E r and E^2 (3 k,), with which `reflections_vjp` takes x~ = x + U^T T v back:
+    r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and a_i = r_i (1 - beta_i / BETA_MAX)."""
+    a = ()
+    r = ()
+    squares = ()
+    for i in tl.static_range(K):
+        r_i = U_v[i]
+        for j in tl.static_range(K):
+            if j > i:
+                r_i -= G[j * (j + 1) // 2 + i] * T_v[j]
+        a = a + (r_i * (1 - beta[i] / BETA_MAX) / inv[i],)
+        r = r + (r_i * inv[i],)
+        squares = squares + (inv[i] * inv[i],)
+    return a + r + squares
+
+
+@triton.jit
+def reflections_vjp(
+    grad_mixed,  # (BLOCK_D,), cotangent of x~
+    v,  # (BLOCK_D,)
+    u,  # rows, not normalized
+    U_g, T_g, T_v, G,
+    factors,  # those of `gradient_factors`
+    grad_ptr,  # where the cotangents of u (K, d) and alpha (K,) are stored
+    cols, d: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The cotangent of x in x~ = x + U^T T U v, one reflection after the other; stores those of u
+    and alpha."""
+    kind: tl.constexpr = grad_ptr.dtype.element_ty
+    for i in tl.static_range(K):
+        if i > 0:
+            v -= T_v[i] * u[i]
+    for i in tl.static_range(K):
+        if i > 0:
+            v += T_v[i] * u[i]
+        along = U_g[i]
+        for j in tl.static_range(K):
+            if j < i:
+                along -= T_g[j] * G[i * (i + 1) // 2 + j]
+        along = factors[2 * K + i] * T_v[i] * along + T_g[i] * factors[K + i]
+        # only the direction of u_i matters: the part of the cotangent along u_i vanishes
+        grad_u = T_v[i] * grad_mixed + T_g[i] * v - along * u[i]
+        tl.store(grad_ptr + i * d + cols, grad_u.to(kind), mask=cols < d)
+        tl.store(grad_ptr + K * d + i, (T_g[i] * factors[i]).to(kind))
+        grad_mixed -= T_g[i] * u[i]
+    return grad_mixed

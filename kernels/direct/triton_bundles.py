@@ -177,22 +177,36 @@ class ReverseSweep(NamedTuple):
 
 
 @triton.jit
+def matrix_of(A_ptr, sample, per_head, d, n):
+    """Pointer to A (n, d) of the head that a sample belongs to; `per_head` None: one head."""
+    if per_head is None:
+        return A_ptr
+    else:
+        return A_ptr + sample // per_head * (n * d)
+
+
+@triton.jit
+def strided_row(ptr, sample, t, per_head, stride_h, stride_b, stride_t):
+    """Pointer to the entries of token t of (b, t, d), or with heads of (H, b / H, t, d)."""
+    if per_head is None:
+        return ptr + sample * stride_b + t * stride_t
+    else:
+        return ptr + sample // per_head * stride_h + sample % per_head * stride_b + t * stride_t
+
+
+@triton.jit
 def head_matrix(prepared, sample, sizes):
     """Pointer to A (n, d) of the head that a sample belongs to."""
-    if prepared.per_head is None:
-        return prepared.A_ptr
-    else:
-        return prepared.A_ptr + sample // prepared.per_head * sizes.n * sizes.d
+    return matrix_of(prepared.A_ptr, sample, prepared.per_head, sizes.d, sizes.n)
 
 
 @triton.jit
 def input_row(tokens, prepared, sample, t):
     """Pointer to x (d,) of token t."""
-    if prepared.per_head is None:
-        return token_row(tokens.x, sample, t)
-    else:
-        head = sample // prepared.per_head
-        return token_row(tokens.x, sample % prepared.per_head, t) + head * prepared.x_stride_h
+    x = tokens.x
+    return strided_row(
+        x.ptr, sample, t, prepared.per_head, prepared.x_stride_h, x.stride_b, x.stride_t
+    )
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
+    gradient_factors,
     inverse_sizes,
     local_system,
     products,
@@ -126,20 +127,10 @@ def prepare_token(
     for i in tl.static_range(K):
         for j in tl.static_range(K):
             scaled_N = scaled_N + (N[i * K + j] * inv[i] * inv[j],)
-    c = ()
-    r = ()
-    squares = ()
-    for i in tl.static_range(K):
-        r_i = U_v[i]
-        for j in tl.static_range(K):
-            if j > i:
-                r_i -= G[j * (j + 1) // 2 + i] * T_v[j]
-        c = c + (r_i * (1 - beta[i] / options.BETA_MAX) / inv[i],)
-        r = r + (r_i * inv[i],)
-        squares = squares + (inv[i] * inv[i],)
+    factors = gradient_factors(U_v, T_v, G, beta, inv, options.BETA_MAX, K)
     norm = tl.rsqrt(dots[2 * PAIRS + 2 * K] / d + options.NORM_EPS)
     local = scale_symmetric(T, inv, K) + dots[PAIRS : 2 * PAIRS] + dots[0:PAIRS] + scaled_N
-    local = local + scaled_T_v + c + r + squares + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
+    local = local + scaled_T_v + factors + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
     local = local + (norm, tl.sum(BC, axis=0), inv_B, inv_C)
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = prepared.local_ptr + token * (SIZE + 2 * n)

@@ -33,6 +33,7 @@ from bedouin.kernels.device.reflections import (
     add,
     combine,
     load_tuple,
+    reflections_vjp,
     rows_times,
     sums,
     symmetric_times,
@@ -184,26 +185,10 @@ def reverse_token(
     kind: tl.constexpr = sweep.buffers.grad_raw_ptr.dtype.element_ty
     G = load_tuple(row + 2 * PAIRS, PAIRS)
     T_v = load_tuple(row + 3 * PAIRS + K * K, K)
-    c = load_tuple(row + 3 * PAIRS + K * K + K, K)
-    rest = load_tuple(row + 3 * PAIRS + K * K + 2 * K, K)
-    squares = load_tuple(row + 3 * PAIRS + K * K + 3 * K, K)
-    for i in tl.static_range(K):
-        if i > 0:
-            v -= T_v[i] * u[i]
-    for i in tl.static_range(K):
-        if i > 0:
-            v += T_v[i] * u[i]
-        along = U_g[i]
-        for j in tl.static_range(K):
-            if j < i:
-                along -= T_g[j] * G[i * (i + 1) // 2 + j]
-        along = squares[i] * T_v[i] * along + T_g[i] * rest[i]
-        # only the direction of u_i matters: the part of the cotangent along u_i vanishes
-        grad_u = T_v[i] * grad_mixed + T_g[i] * v - along * u[i]
-        tl.store(grad_raw + u_at + i * d + cols, grad_u.to(kind), mask=in_d)
-        tl.store(grad_raw + u_at + K * d + i, (T_g[i] * c[i]).to(kind))
-        grad_mixed -= T_g[i] * u[i]
-    # what remains of it is the cotangent of x
+    factors = load_tuple(row + 3 * PAIRS + K * K + K, 3 * K)
+    grad_mixed = reflections_vjp(
+        grad_mixed, v, u, U_g, T_g, T_v, G, factors, grad_raw + u_at, cols, d, K
+    )
 
     tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
     if sweep.options.SELECTIVE:

@@ -26,6 +26,7 @@ from bedouin.kernels.device.discretize import build_coupled, fast_scale
 from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
 from bedouin.kernels.device.reflections import (
     combine,
+    gradient_factors,
     inverse_sizes,
     local_system,
     products,
@@ -38,6 +39,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
+from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit
@@ -57,24 +59,6 @@ def input_gain(
     else:
         s = fast_scale(delta, INPUT_SCALE, FAST)
         return s * tl.sum(BC, axis=0), s
-
-
-@triton.jit
-def matrix_of(A_ptr, sample, per_head, d: tl.constexpr, n: tl.constexpr):
-    """Pointer to A (n, d) of the head that a sample belongs to; `per_head` None: one head."""
-    if per_head is None:
-        return A_ptr
-    else:
-        return A_ptr + sample // per_head * (n * d)
-
-
-@triton.jit
-def input_row(ptr, sample, t, per_head, stride_h, stride_b, stride_t):
-    """Pointer to the entries of token t of (b, t, d), or with heads of (H, b / H, t, d)."""
-    if per_head is None:
-        return ptr + sample * stride_b + t * stride_t
-    else:
-        return ptr + sample // per_head * stride_h + sample % per_head * stride_b + t * stride_t
 
 
 @triton.jit
@@ -153,7 +137,7 @@ def prepare_kernel(
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
-    x_row = input_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
+    x_row = strided_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
     x = tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
     delta = fast_activate(load_raw(raw, raw, cols, in_d, False, ACC, ".cg"), ACTIVATION, FAST)
     tl.store(delta_ptr + token * d + cols, delta, mask=in_d)
@@ -185,11 +169,11 @@ def prepare_kernel(
     inv = inverse_sizes(dots, d, K, EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-    factors, T, pivot = _factors(G, S, beta, inv, K)
+    solved, T, pivot = _factors(G, S, beta, inv, K)
     c = dots[2 * PAIRS : 2 * PAIRS + K]
     SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
     row = solver_ptr + token * WIDTH
-    store_tuple(row, c + factors + (tl.sum(B * C, axis=0),), SIZE)
+    store_tuple(row, c + solved + (tl.sum(B * C, axis=0),), SIZE)
     tl.store(row + SIZE + rows, B, mask=in_n)
     tl.store(row + SIZE + n + rows, C, mask=in_n)
     if REVERSE:
@@ -197,18 +181,8 @@ def prepare_kernel(
         T_v = upper_times(T, U_v, K)
         scaled_T_v = scale(T_v, inv, K)
         tl.store(mixed_ptr + token * d + cols, x + combine(scaled_T_v, u, K), mask=in_d)
-        a = ()
-        r = ()
-        squares = ()
-        for i in tl.static_range(K):
-            r_i = U_v[i]
-            for j in tl.static_range(K):
-                if j > i:
-                    r_i -= G[j * (j + 1) // 2 + i] * T_v[j]
-            a = a + (r_i * (1 - beta[i] / BETA_MAX) / inv[i],)
-            r = r + (r_i * inv[i],)
-            squares = squares + (inv[i] * inv[i],)
-        factor = dots[0:PAIRS] + scaled_T_v + a + r + squares + (inv_B, inv_C)
+        factors = gradient_factors(U_v, T_v, G, beta, inv, BETA_MAX, K)
+        factor = dots[0:PAIRS] + scaled_T_v + factors + (inv_B, inv_C)
         FACTOR: tl.constexpr = PAIRS + 4 * K + 2
         store_tuple(factor_ptr + token * FACTOR, factor, FACTOR)
     else:

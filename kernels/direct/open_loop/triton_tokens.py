@@ -14,6 +14,7 @@ from bedouin.kernels.device.raw import load_raw
 from bedouin.kernels.device.reflections import (
     combine,
     load_tuple,
+    reflections_vjp,
     rows_times,
     subtract,
     sums,
@@ -22,10 +23,9 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.direct.open_loop.triton_prepare import (
     input_gain,
-    input_row,
     load_reflections,
-    matrix_of,
 )
+from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
@@ -71,7 +71,7 @@ def statistics_kernel(
     SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
     row = solver_ptr + token * WIDTH
-    x_row = input_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
+    x_row = strided_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
     x = tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
     y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
     delta = tl.load(delta_ptr + token * d + cols, mask=in_d, other=0.0)
@@ -188,28 +188,14 @@ def gradients_kernel(
     tl.store(statistics_ptr + tl.num_programs(0).to(tl.int64) + token, size + finite)
 
     G, T_v = load_tuple(factor, PAIRS), load_tuple(factor + PAIRS, K)
-    a, r = load_tuple(factor + PAIRS + K, K), load_tuple(factor + PAIRS + 2 * K, K)
-    squares = load_tuple(factor + PAIRS + 3 * K, K)
-    x_row = input_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
+    factors = load_tuple(factor + PAIRS + K, 3 * K)
+    x_row = strided_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
     v = tl.load(y_ptr + at, mask=in_d, other=0.0).to(ACC)
     v -= tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
-    for i in tl.static_range(1, K):
-        v -= T_v[i] * u[i]
-    for i in tl.static_range(K):
-        if i > 0:
-            v += T_v[i] * u[i]
-        along = U_g[i]
-        for j in tl.static_range(K):
-            if j < i:
-                along -= T_g[j] * G[i * (i + 1) // 2 + j]
-        along = squares[i] * T_v[i] * along + T_g[i] * r[i]
-        # only the direction of u_i matters: the part of the cotangent along u_i vanishes
-        grad_u = T_v[i] * grad_mixed + T_g[i] * v - along * u[i]
-        tl.store(grad_raw + u_at + i * d + cols, grad_u.to(kind), mask=in_d)
-        tl.store(grad_raw + u_at + K * d + i, (T_g[i] * a[i]).to(kind))
-        grad_mixed -= T_g[i] * u[i]
-    # what remains of it is the cotangent of x
-    tl.store(grad_x_ptr + at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=in_d)
+    grad_x = reflections_vjp(
+        grad_mixed, v, u, U_g, T_g, T_v, G, factors, grad_raw + u_at, cols, d, K
+    )
+    tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=in_d)
     grad_delta = tl.load(grad_delta_ptr + at, mask=in_d, other=0.0)
     grad_delta = activate_vjp(grad_delta, raw_delta, ACTIVATION)
     tl.store(grad_raw + cols, grad_delta.to(kind), mask=in_d)

@@ -23,7 +23,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     upper_transposed_times,
 )
-from bedouin.kernels.direct.open_loop.triton_prepare import input_row, matrix_of
+from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def walk_kernel(
     last = end - first
     step = -1 if REVERSE else 1
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b, ALIGNED) + U_AT
-    given = input_row(
+    given = strided_row(
         given_ptr, sample, 0, per_head, given_stride_h, given_stride_b, given_stride_t
     )
     deltas = delta_ptr + sample * t_end * d + cols
