@@ -30,6 +30,7 @@ import train_copy
 import train_lm
 from common.options import parse_config
 from common.summary import figure_of_both, summarize
+from experiments.both_trials import BOTH_TRIALS
 from experiments.controls import CONTROLS
 from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SETTINGS, COPYING_TUNING
 from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
@@ -67,6 +68,7 @@ def experiments() -> dict[str, Experiment]:
             EARLIER,
             TUNING_RUNS,
             TRIALS,
+            BOTH_TRIALS,
             WORDS_TUNING,
             COPYING_TUNING,
             WORDS,

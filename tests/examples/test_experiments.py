@@ -20,7 +20,15 @@ ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
 REPORTED = ("words", "words-equal", "copying", "copying-feedback", "controls", "languages")
-TUNING = ("words-tuning", "copying-tuning", "copying-settings", "tuning", "copying-trials", "heads")
+TUNING = (
+    "words-tuning",
+    "copying-tuning",
+    "copying-settings",
+    "tuning",
+    "copying-trials",
+    "both-trials",
+    "heads",
+)
 
 
 PARTLY = ("heads",)
@@ -48,7 +56,7 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
             assert config.first_seed >= 100, run.name
 
 
-@pytest.mark.parametrize("name", ["earlier", "tuning", "copying-trials", "heads"])
+@pytest.mark.parametrize("name", ["earlier", "tuning", "copying-trials", "both-trials", "heads"])
 def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     found, names = ALL[name], set()
     for run in found.runs:

@@ -1,0 +1,60 @@
+"""The search for one setting that tracks and copies: feedback of Delta, spread decay rates."""
+
+from experiments.models import WIDTH
+from experiments.plan import TUNING, Experiment, Run, joined
+
+_LAYER = (
+    "--d-state 64 --num-heads 8 --input-scale delta --d-conv 4 --num-householder 1 --beta-max 1e-3 "
+    "--feedback delta"
+)
+_A5 = (
+    "--length 16 --eval-lengths 16 48 128 512 --batch-size 128 --steps 8000 --lr 1e-3 --concurrent"
+)
+_S5 = f"{_A5} --group S5 --batch-size 256 --steps 15000 --schedule hold --curriculum double"
+_COPY = (
+    "--task copy --min-string 5 --max-string 50 --context 256 --eval-lengths 50 75 100 200 "
+    "--batch-size 64 --steps 5000 --lr 2e-3 --concurrent"
+)
+TASKS = {"a5": _A5, "s5": _S5, "copy": _COPY}
+_ALL = "--feedback delta+B+C"
+_SPREAD = "--rate-scale 1 --rate-scale-last 0.001"
+_FAST = "--rate-scale 8 --rate-scale-last 0.001"
+_SLOW = "--feedback-lr-scale 0.01"
+_COPY_SLOW = f"{_SPREAD} {_SLOW} --feedback-lr-share 0.4"
+_REFLECTIONS = "--num-householder 2 --beta-max 1"
+_CHANGES = {
+    "a5-one-rate": "--rate-scale 1 --rate-scale-last None 0.01",
+    "a5-all": f"{_ALL} --rate-scale 1 --rate-scale-last None 0.01",
+    "a5-slow": f"{_SPREAD} --feedback-lr-scale 1 0.01 --feedback-lr-share 0.4",
+    "a5-slow-tenth": f"{_SPREAD} --schedule hold {_SLOW} --feedback-lr-share 0.1 0.2",
+    "a5-reflections": f"{_SPREAD} {_REFLECTIONS} --feedback delta delta+mixer",
+    "a5-fast": "--rate-scale 8 --rate-scale-last 0.001 0.01",
+    "s5-spread": _SPREAD,
+    "s5-fast": _FAST,
+    "copy-one-rate": "--rate-scale 0.01",
+    "copy-spread": _SPREAD,
+    "copy-slow": _COPY_SLOW,
+    "copy-slow-tenth": f"{_SPREAD} {_SLOW} --feedback-lr-share 0.1",
+    "copy-slow-one-rate": f"--rate-scale 0.01 {_SLOW} --feedback-lr-share 0.5",
+    "copy-slow-fast": f"{_FAST} {_SLOW} --feedback-lr-share 0.4",
+    "copy-slow-conv8": f"{_COPY_SLOW} --d-conv 8",
+    "copy-slow-heads16": f"{_COPY_SLOW} --num-heads 16",
+    "copy-slow-reflections": f"{_COPY_SLOW} {_REFLECTIONS}",
+    "copy-slow-all-rate0.001": f"{_ALL} --rate-scale 0.001 {_SLOW} --feedback-lr-share 0.5",
+    "copy-slow-all-heads16-n32": (
+        f"{_ALL} --rate-scale 0.01 {_SLOW} --feedback-lr-share 0.5 --num-heads 16 --d-state 32"
+    ),
+}
+_DELTANET = f"{_COPY} --mixer-layer deltanet --lr 1e-3"
+
+BOTH_TRIALS = Experiment(
+    "both-trials",
+    "Which setting of one layer both tracks and copies?",
+    (
+        *(
+            Run(name, joined(WIDTH, TASKS[name.partition("-")[0]], TUNING, _LAYER, change))
+            for name, change in _CHANGES.items()
+        ),
+        Run("copy-deltanet-l1", joined(WIDTH, TUNING, _DELTANET)),
+    ),
+)
