@@ -32,7 +32,7 @@ from common.options import parse_config
 from common.summary import figure_of_both, summarize
 from experiments.both_trials import BOTH_TRIALS
 from experiments.controls import CONTROLS
-from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SETTINGS, COPYING_TUNING
+from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_TUNING
 from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.heads import heads
 from experiments.language_model import language_model
@@ -75,7 +75,7 @@ def experiments() -> dict[str, Experiment]:
             equal_parameters(),
             COPYING,
         ),
-        *(COPYING_SETTINGS, COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES, language_model()),
+        *(COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES, language_model()),
     )
     return {experiment.name: experiment for experiment in found}
 

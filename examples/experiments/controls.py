@@ -1,30 +1,36 @@
 """What each part of the layer contributes to state tracking."""
 
-from experiments.models import CHOSEN
+from experiments.models import CHOSEN, training
 from experiments.plan import REPORTED, Experiment, Run, joined
-from experiments.words import A5
+from experiments.words import A5, STEPS
 
 TASKS = {
     "a5": A5,
     "s3": f"{A5} --group S3",
     "parity": f"{A5} --task parity --length 40 --eval-lengths 40 128 512",
 }
+_SLOWLY = training("a5", "bedouin", STEPS["a5"])
+_REFLECTIONS = "--num-householder 2 --beta-max 1"
 PARTS = {
     "default": "",
-    "no-reflections": "--num-householder 1 --beta-max 1e-3",  # Q is nearly the identity
+    "reflections": _REFLECTIONS,
     "no-feedback": "--feedback none",
-    "feedback-mixer": "--feedback mixer",
+    "no-feedback-reflections": f"--feedback none {_REFLECTIONS}",
+    "feedback-mixer": f"--feedback mixer {_REFLECTIONS}",
+    "all-feedback": f"--feedback delta+B+C+mixer {_REFLECTIONS}",
+    "no-convolution": "--d-conv None",
+    "one-rate": "--rate-scale 1 --rate-scale-last None",
     "full-eigenvalues": "--eigenvalues full",
 }
 
 CONTROLS = Experiment(
     "controls",
-    "What do reflections, feedback and eigenvalues contribute?",
+    "What does each part of bedouin contribute?",
     tuple(
         Run(f"{task}-{name}", joined(flags, REPORTED, model))
         for task, flags in TASKS.items()
         for name, model in {
-            **{name: f"{CHOSEN} {change}" for name, change in PARTS.items()},
+            **{name: joined(CHOSEN, _SLOWLY, change) for name, change in PARTS.items()},
             "lstm": "--mixer-layer lstm",
         }.items()
     ),

@@ -1,55 +1,43 @@
 """Copying: trained on 5 to 50 letters, tested to 200."""
 
-from experiments.models import CHOSEN, WIDTH, learning_rate, models
+from experiments.models import WIDTH, models, training
 from experiments.plan import REPORTED, TUNING, Experiment, Run, joined
 
+STEPS = 10000
 COPY = (
     f"{WIDTH} --task copy --min-string 5 --max-string 50 --context 256 "
-    "--eval-lengths 50 75 100 200 --batch-size 64 --steps 5000 --lr 1e-3"
+    f"--eval-lengths 50 75 100 200 --batch-size 64 --steps {STEPS} --lr 2e-3 --concurrent"
 )
 FEEDBACK = {
     "none": "none",
-    "mixer": "mixer",
+    "delta": "delta",
     "bc": "B+C",
-    "bcm": "B+C+mixer",
-    "all": "delta+B+C+mixer",
+    "all": "delta+B+C",
 }
+
+
+def trained(model: str, *options: str) -> str:
+    """The command line of a model."""
+    return joined(COPY, models()[model], training("copy", model, STEPS), *options)
+
 
 COPYING = Experiment(
     "copying",
     "Which layers copy strings of twice the training length?",
-    tuple(
-        Run(f"copy-{name}", joined(COPY, REPORTED, model, learning_rate("copy", name)))
-        for name, model in models().items()
-    ),
+    tuple(Run(f"copy-{name}", trained(name, REPORTED)) for name in models()),
 )
 COPYING_TUNING = Experiment(
     "copying-tuning",
     "Which learning rate?",
     tuple(
-        Run(f"copy-{name}", joined(COPY, TUNING, model, "--lr 5e-4 1e-3 2e-3 4e-3"))
-        for name, model in models().items()
+        Run(f"copy-{name}", trained(name, TUNING, "--lr 5e-4 1e-3 2e-3 4e-3")) for name in models()
     ),
-)
-SETTINGS = {
-    "delta-from-x0": "--delta-from-x-init 0",
-    "rate1": "--rate-scale 1",
-    "griffin": "--decay griffin --rate-scale 1",
-    "wide": "--d-model 512",
-    "long": "--steps 20000",
-    "two-layers": "--num-layers 2",
-    **{f"heads{number}": f"--num-heads {number}" for number in (4, 8, 16)},
-}
-COPYING_SETTINGS = Experiment(
-    "copying-settings",
-    "Which single change of bedouin improves copying?",
-    tuple(Run(name, joined(COPY, TUNING, CHOSEN, change)) for name, change in SETTINGS.items()),
 )
 COPYING_FEEDBACK = Experiment(
     "copying-feedback",
     "What must depend on the last output (table 1 of Fixed-Point RNNs)?",
     tuple(
-        Run(name, joined(COPY, REPORTED, CHOSEN, f"--feedback {fed}"))
+        Run(name, trained("bedouin", REPORTED, f"--feedback {fed}"))
         for name, fed in FEEDBACK.items()
     ),
 )

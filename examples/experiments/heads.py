@@ -1,14 +1,18 @@
 """One layer with 1, 4, 8 and 16 heads, at equal width and at equal parameters."""
 
-from experiments.copying import COPY
-from experiments.models import parameters
+from experiments.models import WIDTH, parameters
 from experiments.plan import Experiment, Run, joined
-from experiments.words import A5
+from experiments.words import LENGTHS
 
 TASKS = {
-    "a5": f"{A5} --d-model 512 --num-householder 4",
+    "a5": (
+        f"{WIDTH} {LENGTHS} --batch-size 128 --steps 12000 --lr 5e-4 --d-model 512 "
+        "--num-householder 4"
+    ),
     "copy": (
-        f"{COPY} --d-state 16 --num-householder 2 --input-scale delta --rate-scale 0.01 "
+        f"{WIDTH} --task copy --min-string 5 --max-string 50 --context 256 "
+        "--eval-lengths 50 75 100 200 --batch-size 64 --steps 5000 "
+        "--d-state 16 --num-householder 2 --input-scale delta --rate-scale 0.01 "
         "--lr 1e-3 2e-3"
     ),
 }

@@ -6,16 +6,25 @@ Names end with the number of layers; `bedouin` is the configuration that is used
 import ensemble
 from common.layers import count
 from common.study import GRID, make_model
+from experiments.plan import joined
 
 WIDTH = "--d-model 256 --autocast bf16"
 
-CHOSEN = "--input-scale delta --rate-scale 0.1 --d-state 32 --num-householder 2 --num-heads 1"
-"""The options of `bedouin`, the best compromise of the tuning runs so far."""
+CHOSEN = (
+    "--input-scale delta --feedback delta --d-state 64 --num-heads 8 --d-conv 4 "
+    "--num-householder 1 --beta-max 1e-3 --rate-scale 8 --rate-scale-last 0.001 "
+    "--feedback-lr-scale 0.01"
+)
+"""The options of `bedouin`, chosen by the trials of "both-trials"; it has no reflections."""
+
+SLOW_STEPS = 500
+"""For so many steps W^y has a hundredth of the learning rate, in every task."""
 
 BEDOUIN = {
     "bedouin": CHOSEN,
-    "bedouin_k1": f"{CHOSEN} --num-householder 1",
-    "bedouin_k4": f"{CHOSEN} --num-householder 4",
+    "bedouin_k1": f"{CHOSEN} --beta-max 1",
+    "bedouin_k2": f"{CHOSEN} --beta-max 1 --num-householder 2",
+    "bedouin_k4": f"{CHOSEN} --beta-max 1 --num-householder 4",
 }
 _FLAGS = {
     "lstm": "--mixer-layer lstm",
@@ -41,10 +50,14 @@ def models() -> dict[str, str]:
     return {**BEDOUIN, **BASELINES}
 
 
-def learning_rate(task: str, model: str) -> str:
-    """The flag of the learning rate that was chosen for a model on a task, if any."""
+def training(task: str, model: str, steps: int) -> str:
+    """How a model is trained for so many steps of a task: the learning rate that was chosen for it,
+    if any, and how long W^y learns slowly."""
     rate = TUNED.get((task, model))
-    return "" if rate is None else f"--lr {rate}"
+    return joined(
+        "" if rate is None else f"--lr {rate}",
+        f"--feedback-lr-share {SLOW_STEPS / steps:.6g}" if model.startswith("bedouin") else "",
+    )
 
 
 def parameters(options: str) -> int:

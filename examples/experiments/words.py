@@ -1,22 +1,26 @@
 """Word problems of A5 and S5: trained at length 16, tested to 512."""
 
-from experiments.models import WIDTH, learning_rate, models, parameters
+from experiments.models import WIDTH, models, parameters, training
 from experiments.plan import REPORTED, TUNING, Experiment, Run, joined
 
-A5 = f"{WIDTH} --length 16 --eval-lengths 16 48 128 512 --batch-size 128 --steps 12000 --lr 5e-4"
-S5 = (
-    f"{WIDTH} --group S5 --length 16 --eval-lengths 16 48 128 512 --batch-size 256 --steps 30000 "
-    "--lr 1e-3 --schedule hold --curriculum double"
-)
+LENGTHS = "--length 16 --eval-lengths 16 48 128 512"
+STEPS = {"a5": 12000, "s5": 30000}
+_SCHEDULE = "--lr 1e-3 --schedule hold --curriculum double --concurrent"
+A5 = f"{WIDTH} {LENGTHS} --batch-size 128 --steps {STEPS['a5']} {_SCHEDULE}"
+S5 = f"{WIDTH} {LENGTHS} --group S5 --batch-size 256 --steps {STEPS['s5']} {_SCHEDULE}"
 TASKS = {"a5": A5, "s5": S5}
+
+
+def trained(task: str, model: str, *options: str) -> str:
+    """The command line of a model on a task."""
+    return joined(TASKS[task], models()[model], training(task, model, STEPS[task]), *options)
+
 
 WORDS = Experiment(
     "words",
     "Which layers track the state of a group, and how far beyond the training length?",
     tuple(
-        Run(f"{task}-{name}", joined(flags, REPORTED, model, learning_rate(task, name)))
-        for task, flags in TASKS.items()
-        for name, model in models().items()
+        Run(f"{task}-{name}", trained(task, name, REPORTED)) for task in TASKS for name in models()
     ),
 )
 
@@ -27,10 +31,7 @@ def equal_parameters() -> Experiment:
     return Experiment(
         "words-equal",
         "The same on A5 with as many parameters as bedouin",
-        tuple(
-            Run(f"a5-{name}", joined(A5, REPORTED, model, learning_rate("a5", name), size))
-            for name, model in models().items()
-        ),
+        tuple(Run(f"a5-{name}", trained("a5", name, REPORTED, size)) for name in models()),
     )
 
 
@@ -39,7 +40,7 @@ WORDS_TUNING = Experiment(
     "words-tuning",
     "Which learning rate?",
     tuple(
-        Run(f"a5-{name}", joined(A5, TUNING, model, f"--lr {' '.join(RATES)}"))
-        for name, model in models().items()
+        Run(f"a5-{name}", trained("a5", name, TUNING, f"--lr {' '.join(RATES)}"))
+        for name in models()
     ),
 )
