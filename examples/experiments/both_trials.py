@@ -21,6 +21,7 @@ _SPREAD = "--rate-scale 1 --rate-scale-last 0.001"
 _FAST = "--rate-scale 8 --rate-scale-last 0.001"
 _SLOW = "--feedback-lr-scale 0.01"
 _COPY_SLOW = f"{_SPREAD} {_SLOW} --feedback-lr-share 0.4"
+_DOUBLE = "--steps 12000 --schedule hold --curriculum double"
 _REFLECTIONS = "--num-householder 2 --beta-max 1"
 _CHANGES = {
     "a5-one-rate": "--rate-scale 1 --rate-scale-last None 0.01",
@@ -29,6 +30,8 @@ _CHANGES = {
     "a5-slow-tenth": f"{_SPREAD} --schedule hold {_SLOW} --feedback-lr-share 0.1 0.2",
     "a5-reflections": f"{_SPREAD} {_REFLECTIONS} --feedback delta delta+mixer",
     "a5-fast": "--rate-scale 8 --rate-scale-last 0.001 0.01",
+    "a5-double": (f"{_FAST} {_DOUBLE} --feedback-lr-scale 1 0.01 --feedback-lr-share 0.041667"),
+    "a5-double-batch256": f"--rate-scale 1 --rate-scale-last 0.01 {_DOUBLE} --batch-size 256",
     "s5-spread": _SPREAD,
     "s5-fast": _FAST,
     "copy-one-rate": "--rate-scale 0.01",
