@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin import Bedouin, baselines
-from bedouin.baselines.short_convolution import ShortConvolution
+from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers import (
     Adjoint,
     Anderson,
