@@ -111,8 +111,8 @@ class Convolved(nn.Module):
             device = like.device if device is None else device
             dtype = like.dtype if dtype is None else dtype
         self.d_model = d_model
-        self.layer: Any = layer
         self.conv = ShortConvolution(d_model, d_conv, bias=bias, device=device, dtype=dtype)
+        self.layer: Any = layer
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew. Raises TypeError if the layer cannot."""
