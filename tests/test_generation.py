@@ -113,7 +113,7 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
     for t in range(3, 7):
         assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], 1e-11)
     for found, expected in zip(decoder.state, last, strict=True):
-        for a, e in zip(found, expected, strict=True):
+        for a, e in zip(found.tensors, expected.tensors, strict=True):
             assert_close("state", a, e, 1e-11)
     decoder.reset()
     assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
@@ -131,8 +131,8 @@ def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float
     _, captured = decoder._captured
     _, expected = model(tokens[:, :4], return_state=True)
     found = decoder.state
-    for pair in zip(found, expected, strict=True):
-        for a, e in zip(*pair, strict=True):
+    for one, other in zip(found, expected, strict=True):
+        for a, e in zip(one.tensors, other.tensors, strict=True):
             assert_close("state", a, e, rtol)
     assert all(bool(stats.converged.all()) for stats in model.stats)
     # a change in place is seen by the same graph, a replaced parameter makes another one
