@@ -33,7 +33,7 @@ class _ConvolvedFields(NamedTuple):
     inner: Any  # NamedTuple of the inner layer
 
 
-class ConvolvedState(RecurrentState, _ConvolvedFields):  # type: ignore[misc]
+class ConvolvedState(RecurrentState, _ConvolvedFields):
     """The recurrent state of a `Convolved` layer between two tokens.
 
     conv: (b, w - 1, m), the last inputs of the convolution, at least float32; inner: the state of

@@ -191,7 +191,8 @@ def check_state(state: Any, b: int, d: int, n: int, like: Tensor) -> BedouinStat
         state = BedouinState(state.ssm.unsqueeze(0), state.y.unsqueeze(0))
     check_field("state.ssm", state.ssm, (b, d, n), like)
     check_field("state.y", state.y, (b, d), like)
-    return state
+    checked: BedouinState = state
+    return checked
 
 
 def zero_state(
