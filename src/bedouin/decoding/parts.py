@@ -35,7 +35,7 @@ class Part(Protocol):
         ...
 
     def start(self) -> None:
-        """What comes after a capture, which solves tokens that no one reads."""
+        """Discard what the runs of a capture have recorded about convergence."""
         ...
 
     def load(self, layer: Any, state: Any) -> None:
