@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank
-from bedouin.decoding.graphs import CHECK_EVERY, MAX_GRAPHS, StepGraphs, graph_key
-from bedouin.decoding.token import is_buffered, takes_fused_step
+from bedouin.decoding.graphs import MAX_GRAPHS, StepGraphs, graph_key
+from bedouin.decoding.parts import CHECK_EVERY, is_buffered
+from bedouin.decoding.token import takes_fused_step
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning, Picard

@@ -76,6 +76,14 @@ BEDOUIN_OPTIONS: list[Bad] = [
     ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
     ({"delta_from_x_init": "0"}, ValueError, "delta_from_x_init must be a finite number, got '0'"),
     ({"delta_from_x_init": -1.0}, ValueError, "delta_from_x_init must lie in [0, 1000.0], got -1"),
+    ({"rate_scale": "1"}, TypeError,
+     "rate_scale must be a number, or a pair (first head, last head) of numbers, got '1'"),
+    ({"rate_scale": (1.0, 0.1, 0.1)}, TypeError, "rate_scale must be a number, or a pair"),
+    ({"rate_scale": True}, TypeError, "rate_scale must be a number, or a pair"),
+    ({"rate_scale": 0.0}, ValueError, "rate_scale must be finite and > 0, got 0.0"),
+    ({"rate_scale": (1.0, float("inf"))}, ValueError, "rate_scale must be finite and > 0, got (1"),
+    ({"rate_scale": (1.0, 0.1), "decay": "griffin"}, ValueError,
+     "rate_scale must be 1 with decay 'griffin', got (1.0, 0.1): use decay='mamba'"),
     ({"output": "gate"}, ValueError, "output must be one of ('norm', 'paper'), got 'gate'"),
 ]  # fmt: skip
 

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bedouin import Bedouin, BedouinState, Bidirectional, Decoder, FixedPointRNN, SequenceModel
+from bedouin import (
+    Bedouin,
+    BedouinState,
+    Bidirectional,
+    Convolved,
+    Decoder,
+    FixedPointRNN,
+    SequenceModel,
+)
 from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba
 from bedouin.generation import Sampling
 from bedouin.testing import assert_close
@@ -21,7 +29,7 @@ def make_model(**options: Any) -> SequenceModel:
         Bedouin(8, num_heads=2, **like),
         Mamba(8, **like),
         Attention(8, **like),
-        FixedPointRNN(8, **like),
+        Convolved(FixedPointRNN(8, **like), 3),
         LSTM(8, **like),
         DeltaProduct(8, **like),
     ]
@@ -105,7 +113,7 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
     for t in range(3, 7):
         assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], 1e-11)
     for found, expected in zip(decoder.state, last, strict=True):
-        for a, e in zip(found, expected, strict=True):
+        for a, e in zip(found.tensors, expected.tensors, strict=True):
             assert_close("state", a, e, 1e-11)
     decoder.reset()
     assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
@@ -123,8 +131,8 @@ def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float
     _, captured = decoder._captured
     _, expected = model(tokens[:, :4], return_state=True)
     found = decoder.state
-    for pair in zip(found, expected, strict=True):
-        for a, e in zip(*pair, strict=True):
+    for one, other in zip(found, expected, strict=True):
+        for a, e in zip(one.tensors, other.tensors, strict=True):
             assert_close("state", a, e, rtol)
     assert all(bool(stats.converged.all()) for stats in model.stats)
     # a change in place is seen by the same graph, a replaced parameter makes another one
@@ -159,7 +167,7 @@ def test_a_whole_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a run in place of a replay, which only Triton's interpreter takes by itself."""
     monkeypatch.setattr("bedouin.decoding.decoder.is_buffered", lambda *call: True)
     like: dict[str, Any] = {"dtype": torch.float64}
-    mixers = [Bedouin(4, num_heads=2, **like), FixedPointRNN(4, **like)]
+    mixers = [Bedouin(4, num_heads=2, **like), Convolved(FixedPointRNN(4, **like), 3)]
     model = SequenceModel(VOCAB, 4, mixers, mlp_expand=1, **like)
     check_decoder_in_one_graph(model, ids(2, 6), 1e-11)
 
@@ -167,7 +175,7 @@ def test_a_whole_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
-    mixers = [Bedouin(64, num_heads=2, device="cuda"), FixedPointRNN(64, device="cuda")]
+    mixers = [Bedouin(64, num_heads=2, device="cuda"), Convolved(FixedPointRNN(64, device="cuda"))]
     model = SequenceModel(VOCAB, 64, mixers, mlp_expand=1, device="cuda")
     tokens = ids(2, 6).cuda()
     # float32, in sums of other orders

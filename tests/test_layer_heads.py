@@ -215,6 +215,21 @@ def test_each_head_is_drawn_like_a_layer_of_its_size() -> None:
     assert not layer.x_proj.weight[:, :p].any()
 
 
+def test_the_rates_of_heads_are_spaced_geometrically() -> None:
+    layer = Bedouin(8, d_state=2, num_heads=4, rate_scale=(1.0, 1e-3), dtype=torch.float64)
+    for _ in range(2):
+        rates = layer.A_log.exp().unflatten(0, (4, 4))
+        expected = torch.tensor([1.0, 0.1, 0.01, 0.001])[:, None, None] * torch.tensor([1.0, 2.0])
+        assert_close("rates", rates, expected.double().expand(4, 4, 2), 1e-5)
+        layer.reset_parameters()
+    for scale in (0.5, (0.5, 0.1)):  # the first of a pair for a single head
+        one = Bedouin(4, d_state=2, num_heads=1, rate_scale=scale)
+        assert_close("one head", one.A_log.exp(), torch.tensor([0.5, 1.0]).expand(8, 2), 1e-5)
+    assert Bedouin(4, decay="griffin", rate_scale=(1, 1.0)).rate_scale == (1, 1.0)
+    with pytest.raises(ValueError, match="rate_scale must be 1 with decay 'griffin', got 0.1"):
+        Bedouin.from_paper(4, rate_scale=0.1)
+
+
 def test_a_mixers_parameters_are_shared_by_the_heads() -> None:
     class Scaled(StructuredMixer):
         def __init__(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN
+from bedouin import Bedouin, BedouinState, ChannelMixer, Convolved, FixedPointRNN
 from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba, PaddedAttentionState
 from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
@@ -221,6 +221,7 @@ STATES = [
     Bedouin(4).init_state(2),
     *(kind(8).init_state(2) for kind in (LSTM, Mamba, DeltaProduct, Attention)),
     PaddedAttentionState(*Attention(8).init_state(2), torch.tensor([0, 0])),
+    Convolved(Bedouin(4)).init_state(2),
 ]
 
 

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bedouin import Bedouin, baselines
-from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -150,31 +148,6 @@ def fixed_point_options(options: SolverOptions) -> dict[str, Any]:
         "adjoint": build_adjoint(options),
         "max_steps": build_cap(options),
     }
-
-
-class Convolved(nn.Module):
-    """A layer after SiLU of a short causal convolution over time, as the peers of Bedouin have one.
-
-    For the study only: it takes and returns no state.
-    """
-
-    def __init__(self, layer: nn.Module, d_model: int, width: int) -> None:
-        super().__init__()
-        self.conv = ShortConvolution(d_model, width, bias=True)
-        self.layer = layer
-
-    @property
-    def stats(self) -> Any:
-        """The statistics of the layer's last solve."""
-        return getattr(self.layer, "stats", None)
-
-    def forward(
-        self,
-        x: Tensor,  # (b, t, m)
-    ) -> Tensor:  # (b, t, m)
-        window = x.new_zeros(len(x), *self.conv.window_size)
-        out: Tensor = self.layer(F.silu(self.conv(x, window)[0]))
-        return out
 
 
 class Parallel(nn.Module):

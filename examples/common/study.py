@@ -1,6 +1,5 @@
 """Options of `ensemble.py`, and the layer and the model that they describe."""
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,13 +8,12 @@ import torch
 import tyro
 from torch import nn
 
-from bedouin import Bedouin, SequenceModel
+from bedouin import Bedouin, Convolved, SequenceModel
 from common.data import TaskOptions, make_task
 from common.layers import (
     BASELINES,
     TAKES,
     Baseline,
-    Convolved,
     Parallel,
     SolverOptions,
     copy_keys,
@@ -171,7 +169,8 @@ def model_seeds(config: Config) -> range:
 def layer_options(point: dict[str, Any]) -> dict[str, Any]:
     """The options of the layer at a point of the grid."""
     options = {name: point[name] for name in LAYER_OPTIONS}
-    fed = options["feedback"]
+    fed, first, last = options["feedback"], point["rate_scale"], point["rate_scale_last"]
+    options["rate_scale"] = first if last is None else (first, last)
     return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
 
 
@@ -183,32 +182,11 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
     layer = Bedouin(config.d_model, on_unconverged="ignore", **options)
-    scale_rates(layer, point["rate_scale"], point["rate_scale_last"])
     if point["key_init"] == "same":
         copy_keys(layer)
     width, heads = point["d_conv"], point["recall_heads"]
-    mixed = layer if width is None else Convolved(layer, config.d_model, width)
+    mixed = layer if width is None else Convolved(layer, width)
     return mixed if heads is None else Parallel(mixed, _recall(config, heads))
-
-
-def scale_rates(layer: Bedouin, first: float, last: float | None) -> None:
-    """Multiply the initial decay rates by `first`, or by factors from `first` to `last` over heads.
-
-    Raises ValueError for another factor than 1 where the decay has no rates.
-    """
-    if layer.decay != "mamba":
-        if first != 1 or last is not None:
-            raise ValueError(
-                f"rate_scale must be 1 and rate_scale_last None without decay 'mamba', got {first} "
-                f"and {last}"
-            )
-        return
-    ends = math.log(first), math.log(first if last is None else last)
-    shifts = torch.linspace(*ends, layer.num_heads).repeat_interleave(
-        layer.d_inner // layer.num_heads
-    )
-    with torch.no_grad():
-        layer.A_log.add_(shifts.view(*layer.A_log.shape[:-1], 1))
 
 
 def _recall(config: Config, num_heads: int) -> nn.Module:
@@ -221,10 +199,10 @@ def _recall(config: Config, num_heads: int) -> nn.Module:
         beta_max=NEARLY_IDENTITY,
         feedback=(),
         input_scale="delta",
+        rate_scale=RECALL_RATE,
         on_unconverged="ignore",
     )
-    scale_rates(layer, RECALL_RATE, None)
-    return Convolved(layer, config.d_model, RECALL_WIDTH)
+    return Convolved(layer, RECALL_WIDTH)
 
 
 def make_model(config: Config, point: dict[str, Any]) -> SequenceModel:

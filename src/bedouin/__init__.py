@@ -2,6 +2,7 @@
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.bidirectional import Bidirectional
+from bedouin.convolved import Convolved, ConvolvedState
 from bedouin.decoding import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
 from bedouin.diagnosis_logger import DiagnosisLogger
@@ -18,6 +19,8 @@ __all__ = [
     "BedouinState",
     "Bidirectional",
     "ChannelMixer",
+    "Convolved",
+    "ConvolvedState",
     "Decoder",
     "Diagnosis",
     "DiagnosisLogger",

@@ -23,8 +23,11 @@ from bedouin.parameterization import (
     GRIFFIN_SHARPNESS,
     Decay,
     OutputStage,
+    RateScale,
+    check_rate_scale,
     griffin_omega,
     householder_layout,
+    log_rates,
     make_mixer,
     make_solve_options,
 )
@@ -80,6 +83,9 @@ class Bedouin(FixedPointLayer):
         feedback_init: factor on W^y at initialization.
         delta_from_x_init: factor on the weights from x to Delta at initialization. With 0, the
             paper's choice for copying, Delta initially depends on its bias and feedback alone.
+        rate_scale: factor on the initial decay rates exp(A_log) = 1 .. n of mamba's decay; below 1
+            memory is longer. A pair is that of the first and of the last head; those between are
+            spaced geometrically, and one head has the first. 1 for griffin's decay.
         norm_eps: eps of the output norm.
         solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
             Picard.
@@ -130,6 +136,7 @@ class Bedouin(FixedPointLayer):
         output: OutputStage = "norm",
         bias: bool = True,
         delta_from_x_init: float = 1.0,
+        rate_scale: RateScale = 1.0,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -137,6 +144,8 @@ class Bedouin(FixedPointLayer):
         self.decay = one_of("decay", decay, get_args(Decay))
         check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
         self.delta_from_x_init = float(delta_from_x_init)
+        check_rate_scale(rate_scale, self.decay)
+        self.rate_scale = rate_scale
         mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,
@@ -215,8 +224,8 @@ class Bedouin(FixedPointLayer):
         with torch.no_grad():
             self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
             if self.decay == "mamba":
-                states = torch.arange(1, self.d_state + 1, device=self.D.device)
-                self.A_log.copy_(states.log().expand(self.d_inner, -1))
+                sizes = self.d_state, self.num_heads, self.head_dim
+                self.A_log.copy_(log_rates(self.rate_scale, *sizes, self.D.device))
                 self.dt_bias.copy_(inverse_softplus(log_uniform(self.dt_bias, *DELTA_RANGE)))
             else:
                 self.omega.copy_(griffin_omega(self.omega))

@@ -5,9 +5,9 @@ Letters: b batch, t time, m d_model.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from bedouin.checks import output_tensor
 from bedouin.packing import check_takes_mask
 
 
@@ -56,9 +56,9 @@ class Bidirectional(nn.Module):
         if given:
             for layer in (self.forwards, self.backwards):
                 check_takes_mask(layer)
-        ahead = _tensor(self.forwards(x, **given))
+        ahead = output_tensor(self.forwards(x, **given))
         reversed_in_time = {name: _reversed(name, value, x) for name, value in given.items()}
-        behind = _tensor(self.backwards(x.flip(1), **reversed_in_time))
+        behind = output_tensor(self.backwards(x.flip(1), **reversed_in_time))
         return ahead + behind.flip(1)
 
     @property
@@ -75,11 +75,3 @@ def _reversed(
 ) -> Tensor:
     """The argument of this name for x reversed in time."""
     return x.shape[1] - value.flip(0) if name == "cu_seqlens" else value.flip(1)
-
-
-def _tensor(output: Any) -> Tensor:
-    """The output of a layer, which is the first entry if it returns a tuple."""
-    tensor = output[0] if isinstance(output, tuple) else output
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a layer must return a tensor, got {type(tensor).__name__}")
-    return tensor

@@ -96,6 +96,14 @@ def check_layer_input(
         )
 
 
+def output_tensor(output: object) -> Tensor:
+    """The output of a layer, which is the first entry if it returns a tuple."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"a layer must return a tensor, got {type(tensor).__name__}")
+    return tensor
+
+
 def one_of(name: str, value: OptionT, valid: Sequence[str]) -> OptionT:
     """Return `value`. Raises ValueError unless it is one of `valid`."""
     if value not in valid:
@@ -124,7 +132,10 @@ def known_options(init: InitT) -> InitT:
             if name not in valid:
                 owner = type(self).__name__
                 if name == "d_conv":
-                    raise TypeError(f"{owner} has no short convolution: feedback replaces it")
+                    raise TypeError(
+                        f"{owner} has no short convolution: feedback replaces it, or "
+                        "bedouin.Convolved(layer, d_conv) puts one before the layer"
+                    )
                 raise TypeError(unknown_option(owner, name, valid))
         init(self, *args, **options)
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bedouin.decoding.graphs import ReplacementWatch
 from bedouin.kernels.backend import autocast_dtype, is_cuda_device
+from bedouin.replacement import ReplacementWatch
 from bedouin.saving import SavedLayer
 
 Run = Callable[..., Tensor]
@@ -145,9 +145,10 @@ def _check_capture(layer: Any, sample: Tensor) -> None:
         )
     if not sample.numel():
         raise ValueError(f"the sample must not be empty, got shape {tuple(sample.shape)}")
-    if layer.training and layer.cap.is_random:
+    cap = layer.solve_options.cap
+    if layer.training and cap.is_random:
         raise ValueError(
-            f"a graph would replay one draw of {layer.cap} for ever: set max_steps to an int, or "
+            f"a graph would replay one draw of {cap} for ever: set max_steps to an int, or "
             "capture the layer in evaluation mode"
         )
 

@@ -3,6 +3,7 @@
 Letters: b batch, t time, d channels of a head, r raw values, f raw values with feedback, H heads.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -21,6 +22,9 @@ from bedouin.solvers.solve import SolveOptions
 Decay = Literal["mamba", "griffin"]
 RNNDecay = Literal["sigmoid", "griffin"]
 OutputStage = Literal["norm", "paper"]
+
+RateScale = float | tuple[float, float]
+"""A factor on initial decay rates, or those of the first and the last head."""
 
 FEEDBACK_NORM_EPS = 1e-5
 GRIFFIN_RANGE = (0.9, 0.999)
@@ -144,3 +148,36 @@ def griffin_omega(
     [0.9, 0.999]."""
     decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)
     return inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS)
+
+
+def check_rate_scale(value: RateScale, decay: Decay) -> None:
+    """Raise TypeError unless `value` is a number or a pair of numbers, ValueError unless they are
+    finite and above 0, and 1 for a decay other than "mamba"."""
+    numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in numbers):
+        raise TypeError(
+            "rate_scale must be a number, or a pair (first head, last head) of numbers, got "
+            f"{value!r}"
+        )
+    if not all(0 < v < math.inf for v in numbers):
+        raise ValueError(f"rate_scale must be finite and > 0, got {value!r}")
+    if decay != "mamba" and any(v != 1 for v in numbers):
+        raise ValueError(
+            f"rate_scale must be 1 with decay {decay!r}, got {value!r}: use decay='mamba', whose "
+            "rates -A it multiplies"
+        )
+
+
+def log_rates(
+    scale: RateScale,
+    d_state: int,
+    num_heads: int,
+    head_dim: int,
+    device: torch.device,
+) -> Tensor:  # (H d, n)
+    """Mamba's initial A_log, log(1 .. n), plus the logarithm of each head's factor. The factors of
+    the heads between the first and the last are spaced geometrically."""
+    first, last = scale if isinstance(scale, tuple) else (scale, scale)
+    shifts = torch.linspace(math.log(first), math.log(last), num_heads, device=device)
+    states = torch.arange(1, d_state + 1, device=device)
+    return states.log() + shifts.repeat_interleave(head_dim).unsqueeze(1)

@@ -92,6 +92,11 @@ class RecurrentState:
                     f"{name} must get a list of {cls.__name__}, got one of {type(state).__name__}"
                 )
             state._check_batched(batched, name)
+        return cls._join_fields(states, batched, join)
+
+    @classmethod
+    def _join_fields(cls, states: Sequence[Self], batched: bool, join: Join) -> Self:
+        """The state whose fields are those of all states, joined."""
         fields = zip(*(state.tensors for state in states), strict=True)
         return cls._of(join(list(field)) for field in fields)
 
@@ -112,7 +117,7 @@ class RecurrentState:
         return tuple(values)
 
     @classmethod
-    def _of(cls, values: Iterable[Tensor]) -> Self:
+    def _of(cls, values: Iterable[Any]) -> Self:
         make: Any = cls
         state: Self = make(*values)
         return state
@@ -139,37 +144,55 @@ class BedouinState(RecurrentState, _BedouinFields):  # type: ignore[misc]
     axes = (2, 1)
 
 
-def check_state(state: object, b: int, d: int, n: int, like: Tensor) -> BedouinState:
+def check_kind(state: object, kind: type, otherwise: str = "") -> None:
+    """Raise TypeError unless `state` is of this type; `otherwise`: another remedy."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"state must be a {kind.__name__} or None, got {type(state).__name__}: make one with "
+            f"init_state(batch_size){otherwise}"
+        )
+
+
+def check_field(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    like: Tensor,  # any shape
+) -> None:
+    """Raise ValueError unless a tensor of a state has this shape, where None is any length, and
+    the dtype and device of `like`."""
+    pairs = zip(tensor.shape, shape, strict=False)
+    if tensor.dim() != len(shape) or any(n not in (None, size) for size, n in pairs):
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(
+            f"{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one with "
+            "init_state(batch_size) or select samples with state[...]"
+        )
+    if tensor.dtype != like.dtype:
+        raise ValueError(
+            f"{name} must have dtype {like.dtype}, got {tensor.dtype}: use state.to({like.dtype})"
+        )
+    if tensor.device != like.device:
+        raise ValueError(
+            f"{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
+        )
+
+
+def check_state(state: Any, b: int, d: int, n: int, like: Tensor) -> BedouinState:
     """`state` with a batch axis; a batch axis of 1 is added if it has none.
 
     like: a tensor of any shape with the dtype and device that the state must have.
     Raises TypeError for another type, ValueError for another shape, dtype or device.
     """
-    if not isinstance(state, BedouinState):
-        raise TypeError(
-            f"state must be a BedouinState or None, got {type(state).__name__}: make one with "
-            "init_state(batch_size) or BedouinState(ssm, y)"
-        )
+    check_kind(state, BedouinState, " or BedouinState(ssm, y)")
     check_tensor("state.ssm", state.ssm, "(b, d, n)")
     check_tensor("state.y", state.y, "(b, d)")
     if state.ssm.dim() == 2 and state.y.dim() == 1:
         state = BedouinState(state.ssm.unsqueeze(0), state.y.unsqueeze(0))
-    for name, tensor, shape in (("ssm", state.ssm, (b, d, n)), ("y", state.y, (b, d))):
-        if tensor.shape != shape:
-            raise ValueError(
-                f"state.{name} must have shape {shape}, got {tuple(tensor.shape)}: "
-                "make one with init_state(batch_size) or select samples with state[...]"
-            )
-        if tensor.dtype != like.dtype:
-            raise ValueError(
-                f"state.{name} must have dtype {like.dtype}, got {tensor.dtype}: "
-                f"use state.to({like.dtype})"
-            )
-        if tensor.device != like.device:
-            raise ValueError(
-                f"state.{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
-            )
-    return state
+    check_field("state.ssm", state.ssm, (b, d, n), like)
+    check_field("state.y", state.y, (b, d), like)
+    checked: BedouinState = state
+    return checked
 
 
 def zero_state(

@@ -1,4 +1,4 @@
-"""What every baseline shares: chunks, steps, states, errors, precision, copies."""
+"""What every baseline and `Convolved` share: chunks, steps, states, errors, precision, copies."""
 
 import copy
 import re
@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from bedouin import baselines
+from bedouin import Bedouin, Convolved, baselines
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
-from bedouin.baselines.interface import Baseline
 from bedouin.model import SequenceModel
 
-AnyBaseline = Baseline[Any]
-Kind = Callable[..., AnyBaseline]
+Kind = Callable[..., Any]
+
+
+def convolved(inner: Kind) -> Kind:
+    return lambda d_model, **options: Convolved(inner(d_model, **options), 3)
+
 
 KINDS: list[Any] = [
     pytest.param(kind, id=name)
@@ -30,6 +33,8 @@ KINDS: list[Any] = [
         "delta_product_gated": partial(DeltaProduct, gated=True, num_householder=3, expand_v=1.5),
         "attention": Attention,
         "attention_conv": partial(Attention, d_conv=4, rope_base=None),
+        "convolved": convolved(Bedouin),
+        "convolved_attention": convolved(Attention),
     }.items()
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -54,13 +59,14 @@ def test_chunks_and_steps_give_what_one_call_gives(kind: Kind) -> None:
         y, state = layer(chunk, state, return_state=True)
         outputs.append(y)
     close(torch.cat(outputs, dim=1), whole)
-    close(tuple(state or ()), tuple(last))
+    assert state is not None
+    close(state.tensors, last.tensors)
     state, outputs = layer.init_state(2), []
     for x_t in x.unbind(1):
         y, state = layer.step(x_t, state)
         outputs.append(y)
     close(torch.stack(outputs, dim=1), whole)
-    close(tuple(state), tuple(last))
+    close(state.tensors, last.tensors)
 
 
 @every_kind
@@ -87,10 +93,10 @@ def test_state_methods(kind: Kind) -> None:
     layer = kind(8)
     x = torch.randn(3, 4, 8)
     _, state = layer(x, return_state=True)
-    assert any(v.requires_grad for v in state)
-    assert not any(v.requires_grad for v in state.detach())
-    assert all(v.dtype == torch.float64 for v in state.to(torch.float64))
-    assert [v.dtype for v in state] == [v.dtype for v in layer.init_state(3)]
+    assert any(v.requires_grad for v in state.tensors)
+    assert not any(v.requires_grad for v in state.detach().tensors)
+    assert all(v.dtype == torch.float64 for v in state.to(torch.float64).tensors)
+    assert [v.dtype for v in state.tensors] == [v.dtype for v in layer.init_state(3).tensors]
     x_t = torch.randn(3, 8)
     whole = layer.step(x_t, state)[0]
     close(layer.step(x_t[1:], state[1:])[0], whole[1:], 1e-5)
@@ -104,7 +110,7 @@ def test_writing_into_a_detached_state_changes_no_backward(kind: Kind) -> None:
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     expected = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
     y, state = layer(x, return_state=True)
-    for tensor in state.detach():
+    for tensor in state.detach().tensors:
         tensor.zero_()
     close(torch.autograd.grad(y.sum(), list(layer.parameters())), expected)
 
@@ -116,7 +122,7 @@ def test_empty_input_leaves_the_state(kind: Kind, shape: tuple[int, ...]) -> Non
     state = layer.init_state(shape[0])
     y, after = layer(torch.randn(shape), state, return_state=True)
     assert y.shape == shape
-    close(tuple(after), tuple(state))
+    close(after.tensors, state.tensors)
 
 
 @every_kind
@@ -125,12 +131,12 @@ def test_bfloat16(kind: Kind, autocast: bool) -> None:
     layer = kind(8, dtype=torch.float64)
     layer.to(torch.float32 if autocast else torch.bfloat16)
     exact = copy.deepcopy(layer).to(torch.float64)
-    x = torch.randn(2, 6, 8).to(layer.out_proj.weight.dtype)
+    x = torch.randn(2, 6, 8).to(next(layer.parameters()).dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         first, state = layer(x[:, :3], return_state=True)
         y = torch.cat([first, layer(x[:, 3:], state)], dim=1)
     assert y.dtype == torch.bfloat16
-    assert all(v.dtype == layer.state_dtype for v in state)
+    assert [v.dtype for v in state.tensors] == [v.dtype for v in layer.init_state(3).tensors]
     torch.testing.assert_close(y.double(), exact(x.double()), rtol=0.1, atol=0.03)
     y.float().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())

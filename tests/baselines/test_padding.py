@@ -1,4 +1,5 @@
-"""Padded rows and packed documents in every baseline: each sequence gives what it gives alone."""
+"""Padded rows and packed documents in every baseline and `Convolved`: each sequence gives what it
+gives alone."""
 
 from functools import partial
 from typing import Any
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bedouin import Bedouin, Convolved
 from bedouin.baselines import (
     LSTM,
     Attention,
@@ -28,6 +30,10 @@ every_kind = pytest.mark.parametrize(
             "delta_net": partial(DeltaNet, gated=True),
             "delta_product": partial(DeltaProduct, num_householder=3, d_conv=None),
             "attention": partial(Attention, d_conv=3),
+            "convolved": lambda d_model, **options: Convolved(Bedouin(d_model, **options), 3),
+            "convolved_attention": lambda d_model, **options: Convolved(
+                Attention(d_model, **options)
+            ),
         }.items()
     ],
 )

@@ -122,9 +122,11 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
     if kind is FixedPointRNN:
         return options | {"decay": one("sigmoid", "griffin"), "feedback": one(("mixer",), ())}
     subsets = st.lists(st.sampled_from(["delta", "B", "C", "mixer"]), unique=True)
+    decay = one("mamba", "griffin")
     return options | {
         "d_state": one(1, 2, 5),
-        "decay": one("mamba", "griffin"),
+        "decay": decay,
+        "rate_scale": one(1.0, 0.1, (2.0, 0.5)) if decay == "mamba" else 1.0,
         "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
         "feedback": tuple(draw(subsets)),
         "output": one("norm", "paper"),

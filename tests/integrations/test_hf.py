@@ -249,6 +249,12 @@ class TestConfig:
         assert (mixer.num_heads, mixer.decay, mixer.feedback) == (2, "griffin", ("B", "C"))
         assert (mixer.d_inner, mixer.layer_idx) == (12, 1)
 
+    @pytest.mark.parametrize("scale", [0.1, (1.0, 0.01)])
+    def test_rates_of_heads_survive_a_file(self, scale: Any, tmp_path: Path) -> None:
+        make_config(num_heads=2, rate_scale=scale).save_pretrained(tmp_path)
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert loaded.make_mixer(0).rate_scale == scale
+
     def test_names(self) -> None:
         assert make_config(d_state=6).state_size == 6
         with pytest.raises(TypeError, match="did you mean 'num_householder'"):

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, Sizes, owned
 from bedouin.baselines.options import head_size, positive_number
-from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, check_tensor, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options
+from bedouin.short_convolution import ShortConvolution
 from bedouin.state import Join, RecurrentState
 
 

@@ -19,12 +19,12 @@ from bedouin.baselines.delta_rule import (
 )
 from bedouin.baselines.interface import Baseline, Sizes, owned
 from bedouin.baselines.options import expanded, head_size, positive_number, reset_dt_bias
-from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.packing import tokens_before
 from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
 
 UNIT_EPS = 1e-6

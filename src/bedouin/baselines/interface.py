@@ -18,7 +18,7 @@ from bedouin.checks import (
 )
 from bedouin.packing import Packing, find_packing
 from bedouin.parameters import MarkedModule
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, check_field, check_kind
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 
@@ -142,12 +142,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
 
     def _checked_state(self, state: StateT, b: int) -> StateT:
         """`state` with a batch axis; TypeError or ValueError where it does not fit the layer."""
-        name = self.state_type.__name__
-        if not isinstance(state, self.state_type):
-            raise TypeError(
-                f"state must be a {name} or None, got {type(state).__name__}: make one with "
-                "init_state(batch_size)"
-            )
+        check_kind(state, self.state_type)
         sizes = self._state_sizes()
         for field, tensor in zip(sizes, state.tensors, strict=True):
             axes = ", ".join("any" if n is None else str(n) for n in sizes[field])
@@ -155,28 +150,10 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         pairs = list(zip(state.tensors, sizes.values(), strict=True))
         if all(v.dim() == len(size) for v, size in pairs):
             state = state.stack([state])
+        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
-            self._check_field(f"state.{field}", tensor, (b, *size))
+            check_field(f"state.{field}", tensor, (b, *size), like)
         return state
-
-    def _check_field(self, name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
-        pairs = zip(tensor.shape, shape, strict=False)
-        if tensor.dim() != len(shape) or any(n not in (None, size) for size, n in pairs):
-            expected = ", ".join("any" if n is None else str(n) for n in shape)
-            raise ValueError(
-                f"{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one with "
-                "init_state(batch_size) or select samples with state[...]"
-            )
-        if tensor.dtype != self.state_dtype:
-            raise ValueError(
-                f"{name} must have dtype {self.state_dtype}, got {tensor.dtype}: "
-                f"use state.to({self.state_dtype})"
-            )
-        device = self.out_proj.weight.device
-        if tensor.device != device:
-            raise ValueError(
-                f"{name} must be on {device}, got {tensor.device}: use state.to(device)"
-            )
 
 
 def owned(tensor: Tensor) -> Tensor:

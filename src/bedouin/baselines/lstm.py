@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bedouin.baselines.interface import Baseline, Sizes
 from bedouin.baselines.options import expanded
-from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.parameters import factory_options
+from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
 
 

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, Sizes, owned
 from bedouin.baselines.options import expanded, reset_dt_bias
-from bedouin.baselines.short_convolution import ShortConvolution
 from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
 
 

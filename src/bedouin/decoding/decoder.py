@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from bedouin.checks import check_batch_size, check_tensor
-from bedouin.decoding.graphs import Captured, StepGraphs, capture_layer, graph_key
-from bedouin.decoding.token import DecodedLayer, is_buffered, may_replay
-from bedouin.state import BedouinState, check_state
+from bedouin.convolved import Convolved
+from bedouin.decoding.graphs import Captured, capture_layer, graph_key, is_decoded
+from bedouin.decoding.parts import checked_state, is_buffered, solved_layer
+from bedouin.decoding.token import DecodedLayer, may_replay
+from bedouin.state import RecurrentState
 from bedouin.wrapped import has_hooks
 
 
@@ -31,6 +33,10 @@ class DecodedModel(Protocol):
     ) -> Tensor: ...  # (b, v)
 
 
+Decoded = DecodedLayer | Convolved | DecodedModel
+"""What a `Decoder` takes."""
+
+
 class Decoder:
     """A layer with the state of b samples, which every call updates in place.
 
@@ -47,7 +53,7 @@ class Decoder:
     (b, v): it is then a `ModelDecoder`.
 
     Args:
-        layer: a Bedouin, a FixedPointRNN or a SequenceModel.
+        layer: a Bedouin, a FixedPointRNN, a Convolved one, or a SequenceModel.
         batch_size: number of samples b that are decoded side by side.
         state: the initial state, for instance from `layer(prompt, return_state=True)`; None: zeros.
 
@@ -59,13 +65,11 @@ class Decoder:
         of_model = cls is Decoder and callable(getattr(layer, "decode", None))
         return super().__new__(ModelDecoder if of_model else cls)
 
-    def __init__(
-        self, layer: "DecodedLayer | DecodedModel", batch_size: int, *, state: Any = None
-    ) -> None:
-        if not isinstance(getattr(layer, "graphs", None), StepGraphs):
+    def __init__(self, layer: Decoded, batch_size: int, *, state: Any = None) -> None:
+        if not is_decoded(layer):
             raise TypeError(
                 "layer must be a Bedouin, a FixedPointRNN or a SequenceModel, got "
-                f"{type(layer).__name__}"
+                f"{type(solved_layer(layer)).__name__}"
             )
         check_batch_size(batch_size)
         self.layer: Any = layer
@@ -78,14 +82,13 @@ class Decoder:
         layer, b = self.layer, self.batch_size
         if state is None:
             state = layer.init_state(b)
-        state = check_state(state, b, layer.d_inner, layer.d_state, layer.init_state(0).y)
-        self._state: BedouinState | None = state.detach()
+        self._state: RecurrentState | None = checked_state(layer, state, b).detach()
 
     @property
     def state(self) -> Any:
         """A copy of the state after the last token."""
         if self._state is not None:
-            return BedouinState(self._state.ssm.clone(), self._state.y.clone())
+            return self._state.clone()
         assert self._captured is not None
         return self._captured[1].copies([self.layer])[0]
 
@@ -150,9 +153,7 @@ class ModelDecoder(Decoder):
     `state` is a tuple with the state of each layer.
     """
 
-    def __init__(
-        self, layer: "DecodedLayer | DecodedModel", batch_size: int, *, state: Any = None
-    ) -> None:
+    def __init__(self, layer: Decoded, batch_size: int, *, state: Any = None) -> None:
         if not callable(getattr(layer, "decode", None)):
             raise TypeError(f"layer must be a SequenceModel, got {type(layer).__name__}")
         check_batch_size(batch_size)
@@ -235,9 +236,7 @@ class ModelDecoder(Decoder):
     ) -> bool:
         """Whether the states of all layers may be in the buffers of one graph."""
         for mixer in self.model.mixers:
-            if not isinstance(getattr(mixer, "graphs", None), StepGraphs):
-                return False
-            if not is_buffered(mixer, tokens):
+            if not is_decoded(mixer) or not is_buffered(mixer, tokens):
                 return False
         # a replay calls no Python functions
         _, *modules = self.model.modules()
@@ -245,7 +244,7 @@ class ModelDecoder(Decoder):
 
 
 def _decode_layer(mixer: Any, state: Any, batch_size: int) -> "Decoder | _SteppedLayer":
-    if isinstance(getattr(mixer, "graphs", None), StepGraphs):
+    if is_decoded(mixer):
         return Decoder(mixer, batch_size, state=state)
     return _SteppedLayer(mixer, state)
 

@@ -11,19 +11,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bedouin.decoding.token import DecodedLayer, advance, make_buffers
+from bedouin.decoding.parts import make_part, solved_layer
+from bedouin.decoding.token import DecodedLayer
 from bedouin.kernels.backend import autocast_dtype
+from bedouin.replacement import HasModules, ReplacementWatch
 from bedouin.state import BedouinState
-from bedouin.wrapped import hooks_of
 
 MAX_GRAPHS = 8
 """Graphs that a layer keeps, one for each batch size, dtype, autocast dtype and stream; the least
 recently used one is dropped first."""
-
-CHECK_EVERY = 32
-"""Tokens between two asynchronous checks of whether all of them were solved."""
 
 WARMUP_RUNS = 2
 """Runs before a capture, so that Triton compiles and cuBLAS allocates its workspace outside it."""
@@ -33,100 +31,13 @@ Compute = Callable[[Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
 """From an input, and functions (b, m) -> (b, m) of the layers, to the output."""
 
 
-class ReplacementWatch:
-    """Detects that a module, parameter or storage of a layer or model was replaced since the watch
-    was made.
-
-    Changes in place are not detected and need not be: a graph reads the current values.
-    """
-
-    def __init__(self, layer: DecodedLayer | nn.Module) -> None:
-        self._submodules: list[tuple[dict[str, Any], str, object]] = []
-        self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        _, *parts = layer.modules()
-        self._hooks = [hooks for part in parts for hooks in hooks_of(part)]
-        for module in layer.modules():
-            self._submodules += [(module._modules, *item) for item in module._modules.items()]
-            for owner in (module._parameters, module._buffers):
-                for name, tensor in owner.items():
-                    if tensor is not None:
-                        self._tensors.append((owner, name, tensor, tensor.data_ptr()))
-
-    def has_changed(self) -> bool:
-        """Whether anything was replaced; compares addresses, so it does not synchronize. A hook
-        that was registered counts, since it would not run in a replay."""
-        if any(self._hooks):
-            return True
-        for owner, name, module in self._submodules:
-            if owner.get(name) is not module:
-                return True
-        for owner, name, tensor, pointer in self._tensors:
-            if owner.get(name) is not tensor or tensor.data_ptr() != pointer:
-                return True
-        return False
-
-
-class BufferedLayer:
-    """The state and statistics of one layer in buffers, which every token updates in place.
-
-    A layer's graphs do not refer to the layer, which refers to them: methods take it.
-    """
-
-    def __init__(
-        self,
-        layer: DecodedLayer,
-        like: Tensor,  # (b, ...)
-    ) -> None:
-        self.buffers = make_buffers(layer, like)
-        self._tokens = 0
-        self._last: tuple[Tensor, Tensor, int] | None = None  # ssm, y, version of ssm
-
-    def advance(
-        self,
-        layer: DecodedLayer,
-        u: Tensor,  # (b, m)
-    ) -> Tensor:  # (b, m)
-        """The arithmetic of a token, which a graph captures."""
-        layer.check_input(u, rank=2)
-        return advance(layer, u, self.buffers)
-
-    def load(self, layer: DecodedLayer, state: BedouinState) -> None:
-        """Copy a state into the buffers, unless it is the unchanged state of the last token."""
-        last = self._last
-        if last is not None and isinstance(state, BedouinState):
-            if state.ssm is last[0] and state.y is last[1] and last[0]._version == last[2]:
-                return
-        self.buffers.load(state, layer.feedback_norm_eps)
-
-    def begin(self, layer: DecodedLayer) -> None:
-        """What comes before a token."""
-        layer.deferred.flush()
-        if layer.training:
-            layer.draws.next(layer.solve_options.cap)
-
-    def end(self, layer: DecodedLayer) -> None:
-        """What comes after a token."""
-        self._last = None
-        self._tokens += 1
-        if self._tokens % CHECK_EVERY == 0 and layer.solve_options.on_unconverged == "warn":
-            subject = type(layer).__name__
-            if not layer.deferred.is_pending(subject):
-                layer.deferred.schedule(self.buffers.take_stats(), subject)
-
-    def copies(self, layer: DecodedLayer) -> BedouinState:
-        """A copy of the state after the last token; also sets `layer.stats`."""
-        state, vars(layer)["stats"] = self.buffers.copies()
-        self._last = state.ssm, state.y, state.ssm._version
-        return state
-
-
 class Captured:
     """One token on buffers at fixed addresses, ready to be replayed."""
 
     def __init__(
         self,
-        module: DecodedLayer | nn.Module,
-        layers: Sequence[DecodedLayer],
+        module: HasModules,
+        layers: Sequence[Any],
         x_t: Tensor,  # (b, m), or tokens (b,)
         compute: Compute,
     ) -> None:
@@ -136,28 +47,28 @@ class Captured:
         # because its casts of the weights would become constants of the graph.
         cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
         with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
-            self.parts = [BufferedLayer(layer, x_t) for layer in layers]
+            self.parts = [make_part(layer, x_t) for layer in layers]
             pairs = zip(self.parts, layers, strict=True)
             each = [partial(part.advance, layer) for part, layer in pairs]
             self.x = x_t.clone(memory_format=torch.contiguous_format)
             make_replay = capture_graph if x_t.is_cuda else rerun
             self.replay, self.output = make_replay(lambda: compute(self.x, each))
             for part in self.parts:
-                part.buffers.all_converged.fill_(1)
+                part.start()
         self._watch = ReplacementWatch(module)
 
     def is_stale(self) -> bool:
         """Whether a module, parameter or storage was replaced since the capture."""
         return self._watch.has_changed()
 
-    def load(self, layers: Sequence[DecodedLayer], states: Sequence[BedouinState]) -> None:
-        """Copy the states of the layers into the buffers, as `BufferedLayer.load`."""
+    def load(self, layers: Sequence[Any], states: Sequence[Any]) -> None:
+        """Copy the states of the layers into the buffers, as `Part.load`."""
         for part, layer, state in zip(self.parts, layers, states, strict=True):
             part.load(layer, state)
 
     def run(
         self,
-        layers: Sequence[DecodedLayer],
+        layers: Sequence[Any],
         x_t: Tensor,  # (b, m), or tokens (b,)
     ) -> Tensor:  # (b, m), or logits (b, v)
         """One token from the states in the buffers; the output is a buffer, too."""
@@ -169,13 +80,13 @@ class Captured:
             part.end(layer)
         return self.output
 
-    def copies(self, layers: Sequence[DecodedLayer]) -> tuple[BedouinState, ...]:
+    def copies(self, layers: Sequence[Any]) -> tuple[Any, ...]:
         """Copies of the states after the last token; also sets the layers' `stats`."""
         return tuple(part.copies(layer) for part, layer in zip(self.parts, layers, strict=True))
 
 
 def capture_layer(
-    layer: DecodedLayer,
+    layer: Any,
     x_t: Tensor,  # (b, m)
 ) -> Captured:
     """A token of a single layer."""
@@ -215,6 +126,11 @@ def rerun(run: Run) -> tuple[Callable[[], object], Tensor]:
     """What `capture_graph` returns, for a CPU: the replay calls `run` again."""
     output = run()
     return lambda: output.copy_(run()), output
+
+
+def is_decoded(layer: Any) -> bool:
+    """Whether a `Decoder` takes the layer: a Bedouin, a FixedPointRNN, or a `Convolved` one."""
+    return isinstance(getattr(solved_layer(layer), "graphs", None), StepGraphs)
 
 
 class StepGraphs:

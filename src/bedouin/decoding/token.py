@@ -247,15 +247,6 @@ def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-def is_buffered(layer: DecodedLayer, x_t: Tensor) -> bool:
-    """Whether a `Decoder` keeps the state in buffers for x_t, (b, m) or tokens (b,).
-
-    On a CPU only in Triton's interpreter, which captures nothing.
-    """
-    fused = takes_fused_step(layer, x_t)
-    return fused and (not x_t.is_cuda or may_replay(layer, x_t))
-
-
 def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
     """One token: u (b, m) -> (b, m); the buffers move on by it."""
     d, options, low = layer.d_inner, step_options(layer), buffers.normed.dtype

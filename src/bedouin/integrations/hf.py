@@ -128,8 +128,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
-            feedback, feedback_norm, feedback_init: options of `bedouin.Bedouin`, where state_size
-            is called d_state.
+            feedback, feedback_norm, feedback_init, rate_scale: options of `bedouin.Bedouin`, where
+            state_size is called d_state.
         rms_norm_eps: epsilon of every norm.
         initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
             have their own initialization.
@@ -164,6 +164,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     feedback: list[str] | tuple[str, ...] = ("delta", "B", "C", "mixer")
     feedback_norm: bool = True
     feedback_init: int | float = 0.1
+    rate_scale: int | float | list[int | float] | tuple[int | float, int | float] = 1.0
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -178,7 +179,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             known = name in self.attribute_map or hasattr(type(self), name)
             if not known and difflib.get_close_matches(name, options, n=1, cutoff=0.85):
                 raise TypeError(unknown_option("BedouinConfig", name, options))
+        # lists, which tuples become in a file
         self.feedback = list(self.feedback)
+        if isinstance(self.rate_scale, tuple):
+            self.rate_scale = list(self.rate_scale)
         super().__post_init__(**others)
 
     @property
@@ -198,6 +202,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 *("eigenvalues", "feedback", "feedback_norm", "feedback_init"),
             )
         }
+        rates = self.rate_scale
+        options["rate_scale"] = tuple(rates) if isinstance(rates, list) else rates
         sizes: dict[str, Any] = {"d_state": self.state_size, "norm_eps": self.rms_norm_eps}
         return Bedouin(self.hidden_size, layer_idx=layer_idx, **sizes, **options)
 

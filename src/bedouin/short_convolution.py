@@ -1,4 +1,4 @@
-"""The short causal convolution that Mamba and DeltaNet put before their recurrence.
+"""The short causal convolution that `Convolved`, Mamba and DeltaNet put before their recurrence.
 
 Letters: b batch, t time, c channels, w width.
 """
