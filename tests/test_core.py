@@ -60,11 +60,14 @@ def make(device: str, dtype: torch.dtype = torch.float64, **options: Any) -> Bed
 
 
 def results(
-    layer: Bedouin, x: Tensor, state: BedouinState | None = None
+    layer: Bedouin,
+    x: Tensor,  # (b, t, m)
+    state: BedouinState | None = None,
+    mask: Tensor | None = None,  # (b, t)
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output and state, and the gradients of x, the state and the parameters."""
     inputs = [x, *(state or ()), *layer.parameters()]
-    out, last = layer(x, state, return_state=True)
+    out, last = layer(x, state, return_state=True, mask=mask)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for v in (out, *last):
         weights = torch.arange(1, v.numel() + 1, device=v.device).reshape(v.shape)
@@ -106,6 +109,38 @@ def test_the_same_as_in_separate_operations(
         theirs = results(layer, x, state)
     check(ours, theirs, 1e-12 if dtype == torch.float64 else 1e-5)
     assert torch.isfinite(residual).all() and bool(layer.stats.converged.all())
+
+
+@devices
+@pytest.mark.parametrize(
+    "variant", ["a state", "no feedback", "paper", "heads", "heads without feedback"]
+)
+def test_padding_in_one_operation(
+    variant: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its values, gradients and statistics are those of the separate operations."""
+    with_state, options = VARIANTS[variant]
+    dtype = torch.float64
+    if "num_heads" in options:
+        dtype, options = torch.float32, {"expand": 3, **options}
+    layer = make(device, dtype, **options)
+    mask = torch.tensor([[False, True, True], [True, False, False], [False] * 3], device=device)
+    x = torch.randn(3, 3, 2, dtype=dtype, device=device)
+    x[~mask] = torch.nan
+    x.requires_grad_()
+    state = layer.init_state(3)
+    state = BedouinState(*(torch.randn_like(v, requires_grad=True) for v in state))
+    given = x, state if with_state else None, mask
+    ours, ran = results(layer, *given), layer.stats
+    with separately(monkeypatch):
+        theirs, expected = results(layer, *given), layer.stats
+    check(ours, theirs, 1e-12 if dtype == torch.float64 else 1e-5)
+    assert ran is not None and ran.conditioning is not None and bool(ran.converged.all())
+    assert expected is not None and expected.conditioning is not None
+    torch.testing.assert_close(ran.conditioning, expected.conditioning)
+    assert ran.num_steps.tolist() == [1, 1, 0]
+    # rounding of other sums
+    assert (ran.residual - expected.residual).abs().max() < 8 * torch.finfo(dtype).eps
 
 
 @devices

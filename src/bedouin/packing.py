@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_tensor
 from bedouin.kernels.linear import padding
+from bedouin.kernels.padding import closed_value
 from bedouin.state import RecurrentState
-
-CLOSED = 1e30
-"""The size of a raw value of Delta for which Delta is exactly 0, whatever the feedback adds."""
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 
@@ -156,8 +154,7 @@ def hold_memory(
     passes, and no gradient reaches the other raw values.
     """
     real = tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
-    limit = torch.finfo(raw.dtype).max
-    delta = torch.where(real, raw[..., :p], min(max(closed, -limit), limit))
+    delta = torch.where(real, raw[..., :p], closed_value(closed, raw.dtype))
     r = raw.shape[-1]
     # rows that kernels read begin at aligned addresses, which spare columns keep
     spare = padding(r) if raw.stride(1) == r + padding(r) else 0
