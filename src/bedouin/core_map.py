@@ -133,8 +133,8 @@ class CoreMap:
     @property
     def lengths(self) -> Tensor | None:  # (b',)
         """The numbers of tokens before the padding of each sample; None: there is no padding."""
-        packing, num_heads = self._packing, self._layer.num_heads
-        return None if packing is None else packing.lengths.repeat(num_heads)
+        packing, heads = self._packing, self._layer.num_heads
+        return None if packing is None else packing.padded_lengths(heads)
 
     @property
     def y0(self) -> Tensor | None:  # (b', p)

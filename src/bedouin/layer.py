@@ -440,7 +440,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
         before = (None, None) if state is None else fold_state(state, self.num_heads)
-        lengths = None if packing is None else packing.lengths.repeat(self.num_heads)
+        lengths = None if packing is None else packing.padded_lengths(self.num_heads)
         if lengths is not None:
             raw = hold_memory(raw, lengths, self.head_dim, self._raw_without_delta)
         operands = Operands(drive, raw, W_y, A, *before)
