@@ -315,7 +315,7 @@ def launches_of(
     layer: Bedouin,
     x: Tensor,  # (b, t, m)
     monkeypatch: pytest.MonkeyPatch,
-    **places: Tensor,
+    **places: Any,
 ) -> tuple[Launches, Launches]:
     """Those of forward and backward, on a machine whose device cannot be read."""
     # it fills uninitialized memory, which costs launches

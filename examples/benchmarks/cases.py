@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
 from benchmarks import agreement, special, subjects
@@ -89,7 +90,7 @@ def _decode(suffix: str, title: str, heads: int) -> Case:
 
 def _packed(heads: int, *, even: bool, feedback: bool) -> Case:
     """Documents in one row beside the same documents as padded rows."""
-    options = {} if feedback else {"feedback": ()}
+    options: dict[str, Any] = {} if feedback else {"feedback": ()}
     names = ("packed" if even else "packed-random", "" if feedback else "-no-feedback")
     lengths = "equal lengths" if even else "random lengths"
     return Case(

@@ -56,7 +56,7 @@ def packed(context: Context, shape: Shape, *, even: bool, feedback: bool = True)
 
 
 def _subject(
-    setting: Setting, shape: Shape, options: dict[str, Any], places: dict[str, Tensor]
+    setting: Setting, shape: Shape, options: dict[str, Any], places: dict[str, Any]
 ) -> Subject:
     """Calls of the layer with these arguments, eager, because cu_seqlens are read by the host."""
     layer = setting.layer(**options)
