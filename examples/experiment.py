@@ -4,6 +4,7 @@
     python examples/experiment.py words copying              # make the runs that have no file yet
     python examples/experiment.py words --only a5-bedouin a5-lstm_l1
     python examples/experiment.py words --extra="--steps 20 --device cpu" --out /tmp/trial
+    python examples/experiment.py language-model --devices 2   # two at a time, a GPU each
     python examples/experiment.py --summary
 
 The experiments are defined in examples/experiments/, one short file each. Each run writes
@@ -13,14 +14,19 @@ files of `words` and `copying`.
 """
 
 import json
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import torch
 import tyro
 from accelerate.state import AcceleratorState
 
@@ -57,8 +63,15 @@ class Config:
     """Flags appended to every command, for trials; written --extra="--flag value"."""
     out: Path = RESULTS
     """Folder of the JSON files."""
+    devices: int = 1
+    """Runs made at the same time. With more than one each has a process and a GPU of its own, if
+    there are GPUs, and what it prints is in runs/experiments/EXPERIMENT/RUN.log."""
     summary: bool = False
     """Write summary.json and the figure, and run nothing."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"--devices must be at least 1, got {self.devices}")
 
 
 def experiments() -> dict[str, Experiment]:
@@ -111,16 +124,82 @@ def result_path(out: Path, experiment: Experiment, run: Run) -> Path:
     return out / folder / f"{run.name}.json"
 
 
+def run_folder(experiment: Experiment, run: Run) -> Path:
+    """The folder of all that a run writes."""
+    return Path("runs") / "experiments" / experiment.name / run.name
+
+
 def make(experiment: Experiment, run: Run, config: Config) -> None:
     """Make one run and keep its file; all that it wrote stays in runs/experiments."""
     script, file = SCRIPTS[run.script]
-    path = result_path(config.out, experiment, run)
-    folder = Path("runs") / "experiments" / experiment.name / run.name
+    path, folder = result_path(config.out, experiment, run), run_folder(experiment, run)
     print(f"== {experiment.name} {run.name}", flush=True)
     AcceleratorState._reset_state()  # it keeps the precision of the last run
     script([*run.arguments, *shlex.split(config.extra), "--out", str(folder)])
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / file, path)
+
+
+def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
+    """Make runs one after the other; returns the number of those that failed."""
+    failed = 0
+    for experiment, run in made:
+        try:
+            make(experiment, run, config)
+        except Exception as error:  # reported; a long list of runs goes on
+            print(f"{run.name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            failed += 1
+    return failed
+
+
+def make_side_by_side(made: list[tuple[Experiment, Run]], config: Config) -> int:
+    """Make `config.devices` runs at a time; returns the number of those that failed."""
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for device in visible_devices(config.devices):
+        free.put(device)
+
+    def start(pair: tuple[Experiment, Run]) -> int:
+        device = free.get()
+        try:
+            return make_in_process(*pair, config, device)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(config.devices) as pool:
+        return sum(pool.map(start, made))
+
+
+def visible_devices(number: int) -> list[str | None]:
+    """Values of CUDA_VISIBLE_DEVICES for so many processes; None without a GPU.
+
+    Raises ValueError if there are GPUs, but fewer.
+    """
+    count = torch.cuda.device_count()
+    if count == 0:
+        return [None] * number
+    if count < number:
+        raise ValueError(f"--devices must be at most {count}, the number of GPUs, got {number}")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(count)] if named is None else named.split(",")
+    return list(names[:number])
+
+
+def make_in_process(experiment: Experiment, run: Run, config: Config, device: str | None) -> int:
+    """Make one run in a process of its own; returns whether it failed, and prints so."""
+    log = run_folder(experiment, run).with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, experiment.name, "--only", run.name, "--again"]
+    command += [f"--extra={config.extra}", "--out", str(config.out)]
+    changes = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    place = "" if device is None else f" on GPU {device}"
+    print(f"== {experiment.name} {run.name}{place}, see {log}", flush=True)
+    with log.open("w") as output:
+        status = subprocess.run(
+            command, env=os.environ | changes, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    if status:
+        print(f"{run.name} failed with exit status {status}, see {log}", file=sys.stderr)
+    return int(status != 0)
 
 
 def seconds_and_seeds(content: dict[str, Any]) -> tuple[float, str]:
@@ -182,14 +261,9 @@ def main(config: Config) -> int:
     if not config.names:
         print(listing(found, config.out))
         return 0
-    failed = False
-    for experiment, run in chosen(found, config):
-        try:
-            make(experiment, run, config)
-        except Exception as error:  # reported; a long list of runs goes on
-            print(f"{run.name} failed: {type(error).__name__}: {error}", file=sys.stderr)
-            failed = True
-    return int(failed)
+    made = chosen(found, config)
+    failed = (make_all if config.devices == 1 else make_side_by_side)(made, config)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

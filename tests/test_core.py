@@ -60,11 +60,14 @@ def make(device: str, dtype: torch.dtype = torch.float64, **options: Any) -> Bed
 
 
 def results(
-    layer: Bedouin, x: Tensor, state: BedouinState | None = None
+    layer: Bedouin,
+    x: Tensor,  # (b, t, m)
+    state: BedouinState | None = None,
+    mask: Tensor | None = None,  # (b, t)
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output and state, and the gradients of x, the state and the parameters."""
     inputs = [x, *(state or ()), *layer.parameters()]
-    out, last = layer(x, state, return_state=True)
+    out, last = layer(x, state, return_state=True, mask=mask)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for v in (out, *last):
         weights = torch.arange(1, v.numel() + 1, device=v.device).reshape(v.shape)
@@ -106,6 +109,38 @@ def test_the_same_as_in_separate_operations(
         theirs = results(layer, x, state)
     check(ours, theirs, 1e-12 if dtype == torch.float64 else 1e-5)
     assert torch.isfinite(residual).all() and bool(layer.stats.converged.all())
+
+
+@devices
+@pytest.mark.parametrize(
+    "variant", ["a state", "no feedback", "paper", "heads", "heads without feedback"]
+)
+def test_padding_in_one_operation(
+    variant: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its values, gradients and statistics are those of the separate operations."""
+    with_state, options = VARIANTS[variant]
+    dtype = torch.float64
+    if "num_heads" in options:
+        dtype, options = torch.float32, {"expand": 3, **options}
+    layer = make(device, dtype, **options)
+    mask = torch.tensor([[False, True, True], [True, False, False], [False] * 3], device=device)
+    x = torch.randn(3, 3, 2, dtype=dtype, device=device)
+    x[~mask] = torch.nan
+    x.requires_grad_()
+    state = layer.init_state(3)
+    state = BedouinState(*(torch.randn_like(v, requires_grad=True) for v in state))
+    given = x, state if with_state else None, mask
+    ours, ran = results(layer, *given), layer.stats
+    with separately(monkeypatch):
+        theirs, expected = results(layer, *given), layer.stats
+    check(ours, theirs, 1e-12 if dtype == torch.float64 else 1e-5)
+    assert ran is not None and ran.conditioning is not None and bool(ran.converged.all())
+    assert expected is not None and expected.conditioning is not None
+    torch.testing.assert_close(ran.conditioning, expected.conditioning)
+    assert ran.num_steps.tolist() == [1, 1, 0]
+    # rounding of other sums
+    assert (ran.residual - expected.residual).abs().max() < 8 * torch.finfo(dtype).eps
 
 
 @devices
@@ -276,6 +311,43 @@ class Live(Inside):
         self.bytes -= size
 
 
+def launches_of(
+    layer: Bedouin,
+    x: Tensor,  # (b, t, m)
+    monkeypatch: pytest.MonkeyPatch,
+    **places: Any,
+) -> tuple[Launches, Launches]:
+    """Those of forward and backward, on a machine whose device cannot be read."""
+    # it fills uninitialized memory, which costs launches
+    torch.use_deterministic_algorithms(False)
+    for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
+        monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
+    forward, backward = Launches(), Launches()
+    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: forward.launch(*args))
+    with forward:
+        out = layer(x, **places)
+    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: backward.launch(*args))
+    with backward:
+        out.backward(torch.ones_like(out))
+    return forward, backward
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_launches_of_documents(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one length are a batch as it is; others are gathered, in both directions."""
+    layer = Bedouin(32 * num_heads, num_heads=num_heads, backend="triton", on_unconverged="ignore")
+    x = torch.randn(1, 96, 32 * num_heads, requires_grad=True)
+    plain = launches_of(layer, x.detach().view(6, 16, -1).requires_grad_(), monkeypatch)
+    for bounds, most in (([0, 48, 96], (2, 0)), ([0, 10, 30, 96], (21, 4))):
+        layer.zero_grad()
+        x.grad = None
+        found = launches_of(layer, x, monkeypatch, cu_seqlens=torch.tensor(bounds))
+        for one, other, more in zip(found, plain, most, strict=True):
+            assert len(one.names) <= len(other.names) + more, one.names
+        assert not {"index_add", "index_put", "cat"} & {*found[0].names, *found[1].names}
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("feedback", [True, False])
@@ -283,21 +355,11 @@ def test_the_number_of_launches(
     feedback: bool, num_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For 40 samples of 16 tokens, whose reverse sweep is three launches, as for 128 samples."""
-    # it fills uninitialized memory, which costs launches
-    torch.use_deterministic_algorithms(False)
     options: dict[str, Any] = {} if feedback else {"feedback": ()}
     options = {"num_heads": num_heads, "backend": "triton", **options}
     layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
     x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
-    for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
-        monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
-    forward, backward = Launches(), Launches()
-    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: forward.launch(*args))
-    with forward:
-        out = layer(x)
-    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: backward.launch(*args))
-    with backward:
-        out.backward(torch.ones_like(out))
+    forward, backward = launches_of(layer, x, monkeypatch)
     # one of forward is the number of steps of the statistics, and four join those of the heads;
     # without feedback the coefficients and the statistics have launches of their own
     most = {1: (10 if feedback else 11, 25), 2: (14 if feedback else 15, 27)}[num_heads]

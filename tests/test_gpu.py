@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from bedouin.solvers import (
     Picard,
     Solver,
 )
+from bedouin.testing import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -160,3 +162,24 @@ def test_autocast_keeps_state_and_residual_in_float32(dtype: torch.dtype) -> Non
     assert bool(layer.stats.converged.all())
     error = (y.float() - expected).abs().max() / expected.abs().max()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("bounds", [[0, 32, 64], [0, 5, 64]], ids=["one length", "two lengths"])
+@pytest.mark.parametrize("num_heads", [1, 8])
+def test_the_host_waits_for_documents_once(bounds: list[int], num_heads: int) -> None:
+    layer = Bedouin(64, num_heads=num_heads, device="cuda")
+    x, cu_seqlens = torch.randn(1, 64, 64, device="cuda"), torch.tensor(bounds, device="cuda")
+    layer(x, cu_seqlens=cu_seqlens).sum().backward()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            output = layer(x, cu_seqlens=cu_seqlens)
+            output.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in seen if "called a synchronizing" in str(w.message)]
+    assert len(waits) == 1, waits
+    alone = [layer(x[:, start:stop]) for start, stop in pairwise(bounds)]
+    # float32, in other sums
+    assert_close("output", output, torch.cat(alone, 1), 1e-3)

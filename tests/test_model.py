@@ -1,6 +1,7 @@
 """SequenceModel around dummy mixers: shapes, causality, states, ensembles, messages."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bedouin import BedouinState
+from bedouin import Bedouin, BedouinState
 from bedouin.model import GatedMLP, SequenceModel
+from bedouin.testing import assert_close
 
 D_MODEL = 8
 VOCAB = 11
@@ -283,3 +286,33 @@ def test_bad_tokens_and_states() -> None:
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SequenceModel(**{"vocab_size": VOCAB, "d_model": D_MODEL, "mixers": [Leaky()], **arguments})
+
+
+class Gathers(TorchDispatchMode):
+    """Counts gathers of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.index_select, torch.ops.aten.scatter)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("bounds", "gathers"), [([0, 3, 6], 0), ([0, 2, 6], 2)])
+def test_a_model_gathers_tokens_once(bounds: list[int], gathers: int) -> None:
+    """Its layers are told that padding follows the tokens."""
+    model = SequenceModel(5, 4, lambda i: Bedouin(4), num_layers=2).double()
+    tokens = torch.randint(5, (1, 6))
+    with Gathers() as seen:
+        found = model(tokens, cu_seqlens=torch.tensor(bounds))
+    assert seen.count == gathers
+    parts = [model(tokens[:, a:b]) for a, b in pairwise(bounds)]
+    assert_close("logits", found, torch.cat(parts, 1), 1e-12)
+
+
+def test_documents_of_one_length_need_layers_that_take_a_mask() -> None:
+    model = SequenceModel(5, 4, [nn.Identity()])
+    with pytest.raises(TypeError, match="mixer Identity takes no mask"):
+        model(torch.zeros(1, 6, dtype=torch.long), cu_seqlens=torch.tensor([0, 3, 6]))

@@ -17,6 +17,7 @@ from torch import Tensor
 from bedouin import Bedouin, Decoder
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import Direct, FixedCap, Jacobi, Picard, Solver
+from benchmarks.packed import bounds_of, lengths_of
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import LINEAR_RTOL, scan_inputs
 
@@ -49,6 +50,13 @@ def direct_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
 def linear_agrees(setting: Setting, shape: Shape) -> None:
     """The sweep without feedback."""
     direct_agrees(setting, shape, feedback=())
+
+
+def packed_agrees(setting: Setting, shape: Shape, *, even: bool, **options: Any) -> None:
+    """The sweep of documents in one row, values and gradients."""
+    lengths = lengths_of(setting, shape, even=even)
+    bounds, row = bounds_of(lengths), Shape(1, int(lengths.sum()))
+    _layer_agrees(setting, row, Direct(), gradients=True, cu_seqlens=bounds, **options)
 
 
 def jacobi_agrees(setting: Setting, shape: Shape) -> None:
@@ -106,7 +114,13 @@ def _scan_results(
 
 
 def _layer_agrees(
-    setting: Setting, shape: Shape, solver: Solver, *, gradients: bool, **options: Any
+    setting: Setting,
+    shape: Shape,
+    solver: Solver,
+    *,
+    gradients: bool,
+    cu_seqlens: Tensor | None = None,  # (documents + 1,)
+    **options: Any,
 ) -> None:
     tolerance = _tolerance(setting)
     layer = setting.layer(solver=solver, **options)
@@ -115,8 +129,8 @@ def _layer_agrees(
     torch.manual_seed(1)
     x = setting.randn(shape.b, shape.t, setting.m)
     with setting.autocast():
-        got = _results(layer, x, gradients)
-    expected = _results(reference, x.float(), gradients)
+        got = _results(layer, x, gradients, cu_seqlens)
+    expected = _results(reference, x.float(), gradients, cu_seqlens)
     for name, value in got.items():
         bound = 2 * tolerance if name != "output" else tolerance
         _close(f"{solver}, {setting.precision}, {name}", value, expected[name], bound)
@@ -126,10 +140,11 @@ def _results(
     layer: Bedouin,
     x: Tensor,  # (b, t, m)
     gradients: bool,
+    cu_seqlens: Tensor | None,  # (documents + 1,)
 ) -> dict[str, Tensor]:
     """The output, and the gradients of x and of the two large weights."""
     x = x.clone().requires_grad_()
-    output: Tensor = layer(x)
+    output: Tensor = layer(x, cu_seqlens=cu_seqlens)
     found = {"output": output.detach()}
     if gradients:
         weight = torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output)

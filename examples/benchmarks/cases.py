@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
 from benchmarks import agreement, special, subjects
+from benchmarks import packed as documents
 from benchmarks.measure import Context, Numbers, Subject, measure_subject
 from benchmarks.setting import Setting, Shape
 
@@ -86,6 +88,29 @@ def _decode(suffix: str, title: str, heads: int) -> Case:
     )
 
 
+def _packed(heads: int, *, even: bool, feedback: bool) -> Case:
+    """Documents in one row beside the same documents as padded rows."""
+    options: dict[str, Any] = {} if feedback else {"feedback": ()}
+    names = ("packed" if even else "packed-random", "" if feedback else "-no-feedback")
+    lengths = "equal lengths" if even else "random lengths"
+    return Case(
+        "".join(names) + (f"-heads{heads}" if heads > 1 else ""),
+        f"documents of {lengths}, {'' if feedback else 'no '}feedback, heads: {heads}",
+        partial(documents.packed, even=even, feedback=feedback),
+        shapes=("64x256",) if even else ("64x1024",),
+        agrees=partial(agreement.packed_agrees, even=even, **options),
+        heads=heads,
+    )
+
+
+PACKED = tuple(
+    _packed(heads, even=even, feedback=feedback)
+    for even in (True, False)
+    for feedback in (True, False)
+    for heads in (1, 8, 16)
+)
+"""Documents in one row."""
+
 CASES = (
     Case(
         "direct",
@@ -128,6 +153,7 @@ CASES = (
     _decode("", "", 1),
     _decode("-heads8", ", 8 heads of 128", 8),
     _decode("-heads16", ", 16 heads of 64", 16),
+    *PACKED,
     Case(
         "jacobi-iteration",
         "one Jacobi iteration, no product",

@@ -26,6 +26,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 FORWARD_ONLY = {"both_gb_per_s": "forward_gb_per_s", "both_floor_share": "forward_floor_share"}
 EXTRA = (
     *("us_a_layer", "us_a_layer_in_a_stack", "decoder_us", "decoder_us_in_a_stack", "floor_us"),
+    *("over_padded", "over_unmasked", "padded_both_ms", "unmasked_both_ms", "padded_tokens"),
     *("times_floor", "forward_eager_ms", "repeats", "graph_breaks", "residual", "num_steps"),
     *("graph_forward_ms_failed", "graph_both_ms_failed"),
 )
@@ -60,13 +61,13 @@ def _short(value: Any) -> str:
 
 def text_header() -> str:
     titles = "".join(f"{title:>11}" for title, _, _ in COLUMNS)
-    return f"{'shape':8}{'row':24}{titles}"
+    return f"{'shape':8}{'row':34}{titles}"
 
 
 def text_line(row: Row) -> str:
     """One row for the terminal."""
     values = "".join(f"{cell:>11}" for cell in cells(row))
-    start = f"{row['shape']:8}{row['case']:24}"
+    start = f"{row['shape']:8}{row['case']:34}"
     remark = note(row)
     if row["status"] != "measured":
         return f"{start}  {remark}"

@@ -23,6 +23,8 @@ HEADS_AT_MOST = {
     8: {"128x16": 0.48, "64x256": 4.0, "16x1024": 9.0, "8x4096": 25.0},
     16: {"128x16": 0.40, "64x256": 3.0, "16x1024": 6.0, "8x4096": 16.0},
 }
+OVER_PADDED = 1.2
+"""The time of documents in one row over that of the same documents as padded rows."""
 HEADS_AIM = {"128x16": 0.3, "64x256": 1.5, "16x1024": 3.5, "8x4096": 10.0}
 
 
@@ -88,9 +90,22 @@ def _with_heads() -> list[Target]:
     return found
 
 
+def _packed() -> list[Target]:
+    return [
+        Target(
+            f"packed / padded, fwd + bwd, {'no ' if feedback else ''}feedback, heads: {heads}",
+            f"packed{kind}{feedback}{suffix}", shape, "over_padded", OVER_PADDED,
+        )
+        for kind, shape in (("", "64x256"), ("-random", "64x1024"))
+        for feedback in ("", "-no-feedback")
+        for heads, suffix in ((1, ""), (8, "-heads8"), (16, "-heads16"))
+    ]  # fmt: skip
+
+
 TARGETS = (
     *_by_shape(),
     *_with_heads(),
+    *_packed(),
     Target("one Jacobi iteration / byte floor", "jacobi-iteration", "64x256", "times_floor", 2),
     Target("one Picard iteration / byte floor", "picard-iteration", "64x256", "times_floor", 2),
     Target("one token by step, us a layer", "decode", "1x1", "us_a_layer", 45),

@@ -18,6 +18,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import padding
 from bedouin.kernels.output.launch import output_forward
 from bedouin.kernels.output.types import OutputOperands
+from bedouin.kernels.padding import CLOSED, hold_memory_, ignore_padding_
 
 CoreResult = tuple[Tensor, Tensor, CoreSaved, tuple[Tensor, Tensor, Tensor]]
 """The gated output (b, t, d), the last h (b', p, n), what is saved, and the statistics (4, b', t),
@@ -28,9 +29,11 @@ def core_forward(
     tensors: CoreTensors,
     biases: tuple[Tensor, Tensor | None],  # of Delta (d,) and of all others (H r,)
     options: CoreOptions,
+    real: Tensor | None,  # (b, t) bool, False in the padding after the tokens; None: there is none
 ) -> CoreResult:
     """No size may be 0. The output has the dtype of `projected`, in which the products are
-    computed. Several heads with feedback must be such that `takes_heads_together` is true."""
+    computed; in the padding it is any finite value. Several heads with feedback must be such that
+    `takes_heads_together` is true."""
     W_x, W_y = (_lowered(W, tensors.projected.dtype) for W in (tensors.W_x, tensors.W_y))
     assert W_x is not None
     sizes, x = tensors.sizes(), tensors.split()[0]
@@ -52,6 +55,9 @@ def core_forward(
     rows = rows_of(x, H)
     raw = project(rows, first_rows(W_x, wide), bias[..., :wide]).view(folded, t, wide)
     gate = project(rows, W_x[..., r:, :], bias[..., wide:])
+    padded = None if real is None else ~real
+    if padded is not None:
+        hold_memory_(raw, padded, p, -CLOSED)
     loop = None if W_y is None else W_y[..., :r, :]
     given = raw[..., :r], loop, A, h, kept, y, normed, statistics
     buffers = SweepBuffers(samples_of(x, H), *given)
@@ -59,6 +65,8 @@ def core_forward(
         launch_sweep(buffers, options.parameterization, options.keep_every, counts=counts)
     else:
         launch_head_sweep(buffers, options.parameterization, options.keep_every)
+    if padded is not None:
+        ignore_padding_(statistics, padded)
     if W_y is None:
         normed = W_x.new_empty(0)
     else:

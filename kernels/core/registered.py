@@ -49,15 +49,16 @@ def _options(flat: tuple[Any, ...]) -> CoreOptions:
 
 @operation(
     "core",
-    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, {OPTIONS}) -> ({', '.join(['Tensor'] * 13)})",
+    f"({TENSORS}, Tensor dt_bias, Tensor? raw_bias, Tensor? real, {OPTIONS}) -> "
+    f"({', '.join(['Tensor'] * 13)})",
 )
 def core_operation(*flat: Any) -> tuple[Tensor, ...]:
     """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b', t), residual
-    and pivot (2, b'), converged (b',). No size may be 0."""
+    and pivot (2, b'), converged (b',). No size may be 0. `real` is that of `core_forward`."""
     from bedouin.kernels.core.forward import core_forward
 
-    tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(flat[10:])
-    hidden, h, saved, statistics = core_forward(tensors, biases, options)
+    tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(flat[11:])
+    hidden, h, saved, statistics = core_forward(tensors, biases, options, flat[10])
     return hidden, h, *saved, *statistics
 
 
@@ -128,7 +129,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(*others)
     ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
     ctx.save_for_backward(*inputs[:10], y, *others[:7])
-    ctx.scalars = inputs[10:]
+    ctx.scalars = inputs[11:]
     W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
     ctx.wanted = [W_x, W_y, y0, any(ctx.needs_input_grad[8:10])]
     ctx.report = None
@@ -160,8 +161,8 @@ def _gradients(
         ]
     if ctx.report is not None and not is_transformed():
         ctx.report(*statistics.unbind())
-    # none for the options
-    last = [None] * len(ctx.scalars)
+    # none for what is real and for the options
+    last = [None] * (1 + len(ctx.scalars))
     return *refuse_second_derivative(typed, [*cotangents, *saved]), *last
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.fixed_point_map import FixedPointMap, StructuredMap, make_reporter
+from bedouin.gated_stage import GatedStage
 from bedouin.heads import HeadLinear, fold_state
 from bedouin.kernels.backend import choose_backend, is_transformed
 from bedouin.kernels.core import CoreOptions, CoreRun, CoreTensors, core_operation, flatten
@@ -29,6 +30,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.output import MAX_CHANNELS
 from bedouin.mixers import ChannelMixer
+from bedouin.packing import Packing
 from bedouin.parameterization import OutputStage
 from bedouin.solvers import Direct, ImplicitAdjoint
 from bedouin.solvers.solution import BackwardStats
@@ -112,11 +114,14 @@ class CoreMap:
         projected: Tensor,  # (b, t, w)
         state: BedouinState | None,
         cast_to: torch.dtype | None,  # by autocast
-        separate: Callable[[], FixedPointMap],
+        packing: Packing | None,
+        separate: Callable[[], tuple[FixedPointMap, Tensor, GatedStage]],
     ) -> None:
-        """`separate` makes the map of the same call in separate operations."""
-        self._layer, self._projected, self._state = layer, projected, state
+        """`separate` makes the map of the same call in separate operations, and more."""
+        self._layer, self._projected = layer, projected
         self._dtype, self._separate = cast_to or layer.D.dtype, separate
+        self._packing = packing
+        self._before = None if state is None else fold_state(state, layer.num_heads)
         self._run: CoreRun | None = None
 
     @property
@@ -124,6 +129,17 @@ class CoreMap:
         """What Direct takes for the start of the solve (b', t, p), which it does not read."""
         (b, t, _), layer = self._projected.shape, self._layer
         return self._projected.new_empty(()).expand(layer.num_heads * b, t, layer.head_dim)
+
+    @property
+    def lengths(self) -> Tensor | None:  # (b',)
+        """The numbers of tokens before the padding of each sample; None: there is no padding."""
+        packing, heads = self._packing, self._layer.num_heads
+        return None if packing is None else packing.padded_lengths(heads)
+
+    @property
+    def y0(self) -> Tensor | None:  # (b', p)
+        """The output before the first token; None: zeros."""
+        return None if self._before is None else self._before.y
 
     @property
     def hidden(self) -> Tensor:
@@ -136,12 +152,12 @@ class CoreMap:
         y: Tensor,  # (b', t, p)
     ) -> Tensor:  # (b', t, p)
         """F(y)."""
-        return self._separate()(y)
+        return self._separate()[0](y)
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve, and the output stage for its result."""
         assert not unroll, "takes_core demands the implicit adjoint"
-        layer, state = self._layer, self._state
+        layer, packing = self._layer, self._packing
         decay, sharpness, parameter = layer.decay_parameter()
         assert parameter is not None and decay != "one"
         W_x = layer.x_proj.weight
@@ -152,7 +168,7 @@ class CoreMap:
             W_x, W_y = W_x.to(self._dtype), None if W_y is None else W_y.to(self._dtype)
         weight, eps = (None, 0.0) if layer.norm is None else (layer.norm.weight, layer.norm.eps)
         heads, p, n = layer.num_heads, layer.head_dim, layer.d_state
-        h0, y0 = (None, None) if state is None else fold_state(state, heads)
+        h0, y0 = (None, None) if self._before is None else self._before
         tensors = CoreTensors(self._projected, W_x, W_y, parameter, layer.D, weight, h0, y0)
         (b, t, _), feedback = self._projected.shape, W_y is not None
         if heads == 1:
@@ -160,7 +176,8 @@ class CoreMap:
         else:
             kept = choose_chunk_of_heads(heads * b, t, p, n, feedback=feedback)
         options = CoreOptions(layer.parameterization(), decay, sharpness, eps or 0.0, kept)
-        output = core_operation(*tensors, layer.dt_bias, layer.raw_bias, *flatten(options))
+        biases, real = (layer.dt_bias, layer.raw_bias), None if packing is None else packing.real
+        output = core_operation(*tensors, *biases, real, *flatten(options))
         run = self._run = CoreRun.of(output, make_reporter(cell))
         defect, scale, magnitude, _ = run.statistics.unbind()
         residual, pivot = run.summary.unbind()
@@ -180,6 +197,6 @@ class CoreMap:
         cell: BackwardStats,
     ) -> Tensor:  # (b', t, p)
         """y_star with the exact implicit gradient."""
-        f = self._separate()
+        f = self._separate()[0]
         assert isinstance(f, StructuredMap)
         return f.attach(y_star, cell)

@@ -76,6 +76,11 @@ class FixedPointMap:
         self._mixer_values: tuple[Tensor, ...] | None = None
 
     @property
+    def y0(self) -> Tensor | None:  # (b, d)
+        """The output before the first token; None: zeros."""
+        return self.operands.y0
+
+    @property
     def wide(self) -> Operands:
         """`Operands.wide`, for plain torch; the kernels read `operands` directly."""
         if self._wide is None:

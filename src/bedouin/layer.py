@@ -44,11 +44,12 @@ from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, wit
 from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, inner_size
 from bedouin.layer_state import Call, incoming_state, outgoing_state
 from bedouin.mixers import ChannelMixer, StructuredMixer
-from bedouin.packing import CLOSED, Packing, Places, find_packing, hold_memory
+from bedouin.packing import Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     OutputStage,
@@ -383,12 +384,11 @@ class FixedPointLayer(GraphedLayer, ABC):
         projected = self.in_proj(u if packing is None else packing.take(u))
         state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
         cast_to = autocast_dtype(u)
-        if packing is None and takes_core(self, projected, options, cast_to):
-            given = projected, state, options, cast_to
-            core = CoreMap(self, projected, state, cast_to, lambda: self._separate(*given)[0])
+        separate = partial(self._separate, projected, state, options, cast_to, packing)
+        if takes_core(self, projected, options, cast_to):
+            core = CoreMap(self, projected, state, cast_to, packing, separate)
             return Call(core, core.start, None, state)
-        f, start, stage = self._separate(projected, state, options, cast_to, packing)
-        return Call(f, start, stage, state)
+        return Call(*separate(), state)
 
     def _separate(
         self,
@@ -440,7 +440,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
         before = (None, None) if state is None else fold_state(state, self.num_heads)
-        lengths = None if packing is None else packing.lengths.repeat(self.num_heads)
+        lengths = None if packing is None else packing.padded_lengths(self.num_heads)
         if lengths is not None:
             raw = hold_memory(raw, lengths, self.head_dim, self._raw_without_delta)
         operands = Operands(drive, raw, W_y, A, *before)

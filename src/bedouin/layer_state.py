@@ -56,9 +56,7 @@ def outgoing_state(
     """The state after the last token of each sample."""
     if state is not None and y.shape[1] == 0:
         return state
-    if isinstance(f, CoreMap) or f.lengths is None:
-        last = y[:, -1]
-    else:
-        last = last_token(y, f.lengths, f.operands.y0)
+    lengths = f.lengths
+    last = y[:, -1] if lengths is None else last_token(y, lengths, f.y0)
     # copies, because a view would keep all of y alive and may share what autograd has saved
     return unfold_state(f.memory(y), last, num_heads)

@@ -272,7 +272,10 @@ class SequenceModel(nn.Module):
         _check_tokens(tokens, 2, "(b, t)")
         packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
         ids = tokens if packing is None else packing.take(tokens)
-        real = None if packing is None else packing.real
+        real = None if packing is None else packing.mask_of_sequences
+        if packing is not None and real is None:
+            for mixer in self.mixers:
+                check_takes_mask(mixer)
         x = self.embedding(ids)  # (b, t, m)
         if state is None and not return_state:
             for block in self.blocks:

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import check_tensor
+from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.linear import padding
+from bedouin.kernels.padding import closed_value
 from bedouin.state import RecurrentState
 
-CLOSED = 1e30
-"""The size of a raw value of Delta for which Delta is exactly 0, whatever the feedback adds."""
-
 StateT = TypeVar("StateT", bound=RecurrentState)
+
+_LENGTHS = "_lengths_before_padding"
+"""The name under which a mask of rows whose padding follows their tokens has their lengths."""
 
 _known_takers: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
 """Classes of layers, and whether their `forward` takes a mask."""
@@ -37,14 +39,66 @@ class Places(TypedDict, total=False):
     seq_idx: Tensor | None  # (b, t)
 
 
+class _Gather(torch.autograd.Function):
+    """v[index] where `kept` is True, and 0 elsewhere.
+
+    The gradient is gathered as well, with the inverse of the index; autograd would add into zeros,
+    at scattered addresses.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        v: Tensor,  # (i, j, ...)
+        index: Tensor,  # (k l,), of the i j
+        inverse: Tensor,  # (i j,), of the k l
+        kept: Tensor | None,  # (k, l) bool
+        used: Tensor | None,  # (i, j) bool, what the index contains; None: all
+        size: tuple[int, int],  # k, l
+    ) -> Tensor:  # (k, l, ...)
+        ctx.save_for_backward(index, inverse, kept, used)
+        ctx.size = v.shape[:2]
+        gathered = v.flatten(0, 1).index_select(0, index).unflatten(0, size)
+        return gathered if kept is None else zero_outside(kept, gathered, in_place=True)
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad: Tensor,  # (k, l, ...)
+    ) -> tuple[Tensor | None, ...]:
+        index, inverse, kept, used = ctx.saved_tensors
+        return _gather(grad, inverse, index, used, kept, ctx.size), None, None, None, None, None
+
+
+def _gather(
+    v: Tensor,  # (i, j, ...)
+    index: Tensor,  # (k l,)
+    inverse: Tensor,  # (i j,)
+    kept: Tensor | None,  # (k, l) bool
+    used: Tensor | None,  # (i, j) bool
+    size: tuple[int, int],  # k, l
+) -> Tensor:  # (k, l, ...)
+    """What `_Gather` computes, in memory of its own."""
+    if not (torch.compiler.is_compiling() or is_transformed()):
+        gathered: Tensor = _Gather.apply(v, index, inverse, kept, used, size)  # type: ignore[no-untyped-call]
+        return gathered
+    flat = v.flatten(0, 1).index_select(0, index).unflatten(0, size)
+    return flat.clone() if kept is None else zero_outside(kept, flat)
+
+
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of l sequences are in b rows. A state is one of sequences, or of rows."""
+    """Where the tokens of l sequences are in b rows. A state is one of sequences, or of rows.
+
+    source and target say for each place of a sequence from which of the b t its token comes, and
+    for each place of a row at which of the l w its token is; None: at the same one.
+    """
 
     lengths: Tensor  # (l,)
-    real: Tensor  # (l, w) bool, False in the padding after each sequence
-    source: Tensor  # (l w,), for each place of a sequence the one of b t that its token comes from
-    target: Tensor  # (b t,), for each place of a row the one of l w where its token is
+    size: tuple[int, int]  # l, w
+    real: Tensor | None  # (l, w) bool, False in the padding after each sequence; None: no padding
+    source: Tensor | None  # (l w,)
+    target: Tensor | None  # (b t,)
     mask: Tensor | None = None  # (b, t) bool, the places of rows that have a token; None: all
     first: Tensor | None = None  # (l,), the index + 1 of the row that a sequence begins, or 0
     last: Tensor | None = None  # (b,), the last sequence of each row
@@ -54,13 +108,28 @@ class Packing:
         """How many samples a state has before and after a call."""
         return len(self.lengths if self.last is None else self.last)
 
+    def padded_lengths(self, num_heads: int = 1) -> Tensor | None:  # (H l,)
+        """The lengths of folded samples (bedouin.heads); None if there is no padding."""
+        if self.real is None or num_heads == 1:
+            return None if self.real is None else self.lengths
+        return self.lengths.repeat(num_heads)
+
+    @property
+    def mask_of_sequences(self) -> Tensor | None:  # (l, w) bool
+        """`real`, of which `find_packing` then knows that padding follows the tokens."""
+        if self.real is not None and not torch.compiler.is_compiling():
+            setattr(self.real, _LENGTHS, self.lengths)
+        return self.real
+
     def take(
         self,
         x: Tensor,  # (b, t, ...)
     ) -> Tensor:  # (l, w, ...)
         """The tokens of each sequence, and zeros in its padding, even where x is NaN."""
-        taken = x.flatten(0, 1).index_select(0, self.source)
-        return zero_outside(self.real, taken.unflatten(0, self.real.shape))
+        if self.source is not None and self.target is not None:
+            return _gather(x, self.source, self.target, self.real, self.mask, self.size)
+        taken = _in_rows(x, self.size)
+        return taken if self.real is None else zero_outside(self.real, taken)
 
     def put(
         self,
@@ -68,12 +137,14 @@ class Packing:
         shape: torch.Size,  # (b, t, ...)
     ) -> Tensor:  # (b, t, ...)
         """The inverse of `take`, with zeros at places without a token."""
-        placed = y.flatten(0, 1).unsqueeze(0).index_select(1, self.target)  # (1, b t, ...)
-        rows = placed if shape[0] == 1 else placed.squeeze(0).unflatten(0, shape[:2])
+        b, t = shape[:2]
+        if self.source is not None and self.target is not None:
+            return _gather(y, self.target, self.source, self.mask, self.real, (b, t))
+        rows = _in_rows(y, (b, t))
         if self.mask is not None:
             return zero_outside(self.mask, rows)
         # not a view, since that would keep FSDP from gathering the parameters for its backward
-        return rows if rows is placed else rows.clone()
+        return rows if rows is y else rows.clone()
 
     def before(
         self,
@@ -105,15 +176,15 @@ class Packing:
     ) -> "Packing":
         """The packing of rows with padding from that of rows whose real tokens come first, which
         source and target relate as `_order` returns them."""
-        moved = {"source": source[self.source], "target": self.target[target]}
-        return replace(self, mask=mask, **moved)
+        assert self.source is not None and self.target is not None
+        return replace(self, mask=mask, source=source[self.source], target=self.target[target])
 
     def steps(
         self,
         num_steps: Tensor,  # (l,)
     ) -> Tensor:  # (l,)
         """Steps of a solve; a sequence without tokens takes none."""
-        return torch.where(self.lengths > 0, num_steps, 0)
+        return num_steps if self.real is None else num_steps * (self.lengths > 0)
 
 
 def tokens_before(
@@ -127,10 +198,20 @@ def tokens_before(
 def zero_outside(
     mask: Tensor,  # (l, w) bool
     v: Tensor,  # (l, w, ...)
+    *,
+    in_place: bool = False,
 ) -> Tensor:  # (l, w, ...)
     """v where the mask is True, and 0 elsewhere, also for the gradient where v is not finite."""
     # not a product: that would leave NaN
-    return v.masked_fill(~mask.view(*mask.shape, *(1,) * (v.dim() - 2)), 0)
+    fill = v.masked_fill_ if in_place else v.masked_fill
+    return fill(~mask.view(*mask.shape, *(1,) * (v.dim() - 2)), 0)
+
+
+def _in_rows(
+    v: Tensor,  # (i, j, ...)
+    size: tuple[int, int],  # k, l with k l = i j
+) -> Tensor:  # (k, l, ...)
+    return v if v.shape[:2] == size else v.flatten(0, 1).unflatten(0, size)
 
 
 def last_token(
@@ -156,8 +237,7 @@ def hold_memory(
     passes, and no gradient reaches the other raw values.
     """
     real = tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
-    limit = torch.finfo(raw.dtype).max
-    delta = torch.where(real, raw[..., :p], min(max(closed, -limit), limit))
+    delta = torch.where(real, raw[..., :p], closed_value(closed, raw.dtype))
     r = raw.shape[-1]
     # rows that kernels read begin at aligned addresses, which spare columns keep
     spare = padding(r) if raw.stride(1) == r + padding(r) else 0
@@ -232,8 +312,11 @@ def _pad_rows(
     mask: Tensor,  # (b, t) bool
 ) -> Packing:
     """Each row is a sequence of the same width, so that no shape depends on the mask."""
+    b, t = mask.shape
+    if not torch.compiler.is_compiling() and (known := getattr(mask, _LENGTHS, None)) is not None:
+        return Packing(known, (b, t), mask, None, None, mask)
     lengths = mask.sum(1)
-    return Packing(lengths, tokens_before(lengths, mask.shape[1]), *_order(mask), mask)
+    return Packing(lengths, (b, t), tokens_before(lengths, t), *_order(mask), mask)
 
 
 def _order(
@@ -284,9 +367,12 @@ def _split_at(
             "places where documents begin, and t"
         )
     w = max((stop - start for start, stop in zip(counts, counts[1:], strict=False)), default=0)
+    lengths = tokens.diff()
+    if mask is None:
+        return _from_starts(tokens[:-1], lengths, w, t)
     # padding is put somewhere, too, before it is masked
-    packing = _from_starts(tokens[:-1], tokens.diff(), max(w, min(t, 1)), t)
-    return packing if mask is None else packing.reordered(mask, *_order(mask))
+    packing = _from_starts(tokens[:-1], lengths, max(w, min(t, 1)), t, dense=False)
+    return packing.reordered(mask, *_order(mask))
 
 
 def _split_rows(
@@ -311,7 +397,7 @@ def _split_rows(
     lengths = torch.cat([starts, starts.new_full((1,), b * t)]).diff()
     if real is not None:
         lengths = torch.minimum(lengths, real[starts // t] - starts % t)
-    packing = _from_starts(starts, lengths, w, b * t)
+    packing = _from_starts(starts, lengths, w, b * t, dense=real is None)
     first = torch.where(starts % t == 0, starts // t + 1, 0)
     return replace(packing, first=first, last=document.view(b, t)[:, -1])
 
@@ -321,15 +407,25 @@ def _from_starts(
     lengths: Tensor,  # (l,)
     w: int,
     places: int,
+    *,
+    dense: bool = True,
 ) -> Packing:
-    """Documents one after the other, with or without places between them."""
+    """Documents one after the other; if not `dense`, there are places between them, which get any
+    target and are to be masked."""
+    size = len(starts), w
+    if dense and size[0] * w == places and places:
+        return Packing(lengths, size, None, None, None)
     within = torch.arange(w, device=starts.device)
     source = (starts.unsqueeze(1) + within).clamp(max=max(places - 1, 0)).flatten()
     token = torch.arange(places, device=starts.device)
-    # a place that is in no document has any target, and is masked
-    document = torch.searchsorted(starts + lengths, token, right=True).clamp(max=len(starts) - 1)
-    target = document * w + (token - starts[document]).clamp(0, w - 1)
-    return Packing(lengths, tokens_before(lengths, w), source, target)
+    document = torch.searchsorted(starts + lengths, token, right=True)
+    if not dense:
+        document = document.clamp(max=len(starts) - 1)
+    first = torch.arange(0, size[0] * w, w, device=starts.device) if w else starts
+    target = token + (first - starts)[document]
+    if not dense:
+        target = target.clamp(first[document], first[document] + max(w - 1, 0))
+    return Packing(lengths, size, within < lengths.unsqueeze(1), source, target)
 
 
 def _check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -16,10 +16,10 @@ from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.operands import Activation, RawLayout
+from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer
-from bedouin.packing import CLOSED
 from bedouin.parameterization import (
     GRIFFIN_RANGE,
     GRIFFIN_SHARPNESS,

@@ -19,8 +19,13 @@ from benchmarks.targets import TARGETS, Target
 from benchmarks.timing import Cost, Machine, kept_gib, median_ms, peak_gib
 
 CPU = torch.device("cpu")
-INTERPRETED = tuple(c.name for c in cases.CASES if not c.name.startswith("compiled"))
-"""Rows that need no C++ compiler."""
+PACKED = tuple(case.name for case in (cases.PACKED[0], cases.PACKED[-1]))
+INTERPRETED = tuple(
+    case.name
+    for case in cases.CASES
+    if not case.name.startswith("compiled") and (case not in cases.PACKED or case.name in PACKED)
+)
+"""Rows that need no C++ compiler, of those that one function makes two."""
 
 
 def toy(out: Path, **changes: Any) -> bench.Config:
@@ -51,6 +56,10 @@ def test_every_row_is_measured_or_says_why_not(
     assert numbers["direct"]["both_ms"] > 0 and numbers["direct"]["sequential_steps"] == 4
     assert numbers["direct"]["converged"] and numbers["jacobi"]["num_steps"] <= 16
     assert numbers["decode"]["us_a_layer"] > 0
+    for name in PACKED:
+        packed = numbers[name]
+        assert packed["over_padded"] == packed["both_ms"] / packed["padded_both_ms"]
+        assert packed["tokens"] <= packed["padded_tokens"] <= 8
     assert numbers["direct-heads8"]["converged"] and numbers["decode-heads16"]["decoder_us"] > 0
     text = capsys.readouterr().out
     assert "copy moves" in text and "direct-no-feedback" in text

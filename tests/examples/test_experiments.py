@@ -1,13 +1,16 @@
 """The experiments: every command is valid, those of earlier runs give their configurations."""
 
 import json
+import threading
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import tyro
 
 import ensemble
 import experiment
@@ -93,6 +96,41 @@ def test_a_run_is_made_once_and_listed(tmp_path: Path, monkeypatch: pytest.Monke
         experiment.chosen({"tiny": tiny}, experiment.Config(("huge",)))
     with pytest.raises(ValueError, match="--only must be among"):
         experiment.chosen({"tiny": tiny}, experiment.Config(("tiny",), only=("c",)))
+
+
+def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tuple(Run(name, "--length 3") for name in "abc")
+    monkeypatch.setattr(experiment, "experiments", lambda: {"few": Experiment("few", "?", runs)})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    started: dict[str, tuple[experiment.Config, str]] = {}
+    both = threading.Barrier(2, timeout=10)
+
+    def start(command: list[str], env: dict[str, str], **options: Any) -> Any:
+        config = tyro.cli(experiment.Config, args=command[2:])
+        (name,) = config.only
+        if name != "c":
+            both.wait()  # fails unless the first two run at the same time
+        started[name] = config, env["CUDA_VISIBLE_DEVICES"]
+        return SimpleNamespace(returncode=int(name == "c"))
+
+    monkeypatch.setattr("subprocess.run", start)
+    config = experiment.Config(("few",), extra="--steps 2", devices=2, out=tmp_path)
+    assert experiment.main(config) == 1
+    assert {started["a"][1], started["b"][1]} == {"5", "7"}
+    expected = experiment.Config(("few",), only=("c",), again=True, extra="--steps 2", out=tmp_path)
+    assert started["c"][0] == expected
+    log = Path("runs") / "experiments" / "few" / "c.log"
+    assert f"c failed with exit status 1, see {log}" in capsys.readouterr().err and log.exists()
+    with pytest.raises(ValueError, match="--devices must be at most 2, the number of GPUs, got 3"):
+        experiment.visible_devices(3)
+    with pytest.raises(ValueError, match="--devices must be at least 1, got 0"):
+        experiment.Config(devices=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert experiment.visible_devices(2) == [None, None]
 
 
 def test_two_runs_of_one_name_are_refused() -> None:

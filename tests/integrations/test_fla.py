@@ -40,9 +40,8 @@ def same(a: Tensor, b: Tensor) -> None:
 
 @pytest.fixture
 def plain_activation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SwiGLU in torch where FLA's kernel, which no option replaces, cannot run."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr("fla.modules.mlp.swiglu", lambda x, y: nn.functional.silu(x) * y)
+    """SwiGLU in torch: FLA's kernel, which no option replaces, does not take tensors of a CPU."""
+    monkeypatch.setattr("fla.modules.mlp.swiglu", lambda x, y: nn.functional.silu(x) * y)
 
 
 @pytest.fixture
@@ -144,3 +143,19 @@ class TestModel:
         model, ids = make_model().train(), torch.randint(1, VOCAB, (2, 6))
         model(ids, labels=ids).loss.backward()
         assert all(p.grad is not None for n, p in model.named_parameters() if ".attn." in n)
+
+
+@pytest.mark.gpu
+def test_a_model_with_the_kernels_of_fla() -> None:
+    config = GLAConfig(
+        hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=VOCAB, pad_token_id=0
+    )
+    model = replace_layers(GLAForCausalLM(config), num_heads=2).to("cuda", torch.bfloat16)
+    ids = torch.randint(1, VOCAB, (2, 40), device="cuda")
+    cu_seqlens = torch.tensor([0, 40, 80], device="cuda")
+    model.eval()
+    packed = model(ids.view(1, 80), cu_seqlens=cu_seqlens, use_cache=False).logits
+    # both are rounded to bfloat16 after each of two layers
+    torch.testing.assert_close(packed.view(2, 40, VOCAB), model(ids).logits, rtol=0.1, atol=0.05)
+    model.train()(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

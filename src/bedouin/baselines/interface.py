@@ -137,7 +137,8 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         if not u.numel():
             return x.clone(), packing.after(state)
         # padding follows the tokens, so that it changes only the state
-        output, state = self._run(u, state, packing.lengths if wants_state else None)
+        lengths = packing.padded_lengths() if wants_state else None
+        output, state = self._run(u, state, lengths)
         return packing.put(output, x.shape), packing.after(state)
 
     def _checked_state(self, state: StateT, b: int) -> StateT:
