@@ -113,9 +113,11 @@ def buffered_sweep(
     operands: Operands,
     parameterization: Parameterization,
     keep_every: int,
+    full_raw: Tensor | None = None,  # (t, b, r)
 ) -> tuple[Sweep, list[Tensor]]:
     """The result of `forward_sweep` in kernels/direct/forward.py, where `takes_buffers` says so.
-    `operands` must be the result of `Operands.wide`."""
+    `operands` must be the result of `Operands.wide`. The raw values that include the feedback are
+    written to `full_raw` if there is feedback."""
     x, raw, W_y, A, h0, y0 = operands
     assert h0 is not None and y0 is not None
     (b, t_end, d), n = x.shape, A.shape[-1]
@@ -145,6 +147,8 @@ def buffered_sweep(
             token = tokens[i]
             if W_y is not None:
                 feedback.project(y, raws[start + i], fed)
+                if full_raw is not None:
+                    full_raw[start + i].copy_(token.rows.raw.squeeze(1))
                 maker.fill(token.rows)
             h, y = step.solve(token, betas[i], h), token.y
         ys[:, start:stop] = by_token(now.y, b)

@@ -138,7 +138,6 @@ class RowMaker:
         self.like, self.k = like, self.layout.num_householder
         lengths = [[self.n]] * 2 + [[self.d]] * self.k
         self.norm_eps = UNIT_EPS * like.new_tensor(lengths)
-        self.feedback_eps = like.new_full((1, 1, 1), options.feedback_norm_eps or 0.0)
         self.identity = like.new_ones(self.k).diag()
         self.above = like.new_ones(self.k, self.k).triu(1)
         # the adjugate of a flattened 2 x 2 matrix is its product with this
