@@ -55,8 +55,10 @@ class _DirectSweep(torch.autograd.Function):
         first = operands.start()[0].mT
         checkpoints = torch.stack(kept, 1) if kept else first.unsqueeze(1)[:, :0]
         y, h, *statistics = sweep[:6]
+        if not operands.x.shape[1]:
+            h = h.clone()  # it may be h0 itself
         raw = y.new_empty(0) if full_raw is None else full_raw.transpose(0, 1)
-        return y, h.clone(), checkpoints, raw, *statistics
+        return y, h, checkpoints, raw, *statistics
 
     @staticmethod
     def setup_context(

@@ -127,7 +127,7 @@ def _fill_known(
         torch.mul(known.mixed, rows.s, out=known.written)
         torch.mul(known.mixed, known.slope, out=known.of_reads)
         if maker.options.input_scale == "bounded_delta":
-            known.of_reads.div_((1 + rows.delta).square_())
+            known.of_reads.div_(torch.add(rows.delta, maker.one).square_())
     return T
 
 
