@@ -187,7 +187,10 @@ def start_run(job: Job) -> Run:
 def prepare_run(job: Place, model: nn.Module, generator: Stream, length: int) -> Run:
     """A run of a model at step 0."""
     device, config = job.accelerator.device, job.config
-    plain = build_optimizer(model.to(device), config)
+    # torch's kernel for the whole update, which on a CPU takes a quarter of the time; sharded
+    # parameters have none
+    fused = device.type == "cpu" and job.accelerator.num_processes == 1
+    plain = build_optimizer(model.to(device), config, fused=fused)
     schedule = build_schedule(plain, config)
     model, optimizer = job.accelerator.prepare(model, plain)
     return Run(
@@ -200,7 +203,9 @@ def prepare_run(job: Place, model: nn.Module, generator: Stream, length: int) ->
     )
 
 
-def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, config: RunConfig, *, fused: bool = False
+) -> torch.optim.AdamW:
     """AdamW; parameters marked `_no_weight_decay` are not decayed."""
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -211,7 +216,8 @@ def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+    # False would also choose a loop over the parameters, which takes longer on a GPU
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused or None)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: RunConfig) -> LambdaLR:

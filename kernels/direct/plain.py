@@ -87,7 +87,7 @@ def plain_reverse(
     assert grad_h0 is not None and grad_y0 is not None
     # the same strides as in the fake implementation of the operation
     r = raw.shape[2]
-    rows = F.pad(grad_raw.to(raw.dtype), (0, padding(r)))[..., :r]
+    rows = F.pad(grad_raw.to(raw.dtype).contiguous(), (0, padding(r)))[..., :r]
     if grad_W_y is None:
         grad_W_y = A.new_empty(0)
     elif grad_W_y.dim() == 3:

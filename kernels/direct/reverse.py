@@ -48,8 +48,7 @@ class SolvedSweep(NamedTuple):
     """A fixed point with all inputs of its solve, as the reverse sweep reads them."""
 
     y: Tensor  # (b, t, d)
-    y_before: Tensor  # (b, t, d), y shifted by one token
-    full_raw: Tensor  # (b, t, r), raw^x + W^y norm(y_before)
+    full_raw: Tensor  # (b, t, r), raw^x + W^y norm(y_{t-1})
     operands: Operands
     parameterization: Parameterization
     bind: Bind
@@ -62,11 +61,18 @@ class SolvedSweep(NamedTuple):
         parameterization: Parameterization,
         bind: Bind,
         bind_parameters: tuple[Tensor, ...],  # any shapes
+        full_raw: Tensor | None = None,  # (b, t, r)
     ) -> "SolvedSweep":
-        raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
-        assert operands.y0 is not None
-        before = shifted(y, operands.y0)
-        return SolvedSweep(y, before, raw, operands, parameterization, bind, bind_parameters)
+        """`full_raw` is computed where it is not given."""
+        if full_raw is None:
+            full_raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
+        return SolvedSweep(y, full_raw, operands, parameterization, bind, bind_parameters)
+
+    @property
+    def y_before(self) -> Tensor:  # (b, t, d)
+        """y_{t-1} for every t."""
+        assert self.operands.y0 is not None
+        return shifted(self.y, self.operands.y0)
 
 
 class _Chunk(NamedTuple):
@@ -284,7 +290,7 @@ def reverse_sweep(
     grad_feedback = torch.zeros_like(x.sum(1))
     H = grad_feedback.unsqueeze(1) + grad_h.mT  # a copy, which the tokens overwrite
     bind_adjoint = _bind_adjoint(solved)
-    totals, scratch = _Totals(solved), Scratch(x, grad_y, grad_h)
+    totals, scratch, before = _Totals(solved), Scratch(x, grad_y, grad_h), solved.y_before
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
         chunk = _prepare(kept[:, start // keep_every], tokens, solved, A, scratch)
@@ -300,7 +306,7 @@ def reverse_sweep(
                 grad_normed = apply_transposed_weight(grad_raw.to(W_y.dtype), W_y)
                 grad_normed = grad_normed.to(grad_raw.dtype)
                 eps = options.feedback_norm_eps
-                grad_feedback = normalize_feedback_vjp(grad_normed, solved.y_before[:, t], eps)
+                grad_feedback = normalize_feedback_vjp(grad_normed, before[:, t], eps)
         totals.check(chunk, steps, options)
     return _finish(totals, H, grad_feedback, solved, report)
 

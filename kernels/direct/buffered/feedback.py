@@ -1,11 +1,13 @@
 """The feedback of one token, raw^x + W^y norm(y), in memory that is allocated once.
 
-Letters: b batch, d channels, r raw values, H heads (kernels/heads.py), whose samples are an axis of
-their own here: (H, b / H, ...) stands for (b, ...) where W^y has heads.
+Letters: b batch, t time, d channels, r raw values, H heads (kernels/heads.py), whose samples are an
+axis of their own here: (H, b / H, ...) stands for (b, ...) where W^y has heads.
 """
 
 import torch
 from torch import Tensor
+
+from bedouin.kernels.linear import weight_gradient
 
 
 class Feedback:
@@ -71,3 +73,53 @@ class Feedback:
         else:
             torch.matmul(grad_raw, self.W_y, out=self.vector_by_head)
         return self.vector
+
+
+class NormedTokens:
+    """norm(y_{t-1}) of all tokens, as the adjoint of the feedback reads it."""
+
+    def __init__(
+        self,
+        y: Tensor,  # (b, t, d)
+        y0: Tensor,  # (b, d), the y before the first token
+        eps: float | None,
+    ) -> None:
+        b, _, d = y.shape
+        before = torch.cat([y0.unsqueeze(0), y.transpose(0, 1)[:-1]])
+        self.factors = None
+        if eps is not None:
+            norm = torch.linalg.vector_norm(before, 2, -1, True)
+            factor = torch.addcmul(y.new_tensor(eps), norm, norm, value=1 / d).rsqrt_()
+            before.mul_(factor)
+            self.factors = factor.unsqueeze(2).unbind(0)
+        self.normed = before  # (t, b, d)
+        self.each = before.unsqueeze(2).unbind(0)
+        self.product, self.sum = y.new_empty(b, 1, d), y.new_empty(b, 1, 1)
+
+    def add_cotangent(
+        self,
+        t: int,
+        grad: Tensor,  # (b, 1, d), of norm(y_{t-1}), overwritten
+        grad_y: Tensor,  # (b, 1, d)
+        out: Tensor,  # (b, 1, d)
+    ) -> None:
+        """grad_y and the cotangent of y_{t-1} as `normalize_feedback_vjp` gives it."""
+        if self.factors is None:
+            torch.add(grad_y, grad, out=out)
+            return
+        normed = self.each[t]
+        torch.mul(grad, normed, out=self.product)
+        torch.sum(self.product, -1, keepdim=True, out=self.sum)
+        grad.addcmul_(normed, self.sum, value=-1 / grad.shape[-1])
+        torch.addcmul(grad_y, grad, self.factors[t], out=out)
+
+    def weight_gradient(
+        self,
+        grad_raw: Tensor,  # (t, b, r)
+        W_y: Tensor,  # (r, d) or (H, r, d)
+    ) -> Tensor:  # as W_y
+        """The gradient of W^y."""
+        rows = (v.to(W_y.dtype) for v in (grad_raw, self.normed))
+        if W_y.dim() == 3:
+            rows = (v.unflatten(1, (len(W_y), -1)).transpose(0, 1) for v in rows)
+        return weight_gradient(*rows, W_y)

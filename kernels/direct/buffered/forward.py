@@ -86,7 +86,6 @@ class _Judge:
 
     def __init__(self, maker: RowMaker, i: int) -> None:
         self.maker = maker
-        self.one = maker.like.new_ones(())
         self.spare = tuple(maker.like.new_empty(i, 1, maker.d) for _ in range(2))
 
     def __call__(
@@ -105,7 +104,7 @@ class _Judge:
         # s is not negative
         sizes = x.abs_().add_(mixed.abs_()).mul_(rows.s)
         scale = torch.abs(F, out=mixed).amax(-1)
-        pivots = torch.fmin(pivot, self.one).unsqueeze(-1)
+        pivots = torch.fmin(pivot, self.maker.one).unsqueeze(-1)
         return torch.cat([F.sub_(y).abs_().amax(-1), scale, sizes.amax(-1), pivots], -1).T
 
 
@@ -113,9 +112,11 @@ def buffered_sweep(
     operands: Operands,
     parameterization: Parameterization,
     keep_every: int,
+    full_raw: Tensor | None = None,  # (t, b, r)
 ) -> tuple[Sweep, list[Tensor]]:
     """The result of `forward_sweep` in kernels/direct/forward.py, where `takes_buffers` says so.
-    `operands` must be the result of `Operands.wide`."""
+    `operands` must be the result of `Operands.wide`. The raw values that include the feedback are
+    written to `full_raw` if there is feedback."""
     x, raw, W_y, A, h0, y0 = operands
     assert h0 is not None and y0 is not None
     (b, t_end, d), n = x.shape, A.shape[-1]
@@ -136,7 +137,8 @@ def buffered_sweep(
     for start in range(0, t_end, keep_every):
         stop = min(start + keep_every, t_end)
         now = chunk if stop - start == count else chunk.first((stop - start) * b)
-        kept.append(h.clone())
+        # the first h is not in the memory that tokens overwrite
+        kept.append(h.clone() if start else h)
         by_token(now.x, b).copy_(x[:, start:stop])
         if W_y is None:
             by_token(now.rows.raw, b).copy_(raw[:, start:stop])
@@ -145,6 +147,8 @@ def buffered_sweep(
             token = tokens[i]
             if W_y is not None:
                 feedback.project(y, raws[start + i], fed)
+                if full_raw is not None:
+                    full_raw[start + i].copy_(token.rows.raw.squeeze(1))
                 maker.fill(token.rows)
             h, y = step.solve(token, betas[i], h), token.y
         ys[:, start:stop] = by_token(now.y, b)

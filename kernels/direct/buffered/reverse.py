@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.buffered.feedback import Feedback
+from bedouin.kernels.direct.buffered.feedback import Feedback, NormedTokens
 from bedouin.kernels.direct.buffered.maps import fill_maps, map_width
 from bedouin.kernels.direct.buffered.rows import RowMaker, Rows, by_token, first_rows, split_tokens
 from bedouin.kernels.direct.layout import activation_slope
-from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, feedback_weight_gradient
+from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
 from bedouin.kernels.heads import count_heads, sum_samples
 from bedouin.kernels.householder import wy_factor
 
@@ -47,8 +47,6 @@ class _Known(NamedTuple):
     constant: Tensor  # (i, 1, k')
     slope: Tensor  # (i, 1, d), of the activation of Delta
     of_reads: Tensor | None  # (i, 1, d), the slope of Delta's raw value for H B
-    normed: Tensor | None  # (i, 1, d), norm(y) of the token before; None without norm
-    rms: Tensor | None  # (i, 1, 1), its factor
     power: Tensor  # (i, n, d), exp(A delta)
     scale: Tensor | None  # (i, n, d), s for "one_minus_decay"; else None
     before: Tensor  # (i, n, d), h before the token
@@ -70,7 +68,7 @@ class _Known(NamedTuple):
 
 
 def _allocate(maker: RowMaker, i: int, b: int) -> tuple[Rows, _Known]:
-    d, n, k, eps = maker.d, maker.n, maker.k, maker.options.feedback_norm_eps
+    d, n, k = maker.d, maker.n, maker.k
     rows, wide = maker.allocate(i, extra=2)
     new = maker.like.new_empty
     h, mixed = new(i + b, n, d), new(i, 1, d)
@@ -92,8 +90,6 @@ def _allocate(maker: RowMaker, i: int, b: int) -> tuple[Rows, _Known]:
         constant=new(i, 1, map_width(k)),
         slope=new(i, 1, d),
         of_reads=None if maker.coupled else new(i, 1, d),
-        normed=None if eps is None else new(i, 1, d),
-        rms=None if eps is None else new(i, 1, 1),
         power=new(i, n, d),
         scale=new(i, n, d) if maker.coupled else None,
         before=h[:i],
@@ -110,31 +106,28 @@ def _fill_known(
     maker: RowMaker,
     rows: Rows,  # their raw values are given
     known: _Known,
-    given: tuple[Tensor, ...],  # each (i, 1, d): x, y, and the y of the token before
+    x: Tensor,  # (b, c, d)
+    y: Tensor,  # (b, c, d)
     A: Tensor,  # (n, d) or (b, n, d)
 ) -> Tensor:  # (i, k, k)
     """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T."""
-    x, y, before = given
-    v = known.factor[:, -2:-1]
+    v, b = known.factor[:, -2:-1], len(x)
     maker.fill(rows)
     if known.scale is not None:
-        of_rows = A if A.dim() == 2 else A.repeat(len(x) // len(A), 1, 1)
+        of_rows = A if A.dim() == 2 else A.repeat(x.shape[1], 1, 1)
         maker.decay(rows, of_rows, known.power, known.scale)
-    torch.sub(y, x, out=v)
+    torch.sub(y, x, out=by_token(v, b))
     T = wy_factor(rows.U, rows.beta.squeeze(-1))
     e = torch.bmm(v, rows.U_columns) @ T.mT
-    torch.baddbmm(x, e, rows.U, out=known.mixed)
+    by_token(known.mixed, b).copy_(x)
+    known.mixed.baddbmm_(e, rows.U)
     fill_maps(maker, rows, e, known.maps, known.constant)
     known.slope.copy_(activation_slope(maker.layout, rows.raw_delta))
     if known.of_reads is not None:
         torch.mul(known.mixed, rows.s, out=known.written)
         torch.mul(known.mixed, known.slope, out=known.of_reads)
         if maker.options.input_scale == "bounded_delta":
-            known.of_reads.div_((1 + rows.delta).square_())
-    if known.normed is not None and known.rms is not None:
-        norm = torch.linalg.vector_norm(before, 2, -1, True, out=known.rms)
-        torch.addcmul(maker.feedback_eps, norm, norm, value=1 / maker.d, out=norm).rsqrt_()
-        torch.mul(before, known.rms, out=known.normed)
+            known.of_reads.div_(torch.add(rows.delta, maker.one).square_())
     return T
 
 
@@ -148,28 +141,26 @@ class _Step:
         H: Tensor,  # (b, n, d), the cotangent of the last h, overwritten
     ) -> None:
         (b, n, d), k = H.shape, maker.k
-        self.A, self.H, self.other = A, H, torch.empty_like(H)
+        self.A, self.H, self.maker = A, H, maker
         self.product, self.grad_A = torch.empty_like(H), torch.zeros_like(H)
-        self.is_full, self.coupled = maker.options.eigenvalues == "full", maker.coupled
+        # for lambda = 2 power - 1, H is read again after it has been multiplied by the power
+        self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
         new = H.new_empty
-        self.reads, self.vector = new(b, 1, d), new(b, 1, d)
-        self.numbers, self.sum, self.of_u = new(b, 1, k), new(b, 1, 1), new(b, k, d)
+        self.reads, self.numbers, self.of_u = new(b, 1, d), new(b, 1, k), new(b, k, d)
         self.of_B, self.of_C = pair = new(2, b, 1, n)
         self.pair = pair.squeeze(2).transpose(0, 1)
         self.pair_product, self.pair_sum = new(b, 2, n), new(b, 2, 1)
-        # what the maps compute, in three parts, and the cotangents of the raw values, in four
+        # what the maps compute, in three parts
         self.found = new(b, 1, map_width(k))
         self.f, self.found_alpha = self.found[..., :k], self.found[..., k : 2 * k].mT
         self.found_u = self.found[:, 0, 2 * k :].unflatten(-1, (k, k + 2))
-        self.grad_raw = new(b, 1, maker.layout.size(d, n))
-        self.parts = maker.split(self.grad_raw)
 
     def remember(self, known: _Known) -> None:
         """h after the token from h before it, and the decay between them."""
         if known.scale is None:
             torch.mul(known.delta, self.A, out=known.power).exp_()
         h = torch.mul(known.before, known.power, out=known.after)
-        if self.is_full:
+        if self.other is not None:
             h.mul_(2).sub_(known.before)
         if known.scale is None:
             h.addcmul_(known.B_column, known.written)
@@ -180,11 +171,12 @@ class _Step:
         self,
         known: _Known,
         g: Tensor,  # (b, 1, d)
-    ) -> Tensor:  # (b, 1, r), valid until the next call
-        """The cotangents of a token's raw values; also makes H that of the token before."""
+        grad_raw: Tensor,  # (b, 1, r), the cotangents of the token's raw values, overwritten
+    ) -> None:
+        """Computes `grad_raw`; also makes H that of the token before."""
         H, m, z, w, reads = self.H, known.m, known.z, known.w, self.reads
         scale, product = known.scale, self.product
-        _, grad_memory, grad_u, grad_alpha = self.parts
+        grad_delta, grad_memory, grad_u, grad_alpha = self.maker.split(grad_raw)
         torch.bmm(known.B, H if scale is None else torch.mul(H, scale, out=product), out=reads)
         m.copy_(reads) if scale is not None else torch.mul(reads, known.s, out=m)
         torch.bmm(m.addcmul_(known.sigma, g), known.U_columns, out=self.numbers)
@@ -198,10 +190,9 @@ class _Step:
             torch.bmm(known.written, scaled.mT, out=self.of_B)
             torch.bmm(w, known.after.mT, out=self.of_C)
             self._through_unit(known, grad_memory)
-        self._through_decay(known)
+        self._through_decay(known, grad_delta)
         grad_u.copy_(torch.bmm(self.found_u, known.factor, out=self.of_u))
         grad_alpha.copy_(self.found_alpha)
-        return self.grad_raw
 
     def _through_unit(
         self,
@@ -214,24 +205,26 @@ class _Step:
         torch.sum(self.pair_product, -1, keepdim=True, out=self.pair_sum)
         torch.mul(pair.addcmul_(units, self.pair_sum, value=-1), known.memory_norms, out=out)
 
-    def _through_decay(self, known: _Known) -> None:
+    def _through_decay(
+        self,
+        known: _Known,
+        grad: Tensor,  # (b, 1, d), overwritten
+    ) -> None:
         """The cotangents of A and of Delta's raw value, and H of the token before."""
-        H, grad, product = self.H, self.parts[0], self.product
-        moved = torch.mul(H, known.power, out=self.other)
-        if self.is_full:
+        H, product = self.H, self.product
+        moved = torch.mul(H, known.power, out=H if self.other is None else self.other)
+        if self.other is not None:
             moved.mul_(2)
         if known.scale is None:
             torch.mul(moved, known.before, out=product)
         else:
             # the scale is 1 - |lambda|
             torch.mul(known.B_column, known.mixed, out=product)
-            if self.is_full:
+            if self.other is not None:
                 product.mul_(torch.sub(known.power, 0.5).sign_())
             torch.sub(known.before, product, out=product).mul_(moved)
-        if self.is_full:
+        if self.other is not None:
             torch.sub(moved, H, out=H)
-        else:
-            self.H, self.other = moved, H
         # `product` is the cotangent of A delta
         self.grad_A.addcmul_(product, known.delta)
         torch.sum(product.mul_(self.A), -2, keepdim=True, out=grad)
@@ -239,23 +232,6 @@ class _Step:
         if known.of_reads is not None:
             # the sum over n of B H, with the H to which C w^T has been added
             grad.addcmul_(known.of_reads, self.reads.addcmul_(known.BC, known.w))
-
-    def through_feedback(
-        self,
-        known: _Known,
-        grad: Tensor,  # (b, 1, d), of norm(y), overwritten
-        grad_y: Tensor,  # (b, 1, d), of the token before
-        out: Tensor,  # (b, 1, d)
-    ) -> None:
-        """g of the token before: grad_y and the cotangent of y as `normalize_feedback_vjp` gives
-        it."""
-        if known.normed is None or known.rms is None:
-            torch.add(grad_y, grad, out=out)
-            return
-        product = torch.mul(grad, known.normed, out=self.vector)
-        torch.sum(product, -1, keepdim=True, out=self.sum)
-        grad.addcmul_(known.normed, self.sum, value=-1 / grad.shape[-1])
-        torch.addcmul(grad_y, grad, known.rms, out=out)
 
 
 def _check(
@@ -271,7 +247,7 @@ def _check(
 
 def buffered_reverse(
     grad_y: Tensor,  # (b, t, d)
-    grad_h: Tensor,  # (b, d, n)
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
     kept: Tensor,  # (b, ceil(t / keep_every), n, d)
     keep_every: int,
     solved: SolvedSweep,
@@ -282,14 +258,16 @@ def buffered_reverse(
     (b, t_end, d), n = x.shape, A.shape[-1]
     options, A_rows = solved.parameterization, solved.operands.A_rows()
     maker = RowMaker((d, n), options, x)
-    step = _Step(maker, A_rows, grad_h.mT.clone(memory_format=torch.contiguous_format))
+    H = x.new_zeros(b, n, d) if grad_h is None else x.new_empty(b, n, d).copy_(grad_h.mT)
+    step = _Step(maker, A_rows, H)
     grad_ys, g = [*grad_y.unsqueeze(2).unbind(1), x.new_zeros(b, 1, d)], x.new_empty(b, 1, d)
+    # token by token, as the loop computes it
+    grad_raw = x.new_empty(t_end, b, solved.full_raw.shape[-1])
+    grad_raws = grad_raw.unsqueeze(2).unbind(0)
     if W_y is not None:
         feedback = Feedback(W_y, options.feedback_norm_eps, g)
-        fed = feedback.by_head(step.grad_raw)
-    grad_x, grad_raw = torch.empty_like(x), torch.empty_like(solved.full_raw)
-    grad_raws = grad_raw.unsqueeze(2).unbind(1)
-    statistics = x.new_empty(2, b, t_end)
+        normed = NormedTokens(solved.y, solved.operands.y0, options.feedback_norm_eps)
+    grad_x, statistics = torch.empty_like(x), x.new_empty(2, b, t_end)
     every_row, all_known = _allocate(maker, min(keep_every, t_end) * b, b)
     each = all_known.tokens(b)
     g.copy_(grad_ys[t_end - 1])
@@ -298,30 +276,23 @@ def buffered_reverse(
         i = (tokens.stop - start) * b
         rows, known = every_row.first(i), all_known.first(i)
         by_token(rows.raw, b).copy_(solved.full_raw[:, tokens])
-        given = (_token_major(v[:, tokens]) for v in (x, solved.y, solved.y_before))
-        T = _fill_known(maker, rows, known, tuple(given), A_rows)
+        T = _fill_known(maker, rows, known, x[:, tokens], solved.y[:, tokens], A_rows)
         known.before[:b] = kept[:, start // keep_every]
         for token in each[: i // b]:
             step.remember(token)
         for t in reversed(range(start, tokens.stop)):
-            token = each[t - start]
-            grad_raws[t].copy_(step.run(token, g))
+            step.run(each[t - start], g, grad_raws[t])
             if W_y is None:
                 g.copy_(grad_ys[t - 1])
             else:
-                step.through_feedback(token, feedback.transpose(fed), grad_ys[t - 1], g)
+                grad = feedback.transpose(feedback.by_head(grad_raws[t]))
+                normed.add_cotangent(t, grad, grad_ys[t - 1], g)
         torch.sub(by_token(known.m, b), by_token(known.z, b), out=grad_x[:, tokens])
         statistics[..., tokens] = _check(known, T).unflatten(1, (-1, b)).mT
     if report is not None:
         report(*statistics)
     if W_y is None:
         g.zero_()
-    grad_W_y = feedback_weight_gradient(grad_raw, solved)
+    grad_W_y = None if W_y is None else normed.weight_gradient(grad_raw, W_y)
     grad_A = sum_samples(step.grad_A, count_heads(A)).mT.reshape(A.shape)
-    return grad_x, grad_raw, grad_W_y, grad_A, step.H.mT, g.squeeze(1)
-
-
-def _token_major(
-    v: Tensor,  # (b, c, d)
-) -> Tensor:  # (i, 1, d)
-    return v.transpose(0, 1).reshape(-1, 1, v.shape[-1])
+    return grad_x, grad_raw.transpose(0, 1), grad_W_y, grad_A, step.H.mT, g.squeeze(1)

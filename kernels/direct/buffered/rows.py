@@ -138,8 +138,8 @@ class RowMaker:
         self.like, self.k = like, self.layout.num_householder
         lengths = [[self.n]] * 2 + [[self.d]] * self.k
         self.norm_eps = UNIT_EPS * like.new_tensor(lengths)
-        self.feedback_eps = like.new_full((1, 1, 1), options.feedback_norm_eps or 0.0)
         self.identity = like.new_ones(self.k).diag()
+        self.one = like.new_ones(())  # a number would be converted at every use
         self.above = like.new_ones(self.k, self.k).triu(1)
         # the adjugate of a flattened 2 x 2 matrix is its product with this
         adjugate = [[0, 0, 0, 1], [0, -1, 0, 0], [0, 0, -1, 0], [1, 0, 0, 0]]
@@ -234,7 +234,7 @@ class RowMaker:
         else:
             _softplus(torch.neg(raw, out=delta), out=delta)
         if self.options.input_scale == "bounded_delta":
-            torch.div(delta, torch.add(delta, 1, out=rows.s), out=rows.s)
+            torch.div(delta, torch.add(delta, self.one, out=rows.s), out=rows.s)
 
     def fill_system(self, rows: Rows) -> None:
         """E and its inverse, from sigma."""

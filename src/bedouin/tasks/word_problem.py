@@ -232,13 +232,15 @@ class WordProblem:
         if self.protocol == "official":
             bos = tokens.new_full((len(tokens), 1), self.group.order + _BOS)
             return Batch(torch.cat([bos, tokens], dim=-1), torch.cat([bos, labels], dim=-1))
+        if self.label_at == "last":
+            labels = pad(labels[:, -1:], (labels.shape[-1] - 1, 0), value=IGNORE)
+        if self.tokens_per_transition == 1:
+            return Batch(tokens, labels)
         fillers = (*tokens.shape, self.tokens_per_transition - 1)
         filler = tokens.new_full(fillers, self.group.order)
         previous = torch.full_like(labels, IGNORE)
         if self.label_at == "every":
             previous = pad(labels[:, :-1], (1, 0))  # element 0 is the identity
-        if self.label_at == "last":
-            labels = pad(labels[:, -1:], (labels.shape[-1] - 1, 0), value=IGNORE)
         before = repeat(previous, "b t -> b t step", step=fillers[-1])
         tokens = torch.cat([rearrange(tokens, "b t -> b t 1"), filler], dim=-1)
         labels = torch.cat([before, rearrange(labels, "b t -> b t 1")], dim=-1)
