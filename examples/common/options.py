@@ -15,7 +15,7 @@ import tyro
 from accelerate.tracking import get_available_trackers
 from torch import nn
 
-from bedouin import Bedouin
+from bedouin import Bedouin, Convolved
 from bedouin.model import SequenceModel
 from bedouin.tasks.streams import MAX_SEED
 from common.checks import Range, check_heads, check_ranges, flag, whole
@@ -92,6 +92,15 @@ class RunConfig(SolverOptions):
     """What depends on the previous output; the flag without values switches feedback off."""
     feedback_init: float = 0.1
     """Factor on the initial feedback weights."""
+    rate_scale: tuple[float, float] = (1.0, 1.0)
+    """Factors on the initial decay rates of the first and the last head, for mamba's decay."""
+    d_conv: int | None = None
+    """Width of a short convolution before each layer; None: no convolution. Baselines have their
+    own."""
+    feedback_lr_scale: float = 1.0
+    """Factor on the learning rate of W^y in the first steps."""
+    feedback_lr_steps: int = 0
+    """For so many steps that factor holds."""
 
     log_every: int = 20
     """Steps between two updates of the progress bar, which read numbers from the device."""
@@ -165,8 +174,12 @@ _RANGES = {
     "mlp_expand": Range(0, brackets="()"),
     "beta_max": Range(0, 2, "(]"),
     "feedback_init": Range(0, 1e3, "[]"),
+    "rate_scale": Range(0, brackets="()"),
+    "d_conv": whole(1),
+    "feedback_lr_scale": Range(0, 1, "[]"),
+    "feedback_lr_steps": whole(0),
 }
-_OPTIONAL = ("threads", "num_heads", "mlp_expand")
+_OPTIONAL = ("threads", "num_heads", "mlp_expand", "d_conv")
 _TRAIN_FROM_ONE = (
     *("curriculum_every", "eval_lengths", "final_lengths", "eval_rows", "final_rows"),
     "eval_batch_size",
@@ -177,6 +190,7 @@ _TRAIN_RANGES = {
 }
 _FIXED_BY_PAPER = (
     *("num_heads", "beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
+    *("rate_scale", "d_conv", "feedback_lr_scale", "feedback_lr_steps"),
     *SolverOptions.__dataclass_fields__,
 )
 _OF_BEDOUIN = (*_FIXED_BY_PAPER, "d_state", "expand", "num_householder")
@@ -239,7 +253,7 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
             num_householder=config.num_householder,
             layer_idx=layer_idx,
         )
-    return Bedouin(
+    layer = Bedouin(
         config.d_model,
         d_state=config.d_state,
         expand=config.expand,
@@ -250,10 +264,12 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
         input_scale=config.input_scale,
         feedback=config.feedback,
         feedback_init=config.feedback_init,
+        rate_scale=config.rate_scale,
         **_given({"eigenvalues": config.eigenvalues}),
         **fixed_point_options(config),
         layer_idx=layer_idx,
     )
+    return layer if config.d_conv is None else Convolved(layer, config.d_conv)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
+from bedouin import param_groups
 from bedouin.tasks import Batch, Stream
 from common.checkpoint import (
     check_resumable,
@@ -206,16 +207,9 @@ def prepare_run(job: Place, model: nn.Module, generator: Stream, length: int) ->
 def build_optimizer(
     model: nn.Module, config: RunConfig, *, fused: bool = False
 ) -> torch.optim.AdamW:
-    """AdamW; parameters marked `_no_weight_decay` are not decayed."""
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        exempt = getattr(parameter, "_no_weight_decay", False)
-        (undecayed if exempt else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
+    """AdamW with W^y in groups of its own; parameters marked `_no_weight_decay`, biases and norms
+    are not decayed."""
+    groups = param_groups(model, config.weight_decay, separate_feedback=True)
     # False would also choose a loop over the parameters, which takes longer on a GPU
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused or None)
 
@@ -223,9 +217,16 @@ def build_optimizer(
 def build_schedule(optimizer: torch.optim.Optimizer, config: RunConfig) -> LambdaLR:
     """The learning rate by step. It is not given to accelerate, which would let it take a step for
     each process."""
-    return LambdaLR(
-        optimizer, lambda step: decay(config.schedule, step, config.warmup_steps, config.steps)
-    )
+
+    def factor(step: int) -> float:
+        return decay(config.schedule, step, config.warmup_steps, config.steps)
+
+    def feedback_factor(step: int) -> float:
+        slow = step < config.feedback_lr_steps
+        return factor(step) * (config.feedback_lr_scale if slow else 1.0)
+
+    groups = optimizer.param_groups
+    return LambdaLR(optimizer, [feedback_factor if g.get("feedback") else factor for g in groups])
 
 
 def lengthen(
