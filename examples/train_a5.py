@@ -58,6 +58,8 @@ CPU = WordProblemConfig(
     schedule="hold",
     length=6,
     curriculum="uniform",  # with seed 1 the loss leaves its plateau earlier
+    input_scale="delta",
+    feedback=("delta",),  # extrapolates further than feedback of B, C and the mixer as well
     eval_lengths=(6, 12, 24),
     final_lengths=(2, 4, 8, 10, 16, 20),
 )
