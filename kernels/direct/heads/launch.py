@@ -49,6 +49,12 @@ WARPS = 8
 LANES = 32
 """Threads of a warp, and the fewest channels of a part of a sample."""
 
+BLOCK_STATES = 16
+"""Most states that the reverse sweep takes at once: the values of more would not fit registers."""
+
+MOST_HELD = 1024
+"""Most values of A, and of h of the next token, that a warp of the reverse sweep holds."""
+
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
@@ -112,6 +118,7 @@ def _sweep_constants(
         EPS=scan_constants(A.shape[-1], A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
         JOINED=layout.num_householder in (2, 4),
+        N=blocks.states,
         BLOCK_S=blocks.small,
         ALPHA=blocks.alpha,
         **_common_constants(A, W, options, samples, parts, tf32),
@@ -262,13 +269,16 @@ def _reverse_constants(
     scalars: int,  # of a token
 ) -> Constants:
     """The constants of `reverse_head_kernel`."""
+    common, blocks = _common_constants(A, W, options, samples, parts, tf32), _blocks(A, options)
     return Constants(
         K=layout_of(options).num_householder,
         FED=fed,
         NORM=options.feedback_norm_eps is not None,
         # a few more than the scalars, whose groups begin at multiples of 4
         BLOCK_L=next_power_of_two(scalars + 16),
-        **_common_constants(A, W, options, samples, parts, tf32),
+        N=min(BLOCK_STATES, blocks.states),
+        HOLD=blocks.channels // common["PARTS"] * blocks.states <= MOST_HELD,
+        **common,
     )
 
 
@@ -308,7 +318,6 @@ def _common_constants(
     return {
         **{name: scan[name] for name in kept},
         "BLOCK_D": blocks.channels,
-        "N": blocks.states,
         "S": samples,
         "PARTS": parts,
         "COLUMNS": max(COLUMNS, samples),
