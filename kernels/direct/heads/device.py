@@ -132,17 +132,17 @@ def split_axis(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _join_all(rows, N: tl.constexpr):
+def join_all(rows, N: tl.constexpr):
     if N == 1:
         return rows[0]
     else:
-        return tl.join(_join_all(rows[0:N:2], N // 2), _join_all(rows[1:N:2], N // 2))
+        return tl.join(join_all(rows[0:N:2], N // 2), join_all(rows[1:N:2], N // 2))
 
 
 @triton.jit
 def stack_states(rows, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """N = 1, 2, 4, ... rows (s, d) as (s, d, N)."""
-    return tl.reshape(_join_all(rows, N), [S, BLOCK_D, N])
+    return tl.reshape(join_all(rows, N), [S, BLOCK_D, N])
 
 
 @triton.jit
@@ -206,64 +206,6 @@ def store_states(
 
 
 @triton.jit
-def load_block(
-    rows_at,  # pointers (s, d) to state 0
-    block: tl.constexpr, inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr,
-    BLOCK_D: tl.constexpr, N: tl.constexpr, UNROLLED: tl.constexpr = True,
-):  # fmt: skip
-    """States N block to N block + N - 1, as far as there are n, by `load_states`."""
-    COUNT: tl.constexpr = min(N, n - block * N)
-    return load_states(rows_at + block * N * d, inside, d, COUNT, S, BLOCK_D, N, UNROLLED)
-
-
-@triton.jit
-def load_blocks(
-    rows_at,  # pointers (s, d) to state 0
-    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    N: tl.constexpr, UNROLLED: tl.constexpr = True,
-):  # fmt: skip
-    """n states, d elements apart, in blocks of N, (s, d, N) each."""
-    blocks = ()
-    for i in tl.static_range((n + N - 1) // N):
-        block = load_block(rows_at, i, inside, d, n, S, BLOCK_D, N, UNROLLED)
-        blocks = blocks + (block,)
-    return blocks
-
-
-@triton.jit
-def store_blocks(
-    rows_at,  # pointers (s, d) to state 0
-    blocks,  # (s, d, N) each
-    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    N: tl.constexpr,
-):  # fmt: skip
-    """The inverse of `load_blocks`."""
-    for i in tl.static_range((n + N - 1) // N):
-        at = rows_at + i * N * d
-        store_states(at, blocks[i], inside, d, min(N, n - i * N), S, BLOCK_D, N)
-
-
-@triton.jit
-def join_blocks(blocks, S: tl.constexpr):
-    """Rows (s, w) of 1 or more blocks as one, entry c of block i at 2^m c + i, with 2^m blocks of
-    which the last ones may be zeros."""
-    BLOCKS: tl.constexpr = len(blocks)
-    WIDTH: tl.constexpr = blocks[0].shape[1]
-    M: tl.constexpr = triton.next_power_of_2(BLOCKS)
-    for _ in tl.static_range(BLOCKS, M):
-        blocks = blocks + (tl.zeros_like(blocks[0]),)
-    return tl.reshape(_join_all(blocks, M), [S, WIDTH * M])
-
-
-@triton.jit
-def in_blocks(joined, S: tl.constexpr, BLOCKS: tl.constexpr):
-    """The inverse of `join_blocks`."""
-    M: tl.constexpr = triton.next_power_of_2(BLOCKS)
-    WIDTH: tl.constexpr = joined.shape[1] // M
-    return unstack_states(tl.reshape(joined, [S, WIDTH, M]), S, WIDTH, M)[:BLOCKS]
-
-
-@triton.jit
 def _state_of(states, i, N: tl.constexpr):
     if N == 1:
         return states
@@ -301,17 +243,6 @@ def load_same(
 ):  # fmt: skip
     """n consecutive scalars as (s, D, N), the same for all channels, zeros past the last one."""
     return tl.broadcast_to(load_vector(row, n, S, N)[:, None, :], [S, D, N])
-
-
-@triton.jit
-def load_both(
-    row,  # pointers (s,) to B n and C n
-    block: tl.constexpr, n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """B and C of a block of N states, as `load_same` gives them."""
-    COUNT: tl.constexpr = min(N, n - block * N)
-    B = load_same(row + block * N, COUNT, S, D, N)
-    return B, load_same(row + n + block * N, COUNT, S, D, N)
 
 
 @triton.jit

@@ -49,6 +49,9 @@ WARPS = 8
 LANES = 32
 """Threads of a warp, and the fewest channels of a part of a sample."""
 
+MEMORIES = 16384
+"""Most values of h of all samples of a program; of more, most would be spilled in every token."""
+
 BLOCK_STATES = 16
 """Most states that the reverse sweep takes at once: the values of more would not fit registers."""
 
@@ -342,12 +345,13 @@ def choose_samples(
     A: Tensor,  # (H, n, d)
 ) -> int:
     """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
-    and at most WARPS, half of these for more than 64 channels.
+    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES allow.
 
     A token takes a program about as long for one sample as for several, up to that.
     """
-    heads, d = A.shape[0], A.shape[2]
+    heads, n, d = A.shape
     most = WARPS if d <= 64 else WARPS // 2
+    most = min(most, MEMORIES // (next_power_of_two(n) * next_power_of_two(d)))
     units = 4 if interpreter_is_on() else multiprocessors(A.device)
     samples = 2
     while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:

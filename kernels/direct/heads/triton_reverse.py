@@ -15,12 +15,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate_vjp, fast_activate
-from bedouin.kernels.device.discretize import (
-    build_coupled,
-    build_decay,
-    coupled_reach,
-    fast_scale,
-)
+from bedouin.kernels.device.discretize import fast_scale
 from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
@@ -34,19 +29,13 @@ from bedouin.kernels.direct.heads.device import (
     columns_of,
     combine_of_samples,
     concatenated_states,
-    in_blocks,
     in_lanes,
-    join_blocks,
     join_rows,
-    load_block,
-    load_blocks,
-    load_both,
     load_scalars,
     rows_of,
     rows_of_statistics,
     samples_of,
     spread,
-    store_blocks,
     store_statistics,
     sum_channels,
     sum_states,
@@ -57,6 +46,17 @@ from bedouin.kernels.direct.heads.parts import (
     over_channels,
     part_of,
     sum_of_parts,
+)
+from bedouin.kernels.direct.heads.triton_blocks import (
+    discretize,
+    effects,
+    in_blocks,
+    join_blocks,
+    load_block,
+    load_blocks,
+    load_both,
+    store_blocks,
+    total_of,
 )
 from bedouin.kernels.direct.heads.triton_weights import (
     BLOCK_ALPHA,
@@ -120,12 +120,12 @@ def transposed_product(
 @triton.jit
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
+    h,  # states, or () to load them
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr, HOLD: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr,
 ):  # fmt: skip
-    """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token if
-    it is to be held."""
+    """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
     y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
     g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
@@ -137,37 +137,9 @@ def load_token(
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
         if FED:
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
-    h = ()
-    if HOLD:
+    if len(h) == 0:
         h = load_blocks(h_row[:, None] + cols, in_row, d, n, ROWS, D, N)
     return x, y, g, mixed, raw, fed, h
-
-
-@triton.jit
-def terms_of_block(
-    A, B, h,  # states (s, d, N)
-    delta, s, mixed,  # rows (s, d)
-    ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    COUPLED: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Of h_t = decay * h + written B^T: decay, the coupled scale s or none, the derivative with
-    respect to the exponent of the decay, and written, s x~."""
-    exponent = A * spread(delta, ROWS, D, N)
-    if COUPLED:
-        decay, scales = build_coupled(exponent, FULL, FAST)
-        reach = spread(mixed, ROWS, D, N) * B
-        if FULL:
-            reach *= tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
-        reach = (h - reach) * coupled_reach(decay, scales, FULL)
-        written = scales * spread(mixed, ROWS, D, N)
-    else:
-        decay = build_decay(exponent, FULL, FAST)
-        scales = s
-        reach = decay * h
-        if FULL:
-            reach += h
-        written = spread(s * mixed, ROWS, D, N)
-    return decay, scales, reach, written
 
 
 @triton.jit(do_not_specialize=["start", "count", "t_end", "per_head"])
@@ -283,7 +255,7 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, cols, in_row, d, n, u_at, K, N, ROWS, D, FED, HOLD,
+        h_row + (count - 1) * n * d, (), cols, in_row, d, n, u_at, K, N, ROWS, D, FED,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -330,31 +302,28 @@ def reverse_head_kernel(
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        if not HOLD:
-            h = load_blocks(h_row[:, None] + i_token * n * d + cols, in_row, d, n, ROWS, D, N)
         rms, BC = tl.load(row + AT_LAST)[:, None], tl.load(row + AT_LAST + 1)[:, None]
         s = x if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
         held = ()
+        reads = ()
+        gains = ()
         for i in tl.static_range(BLOCKS):
             B, C = load_both(row + AT_B, i, n, ROWS, D, N)
-            if HOLD:
-                A_block = A[i]
-            elif COUPLED:
-                A_block = load_block(A_at, i, in_row, d, n, ROWS, D, N)
             if HOLD or COUPLED:
-                terms = terms_of_block(
-                    A_block, B, h[i], delta, s, mixed, ROWS, D, N, COUPLED, FULL, FAST
-                )
-            if HOLD:
-                held = held + (terms + (B, C),)
+                A_block = A[i] if HOLD else load_block(A_at, i, in_row, d, n, ROWS, D, N)
+                decay, scales = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
             if COUPLED:
-                read = sum_states(H[i] * terms[1] * B, ROWS, D, N)
-                gain = sum_states(terms[1] * B * C, ROWS, D, N)
-                sigma = gain if i == 0 else sigma + gain
+                reads = reads + (sum_states(H[i] * scales * B, ROWS, D, N),)
+                gains = gains + (sum_states(scales * B * C, ROWS, D, N),)
             else:
-                read = sum_states(H[i] * B, ROWS, D, N)
-            from_memory = read if i == 0 else from_memory + read
-        if not COUPLED:
+                reads = reads + (sum_states(H[i] * B, ROWS, D, N),)
+            if HOLD:
+                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED, FULL)
+                held = held + ((A_block, B, C, decay, reach, written),)
+        from_memory = total_of(reads)
+        if COUPLED:
+            sigma = total_of(gains)
+        else:
             # the cotangent of s x~, without w
             to_written = from_memory
             from_memory *= s
@@ -386,8 +355,8 @@ def reverse_head_kernel(
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            cols, in_row, d, n, u_at, K, N, ROWS, D, FED, HOLD,
+            fed_row + t_next * fed_stride_t, h_row + i_next * n * d, () if HOLD else h,
+            cols, in_row, d, n, u_at, K, N, ROWS, D, FED,
         )  # fmt: skip
         N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
         T_g = ()
@@ -450,28 +419,33 @@ def reverse_head_kernel(
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
         w_states = spread(w, ROWS, D, N)
         states = ()
+        through = ()
+        h_next = ()
         for i in tl.static_range(BLOCKS):
             if HOLD:
-                decay, _, reach, written, B, C = held[i]
-                A_block = A[i]
+                A_block, B, C, decay, reach, written = held[i]
             else:
                 A_block = load_block(A_at, i, in_row, d, n, ROWS, D, N)
                 B, C = load_both(row + AT_B, i, n, ROWS, D, N)
-                decay, _, reach, written = terms_of_block(
-                    A_block, B, h[i], delta, s, mixed, ROWS, D, N, COUPLED, FULL, FAST
-                )
+                decay, scales = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED, FULL)
             total = H[i] + w_states * C
             to_exponent = total * reach
-            through = sum_states(to_exponent * A_block, ROWS, D, N)
-            to_delta = through if i == 0 else to_delta + through
+            through = through + (sum_states(to_exponent * A_block, ROWS, D, N),)
             if SELECTIVE:
                 to_C = (decay * h[i] + written * B) * w_states
                 both = concatenated_states(total * written, to_C, ROWS, D, N)
                 states = states + (sum_channels(both, ROWS, D, 2 * N),)
             to_A = grad_A[i] + to_exponent * spread(delta, ROWS, D, N)
             grad_A = grad_A[:i] + (to_A,) + grad_A[i + 1 :]
+            if not HOLD:
+                # of the next token, in the registers of this one's
+                h_at = h_row[:, None] + i_next * n * d + cols
+                h_next = h_next + (load_block(h_at, i, in_row, d, n, ROWS, D, N),)
             H = H[:i] + (total * decay,) + H[i + 1 :]
-        to_delta *= LN2
+        to_delta = LN2 * total_of(through)
+        if not HOLD:
+            loaded = loaded[:6] + (h_next,)
         if INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
         elif INPUT_SCALE == "bounded_delta":
@@ -497,9 +471,7 @@ def reverse_head_kernel(
                 tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
                 rounded = rounded + (to_states.to(ROUND),)
             states = rounded
-        grads = in_tiles(
-            to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
-        )
+        grads = in_tiles(to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE)
     at = sample[:, None] * (n * d) + cols
     store_blocks(H_ptr + at, H, inside, d, n, ROWS, D, N)
     store_blocks(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)
