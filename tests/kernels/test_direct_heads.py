@@ -191,7 +191,10 @@ CASES = [
     Case(heads=3, b=1, t=2, p=5, n=9, k=1, activation="softplus_of_minus", norm_eps=None),
     Case(b=1, t=2, p=33, n=1, k=3, selective=False, norm_eps=None, low=torch.bfloat16),
     Case(b=1, t=2, k=2, input_scale="one_minus_decay", feedback=False, low=torch.bfloat16),
+    # states in two blocks that are held, in three and in four that are not
     Case(b=1, t=2, p=3, n=32, k=1, input_scale="one_minus_decay"),
+    Case(heads=1, b=1, t=2, p=17, n=48, k=1, input_scale="one_minus_decay", eigenvalues="full"),
+    Case(heads=1, b=1, t=2, p=17, n=64, k=1),
 ]
 
 
@@ -210,6 +213,7 @@ def test_every_option(case: Case) -> None:
         (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=torch.bfloat16), 1, 4),
         (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 2),
         (Case(b=9, t=2, n=1, k=1), 8, 1),
+        (Case(heads=1, b=1, t=2, p=33, n=34, k=1), 1, 2),
     ],
     ids=str,
 )
@@ -226,6 +230,17 @@ def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int
     from bedouin.kernels.direct.heads.launch import choose_parts
 
     assert choose_parts(channels, samples) == parts
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("channels", "states", "samples"),
+    [(64, 16, 8), (64, 32, 8), (64, 33, 4), (128, 16, 4), (128, 64, 2), (32, 64, 8)],
+)
+def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
+    from bedouin.kernels.direct.heads.launch import choose_samples
+
+    assert choose_samples(4096, torch.empty(8, states, channels, device=DEVICE)) == samples
 
 
 @needs_triton

@@ -132,17 +132,17 @@ def split_axis(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _join_all(rows, N: tl.constexpr):
+def join_all(rows, N: tl.constexpr):
     if N == 1:
         return rows[0]
     else:
-        return tl.join(_join_all(rows[0:N:2], N // 2), _join_all(rows[1:N:2], N // 2))
+        return tl.join(join_all(rows[0:N:2], N // 2), join_all(rows[1:N:2], N // 2))
 
 
 @triton.jit
 def stack_states(rows, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """N = 1, 2, 4, ... rows (s, d) as (s, d, N)."""
-    return tl.reshape(_join_all(rows, N), [S, BLOCK_D, N])
+    return tl.reshape(join_all(rows, N), [S, BLOCK_D, N])
 
 
 @triton.jit

@@ -49,6 +49,15 @@ WARPS = 8
 LANES = 32
 """Threads of a warp, and the fewest channels of a part of a sample."""
 
+MEMORIES = 16384
+"""Most values of h of all samples of a program; of more, most would be spilled in every token."""
+
+BLOCK_STATES = 16
+"""Most states that the reverse sweep takes at once: the values of more would not fit registers."""
+
+MOST_HELD = 1024
+"""Most values of A, and of h of the next token, that a warp of the reverse sweep holds."""
+
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
@@ -112,6 +121,7 @@ def _sweep_constants(
         EPS=scan_constants(A.shape[-1], A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
         JOINED=layout.num_householder in (2, 4),
+        N=blocks.states,
         BLOCK_S=blocks.small,
         ALPHA=blocks.alpha,
         **_common_constants(A, W, options, samples, parts, tf32),
@@ -262,13 +272,16 @@ def _reverse_constants(
     scalars: int,  # of a token
 ) -> Constants:
     """The constants of `reverse_head_kernel`."""
+    common, blocks = _common_constants(A, W, options, samples, parts, tf32), _blocks(A, options)
     return Constants(
         K=layout_of(options).num_householder,
         FED=fed,
         NORM=options.feedback_norm_eps is not None,
         # a few more than the scalars, whose groups begin at multiples of 4
         BLOCK_L=next_power_of_two(scalars + 16),
-        **_common_constants(A, W, options, samples, parts, tf32),
+        N=min(BLOCK_STATES, blocks.states),
+        HOLD=blocks.channels // common["PARTS"] * blocks.states <= MOST_HELD,
+        **common,
     )
 
 
@@ -308,7 +321,6 @@ def _common_constants(
     return {
         **{name: scan[name] for name in kept},
         "BLOCK_D": blocks.channels,
-        "N": blocks.states,
         "S": samples,
         "PARTS": parts,
         "COLUMNS": max(COLUMNS, samples),
@@ -333,12 +345,13 @@ def choose_samples(
     A: Tensor,  # (H, n, d)
 ) -> int:
     """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
-    and at most WARPS, half of these for more than 64 channels.
+    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES allow.
 
     A token takes a program about as long for one sample as for several, up to that.
     """
-    heads, d = A.shape[0], A.shape[2]
+    heads, n, d = A.shape
     most = WARPS if d <= 64 else WARPS // 2
+    most = min(most, MEMORIES // (next_power_of_two(n) * next_power_of_two(d)))
     units = 4 if interpreter_is_on() else multiprocessors(A.device)
     samples = 2
     while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:

@@ -15,12 +15,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate_vjp, fast_activate
-from bedouin.kernels.device.discretize import (
-    build_coupled,
-    build_decay,
-    coupled_reach,
-    fast_scale,
-)
+from bedouin.kernels.device.discretize import fast_scale
 from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
@@ -36,14 +31,11 @@ from bedouin.kernels.direct.heads.device import (
     concatenated_states,
     in_lanes,
     join_rows,
-    load_same,
     load_scalars,
-    load_states,
     rows_of,
     rows_of_statistics,
     samples_of,
     spread,
-    store_states,
     store_statistics,
     sum_channels,
     sum_states,
@@ -55,6 +47,17 @@ from bedouin.kernels.direct.heads.parts import (
     part_of,
     sum_of_parts,
 )
+from bedouin.kernels.direct.heads.triton_blocks import (
+    discretize,
+    effects,
+    in_blocks,
+    join_blocks,
+    load_block,
+    load_blocks,
+    load_both,
+    store_blocks,
+    total_of,
+)
 from bedouin.kernels.direct.heads.triton_weights import (
     BLOCK_ALPHA,
     load_transposed_weights,
@@ -64,7 +67,9 @@ from bedouin.kernels.direct.heads.triton_weights import (
 
 @triton.jit
 def in_tiles(
-    delta, u, states, alpha,  # rows (s, d), (s, .)
+    delta, u,  # rows (s, d)
+    states,  # of each block, (s, .)
+    alpha,  # (s, .)
     K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
     """The raw values of a token in tiles, each a factor of one product.
@@ -74,7 +79,9 @@ def in_tiles(
     """
     ROWS: tl.constexpr = delta.shape[0]
     D: tl.constexpr = delta.shape[1]
-    states, alpha = part_of(states, PARTS), part_of(alpha, PARTS)
+    alpha = part_of(alpha, PARTS)
+    if SELECTIVE:
+        states = part_of(join_blocks(states, ROWS), PARTS)
     tiles = ()
     if SELECTIVE and states.shape[1] == alpha.shape[1]:
         small = join_rows((states, alpha), ROWS, 2, alpha.shape[1])
@@ -113,9 +120,10 @@ def transposed_product(
 @triton.jit
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
+    h,  # states, or () to load them
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr, UNROLLED: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
@@ -129,7 +137,8 @@ def load_token(
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
         if FED:
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
-    h = load_states(h_row[:, None] + cols, in_row, d, n, ROWS, D, N, UNROLLED)
+    if len(h) == 0:
+        h = load_blocks(h_row[:, None] + cols, in_row, d, n, ROWS, D, N)
     return x, y, g, mixed, raw, fed, h
 
 
@@ -185,6 +194,7 @@ def reverse_head_kernel(
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
+    HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
 ):
     """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
     ROWS: tl.constexpr = S * PARTS
@@ -200,15 +210,13 @@ def reverse_head_kernel(
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    states_at, given = state_columns(d, n, N, D)
-    in_states = speaks[:, None] & given[None, :]
+    BLOCKS: tl.constexpr = (n + N - 1) // N
     alphas = tl.arange(0, BLOCK_ALPHA)
     in_alpha = speaks[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
-    HOLD_A: tl.constexpr = N * D <= 1024
-    if HOLD_A:
-        A = load_states(A_at, in_row, d, n, ROWS, D, N, False)
+    if HOLD:
+        A = load_blocks(A_at, in_row, d, n, ROWS, D, N, False)
     # the cotangents of the raw values of the token after the chunk
     W = load_transposed_weights(W_ptr + head * W_stride_h, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
     after = (sample * t_end + start + count) * r
@@ -220,16 +228,19 @@ def reverse_head_kernel(
     for i in tl.static_range(K):
         column = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
         u_after = u_after + (column.to(ROUND),)
-    known = more[:, None] & given[None, :]
-    at = after[:, None] + states_at[None, :]
-    states_after = tl.load(grad_raw_ptr + at, mask=known & SELECTIVE, other=0.0).to(ROUND)
+    states_after = ()
+    for i in tl.static_range(BLOCKS if SELECTIVE else 0):
+        states_at, given = state_columns(d, i, n, N, D)
+        at = after[:, None] + states_at[None, :]
+        column = tl.load(grad_raw_ptr + at, mask=more[:, None] & given[None, :], other=0.0)
+        states_after = states_after + (column.to(ROUND),)
     known = more[:, None] & (alphas < K)[None, :]
     at = after[:, None] + (u_at + K * d) + alphas[None, :]
     alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
     grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
     at = sample[:, None] * (n * d) + cols
-    H = load_states(H_ptr + at, in_row, d, n, ROWS, D, N, False)
-    grad_A = load_states(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
+    H = load_blocks(H_ptr + at, in_row, d, n, ROWS, D, N, False)
+    grad_A = load_blocks(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -244,7 +255,7 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, cols, in_row, d, n, u_at, K, N, ROWS, D, FED, False,
+        h_row + (count - 1) * n * d, (), cols, in_row, d, n, u_at, K, N, ROWS, D, FED,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -291,33 +302,32 @@ def reverse_head_kernel(
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        if not HOLD_A:
-            A = load_states(A_at, in_row, d, n, ROWS, D, N, N <= 16)
-        exponent = A * spread(delta, ROWS, D, N)
-        B = load_same(row + AT_B, n, ROWS, D, N)
-        C = load_same(row + AT_B + n, n, ROWS, D, N)
         rms, BC = tl.load(row + AT_LAST)[:, None], tl.load(row + AT_LAST + 1)[:, None]
+        s = x if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
+        held = ()
+        reads = ()
+        gains = ()
+        for i in tl.static_range(BLOCKS):
+            B, C = load_both(row + AT_B, i, n, ROWS, D, N)
+            if HOLD or COUPLED:
+                A_block = A[i] if HOLD else load_block(A_at, i, in_row, d, n, ROWS, D, N)
+                decay, scales = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+            if COUPLED:
+                reads = reads + (sum_states(H[i] * scales * B, ROWS, D, N),)
+                gains = gains + (sum_states(scales * B * C, ROWS, D, N),)
+            else:
+                reads = reads + (sum_states(H[i] * B, ROWS, D, N),)
+            if HOLD:
+                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED, FULL)
+                held = held + ((A_block, B, C, decay, reach, written),)
+        from_memory = total_of(reads)
         if COUPLED:
-            decay, s = build_coupled(exponent, FULL, FAST)
-            from_memory = sum_states(H * s * B, ROWS, D, N)
-            sigma = sum_states(s * B * C, ROWS, D, N)
-            reach = spread(mixed, ROWS, D, N) * B
-            if FULL:
-                reach *= tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
-            reach = (h - reach) * coupled_reach(decay, s, FULL)
-            written = s * spread(mixed, ROWS, D, N)
+            sigma = total_of(gains)
         else:
-            decay = build_decay(exponent, FULL, FAST)
-            s = fast_scale(delta, INPUT_SCALE, FAST)
-            from_memory = sum_states(H * B, ROWS, D, N)
-            reach = decay * h
-            if FULL:
-                reach += h
             # the cotangent of s x~, without w
             to_written = from_memory
             from_memory *= s
             sigma = s * BC
-            written = spread(s * mixed, ROWS, D, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
         grad_normed = rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
         if NORM:
@@ -345,8 +355,8 @@ def reverse_head_kernel(
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            cols, in_row, d, n, u_at, K, N, ROWS, D, FED, N <= 16,
+            fed_row + t_next * fed_stride_t, h_row + i_next * n * d, () if HOLD else h,
+            cols, in_row, d, n, u_at, K, N, ROWS, D, FED,
         )  # fmt: skip
         N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
         T_g = ()
@@ -374,8 +384,11 @@ def reverse_head_kernel(
         rest = load_scalars(row + AT_KNOWN + 2 * K, K, ROWS, D)
         squares = load_scalars(row + AT_KNOWN + 3 * K, K, ROWS, D)
         # before the exchange that they follow
-        unit_at = row[:, None] + (states_at - d + AT_B)[None, :]
-        unit = tl.load(unit_at, mask=given[None, :], other=0.0)
+        units = ()
+        for i in tl.static_range(BLOCKS):
+            states_at, given = state_columns(AT_B, i, n, N, D)
+            unit_at = row[:, None] + states_at[None, :]
+            units = units + (tl.load(unit_at, mask=given[None, :], other=0.0),)
         inv_B, inv_C = tl.load(row + AT_LAST + 2), tl.load(row + AT_LAST + 3)
         v = y - x
         for i in tl.static_range(1, K):
@@ -405,10 +418,34 @@ def reverse_head_kernel(
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
         w_states = spread(w, ROWS, D, N)
-        total = H + w_states * C
-        to_exponent = total * reach
-        grad_A += to_exponent * spread(delta, ROWS, D, N)
-        to_delta = LN2 * sum_states(to_exponent * A, ROWS, D, N)
+        states = ()
+        through = ()
+        h_next = ()
+        for i in tl.static_range(BLOCKS):
+            if HOLD:
+                A_block, B, C, decay, reach, written = held[i]
+            else:
+                A_block = load_block(A_at, i, in_row, d, n, ROWS, D, N)
+                B, C = load_both(row + AT_B, i, n, ROWS, D, N)
+                decay, scales = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED, FULL)
+            total = H[i] + w_states * C
+            to_exponent = total * reach
+            through = through + (sum_states(to_exponent * A_block, ROWS, D, N),)
+            if SELECTIVE:
+                to_C = (decay * h[i] + written * B) * w_states
+                both = concatenated_states(total * written, to_C, ROWS, D, N)
+                states = states + (sum_channels(both, ROWS, D, 2 * N),)
+            to_A = grad_A[i] + to_exponent * spread(delta, ROWS, D, N)
+            grad_A = grad_A[:i] + (to_A,) + grad_A[i + 1 :]
+            if not HOLD:
+                # of the next token, in the registers of this one's
+                h_at = h_row[:, None] + i_next * n * d + cols
+                h_next = h_next + (load_block(h_at, i, in_row, d, n, ROWS, D, N),)
+            H = H[:i] + (total * decay,) + H[i + 1 :]
+        to_delta = LN2 * total_of(through)
+        if not HOLD:
+            loaded = loaded[:6] + (h_next,)
         if INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
         elif INPUT_SCALE == "bounded_delta":
@@ -416,26 +453,28 @@ def reverse_head_kernel(
             to_delta += mixed * (inverse * inverse) * (to_written + BC * w)
         to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
         tl.store(grad_row[:, None] + cols, to_delta, mask=inside)
-        to_states = tl.zeros([ROWS, states_at.shape[0]], kind)
         if SELECTIVE:
-            to_C = (decay * h + written * B) * w_states
-            to_both = concatenated_states(total * written, to_C, ROWS, D, N)
-            to_both = sum_channels(to_both, ROWS, D, 2 * N)
             if PARTS > 1:
-                to_both = sum_of_parts(to_both, PARTS)
-            GROUPS: tl.constexpr = to_both.shape[1] // N
-            along = tl.sum(tl.reshape(to_both * unit, [ROWS, GROUPS, N]), axis=2)[:, :, None]
-            along = tl.reshape(tl.broadcast_to(along, [ROWS, GROUPS, N]), to_both.shape)
-            inv = tl.where((states_at < d + n)[None, :], inv_B[:, None], inv_C[:, None])
-            to_states = (inv * (to_both - unit * along)).to(kind)
-            tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
-        grads = in_tiles(
-            to_delta.to(ROUND), rows, to_states.to(ROUND), to_alpha.to(ROUND), K, PARTS, SELECTIVE
-        )
-        H = total * decay
+                states = in_blocks(sum_of_parts(join_blocks(states, ROWS), PARTS), ROWS, BLOCKS)
+            along = units[0] * states[0]
+            for i in tl.static_range(1, BLOCKS):
+                along += units[i] * states[i]
+            GROUPS: tl.constexpr = along.shape[1] // N
+            sums_of = tl.sum(tl.reshape(along, [ROWS, GROUPS, N]), axis=2)[:, :, None]
+            along = tl.reshape(tl.broadcast_to(sums_of, [ROWS, GROUPS, N]), along.shape)
+            rounded = ()
+            for i in tl.static_range(BLOCKS):
+                states_at, given = state_columns(d, i, n, N, D)
+                inv = tl.where((states_at < d + n)[None, :], inv_B[:, None], inv_C[:, None])
+                to_states = (inv * (states[i] - units[i] * along)).to(kind)
+                in_states = speaks[:, None] & given[None, :]
+                tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
+                rounded = rounded + (to_states.to(ROUND),)
+            states = rounded
+        grads = in_tiles(to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE)
     at = sample[:, None] * (n * d) + cols
-    store_states(H_ptr + at, H, inside, d, n, ROWS, D, N)
-    store_states(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)
+    store_blocks(H_ptr + at, H, inside, d, n, ROWS, D, N)
+    store_blocks(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)
     if PARTS > 1:
         whole = over_channels((tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D)
         at = statistics_ptr + sample * t_end + start

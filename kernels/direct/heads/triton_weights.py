@@ -49,11 +49,24 @@ def load_weights(
 
 
 @triton.jit
-def state_columns(first, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    """Of the columns of `sum_channels` for B and C: where these are, from the `first` one on, and
-    whether there are such."""
-    at = tl.arange(0, max(2 * N, min(32, D)))
-    return first + at // N * n + at % N, (at < 2 * N) & (at % N < n)
+def state_columns(first, block, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """Of the columns of `sum_channels` for B and C of a block of N states: where these are, from
+    the `first` one on, and whether there are such."""
+    return _columns_at(tl.arange(0, max(2 * N, min(32, D))), first, block, n, N)
+
+
+@triton.jit
+def _columns_at(at, first, block, n: tl.constexpr, N: tl.constexpr):
+    state = block * N + at % N
+    return first + at // N * n + state, (at < 2 * N) & (state < n)
+
+
+@triton.jit
+def joined_columns(first, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """`state_columns` of all blocks, joined by `join_blocks`."""
+    BLOCKS: tl.constexpr = triton.next_power_of_2((n + N - 1) // N)
+    at = tl.arange(0, max(2 * N, min(32, D)) * BLOCKS)
+    return _columns_at(at // BLOCKS, first, at % BLOCKS, n, N)
 
 
 @triton.jit
@@ -84,7 +97,8 @@ def load_transposed_weights(
     compiler chooses another layout of its factors, which takes more instructions.
     """
     u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
-    WIDTH: tl.constexpr = max(2 * N, min(32, D)) if SELECTIVE else 0
+    BLOCKS: tl.constexpr = triton.next_power_of_2((n + N - 1) // N)
+    WIDTH: tl.constexpr = max(2 * N, min(32, D)) * BLOCKS if SELECTIVE else 0
     cols, pairs = tl.arange(0, BLOCK_D), tl.arange(0, 2 * BLOCK_D)
     tiles = ()
     if WIDTH == BLOCK_ALPHA and 2 * BLOCK_ALPHA == BLOCK_D:
@@ -99,7 +113,7 @@ def load_transposed_weights(
             tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
         else:
             if SELECTIVE:
-                numbers, given = state_columns(d, n, N, D)
+                numbers, given = joined_columns(d, n, N, D)
                 tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
             alphas = tl.arange(0, BLOCK_ALPHA)
             numbers = u_at + K * d + alphas

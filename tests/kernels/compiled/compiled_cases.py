@@ -182,6 +182,9 @@ CASES: dict[str, Case] = QUICK | {
     "direct, heads, 64x256": layer(64, 256, 512, **HEADS),
     "direct, heads, 8x4096": layer(8, 4096, 512, **HEADS),
     "direct, heads of 128, 64x256": layer(64, 256, 512, **HEADS | {"num_heads": 8}),
+    "direct, heads, n 32, 64x256": layer(64, 256, 256, d_state=32, num_householder=2, num_heads=8),
+    "direct, heads, n 64, 64x256": layer(64, 256, 256, d_state=64, num_householder=2, num_heads=8),
+    "direct, heads, n 64, 128x16": layer(128, 16, 256, d_state=64, num_householder=2, num_heads=8),
     "direct, heads, no feedback, 64x256": layer(64, 256, 512, feedback=(), **HEADS),
     "picard, griffin, float32": iteration(
         "Picard", 2, 18, 32, dtype=FLOAT32, backward=False, **GRIFFIN

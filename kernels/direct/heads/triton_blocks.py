@@ -1,0 +1,138 @@
+"""States of a channel in blocks of N, for a sweep that cannot hold what a token needs of all.
+
+A block is a tensor (s, d, N), the states of all blocks a tuple of these; rows (s, d) and loads are
+those of `device.py`.
+Letters: d channels of a head, n state per channel, s samples of a program.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.discretize import build_coupled, build_decay, coupled_reach
+from bedouin.kernels.direct.heads.device import (
+    join_all,
+    load_same,
+    load_states,
+    spread,
+    store_states,
+    unstack_states,
+)
+
+
+@triton.jit
+def load_block(
+    rows_at,  # pointers (s, d) to state 0
+    block: tl.constexpr, inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr,
+    BLOCK_D: tl.constexpr, N: tl.constexpr, UNROLLED: tl.constexpr = True,
+):  # fmt: skip
+    """States N block to N block + N - 1, as far as there are n, by `load_states`."""
+    COUNT: tl.constexpr = min(N, n - block * N)
+    return load_states(rows_at + block * N * d, inside, d, COUNT, S, BLOCK_D, N, UNROLLED)
+
+
+@triton.jit
+def load_blocks(
+    rows_at,  # pointers (s, d) to state 0
+    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+    N: tl.constexpr, UNROLLED: tl.constexpr = True,
+):  # fmt: skip
+    """n states, d elements apart, in blocks of N, (s, d, N) each."""
+    blocks = ()
+    for i in tl.static_range((n + N - 1) // N):
+        block = load_block(rows_at, i, inside, d, n, S, BLOCK_D, N, UNROLLED)
+        blocks = blocks + (block,)
+    return blocks
+
+
+@triton.jit
+def store_blocks(
+    rows_at,  # pointers (s, d) to state 0
+    blocks,  # (s, d, N) each
+    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_blocks`."""
+    for i in tl.static_range((n + N - 1) // N):
+        at = rows_at + i * N * d
+        store_states(at, blocks[i], inside, d, min(N, n - i * N), S, BLOCK_D, N)
+
+
+@triton.jit
+def load_both(
+    row,  # pointers (s,) to B n and C n
+    block: tl.constexpr, n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """B and C of a block of N states, as `load_same` gives them."""
+    COUNT: tl.constexpr = min(N, n - block * N)
+    B = load_same(row + block * N, COUNT, S, D, N)
+    return B, load_same(row + n + block * N, COUNT, S, D, N)
+
+
+@triton.jit
+def join_blocks(blocks, S: tl.constexpr):
+    """Rows (s, w) of 1 or more blocks as one, entry c of block i at 2^m c + i, with 2^m blocks of
+    which the last ones may be zeros."""
+    BLOCKS: tl.constexpr = len(blocks)
+    WIDTH: tl.constexpr = blocks[0].shape[1]
+    M: tl.constexpr = triton.next_power_of_2(BLOCKS)
+    for _ in tl.static_range(BLOCKS, M):
+        blocks = blocks + (tl.zeros_like(blocks[0]),)
+    return tl.reshape(join_all(blocks, M), [S, WIDTH * M])
+
+
+@triton.jit
+def in_blocks(joined, S: tl.constexpr, BLOCKS: tl.constexpr):
+    """The inverse of `join_blocks`."""
+    M: tl.constexpr = triton.next_power_of_2(BLOCKS)
+    WIDTH: tl.constexpr = joined.shape[1] // M
+    return unstack_states(tl.reshape(joined, [S, WIDTH, M]), S, WIDTH, M)[:BLOCKS]
+
+
+@triton.jit
+def total_of(parts):
+    """The sum of one or more tensors."""
+    total = parts[0]
+    for i in tl.static_range(1, len(parts)):
+        total += parts[i]
+    return total
+
+
+@triton.jit
+def discretize(
+    A,  # (s, d, N)
+    delta, s,  # rows (s, d)
+    ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    COUPLED: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The decay of a block of states and its scale: s, or the coupled one (s, d, N)."""
+    exponent = A * spread(delta, ROWS, D, N)
+    if COUPLED:
+        return build_coupled(exponent, FULL, FAST)
+    else:
+        return build_decay(exponent, FULL, FAST), s
+
+
+@triton.jit
+def effects(
+    decay, s,  # from `discretize`
+    h, B,  # (s, d, N)
+    mixed,  # rows (s, d)
+    ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    COUPLED: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Of h_t = decay * h + written B^T: its derivative with respect to the exponent of the decay,
+    and written, s x~."""
+    if COUPLED:
+        reach = spread(mixed, ROWS, D, N) * B
+        if FULL:
+            reach *= tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
+        reach = (h - reach) * coupled_reach(decay, s, FULL)
+        return reach, s * spread(mixed, ROWS, D, N)
+    else:
+        reach = decay * h
+        if FULL:
+            reach += h
+        return reach, spread(s * mixed, ROWS, D, N)
