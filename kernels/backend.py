@@ -131,7 +131,7 @@ def is_batched(
     if torch.compiler.is_compiling():
         return False
     is_one = torch._C._functorch.is_legacy_batchedtensor
-    return any(v is not None and is_one(v) for v in tensors)
+    return any([v is not None and is_one(v) for v in tensors])  # a generator takes longer
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:

@@ -1,4 +1,7 @@
-"""Convergence warnings of one layer: rate-limited, and on a GPU without synchronization."""
+"""Convergence warnings of one layer: rate-limited, and on a GPU without synchronization.
+
+Letters: b batch, q parts of a sample.
+"""
 
 import sys
 import warnings
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from bedouin.solvers.solution import (
     ConvergenceWarning,
+    DeferredStats,
     SolveStats,
     accepted,
     can_read_device,
@@ -25,7 +29,7 @@ Module.__call__ and backward lie between the user's line and this package."""
 class _Pending(NamedTuple):
     """An outcome that is being copied to the host."""
 
-    accepted: Tensor  # (b,) on the host, valid once the event has completed
+    accepted: Tensor  # (b,) or (q b,) on the host, valid once the event has completed
     event: torch.cuda.Event | None  # None: the copy is complete, because it came from a CPU
     stats: SolveStats
     cut_at: int | None
@@ -59,13 +63,16 @@ class DeferredWarning:
         """Start to copy an outcome to the host; for `cut_at` see `accepted`."""
         if self.is_pending(subject):
             return
-        copy = accepted(stats, cut_at).to("cpu", non_blocking=True)
-        event = None
-        if stats.converged.is_cuda:
+        outcome = stats.verdict if cut_at is None else accepted(stats, cut_at)
+        copy, event = outcome.to("cpu", non_blocking=True), None
+        if outcome.is_cuda:
             event = torch.cuda.Event()
             event.record()
         # without the cell of the adjoint's statistics, which may refer to the owner of this object
-        stats = SolveStats(stats.num_steps, stats.residual, stats.converged)
+        if isinstance(stats, DeferredStats):
+            stats = stats.without_cell()
+        else:
+            stats = SolveStats(stats.num_steps, stats.residual, stats.converged)
         self._pending[subject] = _Pending(copy, event, stats, cut_at)
 
     def flush(self) -> None:
@@ -74,7 +81,7 @@ class DeferredWarning:
             return  # a graph that depends on pending outcomes would be recompiled when they change
         for subject, pending in list(self._pending.items()):
             # a graph capture fails if it queries an event recorded outside it
-            if not can_read_device(pending.stats.converged):
+            if not can_read_device(pending.stats.verdict):
                 continue
             if pending.event is not None and not pending.event.query():
                 continue

@@ -18,6 +18,7 @@ from bedouin.solvers.base import (
 from bedouin.solvers.convergence import relative_residual, within_rounding
 from bedouin.solvers.solution import (
     BackwardStats,
+    DeferredStats,
     Result,
     Solution,
     SolveStats,
@@ -63,11 +64,13 @@ class Direct(Solver):
         residual, converged = self._judge(swept)
         if watch is not None:
             watch(swept.y, residual)
-        steps = torch.ones_like(residual, dtype=torch.int64)
-        stats = SolveStats(steps, residual, converged, swept.pivot, cell)
+        if not can_read_device(residual):
+            steps = torch.ones_like(residual, dtype=torch.int64)
+            plain = SolveStats(steps, residual, converged, swept.pivot, cell)
+            return Solution(swept.y, plain, Result.unknown)
+        stats = DeferredStats(None, residual, converged, swept.pivot, cell)
         # a look at a GPU would stop the host once a layer: the caller may look later
-        readable = can_read_device(residual) and not residual.is_cuda
-        return Solution(swept.y, stats, read_result(stats) if readable else Result.unknown)
+        return Solution(swept.y, stats, Result.unknown if residual.is_cuda else read_result(stats))
 
     def _judge(self, swept: SweepResult) -> tuple[Tensor, Tensor]:
         """The residual, and whether rounding explains it, (b,) each."""

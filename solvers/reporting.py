@@ -62,12 +62,12 @@ class Reporting:
         return f"{self.subject}, adjoint solve"
 
     def _report(self, stats: SolveStats, result: Result, subject: str, cut_at: int | None) -> None:
-        if self.policy == "ignore" or not can_read_device(stats.converged):
+        if self.policy == "ignore" or not can_read_device(stats.verdict):
             return
-        if self.policy == "warn" and result is Result.unknown and stats.converged.is_cuda:
+        if self.policy == "warn" and result is Result.unknown and stats.verdict.is_cuda:
             self.warnings.schedule(stats, subject, cut_at)
             return
-        if bool(accepted(stats, cut_at).all()):
+        if bool((stats.verdict if cut_at is None else accepted(stats, cut_at)).all()):
             return
         message = describe(stats, subject, cut_at)
         if self.policy == "raise":

@@ -5,7 +5,8 @@ Letters: b batch, t tokens of a sample, q parts of a sample.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -122,6 +123,79 @@ class SolveStats:
         """The statistics of the adjoint solve after the backward pass, None before it."""
         return self._backward.stats
 
+    @property
+    def verdict(self) -> Tensor:
+        """`converged`, or before it is computed that of the samples' parts: if all of one are true,
+        so are all of the other."""
+        return self.converged
+
+    @property
+    def plain(self) -> "SolveStats":
+        """These statistics as an object for `dataclasses.replace`."""
+        return self
+
+
+class DeferredStats(SolveStats):
+    """Statistics of an exact solve, computed from those of the samples' parts when they are first
+    read, since on a GPU each is a launch. A copy has plain ones."""
+
+    def __init__(
+        self,
+        num_steps: Tensor | None,  # (q b,); None: ones
+        residual: Tensor,  # (q b,)
+        converged: Tensor,  # (q b,) bool
+        conditioning: Tensor | None = None,  # (q b,)
+        backward: BackwardStats | None = None,
+        num_parts: int = 1,
+    ) -> None:
+        # bypasses the frozen `__setattr__`; the other fields are properties here
+        found, cell = (num_steps, residual, converged, conditioning), backward or BackwardStats()
+        self.__dict__.update(_found=found, _num_parts=num_parts, _backward=cell)
+
+    def __reduce__(self) -> tuple[type[SolveStats], tuple[Any, ...]]:
+        return SolveStats, tuple(getattr(self.plain, item.name) for item in fields(SolveStats))
+
+    def of_parts(self, num_parts: int) -> "DeferredStats":
+        """What `join_parts` returns."""
+        return DeferredStats(*self.__dict__["_found"], self._backward, num_parts)
+
+    def without_cell(self) -> "DeferredStats":
+        """The same statistics without those of the adjoint solve."""
+        return DeferredStats(*self.__dict__["_found"], None, self.__dict__["_num_parts"])
+
+    @cached_property
+    def _plain(self) -> SolveStats:
+        num_steps, residual, converged, pivot = self.__dict__["_found"]
+        if num_steps is None:
+            num_steps = torch.ones_like(residual, dtype=torch.int64)
+        stats = SolveStats(num_steps, residual, converged, pivot, self._backward)
+        return join_parts(stats, self.__dict__["_num_parts"])
+
+    @property
+    def plain(self) -> SolveStats:
+        return self._plain
+
+    @property
+    def num_steps(self) -> Tensor:
+        return self._plain.num_steps
+
+    @property
+    def residual(self) -> Tensor:
+        return self._plain.residual
+
+    @property
+    def converged(self) -> Tensor:
+        return self._plain.converged
+
+    @property
+    def conditioning(self) -> Tensor | None:
+        return self._plain.conditioning
+
+    @property
+    def verdict(self) -> Tensor:
+        converged: Tensor = self.__dict__["_found"][2]
+        return converged
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -138,6 +212,9 @@ def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:
     smallest pivot."""
     if num_parts == 1:
         return stats
+    if isinstance(stats, DeferredStats):
+        stats._backward.num_parts = num_parts
+        return stats.of_parts(num_parts)
     steps, residual, converged = (
         v.unflatten(0, (num_parts, -1)) for v in (stats.num_steps, stats.residual, stats.converged)
     )
@@ -185,7 +262,7 @@ def can_read_device(tensor: Tensor) -> bool:
 
 def read_result(stats: SolveStats) -> Result:
     """The outcome of a solve; synchronizes with a GPU."""
-    if bool(stats.converged.all()):
+    if bool(stats.verdict.all()):
         return Result.converged
     failed = ~stats.converged & ~torch.isfinite(stats.residual)
     return Result.nonfinite if bool(failed.any()) else Result.max_steps_reached

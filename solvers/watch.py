@@ -61,4 +61,4 @@ class StepRecorder:
             return solution
         none = solution.stats.residual.new_empty(0, *solution.stats.residual.shape)
         history = torch.stack(self.residuals) if self.residuals else none
-        return replace(solution, stats=replace(solution.stats, history=history))
+        return replace(solution, stats=replace(solution.stats.plain, history=history))

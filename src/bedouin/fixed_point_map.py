@@ -39,7 +39,7 @@ from bedouin.mixers import ChannelMixer
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.solvers.base import Steps
 from bedouin.solvers.convergence import relative_residual
-from bedouin.solvers.solution import BackwardStats, SolveStats, can_read_device
+from bedouin.solvers.solution import BackwardStats, DeferredStats, SolveStats, can_read_device
 
 
 class ScanInputs(NamedTuple):
@@ -231,7 +231,7 @@ def _reverse_stats(
     if defect.numel() and choose_backend("auto", defect.device, defect.dtype) == "triton":
         from bedouin.kernels.direct.triton_summary import summarize_adjoint
 
-        return SolveStats(*summarize_adjoint(defect, scale))
+        return DeferredStats(*summarize_adjoint(defect, scale))
     # flipped, because the reverse sweep begins with the last token
     with torch.no_grad():
         residual = relative_residual(defect.flip(1), scale.flip(1))

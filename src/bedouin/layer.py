@@ -455,7 +455,7 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
-            stats = replace(stats, num_steps=packing.steps(stats.num_steps))
+            stats = replace(stats.plain, num_steps=packing.steps(stats.num_steps))
         # A checkpoint's recomputation keeps those of the first call, which get stats.backward. The
         # flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
         if not restores_tensors_only() and not torch.compiler._is_exporting_flag:

@@ -24,7 +24,7 @@ class SavedLayer(MarkedModule):
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without statistics of a torch.func transform."""
         state = dict(vars(self))
-        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.converged):
+        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.verdict):
             state["stats"] = None
         return state
 
