@@ -136,8 +136,10 @@ def is_batched(
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """A context in which autocast is off on `device`; the meta device has no autocast."""
-    # torch.autocast raises for the meta device
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    # torch.autocast raises for the meta device, and takes a while where it has nothing to do
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def autocast_dtype(

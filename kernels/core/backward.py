@@ -78,7 +78,7 @@ def core_backward(
     (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
     H, _, _, p, _, r = sizes
-    x = rows_of(tensors.split()[0], H)
+    x = rows_of(tensors.x, H)
     grad_projected = torch.empty_like(tensors.projected, memory_format=torch.contiguous_format)
     of_x = rows_of(grad_projected[..., : H * p], H)
     if tensors.weight is None:
@@ -86,7 +86,7 @@ def core_backward(
     else:
         # the cotangent of z, too
         of_gate = rows_of(grad_projected[..., H * p :], H)
-    operands = output_operands(tensors, y, gate)
+    operands = output_operands(tensors, y, x, gate)
     grad_hidden = cotangents.hidden
     grad_hidden = torch.zeros_like(gate) if grad_hidden is None else rows_of(grad_hidden, H)
     grad_y, _, _, sums = output_backward(grad_hidden, operands, options.eps, into=(of_x, of_gate))
@@ -179,7 +179,7 @@ def _reverse(
     # all samples share one memory of zeros
     h0 = first.view(n, p).expand(b, n, p) if tensors.h0 is None else tensors.h0.mT.contiguous()
     known = SolvedBuffers(
-        samples_of(tensors.split()[0], H),
+        samples_of(tensors.x, H),
         saved.y,
         raw[..., :r],
         # raw contains it: to each token the kernels of one head add the same zeros

@@ -36,7 +36,7 @@ def core_forward(
     `takes_heads_together` is true."""
     W_x, W_y = (_lowered(W, tensors.projected.dtype) for W in (tensors.W_x, tensors.W_y))
     assert W_x is not None
-    sizes, x = tensors.sizes(), tensors.split()[0]
+    sizes, x = tensors.sizes(), tensors.x
     H, b, t, p, n, r = sizes
     folded, wide = sizes.folded, r + padding(r)
     like = x.new_empty(0, dtype=accumulator(x.dtype))
@@ -72,7 +72,7 @@ def core_forward(
     else:
         add_product_(gate, normed.view(gate.shape), W_y[..., r:, :].mT)
     hidden = W_x.new_empty(b, t, H * p)
-    operands = output_operands(tensors, y, gate)
+    operands = output_operands(tensors, y, rows, gate)
     output_forward(operands, options.eps, W_x.dtype, into=rows_of(hidden, H))
     weights = (
         W_x.new_empty(0) if W is given or W is None else W
@@ -95,18 +95,18 @@ def _lowered(
 def output_operands(
     tensors: CoreTensors,
     y: Tensor,  # (b', t, p)
+    x: Tensor,  # (i, p) or (H, i, p), the rows of `tensors.x`
     gate: Tensor,  # (i, p) or (H, i, p)
 ) -> OutputOperands:
     """The operands of the output stage, as rows."""
-    (x, z), sizes = tensors.split(), tensors.sizes()
-    of_channels = sizes.of_heads(sizes.p)
+    z, of_channels = tensors.z, gate.shape[:-2] + gate.shape[-1:]
     weight = None if tensors.weight is None else tensors.weight.reshape(of_channels)
     return OutputOperands(
         y.view(gate.shape),
-        rows_of(x, sizes.H),
+        x,
         tensors.D.reshape(of_channels),
         gate,
         None,
-        None if z is None else rows_of(z, sizes.H),
+        None if z is None else rows_of(z, 1 if x.dim() == 2 else x.shape[0]),
         weight,
     )

@@ -27,12 +27,13 @@ class CoreTensors(NamedTuple):
     h0: Tensor | None  # (b', p, n); None: zeros
     y0: Tensor | None  # (b', p); None: zeros
 
-    def split(self) -> tuple[Tensor, Tensor | None]:  # (b, t, d)
-        """x, and z or None: views."""
-        d = self.decay.shape[0]
-        if self.weight is None:
-            return self.projected, None
-        return self.projected[..., :d], self.projected[..., d:]
+    @property
+    def x(self) -> Tensor:  # (b, t, d), a view
+        return self.projected[..., : self.decay.shape[0]]
+
+    @property
+    def z(self) -> Tensor | None:  # (b, t, d), a view
+        return None if self.weight is None else self.projected[..., self.decay.shape[0] :]
 
     def sizes(self) -> "CoreSizes":
         b, t, _ = self.projected.shape
