@@ -79,7 +79,7 @@ class Operation:
 def _needs_no_dispatch(inputs: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would only call the implementation, which takes it 15 microseconds for
     twenty arguments: for plain tensors, unless a mode or the profiler is to see the operation."""
-    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
+    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
         return False
     if not PLAIN.issuperset(map(type, inputs)):
         return False

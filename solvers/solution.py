@@ -139,6 +139,9 @@ class DeferredStats(SolveStats):
     """Statistics of an exact solve, computed from those of the samples' parts when they are first
     read, since on a GPU each is a launch. A copy has plain ones."""
 
+    _found: tuple[Tensor | None, Tensor, Tensor, Tensor | None]
+    _num_parts: int
+
     def __init__(
         self,
         num_steps: Tensor | None,  # (q b,); None: ones
@@ -157,19 +160,19 @@ class DeferredStats(SolveStats):
 
     def of_parts(self, num_parts: int) -> "DeferredStats":
         """What `join_parts` returns."""
-        return DeferredStats(*self.__dict__["_found"], self._backward, num_parts)
+        return DeferredStats(*self._found, self._backward, num_parts)
 
     def without_cell(self) -> "DeferredStats":
         """The same statistics without those of the adjoint solve."""
-        return DeferredStats(*self.__dict__["_found"], None, self.__dict__["_num_parts"])
+        return DeferredStats(*self._found, None, self._num_parts)
 
     @cached_property
     def _plain(self) -> SolveStats:
-        num_steps, residual, converged, pivot = self.__dict__["_found"]
+        num_steps, residual, converged, pivot = self._found
         if num_steps is None:
             num_steps = torch.ones_like(residual, dtype=torch.int64)
         stats = SolveStats(num_steps, residual, converged, pivot, self._backward)
-        return join_parts(stats, self.__dict__["_num_parts"])
+        return join_parts(stats, self._num_parts)
 
     @property
     def plain(self) -> SolveStats:
@@ -193,8 +196,7 @@ class DeferredStats(SolveStats):
 
     @property
     def verdict(self) -> Tensor:
-        converged: Tensor = self.__dict__["_found"][2]
-        return converged
+        return self._found[2]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a solve returns: residuals, outcome and message."""
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from bedouin.solvers import Picard, Result, SolveStats, solve
 from bedouin.solvers.solution import (
     BackwardStats,
+    DeferredStats,
     accepted,
     can_read_device,
     describe,
+    join_parts,
     read_result,
 )
 
@@ -115,3 +118,25 @@ def test_values_may_be_read_except_under_a_transform() -> None:
     look(torch.ones(2))
     torch.func.vmap(look)(torch.ones(2))
     assert seen == [True, False]
+
+
+def test_deferred_statistics_are_those_of_the_parts_joined() -> None:
+    residual, pivot = torch.tensor([0.1, 0.2, 0.4, 0.3]), torch.tensor([0.5, 1.0, 0.25, 0.75])
+    converged = torch.tensor([True, True, False, True])
+    cell = BackwardStats()
+    plain = SolveStats(torch.ones(4, dtype=torch.int64), residual, converged, pivot, cell)
+    expected = join_parts(plain, 2)
+    stats = join_parts(DeferredStats(None, residual, converged, pivot, cell), 2)
+    assert isinstance(stats, DeferredStats) and "_plain" not in vars(stats)
+    assert stats.verdict is converged and "_plain" not in vars(stats)
+    copies = stats, stats.plain, copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))
+    for one in (*copies, dataclasses.replace(stats.plain), stats.without_cell()):
+        for name in ("num_steps", "residual", "converged", "conditioning"):
+            assert torch.equal(getattr(one, name), getattr(expected, name)), name
+        assert one.history is None and one.backward is None
+    assert repr(stats).startswith("DeferredStats(num_steps=tensor")
+    cell.stats = DeferredStats(None, residual, converged)
+    assert stats.backward is not None and stats.backward.residual.tolist() == [
+        pytest.approx(0.4),
+        pytest.approx(0.3),
+    ]

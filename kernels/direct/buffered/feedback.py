@@ -119,7 +119,7 @@ class NormedTokens:
         W_y: Tensor,  # (r, d) or (H, r, d)
     ) -> Tensor:  # as W_y
         """The gradient of W^y."""
-        rows = (v.to(W_y.dtype) for v in (grad_raw, self.normed))
+        rows, normed = grad_raw.to(W_y.dtype), self.normed.to(W_y.dtype)
         if W_y.dim() == 3:
-            rows = (v.unflatten(1, (len(W_y), -1)).transpose(0, 1) for v in rows)
-        return weight_gradient(*rows, W_y)
+            rows, normed = (v.unflatten(1, (len(W_y), -1)).transpose(0, 1) for v in (rows, normed))
+        return weight_gradient(rows, normed, W_y)

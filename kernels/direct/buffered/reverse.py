@@ -254,7 +254,8 @@ def buffered_reverse(
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
     """The result of `reverse_sweep` in kernels/direct/reverse.py, where `takes_buffers` says so."""
-    x, _, W_y, A, _, _ = solved.operands
+    x, _, W_y, A, _, y0 = solved.operands
+    assert y0 is not None
     (b, t_end, d), n = x.shape, A.shape[-1]
     options, A_rows = solved.parameterization, solved.operands.A_rows()
     maker = RowMaker((d, n), options, x)
@@ -266,7 +267,7 @@ def buffered_reverse(
     grad_raws = grad_raw.unsqueeze(2).unbind(0)
     if W_y is not None:
         feedback = Feedback(W_y, options.feedback_norm_eps, g)
-        normed = NormedTokens(solved.y, solved.operands.y0, options.feedback_norm_eps)
+        normed = NormedTokens(solved.y, y0, options.feedback_norm_eps)
     grad_x, statistics = torch.empty_like(x), x.new_empty(2, b, t_end)
     every_row, all_known = _allocate(maker, min(keep_every, t_end) * b, b)
     each = all_known.tokens(b)
