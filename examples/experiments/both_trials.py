@@ -22,6 +22,8 @@ _FAST = "--rate-scale 8 --rate-scale-last 0.001"
 _SLOW = "--feedback-lr-scale 0.01"
 _COPY_SLOW = f"{_SPREAD} {_SLOW} --feedback-lr-share 0.4"
 _DOUBLE = "--steps 12000 --schedule hold --curriculum double"
+_WIDE = "--d-model 512 --num-heads 16"
+_LONG = f"{_SLOW} --feedback-lr-share 0.05 --steps 10000"
 _REFLECTIONS = "--num-householder 2 --beta-max 1"
 _CHANGES = {
     "a5-one-rate": "--rate-scale 1 --rate-scale-last None 0.01",
@@ -32,14 +34,18 @@ _CHANGES = {
     "a5-fast": "--rate-scale 8 --rate-scale-last 0.001 0.01",
     "a5-double": (f"{_FAST} {_DOUBLE} --feedback-lr-scale 1 0.01 --feedback-lr-share 0.041667"),
     "a5-double-batch256": f"--rate-scale 1 --rate-scale-last 0.01 {_DOUBLE} --batch-size 256",
+    "a5-wide": f"{_FAST} {_DOUBLE} {_SLOW} --feedback-lr-share 0.0416667 {_WIDE} --lr 5e-4 1e-3",
     "s5-spread": _SPREAD,
     "s5-fast": _FAST,
+    "s5-slow-long": f"{_FAST} --steps 30000 {_SLOW} --feedback-lr-share 0.0166667",
     "copy-one-rate": "--rate-scale 0.01",
     "copy-spread": _SPREAD,
     "copy-slow": _COPY_SLOW,
     "copy-slow-tenth": f"{_SPREAD} {_SLOW} --feedback-lr-share 0.1",
     "copy-slow-one-rate": f"--rate-scale 0.01 {_SLOW} --feedback-lr-share 0.5",
     "copy-slow-fast": f"{_FAST} {_SLOW} --feedback-lr-share 0.4",
+    "copy-slow-long": f"{_FAST} {_LONG}",
+    "copy-slow-wide": f"{_FAST} {_LONG} {_WIDE}",
     "copy-slow-conv8": f"{_COPY_SLOW} --d-conv 8",
     "copy-slow-heads16": f"{_COPY_SLOW} --num-heads 16",
     "copy-slow-reflections": f"{_COPY_SLOW} {_REFLECTIONS}",
@@ -48,7 +54,13 @@ _CHANGES = {
         f"{_ALL} --rate-scale 0.01 {_SLOW} --feedback-lr-share 0.5 --num-heads 16 --d-state 32"
     ),
 }
-_DELTANET = f"{_COPY} --mixer-layer deltanet --lr 1e-3"
+_BASELINES = {
+    "a5-lstm-l1": f"{_A5} {_DOUBLE} --mixer-layer lstm --lr 5e-4 1e-3 2e-3",
+    "copy-attention-l2": (
+        f"{_COPY} --mixer-layer attention --num-layers 2 --steps 10000 --lr 5e-4 1e-3 2e-3"
+    ),
+    "copy-deltanet-l1": f"{_COPY} --mixer-layer deltanet --lr 1e-3",
+}
 
 BOTH_TRIALS = Experiment(
     "both-trials",
@@ -58,6 +70,6 @@ BOTH_TRIALS = Experiment(
             Run(name, joined(WIDTH, TASKS[name.partition("-")[0]], TUNING, _LAYER, change))
             for name, change in _CHANGES.items()
         ),
-        Run("copy-deltanet-l1", joined(WIDTH, TUNING, _DELTANET)),
+        *(Run(name, joined(WIDTH, TUNING, options)) for name, options in _BASELINES.items()),
     ),
 )

@@ -5,6 +5,7 @@ from experiments.plan import TUNING, Experiment, Run, joined
 _OLD = "--num-heads 1 --eval-rows 256"
 _SCALES = "bounded_delta delta one_minus_decay"
 _CPU = "--preset cpu --num-heads 1"
+_TUNED_A5 = "--preset cpu --feedback delta --seed 100 --threads 1"
 _CPU_A5 = f"{_CPU} --input-scale bounded_delta --feedback delta B C mixer"
 
 EARLIER = Experiment(
@@ -12,6 +13,10 @@ EARLIER = Experiment(
     "The numbers of the README",
     (
         *(Run(f"a5_cpu_seed{seed}", f"{_CPU_A5} --seed {seed}", "train_a5") for seed in range(3)),
+        *(
+            Run(f"a5_cpu_{name}_seed100", f"{_TUNED_A5} --input-scale {name}", "train_a5")
+            for name in ("delta", "bounded_delta")
+        ),
         Run("copy_cpu_seed0", _CPU, "train_copy"),
         Run(
             "a5_schedules",
