@@ -134,7 +134,7 @@ def of_seeds(name: str, metric: str) -> Iterator[str]:
 
 
 def test_results_are_sequence_accuracies_of_the_raw_files() -> None:
-    runs = [raw(f"a5_cpu_seed{seed}.json")["sequence_accuracy"] for seed in range(3)]
+    runs = [raw(f"a5_cpu_delta_seed{seed}.json")["sequence_accuracy"] for seed in range(3)]
     cpu = [f"{n}: " + " ".join(f"{run[n]:.2f}" for run in runs) for n in ("6", "12", "24")]
     assert line(README, "A5, length 6 ")[3:] == cpu
     for start, name in (("128 ", "a5_five_seeds"), ("512 ", "a5_paper_size")):
@@ -179,15 +179,47 @@ def test_tuning_runs_are_those_of_the_index(path: Path) -> None:
     assert line(table, f"{name} ")[1:] == [*both, f"{row['seconds']:.0f}"]
 
 
-def test_settings_for_both_tasks_are_those_of_the_tuning_runs() -> None:
-    for start, name in (
-        ("mamba, bounded_delta (default)", "mamba-bounded-all-k2"),
-        ("mamba, delta, initial decay rates × 0.1", "mamba-delta-all-k2-rate0.1"),
-        ("griffin, delta", "griffin-delta-all-k2"),
-    ):
-        a5, copying = (raw(f"tuning/{task}-{name}.json")["rows"][0]["accuracy"] for task in "ac")
-        both = (a5["128"]["sequence"], copying["50"]["token"], copying["100"]["token"])
-        assert line(README, f"{start} |")[1:] == [f"{value[0]:.2f}" for value in both]
+def accuracies(name: str, index: int = 0) -> dict[str, Any]:
+    """The accuracies of a row of a raw file, by length."""
+    found: dict[str, Any] = raw(name)["rows"][index]["accuracy"]
+    return found
+
+
+def test_models_for_both_tasks_are_those_of_the_trials() -> None:
+    pairs = {
+        "Bedouin, 8 heads": (("both-trials/a5-double", 1), ("both-trials/copy-slow-fast", 0)),
+        "Bedouin, d_model 512, 16 heads": (
+            ("both-trials/a5-wide", 1),
+            ("both-trials/copy-slow-wide", 0),
+        ),
+        "LSTM": (("both-trials/a5-lstm-l1", 2), ("tuning/c-lstm-l1", 0)),
+        "attention, two layers": (
+            ("tuning/a-attention-l2", 0),
+            ("both-trials/copy-attention-l2", 2),
+        ),
+    }
+    for start, ((words, i), (copying, j)) in pairs.items():
+        tracked = accuracies(f"{words}.json", i)["128"]["sequence"][0]
+        copied = accuracies(f"{copying}.json", j)["100"]["token"][0]
+        (shown,) = re.findall(rf"\| {start} \| (0\.\d\d) \| (0\.\d\d) \|", README)
+        assert shown == (f"{tracked:.2f}", f"{copied:.2f}")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("both-trials/*.json")), ids=lambda path: str(path.name)
+)
+def test_trials_of_both_tasks_are_those_of_the_index(path: Path) -> None:
+    content = json.loads(path.read_text())
+    assert device(content) == "H200" and content["config"]["first_seed"] >= 100
+    lines = [row for row in INDEX.splitlines() if row.startswith(f"| {path.stem}: ")]
+    shown = [[cell.strip() for cell in row.strip("|").split(" | ")][1:] for row in lines]
+    expected = []
+    for row in content["rows"]:
+        values = row["accuracy"].values()
+        cells = [f"{a['token'][0]:.2f} / {a['sequence'][0]:.2f}" for a in values]
+        (step,) = row["step_at_0.99"]
+        expected.append([*cells, "never" if step is None else f"{step:,}"])
+    assert shown == expected
 
 
 def test_table_of_parameterizations_is_that_of_the_raw_results() -> None:
@@ -205,7 +237,10 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
     names += [f"seed 1, length 6 throughout, {x['note']}" for x in again[:2]] + ["seed 1, the same"]
     buffers = raw("a5_cpu_buffers.json")
     names += [f"seed {x['seed']}, {x['note']}" for x in buffers]
-    for name, content in zip(names, runs + buffers, strict=True):
+    fed = [("delta", 0), ("delta", 1), ("delta", 2), ("delta", 100), ("bounded_delta", 100)]
+    names += [f"feedback of Δ alone, {scale}, seed {seed}" for scale, seed in fed]
+    only = [raw(f"a5_cpu_{scale}_seed{seed}.json") for scale, seed in fed]
+    for name, content in zip(names, runs + buffers + only, strict=True):
         token, sequence = content["accuracy"], content["sequence_accuracy"]
         shown = [f"{token[n]:.3f} / {sequence[n]:.3f}" for n in ("6", "12", "24")]
         end = " with 5,500 steps |" if name.endswith("same") else " |"

@@ -5,7 +5,7 @@ from experiments.plan import TUNING, Experiment, Run, joined
 _OLD = "--num-heads 1 --eval-rows 256"
 _SCALES = "bounded_delta delta one_minus_decay"
 _CPU = "--preset cpu --num-heads 1"
-_TUNED_A5 = "--preset cpu --feedback delta --seed 100 --threads 1"
+_DELTA_A5 = "--preset cpu --feedback delta --threads 1"
 _CPU_A5 = f"{_CPU} --input-scale bounded_delta --feedback delta B C mixer"
 
 EARLIER = Experiment(
@@ -14,8 +14,15 @@ EARLIER = Experiment(
     (
         *(Run(f"a5_cpu_seed{seed}", f"{_CPU_A5} --seed {seed}", "train_a5") for seed in range(3)),
         *(
-            Run(f"a5_cpu_{name}_seed100", f"{_TUNED_A5} --input-scale {name}", "train_a5")
-            for name in ("delta", "bounded_delta")
+            Run(
+                f"a5_cpu_{name}_seed{seed}",
+                f"{_DELTA_A5} --input-scale {name} --seed {seed}",
+                "train_a5",
+            )
+            for name, seed in (
+                *(("delta", seed) for seed in (0, 1, 2, 100)),
+                ("bounded_delta", 100),
+            )
         ),
         Run("copy_cpu_seed0", _CPU, "train_copy"),
         Run(
