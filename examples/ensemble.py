@@ -41,7 +41,7 @@ from bedouin.tasks import IGNORE, Copying, token_accuracy
 from common.data import DRAWN_AHEAD, Data, metrics
 from common.layers import count
 from common.positions import by_position
-from common.schedule import decay
+from common.schedule import decay, slow_at_first
 from common.study import GRID, PRESETS, Config, make_model, matched, model_seeds
 
 FED_WEIGHT = "y_proj.weight"
@@ -74,10 +74,8 @@ class Ensemble:
         def factor(step: int) -> float:
             return decay(point["schedule"], step, warmup, steps)
 
-        def feedback_factor(step: int) -> float:
-            slow = step < point["feedback_lr_share"] * steps
-            return factor(step) * (point["feedback_lr_scale"] if slow else 1.0)
-
+        slow_steps = point["feedback_lr_share"] * steps
+        feedback_factor = slow_at_first(factor, point["feedback_lr_scale"], slow_steps)
         undecayed = {
             n for n, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)
         }

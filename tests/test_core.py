@@ -59,6 +59,16 @@ def make(device: str, dtype: torch.dtype = torch.float64, **options: Any) -> Bed
     return Bedouin(2, dtype=dtype, **{"expand": 1, **common, **options})
 
 
+def layer_of(variant: str, device: str) -> tuple[Bedouin, bool, torch.dtype]:
+    """The layer of a variant, whether it is given a state, and its dtype."""
+    with_state, options = VARIANTS[variant]
+    dtype = torch.float64
+    if "num_heads" in options:
+        # the kernels of several heads compute in float32
+        dtype, options = torch.float32, {"expand": 3, **options}
+    return make(device, dtype, **options), with_state, dtype
+
+
 def results(
     layer: Bedouin,
     x: Tensor,  # (b, t, m)
@@ -90,12 +100,7 @@ def check(
 def test_the_same_as_in_separate_operations(
     variant: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_state, options = VARIANTS[variant]
-    dtype = torch.float64
-    if "num_heads" in options:
-        # the kernels of several heads compute in float32
-        dtype, options = torch.float32, {"expand": 3, **options}
-    layer = make(device, dtype, **options)
+    layer, with_state, dtype = layer_of(variant, device)
     x = torch.randn(1, 2, 2, dtype=dtype, device=device, requires_grad=True)
     state = None
     if with_state:
@@ -119,11 +124,7 @@ def test_padding_in_one_operation(
     variant: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its values, gradients and statistics are those of the separate operations."""
-    with_state, options = VARIANTS[variant]
-    dtype = torch.float64
-    if "num_heads" in options:
-        dtype, options = torch.float32, {"expand": 3, **options}
-    layer = make(device, dtype, **options)
+    layer, with_state, dtype = layer_of(variant, device)
     mask = torch.tensor([[False, True, True], [True, False, False], [False] * 3], device=device)
     x = torch.randn(3, 3, 2, dtype=dtype, device=device)
     x[~mask] = torch.nan

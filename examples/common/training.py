@@ -46,7 +46,7 @@ from common.report import (
     versions,
     write_metrics,
 )
-from common.schedule import decay
+from common.schedule import decay, slow_at_first
 
 JobT = TypeVar("JobT", bound=Place)
 ScoresT = TypeVar("ScoresT")
@@ -221,12 +221,9 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: RunConfig) -> Lambd
     def factor(step: int) -> float:
         return decay(config.schedule, step, config.warmup_steps, config.steps)
 
-    def feedback_factor(step: int) -> float:
-        slow = step < config.feedback_lr_steps
-        return factor(step) * (config.feedback_lr_scale if slow else 1.0)
-
+    of_feedback = slow_at_first(factor, config.feedback_lr_scale, config.feedback_lr_steps)
     groups = optimizer.param_groups
-    return LambdaLR(optimizer, [feedback_factor if g.get("feedback") else factor for g in groups])
+    return LambdaLR(optimizer, [of_feedback if g.get("feedback") else factor for g in groups])
 
 
 def lengthen(

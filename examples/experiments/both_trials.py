@@ -1,20 +1,17 @@
 """The search for one setting that tracks and copies: feedback of Delta, spread decay rates."""
 
+from experiments.copying import STRINGS
 from experiments.models import WIDTH
 from experiments.plan import TUNING, Experiment, Run, joined
+from experiments.words import LENGTHS
 
 _LAYER = (
     "--d-state 64 --num-heads 8 --input-scale delta --d-conv 4 --num-householder 1 --beta-max 1e-3 "
     "--feedback delta"
 )
-_A5 = (
-    "--length 16 --eval-lengths 16 48 128 512 --batch-size 128 --steps 8000 --lr 1e-3 --concurrent"
-)
+_A5 = f"{LENGTHS} --batch-size 128 --steps 8000 --lr 1e-3 --concurrent"
 _S5 = f"{_A5} --group S5 --batch-size 256 --steps 15000 --schedule hold --curriculum double"
-_COPY = (
-    "--task copy --min-string 5 --max-string 50 --context 256 --eval-lengths 50 75 100 200 "
-    "--batch-size 64 --steps 5000 --lr 2e-3 --concurrent"
-)
+_COPY = f"{STRINGS} --steps 5000 --lr 2e-3 --concurrent"
 TASKS = {"a5": _A5, "s5": _S5, "copy": _COPY}
 _ALL = "--feedback delta+B+C"
 _SPREAD = "--rate-scale 1 --rate-scale-last 0.001"
@@ -32,7 +29,7 @@ _CHANGES = {
     "a5-slow-tenth": f"{_SPREAD} --schedule hold {_SLOW} --feedback-lr-share 0.1 0.2",
     "a5-reflections": f"{_SPREAD} {_REFLECTIONS} --feedback delta delta+mixer",
     "a5-fast": "--rate-scale 8 --rate-scale-last 0.001 0.01",
-    "a5-double": (f"{_FAST} {_DOUBLE} --feedback-lr-scale 1 0.01 --feedback-lr-share 0.041667"),
+    "a5-double": f"{_FAST} {_DOUBLE} --feedback-lr-scale 1 0.01 --feedback-lr-share 0.041667",
     "a5-double-batch256": f"--rate-scale 1 --rate-scale-last 0.01 {_DOUBLE} --batch-size 256",
     "a5-wide": f"{_FAST} {_DOUBLE} {_SLOW} --feedback-lr-share 0.0416667 {_WIDE} --lr 5e-4 1e-3",
     "s5-spread": _SPREAD,

@@ -3,11 +3,12 @@
 from experiments.models import WIDTH, models, training
 from experiments.plan import REPORTED, TUNING, Experiment, Run, joined
 
-STEPS = 10000
-COPY = (
-    f"{WIDTH} --task copy --min-string 5 --max-string 50 --context 256 "
-    f"--eval-lengths 50 75 100 200 --batch-size 64 --steps {STEPS} --lr 2e-3 --concurrent"
+STRINGS = (
+    "--task copy --min-string 5 --max-string 50 --context 256 --eval-lengths 50 75 100 200 "
+    "--batch-size 64"
 )
+STEPS = 10000
+COPY = f"{WIDTH} {STRINGS} --steps {STEPS} --lr 2e-3 --concurrent"
 FEEDBACK = {
     "none": "none",
     "delta": "delta",

@@ -1,6 +1,9 @@
 """The runs of the README and of examples/results, most of them stacked and with one head."""
 
+from experiments.copying import STRINGS
+from experiments.models import WIDTH
 from experiments.plan import TUNING, Experiment, Run, joined
+from experiments.words import LENGTHS
 
 _OLD = "--num-heads 1 --eval-rows 256"
 _SCALES = "bounded_delta delta one_minus_decay"
@@ -48,11 +51,9 @@ EARLIER = Experiment(
     folder="",
 )
 
-_WIDTH = "--d-model 256 --autocast bf16"
 _TASKS = {
-    "a": f"{_WIDTH} --length 16 --eval-lengths 16 48 128 --batch-size 128 --steps 12000 --lr 5e-4",
-    "c": f"{_WIDTH} --task copy --min-string 5 --max-string 50 --context 256 "
-    "--eval-lengths 50 75 100 200 --batch-size 64 --steps 5000 --lr 1e-3",
+    "a": f"{WIDTH} --length 16 --eval-lengths 16 48 128 --batch-size 128 --steps 12000 --lr 5e-4",
+    "c": f"{WIDTH} {STRINGS} --steps 5000 --lr 1e-3",
 }
 _WORDS = {
     "griffin": "--decay griffin",
@@ -132,20 +133,20 @@ _TRIAL = joined(
 _SLOW = "--rate-scale 0.01"
 _WIDE = f"--d-model 512 --num-heads 16 {_SLOW}"
 _NO_REFLECTIONS = "--num-householder 1 --beta-max 1e-3"
-_A5 = "--length 16 --eval-lengths 16 48 128 512 --batch-size 128 --steps 12000"
+_A5 = f"{LENGTHS} --batch-size 128 --steps 12000"
 _TWO_KINDS = "--recall-heads 8 --expand 1 --num-heads 2 --d-state 4 --num-householder 4"
 _SLOW_FEEDBACK = (
     f"--feedback delta+B+C --d-state 64 --d-conv 4 --input-scale delta {_SLOW} {_NO_REFLECTIONS}"
 )
 _SLOW_FEEDBACK_A5 = joined(
-    _WIDTH, TUNING, _A5, _SLOW_FEEDBACK, "--num-heads 8 --concurrent --lr 5e-4"
+    WIDTH, TUNING, _A5, _SLOW_FEEDBACK, "--num-heads 8 --concurrent --lr 5e-4"
 )
 _GRIFFIN = "--decay griffin --rate-scale 1"
 TRIALS = Experiment(
     "copying-trials",
     "Why does one layer of eight heads not copy strings of twice the training length?",
     (
-        Run("two-kinds-a5", joined(_WIDTH, TUNING, _A5, _TWO_KINDS, "--lr 2e-3 --concurrent")),
+        Run("two-kinds-a5", joined(WIDTH, TUNING, _A5, _TWO_KINDS, "--lr 2e-3 --concurrent")),
         Run("slow-feedback-a5", f"{_SLOW_FEEDBACK_A5} --feedback-lr-scale 1 0.1 0.01"),
         Run(
             "slow-feedback-third-a5",

@@ -1,5 +1,6 @@
 """One layer with 1, 4, 8 and 16 heads, at equal width and at equal parameters."""
 
+from experiments.copying import STRINGS
 from experiments.models import WIDTH, parameters
 from experiments.plan import Experiment, Run, joined
 from experiments.words import LENGTHS
@@ -10,9 +11,8 @@ TASKS = {
         "--num-householder 4"
     ),
     "copy": (
-        f"{WIDTH} --task copy --min-string 5 --max-string 50 --context 256 "
-        "--eval-lengths 50 75 100 200 --batch-size 64 --steps 5000 "
-        "--d-state 16 --num-householder 2 --input-scale delta --rate-scale 0.01 "
+        f"{WIDTH} {STRINGS} --steps 5000 --d-state 16 --num-householder 2 --input-scale delta "
+        "--rate-scale 0.01 "
         "--lr 1e-3 2e-3"
     ),
 }
