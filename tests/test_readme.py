@@ -137,12 +137,11 @@ def test_results_are_sequence_accuracies_of_the_raw_files() -> None:
     runs = [raw(f"a5_cpu_delta_seed{seed}.json")["sequence_accuracy"] for seed in range(3)]
     cpu = [f"{n}: " + " ".join(f"{run[n]:.2f}" for run in runs) for n in ("6", "12", "24")]
     assert line(README, "A5, length 6 ")[3:] == cpu
-    for start, name in (("128 ", "a5_five_seeds"), ("512 ", "a5_paper_size")):
-        shown = line(README, f"A5, length 16, d_model {start}")
-        assert shown[3:] == list(of_seeds(f"{name}.json", "sequence"))
+    shown = line(README, "A5, length 16, d_model 128 ")
+    assert shown[3:] == list(of_seeds("a5_five_seeds.json", "sequence"))
     copying = raw("copy_cpu_seed0.json")
     strings = copying["string_accuracy"]
-    assert line(README, "copying")[3:] == [f"{n}: {strings[n]:.2f}" for n in ("8", "12", "16")]
+    assert line(README, "copying, 4–8")[3:] == [f"{n}: {strings[n]:.2f}" for n in ("8", "12", "16")]
     letters = copying["character_accuracy"]
     text = f"copying gets {letters['12']:.2f} right at 12 letters and {letters['16']:.2f} at 16"
     assert text in " ".join(README.split())
@@ -155,7 +154,12 @@ def device(content: Any) -> str:
     return "CPU" if name.startswith("cpu") else re.findall(r"H\d00", name)[0]
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: str(path.name))
+@pytest.mark.parametrize(
+    "path",
+    # the summary is made from other files
+    sorted(set(RESULTS.glob("*.json")) - {RESULTS / "summary.json"}),
+    ids=lambda path: str(path.name),
+)
 def test_the_index_lists_every_file_with_its_device(path: Path) -> None:
     cells = line(INDEX, f"[{path.name}]({path.name}) ")
     content = raw(path.name)
@@ -185,24 +189,48 @@ def accuracies(name: str, index: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_models_for_both_tasks_are_those_of_the_trials() -> None:
-    pairs = {
-        "Bedouin, 8 heads": (("both-trials/a5-double", 1), ("both-trials/copy-slow-fast", 0)),
-        "Bedouin, d_model 512, 16 heads": (
-            ("both-trials/a5-wide", 1),
-            ("both-trials/copy-slow-wide", 0),
-        ),
-        "LSTM": (("both-trials/a5-lstm-l1", 2), ("tuning/c-lstm-l1", 0)),
-        "attention, two layers": (
-            ("tuning/a-attention-l2", 0),
-            ("both-trials/copy-attention-l2", 2),
-        ),
+def test_the_table_of_both_tasks_is_that_of_the_raw_results() -> None:
+    rows = {
+        "A5, sequences at 128": ("words/a5", "128", "sequence"),
+        "S5, labels at 128": ("words/s5", "128", "token"),
+        "copying, characters at 100": ("copying/copy", "100", "token"),
     }
-    for start, ((words, i), (copying, j)) in pairs.items():
-        tracked = accuracies(f"{words}.json", i)["128"]["sequence"][0]
-        copied = accuracies(f"{copying}.json", j)["100"]["token"][0]
-        (shown,) = re.findall(rf"\| {start} \| (0\.\d\d) \| (0\.\d\d) \|", README)
-        assert shown == (f"{tracked:.2f}", f"{copied:.2f}")
+    # one seed, d_model 256
+    trials = {
+        ("words/a5", "attention_l2"): "tuning/a-attention-l2",
+        ("copying/copy", "lstm_l1"): "tuning/c-lstm-l1",
+    }
+    for start, (task, length, metric) in rows.items():
+        shown = line(README, start)[2:]
+        for cell, model in zip(shown, ("bedouin", "lstm_l1", "attention_l2"), strict=True):
+            name = f"{task}-{model}"
+            if (RESULTS / f"{name}.json").exists():
+                expected = dict(of.split(": ") for of in of_seeds(f"{name}.json", metric))[length]
+            elif (task, model) in trials:
+                of_trial = accuracies(f"{trials[task, model]}.json")[length][metric][0]
+                expected = f"{of_trial:.2f} (trial)"
+            else:
+                expected = "–"
+            assert cell == expected
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*RESULTS.glob("words/*.json"), *RESULTS.glob("copying/*.json")]),
+    ids=lambda path: str(path.name),
+)
+def test_reported_runs_are_those_of_the_index(path: Path) -> None:
+    name = f"{path.parent.name}/{path.stem}"
+    content = raw(f"{name}.json")
+    assert device(content) == "H200" and content["config"]["first_seed"] == 0
+    (row,) = content["rows"]
+    copies = path.parent.name == "copying"
+    kinds = ("characters", "strings") if copies else ("labels", "sequences")
+    for metric, kind in zip(("token", "sequence"), kinds, strict=True):
+        values = [of.split(": ")[1] for of in of_seeds(f"{name}.json", metric)]
+        size = f"{row['parameters'] / 1e6:.2f} M"
+        cells = (name, size, kind, *values, f"{row['seconds']:.0f}")
+        assert f"| {' | '.join(cells)} |" in INDEX
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from experiments.models import CHOSEN, training
 from experiments.plan import REPORTED, Experiment, Run, joined
-from experiments.words import A5, STEPS
+from experiments.words import A5
 
 TASKS = {
     "a5": A5,
     "s3": f"{A5} --group S3",
     "parity": f"{A5} --task parity --length 40 --eval-lengths 40 128 512",
 }
-_SLOWLY = training("a5", "bedouin", STEPS["a5"])
+_SLOWLY = training("a5", "bedouin")
 _REFLECTIONS = "--num-householder 2 --beta-max 1"
 PARTS = {
     "default": "",

@@ -1,6 +1,6 @@
 """Copying: trained on 5 to 50 letters, tested to 200."""
 
-from experiments.models import WIDTH, models, training
+from experiments.models import RATES, WIDTH, models, training
 from experiments.plan import REPORTED, TUNING, Experiment, Run, joined
 
 STRINGS = (
@@ -19,7 +19,7 @@ FEEDBACK = {
 
 def trained(model: str, *options: str) -> str:
     """The command line of a model."""
-    return joined(COPY, models()[model], training("copy", model, STEPS), *options)
+    return joined(COPY, models()[model], training("copy", model), *options)
 
 
 COPYING = Experiment(
@@ -30,9 +30,7 @@ COPYING = Experiment(
 COPYING_TUNING = Experiment(
     "copying-tuning",
     "Which learning rate?",
-    tuple(
-        Run(f"copy-{name}", trained(name, TUNING, "--lr 5e-4 1e-3 2e-3 4e-3")) for name in models()
-    ),
+    tuple(Run(f"copy-{name}", trained(name, TUNING, f"--lr {RATES}")) for name in models()),
 )
 COPYING_FEEDBACK = Experiment(
     "copying-feedback",

@@ -1,7 +1,7 @@
 """The runs of the README and of examples/results, most of them stacked and with one head."""
 
 from experiments.copying import STRINGS
-from experiments.models import WIDTH
+from experiments.models import NARROW
 from experiments.plan import TUNING, Experiment, Run, joined
 from experiments.words import LENGTHS
 
@@ -52,8 +52,8 @@ EARLIER = Experiment(
 )
 
 _TASKS = {
-    "a": f"{WIDTH} --length 16 --eval-lengths 16 48 128 --batch-size 128 --steps 12000 --lr 5e-4",
-    "c": f"{WIDTH} {STRINGS} --steps 5000 --lr 1e-3",
+    "a": f"{NARROW} --length 16 --eval-lengths 16 48 128 --batch-size 128 --steps 12000 --lr 5e-4",
+    "c": f"{NARROW} {STRINGS} --steps 5000 --lr 1e-3",
 }
 _WORDS = {
     "griffin": "--decay griffin",
@@ -139,14 +139,14 @@ _SLOW_FEEDBACK = (
     f"--feedback delta+B+C --d-state 64 --d-conv 4 --input-scale delta {_SLOW} {_NO_REFLECTIONS}"
 )
 _SLOW_FEEDBACK_A5 = joined(
-    WIDTH, TUNING, _A5, _SLOW_FEEDBACK, "--num-heads 8 --concurrent --lr 5e-4"
+    NARROW, TUNING, _A5, _SLOW_FEEDBACK, "--num-heads 8 --concurrent --lr 5e-4"
 )
 _GRIFFIN = "--decay griffin --rate-scale 1"
 TRIALS = Experiment(
     "copying-trials",
     "Why does one layer of eight heads not copy strings of twice the training length?",
     (
-        Run("two-kinds-a5", joined(WIDTH, TUNING, _A5, _TWO_KINDS, "--lr 2e-3 --concurrent")),
+        Run("two-kinds-a5", joined(NARROW, TUNING, _A5, _TWO_KINDS, "--lr 2e-3 --concurrent")),
         Run("slow-feedback-a5", f"{_SLOW_FEEDBACK_A5} --feedback-lr-scale 1 0.1 0.01"),
         Run(
             "slow-feedback-third-a5",

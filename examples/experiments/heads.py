@@ -1,17 +1,17 @@
 """One layer with 1, 4, 8 and 16 heads, at equal width and at equal parameters."""
 
 from experiments.copying import STRINGS
-from experiments.models import WIDTH, parameters
+from experiments.models import NARROW, parameters
 from experiments.plan import Experiment, Run, joined
 from experiments.words import LENGTHS
 
 TASKS = {
     "a5": (
-        f"{WIDTH} {LENGTHS} --batch-size 128 --steps 12000 --lr 5e-4 --d-model 512 "
+        f"{NARROW} {LENGTHS} --batch-size 128 --steps 12000 --lr 5e-4 --d-model 512 "
         "--num-householder 4"
     ),
     "copy": (
-        f"{WIDTH} {STRINGS} --steps 5000 --d-state 16 --num-householder 2 --input-scale delta "
+        f"{NARROW} {STRINGS} --steps 5000 --d-state 16 --num-householder 2 --input-scale delta "
         "--rate-scale 0.01 "
         "--lr 1e-3 2e-3"
     ),

@@ -1,19 +1,19 @@
 """Word problems of A5 and S5: trained at length 16, tested to 512."""
 
-from experiments.models import WIDTH, models, parameters, training
+from experiments.models import RATES, WIDTH, models, parameters, training
 from experiments.plan import REPORTED, TUNING, Experiment, Run, joined
 
 LENGTHS = "--length 16 --eval-lengths 16 48 128 512"
-STEPS = {"a5": 12000, "s5": 30000}
-_SCHEDULE = "--lr 1e-3 --schedule hold --curriculum double --concurrent"
-A5 = f"{WIDTH} {LENGTHS} --batch-size 128 --steps {STEPS['a5']} {_SCHEDULE}"
-S5 = f"{WIDTH} {LENGTHS} --group S5 --batch-size 256 --steps {STEPS['s5']} {_SCHEDULE}"
+STEPS = {"a5": 12000, "s5": 15000}
+_SCHEDULE = "--batch-size 256 --lr 4e-3 --schedule hold --curriculum double --concurrent"
+A5 = f"{WIDTH} {LENGTHS} --steps {STEPS['a5']} {_SCHEDULE}"
+S5 = f"{WIDTH} {LENGTHS} --group S5 --steps {STEPS['s5']} {_SCHEDULE}"
 TASKS = {"a5": A5, "s5": S5}
 
 
 def trained(task: str, model: str, *options: str) -> str:
     """The command line of a model on a task."""
-    return joined(TASKS[task], models()[model], training(task, model, STEPS[task]), *options)
+    return joined(TASKS[task], models()[model], training(task, model), *options)
 
 
 WORDS = Experiment(
@@ -35,12 +35,8 @@ def equal_parameters() -> Experiment:
     )
 
 
-RATES = ("2e-4", "5e-4", "1e-3", "2e-3")
 WORDS_TUNING = Experiment(
     "words-tuning",
     "Which learning rate?",
-    tuple(
-        Run(f"a5-{name}", trained("a5", name, TUNING, f"--lr {' '.join(RATES)}"))
-        for name in models()
-    ),
+    tuple(Run(f"a5-{name}", trained("a5", name, TUNING, f"--lr {RATES}")) for name in models()),
 )
