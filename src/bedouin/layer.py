@@ -263,12 +263,14 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """W^y of the loop (r, p) or (H, r, p), with zero rows for components without feedback, and
-        W^y of the gate (p, p) or (H, p, p); None without feedback."""
+        W^y of the gate (p, p) or (H, p, p); None for each of them without feedback."""
         if self.y_proj is None:
             return None, None
         p, heads = self.head_dim, self.num_heads
         weight = effective_weight("y_proj", self.y_proj, p, self.D, heads)
-        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes)
+        loop, gate = split_feedback_weight(weight.to(dtype), self.feedback, self._sizes)
+        # a mixer without raw values gets no feedback
+        return loop if any(self._sizes[name] for name in self.feedback) else None, gate
 
     # -- calls
 

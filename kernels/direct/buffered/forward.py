@@ -70,13 +70,16 @@ class _Step:
             memory.mul_(2).sub_(1)
         memory.mul_(h)
         torch.bmm(rows.C, memory, out=p)
-        torch.addcmul(p, rows.sigma, x, out=vector).sub_(x)
-        right = torch.bmm(vector, rows.U_columns, out=self.numbers).mul_(beta)
-        e = torch.bmm(right, rows.inverse_columns, out=self.e)
-        mixed = torch.baddbmm(x, e, rows.U, out=vector)
+        if self.maker.k:
+            torch.addcmul(p, rows.sigma, x, out=vector).sub_(x)
+            right = torch.bmm(vector, rows.U_columns, out=self.numbers).mul_(beta)
+            e = torch.bmm(right, rows.inverse_columns, out=self.e)
+            mixed = torch.baddbmm(x, e, rows.U, out=vector)
+        else:
+            mixed = x
         torch.addcmul(p, rows.sigma, mixed, out=y)
         if scale is None:
-            return memory.addcmul_(rows.B_column, mixed.mul_(rows.s))
+            return memory.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=vector))
         return memory.addcmul_(scale.mul_(mixed), rows.B_column)
 
 
@@ -94,12 +97,16 @@ class _Judge:
     ) -> Tensor:  # (4, i)
         rows, x, p, y = tokens
         mixed, F = (v[: len(x)] for v in self.spare)
-        T = wy_factor(rows.U, rows.beta.squeeze(-1))
-        S = torch.bmm(rows.scaled, rows.U_columns)
-        LU, _ = factorize(torch.baddbmm(self.maker.identity, S, T, alpha=-1))
-        pivot = LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
-        moved = torch.bmm(torch.sub(y, x, out=mixed), rows.U_columns) @ T.mT
-        torch.baddbmm(x, moved, rows.U, out=mixed)
+        if self.maker.k:
+            T = wy_factor(rows.U, rows.beta.squeeze(-1))
+            S = torch.bmm(rows.scaled, rows.U_columns)
+            LU, _ = factorize(torch.baddbmm(self.maker.identity, S, T, alpha=-1))
+            pivot = LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
+            moved = torch.bmm(torch.sub(y, x, out=mixed), rows.U_columns) @ T.mT
+            torch.baddbmm(x, moved, rows.U, out=mixed)
+        else:
+            pivot = x.new_ones(len(x))
+            mixed.copy_(x)
         torch.addcmul(p, rows.sigma, mixed, out=F)
         # s is not negative
         sizes = x.abs_().add_(mixed.abs_()).mul_(rows.s)

@@ -110,7 +110,8 @@ def _fill_known(
     y: Tensor,  # (b, c, d)
     A: Tensor,  # (n, d) or (b, n, d)
 ) -> Tensor:  # (i, k, k)
-    """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T."""
+    """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T. Without
+    reflections z is 0, too."""
     v, b = known.factor[:, -2:-1], len(x)
     maker.fill(rows)
     if known.scale is not None:
@@ -118,10 +119,13 @@ def _fill_known(
         maker.decay(rows, of_rows, known.power, known.scale)
     torch.sub(y, x, out=by_token(v, b))
     T = wy_factor(rows.U, rows.beta.squeeze(-1))
-    e = torch.bmm(v, rows.U_columns) @ T.mT
     by_token(known.mixed, b).copy_(x)
-    known.mixed.baddbmm_(e, rows.U)
-    fill_maps(maker, rows, e, known.maps, known.constant)
+    if maker.k:
+        e = torch.bmm(v, rows.U_columns) @ T.mT
+        known.mixed.baddbmm_(e, rows.U)
+        fill_maps(maker, rows, e, known.maps, known.constant)
+    else:
+        known.z.zero_()
     known.slope.copy_(activation_slope(maker.layout, rows.raw_delta))
     if known.of_reads is not None:
         torch.mul(known.mixed, rows.s, out=known.written)
@@ -179,11 +183,15 @@ class _Step:
         grad_delta, grad_memory, grad_u, grad_alpha = self.maker.split(grad_raw)
         torch.bmm(known.B, H if scale is None else torch.mul(H, scale, out=product), out=reads)
         m.copy_(reads) if scale is not None else torch.mul(reads, known.s, out=m)
-        torch.bmm(m.addcmul_(known.sigma, g), known.U_columns, out=self.numbers)
-        torch.baddbmm(known.constant, self.numbers, known.maps, out=self.found)
-        torch.bmm(self.f, known.U, out=z)
-        torch.add(g, z, out=w)
-        m.addcmul_(known.sigma, z)
+        m.addcmul_(known.sigma, g)
+        if self.maker.k:
+            torch.bmm(m, known.U_columns, out=self.numbers)
+            torch.baddbmm(known.constant, self.numbers, known.maps, out=self.found)
+            torch.bmm(self.f, known.U, out=z)
+            torch.add(g, z, out=w)
+            m.addcmul_(known.sigma, z)
+        else:
+            w.copy_(g)
         H.addcmul_(known.C_column, w)
         if grad_memory is not None:
             scaled = H if scale is None else torch.mul(H, scale, out=product)
@@ -191,8 +199,9 @@ class _Step:
             torch.bmm(w, known.after.mT, out=self.of_C)
             self._through_unit(known, grad_memory)
         self._through_decay(known, grad_delta)
-        grad_u.copy_(torch.bmm(self.found_u, known.factor, out=self.of_u))
-        grad_alpha.copy_(self.found_alpha)
+        if self.maker.k:
+            grad_u.copy_(torch.bmm(self.found_u, known.factor, out=self.of_u))
+            grad_alpha.copy_(self.found_alpha)
 
     def _through_unit(
         self,

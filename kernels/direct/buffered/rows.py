@@ -209,14 +209,16 @@ class RowMaker:
         self._fill_delta(rows)
         if rows.raw_memory is not None:
             torch.linalg.vector_norm(rows.raw_memory, 2, -1, True, out=rows.memory_norms)
-        torch.linalg.vector_norm(rows.raw_u, 2, -1, True, out=rows.u_norms)
+        if self.k:
+            torch.linalg.vector_norm(rows.raw_u, 2, -1, True, out=rows.u_norms)
         norms = rows.inverse_norms
         torch.addcmul(self.norm_eps, norms, norms, out=norms).rsqrt_()
         if rows.raw_memory is not None:
             torch.mul(rows.raw_memory, rows.memory_norms, out=rows.units)
-        torch.mul(rows.raw_u, rows.u_norms, out=rows.U)
-        torch.sigmoid(rows.raw_alpha, out=rows.gate)
-        if self.layout.beta_max != 1:
+        if self.k:
+            torch.mul(rows.raw_u, rows.u_norms, out=rows.U)
+            torch.sigmoid(rows.raw_alpha, out=rows.gate)
+        if self.k and self.layout.beta_max != 1:
             torch.mul(rows.gate, self.layout.beta_max, out=rows.beta)
         if self.coupled:
             torch.mul(rows.B, rows.C, out=rows.BC)
@@ -238,6 +240,8 @@ class RowMaker:
 
     def fill_system(self, rows: Rows) -> None:
         """E and its inverse, from sigma."""
+        if not self.k:
+            return
         torch.mul(rows.U, rows.sigma, out=rows.scaled)
         torch.bmm(rows.stacked, rows.U_columns, out=rows.products)
         E = torch.addcmul(rows.S, rows.dots, self.above, value=-1, out=rows.E)
