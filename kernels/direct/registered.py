@@ -26,6 +26,7 @@ from bedouin.kernels.direct.buffers import (
     split_weights,
 )
 from bedouin.kernels.direct.limits import takes_heads_together
+from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.direct.plain import (
     plain_memory,
     plain_reverse,
@@ -77,6 +78,7 @@ def sweep_operation(
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
+    operands, options = with_reflection(operands, options)
     together = takes_heads_together(operands, options)
     buffers = allocate_sweep(operands, options, keep_every, together)
     statistics = buffers.statistics
@@ -137,6 +139,7 @@ def memory_operation(
     if plain:
         h, kept = plain_memory(y_star, operands, options, keep_every)
         return y, h, kept.flatten(1)
+    operands, options = with_reflection(operands, options)
     buffers, state = allocate_memory(y, operands, options, keep_every)
     if y.numel():
         from bedouin.kernels.direct.triton_launch import launch_memory
@@ -220,31 +223,39 @@ def _sweep_backward(
     options = Parameterization.from_scalars(
         activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
     )
-    kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
-    given = (grad_y, grad_h, y, kept, operands, options)
+    kept, r = (
+        kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:])),
+        raw.shape[2],
+    )
     with torch.autocast(x.device.type, enabled=False):
         if plain:
+            given = (grad_y, grad_h, y, kept, operands, options)
             return plain_reverse(*given, keep_every, wants_y0=wants_y0)
-        buffers, grads = allocate_reverse(*given)
+        operands, options = with_reflection(operands, options)
+        buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
         grad_normed, statistics = None, grads.statistics
         if y.numel() and takes_heads_together(operands, options):
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
-            assert W_y is not None
-            grad_normed = launch_head_reverse(buffers, grads, W_y, options, keep_every)
+            assert operands.W_y is not None
+            grad_normed = launch_head_reverse(buffers, grads, operands.W_y, options, keep_every)
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
             known = buffers.heads()
-            parts = grads.heads(len(known))
+            parts, weights = grads.heads(len(known)), split_weights(operands.W_y, len(known))
             found = [
                 launch_reverse(*part, options, keep_every)
-                for part in zip(known, parts, split_weights(W_y, len(known)), strict=True)
+                for part in zip(known, parts, weights, strict=True)
             ]
             grad_normed = join_samples(found, 1)
             statistics = join_samples([part.statistics for part in parts], 1)
-        collected = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
-        return *collected, statistics
+        grad_x, grad_raw, grad_W_y, *others = collect_gradients(
+            grads, grad_normed, y, operands, options, wants_y0=wants_y0
+        )
+        if W_y is not None:
+            grad_W_y = grad_W_y[..., :r, :]
+        return grad_x, grad_raw[..., :r], grad_W_y, *others, statistics
 
 
 @_sweep_backward.register_fake
@@ -263,7 +274,9 @@ def _sweep_backward_fake(
     *options: Any,
 ) -> Gradients:
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    rows = r + padding(r)
+    num_householder, plain = options[2], options[-2]
+    rows = r if plain else r + added_values(num_householder, d)
+    rows += padding(rows)
     if W_y is None:
         grad_W_y = A.new_empty(0)
     else:

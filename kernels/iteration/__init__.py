@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
+from bedouin.kernels.one_reflection import with_reflection
 from bedouin.kernels.iteration.limits import choose_iteration
 from bedouin.kernels.iteration.types import IterationRule, Progress
 from bedouin.kernels.operands import Operands, Parameterization
@@ -41,4 +42,5 @@ def fuse_iteration(
     # imports Triton, which the plain loop does without
     from bedouin.kernels.iteration.steps import FusedIteration
 
+    operands, parameterization = with_reflection(operands, parameterization)
     return FusedIteration(operands, y, parameterization, rule, lengths=lengths)
