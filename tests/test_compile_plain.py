@@ -260,6 +260,7 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": {"input_scale": "one_minus_decay", "eigenvalues": "full", "num_householder": 4},
     "low rank": {"mixer": LowRank(2)},
+    "no mixing": {"num_householder": 0},
 }
 
 

@@ -26,7 +26,6 @@ from bedouin.kernels.direct.buffers import (
     split_weights,
 )
 from bedouin.kernels.direct.limits import takes_heads_together
-from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.direct.plain import (
     plain_memory,
     plain_reverse,
@@ -35,6 +34,7 @@ from bedouin.kernels.direct.plain import (
 )
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.linear import padding
+from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.operation import operation
 
@@ -223,10 +223,8 @@ def _sweep_backward(
     options = Parameterization.from_scalars(
         activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
     )
-    kept, r = (
-        kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:])),
-        raw.shape[2],
-    )
+    kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
+    r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
         if plain:
             given = (grad_y, grad_h, y, kept, operands, options)

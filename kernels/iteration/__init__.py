@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.one_reflection import with_reflection
 from bedouin.kernels.iteration.limits import choose_iteration
 from bedouin.kernels.iteration.types import IterationRule, Progress
+from bedouin.kernels.one_reflection import with_reflection
 from bedouin.kernels.operands import Operands, Parameterization
 
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ def assert_near(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
 @given(
     b=st.integers(1, 3),
     t=st.sampled_from([1, 2, 15, 16, 17, 33]),
-    k=st.sampled_from([1, 2, 3, 8]),
+    k=st.sampled_from([0, 1, 2, 3, 8]),
     heads=st.integers(1, 2),
     feedback=st.booleans(),
     activation=st.sampled_from(get_args(Activation)),
