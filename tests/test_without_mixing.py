@@ -154,10 +154,8 @@ def test_without_feedback_it_is_a_diagonal_scan(
     sweep = direct_sweep(operands, Parameterization(layout, input_scale, eigenvalues, None))
     x, raw, _, A, h0, _ = operands
     delta, B, C, *_ = bind_by_layout(layout, A)(raw)
-    tensors = (v.expand(*raw.shape[:2], -1) for v in (B, C))
-    y, h = selective_scan(
-        x, delta, A, *tensors, h0, input_scale=input_scale, eigenvalues=eigenvalues
-    )
+    B, C = (v.expand(*raw.shape[:2], -1) for v in (B, C))
+    y, h = selective_scan(x, delta, A, B, C, h0, input_scale=input_scale, eigenvalues=eigenvalues)
     grads = [
         torch.autograd.grad(y.sin().sum() + h.cos().sum(), leaves, materialize_grads=True)
         for y, h in ((sweep.y, sweep.h), (y, h))
@@ -205,7 +203,8 @@ def test_the_layer_has_no_parameters_of_a_mixer() -> None:
 
 def test_gradients_of_each_sample_under_transforms() -> None:
     layer = Bedouin(3, d_state=2, num_householder=0, dtype=torch.float64)
-    x, parameters = torch.randn(2, 4, 3, dtype=torch.float64), dict(layer.named_parameters())
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    parameters: dict[str, Tensor] = dict(layer.named_parameters())
 
     def total(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         output: Tensor = torch.func.functional_call(layer, parameters, (x.unsqueeze(0),))

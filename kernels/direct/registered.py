@@ -248,12 +248,12 @@ def _sweep_backward(
             ]
             grad_normed = join_samples(found, 1)
             statistics = join_samples([part.statistics for part in parts], 1)
-        grad_x, grad_raw, grad_W_y, *others = collect_gradients(
+        grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = collect_gradients(
             grads, grad_normed, y, operands, options, wants_y0=wants_y0
         )
         if W_y is not None:
             grad_W_y = grad_W_y[..., :r, :]
-        return grad_x, grad_raw[..., :r], grad_W_y, *others, statistics
+        return grad_x, grad_raw[..., :r], grad_W_y, grad_A, grad_h0, grad_y0, statistics
 
 
 @_sweep_backward.register_fake

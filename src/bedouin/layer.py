@@ -268,9 +268,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             return None, None
         p, heads = self.head_dim, self.num_heads
         weight = effective_weight("y_proj", self.y_proj, p, self.D, heads)
-        loop, gate = split_feedback_weight(weight.to(dtype), self.feedback, self._sizes)
-        # a mixer without raw values gets no feedback
-        return loop if any(self._sizes[name] for name in self.feedback) else None, gate
+        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes)
 
     # -- calls
 

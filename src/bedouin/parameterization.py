@@ -123,12 +123,14 @@ def split_feedback_weight(
     weight: Tensor,  # (f + d, d) or (H, f + d, d): the rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
     sizes: dict[str, int],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """W^y of the loop (r, d) or (H, r, d), with zero rows for components without feedback, and W^y
     of the gate (d, d) or (H, d, d). `sizes` are those of all components, in the order of the raw
-    values.
+    values. The first is None if `feedback` names components of size 0 alone.
     """
     d = weight.shape[-1]
+    if not any(sizes[name] for name in feedback):
+        return None, weight
     if feedback == tuple(sizes):
         loop, gate = weight.split([sum(sizes.values()), d], -2)
         return loop, gate
