@@ -1,14 +1,12 @@
 """Operands without reflections for kernels that need at least one: a reflection with beta = 0.
 
 Q is exactly I then: T = 0, and the matrix of the local system is 1. Letters: b batch, t time,
-d channels, r raw values, H heads (kernels/heads.py).
+d channels.
 """
 
 from dataclasses import replace
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.padding import CLOSED, closed_value
@@ -26,14 +24,13 @@ def with_reflection(
     appended, which gets no feedback, else nothing is changed.
 
     `unit` of 0 is 0, with a finite derivative. The caller leaves out the cotangents of the d + 1
-    raw values, and of as many rows of W_y, which are the last.
+    raw values, which are the last.
     """
     layout = parameterization.known_layout()
     if layout.num_householder:
         return operands, parameterization
-    raw, W_y, more = operands.raw, operands.W_y, added_values(0, operands.x.shape[-1])
+    raw, more = operands.raw, added_values(0, operands.x.shape[-1])
     u = raw.new_zeros(*raw.shape[:-1], more - 1)
     alpha = raw.new_full((*raw.shape[:-1], 1), closed_value(-CLOSED, raw.dtype))
-    rows: Tensor | None = None if W_y is None else F.pad(W_y, (0, 0, 0, more))
-    padded = operands._replace(raw=torch.cat([raw, u, alpha], -1), W_y=rows)
+    padded = operands._replace(raw=torch.cat([raw, u, alpha], -1))
     return padded, replace(parameterization, layout=replace(layout, num_householder=1))

@@ -6,7 +6,8 @@ torch.compile would otherwise unroll token by token. `Operands` and `Parameteriz
 to tensors and scalars here and nowhere else. Triton is imported when an operation runs, not when it
 is registered.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values, H heads (kernels/heads.py).
+Letters: b batch, t time, d channels, n state per channel, r raw values, f those of them with
+feedback, H heads (kernels/heads.py).
 """
 
 import math
@@ -33,6 +34,7 @@ from bedouin.kernels.direct.plain import (
     plain_sweep,
 )
 from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
 from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.operands import Operands, Parameterization
@@ -57,7 +59,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def sweep_operation(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -101,7 +103,7 @@ def sweep_operation(
 def _sweep_fake(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -117,7 +119,7 @@ def memory_operation(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -153,7 +155,7 @@ def _memory_fake(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -204,7 +206,7 @@ def _sweep_backward(
     kept: Tensor,  # (b, `_slots` n d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -235,24 +237,24 @@ def _sweep_backward(
         if y.numel() and takes_heads_together(operands, options):
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
-            assert operands.W_y is not None
-            grad_normed = launch_head_reverse(buffers, grads, operands.W_y, options, keep_every)
+            assert W_y is not None
+            rows = padded_rows(W_y, operands.raw.shape[2])
+            grad_normed = launch_head_reverse(buffers, grads, rows, options, keep_every)
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
             known = buffers.heads()
-            parts, weights = grads.heads(len(known)), split_weights(operands.W_y, len(known))
+            parts = grads.heads(len(known))
+            rows_of = None if W_y is None else padded_rows(W_y, operands.raw.shape[2])
             found = [
                 launch_reverse(*part, options, keep_every)
-                for part in zip(known, parts, weights, strict=True)
+                for part in zip(known, parts, split_weights(rows_of, len(known)), strict=True)
             ]
             grad_normed = join_samples(found, 1)
             statistics = join_samples([part.statistics for part in parts], 1)
         grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = collect_gradients(
             grads, grad_normed, y, operands, options, wants_y0=wants_y0
         )
-        if W_y is not None:
-            grad_W_y = grad_W_y[..., :r, :]
         return grad_x, grad_raw[..., :r], grad_W_y, grad_A, grad_h0, grad_y0, statistics
 
 
@@ -264,7 +266,7 @@ def _sweep_backward_fake(
     kept: Tensor,  # (b, `_slots` n d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -278,7 +280,8 @@ def _sweep_backward_fake(
     if W_y is None:
         grad_W_y = A.new_empty(0)
     else:
-        grad_W_y = W_y.new_empty(*W_y.shape[:-2], rows, d)[..., :r, :]
+        f = W_y.shape[-2]
+        grad_W_y = W_y.new_empty(*W_y.shape[:-2], f + padding(f), d)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)

@@ -34,8 +34,9 @@ def fuse_iteration(
     """An iteration from y with the Triton kernels; None where the plain loop is to be used.
 
     lengths: the tokens of each sample that are judged, before its padding; None: all.
-    Raises ValueError where `backend="triton"` cannot run.
+    Raises ValueError where `backend="triton"` cannot run, or heads, W_y and batch do not fit.
     """
+    operands.check()
     chosen = choose_iteration(backend, operands, y, parameterization, bind_parameters, rule)
     if chosen == "reference":
         return None
