@@ -1,11 +1,12 @@
 """The feedback W^y norm(y_{t-1}) in plain torch, and its derivative.
 
-Letters: b batch, t time, d channels, r raw values, H heads (kernels/heads.py); leading axes are
-free.
+Letters: b batch, t time, d channels, r raw values, f those of them with feedback, the first, H
+heads (kernels/heads.py); leading axes are free.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Operands
@@ -33,11 +34,31 @@ def normalize_feedback_vjp(
 
 def project_feedback(
     y: Tensor,  # (b, ..., d)
-    W_y: Tensor,  # (r, d) or (H, r, d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
     eps: float | None,
-) -> Tensor:  # (b, ..., r)
+) -> Tensor:  # (b, ..., f)
     """W^y norm(y): the product is computed in the dtype of W^y, the result has that of y."""
     return apply_weight(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
+
+
+def add_feedback(
+    raw: Tensor,  # (..., r), what x determines
+    fed: Tensor,  # (..., f)
+) -> Tensor:  # (..., r)
+    """The raw values of which the first have feedback."""
+    f = fed.shape[-1]
+    if f == raw.shape[-1]:
+        return raw + fed
+    return torch.cat([raw[..., :f] + fed, raw[..., f:]], -1)
+
+
+def padded_rows(
+    W_y: Tensor,  # (f, d) or (H, f, d)
+    r: int,
+) -> Tensor:  # (r, d) or (H, r, d)
+    """W^y with rows of zeros for the raw values without feedback, for kernels that read r rows."""
+    missing = r - W_y.shape[-2]
+    return pad(W_y, (0, 0, 0, missing)) if missing else W_y
 
 
 def shifted(
@@ -57,4 +78,5 @@ def raw_with_feedback(
     if operands.W_y is None or not y.shape[1]:
         return operands.raw
     assert operands.y0 is not None
-    return operands.raw + project_feedback(shifted(y, operands.y0), operands.W_y, eps)
+    fed = project_feedback(shifted(y, operands.y0), operands.W_y, eps)
+    return add_feedback(operands.raw, fed)

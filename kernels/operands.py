@@ -1,7 +1,7 @@
 """The two objects that travel from a layer to its kernels: `Operands` and `Parameterization`.
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values, H heads
-(kernels/heads.py).
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values, f those of
+them with feedback, H heads (kernels/heads.py).
 """
 
 from collections.abc import Callable
@@ -24,13 +24,14 @@ class Operands(NamedTuple):
     """The tensors that determine a map, which do not change while its fixed point is computed.
 
     With several heads the batch is H groups of b/H samples: sample i belongs to head i // (b/H) and
-    uses the W_y and the A of that head; d are the channels of a head.
+    uses the W_y and the A of that head; d are the channels of a head. The first f raw values of a
+    token get feedback, 1 <= f <= r; the others are those of x alone.
     x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
     """
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r), the part that x determines
-    W_y: Tensor | None  # (r, d) or (H, r, d); None: no feedback
+    W_y: Tensor | None  # (f, d) or (H, f, d); None: no feedback
     A: Tensor  # (d, n) or (H, d, n)
     h0: Tensor | None  # (b, d, n), the memory before the first token; None: zeros
     y0: Tensor | None  # (b, d), the output before the first token; None: zeros
@@ -42,13 +43,19 @@ class Operands(NamedTuple):
         h0 = A.new_zeros(b, *A.mT.shape[-2:]).mT if self.h0 is None else self.h0
         return h0, A.new_zeros(b, A.shape[-2]) if self.y0 is None else self.y0
 
-    def check_heads(self) -> None:
-        """Raise ValueError unless W_y has the heads of A, and each head as many samples."""
-        A, W_y, num_heads = self.A, self.W_y, count_heads(self.A)
+    def check(self) -> None:
+        """Raise ValueError unless W_y has the heads of A and at most r rows, and each head as many
+        samples."""
+        A, W_y, r = self.A, self.W_y, self.raw.shape[-1]
         if W_y is not None and W_y.shape[:-2] != A.shape[:-2]:
             shapes = f"{tuple(W_y.shape)} and {tuple(A.shape)}"
             raise ValueError(f"W_y and A must have the same heads as first axis, got {shapes}")
-        check_heads(num_heads, self.x.shape[0], "A")
+        if W_y is not None and not 1 <= W_y.shape[-2] <= r:
+            raise ValueError(
+                f"W_y must have from 1 to {r} rows, one for each of the first raw values that get "
+                f"feedback, got shape {tuple(W_y.shape)}; pass None for no feedback"
+            )
+        check_heads(count_heads(A), self.x.shape[0], "A")
 
     def A_rows(self) -> Tensor:
         """A with the states before the channels: (n, d), or with heads each sample's, (b, n, d)."""
@@ -59,9 +66,9 @@ class Operands(NamedTuple):
         """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors.
 
         Raises ValueError if the batch is not one group of samples of the same size for each head,
-        or if W_y has other heads than A.
+        or if W_y has other heads than A, no rows or more than r.
         """
-        self.check_heads()
+        self.check()
         dtype = self.A.dtype
         x, raw = self.x.to(dtype), self.raw.to(dtype)
         return Operands(x, raw, self.W_y, self.A, *self.start())

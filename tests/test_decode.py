@@ -34,6 +34,8 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (Bedouin, {"num_heads": 2}),
     (Bedouin, {"num_heads": 4, "feedback": ("B", "mixer"), "output": "paper", "bias": False}),
     (FixedPointRNN, {"num_heads": 2, "num_householder": 2}),
+    (Bedouin, {"num_heads": 2, "num_householder": 0, "feedback": ("delta",)}),
+    (FixedPointRNN, {"num_householder": 0}),
 ]
 gpu = pytest.mark.gpu
 backends = pytest.mark.parametrize(

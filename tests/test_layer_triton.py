@@ -26,6 +26,14 @@ VARIANTS: list[tuple[Any, dict[str, Any]]] = [
     (FixedPointRNN, {}),
     (Bedouin, {"num_heads": 2, "num_householder": 1}),
 ]
+# whose kernels get a reflection with beta 0
+WITHOUT_MIXING: list[tuple[Any, dict[str, Any]]] = [
+    (Bedouin, {"num_householder": 0}),
+    (Bedouin, {"num_householder": 0, "feedback": ("delta",), "num_heads": 2}),
+    (Bedouin, {"num_householder": 0, "feedback": (), "input_scale": "one_minus_decay"}),
+    (FixedPointRNN, {"num_householder": 0}),
+    (Bedouin, {"num_householder": 0, "solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
+]
 # these never converge, so both take all steps and agree to rounding
 STEPS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"solver": Picard(rtol=0, atol=0), "adjoint": OneStepAdjoint(), "max_steps": 2}),
@@ -59,7 +67,7 @@ def names(layer: FixedPointLayer) -> list[str]:
 
 
 @devices
-@pytest.mark.parametrize(("kind", "options"), VARIANTS + STEPS, ids=str)
+@pytest.mark.parametrize(("kind", "options"), VARIANTS + WITHOUT_MIXING + STEPS, ids=str)
 def test_a_layer_with_kernels_in_float64(kind: Any, options: dict[str, Any], device: str) -> None:
     layers = pair(kind, device, torch.float64, **options)
     x = torch.randn(2, 2, 6, dtype=torch.float64).to(device)
@@ -69,7 +77,9 @@ def test_a_layer_with_kernels_in_float64(kind: Any, options: dict[str, Any], dev
 
 
 @devices
-@pytest.mark.parametrize(("kind", "options"), [*VARIANTS[::4], VARIANTS[5], STEPS[0]], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), [*VARIANTS[::4], VARIANTS[5], WITHOUT_MIXING[1], STEPS[0]], ids=str
+)
 def test_a_bfloat16_layer_with_kernels(kind: Any, options: dict[str, Any], device: str) -> None:
     layers = pair(kind, device, torch.bfloat16, **options)
     x = torch.randn(2, 2, 6).bfloat16().to(device)

@@ -79,7 +79,7 @@ class RunConfig(SolverOptions):
     num_heads: int | None = None
     """Heads, a divisor of d_model * expand; None: the layer's own choice; 1: the paper's layer."""
     num_householder: int = 2
-    """Reflections in the channel mixer."""
+    """Reflections in the channel mixer; 0: channels are not mixed. DeltaProduct has at least 1."""
     beta_max: float = 1.0
     """Largest beta of a reflection, in (0, 2]."""
     decay: Literal["mamba", "griffin"] = "mamba"
@@ -122,6 +122,8 @@ class RunConfig(SolverOptions):
             check_heads(self.num_heads, self.expand * self.d_model)
         if self.mixer_layer == "paper":
             self._check_default(_FIXED_BY_PAPER)
+        if self.mixer_layer == "deltaproduct":
+            check_ranges(self, {"num_householder": whole(1)})
 
     def _check_default(self, names: Collection[str]) -> None:
         for name, value in _defaults(names).items():
@@ -161,7 +163,7 @@ class TrainConfig(CurriculumOptions, RunConfig):
 _MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
 _FROM_ONE = (
     *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
-    *("num_heads", "num_householder", "log_every", "eval_every", "checkpoint_every"),
+    *("num_heads", "log_every", "eval_every", "checkpoint_every"),
 )
 _RANGES = {
     **{name: whole(1) for name in _FROM_ONE},
@@ -170,6 +172,7 @@ _RANGES = {
     "warmup_steps": whole(0),
     "weight_decay": Range(0),
     "betas": Range(0, 1),
+    "num_householder": whole(0),
     "clip": Range(0, brackets="(]"),  # inf: gradients are not clipped
     "mlp_expand": Range(0, brackets="()"),
     "beta_max": Range(0, 2, "(]"),

@@ -69,8 +69,9 @@ def unsupported_token(p: int, n: int, layout: RawLayout | None) -> str | None:
     if layout is None:
         return "this mixer (only HouseholderProduct)"
     k = layout.num_householder
-    if not 1 <= k <= MAX_REFLECTIONS:
+    if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
-    if next_power_of_two(p) * max(next_power_of_two(n), 2 * next_power_of_two(k)) > MAX_TILE:
+    rows = next_power_of_two(max(1, k))
+    if next_power_of_two(p) * max(next_power_of_two(n), 2 * rows) > MAX_TILE:
         return f"{p} channels with {n} states and {k} reflections (at most {MAX_TILE} together)"
     return None

@@ -264,27 +264,33 @@ def _token_kernel(
         sigma = s * tl.sum(B * C, axis=0)
     h *= decay  # lambda * h up to the write of the new input
     rest = tl.sum(h * C[:, None], axis=0) + sigma * drive
-    sigma_u = rows_times(u, sigma, K)
-    with_drive, with_rest = rows_times(u, drive, K), rows_times(u, rest, K)
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    dots = sums_at_once(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
-    inv = inverse_sizes(dots, p, K, EPS)
-    G = scale_symmetric(dots[0:PAIRS], inv, K)
-    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-    U_drive = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-    U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
-    T = wy_upper(G, beta, K)
-    U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_drive, K), K), K)
-    a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1, RECIPROCALS=True)
-    mixing = scale(upper_times(T, subtract(a, U_drive, K), K), inv, K)
-    y = rest + sigma * combine(mixing, u, K)
+    if K == 0:
+        y = rest
+        pivot = tl.full([], 1.0, kind)
+    else:
+        sigma_u = rows_times(u, sigma, K)
+        with_drive, with_rest = rows_times(u, drive, K), rows_times(u, rest, K)
+        dots = sums_at_once(products(u, u, K) + products(sigma_u, u, K) + with_drive + with_rest)
+        inv = inverse_sizes(dots, p, K, EPS)
+        G = scale_symmetric(dots[0:PAIRS], inv, K)
+        S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+        U_drive = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+        U_rest = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
+        T = wy_upper(G, beta, K)
+        U_rhs = subtract(U_rest, symmetric_times(S, upper_times(T, U_drive, K), K), K)
+        a, pivot = eliminate(local_system(S, T, False, K), U_rhs, K, 1, RECIPROCALS=True)
+        mixing = scale(upper_times(T, subtract(a, U_drive, K), K), inv, K)
+        y = rest + sigma * combine(mixing, u, K)
     tl.store(y_ptr + sample * d + cols, y, mask=in_p)
 
     v = y + D * x
     dots = sums_at_once((y * y, v * v) + rows_times(u, y, K))
-    U_y = scale(dots[2 : K + 2], inv, K)
-    mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
-    mixed = drive + combine(mixing, u, K)
+    mixed = drive
+    if K > 0:
+        U_y = scale(dots[2 : K + 2], inv, K)
+        mixing = scale(upper_times(T, subtract(U_y, U_drive, K), K), inv, K)
+        mixed = drive + combine(mixing, u, K)
     terms = tl.abs(drive) + tl.abs(mixed)
     if INPUT_SCALE == "one_minus_decay":
         h += s_rows * mixed[None, :] * B[:, None]

@@ -80,7 +80,7 @@ def direct_sweep(
     layout; raises ValueError where `backend="triton"` cannot run, or heads and batch do not fit.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
     """
-    operands.check_heads()
+    operands.check()
     plain = choose_sweep(backend, operands, parameterization, bind_parameters) == "reference"
     if plain:
         arguments = (operands, parameterization, bind, bind_parameters, y_star, report)

@@ -1,6 +1,7 @@
 """Allocation of the buffers of the sweep and the reverse sweep in Triton; does not import Triton.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values, H heads (kernels/heads.py).
+Letters: b batch, t time, d channels, n state per channel, r raw values, f those of them with
+feedback, H heads (kernels/heads.py). The kernels read r rows of W^y, the last r - f zero.
 """
 
 import math
@@ -9,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.feedback import normalize_feedback, normalize_feedback_vjp
+from bedouin.kernels.feedback import normalize_feedback, normalize_feedback_vjp, padded_rows
 from bedouin.kernels.heads import count_heads, sum_samples
 from bedouin.kernels.launch import last_axis_contiguous
-from bedouin.kernels.linear import apply_weight, pad_rows, padding, weight_gradient
+from bedouin.kernels.linear import apply_weight, padding, weight_gradient
 from bedouin.kernels.operands import Operands, Parameterization
 
 CHUNK = 16
@@ -156,6 +157,7 @@ def allocate_sweep(
         else:
             eps = parameterization.feedback_norm_eps
             normed[:, :1] = normalize_feedback(y0, eps).unsqueeze(1)
+        W_y = padded_rows(W_y, raw.shape[2])
     first = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, _exponents(A)
     return SweepBuffers(*first, h, kept, y, normed, A.new_empty(4, b, t_end))
 
@@ -224,8 +226,10 @@ def collect_gradients(
         if grad_normed is not None:
             grad_y0 = normalize_feedback_vjp(grad_normed.sum(0), y0, eps)
     if W_y is not None:
-        past = _normed_past(y, operands, W_y, parameterization)
-        grad_W_y = weight_gradient(grads.raw.to(W_y.dtype), past, W_y)[..., :r, :]
+        past, f = _normed_past(y, operands, W_y, parameterization), W_y.shape[-2]
+        # some more columns, so that the product is aligned
+        rows = grads.raw[..., : f + padding(f)].to(W_y.dtype)
+        grad_W_y = weight_gradient(rows, past, W_y)[..., :f, :]
     grad_A = grads.A.sum(0) if A.dim() == 2 else sum_samples(grads.A, len(A))
     return grads.x, grads.raw[..., :r], grad_W_y, grad_A.mT, grads.H.mT, grad_y0
 
@@ -261,7 +265,7 @@ def state_major(
 def _normed_past(
     y: Tensor,  # (b, t, d)
     operands: Operands,
-    W_y: Tensor,  # (r, d) or (H, r, d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
     parameterization: Parameterization,
 ) -> Tensor:  # (b, t, d)
     """norm(y_{t-1}) in the dtype of W^y."""
@@ -276,11 +280,13 @@ def _normed_past(
 def _feedback(
     y: Tensor,  # (b, t, d)
     operands: Operands,
-    W_y: Tensor,  # (r, d) or (H, r, d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
     parameterization: Parameterization,
 ) -> Tensor:  # (b, t, r or more)
-    """W^y norm(y_{t-1}), with zeros from column r on."""
-    return apply_weight(_normed_past(y, operands, W_y, parameterization), pad_rows(W_y))
+    """W^y norm(y_{t-1}), with zeros from column f on."""
+    r = operands.raw.shape[2]
+    rows = padded_rows(W_y, r + padding(r))
+    return apply_weight(_normed_past(y, operands, W_y, parameterization), rows)
 
 
 def _exponents(

@@ -69,4 +69,4 @@ def _substitute(
     for i in reversed(range(k)):
         rest = known[i] - sum(LU[..., i, j] * known[j] for j in range(i + 1, k))
         known[i] = rest / LU[..., i, i]
-    return torch.stack(known, -1)
+    return torch.stack(known, -1) if known else right

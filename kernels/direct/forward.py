@@ -14,7 +14,7 @@ from torch import Tensor
 from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
 from bedouin.kernels.direct.reference import Sweep, term_size
 from bedouin.kernels.direct.scratch import Scratch
-from bedouin.kernels.feedback import project_feedback, raw_with_feedback
+from bedouin.kernels.feedback import add_feedback, project_feedback, raw_with_feedback
 from bedouin.kernels.householder import combine_rows, mix_channels
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 
@@ -96,7 +96,8 @@ def forward_sweep(
             kept.append(scratch.keep(h))
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
-            raw_t = raw_t + project_feedback(y, W_y, parameterization.feedback_norm_eps)
+            fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
+            raw_t = add_feedback(raw_t, fed)
         delta, B, C, e, U, M = bind(raw_t, *bind_parameters)
         decay, s = discretize_rows(scratch, f"h{t % 2}", delta, A_rows, parameterization)
         diagonal = parameterization.diagonal(e)

@@ -109,7 +109,8 @@ def unsupported_sizes(
 ) -> str | None:
     """The first of these that the kernels do not support, as `_unsupported`; x, raw and A are the
     dtypes of these operands."""
-    if not 1 <= k <= MAX_REFLECTIONS:
+    k = max(k, 1)  # `with_reflection`
+    if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
     wide = torch.float64 in (x, raw, A)
     if A not in (torch.float32, torch.float64) or (wide and {x, raw} != {A}):

@@ -175,6 +175,10 @@ def solve_local_transposed(
 
 def smallest_pivot(factors: LocalFactors) -> Tensor:
     """min |pivot| over the small factor and D, at most 1 (...): 0 for an exactly singular token."""
-    pivot = factors.LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
-    others = pivot.new_ones(()) if factors.at is None else factors.divisor.abs().amin(-1)
-    return torch.fmin(torch.fmin(pivot, others), pivot.new_ones(())).detach()
+    sigma, small = factors.sigma, factors.LU.diagonal(dim1=-2, dim2=-1).abs()
+    if factors.at is None:
+        pivot = sigma.new_ones(sigma.shape[:-1])
+    else:
+        pivot = torch.fmin(factors.divisor.abs().amin(-1), sigma.new_ones(()))
+    # without reflections there is no small factor
+    return (torch.fmin(small.amin(-1), pivot) if small.shape[-1] else pivot).detach()

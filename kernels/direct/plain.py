@@ -91,7 +91,8 @@ def plain_reverse(
     if grad_W_y is None:
         grad_W_y = A.new_empty(0)
     elif grad_W_y.dim() == 3:
-        grad_W_y = F.pad(grad_W_y, (0, 0, 0, padding(r)))[:, :r]
+        f = grad_W_y.shape[1]
+        grad_W_y = F.pad(grad_W_y, (0, 0, 0, padding(f)))[:, :f]
     first = grad_x.to(x.dtype), rows, grad_W_y
     then = _in_new_memory(grad_A), _in_new_memory(grad_h0), grad_y0[: None if wants_y0 else 0]
     return *first, *then, statistics

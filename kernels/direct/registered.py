@@ -6,7 +6,8 @@ torch.compile would otherwise unroll token by token. `Operands` and `Parameteriz
 to tensors and scalars here and nowhere else. Triton is imported when an operation runs, not when it
 is registered.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values, H heads (kernels/heads.py).
+Letters: b batch, t time, d channels, n state per channel, r raw values, f those of them with
+feedback, H heads (kernels/heads.py).
 """
 
 import math
@@ -33,7 +34,9 @@ from bedouin.kernels.direct.plain import (
     plain_sweep,
 )
 from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
+from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.operation import operation
 
@@ -56,7 +59,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def sweep_operation(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -77,6 +80,7 @@ def sweep_operation(
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
+    operands, options = with_reflection(operands, options)
     together = takes_heads_together(operands, options)
     buffers = allocate_sweep(operands, options, keep_every, together)
     statistics = buffers.statistics
@@ -99,7 +103,7 @@ def sweep_operation(
 def _sweep_fake(
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -115,7 +119,7 @@ def memory_operation(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -137,6 +141,7 @@ def memory_operation(
     if plain:
         h, kept = plain_memory(y_star, operands, options, keep_every)
         return y, h, kept.flatten(1)
+    operands, options = with_reflection(operands, options)
     buffers, state = allocate_memory(y, operands, options, keep_every)
     if y.numel():
         from bedouin.kernels.direct.triton_launch import launch_memory
@@ -150,7 +155,7 @@ def _memory_fake(
     y_star: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -201,7 +206,7 @@ def _sweep_backward(
     kept: Tensor,  # (b, `_slots` n d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -221,30 +226,36 @@ def _sweep_backward(
         activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
     )
     kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
-    given = (grad_y, grad_h, y, kept, operands, options)
+    r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
         if plain:
+            given = (grad_y, grad_h, y, kept, operands, options)
             return plain_reverse(*given, keep_every, wants_y0=wants_y0)
-        buffers, grads = allocate_reverse(*given)
+        operands, options = with_reflection(operands, options)
+        buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
         grad_normed, statistics = None, grads.statistics
         if y.numel() and takes_heads_together(operands, options):
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
             assert W_y is not None
-            grad_normed = launch_head_reverse(buffers, grads, W_y, options, keep_every)
+            rows = padded_rows(W_y, operands.raw.shape[2])
+            grad_normed = launch_head_reverse(buffers, grads, rows, options, keep_every)
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
             known = buffers.heads()
             parts = grads.heads(len(known))
+            rows_of = None if W_y is None else padded_rows(W_y, operands.raw.shape[2])
             found = [
                 launch_reverse(*part, options, keep_every)
-                for part in zip(known, parts, split_weights(W_y, len(known)), strict=True)
+                for part in zip(known, parts, split_weights(rows_of, len(known)), strict=True)
             ]
             grad_normed = join_samples(found, 1)
             statistics = join_samples([part.statistics for part in parts], 1)
-        collected = collect_gradients(grads, grad_normed, y, operands, options, wants_y0=wants_y0)
-        return *collected, statistics
+        grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = collect_gradients(
+            grads, grad_normed, y, operands, options, wants_y0=wants_y0
+        )
+        return grad_x, grad_raw[..., :r], grad_W_y, grad_A, grad_h0, grad_y0, statistics
 
 
 @_sweep_backward.register_fake
@@ -255,7 +266,7 @@ def _sweep_backward_fake(
     kept: Tensor,  # (b, `_slots` n d)
     x: Tensor,  # (b, t, d)
     raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
+    W_y: Tensor | None,  # (f, d) or (H, f, d)
     A: Tensor,  # (d, n) or (H, d, n)
     h0: Tensor | None,  # (b, d, n)
     y0: Tensor | None,  # (b, d)
@@ -263,11 +274,14 @@ def _sweep_backward_fake(
     *options: Any,
 ) -> Gradients:
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    rows = r + padding(r)
+    num_householder, plain = options[2], options[-2]
+    rows = r if plain else r + added_values(num_householder, d)
+    rows += padding(rows)
     if W_y is None:
         grad_W_y = A.new_empty(0)
     else:
-        grad_W_y = W_y.new_empty(*W_y.shape[:-2], rows, d)[..., :r, :]
+        f = W_y.shape[-2]
+        grad_W_y = W_y.new_empty(*W_y.shape[:-2], f + padding(f), d)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)

@@ -10,7 +10,7 @@ Everything that does not depend on the cotangents is computed for a chunk of tok
 gradient of W^y in one product after the loop. As in forward.py, h and H are stored as (b, n, d).
 
 Letters: b batch, t time, c tokens of a chunk, d channels, n state per channel, k reflections,
-r raw values, H heads (kernels/heads.py).
+r raw values, f those of them with feedback, H heads (kernels/heads.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -303,8 +303,8 @@ def reverse_sweep(
             steps.append(step)
             H = step.H
             if W_y is not None:
-                grad_normed = apply_transposed_weight(grad_raw.to(W_y.dtype), W_y)
-                grad_normed = grad_normed.to(grad_raw.dtype)
+                grad_fed = grad_raw[:, : W_y.shape[-2]].to(W_y.dtype)
+                grad_normed = apply_transposed_weight(grad_fed, W_y).to(grad_raw.dtype)
                 eps = options.feedback_norm_eps
                 grad_feedback = normalize_feedback_vjp(grad_normed, before[:, t], eps)
         totals.check(chunk, steps, options)
@@ -340,4 +340,5 @@ def feedback_weight_gradient(
     if W_y is None:
         return None
     normed = normalize_feedback(solved.y_before, solved.parameterization.feedback_norm_eps)
-    return weight_gradient(grad_raw.to(W_y.dtype), normed.to(W_y.dtype), W_y)
+    grad_fed = grad_raw[..., : W_y.shape[-2]].to(W_y.dtype)
+    return weight_gradient(grad_fed, normed.to(W_y.dtype), W_y)

@@ -17,6 +17,7 @@ from bedouin.kernels.householder.reference import (
     unit,
     unit_vjp,
     wy_factor,
+    wy_factor_of,
     wy_factor_vjp,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "unit",
     "unit_vjp",
     "wy_factor",
+    "wy_factor_of",
     "wy_factor_vjp",
 ]
 

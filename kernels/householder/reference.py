@@ -63,7 +63,15 @@ def wy_factor(
     T = (I + N)^-1 diag(beta) with N = diag(beta) striu(U U^T), and since N is nilpotent (N^k = 0)
     the inverse is the finite product (I - N)(I + N^2)(I + N^4)...
     """
-    N = beta.unsqueeze(-1) * torch.triu(U @ U.mT, diagonal=1)
+    return wy_factor_of(U @ U.mT, beta)
+
+
+def wy_factor_of(
+    dots: Tensor,  # (..., k, k), U U^T
+    beta: Tensor,  # (..., k)
+) -> Tensor:  # (..., k, k)
+    """`wy_factor` where the products of the rows are known."""
+    N = beta.unsqueeze(-1) * torch.triu(dots, diagonal=1)
     return _inverse_of_one_plus(N) * beta.unsqueeze(-2)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.iteration.limits import choose_iteration
 from bedouin.kernels.iteration.types import IterationRule, Progress
+from bedouin.kernels.one_reflection import with_reflection
 from bedouin.kernels.operands import Operands, Parameterization
 
 if TYPE_CHECKING:
@@ -33,12 +34,14 @@ def fuse_iteration(
     """An iteration from y with the Triton kernels; None where the plain loop is to be used.
 
     lengths: the tokens of each sample that are judged, before its padding; None: all.
-    Raises ValueError where `backend="triton"` cannot run.
+    Raises ValueError where `backend="triton"` cannot run, or heads, W_y and batch do not fit.
     """
+    operands.check()
     chosen = choose_iteration(backend, operands, y, parameterization, bind_parameters, rule)
     if chosen == "reference":
         return None
     # imports Triton, which the plain loop does without
     from bedouin.kernels.iteration.steps import FusedIteration
 
+    operands, parameterization = with_reflection(operands, parameterization)
     return FusedIteration(operands, y, parameterization, rule, lengths=lengths)

@@ -48,12 +48,13 @@ def _unsupported(
         return "adaptive damping (patience)"
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return "this mixer (only HouseholderProduct)"
-    if not 1 <= layout.num_householder <= MAX_REFLECTIONS:
-        return f"{layout.num_householder} reflections (at most {MAX_REFLECTIONS})"
+    k = max(layout.num_householder, 1)  # `with_reflection`
+    if k > MAX_REFLECTIONS:
+        return f"{k} reflections (at most {MAX_REFLECTIONS})"
     if y.dtype != accumulator(x.dtype) or A.dtype != y.dtype:
         return f"y and A of {y.dtype}, {A.dtype} (both {accumulator(x.dtype)} for this x)"
     if not 1 <= n <= MAX_STATES:
         return f"{n} states (at most {MAX_STATES})"
-    if next_power_of_two(d) * next_power_of_two(layout.num_householder) > MAX_TILE:
-        return f"{layout.num_householder} reflections of {d} channels"
+    if next_power_of_two(d) * next_power_of_two(k) > MAX_TILE:
+        return f"{k} reflections of {d} channels"
     return None

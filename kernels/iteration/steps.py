@@ -27,7 +27,7 @@ H heads (kernels/heads.py).
 import torch
 from torch import Tensor
 
-from bedouin.kernels.feedback import normalize_feedback
+from bedouin.kernels.feedback import normalize_feedback, padded_rows
 from bedouin.kernels.iteration.buffers import FAILED, FROZEN, STEPS, IterationBuffers
 from bedouin.kernels.iteration.launch import (
     LIMITS,
@@ -41,7 +41,7 @@ from bedouin.kernels.iteration.launch import (
 )
 from bedouin.kernels.iteration.types import IterationRule, Progress
 from bedouin.kernels.launch import evenly_spaced
-from bedouin.kernels.linear import pad_rows
+from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 
 
@@ -60,7 +60,10 @@ class FusedIteration:
         x, raw, W_y, A, _, _ = operands
         h0, y0 = operands.start()
         x, raw = evenly_spaced(x), evenly_spaced(raw)
-        W_y, A = None if W_y is None else pad_rows(W_y), A.mT.contiguous()
+        if W_y is not None:
+            r = raw.shape[2]
+            W_y = padded_rows(W_y, r + padding(r))
+        A = A.mT.contiguous()
         self.geometry = g = Geometry.of(x, raw, W_y, A, parameterization, rule, limits)
         b, t, _ = y.shape
         y = y.clone(memory_format=torch.contiguous_format)

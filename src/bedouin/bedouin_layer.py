@@ -68,7 +68,7 @@ class Bedouin(FixedPointLayer):
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
             None: heads of 128 channels if d is a multiple of 128 and at least 512, else 1.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
-            beta_max), by default 2 and 1.0.
+            beta_max), by default 2 and 1.0. With num_householder 0 no channels are mixed, Q_t = I.
         mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Its parameters are
             used in the dtype of the solve, at least float32, and shared by all heads.
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =

@@ -87,7 +87,10 @@ def takes_core(
     is_exact = adjoint is None or (
         type(adjoint) is ImplicitAdjoint and isinstance(adjoint.solver, Direct | None)
     )
-    if layout is None or type(options.solver) is not Direct or not is_exact:
+    # its kernels take at least one reflection
+    if layout is None or not layout.num_householder:
+        return False
+    if type(options.solver) is not Direct or not is_exact:
         return False
     if not is_plain(layer.x_proj) or not (layer.y_proj is None or is_plain(layer.y_proj)):
         return False

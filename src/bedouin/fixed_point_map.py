@@ -35,7 +35,7 @@ from bedouin.kernels.householder import apply_complement_transposed, mix_channel
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import discretize, selective_scan
-from bedouin.mixers import ChannelMixer
+from bedouin.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.solvers.base import Steps
 from bedouin.solvers.convergence import relative_residual
@@ -219,9 +219,9 @@ class MixerBind:
         *mixer_values: Tensor,  # any shapes
     ) -> Coefficients:
         delta, B, C, mixer_raw = self.split(raw)
-        if not mixer_values:
-            return Coefficients(delta, B, C, *self.mixer(mixer_raw))
-        return Coefficients(delta, B, C, *_call(self.mixer, mixer_values, mixer_raw))
+        values = mixer_values
+        form = _call(self.mixer, values, mixer_raw) if values else self.mixer(mixer_raw)
+        return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]))
 
 
 def _reverse_stats(

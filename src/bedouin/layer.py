@@ -1,8 +1,8 @@
 """The base class of the layers: parameters, projections, the fixed point, the output stage.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, H num_heads,
-p = d / H head_dim, r raw values of a head. Between the projections from m to d and back a layer has
-b' = H b folded samples, each of which is one head of one sample (bedouin.heads).
+p = d / H head_dim, r raw values of a head, the first f with feedback. Between the projections from
+m to d and back a layer has b' = H b folded samples, each one head of one sample (bedouin.heads).
 """
 
 import math
@@ -262,8 +262,8 @@ class FixedPointLayer(GraphedLayer, ABC):
         return torch.cat([of_delta, by_head(self.raw_bias, self.num_heads)], -1)
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """W^y of the loop (r, p) or (H, r, p), with zero rows for components without feedback, and
-        W^y of the gate (p, p) or (H, p, p); None without feedback."""
+        """W^y of the loop (f, p) or (H, f, p) and of the gate (p, p) or (H, p, p); None without
+        feedback."""
         if self.y_proj is None:
             return None, None
         p, heads = self.head_dim, self.num_heads
@@ -432,7 +432,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         self,
         x: Tensor,  # (b', t, p)
         raw: Tensor,  # (b', t, r)
-        W_y: Tensor | None,  # (r, p) or (H, r, p)
+        W_y: Tensor | None,  # (f, p) or (H, f, p)
         state: BedouinState | None,  # of b samples
         packing: Packing | None = None,
     ) -> FixedPointMap:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import positive_int
+from bedouin.checks import natural_number, positive_int
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.solvers.base import check_number
 
@@ -19,8 +19,13 @@ class WYForm(NamedTuple):
     """I - Q = diag(e) + U^T M U, the form that the exact solution of the local equation needs."""
 
     e: Tensor  # (..., 1) or (..., d)
-    U: Tensor  # (..., k, d)
+    U: Tensor  # (..., k, d), or for k = 0 with any number of columns, since raw values have no d
     M: Tensor  # (..., k, k)
+
+    def of_channels(self, d: int) -> "WYForm":
+        """The form for vectors of d channels: U has d columns also for k = 0."""
+        e, U, M = self
+        return self if U.shape[-2] else WYForm(e, U.new_empty(*U.shape[:-1], d), M)
 
 
 class ChannelMixer(nn.Module, ABC):
@@ -73,7 +78,7 @@ class StructuredMixer(ChannelMixer):
         raw: Tensor,  # (..., r)
         v: Tensor,  # (..., d)
     ) -> Tensor:  # (..., d)
-        return apply_complement(v, *self(raw))
+        return apply_complement(v, *WYForm(*self(raw)).of_channels(v.shape[-1]))
 
     def mix(
         self,
@@ -81,7 +86,7 @@ class StructuredMixer(ChannelMixer):
         x: Tensor,  # (..., d)
         y: Tensor,  # (..., d)
     ) -> Tensor:  # (..., d)
-        return mix_channels(x, y, *self(raw))
+        return mix_channels(x, y, *WYForm(*self(raw)).of_channels(x.shape[-1]))
 
 
 class HouseholderProduct(StructuredMixer):
@@ -89,16 +94,17 @@ class HouseholderProduct(StructuredMixer):
 
     beta_i = beta_max sigmoid(alpha_i). With beta_max = 1 every H_i has eigenvalues in [0, 1];
     beta_max = 2 allows reflections, and local systems that are singular (see
-    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha.
+    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha. k = 0 is Q = I,
+    without raw values: y_t = h_t C_t with h_t = lambda_t h_{t-1} + (s_t x_t) B_t^T.
     Source: arXiv 2503.10799, section 4; arXiv 2502.10297.
-    Raises TypeError for a num_householder that is not an int, ValueError for num_householder < 1 or
+    Raises TypeError for a num_householder that is not an int, ValueError for num_householder < 0 or
     beta_max outside (0, 2].
     """
 
     def __init__(self, num_householder: int = 2, beta_max: float = 1.0) -> None:
         super().__init__()
         check_number("beta_max", beta_max, 0, 2, open_low=True)
-        self.num_householder = positive_int("num_householder", num_householder)
+        self.num_householder = natural_number("num_householder", num_householder)
         self.beta_max = float(beta_max)
 
     def raw_size(self, d_inner: int) -> int:
@@ -106,10 +112,11 @@ class HouseholderProduct(StructuredMixer):
 
     def forward(self, raw: Tensor) -> WYForm:
         k = self.num_householder
-        u, alpha = raw[..., :-k], raw[..., -k:]
-        U = unit(u.unflatten(-1, (k, u.shape[-1] // k)))  # (..., k, d)
+        d = raw.shape[-1] // k - 1 if k else 0
+        u, alpha = raw.split([k * d, k], -1)
+        U = unit(u.unflatten(-1, (k, d)))  # (..., k, d)
         T = wy_factor(U, self.beta_max * torch.sigmoid(alpha))
-        return WYForm(torch.zeros_like(raw[..., :1]), U, T)
+        return WYForm(raw.new_zeros(*raw.shape[:-1], 1), U, T)
 
     def extra_repr(self) -> str:
         return f"num_householder={self.num_householder}, beta_max={self.beta_max}"

@@ -120,23 +120,28 @@ def householder_layout(
 
 
 def split_feedback_weight(
-    weight: Tensor,  # (f + d, d) or (H, f + d, d): the rows of `feedback` and, last, of the gate
+    weight: Tensor,  # (s + d, d) or (H, s + d, d): the s rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
     sizes: dict[str, int],
-) -> tuple[Tensor, Tensor]:
-    """W^y of the loop (r, d) or (H, r, d), with zero rows for components without feedback, and W^y
-    of the gate (d, d) or (H, d, d). `sizes` are those of all components, in the order of the raw
-    values.
+) -> tuple[Tensor | None, Tensor]:
+    """W^y of the loop (f, d) or (H, f, d) and W^y of the gate (d, d) or (H, d, d).
+
+    `sizes` are those of all components, in the order of the raw values. The f rows are those of the
+    components up to the last one with feedback, zero for the components in between without. The
+    first is None if `feedback` names components of size 0 alone.
     """
-    d = weight.shape[-1]
-    if feedback == tuple(sizes):
-        loop, gate = weight.split([sum(sizes.values()), d], -2)
+    d, names = weight.shape[-1], tuple(sizes)
+    if not any(sizes[name] for name in feedback):
+        return None, weight
+    first = names[: names.index(feedback[-1]) + 1]
+    if feedback == first:
+        loop, gate = weight.split([sum(sizes[name] for name in feedback), d], -2)
         return loop, gate
     *fed, gate = weight.split([*(sizes[name] for name in feedback), d], -2)
     rows = dict(zip(feedback, fed, strict=True))
     blocks = [
-        rows[name] if name in rows else gate.new_zeros(*gate.shape[:-2], size, d)
-        for name, size in sizes.items()
+        rows[name] if name in rows else gate.new_zeros(*gate.shape[:-2], sizes[name], d)
+        for name in first
     ]
     return torch.cat(blocks, -2), gate
 

@@ -384,7 +384,7 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
     """A small float64 `Bedouin` or `FixedPointRNN` with every option drawn from `rng`.
 
     `fixed` contains the options that are not drawn; "kind" is the class. Drawn are decay, input
-    scale, eigenvalue range, feedback, mixer, beta_max in {0.5, 1, 2}, 1 to 4 reflections, and the
+    scale, eigenvalue range, feedback, mixer, beta_max in {0.5, 1, 2}, 0 to 4 reflections, and the
     number of heads.
     """
     kind = fixed.pop("kind", None) or rng.choice((Bedouin, FixedPointRNN))
@@ -403,7 +403,7 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
 
 
 def _shared_options(rng: random.Random) -> dict[str, Any]:
-    mixers = [HouseholderProduct(k, beta) for k in (1, 2, 3, 4) for beta in (0.5, 1.0, 2.0)]
+    mixers = [HouseholderProduct(k, beta) for k in range(5) for beta in (0.5, 1.0, 2.0)]
     return {
         "d_model": rng.randint(1, 5),
         "expand": rng.choice((1, 2)),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ensemble
+from bedouin.kernels.feedback import padded_rows
 from bedouin.tasks import IGNORE, Copying, WordProblem, stream
 from bedouin.testing import assert_close
 from common import study
@@ -71,7 +72,7 @@ def test_keys_that_start_the_same(num_heads: int, feedback: str) -> None:
     p, n = layer.head_dim, layer.d_state
     B, C = layer.x_proj.weight[..., p : p + 2 * n, :].chunk(2, -2)
     assert torch.equal(B, C)
-    fed = layer._feedback_weights(torch.float32)[0]
+    fed = padded_rows(layer._feedback_weights(torch.float32)[0], layer.raw_size)
     B, C = fed[..., p : p + 2 * n, :].chunk(2, -2)
     assert torch.equal(B, C) == ("B" in feedback)
 

@@ -130,7 +130,7 @@ def _variants() -> list[Case]:
             found.append(Case(options=options))
     for fed in ((False, True, False, True), (True, False, True, False), (False,) * 4):
         found.append(Case(options=replace(OPTIONS, fed=fed)))
-    for k in (1, 8):
+    for k in (0, 1, 8):
         options = replace(OPTIONS, layout=RawLayout("softplus", True, k, 1.0))
         found.append(Case(d=11, n=5, options=options))
     found += [Case(heads=2), Case(1, heads=3, feedback=False), Case(3, heads=2, bias=False)]

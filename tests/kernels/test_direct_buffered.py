@@ -28,7 +28,7 @@ def draw(
     *,
     k: int = 2,
     heads: int = 1,
-    feedback: bool = True,
+    feedback: bool | int = True,
     activation: Activation = "softplus",
     selective: bool = True,
     beta_max: float = 1.0,
@@ -37,7 +37,7 @@ def draw(
     norm_eps: float | None = 1e-5,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Operands, Parameterization]:
-    """b samples of each head."""
+    """b samples of each head; `feedback` may be the number of raw values that get it."""
     generator = torch.Generator().manual_seed(1)
     layout = RawLayout(activation, selective, k, beta_max)
     b, n, lead = b * heads, 3 if selective else 1, () if heads == 1 else (heads,)
@@ -46,7 +46,8 @@ def draw(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    W_y = 0.05 * normal(*lead, r, D) if feedback else None
+    f = r if feedback is True else min(feedback, r)
+    W_y = 0.05 * normal(*lead, f, D) if f else None
     A, state = -normal(*lead, D, n).exp(), (normal(b, D, n), normal(b, D))
     operands = Operands(normal(b, t, D), normal(b, t, r) - 0.5, W_y, A, *state)
     return operands, Parameterization(layout, input_scale, eigenvalues, norm_eps)
@@ -70,9 +71,9 @@ def assert_near(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
 @given(
     b=st.integers(1, 3),
     t=st.sampled_from([1, 2, 15, 16, 17, 33]),
-    k=st.sampled_from([1, 2, 3, 8]),
+    k=st.sampled_from([0, 1, 2, 3, 8]),
     heads=st.integers(1, 2),
-    feedback=st.booleans(),
+    feedback=st.sampled_from([False, True, 1, D, D + 2]),
     activation=st.sampled_from(get_args(Activation)),
     selective=st.booleans(),
     beta_max=st.sampled_from([1.0, 1.5]),
@@ -101,8 +102,8 @@ def test_all_is_that_of_autograd_through_the_loop(b: int, t: int, **options: Any
 
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("feedback", [True, False])
-def test_dtypes_are_those_of_the_plain_loops(low: torch.dtype, heads: int, feedback: bool) -> None:
+@pytest.mark.parametrize("feedback", [True, False, D])
+def test_dtypes_are_those_of_the_plain_loops(low: torch.dtype, heads: int, feedback: int) -> None:
     """float32 with products in a lower dtype, whose roundings the two loops share."""
     operands, parameterization = draw(2, 18, heads=heads, feedback=feedback, dtype=torch.float32)
     if operands.W_y is not None:

@@ -29,7 +29,7 @@ def test_the_layout_is_what_the_layer_does(layer: FixedPointLayer) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_the_cotangent_of_raw_values_is_that_of_autograd(

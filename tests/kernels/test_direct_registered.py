@@ -3,6 +3,7 @@
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,16 +118,22 @@ def test_opcheck_of_the_reverse_sweep(feedback: bool, device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("t", [0, 3])
-def test_fake_results_of_low_dtypes_have_the_real_strides(t: int, device: str) -> None:
+@pytest.mark.parametrize(("t", "k", "heads"), [(0, 1, 1), (3, 1, 1), (3, 0, 1), (3, 0, 2)])
+def test_fake_results_of_low_dtypes_have_the_real_strides(
+    t: int, k: int, heads: int, device: str
+) -> None:
     x, raw, W_y, A, h0, y0 = (v.detach() for v in draw(device, t=t))
+    r, options = replace(LAYOUT, num_householder=k).size(2, 2), (*FIELDS[:2], k, *FIELDS[3:])
+    raw, W_y = raw[..., :r], W_y[:r]
+    if heads > 1:
+        W_y, A = W_y.repeat(heads, 1, 1), A.repeat(heads, 1, 1)
     low = x.bfloat16(), raw.bfloat16(), W_y.bfloat16()
     rest = A.float(), h0.float(), y0.float()
     utils = ("test_schema", "test_faketensor")
-    operands = (*low, *rest, *FIELDS)
+    operands = (*low, *rest, *options)
     torch.library.opcheck(torch.ops.bedouin.direct_sweep, operands, test_utils=utils)
     y, h, kept, *_ = torch.ops.bedouin.direct_sweep(*operands)
-    arguments = (y.clone(), h.clone(), y, kept, *low, *rest, False, *FIELDS)
+    arguments = (y.clone(), h.clone(), y, kept, *low, *rest, False, *options)
     torch.library.opcheck(torch.ops.bedouin.direct_sweep_backward, arguments, test_utils=utils)
 
 

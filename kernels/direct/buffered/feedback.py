@@ -1,7 +1,7 @@
 """The feedback of one token, raw^x + W^y norm(y), in memory that is allocated once.
 
-Letters: b batch, t time, d channels, r raw values, H heads (kernels/heads.py), whose samples are an
-axis of their own here: (H, b / H, ...) stands for (b, ...) where W^y has heads.
+Letters: b batch, t time, d channels, f raw values with feedback, H heads (kernels/heads.py), whose
+samples are an axis of their own here: (H, b / H, ...) stands for (b, ...) where W^y has heads.
 """
 
 import torch
@@ -15,7 +15,7 @@ class Feedback:
 
     def __init__(
         self,
-        W_y: Tensor,  # (r, d) or (H, r, d)
+        W_y: Tensor,  # (f, d) or (H, f, d)
         eps: float | None,
         like: Tensor,  # (b, 1, d)
     ) -> None:
@@ -39,13 +39,12 @@ class Feedback:
         v = v.squeeze(1)
         return v.unflatten(0, (self.num_heads, -1)) if self.has_heads else v
 
-    def project(
+    def add(
         self,
         y: Tensor,  # (b, 1, d)
-        raw: Tensor,  # (b, r) or (H, b / H, r), what x determines
-        out: Tensor,  # as raw
+        raw: Tensor,  # (b, f) or (H, b / H, f), overwritten
     ) -> None:
-        """raw + W^y norm(y)."""
+        """raw^x + W^y norm(y)."""
         if self.has_norm:
             norm = torch.linalg.vector_norm(y, 2, -1, True, out=self.norm)
             torch.addcmul(self.eps, norm, norm, value=1 / y.shape[-1], out=norm).rsqrt_()
@@ -55,15 +54,15 @@ class Feedback:
         if self.is_low:
             self.low_vector.copy_(self.normed_by_head)
             torch.matmul(self.low_vector, self.W_columns, out=self.low_raw)
-            torch.add(raw, self.low_raw, out=out)
+            raw.add_(self.low_raw)
         elif self.has_heads:
-            torch.baddbmm(raw, self.normed_by_head, self.W_columns, out=out)
+            raw.baddbmm_(self.normed_by_head, self.W_columns)
         else:
-            torch.addmm(raw, self.normed_by_head, self.W_columns, out=out)
+            raw.addmm_(self.normed_by_head, self.W_columns)
 
     def transpose(
         self,
-        grad_raw: Tensor,  # (b, r) or (H, b / H, r)
+        grad_raw: Tensor,  # (b, f) or (H, b / H, f)
     ) -> Tensor:  # (b, 1, d), valid until the next call
         """The cotangent of norm(y)."""
         if self.is_low:
@@ -115,8 +114,8 @@ class NormedTokens:
 
     def weight_gradient(
         self,
-        grad_raw: Tensor,  # (t, b, r)
-        W_y: Tensor,  # (r, d) or (H, r, d)
+        grad_raw: Tensor,  # (t, b, f)
+        W_y: Tensor,  # (f, d) or (H, f, d)
     ) -> Tensor:  # as W_y
         """The gradient of W^y."""
         rows, normed = grad_raw.to(W_y.dtype), self.normed.to(W_y.dtype)

@@ -1,8 +1,12 @@
 """The forward sweep in buffers, in the form of rows.py.
 
+Without feedback all that raw values determine is computed for a chunk of tokens at once; where only
+Delta has feedback, all but Delta and its products.
+
 The memory h is stored as (b, n, d), as in kernels/direct/forward.py.
 Letters: b batch, t time, c tokens of a chunk, i rows of a chunk (token by token), d channels, n
-state per channel, k reflections, r raw values, H heads (kernels/heads.py).
+state per channel, k reflections, r raw values, f those of them with feedback, H heads
+(kernels/heads.py).
 """
 
 from typing import NamedTuple
@@ -11,10 +15,16 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffered.feedback import Feedback
-from bedouin.kernels.direct.buffered.rows import RowMaker, Rows, by_token, split_tokens
+from bedouin.kernels.direct.buffered.rows import (
+    RowMaker,
+    Rows,
+    by_token,
+    only_delta_is_fed,
+    split_tokens,
+)
 from bedouin.kernels.direct.elimination import factorize
 from bedouin.kernels.direct.reference import Sweep
-from bedouin.kernels.householder import wy_factor
+from bedouin.kernels.householder import wy_factor_of
 from bedouin.kernels.operands import Operands, Parameterization
 
 
@@ -70,13 +80,16 @@ class _Step:
             memory.mul_(2).sub_(1)
         memory.mul_(h)
         torch.bmm(rows.C, memory, out=p)
-        torch.addcmul(p, rows.sigma, x, out=vector).sub_(x)
-        right = torch.bmm(vector, rows.U_columns, out=self.numbers).mul_(beta)
-        e = torch.bmm(right, rows.inverse_columns, out=self.e)
-        mixed = torch.baddbmm(x, e, rows.U, out=vector)
+        if self.maker.k:
+            torch.addcmul(p, rows.sigma, x, out=vector).sub_(x)
+            right = torch.bmm(vector, rows.U_columns, out=self.numbers).mul_(beta)
+            e = torch.bmm(right, rows.inverse_columns, out=self.e)
+            mixed = torch.baddbmm(x, e, rows.U, out=vector)
+        else:
+            mixed = x
         torch.addcmul(p, rows.sigma, mixed, out=y)
         if scale is None:
-            return memory.addcmul_(rows.B_column, mixed.mul_(rows.s))
+            return memory.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=vector))
         return memory.addcmul_(scale.mul_(mixed), rows.B_column)
 
 
@@ -94,12 +107,15 @@ class _Judge:
     ) -> Tensor:  # (4, i)
         rows, x, p, y = tokens
         mixed, F = (v[: len(x)] for v in self.spare)
-        T = wy_factor(rows.U, rows.beta.squeeze(-1))
-        S = torch.bmm(rows.scaled, rows.U_columns)
-        LU, _ = factorize(torch.baddbmm(self.maker.identity, S, T, alpha=-1))
-        pivot = LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
-        moved = torch.bmm(torch.sub(y, x, out=mixed), rows.U_columns) @ T.mT
-        torch.baddbmm(x, moved, rows.U, out=mixed)
+        if self.maker.k:
+            T = wy_factor_of(rows.dots, rows.beta.squeeze(-1))
+            LU, _ = factorize(torch.baddbmm(self.maker.identity, rows.S, T, alpha=-1))
+            pivot = LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
+            moved = torch.bmm(torch.sub(y, x, out=mixed), rows.U_columns) @ T.mT
+            torch.baddbmm(x, moved, rows.U, out=mixed)
+        else:
+            pivot = x.new_ones(len(x))
+            mixed.copy_(x)
         torch.addcmul(p, rows.sigma, mixed, out=F)
         # s is not negative
         sizes = x.abs_().add_(mixed.abs_()).mul_(rows.s)
@@ -124,15 +140,15 @@ def buffered_sweep(
     count = min(keep_every, t_end)
     new = x.new_empty
     chunk = _Tokens(maker.allocate(count * b)[0], *(new(count * b, 1, d) for _ in range(3)))
-    shared = maker.allocate(b)[0] if W_y is not None and count > 1 else None
+    ahead = only_delta_is_fed(operands)
+    shared = None if ahead or count == 1 else maker.allocate(b)[0]
     tokens, judge = chunk.tokens(b, shared), _Judge(maker, count * b)
     betas = [token.rows.beta.mT for token in tokens]
     h, y = h0.mT.contiguous(), y0.unsqueeze(1)
     step, kept = _Step(maker, operands.A_rows(), h), []
     if W_y is not None:
-        feedback = Feedback(W_y, parameterization.feedback_norm_eps, y)
-        fed = feedback.by_head(tokens[0].rows.raw)
-        raws = feedback.by_head(raw.unsqueeze(1)).unbind(-2)
+        feedback, f = Feedback(W_y, parameterization.feedback_norm_eps, y), W_y.shape[-2]
+        fed = [feedback.by_head(token.rows.raw[..., :f]) for token in tokens]
     ys, found = new(b, t_end, d), []
     for start in range(0, t_end, keep_every):
         stop = min(start + keep_every, t_end)
@@ -140,16 +156,20 @@ def buffered_sweep(
         # the first h is not in the memory that tokens overwrite
         kept.append(h.clone() if start else h)
         by_token(now.x, b).copy_(x[:, start:stop])
-        if W_y is None:
+        if ahead:
             by_token(now.rows.raw, b).copy_(raw[:, start:stop])
-            maker.fill(now.rows)
+            maker.fill_directions(now.rows)
+            if W_y is None:
+                maker.fill_gains(now.rows)
         for i in range(stop - start):
             token = tokens[i]
+            if not ahead:
+                token.rows.raw.copy_(raw[:, start + i : start + i + 1])
             if W_y is not None:
-                feedback.project(y, raws[start + i], fed)
+                feedback.add(y, fed[i])
+                (maker.fill_gains if ahead else maker.fill)(token.rows)
                 if full_raw is not None:
                     full_raw[start + i].copy_(token.rows.raw.squeeze(1))
-                maker.fill(token.rows)
             h, y = step.solve(token, betas[i], h), token.y
         ys[:, start:stop] = by_token(now.y, b)
         found.append(judge(now).unflatten(1, (stop - start, b)))

@@ -6,8 +6,9 @@ x~_t, all that couples the channels is again k numbers, q (maps.py):
     m = s * (H B) + sigma * g;    q = E^-T U m;    z = U^T (beta * q)
     w = g + z;    m <- m + sigma * z;    H <- H + C w^T
 
-Everything that does not depend on cotangents is computed for a chunk of tokens at once. As in
-forward.py, h and H are stored as (b, n, d).
+Everything that does not depend on cotangents is computed for a chunk of tokens at once; so are the
+cotangents of B, C, u and alpha, if these have no feedback. As in forward.py, h and H are stored as
+(b, n, d).
 
 Letters: b batch, t time, i rows of a chunk (token by token), d channels, n state per channel,
 k reflections, k' values of the maps (maps.py), r raw values, H heads (kernels/heads.py).
@@ -20,11 +21,18 @@ from torch import Tensor
 
 from bedouin.kernels.direct.buffered.feedback import Feedback, NormedTokens
 from bedouin.kernels.direct.buffered.maps import fill_maps, map_width
-from bedouin.kernels.direct.buffered.rows import RowMaker, Rows, by_token, first_rows, split_tokens
+from bedouin.kernels.direct.buffered.rows import (
+    RowMaker,
+    Rows,
+    by_token,
+    first_rows,
+    only_delta_is_fed,
+    split_tokens,
+)
 from bedouin.kernels.direct.layout import activation_slope
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
 from bedouin.kernels.heads import count_heads, sum_samples
-from bedouin.kernels.householder import wy_factor
+from bedouin.kernels.householder import wy_factor_of
 
 
 class _Known(NamedTuple):
@@ -53,8 +61,15 @@ class _Known(NamedTuple):
     after: Tensor  # (i, n, d), h after it
     factor: Tensor  # (i, k + 2, d), U, y - x and m, which the token computes, in one matrix
     m: Tensor  # (i, 1, d)
-    z: Tensor  # (i, 1, d), which the token computes
-    w: Tensor  # (i, 1, d), likewise
+    z: Tensor  # (i, 1, d), which the token computes, as all that follow
+    w: Tensor  # (i, 1, d)
+    found: Tensor  # (i, 1, k'), what the maps compute
+    f: Tensor  # (i, 1, k), a view of found, as the next two
+    found_alpha: Tensor  # (i, k, 1)
+    found_u: Tensor  # (i, k, k + 2)
+    of_B: Tensor  # (i, 1, n), the cotangents of B and C
+    of_C: Tensor  # (i, 1, n)
+    pair: Tensor  # (i, 2, n), a view of both
 
     def first(self, count: int) -> "_Known":
         """Views of the first rows."""
@@ -72,6 +87,7 @@ def _allocate(maker: RowMaker, i: int, b: int) -> tuple[Rows, _Known]:
     rows, wide = maker.allocate(i, extra=2)
     new = maker.like.new_empty
     h, mixed = new(i + b, n, d), new(i, 1, d)
+    found, pair = new(i, 1, map_width(k)), new(2, i, 1, n)
     known = _Known(
         delta=rows.delta,
         B=rows.B,
@@ -94,10 +110,17 @@ def _allocate(maker: RowMaker, i: int, b: int) -> tuple[Rows, _Known]:
         scale=new(i, n, d) if maker.coupled else None,
         before=h[:i],
         after=h[b:],
-        factor=wide[:, k:],
-        m=wide[:, 2 * k + 1 :],
+        factor=wide,
+        m=wide[:, k + 1 :],
         z=new(i, 1, d),
         w=new(i, 1, d),
+        found=found,
+        f=found[..., :k],
+        found_alpha=found[..., k : 2 * k].mT,
+        found_u=found[:, 0, 2 * k :].unflatten(-1, (k, k + 2)),
+        of_B=pair[0],
+        of_C=pair[1],
+        pair=pair.squeeze(2).transpose(0, 1),
     )
     return rows, known
 
@@ -110,18 +133,22 @@ def _fill_known(
     y: Tensor,  # (b, c, d)
     A: Tensor,  # (n, d) or (b, n, d)
 ) -> Tensor:  # (i, k, k)
-    """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T."""
+    """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T. Without
+    reflections z is 0, too."""
     v, b = known.factor[:, -2:-1], len(x)
     maker.fill(rows)
     if known.scale is not None:
         of_rows = A if A.dim() == 2 else A.repeat(x.shape[1], 1, 1)
         maker.decay(rows, of_rows, known.power, known.scale)
     torch.sub(y, x, out=by_token(v, b))
-    T = wy_factor(rows.U, rows.beta.squeeze(-1))
-    e = torch.bmm(v, rows.U_columns) @ T.mT
+    T = wy_factor_of(rows.dots, rows.beta.squeeze(-1))
     by_token(known.mixed, b).copy_(x)
-    known.mixed.baddbmm_(e, rows.U)
-    fill_maps(maker, rows, e, known.maps, known.constant)
+    if maker.k:
+        e = torch.bmm(v, rows.U_columns) @ T.mT
+        known.mixed.baddbmm_(e, rows.U)
+        fill_maps(maker, rows, e, known.maps, known.constant)
+    else:
+        known.z.zero_()
     known.slope.copy_(activation_slope(maker.layout, rows.raw_delta))
     if known.of_reads is not None:
         torch.mul(known.mixed, rows.s, out=known.written)
@@ -140,20 +167,13 @@ class _Step:
         A: Tensor,  # (n, d) or (b, n, d)
         H: Tensor,  # (b, n, d), the cotangent of the last h, overwritten
     ) -> None:
-        (b, n, d), k = H.shape, maker.k
+        (b, _, d), k = H.shape, maker.k
         self.A, self.H, self.maker = A, H, maker
         self.product, self.grad_A = torch.empty_like(H), torch.zeros_like(H)
         # for lambda = 2 power - 1, H is read again after it has been multiplied by the power
         self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
         new = H.new_empty
-        self.reads, self.numbers, self.of_u = new(b, 1, d), new(b, 1, k), new(b, k, d)
-        self.of_B, self.of_C = pair = new(2, b, 1, n)
-        self.pair = pair.squeeze(2).transpose(0, 1)
-        self.pair_product, self.pair_sum = new(b, 2, n), new(b, 2, 1)
-        # what the maps compute, in three parts
-        self.found = new(b, 1, map_width(k))
-        self.f, self.found_alpha = self.found[..., :k], self.found[..., k : 2 * k].mT
-        self.found_u = self.found[:, 0, 2 * k :].unflatten(-1, (k, k + 2))
+        self.reads, self.numbers = new(b, 1, d), new(b, 1, k)
 
     def remember(self, known: _Known) -> None:
         """h after the token from h before it, and the decay between them."""
@@ -171,39 +191,27 @@ class _Step:
         self,
         known: _Known,
         g: Tensor,  # (b, 1, d)
-        grad_raw: Tensor,  # (b, 1, r), the cotangents of the token's raw values, overwritten
+        grad_delta: Tensor,  # (b, 1, d), the cotangent of Delta's raw value, overwritten
     ) -> None:
-        """Computes `grad_raw`; also makes H that of the token before."""
+        """Computes `grad_delta`, and what `finish_rows` reads; makes H that of the token before."""
         H, m, z, w, reads = self.H, known.m, known.z, known.w, self.reads
         scale, product = known.scale, self.product
-        grad_delta, grad_memory, grad_u, grad_alpha = self.maker.split(grad_raw)
         torch.bmm(known.B, H if scale is None else torch.mul(H, scale, out=product), out=reads)
         m.copy_(reads) if scale is not None else torch.mul(reads, known.s, out=m)
-        torch.bmm(m.addcmul_(known.sigma, g), known.U_columns, out=self.numbers)
-        torch.baddbmm(known.constant, self.numbers, known.maps, out=self.found)
-        torch.bmm(self.f, known.U, out=z)
-        torch.add(g, z, out=w)
-        m.addcmul_(known.sigma, z)
+        m.addcmul_(known.sigma, g)
+        if self.maker.k:
+            torch.bmm(m, known.U_columns, out=self.numbers)
+            torch.baddbmm(known.constant, self.numbers, known.maps, out=known.found)
+            torch.bmm(known.f, known.U, out=z)
+            torch.add(g, z, out=w)
+            m.addcmul_(known.sigma, z)
+        else:
+            w.copy_(g)
         H.addcmul_(known.C_column, w)
-        if grad_memory is not None:
+        if self.maker.layout.selective:
             scaled = H if scale is None else torch.mul(H, scale, out=product)
-            torch.bmm(known.written, scaled.mT, out=self.of_B)
-            torch.bmm(w, known.after.mT, out=self.of_C)
-            self._through_unit(known, grad_memory)
+            torch.bmm(known.written, scaled.mT, out=known.of_B)
         self._through_decay(known, grad_delta)
-        grad_u.copy_(torch.bmm(self.found_u, known.factor, out=self.of_u))
-        grad_alpha.copy_(self.found_alpha)
-
-    def _through_unit(
-        self,
-        known: _Known,
-        out: Tensor,  # (b, 2, n)
-    ) -> None:
-        """From the cotangents of B and C to those of their raw values, as in `unit_vjp`."""
-        pair, units = self.pair, known.units
-        torch.mul(pair, units, out=self.pair_product)
-        torch.sum(self.pair_product, -1, keepdim=True, out=self.pair_sum)
-        torch.mul(pair.addcmul_(units, self.pair_sum, value=-1), known.memory_norms, out=out)
 
     def _through_decay(
         self,
@@ -232,6 +240,23 @@ class _Step:
         if known.of_reads is not None:
             # the sum over n of B H, with the H to which C w^T has been added
             grad.addcmul_(known.of_reads, self.reads.addcmul_(known.BC, known.w))
+
+
+def _finish_rows(
+    maker: RowMaker,
+    known: _Known,
+    grad_raw: Tensor,  # (i, 1, r), overwritten except for Delta
+) -> None:
+    """The cotangents of the raw values of B, C, u and alpha, for rows that `_Step.run` has seen."""
+    _, grad_memory, grad_u, grad_alpha = maker.split(grad_raw)
+    if grad_memory is not None:
+        torch.bmm(known.w, known.after.mT, out=known.of_C)
+        # as in `unit_vjp`
+        pair, units = known.pair, known.units
+        along = (pair * units).sum(-1, keepdim=True)
+        torch.mul(pair.addcmul_(units, along, value=-1), known.memory_norms, out=grad_memory)
+    grad_u.copy_(torch.bmm(known.found_u, known.factor))
+    grad_alpha.copy_(known.found_alpha)
 
 
 def _check(
@@ -265,8 +290,10 @@ def buffered_reverse(
     # token by token, as the loop computes it
     grad_raw = x.new_empty(t_end, b, solved.full_raw.shape[-1])
     grad_raws = grad_raw.unsqueeze(2).unbind(0)
+    grad_deltas = grad_raw[..., :d].unsqueeze(2).unbind(0)
+    ahead = only_delta_is_fed(solved.operands)
     if W_y is not None:
-        feedback = Feedback(W_y, options.feedback_norm_eps, g)
+        feedback, f = Feedback(W_y, options.feedback_norm_eps, g), W_y.shape[-2]
         normed = NormedTokens(solved.y, y0, options.feedback_norm_eps)
     grad_x, statistics = torch.empty_like(x), x.new_empty(2, b, t_end)
     every_row, all_known = _allocate(maker, min(keep_every, t_end) * b, b)
@@ -282,18 +309,22 @@ def buffered_reverse(
         for token in each[: i // b]:
             step.remember(token)
         for t in reversed(range(start, tokens.stop)):
-            step.run(each[t - start], g, grad_raws[t])
+            step.run(each[t - start], g, grad_deltas[t])
+            if not ahead:
+                _finish_rows(maker, each[t - start], grad_raws[t])
             if W_y is None:
                 g.copy_(grad_ys[t - 1])
             else:
-                grad = feedback.transpose(feedback.by_head(grad_raws[t]))
+                grad = feedback.transpose(feedback.by_head(grad_raws[t][..., :f]))
                 normed.add_cotangent(t, grad, grad_ys[t - 1], g)
+        if ahead:
+            _finish_rows(maker, known, grad_raw[tokens].view(i, 1, -1))
         torch.sub(by_token(known.m, b), by_token(known.z, b), out=grad_x[:, tokens])
         statistics[..., tokens] = _check(known, T).unflatten(1, (-1, b)).mT
     if report is not None:
         report(*statistics)
     if W_y is None:
         g.zero_()
-    grad_W_y = None if W_y is None else normed.weight_gradient(grad_raw, W_y)
+    grad_W_y = None if W_y is None else normed.weight_gradient(grad_raw[..., :f], W_y)
     grad_A = sum_samples(step.grad_A, count_heads(A)).mT.reshape(A.shape)
     return grad_x, grad_raw.transpose(0, 1), grad_W_y, grad_A, step.H.mT, g.squeeze(1)

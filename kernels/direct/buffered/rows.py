@@ -45,6 +45,12 @@ def takes_buffers(
     return is_covered(parameterization.layout, raw, operands.A, bind_parameters)
 
 
+def only_delta_is_fed(operands: Operands) -> bool:
+    """Whether B, C, u and alpha depend on x alone."""
+    W_y = operands.W_y
+    return W_y is None or W_y.shape[-2] <= operands.A.shape[-2]
+
+
 class Rows(NamedTuple):
     """The quantities of i rows, views of one another where this is noted."""
 
@@ -65,15 +71,14 @@ class Rows(NamedTuple):
     C_column: Tensor  # (i, n, 1), a view of units
     BC: Tensor  # (i, 1, 1), B C^T, or (i, 1, n), B * C, for "one_minus_decay"
     sigma: Tensor  # (i, 1, d)
-    stacked: Tensor  # (i, 2 k, d), the rows of sigma * U and U
-    scaled: Tensor  # (i, k, d), a view of stacked
-    U: Tensor  # (i, k, d), a view of stacked
-    U_columns: Tensor  # (i, d, k), a view of stacked
-    products: Tensor  # (i, 2 k, k), S and U U^T
-    S: Tensor  # (i, k, k), a view of products
-    dots: Tensor  # (i, k, k), a view of products
+    scaled: Tensor  # (i, k, d), sigma * U
+    U: Tensor  # (i, k, d)
+    U_columns: Tensor  # (i, d, k), a view of U
+    S: Tensor  # (i, k, k)
+    dots: Tensor  # (i, k, k), U U^T
     gate: Tensor  # (i, k, 1), sigmoid(alpha)
     beta: Tensor  # (i, k, 1)
+    upper: Tensor  # (i, k, k), I + diag(beta) R
     E: Tensor  # (i, k, k)
     inverse: Tensor  # (i, k, k), of E
     inverse_columns: Tensor  # (i, k, k), a view of inverse, transposed
@@ -92,7 +97,7 @@ class Rows(NamedTuple):
         return [shared._replace(**dict(zip(LASTING, row, strict=True))) for row in rows]
 
 
-LASTING = ("delta", "s", "sigma", "stacked", "scaled", "U", "U_columns", "gate", "beta")
+LASTING = ("delta", "s", "sigma", "U", "U_columns", "S", "dots", "gate", "beta")
 """The fields of `Rows` that the statistics of a chunk read, and their views."""
 
 
@@ -158,7 +163,7 @@ class RowMaker:
         return delta, pair, u.squeeze(1).unflatten(-1, (k, d)), alpha.mT
 
     def allocate(self, i: int, extra: int = 0) -> tuple[Rows, Tensor]:
-        """Rows, and a matrix (i, 2 k + extra, d) that begins with `stacked`."""
+        """Rows, and a matrix (i, k + extra, d) that begins with U."""
         d, n, k = self.d, self.n, self.k
         new = self.like.new_empty
         raw, selective = new(i, 1, self.layout.size(d, n)), self.layout.selective
@@ -166,9 +171,8 @@ class RowMaker:
         delta = new(i, 1, d)
         norms = new(i, 2 + k, 1)
         units = new(i, 2, n) if selective else self.like.new_ones(i, 2, n)
-        wide = new(i, 2 * k + extra, d)
-        stacked, products, gate = wide[:, : 2 * k], new(i, 2 * k, k), new(i, k, 1)
-        inverse = new(i, k, k)
+        wide = new(i, k + extra, d)
+        U, gate, inverse = wide[:, :k], new(i, k, 1), new(i, k, k)
         rows = Rows(
             raw=raw,
             raw_delta=raw_delta,
@@ -187,15 +191,14 @@ class RowMaker:
             C_column=units[:, 1:].mT,
             BC=new(i, 1, n if self.coupled else 1),
             sigma=new(i, 1, d),
-            stacked=stacked,
-            scaled=stacked[:, :k],
-            U=stacked[:, k:],
-            U_columns=stacked[:, k:].mT,
-            products=products,
-            S=products[:, :k],
-            dots=products[:, k:],
+            scaled=new(i, k, d),
+            U=U,
+            U_columns=U.mT,
+            S=new(i, k, k),
+            dots=new(i, k, k),
             gate=gate,
             beta=gate if self.layout.beta_max == 1 else new(i, k, 1),
+            upper=new(i, k, k),
             E=new(i, k, k),
             inverse=inverse,
             inverse_columns=inverse.mT,
@@ -206,24 +209,38 @@ class RowMaker:
 
     def fill(self, rows: Rows) -> None:
         """Everything except what depends on the input scale of "one_minus_decay"."""
-        self._fill_delta(rows)
+        self.fill_directions(rows)
+        self.fill_gains(rows)
+
+    def fill_directions(self, rows: Rows) -> None:
+        """What does not depend on Delta: B, C, u, beta, and their products."""
         if rows.raw_memory is not None:
             torch.linalg.vector_norm(rows.raw_memory, 2, -1, True, out=rows.memory_norms)
-        torch.linalg.vector_norm(rows.raw_u, 2, -1, True, out=rows.u_norms)
+        if self.k:
+            torch.linalg.vector_norm(rows.raw_u, 2, -1, True, out=rows.u_norms)
         norms = rows.inverse_norms
         torch.addcmul(self.norm_eps, norms, norms, out=norms).rsqrt_()
         if rows.raw_memory is not None:
             torch.mul(rows.raw_memory, rows.memory_norms, out=rows.units)
-        torch.mul(rows.raw_u, rows.u_norms, out=rows.U)
-        torch.sigmoid(rows.raw_alpha, out=rows.gate)
-        if self.layout.beta_max != 1:
+        if self.k:
+            torch.mul(rows.raw_u, rows.u_norms, out=rows.U)
+            torch.sigmoid(rows.raw_alpha, out=rows.gate)
+        if self.k and self.layout.beta_max != 1:
             torch.mul(rows.gate, self.layout.beta_max, out=rows.beta)
+        torch.bmm(rows.U, rows.U_columns, out=rows.dots)
+        torch.mul(rows.dots, self.above, out=rows.upper)
+        torch.addcmul(self.identity, rows.upper, rows.beta, out=rows.upper)
         if self.coupled:
             torch.mul(rows.B, rows.C, out=rows.BC)
-            return
-        torch.bmm(rows.B, rows.C_column, out=rows.BC)
-        torch.mul(rows.s, rows.BC, out=rows.sigma)
-        self.fill_system(rows)
+        else:
+            torch.bmm(rows.B, rows.C_column, out=rows.BC)
+
+    def fill_gains(self, rows: Rows) -> None:
+        """Delta, and what depends on it; of "one_minus_decay" the rest comes with the decay."""
+        self._fill_delta(rows)
+        if not self.coupled:
+            torch.mul(rows.s, rows.BC, out=rows.sigma)
+            self.fill_system(rows)
 
     def _fill_delta(self, rows: Rows) -> None:
         raw, delta, activation = rows.raw_delta, rows.delta, self.layout.activation
@@ -238,10 +255,11 @@ class RowMaker:
 
     def fill_system(self, rows: Rows) -> None:
         """E and its inverse, from sigma."""
+        if not self.k:
+            return
         torch.mul(rows.U, rows.sigma, out=rows.scaled)
-        torch.bmm(rows.stacked, rows.U_columns, out=rows.products)
-        E = torch.addcmul(rows.S, rows.dots, self.above, value=-1, out=rows.E)
-        torch.addcmul(self.identity, E, rows.beta, value=-1, out=E)
+        torch.bmm(rows.scaled, rows.U_columns, out=rows.S)
+        E = torch.addcmul(rows.upper, rows.S, rows.beta, value=-1, out=rows.E)
         if self.k == 1:
             torch.reciprocal(E, out=rows.inverse)
         elif self.k == 2 and E.dtype != torch.float64:

@@ -202,6 +202,8 @@ CASES: dict[str, Case] = QUICK | {
     "decode, griffin, float32": decode(2, 32, FLOAT32, **GRIFFIN),
     "decode, unbounded": decode(2, 24, **UNBOUNDED),
     "decode, vector state": decode(2, 32, name="FixedPointRNN"),
+    "decode, no reflections": decode(2, 32, num_householder=0),
+    "direct, no reflections": layer(2, 18, 32, num_householder=0, num_heads=2, state=True),
     "decode, 1x1": decode(1, 512, **BENCH),
     "scan, D, full, exclusive": scan(
         2, 70, 60, 6, FLOAT32, skip=True, exclusive=True, eigenvalues="full"
