@@ -132,8 +132,12 @@ def buffered_sweep(
     maker = RowMaker((d, n), parameterization, x)
     count = min(keep_every, t_end)
     new = x.new_empty
-    chunk = _Tokens(maker.allocate(count * b)[0], *(new(count * b, 1, d) for _ in range(3)))
     ahead = only_delta_is_fed(operands)
+    # the rows of a single chunk can be computed where they are kept
+    in_place = full_raw is not None and ahead and count == t_end
+    given = full_raw.view(count * b, 1, -1) if full_raw is not None and in_place else None
+    rows, _ = maker.allocate(count * b, given)
+    chunk = _Tokens(rows, *(new(count * b, 1, d) for _ in range(3)))
     shared = None if ahead or count == 1 else maker.allocate(b)[0]
     tokens, judge = chunk.tokens(b, shared), _Judge(maker, count * b)
     betas = [token.rows.beta.mT for token in tokens]
@@ -161,7 +165,7 @@ def buffered_sweep(
             if W_y is not None:
                 feedback.add(y, fed[i])
                 (maker.fill_gains if ahead else maker.fill)(token.rows)
-                if full_raw is not None:
+                if full_raw is not None and not in_place:
                     full_raw[start + i].copy_(token.rows.raw.squeeze(1))
             h, y = step.solve(token, betas[i], h), token.y
         ys[:, start:stop] = by_token(now.y, b)
