@@ -133,9 +133,10 @@ def buffered_sweep(
     count = min(keep_every, t_end)
     new = x.new_empty
     ahead = only_delta_is_fed(operands)
-    # the rows of a single chunk can be computed where they are kept
-    in_place = full_raw is not None and ahead and count == t_end
-    given = full_raw.view(count * b, 1, -1) if full_raw is not None and in_place else None
+    given = None
+    if full_raw is not None and ahead and count == t_end:
+        # the raw values of a single chunk are computed where they are kept
+        given, full_raw = full_raw.view(t_end * b, 1, -1), None
     rows, _ = maker.allocate(count * b, given)
     chunk = _Tokens(rows, *(new(count * b, 1, d) for _ in range(3)))
     shared = None if ahead or count == 1 else maker.allocate(b)[0]
@@ -165,7 +166,7 @@ def buffered_sweep(
             if W_y is not None:
                 feedback.add(y, fed[i])
                 (maker.fill_gains if ahead else maker.fill)(token.rows)
-                if full_raw is not None and not in_place:
+                if full_raw is not None:
                     full_raw[start + i].copy_(token.rows.raw.squeeze(1))
             h, y = step.solve(token, betas[i], h), token.y
         ys[:, start:stop] = by_token(now.y, b)
