@@ -42,7 +42,9 @@ LAYERS: dict[str, Callable[..., FixedPointLayer]] = {
     ),
     "no-feedback": lambda **k: Bedouin(2, d_state=2, expand=1, feedback=(), **FLOAT64, **k),
     "rnn": lambda **k: FixedPointRNN(2, expand=1, **FLOAT64, **k),
-    "heads": lambda **k: Bedouin(2, d_state=2, num_heads=2, num_householder=1, **FLOAT64, **k),
+    "heads": lambda **k: Bedouin(
+        2, d_state=2, num_heads=2, num_householder=1, feedback=("delta",), **FLOAT64, **k
+    ),
 }  # fmt: skip
 PLAIN = LAYERS | {
     "low-rank": lambda **k: Bedouin(2, d_state=2, mixer=LowRank(1), num_heads=2, **FLOAT64, **k),

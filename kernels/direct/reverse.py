@@ -303,7 +303,8 @@ def reverse_sweep(
             steps.append(step)
             H = step.H
             if W_y is not None:
-                grad_fed = grad_raw[:, : W_y.shape[-2]].to(W_y.dtype)
+                # not an index, which batched cotangents refuse where it takes everything
+                grad_fed = grad_raw.narrow(-1, 0, W_y.shape[-2]).to(W_y.dtype)
                 grad_normed = apply_transposed_weight(grad_fed, W_y).to(grad_raw.dtype)
                 eps = options.feedback_norm_eps
                 grad_feedback = normalize_feedback_vjp(grad_normed, before[:, t], eps)
@@ -340,5 +341,5 @@ def feedback_weight_gradient(
     if W_y is None:
         return None
     normed = normalize_feedback(solved.y_before, solved.parameterization.feedback_norm_eps)
-    grad_fed = grad_raw[..., : W_y.shape[-2]].to(W_y.dtype)
+    grad_fed = grad_raw.narrow(-1, 0, W_y.shape[-2]).to(W_y.dtype)
     return weight_gradient(grad_fed, normed.to(W_y.dtype), W_y)

@@ -139,8 +139,13 @@ def buffered_sweep(
     maker = RowMaker((d, n), parameterization, x)
     count = min(keep_every, t_end)
     new = x.new_empty
-    chunk = _Tokens(maker.allocate(count * b)[0], *(new(count * b, 1, d) for _ in range(3)))
     ahead = only_delta_is_fed(operands)
+    given = None
+    if full_raw is not None and ahead and count == t_end:
+        # the raw values of a single chunk are computed where they are kept
+        given, full_raw = full_raw.view(t_end * b, 1, -1), None
+    rows, _ = maker.allocate(count * b, given)
+    chunk = _Tokens(rows, *(new(count * b, 1, d) for _ in range(3)))
     shared = None if ahead or count == 1 else maker.allocate(b)[0]
     tokens, judge = chunk.tokens(b, shared), _Judge(maker, count * b)
     betas = [token.rows.beta.mT for token in tokens]

@@ -57,7 +57,7 @@ class _Known(NamedTuple):
     of_reads: Tensor | None  # (i, 1, d), the slope of Delta's raw value for H B
     power: Tensor  # (i, n, d), exp(A delta)
     scale: Tensor | None  # (i, n, d), s for "one_minus_decay"; else None
-    before: Tensor  # (i, n, d), h before the token
+    before: Tensor  # (i, n, d), h before the token; for the first token the one that was kept
     after: Tensor  # (i, n, d), h after it
     factor: Tensor  # (i, k + 2, d), U, y - x and m, which the token computes, in one matrix
     m: Tensor  # (i, 1, d)
@@ -73,7 +73,7 @@ class _Known(NamedTuple):
 
     def first(self, count: int) -> "_Known":
         """Views of the first rows."""
-        return _Known(*first_rows(self, count))
+        return self if count == len(self.m) else _Known(*first_rows(self, count))
 
     def tokens(self, b: int) -> list["_Known"]:
         """Views of the b rows of each token."""
@@ -82,9 +82,14 @@ class _Known(NamedTuple):
         return [_Known(*parts) for parts in zip(*split_tokens(self, b), strict=True)]
 
 
-def _allocate(maker: RowMaker, i: int, b: int) -> tuple[Rows, _Known]:
+def _allocate(
+    maker: RowMaker,
+    i: int,
+    b: int,
+    raw: Tensor | None,  # (i, 1, r); None: in new memory
+) -> tuple[Rows, _Known]:
     d, n, k = maker.d, maker.n, maker.k
-    rows, wide = maker.allocate(i, extra=2)
+    rows, wide = maker.allocate(i, raw, extra=2)
     new = maker.like.new_empty
     h, mixed = new(i + b, n, d), new(i, 1, d)
     found, pair = new(i, 1, map_width(k)), new(2, i, 1, n)
@@ -211,6 +216,7 @@ class _Step:
         if self.maker.layout.selective:
             scaled = H if scale is None else torch.mul(H, scale, out=product)
             torch.bmm(known.written, scaled.mT, out=known.of_B)
+            torch.bmm(w, known.after.mT, out=known.of_C)
         self._through_decay(known, grad_delta)
 
     def _through_decay(
@@ -219,10 +225,12 @@ class _Step:
         grad: Tensor,  # (b, 1, d), overwritten
     ) -> None:
         """The cotangents of A and of Delta's raw value, and H of the token before."""
-        H, product = self.H, self.product
+        H, is_plain = self.H, self.other is None and known.scale is None
         moved = torch.mul(H, known.power, out=H if self.other is None else self.other)
         if self.other is not None:
             moved.mul_(2)
+        # the power is not read again, and in the cache
+        product = known.power if is_plain else self.product
         if known.scale is None:
             torch.mul(moved, known.before, out=product)
         else:
@@ -250,7 +258,6 @@ def _finish_rows(
     """The cotangents of the raw values of B, C, u and alpha, for rows that `_Step.run` has seen."""
     _, grad_memory, grad_u, grad_alpha = maker.split(grad_raw)
     if grad_memory is not None:
-        torch.bmm(known.w, known.after.mT, out=known.of_C)
         # as in `unit_vjp`
         pair, units = known.pair, known.units
         along = (pair * units).sum(-1, keepdim=True)
@@ -296,16 +303,20 @@ def buffered_reverse(
         feedback, f = Feedback(W_y, options.feedback_norm_eps, g), W_y.shape[-2]
         normed = NormedTokens(solved.y, y0, options.feedback_norm_eps)
     grad_x, statistics = torch.empty_like(x), x.new_empty(2, b, t_end)
-    every_row, all_known = _allocate(maker, min(keep_every, t_end) * b, b)
+    count, by_time = min(keep_every, t_end), solved.full_raw.transpose(0, 1)
+    in_place = count == t_end and by_time.is_contiguous()
+    given = by_time.view(count * b, 1, -1) if in_place else None
+    every_row, all_known = _allocate(maker, count * b, b, given)
     each = all_known.tokens(b)
     g.copy_(grad_ys[t_end - 1])
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
         i = (tokens.stop - start) * b
         rows, known = every_row.first(i), all_known.first(i)
-        by_token(rows.raw, b).copy_(solved.full_raw[:, tokens])
+        if not in_place:
+            rows.raw.view(-1, b, rows.raw.shape[-1]).copy_(by_time[tokens])
         T = _fill_known(maker, rows, known, x[:, tokens], solved.y[:, tokens], A_rows)
-        known.before[:b] = kept[:, start // keep_every]
+        each[0] = each[0]._replace(before=kept[:, start // keep_every])
         for token in each[: i // b]:
             step.remember(token)
         for t in reversed(range(start, tokens.stop)):

@@ -85,7 +85,7 @@ class Rows(NamedTuple):
 
     def first(self, count: int) -> "Rows":
         """Views of the first rows."""
-        return Rows(*first_rows(self, count))
+        return self if count == len(self.raw) else Rows(*first_rows(self, count))
 
     def tokens(self, b: int, shared: "Rows | None" = None) -> list["Rows"]:
         """Views of the b rows of each token; of the fields `LASTING` only, if the tokens share the
@@ -162,11 +162,17 @@ class RowMaker:
         pair = memory[0].squeeze(1).unflatten(-1, (2, n)) if selective else None
         return delta, pair, u.squeeze(1).unflatten(-1, (k, d)), alpha.mT
 
-    def allocate(self, i: int, extra: int = 0) -> tuple[Rows, Tensor]:
-        """Rows, and a matrix (i, k + extra, d) that begins with U."""
+    def allocate(
+        self,
+        i: int,
+        raw: Tensor | None = None,  # (i, 1, r)
+        extra: int = 0,
+    ) -> tuple[Rows, Tensor]:
+        """Rows, whose raw values are in new memory if they are not given, and a matrix
+        (i, k + extra, d) that begins with U."""
         d, n, k = self.d, self.n, self.k
-        new = self.like.new_empty
-        raw, selective = new(i, 1, self.layout.size(d, n)), self.layout.selective
+        new, selective = self.like.new_empty, self.layout.selective
+        raw = new(i, 1, self.layout.size(d, n)) if raw is None else raw
         raw_delta, raw_memory, raw_u, raw_alpha = self.split(raw)
         delta = new(i, 1, d)
         norms = new(i, 2 + k, 1)
