@@ -111,5 +111,6 @@ def test_the_rows_up_to_the_last_component_with_feedback(
     kept = [float(values[name]) for name in feedback for _ in range(sizes[name])]
     weight = torch.tensor([*kept, 4.0, 4.0]).unsqueeze(1).expand(-1, 2)
     loop, gate = split_feedback_weight(weight, feedback, sizes)
+    assert loop is not None
     assert loop.tolist() == [[v, v] for v in rows]
     assert gate.tolist() == [[4, 4], [4, 4]]
