@@ -49,7 +49,7 @@ class Config:
 
     def __post_init__(self) -> None:
         sizes = dict.fromkeys(("d_model", "num_heads", "length"), whole(1))
-        check_ranges(self, {**sizes, "num_householder": whole(0)})
+        check_ranges(self, {**sizes, "num_householder": whole(1)})
         for heads in self.num_heads:
             for d_model in self.d_model:
                 check_heads(heads, EXPAND * d_model)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel, compiled_map
+from bedouin import (
+    Bedouin,
+    BedouinState,
+    FixedPointRNN,
+    LowRank,
+    NoMixing,
+    SequenceModel,
+    compiled_map,
+)
 from bedouin.compiled_map import solver_scalars
 from bedouin.kernels.direct import elimination
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
@@ -260,7 +268,7 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": {"input_scale": "one_minus_decay", "eigenvalues": "full", "num_householder": 4},
     "low rank": {"mixer": LowRank(2)},
-    "no mixing": {"num_householder": 0},
+    "no mixing": {"mixer": NoMixing()},
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank
+from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank, NoMixing
 from bedouin.decoding.graphs import MAX_GRAPHS, StepGraphs, graph_key
 from bedouin.decoding.parts import CHECK_EVERY, is_buffered
 from bedouin.decoding.token import takes_fused_step
@@ -34,8 +34,8 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (Bedouin, {"num_heads": 2}),
     (Bedouin, {"num_heads": 4, "feedback": ("B", "mixer"), "output": "paper", "bias": False}),
     (FixedPointRNN, {"num_heads": 2, "num_householder": 2}),
-    (Bedouin, {"num_heads": 2, "num_householder": 0, "feedback": ("delta",)}),
-    (FixedPointRNN, {"num_householder": 0}),
+    (Bedouin, {"num_heads": 2, "mixer": NoMixing(), "feedback": ("delta",)}),
+    (FixedPointRNN, {"mixer": NoMixing()}),
 ]
 gpu = pytest.mark.gpu
 backends = pytest.mark.parametrize(

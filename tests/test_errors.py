@@ -40,8 +40,8 @@ OPTIONS: list[Bad] = [
     ({"expand": 0}, ValueError, "expand must lie in (0, 1000.0], got 0"),
     ({"expand": "2"}, ValueError, "expand must be a finite number, got '2'"),
     ({"expand": 0.1}, ValueError, "expand * d_model must be at least 1, got 0.1 * 4"),
-    ({"num_householder": -1}, ValueError, "num_householder must be an int of at least 0, got -1"),
-    ({"num_householder": 1.5}, TypeError, "num_householder must be an int of at least 0, got 1.5"),
+    ({"num_householder": 0}, ValueError, "num_householder must be at least 1, got 0"),
+    ({"num_householder": 1.5}, TypeError, "num_householder must be an int >= 1, got 1.5"),
     ({"beta_max": 0}, ValueError, "beta_max must lie in (0, 2], got 0"),
     ({"beta_max": 2.5}, ValueError, "beta_max must lie in (0, 2], got 2.5"),
     ({"mixer": LowRank(1), "num_householder": 2}, ValueError,
@@ -151,10 +151,8 @@ def test_from_paper_may_not_be_contradicted(name: str) -> None:
 
 
 MIXERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: HouseholderProduct(-1), ValueError,
-     "num_householder must be an int of at least 0, got -1"),
-    (lambda: HouseholderProduct(True), TypeError,
-     "num_householder must be an int of at least 0, got True"),
+    (lambda: HouseholderProduct(0), ValueError, "num_householder must be at least 1, got 0"),
+    (lambda: HouseholderProduct(True), TypeError, "num_householder must be an int >= 1, got True"),
     (lambda: HouseholderProduct(1, 0), ValueError, "beta_max must lie in (0, 2], got 0"),
     (lambda: HouseholderProduct(1, float("nan")), ValueError,
      "beta_max must be a finite number, got nan"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bedouin import Bedouin, FixedPointRNN, LowRank
+from bedouin import Bedouin, FixedPointRNN, LowRank, NoMixing
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Jacobi, OneStepAdjoint, Picard
 from bedouin.testing import assert_close
@@ -28,11 +28,11 @@ VARIANTS: list[tuple[Any, dict[str, Any]]] = [
 ]
 # whose kernels get a reflection with beta 0
 WITHOUT_MIXING: list[tuple[Any, dict[str, Any]]] = [
-    (Bedouin, {"num_householder": 0}),
-    (Bedouin, {"num_householder": 0, "feedback": ("delta",), "num_heads": 2}),
-    (Bedouin, {"num_householder": 0, "feedback": (), "input_scale": "one_minus_decay"}),
-    (FixedPointRNN, {"num_householder": 0}),
-    (Bedouin, {"num_householder": 0, "solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
+    (Bedouin, {"mixer": NoMixing()}),
+    (Bedouin, {"mixer": NoMixing(), "feedback": ("delta",), "num_heads": 2}),
+    (Bedouin, {"mixer": NoMixing(), "feedback": (), "input_scale": "one_minus_decay"}),
+    (FixedPointRNN, {"mixer": NoMixing()}),
+    (Bedouin, {"mixer": NoMixing(), "solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
 ]
 # these never converge, so both take all steps and agree to rounding
 STEPS: list[tuple[Any, dict[str, Any]]] = [

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bedouin import Bedouin, ChannelMixer, FixedPointRNN, HouseholderProduct, LowRank
-from bedouin.mixers import StructuredMixer
+from bedouin import Bedouin, ChannelMixer, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
+from bedouin.mixers import StructuredMixer, householder_product
 from bedouin.solvers import (
     Anderson,
     Broyden,
@@ -35,7 +35,7 @@ def matrix(mixer: ChannelMixer, raw: Tensor, d: int) -> Tensor:
 @given(st.integers(0, 4), st.integers(1, 7), st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 999))
 def test_householder_product_is_its_definition(k: int, d: int, beta_max: float, seed: int) -> None:
     torch.manual_seed(seed)
-    mixer = HouseholderProduct(k, beta_max)
+    mixer = householder_product(k, beta_max)
     raw = torch.randn(mixer.raw_size(d), dtype=torch.float64)
     Q = torch.eye(d, dtype=torch.float64)
     for i in range(k):
@@ -72,7 +72,7 @@ def test_the_form_is_the_complement(mixer: StructuredMixer, seed: int) -> None:
 
 @settings(max_examples=25)
 @given(
-    st.sampled_from([HouseholderProduct(3, 2.0), HouseholderProduct(0), LowRank(3)]),
+    st.sampled_from([HouseholderProduct(3, 2.0), NoMixing(), LowRank(3)]),
     st.integers(0, 999),
 )
 def test_mixing_is_the_complement_applied(mixer: StructuredMixer, seed: int) -> None:
@@ -99,7 +99,7 @@ def test_mixing_with_a_small_low_rank_matrix_keeps_its_digits() -> None:
 def test_a_product_never_expands(k: int, seed: int) -> None:
     """|H_i| <= 1 for beta in [0, 2], so |Q| <= 1."""
     torch.manual_seed(seed)
-    mixer = HouseholderProduct(k, 2.0)
+    mixer = householder_product(k, 2.0)
     raw = 3 * torch.randn(mixer.raw_size(6), dtype=torch.float64)
     assert torch.linalg.matrix_norm(matrix(mixer, raw, 6), 2) <= 1 + 1e-12
 
@@ -113,7 +113,7 @@ def test_beta_max_2_reaches_a_reflection() -> None:
 
 def test_mixers_show_their_options() -> None:
     assert repr(HouseholderProduct(3, 2.0)) == "HouseholderProduct(num_householder=3, beta_max=2.0)"
-    assert repr(LowRank(4)) == "LowRank(rank=4)"
+    assert repr(LowRank(4)) == "LowRank(rank=4)" and repr(NoMixing()) == "NoMixing()"
 
 
 def test_shorthand_is_the_mixer() -> None:

@@ -169,7 +169,8 @@ def test_random_layers_cover_the_options() -> None:
     assert {type(layer) for layer in layers} == {Bedouin, FixedPointRNN}
     assert {layer.input_scale for layer in layers} == {"delta", "bounded_delta", "one_minus_decay"}
     assert {layer.eigenvalues for layer in layers} == {"positive", "full"}
-    assert {type(layer.mixer).__name__ for layer in layers} == {"HouseholderProduct", "LowRank"}
+    mixers = {type(layer.mixer).__name__ for layer in layers}
+    assert mixers == {"HouseholderProduct", "LowRank", "NoMixing"}
     assert {layer.decay for layer in layers if isinstance(layer, Bedouin)} == {"mamba", "griffin"}
     assert {layer.feedback for layer in layers} >= {(), ("mixer",)}
     assert {layer.num_heads for layer in layers} >= {1, 2, 3, 4}

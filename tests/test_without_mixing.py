@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct
+from bedouin import Bedouin, BedouinState, FixedPointRNN, NoMixing
 from bedouin.kernels.direct import direct_sweep, direct_sweep_reference
 from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.one_reflection import added_values, with_reflection
@@ -90,7 +90,7 @@ def test_it_is_the_limit_of_small_reflections(
     kind, options = LAYERS[name]
     options = options | {"solver": solver, "adjoint": adjoint, "dtype": torch.float64}
     theirs: FixedPointLayer = kind(3, num_householder=1, beta_max=1e-30, **options)  # type: ignore[call-arg]
-    ours: FixedPointLayer = kind(3, num_householder=0, **options)  # type: ignore[call-arg]
+    ours: FixedPointLayer = kind(3, mixer=NoMixing(), **options)
     ours.load_state_dict({n: restrict(theirs, n, v) for n, v in theirs.state_dict().items()})
     x = torch.randn(2, 18 if isinstance(solver, Direct) else 7, 3, dtype=torch.float64)
     state = BedouinState(
@@ -191,10 +191,10 @@ def test_the_reflection_for_kernels_changes_nothing(
 
 
 def test_the_layer_has_no_parameters_of_a_mixer() -> None:
-    layer = Bedouin(4, d_state=3, num_householder=0)
-    assert layer.raw_size == 8 + 2 * 3 and HouseholderProduct(0).raw_size(8) == 0
+    layer = Bedouin(4, d_state=3, mixer=NoMixing())
+    assert layer.raw_size == 8 + 2 * 3 and NoMixing().raw_size(8) == 0
     assert layer.x_proj.weight.shape == (layer.raw_size + 8, 8)
-    vector = FixedPointRNN(4, num_householder=0)
+    vector = FixedPointRNN(4, mixer=NoMixing())
     # of the feedback only the gate is left
     assert vector.raw_size == 8 and vector.y_proj is not None
     assert vector.y_proj.weight.shape == (8, 8)
@@ -202,7 +202,7 @@ def test_the_layer_has_no_parameters_of_a_mixer() -> None:
 
 
 def test_gradients_of_each_sample_under_transforms() -> None:
-    layer = Bedouin(3, d_state=2, num_householder=0, dtype=torch.float64)
+    layer = Bedouin(3, d_state=2, mixer=NoMixing(), dtype=torch.float64)
     x = torch.randn(2, 4, 3, dtype=torch.float64)
     parameters: dict[str, Tensor] = dict(layer.named_parameters())
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from bedouin import Bedouin, baselines
+from bedouin import Bedouin, NoMixing, baselines
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -100,6 +100,13 @@ class TrainCap(Cap):
 
     def draw(self, index: int) -> int:
         return self.steps
+
+
+def mixer_options(num_householder: int, beta_max: float) -> dict[str, Any]:
+    """The options of Bedouin's mixer: so many reflections, or for 0 no mixing."""
+    if num_householder:
+        return {"num_householder": num_householder, "beta_max": beta_max}
+    return {"mixer": NoMixing()}
 
 
 def build_cap(options: SolverOptions) -> Cap:

@@ -20,7 +20,14 @@ from bedouin.model import SequenceModel
 from bedouin.tasks.streams import MAX_SEED
 from common.checks import Range, check_heads, check_ranges, flag, whole
 from common.curriculum import CurriculumOptions
-from common.layers import BASELINES, TAKES, Baseline, SolverOptions, fixed_point_options
+from common.layers import (
+    BASELINES,
+    TAKES,
+    Baseline,
+    SolverOptions,
+    fixed_point_options,
+    mixer_options,
+)
 from common.schedule import Schedule
 
 Preset = Literal["auto", "cpu", "gpu", "paper"]
@@ -261,8 +268,7 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
         d_state=config.d_state,
         expand=config.expand,
         num_heads=config.num_heads,
-        num_householder=config.num_householder,
-        beta_max=config.beta_max,
+        **mixer_options(config.num_householder, config.beta_max),
         decay=config.decay,
         input_scale=config.input_scale,
         feedback=config.feedback,

@@ -19,6 +19,7 @@ from common.layers import (
     copy_keys,
     count,
     fixed_point_options,
+    mixer_options,
 )
 from common.matching import matching_width
 from common.schedule import Schedule
@@ -179,6 +180,7 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     if config.mixer_layer != "bedouin":
         return _baseline(config, point)
     options = {**layer_options(point), **fixed_point_options(config)}
+    options |= mixer_options(options.pop("num_householder"), options.pop("beta_max"))
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
     layer = Bedouin(config.d_model, on_unconverged="ignore", **options)

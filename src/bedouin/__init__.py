@@ -6,7 +6,14 @@ from bedouin.convolved import Convolved, ConvolvedState
 from bedouin.decoding import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
 from bedouin.diagnosis_logger import DiagnosisLogger
-from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer, WYForm
+from bedouin.mixers import (
+    ChannelMixer,
+    HouseholderProduct,
+    LowRank,
+    NoMixing,
+    StructuredMixer,
+    WYForm,
+)
 from bedouin.model import SequenceModel
 from bedouin.optimization import param_groups
 from bedouin.rnn_layer import FixedPointRNN
@@ -27,6 +34,7 @@ __all__ = [
     "FixedPointRNN",
     "HouseholderProduct",
     "LowRank",
+    "NoMixing",
     "SequenceModel",
     "StructuredMixer",
     "WYForm",

@@ -68,9 +68,10 @@ class Bedouin(FixedPointLayer):
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
             None: heads of 128 channels if d is a multiple of 128 and at least 512, else 1.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
-            beta_max), by default 2 and 1.0. With num_householder 0 no channels are mixed, Q_t = I.
-        mixer: HouseholderProduct(...), LowRank(...) or another ChannelMixer. Its parameters are
-            used in the dtype of the solve, at least float32, and shared by all heads.
+            beta_max), by default 2 and 1.0.
+        mixer: HouseholderProduct(...), LowRank(...), NoMixing() or another ChannelMixer. Its
+            parameters are used in the dtype of the solve, at least float32, and all heads share
+            them.
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":

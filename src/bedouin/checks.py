@@ -30,15 +30,6 @@ def positive_int(name: str, value: int) -> int:
     return value
 
 
-def natural_number(name: str, value: int) -> int:
-    """Return `value`. Raises TypeError unless it is an int, ValueError if it is below 0."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int of at least 0, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be an int of at least 0, got {value}")
-    return value
-
-
 def check_bool(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a bool; strings and numbers have truth values, too."""
     if not isinstance(value, bool):

@@ -23,7 +23,11 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.operation import operation
-from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
+from bedouin.mixers import (
+    ChannelMixer,
+    StructuredMixer,
+    householder_product,
+)
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint_solve import solve_adjoint
 from bedouin.solvers.iterate import IterativeSolver
@@ -140,7 +144,7 @@ def rebuild(
 ) -> StructuredMap:
     """The map that an operation was given in parts."""
     layout, (d, n) = options.known_layout(), operands.A.shape[-2:]
-    mixer = HouseholderProduct(layout.num_householder, layout.beta_max)
+    mixer = householder_product(layout.num_householder, layout.beta_max)
     split = partial(split_by_layout, layout, (d, n))
     return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import natural_number, positive_int
+from bedouin.checks import positive_int
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.solvers.base import check_number
 
@@ -94,17 +94,17 @@ class HouseholderProduct(StructuredMixer):
 
     beta_i = beta_max sigmoid(alpha_i). With beta_max = 1 every H_i has eigenvalues in [0, 1];
     beta_max = 2 allows reflections, and local systems that are singular (see
-    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha. k = 0 is Q = I,
-    without raw values: y_t = h_t C_t with h_t = lambda_t h_{t-1} + (s_t x_t) B_t^T.
+    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha. The product of
+    no reflections is `NoMixing`.
     Source: arXiv 2503.10799, section 4; arXiv 2502.10297.
-    Raises TypeError for a num_householder that is not an int, ValueError for num_householder < 0 or
+    Raises TypeError for a num_householder that is not an int, ValueError for num_householder < 1 or
     beta_max outside (0, 2].
     """
 
     def __init__(self, num_householder: int = 2, beta_max: float = 1.0) -> None:
         super().__init__()
         check_number("beta_max", beta_max, 0, 2, open_low=True)
-        self.num_householder = natural_number("num_householder", num_householder)
+        self.num_householder = positive_int("num_householder", num_householder)
         self.beta_max = float(beta_max)
 
     def raw_size(self, d_inner: int) -> int:
@@ -120,6 +120,27 @@ class HouseholderProduct(StructuredMixer):
 
     def extra_repr(self) -> str:
         return f"num_householder={self.num_householder}, beta_max={self.beta_max}"
+
+
+class NoMixing(HouseholderProduct):
+    """Q = I, the product of k = 0 reflections, which has no raw values.
+
+    The fixed point is y_t = h_t C_t with h_t = lambda_t h_{t-1} + (s_t x_t) B_t^T, so that tokens
+    influence later ones through the diagonal memory and the feedback alone.
+    """
+
+    def __init__(self) -> None:
+        # not the constructor of the product, which requires a reflection
+        StructuredMixer.__init__(self)
+        self.num_householder, self.beta_max = 0, 1.0
+
+    def extra_repr(self) -> str:
+        return ""
+
+
+def householder_product(num_householder: int, beta_max: float) -> HouseholderProduct:
+    """The product of so many reflections, `NoMixing` for none."""
+    return HouseholderProduct(num_householder, beta_max) if num_householder else NoMixing()
 
 
 class LowRank(StructuredMixer):

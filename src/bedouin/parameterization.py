@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, RawLayout
-from bedouin.mixers import ChannelMixer, HouseholderProduct, StructuredMixer
+from bedouin.mixers import ChannelMixer, HouseholderProduct, NoMixing, StructuredMixer
 from bedouin.parameters import inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Picard, Solver
 from bedouin.solvers.caps import as_cap
@@ -109,12 +109,15 @@ def make_mixer(
     return mixer
 
 
+_KNOWN_PRODUCTS = (HouseholderProduct, NoMixing)
+
+
 def householder_layout(
     mixer: ChannelMixer, activation: Activation, *, selective: bool
 ) -> RawLayout | None:
     """The layout of the raw values for kernels; None for mixers that the kernels do not support."""
-    # exactly this class: a subclass may read its raw values in another way
-    if type(mixer) is not HouseholderProduct:
+    # exactly these classes: another subclass may read its raw values in another way
+    if not isinstance(mixer, HouseholderProduct) or type(mixer) not in _KNOWN_PRODUCTS:
         return None
     return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from bedouin.bedouin_layer import Bedouin
 from bedouin.heads import fold, unfold
 from bedouin.layer import FixedPointLayer
-from bedouin.mixers import HouseholderProduct, LowRank, StructuredMixer
+from bedouin.mixers import HouseholderProduct, LowRank, NoMixing, StructuredMixer
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.solvers import (
     Adjoint,
@@ -403,11 +403,12 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
 
 
 def _shared_options(rng: random.Random) -> dict[str, Any]:
-    mixers = [HouseholderProduct(k, beta) for k in range(5) for beta in (0.5, 1.0, 2.0)]
+    products = [HouseholderProduct(k, beta) for k in (1, 2, 3, 4) for beta in (0.5, 1.0, 2.0)]
+    mixers = [NoMixing(), *products, *(LowRank(k) for k in (1, 2, 3))]
     return {
         "d_model": rng.randint(1, 5),
         "expand": rng.choice((1, 2)),
-        "mixer": rng.choice([*mixers, *(LowRank(k) for k in (1, 2, 3))]),
+        "mixer": rng.choice(mixers),
         "eigenvalues": rng.choice(("positive", "full")),
         "feedback_norm": rng.choice((True, False)),
         "feedback_init": rng.choice((0.1, 1.0)),

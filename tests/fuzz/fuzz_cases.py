@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN
+from bedouin import Bedouin, BedouinState, FixedPointRNN, NoMixing
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer
 from bedouin.solvers import (
@@ -110,7 +110,7 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
         "num_heads": one(*(h for h in range(1, d + 1) if d % h == 0)),
         "mixer": one(
             HouseholderProduct(1, 0.5), HouseholderProduct(2), HouseholderProduct(4),
-            HouseholderProduct(2, 2.0), HouseholderProduct(0), LowRank(1), LowRank(3), Diagonal(),
+            HouseholderProduct(2, 2.0), NoMixing(), LowRank(1), LowRank(3), Diagonal(),
         ),
         "eigenvalues": one("positive", "full"),
         "feedback_norm": one(True, False),

@@ -442,7 +442,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], type[Exception]]] = [
     ("num_heads", lambda c: kind(c)(4, num_heads=3), ValueError),
     ("decay", lambda c: kind(c)(4, decay="exp"), ValueError),
     ("feedback", lambda c: kind(c)(4, feedback="mixer"), ValueError),
-    ("num_householder", lambda c: kind(c)(4, num_householder=-1), ValueError),
+    ("num_householder", lambda c: kind(c)(4, num_householder=0), ValueError),
     ("beta_max", lambda c: kind(c)(4, beta_max=2.5), ValueError),
     ("max_steps", lambda c: kind(c)(4, max_steps=0), ValueError),
 ]

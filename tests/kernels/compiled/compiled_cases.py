@@ -17,6 +17,15 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
 
 
+def on_meta(name: str, m: int, dtype: torch.dtype, *, mixes: bool = True, **options: Any) -> Any:
+    """A layer without memory, so that its kernels are compiled only; without `mixes` Q = I."""
+    import bedouin
+
+    if not mixes:
+        options["mixer"] = bedouin.NoMixing()
+    return getattr(bedouin, name)(m, device="meta", dtype=dtype, backend="triton", **options)
+
+
 def layer(
     b: int,
     t: int,
@@ -30,10 +39,7 @@ def layer(
     """A layer, forward and perhaps backward; `state`: one is given and returned."""
 
     def run() -> None:
-        import bedouin
-
-        common = {"device": "meta", "dtype": dtype, "backend": "triton"}
-        made = getattr(bedouin, name)(m, on_unconverged="ignore", **common, **options)
+        made = on_meta(name, m, dtype, on_unconverged="ignore", **options)
         x, zeros = draw(b, t, m, dtype=dtype), made.init_state(b)
         given = type(zeros)(*(v.requires_grad_() for v in zeros)) if state else None
         with torch.set_grad_enabled(backward):
@@ -61,10 +67,7 @@ def decode(
     """One token, as it is called within a capture."""
 
     def run() -> None:
-        import bedouin
-
-        common = {"device": "meta", "dtype": dtype, "backend": "triton"}
-        made = getattr(bedouin, name)(m, **common, **options)
+        made = on_meta(name, m, dtype, **options)
         with torch.no_grad():
             made.step(draw(b, m, dtype=dtype).detach(), made.init_state(b))
 
@@ -202,8 +205,8 @@ CASES: dict[str, Case] = QUICK | {
     "decode, griffin, float32": decode(2, 32, FLOAT32, **GRIFFIN),
     "decode, unbounded": decode(2, 24, **UNBOUNDED),
     "decode, vector state": decode(2, 32, name="FixedPointRNN"),
-    "decode, no reflections": decode(2, 32, num_householder=0),
-    "direct, no reflections": layer(2, 18, 32, num_householder=0, num_heads=2, state=True),
+    "decode, no reflections": decode(2, 32, mixes=False),
+    "direct, no reflections": layer(2, 18, 32, mixes=False, num_heads=2, state=True),
     "decode, 1x1": decode(1, 512, **BENCH),
     "scan, D, full, exclusive": scan(
         2, 70, 60, 6, FLOAT32, skip=True, exclusive=True, eigenvalues="full"
