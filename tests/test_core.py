@@ -418,7 +418,7 @@ def test_a_backward_pass_that_keeps_the_graph_changes_nothing(device: str) -> No
         # the kernels of several heads compute in float32
         (False, {"num_heads": 2}),
         (False, {"feedback": ("B", "C")}),
-        (False, {"mixer": NoMixing()}),
+        (False, {"mixer": NoMixing(), "num_householder": None}),
         (False, {"mixer": LowRank(1), "num_householder": None}),
         (False, {"backend": "reference"}),
     ],
