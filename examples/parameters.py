@@ -39,7 +39,7 @@ class Config:
     d_model: tuple[int, ...] = (256, 512, 1024)
     """Widths of every layer."""
     num_householder: int = 4
-    """Reflections of Bedouin; 0: none."""
+    """Reflections of Bedouin."""
     num_heads: tuple[int, ...] = (1, 8, 16)
     """Numbers of heads of Bedouin."""
     length: int = 256
@@ -48,8 +48,8 @@ class Config:
     """Also write the numbers to this JSON file."""
 
     def __post_init__(self) -> None:
-        sizes = dict.fromkeys(("d_model", "num_heads", "length"), whole(1))
-        check_ranges(self, {**sizes, "num_householder": whole(1)})
+        sizes = ("d_model", "num_householder", "num_heads", "length")
+        check_ranges(self, dict.fromkeys(sizes, whole(1)))
         for heads in self.num_heads:
             for d_model in self.d_model:
                 check_heads(heads, EXPAND * d_model)

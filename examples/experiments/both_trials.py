@@ -37,7 +37,7 @@ _CHANGES = {
     "a5-rates": f"--rate-scale 1 --rate-scale-last 0.001 0.01 {_DOUBLE} --lr 2e-3",
     "a5-rate": f"{_FAST} {_DOUBLE} --lr 2e-3 4e-3",
     "a5-rate-slow": f"{_A5_SLOW} --lr 2e-3 4e-3",
-    "a5-rate-batch256": (f"{_A5_SLOW} --batch-size 256 --lr 4e-3 --feedback-lr-scale 1 0.01"),
+    "a5-rate-batch256": f"{_A5_SLOW} --batch-size 256 --lr 4e-3 --feedback-lr-scale 1 0.01",
     "a5-rate-wide": f"{_A5_SLOW} {_WIDE} --lr 2e-3 4e-3",
     "a5-rate-wide-batch256": (
         f"{_A5_SLOW} {_WIDE} --batch-size 256 --lr 4e-3 --feedback-lr-scale 1 0.01"
@@ -48,7 +48,7 @@ _CHANGES = {
     "s5-spread": _SPREAD,
     "s5-fast": _FAST,
     "s5-slow-long": f"{_FAST} --steps 30000 {_SLOW} --feedback-lr-share 0.0166667",
-    "s5-rate": (f"{_FAST} --lr 2e-3 --feedback-lr-scale 1 0.01 --feedback-lr-share 0.0333333"),
+    "s5-rate": f"{_FAST} --lr 2e-3 --feedback-lr-scale 1 0.01 --feedback-lr-share 0.0333333",
     "s5-rate-wide": f"{_FAST} {_WIDE} --lr 2e-3 4e-3",
     "s5-rate-wide-always-slow": f"{_FAST} {_WIDE} --lr 4e-3 --feedback-lr-scale 0.1",
     "copy-one-rate": "--rate-scale 0.01",

@@ -23,11 +23,7 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.operation import operation
-from bedouin.mixers import (
-    ChannelMixer,
-    StructuredMixer,
-    householder_product,
-)
+from bedouin.mixers import ChannelMixer, StructuredMixer, householder_product
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint_solve import solve_adjoint
 from bedouin.solvers.iterate import IterativeSolver

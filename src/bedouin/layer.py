@@ -263,7 +263,7 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """W^y of the loop (f, p) or (H, f, p) and of the gate (p, p) or (H, p, p); None without
-        feedback."""
+        feedback, and for the loop if only components without raw values have it."""
         if self.y_proj is None:
             return None, None
         p, heads = self.head_dim, self.num_heads

@@ -112,11 +112,10 @@ class HouseholderProduct(StructuredMixer):
 
     def forward(self, raw: Tensor) -> WYForm:
         k = self.num_householder
-        d = raw.shape[-1] // k - 1 if k else 0
-        u, alpha = raw.split([k * d, k], -1)
-        U = unit(u.unflatten(-1, (k, d)))  # (..., k, d)
+        u, alpha = raw[..., :-k], raw[..., -k:]
+        U = unit(u.unflatten(-1, (k, u.shape[-1] // k)))  # (..., k, d)
         T = wy_factor(U, self.beta_max * torch.sigmoid(alpha))
-        return WYForm(raw.new_zeros(*raw.shape[:-1], 1), U, T)
+        return WYForm(torch.zeros_like(raw[..., :1]), U, T)
 
     def extra_repr(self) -> str:
         return f"num_householder={self.num_householder}, beta_max={self.beta_max}"
@@ -133,6 +132,11 @@ class NoMixing(HouseholderProduct):
         # not the constructor of the product, which requires a reflection
         StructuredMixer.__init__(self)
         self.num_householder, self.beta_max = 0, 1.0
+
+    def forward(self, raw: Tensor) -> WYForm:
+        axes = raw.shape[:-1]
+        empty = raw.new_empty(*axes, 0, 0)
+        return WYForm(raw.new_zeros(*axes, 1), empty, empty)
 
     def extra_repr(self) -> str:
         return ""

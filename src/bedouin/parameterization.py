@@ -109,17 +109,14 @@ def make_mixer(
     return mixer
 
 
-_KNOWN_PRODUCTS = (HouseholderProduct, NoMixing)
-
-
 def householder_layout(
     mixer: ChannelMixer, activation: Activation, *, selective: bool
 ) -> RawLayout | None:
     """The layout of the raw values for kernels; None for mixers that the kernels do not support."""
     # exactly these classes: another subclass may read its raw values in another way
-    if not isinstance(mixer, HouseholderProduct) or type(mixer) not in _KNOWN_PRODUCTS:
-        return None
-    return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max)
+    if isinstance(mixer, HouseholderProduct) and type(mixer) in (HouseholderProduct, NoMixing):
+        return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max)
+    return None
 
 
 def split_feedback_weight(
