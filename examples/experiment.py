@@ -44,7 +44,7 @@ from experiments.heads import heads
 from experiments.language_model import language_model
 from experiments.languages import LANGUAGES
 from experiments.plan import Experiment, Run, Script
-from experiments.words import WORDS, WORDS_TUNING, equal_parameters
+from experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -83,6 +83,7 @@ def experiments() -> dict[str, Experiment]:
             TRIALS,
             BOTH_TRIALS,
             WORDS_TUNING,
+            WORDS_TRIALS,
             COPYING_TUNING,
             WORDS,
             equal_parameters(),

@@ -2,7 +2,7 @@
 
 from experiments.copying import STRINGS
 from experiments.models import NARROW, parameters
-from experiments.plan import Experiment, Run, joined
+from experiments.plan import THREE_TUNING, Experiment, Run, joined
 from experiments.words import LENGTHS
 
 TASKS = {
@@ -25,8 +25,6 @@ CHANGES = {
 }
 """Runs with fewer learning rates, to save time, and with one model after the other, because the
 kernels of one head and of large ones fill the GPU by themselves."""
-SEEDS = "--seeds 3 --first-seed 100"
-"""They choose the default of `num_heads`, and therefore are not those that report results."""
 
 
 def heads() -> Experiment:
@@ -36,7 +34,7 @@ def heads() -> Experiment:
         size = f"--match-parameters {parameters(f'{flags} --num-heads 8')}"
         for number in HEADS:
             change = CHANGES.get((task, number), "")
-            options = joined(flags, SEEDS, f"--num-heads {number} --concurrent", change)
+            options = joined(flags, THREE_TUNING, f"--num-heads {number} --concurrent", change)
             runs.append(Run(f"{task}-heads{number}", options))
             if number != 8:
                 rate = "--lr 2e-3" if (task, number) == ("copy", 16) else ""

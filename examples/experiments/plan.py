@@ -8,6 +8,8 @@ Script = Literal["ensemble", "train_a5", "train_copy", "train_lm"]
 
 TUNING = "--seeds 1 --first-seed 100"
 """Settings are chosen on seeds from 100 on."""
+THREE_TUNING = "--seeds 3 --first-seed 100"
+"""For choices that one seed cannot decide."""
 REPORTED = "--seeds 3 --first-seed 0"
 """Results are reported once, on seeds 0, 1 and 2."""
 

@@ -30,11 +30,12 @@ TUNING = (
     "tuning",
     "copying-trials",
     "both-trials",
+    "words-trials",
     "heads",
 )
 
 
-PARTLY = ("heads",)
+PARTLY = ("heads", "words", "words-tuning", "copying", "copying-tuning")
 """Experiments of which not every run has been made."""
 
 
@@ -59,7 +60,9 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
             assert config.first_seed >= 100, run.name
 
 
-@pytest.mark.parametrize("name", ["earlier", "tuning", "copying-trials", "both-trials", "heads"])
+@pytest.mark.parametrize(
+    "name", ["earlier", "tuning", "copying-trials", "both-trials", "words-trials", *PARTLY]
+)
 def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     found, names = ALL[name], set()
     for run in found.runs:
