@@ -2,10 +2,12 @@
 
 `kernel[grid](...)` inspects every argument at every launch, which costs the host 14 to 20
 microseconds for fifty arguments. A plan remembers the compiled kernel for all that Triton
-specializes on, and launches it by `CompiledKernel.__getitem__`, which has had the same form from
-Triton 3.6 to 3.9 and calls the launch hooks itself. The ordinary launch remains for the first
-launch of each kind, in the interpreter, for hooks that see each call, and for versions of Triton
-that nobody has tried. Settings such as TRITON_DEBUG are read at the first launch.
+specializes on, and launches it as `CompiledKernel.__getitem__` does, which has had the same form
+from Triton 3.6 to 3.9. It passes addresses instead of tensors, of which the launcher would ask each
+for its address and then the driver whether that is one of the device. The ordinary launch remains
+for the first launch of each kind, in the interpreter, for hooks that see each call, and for
+versions of Triton that nobody has tried. Settings such as TRITON_DEBUG are read at the first
+launch.
 """
 
 import re
@@ -13,6 +15,7 @@ from typing import Any
 
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -53,6 +56,18 @@ class Constants(dict[str, Any]):
         return self is other
 
 
+class _Plan:
+    """A compiled kernel and the arguments behind its integers."""
+
+    __slots__ = ("compiled", "function", "last", "metadata", "run")
+
+    def __init__(self, compiled: CompiledKernel, last: tuple[Any, ...]) -> None:
+        self.compiled, self.last = compiled, last
+        # looked up once: `run` is a property, which creates the launcher when it is first read
+        self.run, self.function = compiled.run, compiled.function
+        self.metadata = compiled.packed_metadata
+
+
 class PlannedKernel:
     """A Triton kernel whose launches are planned.
 
@@ -62,7 +77,9 @@ class PlannedKernel:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._plans: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        # the plans again, by all integers: these need not be looked at then
+        self._seen: dict[tuple[Any, ...], _Plan] = {}
         names = kernel.arg_names
         self._names, self._specialized = names, [not _is_free(kernel, name) for name in names]
 
@@ -74,34 +91,63 @@ class PlannedKernel:
         constants: Constants,
     ) -> None:
         """Launch on the current device and stream."""
-        if not _KNOWN or not isinstance(self.kernel, JITFunction) or self.kernel.pre_run_hooks:
-            self.kernel[grid](*tensors, *integers, **constants)
+        kernel = self.kernel
+        if not _KNOWN or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+            kernel[grid](*tensors, *integers, **constants)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
-        device = driver.active.get_current_device()
+        active = driver.active
+        device = active.get_current_device()
         dtypes = tuple([tensor.dtype for tensor in tensors])
         aligned: tuple[bool, ...] | None = None
         if any([address % ALIGNMENT for address in addresses]):
             aligned = tuple([not address % ALIGNMENT for address in addresses])
+        # the launcher would refuse the address of a CPU, but no longer sees the tensor
+        devices = tuple([tensor.get_device() for tensor in tensors])
+        seen = device, constants, integers, dtypes, devices, aligned
+        plan = self._seen.get(seen)
+        if plan is None:
+            plan = self._find(grid, tensors, seen)
+            if plan is None:
+                return
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        stream = active.get_current_stream(device)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if enter.calls or leave.calls:
+            plan.compiled[x, y, z](*addresses, *integers, *plan.last, stream=stream)
+            return
+        # no metadata and no hooks: chains of hooks that are empty would be called, too
+        given = plan.function, plan.metadata, None, None, None
+        plan.run(x, y, z, stream, *given, *addresses, *integers, *plan.last)
+
+    def _find(
+        self,
+        grid: tuple[int, ...],
+        tensors: tuple[Tensor, ...],  # any shapes
+        seen: tuple[Any, ...],
+    ) -> _Plan | None:
+        """The plan of a launch whose integers have not been seen; None after an ordinary launch."""
+        device, constants, integers, *others = seen
         matters = self._specialized[len(tensors) :]
         # None is a constant wherever it stands
         pairs = zip(integers, matters, strict=False)
         fixed = tuple([v if matter or v is None else 0 for v, matter in pairs])
-        key = (device, constants, fixed, dtypes, aligned)
-        found = self._plans.get(key)
+        key = (device, constants, fixed, *others)
+        plan = self._plans.get(key)
         regular = sum([v for v in integers if v]) < LARGEST
-        if found is not None and regular:
-            compiled, last = found
-            sizes = (*grid, 1, 1)[:3]
-            stream = driver.active.get_current_stream(device)
-            compiled[sizes](*tensors, *integers, *last, stream=stream)
-            return
+        if plan is not None and regular:
+            if len(self._seen) >= MAX_PLANS:
+                self._seen.clear()
+            self._seen[seen] = plan
+            return plan
         compiled = self.kernel[grid](*tensors, *integers, **constants)
         if regular and isinstance(compiled, CompiledKernel):
             names = self._names[len(tensors) + len(integers) :]
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            self._plans[key] = compiled, tuple(constants[name] for name in names)
+                self._seen.clear()
+            self._plans[key] = _Plan(compiled, tuple(constants[name] for name in names))
+        return None
 
 
 def _is_free(kernel: Any, name: str) -> bool:
