@@ -11,6 +11,7 @@ launch.
 """
 
 import re
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import triton
@@ -89,12 +90,13 @@ class PlannedKernel:
         tensors: tuple[Tensor, ...],  # any shapes
         integers: tuple[int | None, ...],
         constants: Constants,
-    ) -> None:
-        """Launch on the current device and stream."""
+    ) -> _Plan | None:
+        """Launch on the current device and stream. Returns the plan of launches like this one on
+        this device for tensors that are aligned as Triton prefers it; None if there is none yet."""
         kernel = self.kernel
         if not _KNOWN or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
             kernel[grid](*tensors, *integers, **constants)
-            return
+            return None
         addresses = [tensor.data_ptr() for tensor in tensors]
         active = driver.active
         device = active.get_current_device()
@@ -109,16 +111,17 @@ class PlannedKernel:
         if plan is None:
             plan = self._find(grid, tensors, seen)
             if plan is None:
-                return
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+                return None
+        x, y, z = (*grid, 1, 1)[:3]
         stream = active.get_current_stream(device)
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         if enter.calls or leave.calls:
             plan.compiled[x, y, z](*addresses, *integers, *plan.last, stream=stream)
-            return
-        # no metadata and no hooks: chains of hooks that are empty would be called, too
-        given = plan.function, plan.metadata, None, None, None
-        plan.run(x, y, z, stream, *given, *addresses, *integers, *plan.last)
+        else:
+            # no metadata and no hooks: chains of hooks that are empty would be called, too
+            given = plan.function, plan.metadata, None, None, None
+            plan.run(x, y, z, stream, *given, *addresses, *integers, *plan.last)
+        return plan if aligned is None else None
 
     def _find(
         self,
@@ -148,6 +151,90 @@ class PlannedKernel:
                 self._seen.clear()
             self._plans[key] = _Plan(compiled, tuple(constants[name] for name in names))
         return None
+
+
+How = tuple[tuple[int, ...], tuple[int | None, ...], Constants]
+"""Grid, integers and constants of a launch."""
+
+
+class _Known:
+    """A launch, and its plan on a device once it has one."""
+
+    __slots__ = ("constants", "device", "grid", "integers", "plan", "rest", "sizes")
+
+    def __init__(
+        self, grid: tuple[int, ...], integers: tuple[int | None, ...], constants: Constants
+    ):
+        self.grid, self.integers, self.constants = grid, integers, constants
+        self.sizes = (*grid, 1, 1)[:3]
+        self.plan: _Plan | None = None
+        self.device: int | None = None
+        self.rest: tuple[Any, ...] = ()
+
+
+KnownLaunches = dict[Hashable, _Known]
+"""Launches that calls of one kind have in common. Calls of one kind agree in all that a launch
+depends on but the addresses of tensors: shapes, strides, dtypes, devices, options and settings."""
+
+
+class Launcher:
+    """Launches the kernels of one call, on the device and stream that are current in it.
+
+    What a launch of a known kind depends on is computed once, by the first call of the kind.
+    """
+
+    __slots__ = ("_device", "_known", "_stream")
+
+    def __init__(self, known: KnownLaunches | None = None) -> None:
+        """`known`: that of the call's kind; None: nothing is remembered."""
+        self._known = known
+        self._device: int | None = None
+        self._stream: Any = None
+
+    def launch(
+        self,
+        kernel: PlannedKernel,
+        name: Hashable,
+        tensors: tuple[Tensor, ...],  # any shapes
+        how: Callable[[], How],
+    ) -> None:
+        """Launch the kernel; `name` distinguishes the launches of a kernel in a call, and `how` is
+        called if this one is not known."""
+        if self._known is None:
+            grid, integers, constants = how()
+            kernel.launch(grid, tensors, integers, constants)
+            return
+        key = kernel, name
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Known(*how())
+        plan = known.plan
+        if plan is not None and self._is_current(known.device) and not kernel.kernel.pre_run_hooks:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if not any([address % ALIGNMENT for address in addresses]):
+                given = plan.function, plan.metadata, None, None, None
+                plan.run(*known.sizes, self._stream, *given, *addresses, *known.rest)
+                return
+        plan = kernel.launch(known.grid, tensors, known.integers, known.constants)
+        if plan is not None:
+            known.device = driver.active.get_current_device()
+            known.rest = (*known.integers, *plan.last)
+            # last, because another thread may read it
+            known.plan = plan
+
+    def _is_current(self, device: int | None) -> bool:
+        """Whether the device is the current one, and no hook wants to see launches."""
+        if self._device is None:
+            active, runtime = driver.active, knobs.runtime
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                return False
+            current = active.get_current_device()
+            self._device, self._stream = current, active.get_current_stream(current)
+        return device == self._device
+
+
+AFRESH = Launcher()
+"""Remembers nothing."""
 
 
 def _is_free(kernel: Any, name: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.core.forward import output_operands
+from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_clear, launch_finish
 from bedouin.kernels.core.products import (
     add_product_,
@@ -27,6 +28,7 @@ from bedouin.kernels.direct.triton_launch import ReverseZeros, count_splits, lau
 from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.linear import ALIGNMENT
 from bedouin.kernels.output.launch import output_backward, shifted_norm_backward
+from bedouin.kernels.plans import Launcher
 
 COUNTERS = 16
 """Integers that a launch's counters occupy: 64 bytes, for aligned addresses."""
@@ -62,6 +64,7 @@ class Wanted(NamedTuple):
     W_y: bool
     y0: bool
     bias: bool
+    low_bias: bool  # the biases have the dtype of D; else their gradients are those of the sums
 
 
 def core_backward(
@@ -75,6 +78,8 @@ def core_backward(
 ) -> CoreGradients:
     """The gradients of a call of `core_forward`; `overwrites` allows it to use the memory of
     `saved.raw`, which it takes for the cotangent of the raw values."""
+    others = (options, wanted, overwrites)
+    launcher = launcher_of("backward", (*cotangents, *tensors, *saved), others)
     (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
     H, _, _, p, _, r = sizes
@@ -89,14 +94,16 @@ def core_backward(
     operands = output_operands(tensors, y, x, gate)
     grad_hidden = cotangents.hidden
     grad_hidden = torch.zeros_like(gate) if grad_hidden is None else rows_of(grad_hidden, H)
-    grad_y, _, _, sums = output_backward(grad_hidden, operands, options.eps, into=(of_x, of_gate))
+    into, eps_out = (of_x, of_gate), options.eps
+    grad_y, *_, sums = output_backward(grad_hidden, operands, eps_out, into=into, launcher=launcher)
     grad_y = grad_y.view(y.shape)
     # without feedback y0 has no influence
     grad_y0 = y.new_empty(0) if tensors.y0 is None else torch.zeros_like(tensors.y0)
     if W_y is not None:
         grad_normed = multiply(of_gate, W_y[..., r:, :]).view(y.shape)
-        _, grad_y0 = shifted_norm_backward(grad_normed, y, tensors.y0, eps, add_to=grad_y)
-        del grad_normed
+        given = grad_normed, y, tensors.y0, eps, grad_y
+        _, grad_y0 = shifted_norm_backward(*given, launcher=launcher)
+        del grad_normed, given
     if cotangents.y is not None:
         grad_y += cotangents.y
 
@@ -104,7 +111,8 @@ def core_backward(
     # a token's raw values are read before their cotangent is written, so both can share memory
     shares = overwrites or W_y is not None
     grad_raw = raw if shares else torch.empty_like(raw)
-    grads, parts = _reverse(cotangents.h, grad_y, raw, grad_raw, tensors, saved, options, wanted.y0)
+    how = options, wanted.y0, launcher
+    grads, parts = _reverse(cotangents.h, grad_y, raw, grad_raw, tensors, saved, *how)
     if wanted.y0 and tensors.y0 is not None and parts is not None:
         grad_y0 = grad_y0 + normalize_feedback_vjp(parts.sum(0), tensors.y0, eps)
     wide = grad_raw.shape[2]
@@ -123,10 +131,12 @@ def core_backward(
     if wanted.bias:
         bias = _bias_gradient(grad_raw, of_gate, r, bias.dtype)
     of_A = of_A.sum(0) if H == 1 else of_A.unflatten(0, (H, -1)).sum(1)
-    finished = launch_finish(tensors, options, of_A, bias, grad_W_x, grad_W_y)
-    of_weights = finished.W_x, finished.W_y, finished.decay, sums
-    of_biases = finished.dt_bias, finished.raw_bias
-    return CoreGradients(grad_projected, *of_weights, grad_H.mT, grad_y0, *of_biases, statistics)
+    of_biases = tensors.D.dtype if wanted.low_bias else bias.dtype
+    of_weights = grad_W_x, grad_W_y
+    finished = launch_finish(tensors, options, of_A, bias, *of_weights, of_biases, launcher)
+    *first, dt_bias, raw_bias = finished
+    states = grad_H.mT, grad_y0
+    return CoreGradients(grad_projected, *first, sums, *states, dt_bias, raw_bias, statistics)
 
 
 def _raw_with_feedback(
@@ -155,6 +165,7 @@ def _reverse(
     saved: CoreSaved,
     options: CoreOptions,
     wants_y0: bool,
+    launcher: Launcher,
 ) -> tuple[GradBuffers, Tensor | None]:
     """The reverse sweep: its results, and parts (splits, b', p) of the cotangent of norm(y0)."""
     A, kept, sizes = saved.A, saved.kept, tensors.sizes()
@@ -172,7 +183,7 @@ def _reverse(
     shapes = [of_H * n * p, b * n * p, splits * b * p, of_h0 * n * p, COUNTERS * chunks, of_fed]
     aligned = [size + -size % ALIGNMENT for size in shapes]
     flat = A.new_empty(sum(aligned))
-    launch_clear(flat, grad_raw, r)
+    launch_clear(flat, grad_raw, r, launcher)
     zero_H, grad_A, normed, first, counts, fed = (
         v[:size] for v, size in zip(flat.split(aligned), shapes, strict=True)
     )
@@ -201,7 +212,7 @@ def _reverse(
         return grads, launch_head_reverse(known, grads, loop, *how, wants_first=wants_y0)
     counters = counts.view(torch.int32)[: COUNTERS * chunks].view(chunks, COUNTERS)
     zeros = ReverseZeros(counters, normed.view(splits, b, p) if splits else None)
-    return grads, launch_reverse(known, grads, loop, *how, zeros=zeros)
+    return grads, launch_reverse(known, grads, loop, *how, zeros=zeros, launcher=launcher)
 
 
 def _bias_gradient(

@@ -6,13 +6,14 @@ Letters as in `types.py`.
 import torch
 from torch import Tensor
 
+from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_start
 from bedouin.kernels.core.products import add_product_, first_rows, project, rows_of, samples_of
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
 from bedouin.kernels.direct.buffers import SweepBuffers, count_kept, state_major
 from bedouin.kernels.direct.heads.launch import launch_head_sweep
-from bedouin.kernels.direct.registered import summarize
 from bedouin.kernels.direct.triton_launch import launch_sweep
+from bedouin.kernels.direct.triton_summary import launch_summary
 from bedouin.kernels.feedback import normalize_feedback
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import padding
@@ -34,9 +35,10 @@ def core_forward(
     """No size may be 0. The output has the dtype of `projected`, in which the products are
     computed; in the padding it is any finite value. Several heads with feedback must be such that
     `takes_heads_together` is true."""
-    W_x, W_y = (_lowered(W, tensors.projected.dtype) for W in (tensors.W_x, tensors.W_y))
+    launcher = launcher_of("forward", (*tensors, *biases), (options, real is None))
+    dtype, sizes, x = tensors.projected.dtype, tensors.sizes(), tensors.x
+    W_x, W_y = _lowered(tensors.W_x, dtype), _lowered(tensors.W_y, dtype)
     assert W_x is not None
-    sizes, x = tensors.sizes(), tensors.x
     H, b, t, p, n, r = sizes
     folded, wide = sizes.folded, r + padding(r)
     like = x.new_empty(0, dtype=accumulator(x.dtype))
@@ -47,7 +49,7 @@ def core_forward(
     normed = y if W_y is None else W_y.new_empty(folded, t, p)
     bias = W_x.new_empty(sizes.of_heads(wide + p))
     counts = W_x.new_empty(3, dtype=torch.int32)
-    launch_start(tensors, biases, options, A, bias, h, normed, counts, W_x, W_y)
+    launch_start(tensors, biases, options, A, bias, h, normed, counts, W_x, W_y, launcher)
     if W_y is not None and tensors.y0 is not None:
         eps = options.parameterization.feedback_norm_eps
         normed[:, 0] = normalize_feedback(tensors.y0, eps)
@@ -62,7 +64,8 @@ def core_forward(
     given = raw[..., :r], loop, A, h, kept, y, normed, statistics
     buffers = SweepBuffers(samples_of(x, H), *given)
     if H == 1 or loop is None:
-        launch_sweep(buffers, options.parameterization, options.keep_every, counts=counts)
+        how = options.parameterization, options.keep_every
+        launch_sweep(buffers, *how, counts=counts, launcher=launcher)
     else:
         launch_head_sweep(buffers, options.parameterization, options.keep_every)
     if padded is not None:
@@ -73,13 +76,14 @@ def core_forward(
         add_product_(gate, normed.view(gate.shape), W_y[..., r:, :].mT)
     hidden = W_x.new_empty(b, t, H * p)
     operands = output_operands(tensors, y, rows, gate)
-    output_forward(operands, options.eps, W_x.dtype, into=rows_of(hidden, H))
-    weights = (
-        W_x.new_empty(0) if W is given or W is None else W
-        for W, given in ((W_x, tensors.W_x), (W_y, tensors.W_y))
-    )
-    saved = CoreSaved(y, raw, gate, normed, kept, A, *weights)
-    return hidden, h.mT, saved, (statistics, *summarize(statistics))
+    output_forward(operands, options.eps, W_x.dtype, into=rows_of(hidden, H), launcher=launcher)
+    low_W_x = W_x.new_empty(0) if W_x is tensors.W_x else W_x
+    low_W_y = W_x.new_empty(0) if W_y is tensors.W_y or W_y is None else W_y
+    saved = CoreSaved(y, raw, gate, normed, kept, A, low_W_x, low_W_y)
+    summary = statistics.new_empty(2, folded)
+    converged = torch.empty(folded, dtype=torch.bool, device=x.device)
+    launch_summary(statistics, summary, converged, launcher=launcher)
+    return hidden, h.mT, saved, (statistics, summary, converged)
 
 
 def _lowered(

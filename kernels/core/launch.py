@@ -13,7 +13,7 @@ from bedouin.kernels.core.triton_kernels import clear_kernel, finish_kernel, sta
 from bedouin.kernels.core.types import CoreOptions, CoreTensors
 from bedouin.kernels.launch import ceil_div, next_power_of_two, triton_dtype
 from bedouin.kernels.linear import ALIGNMENT
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, How, Launcher, PlannedKernel
 
 BLOCK = 1024
 """Elements that a program writes."""
@@ -33,47 +33,41 @@ def launch_start(
     counters: Tensor,  # (3,)
     W_x: Tensor,  # as that of `tensors`, in any dtype
     W_y: Tensor | None,
+    launcher: Launcher,
 ) -> None:
     """Write A, the bias of W^x, W_x and W_y; zero the counters and what no state is given for.
 
     A weight is not written if it is that of `tensors` itself.
     """
-    (b, n, p), (dt_bias, raw_bias) = h.shape, biases
-    wide = bias.shape[-1] - p
-    zeroed = h.numel() if tensors.h0 is None else 0
-    first = tensors.W_y is not None and tensors.y0 is None
+    dt_bias, raw_bias = biases
     of_W_x, of_W_y = _conversion(tensors.W_x, W_x), _conversion(tensors.W_y, W_y)
+
+    def how() -> How:
+        b, n, p = h.shape
+        wide = bias.shape[-1] - p
+        zeroed = h.numel() if tensors.h0 is None else 0
+        first = tensors.W_y is not None and tensors.y0 is None
+        sizes = A.numel(), _size(of_W_x), _size(of_W_y)
+        largest = max(zeroed, *sizes, bias.numel(), b * p)
+        integers = zeroed, b, normed.stride(0), *sizes, W_x.shape[-2] - p, wide, p, n
+        kept = options.decay, options.sharpness, raw_bias is not None, first, A.dtype
+        return (ceil_div(largest, BLOCK),), integers, _start_constants(*kept)
+
     # a pointer that is not used
     nothing = counters, counters
-    largest = max(zeroed, A.numel(), bias.numel(), b * p, _size(of_W_x), _size(of_W_y))
-    START.launch(
-        (ceil_div(largest, BLOCK),),
-        (
-            tensors.decay.contiguous(),
-            dt_bias,
-            dt_bias if raw_bias is None else raw_bias,
-            A,
-            bias,
-            h,
-            normed,
-            counters,
-            *(of_W_x or nothing),
-            *(of_W_y or nothing),
-        ),
-        (
-            zeroed,
-            b,
-            normed.stride(0),
-            A.numel(),
-            _size(of_W_x),
-            _size(of_W_y),
-            W_x.shape[-2] - p,
-            wide,
-            p,
-            n,
-        ),
-        _start_constants(options.decay, options.sharpness, raw_bias is not None, first, A.dtype),
+    pointers = (
+        tensors.decay.contiguous(),
+        dt_bias,
+        dt_bias if raw_bias is None else raw_bias,
+        A,
+        bias,
+        h,
+        normed,
+        counters,
+        *(of_W_x or nothing),
+        *(of_W_y or nothing),
     )
+    launcher.launch(START, None, pointers, how)
 
 
 def _conversion(
@@ -109,14 +103,19 @@ def launch_clear(
     flat: Tensor,  # any size
     padded: Tensor,  # (b', t, r + padding), contiguous
     r: int,
+    launcher: Launcher,
 ) -> None:
     """Zero `flat`, and the columns of `padded` from r on."""
-    wide = padded.shape[-1]
-    rows = padded.numel() // wide
-    constants = _clear_constants(min(ALIGNMENT, next_power_of_two(max(wide - r, 1))))
-    at_a_time = BLOCK // constants["PADDING"]
-    programs = max(ceil_div(flat.numel(), BLOCK), ceil_div(rows, at_a_time))
-    CLEAR.launch((programs,), (flat, padded), (flat.numel(), rows, r, wide), constants)
+
+    def how() -> How:
+        wide = padded.shape[-1]
+        rows = padded.numel() // wide
+        constants = _clear_constants(min(ALIGNMENT, next_power_of_two(max(wide - r, 1))))
+        at_a_time = BLOCK // constants["PADDING"]
+        programs = max(ceil_div(flat.numel(), BLOCK), ceil_div(rows, at_a_time))
+        return (programs,), (flat.numel(), rows, r, wide), constants
+
+    launcher.launch(CLEAR, None, (flat, padded), how)
 
 
 @lru_cache
@@ -141,23 +140,27 @@ def launch_finish(
     bias: Tensor,  # (r + p,) or (H, r + p), of the bias of W^x, or empty
     W_x: Tensor,  # (r + p, p) or (H, r + p, p), or empty
     W_y: Tensor,  # as W_x
+    of_biases: torch.dtype,
+    launcher: Launcher,
 ) -> Finished:
     """Convert gradients, split that of the bias, and take that of A on to its parameter."""
     decay, (*heads, n, p) = tensors.decay.contiguous(), grad_A.shape
-    r = tensors.W_x.shape[-2] - p
-    parts = [bias.new_empty((*heads, size) if bias.numel() else 0) for size in (p, r)]
+    r, wanted = tensors.W_x.shape[-2] - p, bias.numel()
+    of_delta = bias.new_empty((*heads, p) if wanted else 0, dtype=of_biases)
+    of_others = bias.new_empty((*heads, r) if wanted else 0, dtype=of_biases)
     grad = torch.empty_like(decay)
-    targets = [_as_weight(W_x, tensors.W_x), _as_weight(W_y, tensors.W_y)]
-    pairs = [_conversion(v, target) for v, target in zip((W_x, W_y), targets, strict=True)]
-    sizes = decay.numel(), bias.numel(), *map(_size, pairs)
-    nothing = grad, grad
-    FINISH.launch(
-        (ceil_div(max(sizes), BLOCK),),
-        (grad_A, decay, grad, bias, *parts, *(pairs[0] or nothing), *(pairs[1] or nothing)),
-        (*sizes, r, p, n),
-        _finish_constants(options.decay, options.sharpness, grad_A.dtype),
-    )
-    return Finished(targets[0], targets[1], grad, parts[0], parts[1])
+    targets = _as_weight(W_x, tensors.W_x), _as_weight(W_y, tensors.W_y)
+    first, second = _conversion(W_x, targets[0]), _conversion(W_y, targets[1])
+
+    def how() -> How:
+        sizes = decay.numel(), bias.numel(), _size(first), _size(second)
+        constants = _finish_constants(options.decay, options.sharpness, grad_A.dtype)
+        return (ceil_div(max(sizes), BLOCK),), (*sizes, r, p, n), constants
+
+    nothing, biases = (grad, grad), (of_delta, of_others)
+    pointers = (grad_A, decay, grad, bias, *biases, *(first or nothing), *(second or nothing))
+    launcher.launch(FINISH, None, pointers, how)
+    return Finished(*targets, grad, *biases)
 
 
 def _as_weight(

@@ -116,8 +116,9 @@ def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     sums = like.new_empty(1 if weight is None else 2, *sizes.of_heads(sizes.p))
     h0 = like.new_empty(sizes.folded, sizes.n, sizes.p).mT
     states = h0, like.new_empty(0 if y0 is None else y0.shape)
+    of_bias = tensors.D if wanted[4] else like
     biases = (
-        like.new_empty(sizes.of_heads(size) if wanted[3] else 0) for size in (sizes.p, sizes.r)
+        of_bias.new_empty(sizes.of_heads(size) if wanted[3] else 0) for size in (sizes.p, sizes.r)
     )
     statistics = like.new_empty(2, sizes.folded, sizes.t)
     grads = projected.new_empty(projected.shape), of_W_x, of_W_y, decay.new_empty(decay.shape)
@@ -131,7 +132,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*inputs[:10], y, *others[:7])
     ctx.scalars = inputs[11:]
     W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
-    ctx.wanted = [W_x, W_y, y0, any(ctx.needs_input_grad[8:10])]
+    (D, dt_bias, raw_bias), bias = (inputs[at] for at in (4, 8, 9)), any(ctx.needs_input_grad[8:10])
+    low = D.dtype == dt_bias.dtype and (raw_bias is None or raw_bias.dtype == D.dtype)
+    ctx.wanted = [W_x, W_y, y0, bias, low]
     ctx.report = None
 
 

@@ -147,9 +147,11 @@ def finish_kernel(
         head, column = at // (r + d), at % (r + d)
         v = tl.load(bias_ptr + at, mask=at < bias_size, other=0.0)
         of_delta = (at < bias_size) & (column < d)
-        tl.store(dt_bias_ptr + head * d + column, v, mask=of_delta)
+        of_element = v.to(dt_bias_ptr.dtype.element_ty)
+        tl.store(dt_bias_ptr + head * d + column, of_element, mask=of_delta)
         of_others = (at < bias_size) & (column >= d)
-        tl.store(raw_bias_ptr + head * r + column - d, v, mask=of_others)
+        of_element = v.to(raw_bias_ptr.dtype.element_ty)
+        tl.store(raw_bias_ptr + head * r + column - d, of_element, mask=of_others)
     if tl.program_id(0) * BLOCK < A_size:
         mask = at < A_size
         head, inside = at // (n * d), at % (n * d)
