@@ -12,7 +12,7 @@ launch.
 
 import re
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 from torch import Tensor
@@ -172,9 +172,12 @@ class _Known:
         self.rest: tuple[Any, ...] = ()
 
 
-KnownLaunches = dict[Hashable, _Known]
-"""Launches that calls of one kind have in common. Calls of one kind agree in all that a launch
-depends on but the addresses of tensors: shapes, strides, dtypes, devices, options and settings."""
+KnownLaunches = dict[Hashable, Any]
+"""Launches, and other values, that calls of one kind have in common. Calls of one kind agree in all
+that a launch depends on but the addresses of tensors: shapes, strides, dtypes, devices, options and
+settings."""
+
+ValueT = TypeVar("ValueT")
 
 
 class Launcher:
@@ -221,6 +224,15 @@ class Launcher:
             known.rest = (*known.integers, *plan.last)
             # last, because another thread may read it
             known.plan = plan
+
+    def once(self, name: str, compute: Callable[[], ValueT]) -> ValueT:
+        """The value of `compute`, which is the same for all calls of the kind and no tensor."""
+        if self._known is None:
+            return compute()
+        found: ValueT | None = self._known.get(name)
+        if found is None:
+            found = self._known[name] = compute()
+        return found
 
     def _is_current(self, device: int | None) -> bool:
         """Whether the device is the current one, and no hook wants to see launches."""

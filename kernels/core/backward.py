@@ -5,6 +5,7 @@ gradients of a weight's two parts are written into one tensor.
 Letters as in `types.py`.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -175,44 +176,61 @@ def _reverse(
     loop = None if W_y is None else W_y[..., :r, :]
     # what only the kernels of one head need
     alone = loop is not None and H == 1
-    splits = count_splits(loop, b) if alone and loop is not None else 0
+    splits = (
+        launcher.once("splits", lambda: count_splits(loop, b)) if alone and loop is not None else 0
+    )
     chunks = kept.shape[1] + 1 if alone else 0
     of_H = b if grad_h is None else 0
     of_h0 = 1 if tensors.h0 is None else 0
     of_fed = r if alone else 0
-    shapes = [of_H * n * p, b * n * p, splits * b * p, of_h0 * n * p, COUNTERS * chunks, of_fed]
-    aligned = [size + -size % ALIGNMENT for size in shapes]
-    flat = A.new_empty(sum(aligned))
+    lengths = of_H * n * p, b * n * p, splits * b * p, of_h0 * n * p, COUNTERS * chunks, of_fed
+    ends = list(accumulate([size + -size % ALIGNMENT for size in lengths]))
+    flat = A.new_empty(ends[-1])
     launch_clear(flat, grad_raw, r, launcher)
-    zero_H, grad_A, normed, first, counts, fed = (
-        v[:size] for v, size in zip(flat.split(aligned), shapes, strict=True)
-    )
+    # one view each, because views cost the host as much as launches
+    of_samples = (b, n, p), (n * p, p, 1)
     # all samples share one memory of zeros
-    h0 = first.view(n, p).expand(b, n, p) if tensors.h0 is None else tensors.h0.mT.contiguous()
+    zero_h0 = (b, n, p), (0, p, 1), ends[2]
     known = SolvedBuffers(
         samples_of(tensors.x, H),
         saved.y,
         raw[..., :r],
         # raw contains it: to each token the kernels of one head add the same zeros
-        fed.view(raw.dtype)[:r].expand(b, t, r) if alone else None,
+        _at_each_token(flat, ends[4], raw, r) if alone else None,
         A,
-        h0,
+        flat.as_strided(*zero_h0) if tensors.h0 is None else tensors.h0.mT.contiguous(),
         kept,
     )
     grads = GradBuffers(
         grad_y,
-        zero_H.view(b, n, p) if grad_h is None else state_major(grad_h),
+        flat.as_strided(*of_samples, 0) if grad_h is None else state_major(grad_h),
         raw.new_empty(b, t, p),
         grad_raw,
-        grad_A.view(b, n, p),
+        flat.as_strided(*of_samples, ends[0]),
         A.new_empty(2, b, t),
     )
     how = options.parameterization, options.keep_every
     if H > 1 and loop is not None:
         return grads, launch_head_reverse(known, grads, loop, *how, wants_first=wants_y0)
-    counters = counts.view(torch.int32)[: COUNTERS * chunks].view(chunks, COUNTERS)
-    zeros = ReverseZeros(counters, normed.view(splits, b, p) if splits else None)
+    zeros: ReverseZeros | None = None
+    if alone:
+        words = flat.element_size() // 4
+        counts = (chunks, COUNTERS), (COUNTERS, 1), ends[3] * words
+        parts = (splits, b, p), (b * p, p, 1), ends[1]
+        counters = flat.view(torch.int32).as_strided(*counts)
+        zeros = ReverseZeros(counters, flat.as_strided(*parts))
     return grads, launch_reverse(known, grads, loop, *how, zeros=zeros, launcher=launcher)
+
+
+def _at_each_token(
+    flat: Tensor,  # (size,)
+    start: int,
+    raw: Tensor,  # (b, t, r or more)
+    r: int,
+) -> Tensor:  # (b, t, r)
+    """The same values of `flat` for all tokens, read as those of raw are."""
+    offset = start * flat.element_size() // raw.element_size()
+    return flat.view(raw.dtype).as_strided((*raw.shape[:2], r), (0, 0, 1), offset)
 
 
 def _bias_gradient(

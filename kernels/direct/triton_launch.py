@@ -64,7 +64,7 @@ def launch_sweep(
     b, t_end, d = buffers.x.shape
     counts = counters(buffers.x) if counts is None else counts
     r = W_y.shape[0]
-    plan = plan_product(r, d, W_y, b, limits=limits)
+    plan = launcher.once("sweep", lambda: (plan_product(r, d, W_y, b, limits=limits),))[0]
     parts = _splits(plan)
     fed = (W_y if parts == 1 else buffers.A).new_empty(parts, b, r + padding(r))
     if plan is not None:
@@ -138,7 +138,8 @@ def launch_reverse(
         launch_open_reverse(known, grads, options, keep_every)
         return None
     b, t_end, d = known.x.shape
-    plan = plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
+    columns = grads.raw.shape[-1]
+    plan = launcher.once("reverse", lambda: (plan_product(d, columns, W, b, limits=limits),))[0]
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
