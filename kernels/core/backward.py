@@ -50,11 +50,12 @@ class CoreGradients(NamedTuple):
     W_x: Tensor  # (r + p, p) or (H, r + p, p)
     W_y: Tensor  # as W_x
     decay: Tensor  # (d, n)
-    sums: Tensor  # (2, p) or (2, H, p), of D and weight, or (1, p) or (1, H, p) of D alone
+    D: Tensor  # (d,)
+    weight: Tensor  # (d,), empty without weight
     h0: Tensor  # (b', p, n)
     y0: Tensor  # (b', p), empty without y0
-    dt_bias: Tensor  # (p,) or (H, p)
-    raw_bias: Tensor  # (r,) or (H, r)
+    dt_bias: Tensor  # (d,)
+    raw_bias: Tensor  # (H r,)
     statistics: Tensor  # (2, b', t), defect and scale of the adjoint equation
 
 
@@ -95,8 +96,9 @@ def core_backward(
     operands = output_operands(tensors, y, x, gate)
     grad_hidden = cotangents.hidden
     grad_hidden = torch.zeros_like(gate) if grad_hidden is None else rows_of(grad_hidden, H)
-    into, eps_out = (of_x, of_gate), options.eps
-    grad_y, *_, sums = output_backward(grad_hidden, operands, eps_out, into=into, launcher=launcher)
+    grad_y, *_, of_channels = output_backward(
+        grad_hidden, operands, options.eps, into=(of_x, of_gate), adds=False, launcher=launcher
+    )
     grad_y = grad_y.view(y.shape)
     # without feedback y0 has no influence
     grad_y0 = y.new_empty(0) if tensors.y0 is None else torch.zeros_like(tensors.y0)
@@ -128,16 +130,15 @@ def core_backward(
         grad_W_x = joined_gradient(grad_raw, of_gate, x, r)
     if wanted.W_y and W_y is not None:
         grad_W_y = joined_gradient(grad_raw, of_gate, saved.normed.view(gate.shape), r)
-    bias = of_A.new_empty(0)
+    of_biases: torch.dtype | None = None
     if wanted.bias:
-        bias = _bias_gradient(grad_raw, of_gate, r, bias.dtype)
-    of_A = of_A.sum(0) if H == 1 else of_A.unflatten(0, (H, -1)).sum(1)
-    of_biases = tensors.D.dtype if wanted.low_bias else bias.dtype
-    of_weights = grad_W_x, grad_W_y
-    finished = launch_finish(tensors, options, of_A, bias, *of_weights, of_biases, launcher)
+        of_biases = tensors.D.dtype if wanted.low_bias else of_A.dtype
+    parts_of = of_A, grad_raw, of_gate, of_channels
+    weights = grad_W_x, grad_W_y
+    finished = launch_finish(tensors, options, *parts_of, *weights, of_biases, launcher)
     *first, dt_bias, raw_bias = finished
     states = grad_H.mT, grad_y0
-    return CoreGradients(grad_projected, *first, sums, *states, dt_bias, raw_bias, statistics)
+    return CoreGradients(grad_projected, *first, *states, dt_bias, raw_bias, statistics)
 
 
 def _raw_with_feedback(
@@ -231,17 +232,3 @@ def _at_each_token(
     """The same values of `flat` for all tokens, read as those of raw are."""
     offset = start * flat.element_size() // raw.element_size()
     return flat.view(raw.dtype).as_strided((*raw.shape[:2], r), (0, 0, 1), offset)
-
-
-def _bias_gradient(
-    grad_raw: Tensor,  # (i, r + padding) or (H, i, r + padding)
-    grad_gate: Tensor,  # (i, p) or (H, i, p)
-    r: int,
-    dtype: torch.dtype,  # of the sums
-) -> Tensor:  # (r + p,) or (H, r + p)
-    """That of W^x's bias."""
-    shape = *grad_gate.shape[:-2], r + grad_gate.shape[-1]
-    both = grad_raw.new_empty(shape, dtype=dtype)
-    torch.sum(grad_raw[..., :r], -2, dtype=dtype, out=both[..., :r])
-    torch.sum(grad_gate, -2, dtype=dtype, out=both[..., r:])
-    return both

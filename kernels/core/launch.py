@@ -9,7 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.core.triton_kernels import clear_kernel, finish_kernel, start_kernel
+from bedouin.kernels.core.triton_kernels import (
+    clear_kernel,
+    finish_kernel,
+    start_kernel,
+    sum_kernel,
+)
 from bedouin.kernels.core.types import CoreOptions, CoreTensors
 from bedouin.kernels.launch import ceil_div, next_power_of_two, triton_dtype
 from bedouin.kernels.linear import ALIGNMENT
@@ -19,7 +24,17 @@ BLOCK = 1024
 """Elements that a program writes."""
 
 START, CLEAR = PlannedKernel(start_kernel), PlannedKernel(clear_kernel)
-FINISH = PlannedKernel(finish_kernel)
+SUM, FINISH = PlannedKernel(sum_kernel), PlannedKernel(finish_kernel)
+
+SUM_ROWS, SUM_COLUMNS = 16, 256
+"""Rows and columns that a program adds at a time: 32 values in each of its threads."""
+
+ROWS_OF_PART, MOST_PARTS = 64, 16
+"""Fewest rows of one part of a sum, and most parts: enough programs for all of a GPU, and few
+enough sums to add again."""
+
+FINISH_BLOCK = 512
+"""Elements of which a program adds all parts: at most 64 values in each of its threads."""
 
 
 def launch_start(
@@ -129,38 +144,61 @@ class Finished(NamedTuple):
     W_x: Tensor  # (r + p, p) or (H, r + p, p)
     W_y: Tensor  # as W_x
     decay: Tensor  # (d, n)
-    dt_bias: Tensor  # (p,) or (H, p)
-    raw_bias: Tensor  # (r,) or (H, r)
+    D: Tensor  # (d,)
+    weight: Tensor  # (d,), empty without weight
+    dt_bias: Tensor  # (d,)
+    raw_bias: Tensor  # (H r,)
 
 
 def launch_finish(
     tensors: CoreTensors,
     options: CoreOptions,
-    grad_A: Tensor,  # (n, p) or (H, n, p)
-    bias: Tensor,  # (r + p,) or (H, r + p), of the bias of W^x, or empty
+    grad_A: Tensor,  # (b', n, p)
+    grad_raw: Tensor,  # (i, r + padding) or (H, i, r + padding), contiguous
+    grad_gate: Tensor,  # (i, p) or (H, i, p)
+    of_channels: Tensor,  # (any, 2, d) or (any, 1, d): parts of the gradients of D and weight
     W_x: Tensor,  # (r + p, p) or (H, r + p, p), or empty
     W_y: Tensor,  # as W_x
-    of_biases: torch.dtype,
+    of_biases: torch.dtype | None,  # None: the gradients of the biases are not wanted
     launcher: Launcher,
 ) -> Finished:
-    """Convert gradients, split that of the bias, and take that of A on to its parameter."""
-    decay, (*heads, n, p) = tensors.decay.contiguous(), grad_A.shape
-    r, wanted = tensors.W_x.shape[-2] - p, bias.numel()
-    of_delta = bias.new_empty((*heads, p) if wanted else 0, dtype=of_biases)
-    of_others = bias.new_empty((*heads, r) if wanted else 0, dtype=of_biases)
-    grad = torch.empty_like(decay)
+    """Add up the gradients of parameters that tokens share, and convert all as the parameters
+    have them; that of A is taken on to its parameter."""
+    sizes = tensors.sizes()
+    H, b, t, p, n, r = sizes
+    decay, D, weight = tensors.decay.contiguous(), tensors.D, tensors.weight
+    parts, wants_bias = of_channels.shape[1], of_biases is not None
+    count = of_channels.shape[0]
+    shares = max(1, min(MOST_PARTS, ceil_div(max(b * t, count), ROWS_OF_PART)))
+    sums = grad_A.new_empty(shares, H, n * p + r + p + parts * p)
+
+    def how_to_sum() -> How:
+        widths = [n * p, parts * p, *([p, r] if wants_bias else [])]
+        blocks = sum([ceil_div(width, SUM_COLUMNS) for width in widths])
+        rows = grad_gate.stride(0) if H > 1 else 0, grad_gate.stride(-2)
+        integers = b * t, b, count, r, grad_raw.shape[-1], *rows, p, n
+        return (shares, blocks, H), integers, _sum_constants(parts, wants_bias, grad_A.dtype)
+
+    launcher.launch(SUM, None, (grad_A, grad_raw, grad_gate, of_channels, sums), how_to_sum)
+    of_bias = D.dtype if of_biases is None else of_biases
+    of_delta = D.new_empty(H * p if wants_bias else 0, dtype=of_bias)
+    of_others = D.new_empty(H * r if wants_bias else 0, dtype=of_bias)
+    grad, grad_D = torch.empty_like(decay), torch.empty_like(D)
+    grad_weight = D.new_empty(0) if weight is None else torch.empty_like(weight)
     targets = _as_weight(W_x, tensors.W_x), _as_weight(W_y, tensors.W_y)
     first, second = _conversion(W_x, targets[0]), _conversion(W_y, targets[1])
 
     def how() -> How:
-        sizes = decay.numel(), bias.numel(), _size(first), _size(second)
-        constants = _finish_constants(options.decay, options.sharpness, grad_A.dtype)
-        return (ceil_div(max(sizes), BLOCK),), (*sizes, r, p, n), constants
+        sizes = _size(first), _size(second)
+        largest = max(decay.numel(), H * (r + p) if wants_bias else 0, *sizes)
+        kept = parts, wants_bias, options.decay, options.sharpness, grad_A.dtype, shares
+        integers = shares, H, *sizes, r, p, n
+        return (ceil_div(largest, FINISH_BLOCK),), integers, _finish_constants(*kept)
 
-    nothing, biases = (grad, grad), (of_delta, of_others)
-    pointers = (grad_A, decay, grad, bias, *biases, *(first or nothing), *(second or nothing))
+    nothing, grads = (grad, grad), (grad_D, grad_weight, of_delta, of_others)
+    pointers = sums, decay, grad, *grads, *(first or nothing), *(second or nothing)
     launcher.launch(FINISH, None, pointers, how)
-    return Finished(*targets, grad, *biases)
+    return Finished(*targets, grad, *grads)
 
 
 def _as_weight(
@@ -174,5 +212,21 @@ def _as_weight(
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _finish_constants(decay: str, sharpness: float, dtype: torch.dtype) -> Constants:
-    return Constants(DECAY=decay, SHARPNESS=sharpness, ACC=triton_dtype(dtype), BLOCK=BLOCK)
+def _sum_constants(parts: int, bias: bool, dtype: torch.dtype) -> Constants:
+    acc = triton_dtype(dtype)
+    return Constants(PARTS=parts, BIAS=bias, ACC=acc, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS)
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _finish_constants(
+    parts: int, bias: bool, decay: str, sharpness: float, dtype: torch.dtype, shares: int
+) -> Constants:
+    return Constants(
+        PARTS=parts,
+        BIAS=bias,
+        DECAY=decay,
+        SHARPNESS=sharpness,
+        ACC=triton_dtype(dtype),
+        SHARES=next_power_of_two(shares),
+        BLOCK=FINISH_BLOCK,
+    )

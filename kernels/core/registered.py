@@ -95,7 +95,7 @@ def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
 @operation(
     "core_backward",
     "(Tensor? grad_hidden, Tensor? grad_y, Tensor? grad_h, "
-    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 10)})",
+    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 11)})",
 )
 def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
     """The tensors of `CoreGradients`."""
@@ -113,22 +113,20 @@ def _run_backward(flat: tuple[Any, ...], *, overwrites: bool) -> tuple[Tensor, .
 @_core_backward.register_fake
 def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:19]), flat[-1]
-    projected, W_x, W_y, decay, _, weight, _, y0 = tensors
+    projected, W_x, W_y, decay, D, weight, _, y0 = tensors
     sizes, like = tensors.sizes(), saved.A
     of_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
     of_W_y = projected.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
     if W_y is not None and not wanted[1]:
         of_W_y = W_y.new_empty(0)
-    sums = like.new_empty(1 if weight is None else 2, *sizes.of_heads(sizes.p))
+    of_weight = D.new_empty(0 if weight is None else weight.shape)
     h0 = like.new_empty(sizes.folded, sizes.n, sizes.p).mT
     states = h0, like.new_empty(0 if y0 is None else y0.shape)
-    of_bias = tensors.D if wanted[4] else like
-    biases = (
-        of_bias.new_empty(sizes.of_heads(size) if wanted[3] else 0) for size in (sizes.p, sizes.r)
-    )
+    of_bias = D if wanted[4] or not wanted[3] else like
+    biases = (of_bias.new_empty(sizes.H * size if wanted[3] else 0) for size in (sizes.p, sizes.r))
     statistics = like.new_empty(2, sizes.folded, sizes.t)
     grads = projected.new_empty(projected.shape), of_W_x, of_W_y, decay.new_empty(decay.shape)
-    return *grads, sums, *states, *biases, statistics
+    return *grads, D.new_empty(D.shape), of_weight, *states, *biases, statistics
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -160,11 +158,7 @@ def _gradients(
             *grads, statistics = _run_backward(given, overwrites=True)
         else:
             *grads, statistics = _core_backward(*given)
-        *first, sums, h0, y0, dt_bias, raw_bias = grads
-        dtype = tensors.D.dtype
-        grad_D, *grad_weight = (sums if sums.dtype == dtype else sums.to(dtype)).unbind()
-        every = [*first, grad_D, *(grad_weight or [grad_D]), h0, y0, dt_bias, raw_bias]
-        given = zip(every, ctx.needs_input_grad, (*tensors, *biases), strict=False)
+        given = zip(grads, ctx.needs_input_grad, (*tensors, *biases), strict=False)
         typed = [_like(grad, v) if need and v is not None else None for grad, need, v in given]
     if ctx.report is not None and not is_transformed():
         ctx.report(*statistics.unbind())

@@ -82,13 +82,15 @@ def output_backward(
     *,
     into: tuple[Tensor, Tensor] | None = None,  # (b, t, d) each, evenly spaced rows
     most_programs: int = PROGRAMS,
+    adds: bool = True,
     launcher: Launcher = AFRESH,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight.
 
     The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). Those of x
     and gate are written to `into`, by default to new memory. No size may be 0. Operands may also be
-    rows, as those of `output_forward`.
+    rows, as those of `output_forward`. Without `adds` the last has one axis more in front, over
+    which the caller adds.
     """
     y, x, D, gate, fed, z, weight = operands
     given = into or [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (x, gate)]
@@ -109,7 +111,7 @@ def output_backward(
     norm_weight = D if weight is None else weight.contiguous()
     first = *read[:3], D.contiguous(), *read[3:], norm_weight
     launcher.launch(OUTPUT_BACKWARD, None, (*first, grad_y, *given, sums), how)
-    return grad_y, given[0], given[1], sums.sum(0)
+    return grad_y, given[0], given[1], sums.sum(0) if adds else sums
 
 
 def shifted_norm_forward(
