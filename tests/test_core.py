@@ -365,7 +365,7 @@ def test_the_number_of_launches(
     forward, backward = launches_of(layer, x, monkeypatch)
     # one of forward is the number of steps of the statistics, and four join those of the heads;
     # without feedback the coefficients and the statistics have launches of their own
-    most = {1: (10 if feedback else 11, 25), 2: (14 if feedback else 15, 27)}[num_heads]
+    most = {1: (10 if feedback else 11, 22), 2: (14 if feedback else 15, 22)}[num_heads]
     assert len(forward.names) <= most[0], forward.names
     assert len(backward.names) <= most[1], backward.names
     pairs = {1: ("sweep_kernel", "reverse_kernel"), 2: ("head_sweep_kernel", "reverse_head_kernel")}

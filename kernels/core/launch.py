@@ -33,8 +33,8 @@ ROWS_OF_PART, MOST_PARTS = 64, 16
 """Fewest rows of one part of a sum, and most parts: enough programs for all of a GPU, and few
 enough sums to add again."""
 
-FINISH_BLOCK = 512
-"""Elements of which a program adds all parts: at most 64 values in each of its threads."""
+FINISH_BLOCK = 256
+"""Elements of which a program adds all parts: at most 32 values in each of its threads."""
 
 
 def launch_start(

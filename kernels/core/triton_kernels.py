@@ -116,18 +116,21 @@ def clear_kernel(
 
 
 @triton.jit
-def _sum_rows(ptr, stride, rows, column, width, to_ptr, ACC: tl.constexpr, ROWS: tl.constexpr):
-    """Sums over this program's share of the rows, of the columns below `width`."""
+def _sum_rows(
+    ptr, stride, rows, column, readable, width, to_ptr, ACC: tl.constexpr, ROWS: tl.constexpr
+):
+    """Sums over this program's share of the rows, of the columns below `width`; those below
+    `readable` are loaded, whose number should be even enough for wide loads."""
     each = tl.cdiv(rows, tl.num_programs(0))
     start = tl.program_id(0) * each
     end = tl.minimum(start + each, rows)
-    is_one = column < width
+    is_one = column < readable
     total = tl.zeros([ROWS, column.shape[0]], ACC)
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
         from_ptr = ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
         total += tl.load(from_ptr, mask=(row < end)[:, None] & is_one[None, :], other=0.0).to(ACC)
-    tl.store(to_ptr + column, tl.sum(total, 0), mask=is_one)
+    tl.store(to_ptr + column, tl.sum(total, 0), mask=column < width)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "count"])
@@ -163,7 +166,7 @@ def sum_kernel(
     of_gate: tl.constexpr = (d + BLOCK - 1) // BLOCK
     if block < of_A:
         from_ptr = grad_A_ptr + head * batch * (n * d)
-        _sum_rows(from_ptr, n * d, batch, block * BLOCK + at, n * d, to_ptr, ACC, ROWS)
+        _sum_rows(from_ptr, n * d, batch, block * BLOCK + at, n * d, n * d, to_ptr, ACC, ROWS)
     elif block < of_A + of_channels:
         # a row has those of all heads, first for D and then for the weight
         column = (block - of_A) * BLOCK + at
@@ -183,11 +186,11 @@ def sum_kernel(
         if block < of_A + of_channels + of_gate:
             column = (block - of_A - of_channels) * BLOCK + at
             from_ptr = gate_ptr + head * gate_head
-            _sum_rows(from_ptr, gate_row, rows, column, d, to_ptr + n * d + r, ACC, ROWS)
+            _sum_rows(from_ptr, gate_row, rows, column, d, d, to_ptr + n * d + r, ACC, ROWS)
         else:
             column = (block - of_A - of_channels - of_gate) * BLOCK + at
             from_ptr = raw_ptr + head * rows * wide
-            _sum_rows(from_ptr, wide, rows, column, r, to_ptr + n * d, ACC, ROWS)
+            _sum_rows(from_ptr, wide, rows, column, wide, r, to_ptr + n * d, ACC, ROWS)
 
 
 @triton.jit
