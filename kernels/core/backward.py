@@ -16,10 +16,10 @@ from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_clear, launch_finish
 from bedouin.kernels.core.products import (
     add_product_,
+    columns_of,
     first_rows,
     joined_gradient,
     multiply,
-    rows_of,
     samples_of,
 )
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
@@ -85,17 +85,20 @@ def core_backward(
     (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
     H, _, _, p, _, r = sizes
-    x = rows_of(tensors.x, H)
+    x = columns_of(tensors.projected, 0, H, p)
     grad_projected = torch.empty_like(tensors.projected, memory_format=torch.contiguous_format)
-    of_x = rows_of(grad_projected[..., : H * p], H)
+    of_x = columns_of(grad_projected, 0, H, p)
     if tensors.weight is None:
         of_gate = torch.empty_like(gate)
     else:
         # the cotangent of z, too
-        of_gate = rows_of(grad_projected[..., H * p :], H)
+        of_gate = columns_of(grad_projected, H * p, H, p)
     operands = output_operands(tensors, y, x, gate)
     grad_hidden = cotangents.hidden
-    grad_hidden = torch.zeros_like(gate) if grad_hidden is None else rows_of(grad_hidden, H)
+    if grad_hidden is None:
+        grad_hidden = torch.zeros_like(gate)
+    else:
+        grad_hidden = columns_of(grad_hidden, 0, H, p)
     grad_y, *_, of_channels = output_backward(
         grad_hidden, operands, options.eps, into=(of_x, of_gate), adds=False, launcher=launcher
     )
@@ -103,7 +106,7 @@ def core_backward(
     # without feedback y0 has no influence
     grad_y0 = y.new_empty(0) if tensors.y0 is None else torch.zeros_like(tensors.y0)
     if W_y is not None:
-        grad_normed = multiply(of_gate, W_y[..., r:, :]).view(y.shape)
+        grad_normed = multiply(of_gate, W_y.narrow(-2, r, p)).view(y.shape)
         given = grad_normed, y, tensors.y0, eps, grad_y
         _, grad_y0 = shifted_norm_backward(*given, launcher=launcher)
         del grad_normed, given
@@ -123,7 +126,7 @@ def core_backward(
     of_x += grads.x.view(gate.shape)
     grad_H, of_A, statistics = grads.H, grads.A, grads.statistics
     del grads, grad_y
-    add_product_(of_x, of_gate, W_x[..., r:, :])
+    add_product_(of_x, of_gate, W_x.narrow(-2, r, p))
     add_product_(of_x, grad_raw, first_rows(W_x, wide))
     grad_W_x, grad_W_y = W_x.new_empty(0), W_x.new_empty(0)
     if wanted.W_x:
@@ -136,9 +139,8 @@ def core_backward(
     parts_of = of_A, grad_raw, of_gate, of_channels
     weights = grad_W_x, grad_W_y
     finished = launch_finish(tensors, options, *parts_of, *weights, of_biases, launcher)
-    *first, dt_bias, raw_bias = finished
     states = grad_H.mT, grad_y0
-    return CoreGradients(grad_projected, *first, *states, dt_bias, raw_bias, statistics)
+    return CoreGradients(grad_projected, *finished[:5], *states, *finished[5:], statistics)
 
 
 def _raw_with_feedback(
@@ -174,7 +176,7 @@ def _reverse(
     H, _, t, p, n, r = sizes
     b = sizes.folded
     _, W_y = saved.weights(tensors)
-    loop = None if W_y is None else W_y[..., :r, :]
+    loop = None if W_y is None else W_y.narrow(-2, 0, r)
     # what only the kernels of one head need
     alone = loop is not None and H == 1
     splits = (
@@ -195,7 +197,7 @@ def _reverse(
     known = SolvedBuffers(
         samples_of(tensors.x, H),
         saved.y,
-        raw[..., :r],
+        raw.narrow(2, 0, r),
         # raw contains it: to each token the kernels of one head add the same zeros
         _at_each_token(flat, ends[4], raw, r) if alone else None,
         A,

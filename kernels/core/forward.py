@@ -8,7 +8,13 @@ from torch import Tensor
 
 from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_start
-from bedouin.kernels.core.products import add_product_, first_rows, project, rows_of, samples_of
+from bedouin.kernels.core.products import (
+    add_product_,
+    columns_of,
+    first_rows,
+    project,
+    samples_of,
+)
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
 from bedouin.kernels.direct.buffers import SweepBuffers, count_kept, state_major
 from bedouin.kernels.direct.heads.launch import launch_head_sweep
@@ -54,14 +60,15 @@ def core_forward(
         eps = options.parameterization.feedback_norm_eps
         normed[:, 0] = normalize_feedback(tensors.y0, eps)
 
-    rows = rows_of(x, H)
-    raw = project(rows, first_rows(W_x, wide), bias[..., :wide]).view(folded, t, wide)
-    gate = project(rows, W_x[..., r:, :], bias[..., wide:])
+    rows = columns_of(tensors.projected, 0, H, p)
+    of_raw, of_gate = bias.split([wide, p], -1)
+    raw = project(rows, first_rows(W_x, wide), of_raw).view(folded, t, wide)
+    gate = project(rows, W_x.narrow(-2, r, p), of_gate)
     padded = None if real is None else ~real
     if padded is not None:
         hold_memory_(raw, padded, p, -CLOSED)
-    loop = None if W_y is None else W_y[..., :r, :]
-    given = raw[..., :r], loop, A, h, kept, y, normed, statistics
+    loop = None if W_y is None else W_y.narrow(-2, 0, r)
+    given = raw.narrow(2, 0, r), loop, A, h, kept, y, normed, statistics
     buffers = SweepBuffers(samples_of(x, H), *given)
     if H == 1 or loop is None:
         how = options.parameterization, options.keep_every
@@ -73,10 +80,12 @@ def core_forward(
     if W_y is None:
         normed = W_x.new_empty(0)
     else:
-        add_product_(gate, normed.view(gate.shape), W_y[..., r:, :].mT)
+        add_product_(gate, normed.view(gate.shape), W_y.narrow(-2, r, p).mT)
     hidden = W_x.new_empty(b, t, H * p)
     operands = output_operands(tensors, y, rows, gate)
-    output_forward(operands, options.eps, W_x.dtype, into=rows_of(hidden, H), launcher=launcher)
+    output_forward(
+        operands, options.eps, W_x.dtype, into=columns_of(hidden, 0, H, p), launcher=launcher
+    )
     low_W_x = W_x.new_empty(0) if W_x is tensors.W_x else W_x
     low_W_y = W_x.new_empty(0) if W_y is tensors.W_y or W_y is None else W_y
     saved = CoreSaved(y, raw, gate, normed, kept, A, low_W_x, low_W_y)
@@ -103,14 +112,8 @@ def output_operands(
     gate: Tensor,  # (i, p) or (H, i, p)
 ) -> OutputOperands:
     """The operands of the output stage, as rows."""
-    z, of_channels = tensors.z, gate.shape[:-2] + gate.shape[-1:]
-    weight = None if tensors.weight is None else tensors.weight.reshape(of_channels)
-    return OutputOperands(
-        y.view(gate.shape),
-        x,
-        tensors.D.reshape(of_channels),
-        gate,
-        None,
-        None if z is None else rows_of(z, 1 if x.dim() == 2 else x.shape[0]),
-        weight,
-    )
+    heads, d = 1 if x.dim() == 2 else x.shape[0], tensors.D.shape[0]
+    z = None
+    if tensors.weight is not None:
+        z = columns_of(tensors.projected, d, heads, d // heads)
+    return OutputOperands(y.view(gate.shape), x, tensors.D, gate, None, z, tensors.weight)

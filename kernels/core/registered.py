@@ -135,10 +135,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
     ctx.save_for_backward(*inputs[:10], y, *output[INNER])
     ctx.scalars = inputs[11:]
-    W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
-    (D, dt_bias, raw_bias), bias = (inputs[at] for at in (4, 8, 9)), any(ctx.needs_input_grad[8:10])
-    low = D.dtype == dt_bias.dtype and (raw_bias is None or raw_bias.dtype == D.dtype)
-    ctx.wanted = [W_x, W_y, y0, bias, low]
+    needs, of_bias = ctx.needs_input_grad, inputs[8:10]
+    low = all([bias is None or bias.dtype == inputs[4].dtype for bias in of_bias])
+    ctx.wanted = [needs[1], needs[2], needs[7], needs[8] or needs[9], low]
     ctx.report = None
 
 
@@ -158,8 +157,8 @@ def _gradients(
             *grads, statistics = _run_backward(given, overwrites=True)
         else:
             *grads, statistics = _core_backward(*given)
-        given = zip(grads, ctx.needs_input_grad, (*tensors, *biases), strict=False)
-        typed = [_like(grad, v) if need and v is not None else None for grad, need, v in given]
+        of_each = zip(grads, ctx.needs_input_grad, (*tensors, *biases), strict=False)
+        typed = [_like(grad, v) if need and v is not None else None for grad, need, v in of_each]
     if ctx.report is not None and not is_transformed():
         ctx.report(*statistics.unbind())
     # none for what is real and for the options

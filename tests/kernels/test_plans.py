@@ -166,7 +166,8 @@ def test_hooks_and_unknown_versions_get_the_ordinary_launch(compiled: list[Recor
 
 
 def test_hooks_of_launches_see_a_planned_one(compiled: list[Recorded]) -> None:
-    kernel, seen = make_kernel(), []
+    kernel = make_kernel()
+    seen: list[Any] = []
     for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
         compiled.clear()
         hooks.add(seen.append)
