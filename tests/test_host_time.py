@@ -1,4 +1,6 @@
-"""What an eager call costs the host: Python calls, operations of torch, and what is known of launches.
+"""What an eager call costs the host, and that known launches are those that would be computed.
+
+Counted are Python calls and operations of torch.
 
 Triton runs with a driver that only names a GPU, and with kernels that record instead of running, so
 that the numbers of a call are meaningless and its path is that of a GPU.
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 import triton
+from tests.kernels.test_plans import Driver
+from tests.test_core import Inside
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -29,8 +33,6 @@ from bedouin.kernels.direct import triton_plan
 from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.plans import Launcher
 from bedouin.state import BedouinState
-from tests.kernels.test_plans import Driver
-from tests.test_core import Inside
 
 pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter launches by itself")
 
