@@ -103,13 +103,14 @@ def core_backward(
         grad_hidden, operands, options.eps, into=(of_x, of_gate), adds=False, launcher=launcher
     )
     grad_y = grad_y.view(y.shape)
-    # without feedback y0 has no influence
-    grad_y0 = y.new_empty(0) if tensors.y0 is None else torch.zeros_like(tensors.y0)
     if W_y is not None:
         grad_normed = multiply(of_gate, W_y.narrow(-2, r, p)).view(y.shape)
         given = grad_normed, y, tensors.y0, eps, grad_y
         _, grad_y0 = shifted_norm_backward(*given, launcher=launcher)
         del grad_normed, given
+    else:
+        # y0 has no influence
+        grad_y0 = y.new_empty(0) if tensors.y0 is None else torch.zeros_like(tensors.y0)
     if cotangents.y is not None:
         grad_y += cotangents.y
 
@@ -128,11 +129,14 @@ def core_backward(
     del grads, grad_y
     add_product_(of_x, of_gate, W_x.narrow(-2, r, p))
     add_product_(of_x, grad_raw, first_rows(W_x, wide))
-    grad_W_x, grad_W_y = W_x.new_empty(0), W_x.new_empty(0)
     if wanted.W_x:
         grad_W_x = joined_gradient(grad_raw, of_gate, x, r)
+    else:
+        grad_W_x = W_x.new_empty(0)
     if wanted.W_y and W_y is not None:
         grad_W_y = joined_gradient(grad_raw, of_gate, saved.normed.view(gate.shape), r)
+    else:
+        grad_W_y = W_x.new_empty(0)
     of_biases: torch.dtype | None = None
     if wanted.bias:
         of_biases = tensors.D.dtype if wanted.low_bias else of_A.dtype
@@ -220,7 +224,7 @@ def _reverse(
         words = flat.element_size() // 4
         counts = (chunks, COUNTERS), (COUNTERS, 1), ends[3] * words
         parts = (splits, b, p), (b * p, p, 1), ends[1]
-        counters = flat.view(torch.int32).as_strided(*counts)
+        counters = flat.view(torch.int32).as_strided(*counts).unbind()
         zeros = ReverseZeros(counters, flat.as_strided(*parts))
     return grads, launch_reverse(known, grads, loop, *how, zeros=zeros, launcher=launcher)
 

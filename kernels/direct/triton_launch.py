@@ -3,6 +3,7 @@
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -169,7 +170,7 @@ def _splits(plan: Plan | None) -> int:
 class ReverseZeros(NamedTuple):
     """Zeros that a reverse sweep starts with, for callers that write them in one launch."""
 
-    counters: Tensor  # (chunks, 3 or more), int32
+    counters: Sequence[Tensor]  # (3,) or more of each chunk, int32
     grad_normed: Tensor | None  # (splits, b, d)
 
 
