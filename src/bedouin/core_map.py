@@ -39,7 +39,6 @@ from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState
 from bedouin.wrapped import is_plain
 
-
 # here, because the compiler warns about caches, and traces other calls of the function
 _unsupported_sizes = lru_cache(maxsize=256)(unsupported_sizes)
 
