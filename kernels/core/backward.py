@@ -218,7 +218,8 @@ def _reverse(
     )
     how = options.parameterization, options.keep_every
     if H > 1 and loop is not None:
-        return grads, launch_head_reverse(known, grads, loop, *how, wants_first=wants_y0)
+        given = known, grads, loop, *how
+        return grads, launch_head_reverse(*given, wants_first=wants_y0, launcher=launcher)
     zeros: ReverseZeros | None = None
     if alone:
         words = flat.element_size() // 4

@@ -70,11 +70,11 @@ def core_forward(
     loop = None if W_y is None else W_y.narrow(-2, 0, r)
     given = raw.narrow(2, 0, r), loop, A, h, kept, y, normed, statistics
     buffers = SweepBuffers(samples_of(x, H), *given)
+    how = options.parameterization, options.keep_every
     if H == 1 or loop is None:
-        how = options.parameterization, options.keep_every
         launch_sweep(buffers, *how, counts=counts, launcher=launcher)
     else:
-        launch_head_sweep(buffers, options.parameterization, options.keep_every)
+        launch_head_sweep(buffers, *how, launcher=launcher)
     if padded is not None:
         ignore_padding_(statistics, padded)
     if W_y is None:
