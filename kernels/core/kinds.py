@@ -22,12 +22,21 @@ def launcher_of(
 ) -> Launcher:
     """The launcher of a call. `tensors` are all that the call is given, and `others` is all else
     that decides which launches it makes."""
-    looks = tuple(
-        [v if v is None else (v.dtype, v.get_device(), v.shape, v.stride()) for v in tensors]
-    )
+    looks: list[Hashable] = [name, others]
+    single = False
+    for v in tensors:
+        # a dtype or None ends what is said of each tensor
+        if v is None:
+            looks.append(None)
+            continue
+        dtype = v.dtype
+        looks += v.shape
+        looks += v.stride()
+        looks += v.get_device(), dtype
+        single |= dtype is torch.float32
     # only products of float32 depend on the setting
-    tf32 = any([look is not None and look[0] == torch.float32 for look in looks]) and uses_tf32()
-    key = name, looks, others, tf32
+    looks.append(single and uses_tf32())
+    key = tuple(looks)
     known = _KINDS.get(key)
     if known is None:
         if len(_KINDS) >= MAX_KINDS:
