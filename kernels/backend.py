@@ -13,6 +13,8 @@ from torch import Tensor
 Backend = Literal["auto", "triton", "reference"]
 Implementation = Literal["triton", "reference"]
 
+_BACKENDS = get_args(Backend)
+
 AUTO_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes for which "auto" chooses Triton. float64 serves to check numbers, as the reference
 does."""
@@ -39,8 +41,8 @@ _TRITON, _IS_OLD = _find_triton()
 
 def check_backend(backend: str) -> None:
     """Raise ValueError unless `backend` is one of "auto", "triton" and "reference"."""
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend must be one of {_BACKENDS}, got {backend!r}")
 
 
 def choose_backend(

@@ -48,16 +48,26 @@ class Operation:
         torch.library.register_fake(self.overload.name().removesuffix(".default"), function)
 
     def register_autograd(
-        self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
+        self,
+        backward: Callable[..., Any],
+        *,
+        setup_context: Callable[..., None],
+        inner: slice = slice(0),
     ) -> None:
-        """Give the operation a gradient, as `torch.library.register_autograd` does."""
+        """Give the operation a gradient, as `torch.library.register_autograd` does.
+
+        `inner` are outputs that the backward pass alone reads: in eager mode with a gradient a call
+        does not return them, and `backward` gets no cotangents of them there.
+        """
         name, below = self.overload.name().removesuffix(".default"), self._below_autograd
         torch.library.register_autograd(name, backward, setup_context=setup_context)
+
+        is_whole = inner == slice(0)
 
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = below(*inputs)
             setup_context(ctx, inputs, output)
-            return output
+            return output if is_whole else (*output[: inner.start], *output[inner.stop :])
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._eager = type(name.partition("::")[2], (torch.autograd.Function,), methods)

@@ -2,17 +2,21 @@
 
 `kernel[grid](...)` inspects every argument at every launch, which costs the host 14 to 20
 microseconds for fifty arguments. A plan remembers the compiled kernel for all that Triton
-specializes on, and launches it by `CompiledKernel.__getitem__`, which has had the same form from
-Triton 3.6 to 3.9 and calls the launch hooks itself. The ordinary launch remains for the first
-launch of each kind, in the interpreter, for hooks that see each call, and for versions of Triton
-that nobody has tried. Settings such as TRITON_DEBUG are read at the first launch.
+specializes on, and launches it as `CompiledKernel.__getitem__` does, which has had the same form
+from Triton 3.6 to 3.9. It passes addresses instead of tensors, of which the launcher would ask each
+for its address and then the driver whether that is one of the device. The ordinary launch remains
+for the first launch of each kind, in the interpreter, for hooks that see each call, and for
+versions of Triton that nobody has tried. Settings such as TRITON_DEBUG are read at the first
+launch.
 """
 
 import re
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -53,6 +57,18 @@ class Constants(dict[str, Any]):
         return self is other
 
 
+class _Plan:
+    """A compiled kernel and the arguments behind its integers."""
+
+    __slots__ = ("compiled", "function", "last", "metadata", "run")
+
+    def __init__(self, compiled: CompiledKernel, last: tuple[Any, ...]) -> None:
+        self.compiled, self.last = compiled, last
+        # looked up once: `run` is a property, which creates the launcher when it is first read
+        self.run, self.function = compiled.run, compiled.function
+        self.metadata = compiled.packed_metadata
+
+
 class PlannedKernel:
     """A Triton kernel whose launches are planned.
 
@@ -62,7 +78,9 @@ class PlannedKernel:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._plans: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        # the plans again, by all integers: these need not be looked at then
+        self._seen: dict[tuple[Any, ...], _Plan] = {}
         names = kernel.arg_names
         self._names, self._specialized = names, [not _is_free(kernel, name) for name in names]
 
@@ -72,36 +90,163 @@ class PlannedKernel:
         tensors: tuple[Tensor, ...],  # any shapes
         integers: tuple[int | None, ...],
         constants: Constants,
-    ) -> None:
-        """Launch on the current device and stream."""
-        if not _KNOWN or not isinstance(self.kernel, JITFunction) or self.kernel.pre_run_hooks:
-            self.kernel[grid](*tensors, *integers, **constants)
-            return
+    ) -> _Plan | None:
+        """Launch on the current device and stream. Returns the plan of launches like this one on
+        this device for tensors that are aligned as Triton prefers it; None if there is none yet."""
+        kernel = self.kernel
+        if not _KNOWN or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+            kernel[grid](*tensors, *integers, **constants)
+            return None
         addresses = [tensor.data_ptr() for tensor in tensors]
-        device = driver.active.get_current_device()
+        active = driver.active
+        device = active.get_current_device()
         dtypes = tuple([tensor.dtype for tensor in tensors])
         aligned: tuple[bool, ...] | None = None
         if any([address % ALIGNMENT for address in addresses]):
             aligned = tuple([not address % ALIGNMENT for address in addresses])
+        # the launcher would refuse the address of a CPU, but no longer sees the tensor
+        devices = tuple([tensor.get_device() for tensor in tensors])
+        seen = device, constants, integers, dtypes, devices, aligned
+        plan = self._seen.get(seen)
+        if plan is None:
+            plan = self._find(grid, tensors, seen)
+            if plan is None:
+                return None
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = active.get_current_stream(device)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if enter.calls or leave.calls:
+            plan.compiled[x, y, z](*addresses, *integers, *plan.last, stream=stream)
+        else:
+            # no metadata and no hooks: chains of hooks that are empty would be called, too
+            given = plan.function, plan.metadata, None, None, None
+            plan.run(x, y, z, stream, *given, *addresses, *integers, *plan.last)
+        return plan if aligned is None else None
+
+    def _find(
+        self,
+        grid: tuple[int, ...],
+        tensors: tuple[Tensor, ...],  # any shapes
+        seen: tuple[Any, ...],
+    ) -> _Plan | None:
+        """The plan of a launch whose integers have not been seen; None after an ordinary launch."""
+        device, constants, integers, *others = seen
         matters = self._specialized[len(tensors) :]
         # None is a constant wherever it stands
         pairs = zip(integers, matters, strict=False)
         fixed = tuple([v if matter or v is None else 0 for v, matter in pairs])
-        key = (device, constants, fixed, dtypes, aligned)
-        found = self._plans.get(key)
+        key = (device, constants, fixed, *others)
+        plan = self._plans.get(key)
         regular = sum([v for v in integers if v]) < LARGEST
-        if found is not None and regular:
-            compiled, last = found
-            sizes = (*grid, 1, 1)[:3]
-            stream = driver.active.get_current_stream(device)
-            compiled[sizes](*tensors, *integers, *last, stream=stream)
-            return
+        if plan is not None and regular:
+            if len(self._seen) >= MAX_PLANS:
+                self._seen.clear()
+            self._seen[seen] = plan
+            return plan
         compiled = self.kernel[grid](*tensors, *integers, **constants)
         if regular and isinstance(compiled, CompiledKernel):
             names = self._names[len(tensors) + len(integers) :]
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            self._plans[key] = compiled, tuple(constants[name] for name in names)
+                self._seen.clear()
+            self._plans[key] = _Plan(compiled, tuple(constants[name] for name in names))
+        return None
+
+
+How = tuple[tuple[int, ...], tuple[int | None, ...], Constants]
+"""Grid, integers and constants of a launch."""
+
+
+class _Known:
+    """A launch, and its plan on a device once it has one."""
+
+    __slots__ = ("constants", "device", "grid", "integers", "plan", "rest", "sizes")
+
+    def __init__(
+        self, grid: tuple[int, ...], integers: tuple[int | None, ...], constants: Constants
+    ):
+        self.grid, self.integers, self.constants = grid, integers, constants
+        self.sizes = (*grid, 1, 1)[:3]
+        self.plan: _Plan | None = None
+        self.device: int | None = None
+        self.rest: tuple[Any, ...] = ()
+
+
+KnownLaunches = dict[Hashable, Any]
+"""Launches, and other values, that calls of one kind have in common. Calls of one kind agree in all
+that a launch depends on but the addresses of tensors: shapes, strides, dtypes, devices, options and
+settings."""
+
+ValueT = TypeVar("ValueT")
+
+
+class Launcher:
+    """Launches the kernels of one call, on the device and stream that are current in it.
+
+    What a launch of a known kind depends on is computed once, by the first call of the kind.
+    """
+
+    __slots__ = ("_device", "_known", "_stream")
+
+    def __init__(self, known: KnownLaunches | None = None) -> None:
+        """`known`: that of the call's kind; None: nothing is remembered."""
+        self._known = known
+        self._device: int | None = None
+        self._stream: Any = None
+
+    def launch(
+        self,
+        kernel: PlannedKernel,
+        name: Hashable,
+        tensors: tuple[Tensor, ...],  # any shapes
+        how: Callable[[], How],
+    ) -> None:
+        """Launch the kernel; `name` distinguishes the launches of a kernel in a call, and `how` is
+        called if this one is not known."""
+        if self._known is None:
+            grid, integers, constants = how()
+            kernel.launch(grid, tensors, integers, constants)
+            return
+        key = kernel, name
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Known(*how())
+        plan = known.plan
+        if plan is not None and self._is_current(known.device) and not kernel.kernel.pre_run_hooks:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if not any([address % ALIGNMENT for address in addresses]):
+                given = plan.function, plan.metadata, None, None, None
+                plan.run(*known.sizes, self._stream, *given, *addresses, *known.rest)
+                return
+        plan = kernel.launch(known.grid, tensors, known.integers, known.constants)
+        if plan is not None:
+            known.device = driver.active.get_current_device()
+            known.rest = (*known.integers, *plan.last)
+            # last, because another thread may read it
+            known.plan = plan
+
+    def once(self, name: str, compute: Callable[[], ValueT]) -> ValueT:
+        """The value of `compute`, which is the same for all calls of the kind and no tensor."""
+        if self._known is None:
+            return compute()
+        found: ValueT | None = self._known.get(name)
+        if found is None:
+            found = self._known[name] = compute()
+        return found
+
+    def _is_current(self, device: int | None) -> bool:
+        """Whether the device is the current one, and no hook wants to see launches."""
+        if self._device is None:
+            active, runtime = driver.active, knobs.runtime
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                return False
+            current = active.get_current_device()
+            self._device, self._stream = current, active.get_current_stream(current)
+        return device == self._device
+
+
+AFRESH = Launcher()
+"""Remembers nothing."""
 
 
 def _is_free(kernel: Any, name: str) -> bool:

@@ -17,6 +17,8 @@ from bedouin.solvers.solution import Solution, SolveStats, join_parts
 from bedouin.solvers.trees import as_tensor_problem
 from bedouin.solvers.watch import SolveStep, StepRecorder
 
+_EXACT = ImplicitAdjoint()
+
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
 
@@ -84,7 +86,7 @@ class SolveOptions:
         cut_at = steps if steps < self.cap.limit else None
         reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
         problem = Problem(f, y0, self.solver, steps, time_dim, reporting, caller.watch)
-        solution = (self.adjoint or ImplicitAdjoint()).apply(problem)
+        solution = (self.adjoint or _EXACT).apply(problem)
         if caller.watch is not None:
             solution = caller.watch.into(solution)
         if caller.num_parts > 1:

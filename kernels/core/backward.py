@@ -5,19 +5,21 @@ gradients of a weight's two parts are written into one tensor.
 Letters as in `types.py`.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.core.forward import output_operands
+from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_clear, launch_finish
 from bedouin.kernels.core.products import (
     add_product_,
+    columns_of,
     first_rows,
     joined_gradient,
     multiply,
-    rows_of,
     samples_of,
 )
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
@@ -27,6 +29,7 @@ from bedouin.kernels.direct.triton_launch import ReverseZeros, count_splits, lau
 from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.linear import ALIGNMENT
 from bedouin.kernels.output.launch import output_backward, shifted_norm_backward
+from bedouin.kernels.plans import Launcher
 
 COUNTERS = 16
 """Integers that a launch's counters occupy: 64 bytes, for aligned addresses."""
@@ -47,11 +50,12 @@ class CoreGradients(NamedTuple):
     W_x: Tensor  # (r + p, p) or (H, r + p, p)
     W_y: Tensor  # as W_x
     decay: Tensor  # (d, n)
-    sums: Tensor  # (2, p) or (2, H, p), of D and weight, or (1, p) or (1, H, p) of D alone
+    D: Tensor  # (d,)
+    weight: Tensor  # (d,), empty without weight
     h0: Tensor  # (b', p, n)
     y0: Tensor  # (b', p), empty without y0
-    dt_bias: Tensor  # (p,) or (H, p)
-    raw_bias: Tensor  # (r,) or (H, r)
+    dt_bias: Tensor  # (d,)
+    raw_bias: Tensor  # (H r,)
     statistics: Tensor  # (2, b', t), defect and scale of the adjoint equation
 
 
@@ -62,6 +66,7 @@ class Wanted(NamedTuple):
     W_y: bool
     y0: bool
     bias: bool
+    low_bias: bool  # the biases have the dtype of D; else their gradients are those of the sums
 
 
 def core_backward(
@@ -75,28 +80,37 @@ def core_backward(
 ) -> CoreGradients:
     """The gradients of a call of `core_forward`; `overwrites` allows it to use the memory of
     `saved.raw`, which it takes for the cotangent of the raw values."""
+    others = (options, wanted, overwrites)
+    launcher = launcher_of("backward", (*cotangents, *tensors, *saved), others)
     (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
     H, _, _, p, _, r = sizes
-    x = rows_of(tensors.x, H)
+    x = columns_of(tensors.projected, 0, H, p)
     grad_projected = torch.empty_like(tensors.projected, memory_format=torch.contiguous_format)
-    of_x = rows_of(grad_projected[..., : H * p], H)
+    of_x = columns_of(grad_projected, 0, H, p)
     if tensors.weight is None:
         of_gate = torch.empty_like(gate)
     else:
         # the cotangent of z, too
-        of_gate = rows_of(grad_projected[..., H * p :], H)
+        of_gate = columns_of(grad_projected, H * p, H, p)
     operands = output_operands(tensors, y, x, gate)
     grad_hidden = cotangents.hidden
-    grad_hidden = torch.zeros_like(gate) if grad_hidden is None else rows_of(grad_hidden, H)
-    grad_y, _, _, sums = output_backward(grad_hidden, operands, options.eps, into=(of_x, of_gate))
+    if grad_hidden is None:
+        grad_hidden = torch.zeros_like(gate)
+    else:
+        grad_hidden = columns_of(grad_hidden, 0, H, p)
+    grad_y, *_, of_channels = output_backward(
+        grad_hidden, operands, options.eps, into=(of_x, of_gate), adds=False, launcher=launcher
+    )
     grad_y = grad_y.view(y.shape)
-    # without feedback y0 has no influence
-    grad_y0 = y.new_empty(0) if tensors.y0 is None else torch.zeros_like(tensors.y0)
     if W_y is not None:
-        grad_normed = multiply(of_gate, W_y[..., r:, :]).view(y.shape)
-        _, grad_y0 = shifted_norm_backward(grad_normed, y, tensors.y0, eps, add_to=grad_y)
-        del grad_normed
+        grad_normed = multiply(of_gate, W_y.narrow(-2, r, p)).view(y.shape)
+        given = grad_normed, y, tensors.y0, eps, grad_y
+        _, grad_y0 = shifted_norm_backward(*given, launcher=launcher)
+        del grad_normed, given
+    else:
+        # y0 has no influence
+        grad_y0 = y.new_empty(0) if tensors.y0 is None else torch.zeros_like(tensors.y0)
     if cotangents.y is not None:
         grad_y += cotangents.y
 
@@ -104,7 +118,8 @@ def core_backward(
     # a token's raw values are read before their cotangent is written, so both can share memory
     shares = overwrites or W_y is not None
     grad_raw = raw if shares else torch.empty_like(raw)
-    grads, parts = _reverse(cotangents.h, grad_y, raw, grad_raw, tensors, saved, options, wanted.y0)
+    how = options, wanted.y0, launcher
+    grads, parts = _reverse(cotangents.h, grad_y, raw, grad_raw, tensors, saved, *how)
     if wanted.y0 and tensors.y0 is not None and parts is not None:
         grad_y0 = grad_y0 + normalize_feedback_vjp(parts.sum(0), tensors.y0, eps)
     wide = grad_raw.shape[2]
@@ -112,21 +127,24 @@ def core_backward(
     of_x += grads.x.view(gate.shape)
     grad_H, of_A, statistics = grads.H, grads.A, grads.statistics
     del grads, grad_y
-    add_product_(of_x, of_gate, W_x[..., r:, :])
+    add_product_(of_x, of_gate, W_x.narrow(-2, r, p))
     add_product_(of_x, grad_raw, first_rows(W_x, wide))
-    grad_W_x, grad_W_y = W_x.new_empty(0), W_x.new_empty(0)
     if wanted.W_x:
         grad_W_x = joined_gradient(grad_raw, of_gate, x, r)
+    else:
+        grad_W_x = W_x.new_empty(0)
     if wanted.W_y and W_y is not None:
         grad_W_y = joined_gradient(grad_raw, of_gate, saved.normed.view(gate.shape), r)
-    bias = of_A.new_empty(0)
+    else:
+        grad_W_y = W_x.new_empty(0)
+    of_biases: torch.dtype | None = None
     if wanted.bias:
-        bias = _bias_gradient(grad_raw, of_gate, r, bias.dtype)
-    of_A = of_A.sum(0) if H == 1 else of_A.unflatten(0, (H, -1)).sum(1)
-    finished = launch_finish(tensors, options, of_A, bias, grad_W_x, grad_W_y)
-    of_weights = finished.W_x, finished.W_y, finished.decay, sums
-    of_biases = finished.dt_bias, finished.raw_bias
-    return CoreGradients(grad_projected, *of_weights, grad_H.mT, grad_y0, *of_biases, statistics)
+        of_biases = tensors.D.dtype if wanted.low_bias else of_A.dtype
+    parts_of = of_A, grad_raw, of_gate, of_channels
+    weights = grad_W_x, grad_W_y
+    finished = launch_finish(tensors, options, *parts_of, *weights, of_biases, launcher)
+    states = grad_H.mT, grad_y0
+    return CoreGradients(grad_projected, *finished[:5], *states, *finished[5:], statistics)
 
 
 def _raw_with_feedback(
@@ -155,64 +173,69 @@ def _reverse(
     saved: CoreSaved,
     options: CoreOptions,
     wants_y0: bool,
+    launcher: Launcher,
 ) -> tuple[GradBuffers, Tensor | None]:
     """The reverse sweep: its results, and parts (splits, b', p) of the cotangent of norm(y0)."""
     A, kept, sizes = saved.A, saved.kept, tensors.sizes()
     H, _, t, p, n, r = sizes
     b = sizes.folded
     _, W_y = saved.weights(tensors)
-    loop = None if W_y is None else W_y[..., :r, :]
+    loop = None if W_y is None else W_y.narrow(-2, 0, r)
     # what only the kernels of one head need
     alone = loop is not None and H == 1
-    splits = count_splits(loop, b) if alone and loop is not None else 0
+    splits = (
+        launcher.once("splits", lambda: count_splits(loop, b)) if alone and loop is not None else 0
+    )
     chunks = kept.shape[1] + 1 if alone else 0
     of_H = b if grad_h is None else 0
     of_h0 = 1 if tensors.h0 is None else 0
     of_fed = r if alone else 0
-    shapes = [of_H * n * p, b * n * p, splits * b * p, of_h0 * n * p, COUNTERS * chunks, of_fed]
-    aligned = [size + -size % ALIGNMENT for size in shapes]
-    flat = A.new_empty(sum(aligned))
-    launch_clear(flat, grad_raw, r)
-    zero_H, grad_A, normed, first, counts, fed = (
-        v[:size] for v, size in zip(flat.split(aligned), shapes, strict=True)
-    )
+    lengths = of_H * n * p, b * n * p, splits * b * p, of_h0 * n * p, COUNTERS * chunks, of_fed
+    ends = list(accumulate([size + -size % ALIGNMENT for size in lengths]))
+    flat = A.new_empty(ends[-1])
+    launch_clear(flat, grad_raw, r, launcher)
+    # one view each, because views cost the host as much as launches
+    of_samples = (b, n, p), (n * p, p, 1)
     # all samples share one memory of zeros
-    h0 = first.view(n, p).expand(b, n, p) if tensors.h0 is None else tensors.h0.mT.contiguous()
+    zero_h0 = (b, n, p), (0, p, 1), ends[2]
     known = SolvedBuffers(
         samples_of(tensors.x, H),
         saved.y,
-        raw[..., :r],
+        raw.narrow(2, 0, r),
         # raw contains it: to each token the kernels of one head add the same zeros
-        fed.view(raw.dtype)[:r].expand(b, t, r) if alone else None,
+        _at_each_token(flat, ends[4], raw, r) if alone else None,
         A,
-        h0,
+        flat.as_strided(*zero_h0) if tensors.h0 is None else tensors.h0.mT.contiguous(),
         kept,
     )
     grads = GradBuffers(
         grad_y,
-        zero_H.view(b, n, p) if grad_h is None else state_major(grad_h),
+        flat.as_strided(*of_samples, 0) if grad_h is None else state_major(grad_h),
         raw.new_empty(b, t, p),
         grad_raw,
-        grad_A.view(b, n, p),
+        flat.as_strided(*of_samples, ends[0]),
         A.new_empty(2, b, t),
     )
     how = options.parameterization, options.keep_every
     if H > 1 and loop is not None:
-        return grads, launch_head_reverse(known, grads, loop, *how, wants_first=wants_y0)
-    counters = counts.view(torch.int32)[: COUNTERS * chunks].view(chunks, COUNTERS)
-    zeros = ReverseZeros(counters, normed.view(splits, b, p) if splits else None)
-    return grads, launch_reverse(known, grads, loop, *how, zeros=zeros)
+        given = known, grads, loop, *how
+        return grads, launch_head_reverse(*given, wants_first=wants_y0, launcher=launcher)
+    zeros: ReverseZeros | None = None
+    if alone:
+        words = flat.element_size() // 4
+        counts = (chunks, COUNTERS), (COUNTERS, 1), ends[3] * words
+        parts = (splits, b, p), (b * p, p, 1), ends[1]
+        counters = flat.view(torch.int32).as_strided(*counts).unbind()
+        zeros = ReverseZeros(counters, flat.as_strided(*parts))
+    return grads, launch_reverse(known, grads, loop, *how, zeros=zeros, launcher=launcher)
 
 
-def _bias_gradient(
-    grad_raw: Tensor,  # (i, r + padding) or (H, i, r + padding)
-    grad_gate: Tensor,  # (i, p) or (H, i, p)
+def _at_each_token(
+    flat: Tensor,  # (size,)
+    start: int,
+    raw: Tensor,  # (b, t, r or more)
     r: int,
-    dtype: torch.dtype,  # of the sums
-) -> Tensor:  # (r + p,) or (H, r + p)
-    """That of W^x's bias."""
-    shape = *grad_gate.shape[:-2], r + grad_gate.shape[-1]
-    both = grad_raw.new_empty(shape, dtype=dtype)
-    torch.sum(grad_raw[..., :r], -2, dtype=dtype, out=both[..., :r])
-    torch.sum(grad_gate, -2, dtype=dtype, out=both[..., r:])
-    return both
+) -> Tensor:  # (b, t, r)
+    """The same values of `flat` for all tokens, read as those of raw are."""
+    offset = start * flat.element_size() // raw.element_size()
+    return flat.view(raw.dtype).as_strided((*raw.shape[:2], r), (0, 0, 1), offset)

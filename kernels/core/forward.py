@@ -6,13 +6,20 @@ Letters as in `types.py`.
 import torch
 from torch import Tensor
 
+from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_start
-from bedouin.kernels.core.products import add_product_, first_rows, project, rows_of, samples_of
+from bedouin.kernels.core.products import (
+    add_product_,
+    columns_of,
+    first_rows,
+    project,
+    samples_of,
+)
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
 from bedouin.kernels.direct.buffers import SweepBuffers, count_kept, state_major
 from bedouin.kernels.direct.heads.launch import launch_head_sweep
-from bedouin.kernels.direct.registered import summarize
 from bedouin.kernels.direct.triton_launch import launch_sweep
+from bedouin.kernels.direct.triton_summary import launch_summary
 from bedouin.kernels.feedback import normalize_feedback
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import padding
@@ -34,9 +41,10 @@ def core_forward(
     """No size may be 0. The output has the dtype of `projected`, in which the products are
     computed; in the padding it is any finite value. Several heads with feedback must be such that
     `takes_heads_together` is true."""
-    W_x, W_y = (_lowered(W, tensors.projected.dtype) for W in (tensors.W_x, tensors.W_y))
+    launcher = launcher_of("forward", (*tensors, *biases), (options, real is None))
+    dtype, sizes, x = tensors.projected.dtype, tensors.sizes(), tensors.x
+    W_x, W_y = _lowered(tensors.W_x, dtype), _lowered(tensors.W_y, dtype)
     assert W_x is not None
-    sizes, x = tensors.sizes(), tensors.x
     H, b, t, p, n, r = sizes
     folded, wide = sizes.folded, r + padding(r)
     like = x.new_empty(0, dtype=accumulator(x.dtype))
@@ -47,39 +55,44 @@ def core_forward(
     normed = y if W_y is None else W_y.new_empty(folded, t, p)
     bias = W_x.new_empty(sizes.of_heads(wide + p))
     counts = W_x.new_empty(3, dtype=torch.int32)
-    launch_start(tensors, biases, options, A, bias, h, normed, counts, W_x, W_y)
+    launch_start(tensors, biases, options, A, bias, h, normed, counts, W_x, W_y, launcher)
     if W_y is not None and tensors.y0 is not None:
         eps = options.parameterization.feedback_norm_eps
         normed[:, 0] = normalize_feedback(tensors.y0, eps)
 
-    rows = rows_of(x, H)
-    raw = project(rows, first_rows(W_x, wide), bias[..., :wide]).view(folded, t, wide)
-    gate = project(rows, W_x[..., r:, :], bias[..., wide:])
+    rows = columns_of(tensors.projected, 0, H, p)
+    of_raw, of_gate = bias.split([wide, p], -1)
+    raw = project(rows, first_rows(W_x, wide), of_raw).view(folded, t, wide)
+    gate = project(rows, W_x.narrow(-2, r, p), of_gate)
     padded = None if real is None else ~real
     if padded is not None:
         hold_memory_(raw, padded, p, -CLOSED)
-    loop = None if W_y is None else W_y[..., :r, :]
-    given = raw[..., :r], loop, A, h, kept, y, normed, statistics
+    loop = None if W_y is None else W_y.narrow(-2, 0, r)
+    given = raw.narrow(2, 0, r), loop, A, h, kept, y, normed, statistics
     buffers = SweepBuffers(samples_of(x, H), *given)
+    how = options.parameterization, options.keep_every
     if H == 1 or loop is None:
-        launch_sweep(buffers, options.parameterization, options.keep_every, counts=counts)
+        launch_sweep(buffers, *how, counts=counts, launcher=launcher)
     else:
-        launch_head_sweep(buffers, options.parameterization, options.keep_every)
+        launch_head_sweep(buffers, *how, launcher=launcher)
     if padded is not None:
         ignore_padding_(statistics, padded)
     if W_y is None:
         normed = W_x.new_empty(0)
     else:
-        add_product_(gate, normed.view(gate.shape), W_y[..., r:, :].mT)
+        add_product_(gate, normed.view(gate.shape), W_y.narrow(-2, r, p).mT)
     hidden = W_x.new_empty(b, t, H * p)
     operands = output_operands(tensors, y, rows, gate)
-    output_forward(operands, options.eps, W_x.dtype, into=rows_of(hidden, H))
-    weights = (
-        W_x.new_empty(0) if W is given or W is None else W
-        for W, given in ((W_x, tensors.W_x), (W_y, tensors.W_y))
+    output_forward(
+        operands, options.eps, W_x.dtype, into=columns_of(hidden, 0, H, p), launcher=launcher
     )
-    saved = CoreSaved(y, raw, gate, normed, kept, A, *weights)
-    return hidden, h.mT, saved, (statistics, *summarize(statistics))
+    low_W_x = W_x.new_empty(0) if W_x is tensors.W_x else W_x
+    low_W_y = W_x.new_empty(0) if W_y is tensors.W_y or W_y is None else W_y
+    saved = CoreSaved(y, raw, gate, normed, kept, A, low_W_x, low_W_y)
+    summary = statistics.new_empty(2, folded)
+    converged = torch.empty(folded, dtype=torch.bool, device=x.device)
+    launch_summary(statistics, summary, converged, launcher=launcher)
+    return hidden, h.mT, saved, (statistics, summary, converged)
 
 
 def _lowered(
@@ -99,14 +112,8 @@ def output_operands(
     gate: Tensor,  # (i, p) or (H, i, p)
 ) -> OutputOperands:
     """The operands of the output stage, as rows."""
-    z, of_channels = tensors.z, gate.shape[:-2] + gate.shape[-1:]
-    weight = None if tensors.weight is None else tensors.weight.reshape(of_channels)
-    return OutputOperands(
-        y.view(gate.shape),
-        x,
-        tensors.D.reshape(of_channels),
-        gate,
-        None,
-        None if z is None else rows_of(z, 1 if x.dim() == 2 else x.shape[0]),
-        weight,
-    )
+    heads, d = 1 if x.dim() == 2 else x.shape[0], tensors.D.shape[0]
+    z = None
+    if tensors.weight is not None:
+        z = columns_of(tensors.projected, d, heads, d // heads)
+    return OutputOperands(y.view(gate.shape), x, tensors.D, gate, None, z, tensors.weight)

@@ -24,6 +24,23 @@ def rows_of(
     return rows if num_heads == 1 else rows.unflatten(1, (num_heads, -1)).transpose(0, 1)
 
 
+def columns_of(
+    v: Tensor,  # (b, t, w)
+    start: int,
+    num_heads: int,
+    p: int,
+) -> Tensor:  # (i, p) or (H, i, p)
+    """`rows_of` of the H p channels from `start` on, in one view where possible: several cost the
+    host as much as a launch."""
+    if not v.is_contiguous():
+        return rows_of(v[..., start : start + num_heads * p], num_heads)
+    b, t, w = v.shape
+    at = v.storage_offset() + start
+    if num_heads == 1:
+        return v.as_strided((b * t, p), (w, 1), at)
+    return v.as_strided((num_heads, b * t, p), (p, w, 1), at)
+
+
 def samples_of(
     v: Tensor,  # (b, t, d)
     num_heads: int,
@@ -38,7 +55,7 @@ def first_rows(
 ) -> Tensor:  # (wide, c) or (H, wide, c)
     """The first rows of W, with zeros where it has fewer."""
     missing = wide - W.shape[-2]
-    return F.pad(W, (0, 0, 0, missing)) if missing > 0 else W[..., :wide, :]
+    return F.pad(W, (0, 0, 0, missing)) if missing > 0 else W.narrow(-2, 0, wide)
 
 
 def project(
@@ -83,7 +100,7 @@ def joined_gradient(
     """The gradient of a weight that yields raw values and gate of `rows`."""
     wide, p = grad_raw.shape[-1], grad_gate.shape[-1]
     joined = rows.new_empty(*rows.shape[:-2], max(wide, r + p), p)
-    multiply(grad_raw.mT, rows, joined[..., :wide, :])
+    multiply(grad_raw.mT, rows, joined.narrow(-2, 0, wide))
     # overwrites the rows of the padding
-    multiply(grad_gate.mT, rows, joined[..., r : r + p, :])
-    return joined[..., : r + p, :]
+    multiply(grad_gate.mT, rows, joined.narrow(-2, r, p))
+    return joined if joined.shape[-2] == r + p else joined.narrow(-2, 0, r + p)

@@ -6,6 +6,7 @@ fuses what lies between them. Triton is imported when an operation runs.
 Letters as in `types.py`.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,12 +37,17 @@ OPTIONS = (
 )
 
 
+INNER = slice(3, 10)
+"""Of the outputs, those of `CoreSaved` but y."""
+
+
 def flatten(options: CoreOptions) -> tuple[Any, ...]:
     """The arguments of the operation behind the tensors."""
     return (*options.parameterization.scalars(), *options[1:])
 
 
-def _options(flat: tuple[Any, ...]) -> CoreOptions:
+@lru_cache(maxsize=256, typed=True)
+def _options(*flat: Any) -> CoreOptions:
     decay, *rest = flat[7:]
     parameterization = Parameterization.from_scalars(*flat[:7])
     return CoreOptions(parameterization, cast(DecayParameter, decay), *rest)
@@ -57,7 +63,7 @@ def core_operation(*flat: Any) -> tuple[Tensor, ...]:
     and pivot (2, b'), converged (b',). No size may be 0. `real` is that of `core_forward`."""
     from bedouin.kernels.core.forward import core_forward
 
-    tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(flat[11:])
+    tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(*flat[11:])
     hidden, h, saved, statistics = core_forward(tensors, biases, options, flat[10])
     return hidden, h, *saved, *statistics
 
@@ -89,7 +95,7 @@ def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
 @operation(
     "core_backward",
     "(Tensor? grad_hidden, Tensor? grad_y, Tensor? grad_h, "
-    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 10)})",
+    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 11)})",
 )
 def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
     """The tensors of `CoreGradients`."""
@@ -100,38 +106,38 @@ def _run_backward(flat: tuple[Any, ...], *, overwrites: bool) -> tuple[Tensor, .
     from bedouin.kernels.core.backward import CoreCotangents, Wanted, core_backward
 
     cotangents, tensors = CoreCotangents(*flat[:3]), CoreTensors(*flat[3:11])
-    saved, options, wanted = CoreSaved(*flat[11:19]), _options(flat[19:-1]), Wanted(*flat[-1])
+    saved, options, wanted = CoreSaved(*flat[11:19]), _options(*flat[19:-1]), Wanted(*flat[-1])
     return core_backward(cotangents, tensors, saved, options, wanted, overwrites=overwrites)
 
 
 @_core_backward.register_fake
 def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     tensors, saved, wanted = CoreTensors(*flat[3:11]), CoreSaved(*flat[11:19]), flat[-1]
-    projected, W_x, W_y, decay, _, weight, _, y0 = tensors
+    projected, W_x, W_y, decay, D, weight, _, y0 = tensors
     sizes, like = tensors.sizes(), saved.A
     of_W_x = W_x.new_empty(W_x.shape if wanted[0] else 0)
     of_W_y = projected.new_empty(0) if W_y is None else W_y.new_empty(W_y.shape)
     if W_y is not None and not wanted[1]:
         of_W_y = W_y.new_empty(0)
-    sums = like.new_empty(1 if weight is None else 2, *sizes.of_heads(sizes.p))
+    of_weight = D.new_empty(0 if weight is None else weight.shape)
     h0 = like.new_empty(sizes.folded, sizes.n, sizes.p).mT
     states = h0, like.new_empty(0 if y0 is None else y0.shape)
-    biases = (
-        like.new_empty(sizes.of_heads(size) if wanted[3] else 0) for size in (sizes.p, sizes.r)
-    )
+    of_bias = D if wanted[4] or not wanted[3] else like
+    biases = (of_bias.new_empty(sizes.H * size if wanted[3] else 0) for size in (sizes.p, sizes.r))
     statistics = like.new_empty(2, sizes.folded, sizes.t)
     grads = projected.new_empty(projected.shape), of_W_x, of_W_y, decay.new_empty(decay.shape)
-    return *grads, sums, *states, *biases, statistics
+    return *grads, D.new_empty(D.shape), of_weight, *states, *biases, statistics
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    y, *others = output[2:]
-    ctx.mark_non_differentiable(*others)
+    y = output[2]
+    ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
-    ctx.save_for_backward(*inputs[:10], y, *others[:7])
+    ctx.save_for_backward(*inputs[:10], y, *output[INNER])
     ctx.scalars = inputs[11:]
-    W_x, W_y, y0 = (ctx.needs_input_grad[at] for at in (1, 2, 7))
-    ctx.wanted = [W_x, W_y, y0, any(ctx.needs_input_grad[8:10])]
+    needs, of_bias = ctx.needs_input_grad, inputs[8:10]
+    low = all([bias is None or bias.dtype == inputs[4].dtype for bias in of_bias])
+    ctx.wanted = [needs[1], needs[2], needs[7], needs[8] or needs[9], low]
     ctx.report = None
 
 
@@ -151,19 +157,22 @@ def _gradients(
             *grads, statistics = _run_backward(given, overwrites=True)
         else:
             *grads, statistics = _core_backward(*given)
-        *first, sums, h0, y0, dt_bias, raw_bias = grads
-        grad_D, *grad_weight = sums.to(tensors.D.dtype).unbind()
-        every = [*first, grad_D, *(grad_weight or [grad_D]), h0, y0, dt_bias, raw_bias]
-        needed = ctx.needs_input_grad[:10]
-        typed = [
-            grad.to(v.dtype).reshape(v.shape) if need and v is not None else None
-            for grad, need, v in zip(every, needed, (*tensors, *biases), strict=True)
-        ]
+        of_each = zip(grads, ctx.needs_input_grad, (*tensors, *biases), strict=False)
+        typed = [_like(grad, v) if need and v is not None else None for grad, need, v in of_each]
     if ctx.report is not None and not is_transformed():
         ctx.report(*statistics.unbind())
     # none for what is real and for the options
     last = [None] * (1 + len(ctx.scalars))
     return *refuse_second_derivative(typed, [*cotangents, *saved]), *last
+
+
+def _like(
+    grad: Tensor,  # as v, in another shape perhaps
+    v: Tensor,  # any shape
+) -> Tensor:  # as v
+    # conversions that change nothing take a while, too
+    grad = grad if grad.dtype == v.dtype else grad.to(v.dtype)
+    return grad if grad.shape == v.shape else grad.reshape(v.shape)
 
 
 def _is_last_use(
@@ -176,7 +185,7 @@ def _is_last_use(
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-core_operation.register_autograd(_gradients, setup_context=_save)
+core_operation.register_autograd(_gradients, setup_context=_save, inner=INNER)
 
 
 class CoreRun(NamedTuple):
@@ -193,7 +202,8 @@ class CoreRun(NamedTuple):
     def of(output: tuple[Tensor, ...], report: ReportBackward) -> "CoreRun":
         """The results of `core_operation`, whose backward pass is to call `report` with defect and
         scale (b', t) of the adjoint equation."""
-        run = CoreRun(*output[:3], *output[10:])
+        # in eager mode with a gradient without `INNER`
+        run = CoreRun(*output[:3], *output[-3:])
         if run.hidden.grad_fn is not None:
             # an operation takes no functions: the backward finds this one on its node
             run.hidden.grad_fn.report = report  # type: ignore[attr-defined]

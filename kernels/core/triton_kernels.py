@@ -116,45 +116,150 @@ def clear_kernel(
 
 
 @triton.jit
+def _sum_rows(
+    ptr, stride, rows, column, readable, width, to_ptr, ACC: tl.constexpr, ROWS: tl.constexpr
+):
+    """Sums over this program's share of the rows, of the columns below `width`; those below
+    `readable` are loaded, whose number should be even enough for wide loads."""
+    each = tl.cdiv(rows, tl.num_programs(0))
+    start = tl.program_id(0) * each
+    end = tl.minimum(start + each, rows)
+    is_one = column < readable
+    total = tl.zeros([ROWS, column.shape[0]], ACC)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        from_ptr = ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
+        total += tl.load(from_ptr, mask=(row < end)[:, None] & is_one[None, :], other=0.0).to(ACC)
+    tl.store(to_ptr + column, tl.sum(total, 0), mask=column < width)
+
+
+@triton.jit(do_not_specialize=["rows", "batch", "count"])
+def sum_kernel(
+    grad_A_ptr,  # (H, batch, n, d)
+    raw_ptr,  # (H, rows, wide)
+    gate_ptr,  # (H, rows, d)
+    of_channels_ptr,  # (count, PARTS, H, d), of D and of the norm's weight
+    sums_ptr,  # (parts, H, n d + r + d + PARTS d), written: sums of the above, in that order
+    rows,
+    batch,
+    count,
+    r,
+    wide,
+    gate_head,
+    gate_row,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,  # whether the sums of raw and gate are wanted
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums over rows in as many parts as there are programs along the first axis of the grid, one
+    block of columns of one head a program."""
+    block, head, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    columns = n * d + r + d + PARTS * d
+    to_ptr = sums_ptr + (tl.program_id(0) * heads + head) * columns
+    at = tl.arange(0, BLOCK)
+    of_A: tl.constexpr = (n * d + BLOCK - 1) // BLOCK
+    of_channels: tl.constexpr = (PARTS * d + BLOCK - 1) // BLOCK
+    of_gate: tl.constexpr = (d + BLOCK - 1) // BLOCK
+    if block < of_A:
+        from_ptr = grad_A_ptr + head * batch * (n * d)
+        _sum_rows(from_ptr, n * d, batch, block * BLOCK + at, n * d, n * d, to_ptr, ACC, ROWS)
+    elif block < of_A + of_channels:
+        # a row has those of all heads, first for D and then for the weight
+        column = (block - of_A) * BLOCK + at
+        each = tl.cdiv(count, tl.num_programs(0))
+        start = tl.program_id(0) * each
+        end = tl.minimum(start + each, count)
+        total = tl.zeros([ROWS, BLOCK], ACC)
+        from_column = column // d * (heads * d) + head * d + column % d
+        for first in range(start, end, ROWS):
+            row = first + tl.arange(0, ROWS)
+            from_ptr = of_channels_ptr + row[:, None] * (PARTS * heads * d) + from_column[None, :]
+            mask = (row < end)[:, None] & (column < PARTS * d)[None, :]
+            total += tl.load(from_ptr, mask=mask, other=0.0)
+        to_column = n * d + r + d + column
+        tl.store(to_ptr + to_column, tl.sum(total, 0), mask=column < PARTS * d)
+    elif BIAS:
+        if block < of_A + of_channels + of_gate:
+            column = (block - of_A - of_channels) * BLOCK + at
+            from_ptr = gate_ptr + head * gate_head
+            _sum_rows(from_ptr, gate_row, rows, column, d, d, to_ptr + n * d + r, ACC, ROWS)
+        else:
+            column = (block - of_A - of_channels - of_gate) * BLOCK + at
+            from_ptr = raw_ptr + head * rows * wide
+            _sum_rows(from_ptr, wide, rows, column, wide, r, to_ptr + n * d, ACC, ROWS)
+
+
+@triton.jit
+def _add_parts(ptr, stride, parts, mask, SHARES: tl.constexpr):
+    """The sum of all parts, loaded at once: one load after the other would take as many times the
+    latency of memory."""
+    part = tl.arange(0, SHARES)[:, None]
+    v = tl.load(ptr[None, :] + part * stride, mask=(part < parts) & mask[None, :], other=0.0)
+    return tl.sum(v, 0)
+
+
+@triton.jit
 def finish_kernel(
-    grad_A_ptr,  # (H, n, d)
+    sums_ptr,  # (parts, H, n d + r + d + PARTS d), see `sum_kernel`
     decay_ptr,  # (H, d, n), the parameter behind A
     grad_ptr,  # (H, d, n), written: the cotangent of the parameter
-    bias_ptr,  # (H, r + d), of the bias of W^x, or nothing
-    dt_bias_ptr,  # (H, d), written: its first part
+    D_ptr,  # (H, d), written
+    weight_ptr,  # (H, d), written
+    dt_bias_ptr,  # (H, d), written: the first part of the bias of W^x
     raw_bias_ptr,  # (H, r), written: its second part
     W_x_low_ptr,  # (W_x_size,), of W^x
     W_x_ptr,  # (W_x_size,), written: the same in another dtype
     W_y_low_ptr,  # (W_y_size,), of W^y
     W_y_ptr,  # (W_y_size,), written: the same in another dtype
-    A_size,  # H n d
-    bias_size,  # H (r + d), or 0
+    parts,
+    heads,
     W_x_size,  # 0: it has its dtype already
     W_y_size,
     r,
     d: tl.constexpr,
     n: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,  # whether the gradient of the bias is wanted
     DECAY: tl.constexpr,
     SHARPNESS: tl.constexpr,
     ACC: tl.constexpr,
+    SHARES: tl.constexpr,  # a power of two, at least `parts`
     BLOCK: tl.constexpr,
 ):
     """Gradients as the parameters have them."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) * BLOCK
+    at = first + tl.arange(0, BLOCK)
     _convert(W_x_low_ptr, W_x_ptr, at, W_x_size)
     _convert(W_y_low_ptr, W_y_ptr, at, W_y_size)
-    if tl.program_id(0) * BLOCK < bias_size:
-        head, column = at // (r + d), at % (r + d)
-        v = tl.load(bias_ptr + at, mask=at < bias_size, other=0.0)
-        of_delta = (at < bias_size) & (column < d)
-        tl.store(dt_bias_ptr + head * d + column, v, mask=of_delta)
-        of_others = (at < bias_size) & (column >= d)
-        tl.store(raw_bias_ptr + head * r + column - d, v, mask=of_others)
-    if tl.program_id(0) * BLOCK < A_size:
+    columns = n * d + r + d + PARTS * d
+    stride = heads * columns
+    if BIAS:
+        bias_size = heads * (r + d)
+        if first < bias_size:
+            head, column, mask = at // (r + d), at % (r + d), at < bias_size
+            v = _add_parts(sums_ptr + head * columns + n * d + column, stride, parts, mask, SHARES)
+            to_ptr = dt_bias_ptr + head * d + column
+            tl.store(to_ptr, v.to(dt_bias_ptr.dtype.element_ty), mask=mask & (column < d))
+            to_ptr = raw_bias_ptr + head * r + column - d
+            tl.store(to_ptr, v.to(raw_bias_ptr.dtype.element_ty), mask=mask & (column >= d))
+    if first < heads * d:
+        head, column, mask = at // d, at % d, at < heads * d
+        from_ptr = sums_ptr + head * columns + n * d + r + d + column
+        v = _add_parts(from_ptr, stride, parts, mask, SHARES)
+        tl.store(D_ptr + at, v.to(D_ptr.dtype.element_ty), mask=mask)
+        if PARTS == 2:
+            v = _add_parts(from_ptr + d, stride, parts, mask, SHARES)
+            tl.store(weight_ptr + at, v.to(weight_ptr.dtype.element_ty), mask=mask)
+    A_size = heads * n * d
+    if first < A_size:
         mask = at < A_size
         head, inside = at // (n * d), at % (n * d)
-        grad_at = head * (n * d) + inside % n * d + inside // n
-        grad = tl.load(grad_A_ptr + grad_at, mask=mask, other=0.0)
+        from_ptr = sums_ptr + head * columns + inside % n * d + inside // n
+        grad = _add_parts(from_ptr, stride, parts, mask, SHARES)
         parameter = tl.load(decay_ptr + at, mask=mask, other=0.0).to(ACC)
         if DECAY == "exp":
             grad *= -tl.exp(parameter)

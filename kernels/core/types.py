@@ -31,10 +31,6 @@ class CoreTensors(NamedTuple):
     def x(self) -> Tensor:  # (b, t, d), a view
         return self.projected[..., : self.decay.shape[0]]
 
-    @property
-    def z(self) -> Tensor | None:  # (b, t, d), a view
-        return None if self.weight is None else self.projected[..., self.decay.shape[0] :]
-
     def sizes(self) -> "CoreSizes":
         b, t, _ = self.projected.shape
         (rows, p), (d, n) = self.W_x.shape[-2:], self.decay.shape

@@ -3,6 +3,7 @@
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import pad_rows, padding
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import PlannedKernel
+from bedouin.kernels.plans import AFRESH, How, Launcher, PlannedKernel
 
 SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
@@ -54,6 +55,7 @@ def launch_sweep(
     keep_every: int,
     limits: Limits = LIMITS,
     counts: Tensor | None = None,  # (3,), zeros for the launch's counters; None: new ones
+    launcher: Launcher = AFRESH,
 ) -> None:
     """The whole forward sweep, in place."""
     W_y = buffers.W_y
@@ -63,17 +65,19 @@ def launch_sweep(
     b, t_end, d = buffers.x.shape
     counts = counters(buffers.x) if counts is None else counts
     r = W_y.shape[0]
-    plan = plan_product(r, d, W_y, b, limits=limits)
+    plan = launcher.once("sweep", lambda: (plan_product(r, d, W_y, b, limits=limits),))[0]
     parts = _splits(plan)
     fed = (W_y if parts == 1 else buffers.A).new_empty(parts, b, r + padding(r))
     if plan is not None:
-        _sweep(buffers, options, keep_every, range(t_end), fed, plan, plan.programs, counts)
+        tokens = range(t_end)
+        _sweep(buffers, options, keep_every, tokens, fed, plan, plan.programs, counts, launcher)
         return
     rows = pad_rows(W_y).mT
     for t in range(t_end):
         torch.mm(buffers.normed[:, t], rows, out=fed[0])
         # the programs of these launches do not wait for each other, and count nothing
-        _sweep(buffers, options, keep_every, range(t, t + 1), fed, None, b, counts)
+        one = range(t, t + 1)
+        _sweep(buffers, options, keep_every, one, fed, None, b, counts, launcher)
 
 
 def _sweep(
@@ -85,41 +89,22 @@ def _sweep(
     plan: Plan | None,
     programs: int,
     counts: Tensor,  # (3,)
+    launcher: Launcher,
 ) -> None:
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     assert W_y is not None
-    b, t_end, d = x.shape
-    strides = raw.stride(0), raw.stride(1), fed.stride(0), fed.stride(1)
-    looks = Like.of(A), Like.of(W_y), options, keep_every, plan, programs, b, strides
-    SWEEP.launch(
-        (programs,),
-        (
-            x,
-            raw,
-            W_y.contiguous(),
-            A,
-            h,
-            kept,
-            fed,
-            y,
-            normed,
-            statistics,
-            counts,
-        ),
-        (
-            tokens.start,
-            tokens.stop,
-            b,
-            t_end,
-            raw.shape[-1],
-            d,
-            A.shape[0],
-            *x.stride()[:2],
-            *strides[:2],
-            fed.shape[-1],
-        ),
-        sweep_constants(*looks, uses_tf32()),
-    )
+
+    def how() -> How:
+        b, t_end, d = x.shape
+        strides = raw.stride(0), raw.stride(1), fed.stride(0), fed.stride(1)
+        looks = Like.of(A), Like.of(W_y), options, keep_every, plan, programs, b, strides
+        sizes = tokens.start, tokens.stop, b, t_end, raw.shape[-1], d, A.shape[0]
+        integers = *sizes, *x.stride()[:2], *strides[:2], fed.shape[-1]
+        return (programs,), integers, sweep_constants(*looks, uses_tf32())
+
+    read = x, raw, W_y.contiguous(), A
+    tensors = *read, h, kept, fed, y, normed, statistics, counts
+    launcher.launch(SWEEP, tokens.start, tensors, how)
 
 
 def launch_memory(
@@ -147,29 +132,32 @@ def launch_reverse(
     keep_every: int,
     limits: Limits = LIMITS,
     zeros: "ReverseZeros | None" = None,  # None: new ones
+    launcher: Launcher = AFRESH,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     if W is None:
         launch_open_reverse(known, grads, options, keep_every)
         return None
     b, t_end, d = known.x.shape
-    plan = plan_product(d, grads.raw.shape[-1], W, b, limits=limits)
+    columns = grads.raw.shape[-1]
+    plan = launcher.once("reverse", lambda: (plan_product(d, columns, W, b, limits=limits),))[0]
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
     replayed = known.A.new_empty(b, min(keep_every, t_end) - 1, n, d)
     buffers = buffers._replace(replayed=replayed, grad_normed=parts)
     if plan is not None and b <= limits.one_launch_batch:
-        _reverse(known, grads, W, buffers, slots, plan, options, keep_every, zeros, prepare=True)
+        how = plan, options, keep_every, zeros, launcher
+        _reverse(known, grads, W, buffers, slots, *how, prepare=True)
         return parts
     rows = pad_rows(W) if plan is None else W
     for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
-        prepare(known, buffers, chunk, options)
-        _replay(known, buffers, None, chunk, slot, options)
+        prepare(known, buffers, chunk, options, launcher)
+        _replay(known, buffers, None, chunk, slot, options, launcher)
         if plan is not None:
-            one = range(slot, slot + 1)
-            _reverse(known, grads, W, buffers, one, plan, options, keep_every, zeros, prepare=False)
+            one, how = range(slot, slot + 1), (plan, options, keep_every, zeros, launcher)
+            _reverse(known, grads, W, buffers, one, *how, prepare=False)
         else:
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
     return parts
@@ -182,7 +170,7 @@ def _splits(plan: Plan | None) -> int:
 class ReverseZeros(NamedTuple):
     """Zeros that a reverse sweep starts with, for callers that write them in one launch."""
 
-    counters: Tensor  # (chunks, 3 or more), int32
+    counters: Sequence[Tensor]  # (3,) or more of each chunk, int32
     grad_normed: Tensor | None  # (splits, b, d)
 
 
@@ -214,28 +202,25 @@ def chunk_buffers(known: SolvedBuffers, keep_every: int, options: Parameterizati
 
 
 def prepare(
-    known: SolvedBuffers, buffers: ChunkBuffers, chunk: range, options: Parameterization
+    known: SolvedBuffers,
+    buffers: ChunkBuffers,
+    chunk: range,
+    options: Parameterization,
+    launcher: Launcher = AFRESH,
 ) -> None:
     x, y, raw, fed, A, _, _ = known
-    b, t_end, d = y.shape
     given = raw if fed is None else fed
-    strides = *raw.stride()[:2], *given.stride()[:2]
-    PREPARE.launch(
-        (b * len(chunk),),
-        (x, y, raw, given, A, buffers.mixed, buffers.local),
-        (
-            chunk.start,
-            len(chunk),
-            t_end,
-            per_head(A, b),
-            d,
-            A.shape[-2],
-            *input_strides(x, A),
-            *strides[:2],
-            *token_strides(fed),
-        ),
-        prepare_constants(Like.of(A), options, fed is not None, strides),
-    )
+
+    def how() -> How:
+        b, t_end, d = y.shape
+        strides = *raw.stride()[:2], *given.stride()[:2]
+        sizes = chunk.start, len(chunk), t_end, per_head(A, b), d, A.shape[-2]
+        integers = *sizes, *input_strides(x, A), *strides[:2], *token_strides(fed)
+        constants = prepare_constants(Like.of(A), options, fed is not None, strides)
+        return (b * len(chunk),), integers, constants
+
+    tensors = x, y, raw, given, A, buffers.mixed, buffers.local
+    launcher.launch(PREPARE, chunk.start, tensors, how)
 
 
 def _replay(
@@ -245,41 +230,24 @@ def _replay(
     chunk: range,
     slot: int,
     options: Parameterization,
+    launcher: Launcher = AFRESH,
 ) -> None:
     x, _, raw, fed, A, h0, kept = known
-    b, _, d = x.shape
-    given = raw if fed is None else fed
-    strides = *raw.stride()[:2], *given.stride()[:2]
-    keeps = buffers.replayed is not None, last is not None
-    constants = replay_constants(Like.of(A), options, fed is not None, *keeps, strides)
-    REPLAY.launch(
-        (ceil_div(d, constants["BLOCK_D"]) * b,),
-        (
-            buffers.mixed,
-            buffers.local,
-            raw,
-            given,
-            A,
-            h0,
-            kept,
-            kept if buffers.replayed is None else buffers.replayed,
-            kept if last is None else last,
-        ),
-        (
-            chunk.start,
-            len(chunk),
-            slot,
-            kept.shape[1],
-            per_head(A, b),
-            d,
-            A.shape[-2],
-            *strides[:2],
-            *token_strides(fed),
-            h0.stride(0),
-            0 if last is None else last.stride(0),
-        ),
-        constants,
-    )
+    given, replayed = raw if fed is None else fed, buffers.replayed
+
+    def how() -> How:
+        b, _, d = x.shape
+        strides = *raw.stride()[:2], *given.stride()[:2]
+        keeps = replayed is not None, last is not None
+        constants = replay_constants(Like.of(A), options, fed is not None, *keeps, strides)
+        sizes = chunk.start, len(chunk), slot, kept.shape[1], per_head(A, b), d, A.shape[-2]
+        integers = *sizes, *strides[:2], *token_strides(fed), h0.stride(0)
+        grid = (ceil_div(d, constants["BLOCK_D"]) * b,)
+        return grid, (*integers, 0 if last is None else last.stride(0)), constants
+
+    read = buffers.mixed, buffers.local, raw, given, A, h0, kept
+    written = kept if replayed is None else replayed, kept if last is None else last
+    launcher.launch(REPLAY, chunk.start, (*read, *written), how)
 
 
 def _reverse(
@@ -292,54 +260,45 @@ def _reverse(
     options: Parameterization,
     keep_every: int,
     zeros: "ReverseZeros | None",
+    launcher: Launcher,
     *,
     prepare: bool,  # by the same launch
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
     assert fed is not None and buffers.replayed is not None and buffers.grad_normed is not None
-    b, t_end, d = x.shape
-    programs = multiprocessors(x.device) if prepare else plan.programs
-    strides = *raw.stride()[:2], *fed.stride()[:2], *grads.raw.stride()[:2]
-    looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides, uses_tf32()
-    REVERSE.launch(
-        (programs,),
-        (
-            grads.y,
-            buffers.grad_normed,
-            x,
-            y,
-            raw,
-            fed,
-            W.contiguous(),
-            A,
-            buffers.mixed,
-            buffers.local,
-            h0,
-            kept,
-            buffers.replayed,
-            grads.H,
-            grads.x,
-            grads.raw,
-            grads.A,
-            grads.statistics,
-            counters(x) if zeros is None else zeros.counters[slots.start],
-        ),
-        (
-            slots.start,
-            slots.stop - 1,
-            b,
-            t_end,
-            grads.raw.shape[-1],
-            d,
-            A.shape[0],
-            *grads.y.stride()[:2],
-            *x.stride()[:2],
-            *strides[:2],
-            *token_strides(fed),
-            h0.stride(0),
-        ),
-        reverse_constants(*looks, prepare),
+
+    def how() -> How:
+        b, t_end, d = x.shape
+        programs = multiprocessors(x.device) if prepare else plan.programs
+        strides = *raw.stride()[:2], *fed.stride()[:2], *grads.raw.stride()[:2]
+        looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides
+        sizes = slots.start, slots.stop - 1, b, t_end, grads.raw.shape[-1], d, A.shape[0]
+        inner = *grads.y.stride()[:2], *x.stride()[:2], *strides[:2], *token_strides(fed)
+        constants = reverse_constants(*looks, uses_tf32(), prepare)
+        return (programs,), (*sizes, *inner, h0.stride(0)), constants
+
+    tensors = (
+        grads.y,
+        buffers.grad_normed,
+        x,
+        y,
+        raw,
+        fed,
+        W.contiguous(),
+        A,
+        buffers.mixed,
+        buffers.local,
+        h0,
+        kept,
+        buffers.replayed,
+        grads.H,
+        grads.x,
+        grads.raw,
+        grads.A,
+        grads.statistics,
+        counters(x) if zeros is None else zeros.counters[slots.start],
     )
+    launcher.launch(REVERSE, slots.start, tensors, how)
 
 
 def _reverse_by_token(

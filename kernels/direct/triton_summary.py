@@ -15,7 +15,7 @@ from torch import Tensor
 from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.direct.reference import ROUNDING
 from bedouin.kernels.launch import next_power_of_two, triton_dtype
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+from bedouin.kernels.plans import AFRESH, KEPT_CONSTANTS, Constants, How, Launcher, PlannedKernel
 
 MAX_TOKENS = 1024
 """Most tokens that a program reads at a time."""
@@ -132,11 +132,15 @@ def launch_summary(
     summary: Tensor,  # (2, b)
     converged: Tensor,  # (b,)
     max_tokens: int = MAX_TOKENS,
+    launcher: Launcher = AFRESH,
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
-    _, b, t_end = statistics.shape
-    constants = _constants(statistics.dtype, t_end, max_tokens)
-    SUMMARY.launch((b,), (statistics, summary, converged), (b, t_end), constants)
+
+    def how() -> How:
+        _, b, t_end = statistics.shape
+        return (b,), (b, t_end), _constants(statistics.dtype, t_end, max_tokens)
+
+    launcher.launch(SUMMARY, None, (statistics, summary, converged), how)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)

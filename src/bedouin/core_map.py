@@ -8,6 +8,7 @@ p = d / H head_dim; b' = H b folded samples (bedouin.heads).
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import torch
@@ -37,6 +38,9 @@ from bedouin.solvers.solution import BackwardStats
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState
 from bedouin.wrapped import is_plain
+
+# here, because the compiler warns about caches, and traces other calls of the function
+_unsupported_sizes = lru_cache(maxsize=256)(unsupported_sizes)
 
 
 class CoreLayer(Protocol):
@@ -98,7 +102,7 @@ def takes_core(
     if projected.dtype != dtype or p > MAX_CHANNELS:
         return False
     wide, device = accumulator(dtype), projected.device
-    unsupported = unsupported_sizes(layout.num_householder, p, n, dtype, dtype, wide)
+    unsupported = _unsupported_sizes(layout.num_householder, p, n, dtype, dtype, wide)
     if unsupported is not None and options.backend != "triton":
         return False
     if choose_backend(options.backend, device, dtype, unsupported) != "triton":

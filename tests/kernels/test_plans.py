@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -46,6 +47,13 @@ class Recorded(CompiledKernel):  # type: ignore[misc]
 
     def run(self, *args: Any) -> None:
         self.launches.append(args)
+
+
+class Elsewhere(Tensor):
+    """A tensor of another device."""
+
+    def get_device(self) -> int:
+        return 3
 
 
 def kernel_of(first_ptr, second_ptr, free, size, width: tl.constexpr, BLOCK: tl.constexpr, NAME: tl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip # noqa: E501
@@ -92,10 +100,12 @@ def test_a_planned_launch_passes_what_the_ordinary_one_does(compiled: list[Recor
     assert len(planned) == 2
     for launch in planned:
         assert len(launch) == len(first)
-        # grid, stream, function, metadata, hooks, then the arguments in the kernel's order; one of
-        # the metadata is a new object for every launch
+        # grid, stream, function, metadata, hooks, then the arguments in the kernel's order: hooks
+        # that do nothing and their metadata are left out, and addresses stand for tensors
         same = [a is b or (type(a) is int and a == b) for a, b in zip(first, launch, strict=True)]
-        assert [at for at, equal in enumerate(same) if not equal] == [6]
+        assert [at for at, equal in enumerate(same) if not equal] == [6, 7, 8, 9, 10]
+        assert launch[6:9] == (None, None, None)
+        assert launch[9:11] == (FIRST.data_ptr(), SECOND.data_ptr())
     assert first[:4] == (5, 2, 1, 7) and first[-3:] == (8, 16, "sum")
 
 
@@ -153,6 +163,36 @@ def test_hooks_and_unknown_versions_get_the_ordinary_launch(compiled: list[Recor
         with patch.object(plans, "_KNOWN", False):
             kernel.launch((1,), (FIRST, SECOND), (3, 40, 8), CONSTANTS)
     assert ordinary.call_count == 3 and len(seen) == 1
+
+
+def test_hooks_of_launches_see_a_planned_one(compiled: list[Recorded]) -> None:
+    kernel = make_kernel()
+    seen: list[Any] = []
+    for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        compiled.clear()
+        hooks.add(seen.append)
+        try:
+            for _ in range(2):
+                kernel.launch((1,), (FIRST, SECOND), (3, 40, 8), CONSTANTS)
+        finally:
+            hooks.remove(seen.append)
+        kernel.launch((1,), (FIRST, SECOND), (3, 40, 8), CONSTANTS)
+    *hooked, plain = kernel._plans.values()
+    assert not hooked
+    launches = plain.compiled.launches
+    assert [launch[7] is not None and launch[8] is not None for launch in launches] == (
+        [True, True, False] * 2
+    )
+
+
+def test_tensors_of_another_device_have_plans_of_their_own(compiled: list[Recorded]) -> None:
+    """The launcher gets addresses, so that only the first launch can see that one is a CPU's."""
+    kernel = make_kernel()
+    with binds(kernel) as ordinary:
+        for _ in range(2):
+            kernel.launch((1,), (FIRST, SECOND), (3, 40, 8), CONSTANTS)
+            kernel.launch((1,), (FIRST, SECOND.as_subclass(Elsewhere)), (3, 40, 8), CONSTANTS)
+    assert ordinary.call_count == 2
 
 
 def test_old_plans_are_dropped(compiled: list[Recorded]) -> None:

@@ -38,7 +38,14 @@ from bedouin.kernels.direct.triton_plan import multiprocessors
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_transposed_weight
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+from bedouin.kernels.plans import (
+    AFRESH,
+    KEPT_CONSTANTS,
+    Constants,
+    How,
+    Launcher,
+    PlannedKernel,
+)
 
 COLUMNS = 8
 """Fewest columns of a product on tensor cores."""
@@ -72,6 +79,7 @@ def launch_head_sweep(
     keep_every: int,
     samples: int | None = None,
     parts: int | None = None,
+    launcher: Launcher = AFRESH,
 ) -> None:
     """The whole forward sweep, in place; `samples` of a program and `parts` of a sample, a warp
     each, by default chosen."""
@@ -79,27 +87,26 @@ def launch_head_sweep(
     assert W_y is not None
     b, t_end, d = y.shape
     S = choose_samples(b, A) if samples is None else samples
-    looks = Like.of(A), Like.of(W_y), options, S, parts, uses_tf32()
-    constants = _sweep_constants(*looks, keep_every, normed.shape[1] > 1)
-    programs = _programs(b, A, S)
+    programs, W = _programs(b, A, S), _whole_rows(W_y)
+
+    def constants() -> Constants:
+        looks = Like.of(A), Like.of(W_y), options, S, parts, uses_tf32()
+        return _sweep_constants(*looks, keep_every, normed.shape[1] > 1)
+
+    def how() -> How:
+        integers = b // A.shape[0], t_end, d, A.shape[1], *input_strides(x, A), *raw.stride()[:2]
+        return (programs,), (*integers, W.stride(0), normed.stride(0)), constants()
+
     # B, C and alpha of a token, two places for each sample
-    scratch = A.new_empty(programs, S, 2, constants["BLOCK_S"] + constants["ALPHA"])
-    W = _whole_rows(W_y)
-    SWEEP.launch(
-        (programs,),
-        (x, raw, W, A, h, kept, normed, scratch, y, statistics),
-        (
-            b // A.shape[0],
-            t_end,
-            d,
-            A.shape[1],
-            *input_strides(x, A),
-            *raw.stride()[:2],
-            W.stride(0),
-            normed.stride(0),
-        ),
-        constants,
-    )
+    place = launcher.once("place", lambda: _place(constants()))
+    scratch = A.new_empty(programs, S, 2, place)
+    tensors = x, raw, W, A, h, kept, normed, scratch, y, statistics
+    launcher.launch(SWEEP, None, tensors, how)
+
+
+def _place(constants: Constants) -> int:
+    """The size of B, C and alpha of a token."""
+    return int(constants["BLOCK_S"] + constants["ALPHA"])
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
@@ -140,6 +147,7 @@ def launch_head_reverse(
     parts: int | None = None,
     *,
     wants_first: bool = True,
+    launcher: Launcher = AFRESH,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d) if `wants_first`.
     `samples` of a program and `parts` of a sample, by default chosen."""
@@ -148,16 +156,22 @@ def launch_head_reverse(
     chunks = max(1, WORKSPACE // (b * n * d * keep_every))
     size = min(chunks * keep_every, ceil_div(t_end, keep_every) * keep_every)
     S = choose_samples(b, known.A) if samples is None else samples
-    looks = Like.of(known.A), Like.of(W), options, S, parts, uses_tf32()
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, min(size, t_end), n, d)
     W = _whole_rows(W)
+    fed, scalars = known.fed is not None, buffers.local.shape[2]
+
+    def find_constants() -> Constants:
+        looks = Like.of(known.A), Like.of(W), options, S, parts, uses_tf32()
+        return _reverse_constants(*looks, fed, scalars)
+
+    constants = launcher.once("constants", find_constants)
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
-        prepare(known, buffers, chunk, options)
-        _replay(known, buffers.mixed, buffers.local, replayed, chunk, options, keep_every)
-        constants = _reverse_constants(*looks, known.fed is not None, buffers.local.shape[2])
-        _reverse(known, grads, W, buffers.mixed, buffers.local, replayed, chunk, constants)
+        own = buffers.mixed, buffers.local, replayed, chunk
+        prepare(known, buffers, chunk, options, launcher)
+        _replay(known, *own, options, keep_every, launcher)
+        _reverse(known, grads, W, *own, constants, launcher)
     if not wants_first:
         return None
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
@@ -172,26 +186,19 @@ def _replay(
     chunk: range,
     options: Parameterization,
     keep_every: int,
+    launcher: Launcher,
 ) -> None:
     _, y, raw, fed, A, h0, kept = known
-    b, _, d = y.shape
-    given = raw if fed is None else fed
-    REPLAY.launch(
-        (b, ceil_div(len(chunk), keep_every)),
-        (mixed, local, raw, given, A, h0, kept, replayed),
-        (
-            chunk.start,
-            len(chunk),
-            kept.shape[1],
-            b // A.shape[0],
-            d,
-            A.shape[1],
-            *raw.stride()[:2],
-            *token_strides(fed),
-            h0.stride(0),
-        ),
-        _replay_constants(Like.of(A), options, fed is not None, keep_every),
-    )
+
+    def how() -> How:
+        b, _, d = y.shape
+        sizes = chunk.start, len(chunk), kept.shape[1], b // A.shape[0], d, A.shape[1]
+        integers = *sizes, *raw.stride()[:2], *token_strides(fed), h0.stride(0)
+        constants = _replay_constants(Like.of(A), options, fed is not None, keep_every)
+        return (b, ceil_div(len(chunk), keep_every)), integers, constants
+
+    tensors = mixed, local, raw, raw if fed is None else fed, A, h0, kept, replayed
+    launcher.launch(REPLAY, chunk.start, tensors, how)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
@@ -218,46 +225,36 @@ def _reverse(
     replayed: Tensor,  # (b, count or more, n, d)
     chunk: range,
     constants: Constants,
+    launcher: Launcher,
 ) -> None:
     x, y, raw, fed, A, _, _ = known
-    b, t_end, d = y.shape
-    programs = _programs(b, A, constants["S"])
-    REVERSE.launch(
-        (programs,),
-        (
-            grads.y,
-            x,
-            y,
-            raw,
-            raw if fed is None else fed,
-            W,
-            A,
-            mixed,
-            local,
-            replayed,
-            grads.H,
-            grads.x,
-            grads.raw,
-            grads.A,
-            grads.statistics,
-            A.new_empty(programs, constants["S"], 2, constants["BLOCK_L"]),
-        ),
-        (
-            chunk.start,
-            len(chunk),
-            t_end,
-            b // A.shape[0],
-            d,
-            A.shape[1],
-            grads.raw.shape[-1],
-            *grads.y.stride()[:2],
-            *input_strides(x, A),
-            *raw.stride()[:2],
-            *token_strides(fed),
-            W.stride(0),
-        ),
-        constants,
+    programs = _programs(y.shape[0], A, constants["S"])
+
+    def how() -> How:
+        b, t_end, d = y.shape
+        sizes = chunk.start, len(chunk), t_end, b // A.shape[0], d, A.shape[1], grads.raw.shape[-1]
+        inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
+        return (programs,), (*sizes, *inner, *token_strides(fed), W.stride(0)), constants
+
+    tensors = (
+        grads.y,
+        x,
+        y,
+        raw,
+        raw if fed is None else fed,
+        W,
+        A,
+        mixed,
+        local,
+        replayed,
+        grads.H,
+        grads.x,
+        grads.raw,
+        grads.A,
+        grads.statistics,
+        A.new_empty(programs, constants["S"], 2, constants["BLOCK_L"]),
     )
+    launcher.launch(REVERSE, chunk.start, tensors, how)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
