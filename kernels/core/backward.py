@@ -16,6 +16,7 @@ from bedouin.kernels.core.products import (
     add_product_,
     first_rows,
     joined_gradient,
+    loop_rows,
     multiply,
     rows_of,
     samples_of,
@@ -45,7 +46,7 @@ class CoreGradients(NamedTuple):
 
     projected: Tensor  # (b, t, w)
     W_x: Tensor  # (r + p, p) or (H, r + p, p)
-    W_y: Tensor  # as W_x
+    W_y: Tensor  # (f + p, p) or (H, f + p, p)
     decay: Tensor  # (d, n)
     sums: Tensor  # (2, p) or (2, H, p), of D and weight, or (1, p) or (1, H, p) of D alone
     h0: Tensor  # (b', p, n)
@@ -77,7 +78,7 @@ def core_backward(
     `saved.raw`, which it takes for the cotangent of the raw values."""
     (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
-    H, _, _, p, _, r = sizes
+    H, _, _, p, _, r, f = sizes
     x = rows_of(tensors.x, H)
     grad_projected = torch.empty_like(tensors.projected, memory_format=torch.contiguous_format)
     of_x = rows_of(grad_projected[..., : H * p], H)
@@ -94,7 +95,7 @@ def core_backward(
     # without feedback y0 has no influence
     grad_y0 = y.new_empty(0) if tensors.y0 is None else torch.zeros_like(tensors.y0)
     if W_y is not None:
-        grad_normed = multiply(of_gate, W_y[..., r:, :]).view(y.shape)
+        grad_normed = multiply(of_gate, W_y[..., f:, :]).view(y.shape)
         _, grad_y0 = shifted_norm_backward(grad_normed, y, tensors.y0, eps, add_to=grad_y)
         del grad_normed
     if cotangents.y is not None:
@@ -118,7 +119,7 @@ def core_backward(
     if wanted.W_x:
         grad_W_x = joined_gradient(grad_raw, of_gate, x, r)
     if wanted.W_y and W_y is not None:
-        grad_W_y = joined_gradient(grad_raw, of_gate, saved.normed.view(gate.shape), r)
+        grad_W_y = joined_gradient(grad_raw, of_gate, saved.normed.view(gate.shape), f)
     bias = of_A.new_empty(0)
     if wanted.bias:
         bias = _bias_gradient(grad_raw, of_gate, r, bias.dtype)
@@ -142,7 +143,11 @@ def _raw_with_feedback(
     wide = saved.raw.shape[2]
     raw = saved.raw.view(*normed.shape[:-1], wide)
     total = raw if overwrites else raw.clone()
-    add_product_(total, normed, first_rows(W_y, wide).mT)
+    sizes = tensors.sizes()
+    if sizes.f < sizes.r:
+        add_product_(total[..., : sizes.f], normed, W_y[..., : sizes.f, :].mT)
+    else:
+        add_product_(total, normed, first_rows(W_y, wide).mT)
     return total.view(saved.raw.shape)
 
 
@@ -158,10 +163,10 @@ def _reverse(
 ) -> tuple[GradBuffers, Tensor | None]:
     """The reverse sweep: its results, and parts (splits, b', p) of the cotangent of norm(y0)."""
     A, kept, sizes = saved.A, saved.kept, tensors.sizes()
-    H, _, t, p, n, r = sizes
+    H, _, t, p, n, r, _ = sizes
     b = sizes.folded
     _, W_y = saved.weights(tensors)
-    loop = None if W_y is None else W_y[..., :r, :]
+    loop = loop_rows(W_y, sizes)
     # what only the kernels of one head need
     alone = loop is not None and H == 1
     splits = count_splits(loop, b) if alone and loop is not None else 0

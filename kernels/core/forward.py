@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.core.launch import launch_start
-from bedouin.kernels.core.products import add_product_, first_rows, project, rows_of, samples_of
+from bedouin.kernels.core.products import (
+    add_product_,
+    first_rows,
+    loop_rows,
+    project,
+    rows_of,
+    samples_of,
+)
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
 from bedouin.kernels.direct.buffers import SweepBuffers, count_kept, state_major
 from bedouin.kernels.direct.heads.launch import launch_head_sweep
@@ -37,7 +44,7 @@ def core_forward(
     W_x, W_y = (_lowered(W, tensors.projected.dtype) for W in (tensors.W_x, tensors.W_y))
     assert W_x is not None
     sizes, x = tensors.sizes(), tensors.x
-    H, b, t, p, n, r = sizes
+    H, b, t, p, n, r, f = sizes
     folded, wide = sizes.folded, r + padding(r)
     like = x.new_empty(0, dtype=accumulator(x.dtype))
     A, statistics = like.new_empty(sizes.of_heads(n, p)), like.new_empty(4, folded, t)
@@ -58,7 +65,7 @@ def core_forward(
     padded = None if real is None else ~real
     if padded is not None:
         hold_memory_(raw, padded, p, -CLOSED)
-    loop = None if W_y is None else W_y[..., :r, :]
+    loop = loop_rows(W_y, sizes)
     given = raw[..., :r], loop, A, h, kept, y, normed, statistics
     buffers = SweepBuffers(samples_of(x, H), *given)
     if H == 1 or loop is None:
@@ -70,7 +77,7 @@ def core_forward(
     if W_y is None:
         normed = W_x.new_empty(0)
     else:
-        add_product_(gate, normed.view(gate.shape), W_y[..., r:, :].mT)
+        add_product_(gate, normed.view(gate.shape), W_y[..., f:, :].mT)
     hidden = W_x.new_empty(b, t, H * p)
     operands = output_operands(tensors, y, rows, gate)
     output_forward(operands, options.eps, W_x.dtype, into=rows_of(hidden, H))

@@ -26,6 +26,7 @@ from bedouin.kernels.direct.buffers import (
     join_samples,
     split_weights,
 )
+from bedouin.kernels.direct.heads.blocks import rows_with_feedback
 from bedouin.kernels.direct.limits import takes_heads_together
 from bedouin.kernels.direct.plain import (
     plain_memory,
@@ -238,7 +239,8 @@ def _sweep_backward(
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
             assert W_y is not None
-            rows = padded_rows(W_y, operands.raw.shape[2])
+            f, d = W_y.shape[-2:]
+            rows = padded_rows(W_y, rows_with_feedback(f, d, operands.raw.shape[2]))
             grad_normed = launch_head_reverse(buffers, grads, rows, options, keep_every)
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse

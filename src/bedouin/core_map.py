@@ -81,7 +81,8 @@ def takes_core(
     # exactly this class: a subclass may compute its coefficients in another way
     if not vars(type(layer)).get("has_fused_step", False) or layer.has_drive:
         return False
-    if layer.feedback not in ((), layer.components):
+    # its W^y has rows for the first components, without others between them
+    if layer.feedback != layer.components[: len(layer.feedback)]:
         return False
     layout, adjoint = layer.layout(), options.adjoint
     is_exact = adjoint is None or (
@@ -105,7 +106,7 @@ def takes_core(
         return False
     if layer.num_heads == 1 or layer.y_proj is None:
         return True
-    return holds_head(p, n, layout, wide, dtype, device)
+    return holds_head(p, n, layer.y_proj.weight.shape[-2] - p, layout, wide, dtype, device)
 
 
 class CoreMap:

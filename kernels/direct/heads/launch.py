@@ -133,7 +133,7 @@ def _sweep_constants(
 def launch_head_reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor,  # (H, r, d), W^y
+    W: Tensor,  # (H, r, d), W^y, or (H, d, d) if Delta alone has feedback
     options: Parameterization,
     keep_every: int,
     samples: int | None = None,
@@ -212,7 +212,7 @@ def _replay_constants(A: Like, options: Parameterization, fed: bool, keep_every:
 def _reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor,  # (H, r, d)
+    W: Tensor,  # (H, r, d) or (H, d, d)
     mixed: Tensor,  # (b, count or more, d)
     local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
     replayed: Tensor,  # (b, count or more, n, d)
@@ -286,8 +286,8 @@ def _reverse_constants(
 
 
 def _whole_rows(
-    W: Tensor,  # (H, r, d)
-) -> Tensor:  # (H, r, d)
+    W: Tensor,  # (H, r, d) or (H, d, d)
+) -> Tensor:  # as W
     """W, copied unless the matrices of the heads are contiguous, at any distance."""
     return W if W.stride()[1:] == (W.shape[2], 1) else W.contiguous()
 
@@ -327,6 +327,7 @@ def _common_constants(
         "PRECISION": product["PRECISION"],
         "DOT": product["DOT"],
         "ROUND": _rounding(W),
+        "ONLY_DELTA": W.shape[1] == A.shape[2],
         "num_warps": samples * parts,
         "num_stages": 1,
         "maxnreg": MAX_REGISTERS,

@@ -60,6 +60,7 @@ from bedouin.kernels.direct.heads.triton_blocks import (
 )
 from bedouin.kernels.direct.heads.triton_weights import (
     BLOCK_ALPHA,
+    load_transposed_delta_weights,
     load_transposed_weights,
     state_columns,
 )
@@ -70,13 +71,24 @@ def in_tiles(
     delta, u,  # rows (s, d)
     states,  # of each block, (s, .)
     alpha,  # (s, .)
-    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr, ONLY_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """The raw values of a token in tiles, each a factor of one product.
+    """The raw values of a token that have feedback in tiles, each a factor of one product.
 
     Rows of one width are interleaved, since a change of layout for each product takes two barriers,
     but no more than two of d channels, since a product is one chain of accumulations.
     """
+    if ONLY_DELTA:
+        tiles = (delta,)
+    else:
+        tiles = all_in_tiles(delta, u, states, alpha, K, PARTS, SELECTIVE)
+    return tiles
+
+
+@triton.jit
+def all_in_tiles(
+    delta, u, states, alpha, K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr
+):  # fmt: skip
     ROWS: tl.constexpr = delta.shape[0]
     D: tl.constexpr = delta.shape[1]
     alpha = part_of(alpha, PARTS)
@@ -123,7 +135,7 @@ def load_token(
     h,  # states, or () to load them
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr, ONLY_DELTA: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
@@ -135,7 +147,7 @@ def load_token(
     for i in tl.static_range(K + 1):
         at = (0 if i == 0 else u_at + (i - 1) * d) + cols
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
-        if FED:
+        if FED and (i == 0 or not ONLY_DELTA):
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
     if len(h) == 0:
         h = load_blocks(h_row[:, None] + cols, in_row, d, n, ROWS, D, N)
@@ -149,7 +161,7 @@ def reverse_head_kernel(
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r or more), added to raw if FED
-    W_ptr,  # (H, r, d), W^y
+    W_ptr,  # (H, r, d), W^y, or (H, d, d) with ONLY_DELTA
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
     local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
@@ -194,6 +206,7 @@ def reverse_head_kernel(
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
+    ONLY_DELTA: tl.constexpr,  # the raw values of Delta alone have feedback
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
 ):
     """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
@@ -218,7 +231,11 @@ def reverse_head_kernel(
     if HOLD:
         A = load_blocks(A_at, in_row, d, n, ROWS, D, N, False)
     # the cotangents of the raw values of the token after the chunk
-    W = load_transposed_weights(W_ptr + head * W_stride_h, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+    W_at = W_ptr + head * W_stride_h
+    if ONLY_DELTA:
+        W = (load_transposed_delta_weights(W_at, d, BLOCK_D, DOT),)
+    else:
+        W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
     after = (sample * t_end + start + count) * r
     more = here & (0 * local + start + count < t_end)  # whether there is such a token
     known = more[:, None] & in_row
@@ -237,7 +254,9 @@ def reverse_head_kernel(
     known = more[:, None] & (alphas < K)[None, :]
     at = after[:, None] + (u_at + K * d) + alphas[None, :]
     alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-    grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
+    grads = in_tiles(
+        delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE, ONLY_DELTA
+    )
     at = sample[:, None] * (n * d) + cols
     H = load_blocks(H_ptr + at, in_row, d, n, ROWS, D, N, False)
     grad_A = load_blocks(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
@@ -255,7 +274,7 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, (), cols, in_row, d, n, u_at, K, N, ROWS, D, FED,
+        h_row + (count - 1) * n * d, (), cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -297,7 +316,7 @@ def reverse_head_kernel(
         delta = fast_activate(raw_delta, ACTIVATION, FAST)
         u = ()
         for i in tl.static_range(K):
-            if FED:
+            if FED and not ONLY_DELTA:
                 u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
@@ -356,7 +375,7 @@ def reverse_head_kernel(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, h_row + i_next * n * d, () if HOLD else h,
-            cols, in_row, d, n, u_at, K, N, ROWS, D, FED,
+            cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA,
         )  # fmt: skip
         N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
         T_g = ()
@@ -471,7 +490,9 @@ def reverse_head_kernel(
                 tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
                 rounded = rounded + (to_states.to(ROUND),)
             states = rounded
-        grads = in_tiles(to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE)
+        grads = in_tiles(
+            to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE, ONLY_DELTA
+        )
     at = sample[:, None] * (n * d) + cols
     store_blocks(H_ptr + at, H, inside, d, n, ROWS, D, N)
     store_blocks(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)
