@@ -52,6 +52,9 @@ LANES = 32
 MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
+SWEEP_STATES = 16
+"""States that the sweep takes at once; B and C of more would not fit registers beside h."""
+
 BLOCK_STATES = 16
 """Most states that the reverse sweep takes at once: the values of more would not fit registers."""
 
@@ -121,7 +124,7 @@ def _sweep_constants(
         EPS=scan_constants(A.shape[-1], A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
         JOINED=layout.num_householder in (2, 4),
-        N=blocks.states,
+        N=min(SWEEP_STATES, blocks.states),
         BLOCK_S=blocks.small,
         ALPHA=blocks.alpha,
         **_common_constants(A, W, options, samples, parts, tf32),
