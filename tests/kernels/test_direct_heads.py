@@ -197,7 +197,7 @@ CASES = [
     Case(b=1, t=3, p=7, n=3, k=0, fed=7, norm_eps=None),
     Case(b=3, t=2, p=5, n=1, k=1, fed=5, low=torch.bfloat16),
     Case(heads=3, b=1, t=2, p=9, n=16, k=2, fed=4, activation="sigmoid", starts=False),
-    Case(heads=1, b=2, t=3, p=3, n=64, k=1, fed=3),
+    Case(heads=1, b=2, t=3, p=17, n=64, k=1, fed=17),
     Case(heads=1, b=1, t=2, p=17, n=33, k=0, fed=17, input_scale="one_minus_decay"),
     Case(b=1, t=2, k=1, fed=9, starts=False),
     Case(b=1, t=2, p=4, n=1, k=3, selective=False, fed=4, input_scale="delta"),

@@ -52,11 +52,12 @@ LANES = 32
 MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
-SWEEP_STATES = 16
-"""States that the sweep takes at once; B and C of more would not fit registers beside h."""
-
 BLOCK_STATES = 16
-"""Most states that the reverse sweep takes at once: the values of more would not fit registers."""
+"""Most states that a sweep takes at once: the values of more would not fit registers."""
+
+FEWER_STATES = 8
+"""The same for the reverse sweep where a warp does not hold A and h, if Delta alone has feedback.
+With more feedback a product takes states in tiles of at least BLOCK_STATES without waste."""
 
 MOST_HELD = 1024
 """Most values of A, and of h of the next token, that a warp of the reverse sweep holds."""
@@ -124,7 +125,7 @@ def _sweep_constants(
         EPS=scan_constants(A.shape[-1], A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
         JOINED=layout.num_householder in (2, 4),
-        N=min(SWEEP_STATES, blocks.states),
+        N=min(BLOCK_STATES, blocks.states),
         BLOCK_S=blocks.small,
         ALPHA=blocks.alpha,
         **_common_constants(A, W, options, samples, parts, tf32),
@@ -276,14 +277,16 @@ def _reverse_constants(
 ) -> Constants:
     """The constants of `reverse_head_kernel`."""
     common, blocks = _common_constants(A, W, options, samples, parts, tf32), _blocks(A, options)
+    holds = blocks.channels // common["PARTS"] * blocks.states <= MOST_HELD
+    at_once = BLOCK_STATES if holds or not common["ONLY_DELTA"] else FEWER_STATES
     return Constants(
         K=layout_of(options).num_householder,
         FED=fed,
         NORM=options.feedback_norm_eps is not None,
         # a few more than the scalars, whose groups begin at multiples of 4
         BLOCK_L=next_power_of_two(scalars + 16),
-        N=min(BLOCK_STATES, blocks.states),
-        HOLD=blocks.channels // common["PARTS"] * blocks.states <= MOST_HELD,
+        N=min(at_once, blocks.states),
+        HOLD=holds,
         **common,
     )
 

@@ -65,6 +65,9 @@ from bedouin.kernels.direct.heads.triton_weights import (
     state_columns,
 )
 
+AHEAD = tl.constexpr(3)
+"""Blocks of h that are loaded before they are needed, if not all of them are."""
+
 
 @triton.jit
 def in_tiles(
@@ -132,12 +135,13 @@ def transposed_product(
 @triton.jit
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
-    h,  # states, or () to load them
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr, ONLY_DELTA: tl.constexpr,
+    HOLD: tl.constexpr,
 ):  # fmt: skip
-    """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
+    """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and with HOLD h before
+    the token."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
     y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
     g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
@@ -149,7 +153,8 @@ def load_token(
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
         if FED and (i == 0 or not ONLY_DELTA):
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
-    if len(h) == 0:
+    h = ()
+    if HOLD:
         h = load_blocks(h_row[:, None] + cols, in_row, d, n, ROWS, D, N)
     return x, y, g, mixed, raw, fed, h
 
@@ -274,7 +279,7 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, (), cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA,
+        h_row + (count - 1) * n * d, cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA, HOLD,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -307,6 +312,10 @@ def reverse_head_kernel(
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed, h = loaded
+        h_at = h_row[:, None] + i_token * n * d + cols
+        if not HOLD:
+            for i in tl.static_range(min(AHEAD, BLOCKS)):
+                h = h + (load_block(h_at, i, in_row, d, n, ROWS, D, N),)
         x = x.to(tl.float32)
         y = y.to(tl.float32)
         g = g.to(tl.float32)
@@ -374,8 +383,8 @@ def reverse_head_kernel(
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, h_row + i_next * n * d, () if HOLD else h,
-            cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA,
+            fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
+            cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA, HOLD,
         )  # fmt: skip
         N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
         T_g = ()
@@ -439,32 +448,32 @@ def reverse_head_kernel(
         w_states = spread(w, ROWS, D, N)
         states = ()
         through = ()
-        h_next = ()
         for i in tl.static_range(BLOCKS):
+            h_block = h[i]
             if HOLD:
                 A_block, B, C, decay, reach, written = held[i]
             else:
+                # without it the compiler loads the values of all blocks first, and spills them
+                tl.debug_barrier()
+                if i + AHEAD < BLOCKS:
+                    h = h + (load_block(h_at, i + AHEAD, in_row, d, n, ROWS, D, N),)
                 A_block = load_block(A_at, i, in_row, d, n, ROWS, D, N)
                 B, C = load_both(row + AT_B, i, n, ROWS, D, N)
                 decay, scales = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
-                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED, FULL)
+                reach, written = effects(
+                    decay, scales, h_block, B, mixed, ROWS, D, N, COUPLED, FULL
+                )
             total = H[i] + w_states * C
             to_exponent = total * reach
             through = through + (sum_states(to_exponent * A_block, ROWS, D, N),)
             if SELECTIVE:
-                to_C = (decay * h[i] + written * B) * w_states
+                to_C = (decay * h_block + written * B) * w_states
                 both = concatenated_states(total * written, to_C, ROWS, D, N)
                 states = states + (sum_channels(both, ROWS, D, 2 * N),)
             to_A = grad_A[i] + to_exponent * spread(delta, ROWS, D, N)
             grad_A = grad_A[:i] + (to_A,) + grad_A[i + 1 :]
-            if not HOLD:
-                # of the next token, in the registers of this one's
-                h_at = h_row[:, None] + i_next * n * d + cols
-                h_next = h_next + (load_block(h_at, i, in_row, d, n, ROWS, D, N),)
             H = H[:i] + (total * decay,) + H[i + 1 :]
         to_delta = LN2 * total_of(through)
-        if not HOLD:
-            loaded = loaded[:6] + (h_next,)
         if INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
         elif INPUT_SCALE == "bounded_delta":
