@@ -32,6 +32,7 @@ INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 
+NO_MIXING: dict[str, Any] = {"mixer": NoMixing(), "num_householder": None}
 VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "default": (False, {}),
     "a state": (True, {}),
@@ -46,6 +47,11 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "Delta, B": (False, {"feedback": ("delta", "B"), "d_state": 2, "bias": False}),
     "heads, Delta": (True, {"num_heads": 2, "feedback": ("delta",), "num_householder": 2}),
     "heads, Delta, B, C": (False, {"num_heads": 2, "feedback": ("delta", "B", "C")}),
+    "heads, no reflections": (True, {"num_heads": 2, **NO_MIXING}),
+    "heads, Delta, no reflections": (
+        False,
+        {"num_heads": 2, "feedback": ("delta",), "d_state": 2, **NO_MIXING},
+    ),
     "heads, paper": (True, {"num_heads": 3, "output": "paper", "feedback_norm": False}),
 }
 """Whether a state is given, and options."""
@@ -123,7 +129,16 @@ def test_the_same_as_in_separate_operations(
 @devices
 @pytest.mark.parametrize(
     "variant",
-    ["a state", "no feedback", "paper", "heads", "heads without feedback", "Delta", "heads, Delta"],
+    [
+        "a state",
+        "no feedback",
+        "paper",
+        "heads",
+        "heads without feedback",
+        "Delta",
+        "heads, Delta",
+        "heads, Delta, no reflections",
+    ],
 )
 def test_padding_in_one_operation(
     variant: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -387,6 +402,17 @@ def test_the_number_of_launches(
 
 
 @pytest.mark.interpreter
+def test_the_number_of_launches_without_reflections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of heads whose Delta alone has feedback."""
+    options: dict[str, Any] = {"num_heads": 2, "feedback": ("delta",), "backend": "triton"}
+    x = torch.randn(40, 16, 64, requires_grad=True)
+    layer = Bedouin(64, mixer=NoMixing(), on_unconverged="ignore", **options)
+    forward, backward = launches_of(layer, x, monkeypatch)
+    assert len(forward.names) <= 14, forward.names
+    assert len(backward.names) <= 26, backward.names
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_the_most_memory_at_a_time(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than in separate operations; without kernels, whose results have no influence."""
@@ -434,7 +460,10 @@ def test_a_backward_pass_that_keeps_the_graph_changes_nothing(device: str) -> No
         (True, {"feedback": ("delta",), "num_heads": 2, "dtype": torch.float32}),
         (False, {"feedback": ("B", "C")}),
         (False, {"feedback": ("delta", "C")}),
-        (False, {"mixer": NoMixing(), "num_householder": None}),
+        (True, {"num_heads": 2, "dtype": torch.float32, **NO_MIXING}),
+        # the kernels of one head, and those without feedback, take at least one reflection
+        (False, NO_MIXING),
+        (False, {"num_heads": 2, "dtype": torch.float32, "feedback": (), **NO_MIXING}),
         (False, {"mixer": LowRank(1), "num_householder": None}),
         (False, {"backend": "reference"}),
     ],

@@ -201,6 +201,10 @@ CASES = [
     Case(heads=1, b=1, t=2, p=17, n=33, k=0, fed=17, input_scale="one_minus_decay"),
     Case(b=1, t=2, k=1, fed=9, starts=False),
     Case(b=1, t=2, p=4, n=1, k=3, selective=False, fed=4, input_scale="delta"),
+    # without reflections
+    Case(b=1, t=3, p=5, n=3, k=0, eigenvalues="full", norm_eps=None),
+    Case(heads=1, b=2, t=2, p=20, n=18, k=0, input_scale="one_minus_decay", low=torch.bfloat16),
+    Case(b=1, t=2, p=3, n=1, k=0, selective=False, starts=False),
     # states in two blocks that are held, in three and in four that are not
     Case(b=1, t=2, p=3, n=32, k=1, input_scale="one_minus_decay"),
     Case(heads=1, b=1, t=2, p=17, n=48, k=1, input_scale="one_minus_decay", eigenvalues="full"),
@@ -226,6 +230,8 @@ def test_every_option(case: Case) -> None:
         (Case(heads=1, b=1, t=2, p=33, n=34, k=1), 1, 2),
         (Case(heads=1, b=1, t=3, p=33, n=40, k=1, fed=33, low=torch.bfloat16), 1, 2),
         (Case(heads=1, b=3, t=2, p=20, n=3, k=2, fed=20), 2, 2),
+        (Case(heads=1, b=3, t=3, p=20, n=3, k=0, fed=20, norm_eps=None), 2, 2),
+        (Case(heads=1, b=2, t=3, p=33, n=2, k=0), 2, 4),
     ],
     ids=str,
 )
@@ -417,16 +423,18 @@ def test_saturated_raw_values(eigenvalues: Eigenvalues) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "plain"),
+    ("dtype", "plain", "k"),
     [
-        pytest.param(torch.float32, False, marks=needs_triton),
-        pytest.param(torch.float64, False, marks=needs_triton),
-        (torch.float32, True),
+        pytest.param(torch.float32, False, 1, marks=needs_triton),
+        pytest.param(torch.float32, False, 0, marks=needs_triton),
+        pytest.param(torch.float64, False, 0, marks=needs_triton),
+        pytest.param(torch.float64, False, 1, marks=needs_triton),
+        (torch.float32, True, 1),
     ],
 )
-def test_opcheck(dtype: torch.dtype, plain: bool) -> None:
+def test_opcheck(dtype: torch.dtype, plain: bool, k: int) -> None:
     """Of heads together, one by one, and in plain torch."""
-    case = Case(b=1, t=2, n=2, k=1, dtype=dtype)
+    case = Case(b=1, t=2, n=2, k=k, dtype=dtype)
     values: Any = case.operands("cpu" if plain else DEVICE)
     operands = [v.detach().requires_grad_() for v in values]
     fields = (*case.options().scalars(), plain, 1)  # a memory is kept

@@ -117,8 +117,10 @@ def finish_token(
     x, y, dots, s, inv_B, p, sigma, u, inv, T, decayed, scales, held = token
     if len(dots) == 0:
         dots = sums(rows_times(u, y - x, K), 1)
-    U_v = scale(dots, inv, K)
-    mixed = x + combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
+    mixed = x
+    if K > 0:
+        U_v = scale(dots, inv, K)
+        mixed += combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
     written = spread(mixed * inv_B if COUPLED else s * mixed * inv_B, ROWS, D, N)
     largest = s
     h = ()
@@ -245,7 +247,7 @@ def head_sweep_kernel(
     if not HOLD_B:
         tl.store((cell + WIDTH)[:, None] + small, tl.zeros([ROWS, BLOCK_S // PARTS], tl.float32))
         tl.debug_barrier()
-    pivot = none
+    pivot = none + (1.0 if K == 0 else 0.0)
     for t in range(0, t_end):
         columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
         fed = ()
@@ -344,24 +346,33 @@ def head_sweep_kernel(
         x_next, next_rows, small_next = load_token(
             x_at, raw_at, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
         )
-        dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
-        # with the maxima of the token before: every exchange between warps takes barriers
-        dots = over_channels(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
-        if PARTS > 1:
-            whole = as_columns(dots[2 * PAIRS + K :] + (pivot,), 4)
-            store_statistics(statistics_ptr + token - 1, whole, row_of, speaks & (t > 0), ROWS)
-        inv = inverse_sizes(dots, d, K, EPS)
-        G = scale_symmetric(dots[0:PAIRS], inv, K)
-        S_u = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-        T = wy_upper(G, beta, K)
-        # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
-        q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-        U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
-        T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
-        y = rest + sigma * combine_of_samples(T_v, u, K)
+        # every exchange between warps takes barriers: the first one has the maxima of the token
+        # before, too
+        whole = ()
+        inv = ()
+        T = ()
+        y = rest
+        if K > 0:
+            dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
+            dots = over_channels(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
+            whole = dots[2 * PAIRS + K :] + (pivot,)
+            inv = inverse_sizes(dots, d, K, EPS)
+            G = scale_symmetric(dots[0:PAIRS], inv, K)
+            S_u = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+            T = wy_upper(G, beta, K)
+            # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
+            q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+            U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
+            T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
+            y += sigma * combine_of_samples(T_v, u, K)
         own = ()
         if PARTS > 1:
-            own = over_channels(rows_times(u, y - x, K) + (y * y,), (), ROWS, PARTS, D)
+            own = rows_times(u, y - x, K) + (y * y,)
+            own = over_channels(own, () if K > 0 else maxima, ROWS, PARTS, D)
+            if K == 0:
+                whole = own[1:] + (pivot,)
+            whole = as_columns(whole, 4)
+            store_statistics(statistics_ptr + token - 1, whole, row_of, speaks & (t > 0), ROWS)
         v = y
         if NORM:
             square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)

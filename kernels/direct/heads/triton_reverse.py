@@ -287,7 +287,9 @@ def reverse_head_kernel(
     AT_KNOWN: tl.constexpr = AT_N + (K * K + 3) // 4 * 4
     AT_LAST: tl.constexpr = AT_KNOWN + (5 * K + 3) // 4 * 4
     AT_B: tl.constexpr = AT_LAST + 4
-    places = entries + (AT_N // 3 - PAIRS) * tl.minimum(entries // PAIRS, 3)
+    places = entries
+    if K > 0:
+        places += (AT_N // 3 - PAIRS) * tl.minimum(entries // PAIRS, 3)
     places += tl.where(entries >= 3 * PAIRS + K * K, AT_KNOWN - AT_N - K * K, 0)
     places += tl.where(entries >= SIZE - 4, AT_LAST - AT_KNOWN - 5 * K, 0)
     in_local = entries < SIZE + 2 * n
@@ -363,7 +365,7 @@ def reverse_head_kernel(
         else:
             g += grad_normed
         q = rows_times(u, from_memory + sigma * g, K)
-        if NORM:
+        if NORM or K == 0:
             q = q + (grad_normed * y,)
         # with the statistics of the token after it: every exchange between warps takes barriers
         dots = as_columns(over_channels(q, extremes, ROWS, PARTS, D), len(q) + len(extremes))
@@ -386,31 +388,34 @@ def reverse_head_kernel(
             fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
             cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA, HOLD,
         )  # fmt: skip
-        N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
-        T_g = ()
-        for i in tl.static_range(K):
-            total = N_rows[i * K] * q[0]
-            for j in tl.static_range(1, K):
-                total += N_rows[i * K + j] * q[j]
-            T_g = T_g + (total,)
-        w = g + combine_of_samples(T_g, u, K)
-
-        # x~ = x + U^T T U v, one reflection after the other
-        U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K)
-        # defect and scale of the adjoint equation
-        T = load_scalars(row, PAIRS, ROWS, D)
-        applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
+        w = g
+        applied = g
+        if K > 0:
+            N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
+            T_g = ()
+            for i in tl.static_range(K):
+                total = N_rows[i * K] * q[0]
+                for j in tl.static_range(1, K):
+                    total += N_rows[i * K + j] * q[j]
+                T_g = T_g + (total,)
+            w += combine_of_samples(T_g, u, K)
+            # x~ = x + U^T T U v, one reflection after the other
+            U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K)
+            # defect and scale of the adjoint equation
+            T = load_scalars(row, PAIRS, ROWS, D)
+            applied += combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
         defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
         if PARTS == 1:
             store_statistics(statistics_ptr + token, (defect, size), row_of, here, ROWS)
         else:
             extremes = (defect, size)
         grad_mixed = from_memory + sigma * w
-        G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
-        T_v = load_scalars(row + AT_KNOWN, K, ROWS, D)
-        c = load_scalars(row + AT_KNOWN + K, K, ROWS, D)
-        rest = load_scalars(row + AT_KNOWN + 2 * K, K, ROWS, D)
-        squares = load_scalars(row + AT_KNOWN + 3 * K, K, ROWS, D)
+        if K > 0:
+            G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
+            T_v = load_scalars(row + AT_KNOWN, K, ROWS, D)
+            c = load_scalars(row + AT_KNOWN + K, K, ROWS, D)
+            rest = load_scalars(row + AT_KNOWN + 2 * K, K, ROWS, D)
+            squares = load_scalars(row + AT_KNOWN + 3 * K, K, ROWS, D)
         # before the exchange that they follow
         units = ()
         for i in tl.static_range(BLOCKS):
@@ -440,7 +445,8 @@ def reverse_head_kernel(
             to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
-        tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
+        if K > 0:
+            tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
         # what remains of it is the cotangent of x
         x_at = grad_x_ptr + token[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
