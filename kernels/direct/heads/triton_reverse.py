@@ -316,7 +316,8 @@ def reverse_head_kernel(
         x, y, g, mixed, raw, fed, h = loaded
         h_at = h_row[:, None] + i_token * n * d + cols
         if not HOLD:
-            for i in tl.static_range(min(AHEAD, BLOCKS)):
+            FIRST: tl.constexpr = min(AHEAD, BLOCKS)
+            for i in tl.static_range(FIRST):
                 h = h + (load_block(h_at, i, in_row, d, n, ROWS, D, N),)
         x = x.to(tl.float32)
         y = y.to(tl.float32)
