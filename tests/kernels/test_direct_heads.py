@@ -484,3 +484,23 @@ def test_awkward_heads_compiled(
 def test_every_number_of_samples_and_their_parts_compiled(p: int, samples: int, parts: int) -> None:
     case = Case(heads=2, b=9, t=20, p=p, n=16, low=torch.bfloat16)
     assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("input_scale", SCALES)
+@pytest.mark.parametrize(
+    ("p", "n", "k"), [(64, 64, 1), (64, 64, 0), (64, 16, 2), (100, 17, 0), (33, 40, 1), (16, 1, 0)]
+)
+def test_feedback_of_delta_compiled(
+    p: int, n: int, k: int, input_scale: InputScale, low: torch.dtype | None
+) -> None:
+    check(Case(heads=3, b=5, t=35, p=p, n=n, k=k, fed=p, input_scale=input_scale, low=low))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("k", [0, 1])
+def test_many_heads_with_feedback_of_delta(k: int, low: torch.dtype | None) -> None:
+    """In programs of several samples, whose channels are in parts."""
+    check(Case(heads=16, b=64, t=16, p=64, n=64, k=k, fed=64, starts=False, low=low))
