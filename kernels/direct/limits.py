@@ -23,8 +23,8 @@ MAX_HEAD = 128
 """Most channels of a head whose sweep is one program's work: a warp holds the rows of a sample."""
 
 MAX_HEAD_STATES = 64
-"""Most states of such a head: a warp's registers hold 16 states of 64 channels, and more of them go
-to memory and back in every token."""
+"""Most states of such a head: of more, the memory of even 32 channels would not fit the registers
+of a warp, beside its cotangent."""
 
 HEAD_SCRATCH = 8192
 """Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
