@@ -32,6 +32,7 @@ INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 
+NO_MIXING: dict[str, Any] = {"mixer": NoMixing(), "num_householder": None}
 VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "default": (False, {}),
     "a state": (True, {}),
@@ -42,6 +43,15 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "wide": (False, {"expand": 35}),
     "heads": (True, {"num_heads": 2}),
     "heads without feedback": (False, {"num_heads": 2, "feedback": (), "decay": "griffin"}),
+    "Delta": (True, {"feedback": ("delta",)}),
+    "Delta, B": (False, {"feedback": ("delta", "B"), "d_state": 2, "bias": False}),
+    "heads, Delta": (True, {"num_heads": 2, "feedback": ("delta",), "num_householder": 2}),
+    "heads, Delta, B, C": (False, {"num_heads": 2, "feedback": ("delta", "B", "C")}),
+    "heads, no reflections": (True, {"num_heads": 2, **NO_MIXING}),
+    "heads, Delta, no reflections": (
+        False,
+        {"num_heads": 2, "feedback": ("delta",), "d_state": 2, **NO_MIXING},
+    ),
     "heads, paper": (True, {"num_heads": 3, "output": "paper", "feedback_norm": False}),
 }
 """Whether a state is given, and options."""
@@ -118,7 +128,17 @@ def test_the_same_as_in_separate_operations(
 
 @devices
 @pytest.mark.parametrize(
-    "variant", ["a state", "no feedback", "paper", "heads", "heads without feedback"]
+    "variant",
+    [
+        "a state",
+        "no feedback",
+        "paper",
+        "heads",
+        "heads without feedback",
+        "Delta",
+        "heads, Delta",
+        "heads, Delta, no reflections",
+    ],
 )
 def test_padding_in_one_operation(
     variant: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -145,9 +165,11 @@ def test_padding_in_one_operation(
 
 
 @devices
-def test_heads_against_the_reference(device: str) -> None:
+@pytest.mark.parametrize("feedback", [("delta", "B", "C", "mixer"), ("delta",)])
+def test_heads_against_the_reference(feedback: tuple[str, ...], device: str) -> None:
     """Values and gradients in float32 against those of plain torch in float64."""
     options: dict[str, Any] = {"expand": 3, "num_heads": 2, "d_state": 3, "num_householder": 2}
+    options["feedback"] = feedback
     layer = make(device, torch.float32, **options)
     plain = make(device, **{**options, "backend": "reference"})
     plain.load_state_dict(layer.state_dict())
@@ -158,9 +180,12 @@ def test_heads_against_the_reference(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("feedback", [("delta", "B", "C", "mixer"), ("delta",)])
 @pytest.mark.parametrize("num_heads", [1, 2])
-def test_low_precision(num_heads: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make(device, torch.float32, num_heads=num_heads)
+def test_low_precision(
+    num_heads: int, feedback: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make(device, torch.float32, num_heads=num_heads, feedback=feedback)
     x = torch.randn(1, 2, 2, device=device, requires_grad=True)
     # not bfloat16, to which Triton's interpreter truncates instead of rounding
     with torch.autocast(device, torch.float16):
@@ -372,12 +397,12 @@ def test_the_launches_of_documents(num_heads: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("feedback", [("delta", "B", "C", "mixer"), ("delta", "B"), ("delta",), ()])
 def test_the_number_of_launches(
-    feedback: bool, num_heads: int, monkeypatch: pytest.MonkeyPatch
+    feedback: tuple[str, ...], num_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For 40 samples of 16 tokens, whose reverse sweep is three launches, as for 128 samples."""
-    options: dict[str, Any] = {} if feedback else {"feedback": ()}
+    options: dict[str, Any] = {"feedback": feedback}
     options = {"num_heads": num_heads, "backend": "triton", **options}
     layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
     x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
@@ -385,11 +410,25 @@ def test_the_number_of_launches(
     # one of forward is the number of steps of the statistics, and four join those of the heads;
     # without feedback the coefficients and the statistics have launches of their own
     most = {1: (10 if feedback else 11, 22), 2: (14 if feedback else 15, 22)}[num_heads]
+    if len(feedback) == 2 or (feedback == ("delta",) and num_heads == 1):
+        # W^y is padded with rows of zeros, in both directions
+        most = most[0] + 2, most[1] + 2
     assert len(forward.names) <= most[0], forward.names
     assert len(backward.names) <= most[1], backward.names
     pairs = {1: ("sweep_kernel", "reverse_kernel"), 2: ("head_sweep_kernel", "reverse_head_kernel")}
     first, last = pairs[num_heads] if feedback else ("walk_kernel", "walk_kernel")
     assert first in forward.names and last in backward.names
+
+
+@pytest.mark.interpreter
+def test_the_number_of_launches_without_reflections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of heads whose Delta alone has feedback."""
+    options: dict[str, Any] = {"num_heads": 2, "feedback": ("delta",), "backend": "triton"}
+    x = torch.randn(40, 16, 64, requires_grad=True)
+    layer = Bedouin(64, mixer=NoMixing(), on_unconverged="ignore", **options)
+    forward, backward = launches_of(layer, x, monkeypatch)
+    assert len(forward.names) <= 14, forward.names
+    assert len(backward.names) <= 26, backward.names
 
 
 @pytest.mark.interpreter
@@ -436,8 +475,14 @@ def test_a_backward_pass_that_keeps_the_graph_changes_nothing(device: str) -> No
         (True, {"num_heads": 2, "dtype": torch.float32}),
         # the kernels of several heads compute in float32
         (False, {"num_heads": 2}),
+        (True, {"feedback": ("delta", "B", "C")}),
+        (True, {"feedback": ("delta",), "num_heads": 2, "dtype": torch.float32}),
         (False, {"feedback": ("B", "C")}),
-        (False, {"mixer": NoMixing(), "num_householder": None}),
+        (False, {"feedback": ("delta", "C")}),
+        (True, {"num_heads": 2, "dtype": torch.float32, **NO_MIXING}),
+        # the kernels of one head, and those without feedback, take at least one reflection
+        (False, NO_MIXING),
+        (False, {"num_heads": 2, "dtype": torch.float32, "feedback": (), **NO_MIXING}),
         (False, {"mixer": LowRank(1), "num_householder": None}),
         (False, {"backend": "reference"}),
     ],

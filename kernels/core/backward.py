@@ -19,6 +19,7 @@ from bedouin.kernels.core.products import (
     columns_of,
     first_rows,
     joined_gradient,
+    loop_rows,
     multiply,
     samples_of,
 )
@@ -48,7 +49,7 @@ class CoreGradients(NamedTuple):
 
     projected: Tensor  # (b, t, w)
     W_x: Tensor  # (r + p, p) or (H, r + p, p)
-    W_y: Tensor  # as W_x
+    W_y: Tensor  # (f + p, p) or (H, f + p, p)
     decay: Tensor  # (d, n)
     D: Tensor  # (d,)
     weight: Tensor  # (d,), empty without weight
@@ -84,7 +85,7 @@ def core_backward(
     launcher = launcher_of("backward", (*cotangents, *tensors, *saved), others)
     (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
-    H, _, _, p, _, r = sizes
+    H, _, _, p, _, r, f = sizes
     x = columns_of(tensors.projected, 0, H, p)
     grad_projected = torch.empty_like(tensors.projected, memory_format=torch.contiguous_format)
     of_x = columns_of(grad_projected, 0, H, p)
@@ -104,7 +105,7 @@ def core_backward(
     )
     grad_y = grad_y.view(y.shape)
     if W_y is not None:
-        grad_normed = multiply(of_gate, W_y.narrow(-2, r, p)).view(y.shape)
+        grad_normed = multiply(of_gate, W_y.narrow(-2, f, p)).view(y.shape)
         given = grad_normed, y, tensors.y0, eps, grad_y
         _, grad_y0 = shifted_norm_backward(*given, launcher=launcher)
         del grad_normed, given
@@ -134,7 +135,7 @@ def core_backward(
     else:
         grad_W_x = W_x.new_empty(0)
     if wanted.W_y and W_y is not None:
-        grad_W_y = joined_gradient(grad_raw, of_gate, saved.normed.view(gate.shape), r)
+        grad_W_y = joined_gradient(grad_raw, of_gate, saved.normed.view(gate.shape), f)
     else:
         grad_W_y = W_x.new_empty(0)
     of_biases: torch.dtype | None = None
@@ -160,7 +161,11 @@ def _raw_with_feedback(
     wide = saved.raw.shape[2]
     raw = saved.raw.view(*normed.shape[:-1], wide)
     total = raw if overwrites else raw.clone()
-    add_product_(total, normed, first_rows(W_y, wide).mT)
+    sizes = tensors.sizes()
+    if sizes.f < sizes.r:
+        add_product_(total[..., : sizes.f], normed, W_y[..., : sizes.f, :].mT)
+    else:
+        add_product_(total, normed, first_rows(W_y, wide).mT)
     return total.view(saved.raw.shape)
 
 
@@ -177,10 +182,10 @@ def _reverse(
 ) -> tuple[GradBuffers, Tensor | None]:
     """The reverse sweep: its results, and parts (splits, b', p) of the cotangent of norm(y0)."""
     A, kept, sizes = saved.A, saved.kept, tensors.sizes()
-    H, _, t, p, n, r = sizes
+    H, _, t, p, n, r, _ = sizes
     b = sizes.folded
     _, W_y = saved.weights(tensors)
-    loop = None if W_y is None else W_y.narrow(-2, 0, r)
+    loop = loop_rows(W_y, sizes)
     # what only the kernels of one head need
     alone = loop is not None and H == 1
     splits = (

@@ -12,6 +12,7 @@ from bedouin.kernels.core.products import (
     add_product_,
     columns_of,
     first_rows,
+    loop_rows,
     project,
     samples_of,
 )
@@ -45,7 +46,7 @@ def core_forward(
     dtype, sizes, x = tensors.projected.dtype, tensors.sizes(), tensors.x
     W_x, W_y = _lowered(tensors.W_x, dtype), _lowered(tensors.W_y, dtype)
     assert W_x is not None
-    H, b, t, p, n, r = sizes
+    H, b, t, p, n, r, f = sizes
     folded, wide = sizes.folded, r + padding(r)
     like = x.new_empty(0, dtype=accumulator(x.dtype))
     A, statistics = like.new_empty(sizes.of_heads(n, p)), like.new_empty(4, folded, t)
@@ -67,7 +68,7 @@ def core_forward(
     padded = None if real is None else ~real
     if padded is not None:
         hold_memory_(raw, padded, p, -CLOSED)
-    loop = None if W_y is None else W_y.narrow(-2, 0, r)
+    loop = loop_rows(W_y, sizes)
     given = raw.narrow(2, 0, r), loop, A, h, kept, y, normed, statistics
     buffers = SweepBuffers(samples_of(x, H), *given)
     how = options.parameterization, options.keep_every
@@ -80,7 +81,7 @@ def core_forward(
     if W_y is None:
         normed = W_x.new_empty(0)
     else:
-        add_product_(gate, normed.view(gate.shape), W_y.narrow(-2, r, p).mT)
+        add_product_(gate, normed.view(gate.shape), W_y.narrow(-2, f, p).mT)
     hidden = W_x.new_empty(b, t, H * p)
     operands = output_operands(tensors, y, rows, gate)
     output_forward(

@@ -142,7 +142,7 @@ class Finished(NamedTuple):
     """Gradients as the parameters have them; empty where they are not wanted."""
 
     W_x: Tensor  # (r + p, p) or (H, r + p, p)
-    W_y: Tensor  # as W_x
+    W_y: Tensor  # (f + p, p) or (H, f + p, p)
     decay: Tensor  # (d, n)
     D: Tensor  # (d,)
     weight: Tensor  # (d,), empty without weight
@@ -158,14 +158,14 @@ def launch_finish(
     grad_gate: Tensor,  # (i, p) or (H, i, p)
     of_channels: Tensor,  # (any, 2, d) or (any, 1, d): parts of the gradients of D and weight
     W_x: Tensor,  # (r + p, p) or (H, r + p, p), or empty
-    W_y: Tensor,  # as W_x
+    W_y: Tensor,  # (f + p, p) or (H, f + p, p), or empty
     of_biases: torch.dtype | None,  # None: the gradients of the biases are not wanted
     launcher: Launcher,
 ) -> Finished:
     """Add up the gradients of parameters that tokens share, and convert all as the parameters
     have them; that of A is taken on to its parameter."""
     sizes = tensors.sizes()
-    H, b, t, p, n, r = sizes
+    H, b, t, p, n, r, _ = sizes
     decay, D, weight = tensors.decay.contiguous(), tensors.D, tensors.weight
     parts, wants_bias = of_channels.shape[1], of_biases is not None
     count = of_channels.shape[0]

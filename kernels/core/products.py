@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bedouin.kernels.core.types import CoreSizes
+from bedouin.kernels.direct.heads.blocks import rows_with_feedback
+from bedouin.kernels.feedback import padded_rows
+from bedouin.kernels.linear import padding
+
 MANY_ROWS = 4096
 """From so many rows on, a product of each head is cheaper than writing the bias of all of them
 before one batched product, which reads it again: only a product of one matrix adds it itself."""
@@ -58,6 +63,17 @@ def first_rows(
     return F.pad(W, (0, 0, 0, missing)) if missing > 0 else W.narrow(-2, 0, wide)
 
 
+def loop_rows(
+    W_y: Tensor | None,  # (f + p, p) or (H, f + p, p)
+    sizes: CoreSizes,
+) -> Tensor | None:
+    """W^y of the raw values with as many rows as the kernels of the sweep read, zeros from f on."""
+    if W_y is None:
+        return None
+    rows = sizes.r if sizes.H == 1 else rows_with_feedback(sizes.f, sizes.p, sizes.r)
+    return padded_rows(W_y[..., : sizes.f, :], rows)
+
+
 def project(
     rows: Tensor,  # (i, p) or (H, i, p)
     W: Tensor,  # (c, p) or (H, c, p)
@@ -95,12 +111,14 @@ def joined_gradient(
     grad_raw: Tensor,  # (i, r + padding) or (H, i, r + padding)
     grad_gate: Tensor,  # (i, p) or (H, i, p)
     rows: Tensor,  # (i, p) or (H, i, p)
-    r: int,
-) -> Tensor:  # (r + p, p) or (H, r + p, p)
-    """The gradient of a weight that yields raw values and gate of `rows`."""
+    size: int,
+) -> Tensor:  # (size + p, p) or (H, size + p, p)
+    """The gradient of a weight that yields the first `size` raw values and the gate of `rows`."""
+    # some more columns, so that the product is aligned
+    grad_raw = grad_raw[..., : size + padding(size)]
     wide, p = grad_raw.shape[-1], grad_gate.shape[-1]
-    joined = rows.new_empty(*rows.shape[:-2], max(wide, r + p), p)
+    joined = rows.new_empty(*rows.shape[:-2], max(wide, size + p), p)
     multiply(grad_raw.mT, rows, joined.narrow(-2, 0, wide))
-    # overwrites the rows of the padding
-    multiply(grad_gate.mT, rows, joined.narrow(-2, r, p))
-    return joined if joined.shape[-2] == r + p else joined.narrow(-2, 0, r + p)
+    # overwrites the rows of the others
+    multiply(grad_gate.mT, rows, joined.narrow(-2, size, p))
+    return joined if joined.shape[-2] == size + p else joined.narrow(-2, 0, size + p)

@@ -72,7 +72,7 @@ def core_operation(*flat: Any) -> tuple[Tensor, ...]:
 def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
     tensors, keep_every = CoreTensors(*flat[:8]), flat[-1]
     low, sizes = tensors.projected, tensors.sizes()
-    H, b, t, p, n, r = sizes
+    H, b, t, p, n, r, _ = sizes
     folded, like = sizes.folded, low.new_empty(0, dtype=accumulator(low.dtype))
     normed = low.new_empty(0) if tensors.W_y is None else low.new_empty(folded, t, p)
     saved = (

@@ -2,7 +2,7 @@
 
 Letters: b batch, t time, d channels, n state per channel, w = 2 d, or d without z; H heads of
 p = d / H channels with r raw values each, b' = H b folded samples, i = b t rows of a head. The
-tensors of one head have no axis H: they are those of p = d.
+tensors of one head have no axis H: they are those of p = d. The first f raw values have feedback.
 """
 
 from typing import Literal, NamedTuple
@@ -20,7 +20,7 @@ class CoreTensors(NamedTuple):
 
     projected: Tensor  # (b, t, w): x, and behind it z
     W_x: Tensor  # (r + p, p) or (H, r + p, p), of the raw values and of the gate, in any dtype
-    W_y: Tensor | None  # as W_x; None: no feedback
+    W_y: Tensor | None  # (f + p, p) or (H, f + p, p), of the same; None: no feedback
     decay: Tensor  # (d, n), the parameter behind A
     D: Tensor  # (d,)
     weight: Tensor | None  # (d,), of the norm; None: the paper's output, without z
@@ -34,7 +34,8 @@ class CoreTensors(NamedTuple):
     def sizes(self) -> "CoreSizes":
         b, t, _ = self.projected.shape
         (rows, p), (d, n) = self.W_x.shape[-2:], self.decay.shape
-        return CoreSizes(d // p, b, t, p, n, rows - p)
+        f = 0 if self.W_y is None else self.W_y.shape[-2] - p
+        return CoreSizes(d // p, b, t, p, n, rows - p, f)
 
 
 class CoreSizes(NamedTuple):
@@ -46,6 +47,7 @@ class CoreSizes(NamedTuple):
     p: int
     n: int
     r: int
+    f: int
 
     @property
     def folded(self) -> int:

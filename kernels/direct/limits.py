@@ -23,8 +23,8 @@ MAX_HEAD = 128
 """Most channels of a head whose sweep is one program's work: a warp holds the rows of a sample."""
 
 MAX_HEAD_STATES = 64
-"""Most states of such a head: a warp's registers hold 16 states of 64 channels, and more of them go
-to memory and back in every token."""
+"""Most states of such a head: of more, the memory of even 32 channels would not fit the registers
+of a warp, beside its cotangent."""
 
 HEAD_SCRATCH = 8192
 """Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
@@ -56,12 +56,14 @@ def takes_heads_together(
     if W_y is None or A.dim() == 2:
         return False
     layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
-    return holds_head(d, n, layout, A.dtype, W_y.dtype, A.device, shared_memory)
+    f = W_y.shape[-2]
+    return holds_head(d, n, f, layout, A.dtype, W_y.dtype, A.device, shared_memory)
 
 
 def holds_head(
     d: int,
     n: int,
+    f: int,  # raw values with feedback
     layout: RawLayout,
     dtype: torch.dtype,  # of A
     of_W_y: torch.dtype,
@@ -72,7 +74,7 @@ def holds_head(
     `shared_memory` as in `takes_heads_together`."""
     if not _is_small(d, n, dtype):
         return False
-    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
+    blocks = head_blocks(d, n, layout.num_householder, layout.selective, only_delta=f <= d)
     if shared_memory is None:
         shared_memory = Device.of(device).shared_memory
     return blocks.rows * blocks.channels * of_W_y.itemsize + HEAD_SCRATCH <= shared_memory

@@ -26,6 +26,7 @@ from bedouin.kernels.direct.buffers import (
     join_samples,
     split_weights,
 )
+from bedouin.kernels.direct.heads.blocks import rows_with_feedback
 from bedouin.kernels.direct.limits import takes_heads_together
 from bedouin.kernels.direct.plain import (
     plain_memory,
@@ -80,8 +81,9 @@ def sweep_operation(
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
-    operands, options = with_reflection(operands, options)
     together = takes_heads_together(operands, options)
+    if not together:
+        operands, options = with_reflection(operands, options)
     buffers = allocate_sweep(operands, options, keep_every, together)
     statistics = buffers.statistics
     if buffers.y.numel() and together:
@@ -231,14 +233,17 @@ def _sweep_backward(
         if plain:
             given = (grad_y, grad_h, y, kept, operands, options)
             return plain_reverse(*given, keep_every, wants_y0=wants_y0)
-        operands, options = with_reflection(operands, options)
+        together = takes_heads_together(operands, options)
+        if not together:
+            operands, options = with_reflection(operands, options)
         buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
         grad_normed, statistics = None, grads.statistics
-        if y.numel() and takes_heads_together(operands, options):
+        if y.numel() and together:
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
             assert W_y is not None
-            rows = padded_rows(W_y, operands.raw.shape[2])
+            f, d = W_y.shape[-2:]
+            rows = padded_rows(W_y, rows_with_feedback(f, d, operands.raw.shape[2]))
             grad_normed = launch_head_reverse(buffers, grads, rows, options, keep_every)
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
@@ -275,7 +280,11 @@ def _sweep_backward_fake(
 ) -> Gradients:
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     num_householder, plain = options[2], options[-2]
-    rows = r if plain else r + added_values(num_householder, d)
+    operands = Operands(x, raw, W_y, A, h0, y0)
+    if plain or takes_heads_together(operands, Parameterization.from_scalars(*options[:7])):
+        rows = r
+    else:
+        rows = r + added_values(num_householder, d)
     rows += padding(rows)
     if W_y is None:
         grad_W_y = A.new_empty(0)

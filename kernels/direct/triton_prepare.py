@@ -111,7 +111,9 @@ def prepare_token(
     T = wy_upper(G, beta, K)
     T_v = upper_times(T, U_v, K)
     scaled_T_v = scale(T_v, inv, K)
-    mixed = x + combine(scaled_T_v, u, K)
+    mixed = x
+    if K > 0:
+        mixed += combine(scaled_T_v, u, K)
     token = sample * chunk.count + i_token
     tl.store(prepared.mixed_ptr + token * d + cols, mixed, mask=in_d)
 
@@ -122,7 +124,8 @@ def prepare_token(
                 T_rows = T_rows + (T[i * (i + 1) // 2 + j],)
             else:
                 T_rows = T_rows + (tl.zeros([], dtype=ACC),)
-    N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K)
+    if K > 0:
+        N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K)
     scaled_N = ()
     for i in tl.static_range(K):
         for j in tl.static_range(K):

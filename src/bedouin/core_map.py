@@ -85,16 +85,14 @@ def takes_core(
     # exactly this class: a subclass may compute its coefficients in another way
     if not vars(type(layer)).get("has_fused_step", False) or layer.has_drive:
         return False
-    if layer.feedback not in ((), layer.components):
+    # its W^y has rows for the first components, without others between them
+    if layer.feedback != layer.components[: len(layer.feedback)]:
         return False
     layout, adjoint = layer.layout(), options.adjoint
     is_exact = adjoint is None or (
         type(adjoint) is ImplicitAdjoint and isinstance(adjoint.solver, Direct | None)
     )
-    # its kernels take at least one reflection
-    if layout is None or not layout.num_householder:
-        return False
-    if type(options.solver) is not Direct or not is_exact:
+    if layout is None or type(options.solver) is not Direct or not is_exact:
         return False
     if not is_plain(layer.x_proj) or not (layer.y_proj is None or is_plain(layer.y_proj)):
         return False
@@ -108,8 +106,9 @@ def takes_core(
     if choose_backend(options.backend, device, dtype, unsupported) != "triton":
         return False
     if layer.num_heads == 1 or layer.y_proj is None:
-        return True
-    return holds_head(p, n, layout, wide, dtype, device)
+        # these kernels take at least one reflection
+        return layout.num_householder > 0
+    return holds_head(p, n, layer.y_proj.weight.shape[-2] - p, layout, wide, dtype, device)
 
 
 class CoreMap:

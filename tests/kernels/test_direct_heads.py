@@ -59,6 +59,7 @@ class Case:
     eigenvalues: Eigenvalues = "positive"
     norm_eps: float | None = 1e-5
     feedback: bool = True
+    fed: int | None = None  # raw values with feedback; None: all
     starts: bool = True
     dtype: torch.dtype = torch.float32
     low: torch.dtype | None = None
@@ -80,7 +81,7 @@ class Case:
 
         H, t, p, n, low = self.heads, self.t, self.p, self.n, self.low or self.dtype
         b, r = H * self.b, self.options().known_layout().size(p, n)
-        x, raw, W_y = draw(b, t, p), draw(b, t, r), 0.2 * p**-0.5 * draw(H, r, p)
+        x, raw, W_y = draw(b, t, p), draw(b, t, r), 0.2 * p**-0.5 * draw(H, r, p)[:, : self.fed]
         A, h0, y0 = -draw(H, p, n).exp(), draw(b, p, n), draw(b, p)
         start = (h0, y0) if self.starts else (None, None)
         given = (x.to(low), raw.to(low), W_y.to(low) if self.feedback else None, A, *start)
@@ -138,7 +139,8 @@ def launched(
     grad_y, grad_h = cotangents(sweep)
     known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
     assert operands.W_y is not None
-    normed = launch_head_reverse(known, grads, operands.W_y, options, keep_every, samples, parts)
+    assert buffers.W_y is not None
+    normed = launch_head_reverse(known, grads, buffers.W_y, options, keep_every, samples, parts)
     every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
     found = dict(zip(Sweep._fields, values, strict=True))
     for name, v, operand in zip(NAMES, every, operands, strict=True):
@@ -191,6 +193,18 @@ CASES = [
     Case(heads=3, b=1, t=2, p=5, n=9, k=1, activation="softplus_of_minus", norm_eps=None),
     Case(b=1, t=2, p=33, n=1, k=3, selective=False, norm_eps=None, low=torch.bfloat16),
     Case(b=1, t=2, k=2, input_scale="one_minus_decay", feedback=False, low=torch.bfloat16),
+    # feedback of Delta, of some of it, and of Delta and some of B
+    Case(b=1, t=3, p=7, n=3, k=0, fed=7, norm_eps=None),
+    Case(b=3, t=2, p=5, n=1, k=1, fed=5, low=torch.bfloat16),
+    Case(heads=3, b=1, t=2, p=9, n=16, k=2, fed=4, activation="sigmoid", starts=False),
+    Case(heads=1, b=2, t=3, p=17, n=64, k=1, fed=17),
+    Case(heads=1, b=1, t=2, p=17, n=33, k=0, fed=17, input_scale="one_minus_decay"),
+    Case(b=1, t=2, k=1, fed=9, starts=False),
+    Case(b=1, t=2, p=4, n=1, k=3, selective=False, fed=4, input_scale="delta"),
+    # without reflections
+    Case(b=1, t=3, p=5, n=3, k=0, eigenvalues="full", norm_eps=None),
+    Case(heads=1, b=2, t=2, p=20, n=18, k=0, input_scale="one_minus_decay", low=torch.bfloat16),
+    Case(b=1, t=2, p=3, n=1, k=0, selective=False, starts=False),
     # states in two blocks that are held, in three and in four that are not
     Case(b=1, t=2, p=3, n=32, k=1, input_scale="one_minus_decay"),
     Case(heads=1, b=1, t=2, p=17, n=48, k=1, input_scale="one_minus_decay", eigenvalues="full"),
@@ -214,6 +228,10 @@ def test_every_option(case: Case) -> None:
         (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 2),
         (Case(b=9, t=2, n=1, k=1), 8, 1),
         (Case(heads=1, b=1, t=2, p=33, n=34, k=1), 1, 2),
+        (Case(heads=1, b=1, t=3, p=33, n=40, k=1, fed=33, low=torch.bfloat16), 1, 2),
+        (Case(heads=1, b=3, t=2, p=20, n=3, k=2, fed=20), 2, 2),
+        (Case(heads=1, b=3, t=3, p=20, n=3, k=0, fed=20, norm_eps=None), 2, 2),
+        (Case(heads=1, b=2, t=3, p=33, n=2, k=0), 2, 4),
     ],
     ids=str,
 )
@@ -270,6 +288,8 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
         (Case(p=128, n=64, k=4, low=torch.bfloat16), True),
         (Case(p=128, n=32, k=5, low=torch.bfloat16), True),
         (Case(p=128, n=64, k=5, low=torch.bfloat16), False),
+        (Case(p=128, n=64, k=5, fed=128), True),
+        (Case(p=128, n=64, k=5, fed=129), False),
         (Case(p=128, n=16, k=8), False),
         (Case(p=128, n=16, k=4, feedback=False), False),
         (Case(p=129, n=1), False),
@@ -349,8 +369,11 @@ def test_a_given_fixed_point(low: torch.dtype | None, feedback: bool) -> None:
         (torch.float16, torch.float16),
     ],
 )
-def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
-    case = Case(b=1, t=2, n=1, k=1, starts=False)
+@pytest.mark.parametrize("fed", [None, 7])
+def test_dtypes_of_inputs_and_weights(
+    fed: int | None, inputs: torch.dtype, weights: torch.dtype
+) -> None:
+    case = Case(b=1, t=2, n=1, k=1, fed=fed, starts=False)
     given = case.operands()
     assert given.W_y is not None
     x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
@@ -400,16 +423,18 @@ def test_saturated_raw_values(eigenvalues: Eigenvalues) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "plain"),
+    ("dtype", "plain", "k"),
     [
-        pytest.param(torch.float32, False, marks=needs_triton),
-        pytest.param(torch.float64, False, marks=needs_triton),
-        (torch.float32, True),
+        pytest.param(torch.float32, False, 1, marks=needs_triton),
+        pytest.param(torch.float32, False, 0, marks=needs_triton),
+        pytest.param(torch.float64, False, 0, marks=needs_triton),
+        pytest.param(torch.float64, False, 1, marks=needs_triton),
+        (torch.float32, True, 1),
     ],
 )
-def test_opcheck(dtype: torch.dtype, plain: bool) -> None:
+def test_opcheck(dtype: torch.dtype, plain: bool, k: int) -> None:
     """Of heads together, one by one, and in plain torch."""
-    case = Case(b=1, t=2, n=2, k=1, dtype=dtype)
+    case = Case(b=1, t=2, n=2, k=k, dtype=dtype)
     values: Any = case.operands("cpu" if plain else DEVICE)
     operands = [v.detach().requires_grad_() for v in values]
     fields = (*case.options().scalars(), plain, 1)  # a memory is kept
@@ -459,3 +484,23 @@ def test_awkward_heads_compiled(
 def test_every_number_of_samples_and_their_parts_compiled(p: int, samples: int, parts: int) -> None:
     case = Case(heads=2, b=9, t=20, p=p, n=16, low=torch.bfloat16)
     assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("input_scale", SCALES)
+@pytest.mark.parametrize(
+    ("p", "n", "k"), [(64, 64, 1), (64, 64, 0), (64, 16, 2), (100, 17, 0), (33, 40, 1), (16, 1, 0)]
+)
+def test_feedback_of_delta_compiled(
+    p: int, n: int, k: int, input_scale: InputScale, low: torch.dtype | None
+) -> None:
+    check(Case(heads=3, b=5, t=35, p=p, n=n, k=k, fed=p, input_scale=input_scale, low=low))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("k", [0, 1])
+def test_many_heads_with_feedback_of_delta(k: int, low: torch.dtype | None) -> None:
+    """In programs of several samples, whose channels are in parts."""
+    check(Case(heads=16, b=64, t=16, p=64, n=64, k=k, fed=64, starts=False, low=low))

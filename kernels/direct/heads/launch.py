@@ -60,7 +60,11 @@ MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
 BLOCK_STATES = 16
-"""Most states that the reverse sweep takes at once: the values of more would not fit registers."""
+"""Most states that a sweep takes at once: the values of more would not fit registers."""
+
+FEWER_STATES = 8
+"""The same for the reverse sweep where a warp does not hold A and h, if Delta alone has feedback.
+With more feedback a product takes states in tiles of at least BLOCK_STATES without waste."""
 
 MOST_HELD = 1024
 """Most values of A, and of h of the next token, that a warp of the reverse sweep holds."""
@@ -128,7 +132,7 @@ def _sweep_constants(
         EPS=scan_constants(A.shape[-1], A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
         JOINED=layout.num_householder in (2, 4),
-        N=blocks.states,
+        N=min(BLOCK_STATES, blocks.states),
         BLOCK_S=blocks.small,
         ALPHA=blocks.alpha,
         **_common_constants(A, W, options, samples, parts, tf32),
@@ -140,7 +144,7 @@ def _sweep_constants(
 def launch_head_reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor,  # (H, r, d), W^y
+    W: Tensor,  # (H, r, d), W^y, or (H, d, d) if Delta alone has feedback
     options: Parameterization,
     keep_every: int,
     samples: int | None = None,
@@ -219,7 +223,7 @@ def _replay_constants(A: Like, options: Parameterization, fed: bool, keep_every:
 def _reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor,  # (H, r, d)
+    W: Tensor,  # (H, r, d) or (H, d, d)
     mixed: Tensor,  # (b, count or more, d)
     local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
     replayed: Tensor,  # (b, count or more, n, d)
@@ -270,21 +274,23 @@ def _reverse_constants(
 ) -> Constants:
     """The constants of `reverse_head_kernel`."""
     common, blocks = _common_constants(A, W, options, samples, parts, tf32), _blocks(A, options)
+    holds = blocks.channels // common["PARTS"] * blocks.states <= MOST_HELD
+    at_once = BLOCK_STATES if holds or not common["ONLY_DELTA"] else FEWER_STATES
     return Constants(
         K=layout_of(options).num_householder,
         FED=fed,
         NORM=options.feedback_norm_eps is not None,
         # a few more than the scalars, whose groups begin at multiples of 4
         BLOCK_L=next_power_of_two(scalars + 16),
-        N=min(BLOCK_STATES, blocks.states),
-        HOLD=blocks.channels // common["PARTS"] * blocks.states <= MOST_HELD,
+        N=min(at_once, blocks.states),
+        HOLD=holds,
         **common,
     )
 
 
 def _whole_rows(
-    W: Tensor,  # (H, r, d)
-) -> Tensor:  # (H, r, d)
+    W: Tensor,  # (H, r, d) or (H, d, d)
+) -> Tensor:  # as W
     """W, copied unless the matrices of the heads are contiguous, at any distance."""
     return W if W.stride()[1:] == (W.shape[2], 1) else W.contiguous()
 
@@ -324,6 +330,7 @@ def _common_constants(
         "PRECISION": product["PRECISION"],
         "DOT": product["DOT"],
         "ROUND": _rounding(W),
+        "ONLY_DELTA": W.shape[1] == A.shape[2],
         "num_warps": samples * parts,
         "num_stages": 1,
         "maxnreg": MAX_REGISTERS,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import fast_activate
-from bedouin.kernels.device.discretize import build_coupled, build_decay, fast_scale
+from bedouin.kernels.device.discretize import fast_scale
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
     eliminate,
@@ -35,20 +35,25 @@ from bedouin.kernels.direct.heads.device import (
     columns_of,
     combine_of_samples,
     join_rows,
-    load_same,
-    load_states,
     rows_of,
     rows_of_statistics,
     samples_of,
     small_rows,
     split_rows,
     spread,
-    store_states,
     store_statistics,
     sum_states,
 )
 from bedouin.kernels.direct.heads.parts import columns_of_rows, first_parts, over_channels
-from bedouin.kernels.direct.heads.triton_weights import load_weights
+from bedouin.kernels.direct.heads.triton_blocks import (
+    discretize,
+    load_block,
+    load_blocks,
+    load_both,
+    store_blocks,
+    total_of,
+)
+from bedouin.kernels.direct.heads.triton_weights import load_delta_weights, load_weights
 
 
 @triton.jit
@@ -73,23 +78,64 @@ def load_token(
 
 
 @triton.jit
+def both_of(
+    row,  # pointers (s,) to B n and C n
+    block: tl.constexpr, n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+):  # fmt: skip
+    """B and C of a block of N states, (s, d, N), 1 if they are not SELECTIVE."""
+    if SELECTIVE:
+        B, C = load_both(row, block, n, S, D, N)
+    else:
+        ones = tl.where(block * N + tl.arange(0, N) < n, 1.0, 0.0)
+        B = spread(tl.zeros([S, D], tl.float32), S, D, N) + ones[None, None, :]
+        C = B
+    return B, C
+
+
+@triton.jit
+def inner_products(
+    row,  # pointers (s,) to B n and C n
+    n: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """B B, C C and B C, (s, 1) each: by the threads of a warp, not by each of them, which would
+    take three instructions for each state."""
+    lanes = tl.arange(0, max(32, triton.next_power_of_2(STATES)))[None, :]
+    B = tl.load(row[:, None] + lanes, mask=lanes < n, other=0.0)
+    C = tl.load(row[:, None] + n + lanes, mask=lanes < n, other=0.0)
+    return as_columns(sums((B * B, C * C, B * C), 1), 3)
+
+
+@triton.jit
 def finish_token(
-    token,  # x, y, U (y - x), s, inv_B, inv_C, u, inv, T, decayed, scales, B, C
-    K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COUPLED: tl.constexpr,
+    token,  # x, y, U (y - x), s, inv_B, p, sigma, u, inv, T, decayed, scales, B or ()
+    B_row,  # pointers (s,) to B if it is not given
+    n: tl.constexpr, K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    SELECTIVE: tl.constexpr, COUPLED: tl.constexpr,
 ):  # fmt: skip
     """F(y)_t: h_t, and of each row defect, scale and magnitude, (s, 1)."""
-    x, y, dots, s, inv_B, inv_C, u, inv, T, decayed, scales, B, C = token
+    x, y, dots, s, inv_B, p, sigma, u, inv, T, decayed, scales, held = token
     if len(dots) == 0:
         dots = sums(rows_times(u, y - x, K), 1)
-    U_v = scale(dots, inv, K)
-    mixed = x + combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
-    if COUPLED:
-        h = decayed + scales * spread(mixed * inv_B, ROWS, D, N) * B
-        largest = tl.max(scales, axis=2)
-    else:
-        h = decayed + spread(s * mixed * inv_B, ROWS, D, N) * B
-        largest = s
-    F = sum_states(h * C, ROWS, D, N) * inv_C
+    mixed = x
+    if K > 0:
+        U_v = scale(dots, inv, K)
+        mixed += combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
+    written = spread(mixed * inv_B if COUPLED else s * mixed * inv_B, ROWS, D, N)
+    largest = s
+    h = ()
+    for i in tl.static_range(len(decayed)):
+        if len(held) > 0:
+            B = held[i]
+        else:
+            B, _ = both_of(B_row, i, n, ROWS, D, N, SELECTIVE)
+        if COUPLED:
+            h = h + (decayed[i] + scales[i] * written * B,)
+            largest = tl.maximum(largest, tl.max(scales[i], axis=2))
+        else:
+            h = h + (decayed[i] + written * B,)
+    # h_t C_t, in which h is not needed again
+    F = p + sigma * mixed
     terms = (tl.abs(x) + tl.abs(mixed)) * largest
     maxima = (max_norm(F - y, 1), max_norm(F, 1), max_norm(terms, 1))
     return h, as_columns(maxima, 3)
@@ -99,7 +145,7 @@ def finish_token(
 def head_sweep_kernel(
     x_ptr,  # (H, b / H, t, d)
     raw_ptr,  # (b, t, r)
-    W_ptr,  # (H, r, d), W^y
+    W_ptr,  # (H, r, d), W^y, or (H, d, d) with ONLY_DELTA
     A_ptr,  # (H, n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
@@ -141,6 +187,7 @@ def head_sweep_kernel(
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
     JOINED: tl.constexpr,
+    ONLY_DELTA: tl.constexpr,  # the raw values of Delta alone have feedback
 ):
     """All tokens of S samples of one head."""
     ROWS: tl.constexpr = S * PARTS
@@ -155,18 +202,23 @@ def head_sweep_kernel(
     inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    W = load_weights(
-        W_ptr + head * W_stride_h, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED
-    )
+    W_at = W_ptr + head * W_stride_h
+    if ONLY_DELTA:
+        W = (load_delta_weights(W_at, d, BLOCK_D, DOT),)
+    else:
+        W = load_weights(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
     first_at = normed_ptr + sample[:, None] * normed_stride_b + cols
     v = tl.load(first_at, mask=in_row, other=0.0)
-    HOLD_A: tl.constexpr = N * D <= 1024
+    BLOCKS: tl.constexpr = (n + N - 1) // N
+    HOLD_A: tl.constexpr = BLOCKS * N * D <= 1024
+    # B of more states is read again where it is needed
+    HOLD_B: tl.constexpr = BLOCKS == 1
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
     if HOLD_A:
-        A = load_states(A_at, in_row, d, n, ROWS, D, N, False)
+        A = load_blocks(A_at, in_row, d, n, ROWS, D, N, False)
     h_at = h_ptr + sample[:, None] * (n * d) + cols
-    h = load_states(h_at, in_row, d, n, ROWS, D, N, False)
+    h = load_blocks(h_at, in_row, d, n, ROWS, D, N, False)
     row_of = rows_of_statistics(per_head, t_end, S)
     speaks = first_parts(here, ROWS, PARTS)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
@@ -186,13 +238,16 @@ def head_sweep_kernel(
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([ROWS, D], tl.float32)
     none = tl.zeros([ROWS], tl.float32)
-    nothing = spread(zero, ROWS, D, N)
+    nothing = (spread(zero, ROWS, D, N),)
     last = (
-        zero, zero, (none,) * (K if PARTS > 1 else 0), zero, zero, zero, (zero,) * K, (none,) * K,
-        (none,) * PAIRS, h,
-        nothing if COUPLED else zero, nothing, nothing,
+        zero, zero, (none,) * (K if PARTS > 1 else 0), zero, zero, zero, zero, (zero,) * K,
+        (none,) * K, (none,) * PAIRS, h,
+        nothing * BLOCKS if COUPLED else (), nothing if HOLD_B else (),
     )  # fmt: skip
-    pivot = none
+    if not HOLD_B:
+        tl.store((cell + WIDTH)[:, None] + small, tl.zeros([ROWS, BLOCK_S // PARTS], tl.float32))
+        tl.debug_barrier()
+    pivot = none + (1.0 if K == 0 else 0.0)
     for t in range(0, t_end):
         columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
         fed = ()
@@ -202,7 +257,10 @@ def head_sweep_kernel(
         token = sample * t_end + t
         if STORE:
             tl.store(normed_ptr + token[:, None] * d + cols, v, mask=inside)
-        h, maxima = finish_token(last, K, N, ROWS, D, COUPLED)
+        now = cell + t % 2 * WIDTH
+        h, maxima = finish_token(
+            last, cell + (t + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE, COUPLED
+        )
         if PARTS == 1:
             store_statistics(
                 statistics_ptr + token - 1, maxima + (pivot[:, None],), row_of, here & (t > 0), ROWS
@@ -210,7 +268,7 @@ def head_sweep_kernel(
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
             kept_at = kept_ptr + slot[:, None] * (n * d) + cols
-            store_states(kept_at, h, inside, d, n, ROWS, D, N)
+            store_blocks(kept_at, h, inside, d, n, ROWS, D, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
         values = small_next[0].to(tl.float32)
@@ -218,16 +276,20 @@ def head_sweep_kernel(
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
-        values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+        if not ONLY_DELTA:
+            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
         # in turn in two places, so that one barrier a token is enough
-        now = cell + t % 2 * WIDTH
         tl.store(now[:, None] + small, values, mask=in_small)
         if ALPHA > 0:
             alpha = small_next[1].to(tl.float32)
-            alpha += rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+            if not ONLY_DELTA:
+                more = rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS)
+                alpha += more.to(ROUND).to(tl.float32)
             tl.store(now[:, None] + STATES + alphas, alpha, mask=alphas < K)
         delta += rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
-        if JOINED:
+        if ONLY_DELTA:
+            pass
+        elif JOINED:
             joined = join_rows(u, ROWS, K, D)
             joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
             u = split_rows(joined, ROWS, K, D)
@@ -241,35 +303,42 @@ def head_sweep_kernel(
         beta = ()
         for i in tl.static_range(K):
             beta = beta + (BETA_MAX * fast_activate(tl.load(now + STATES + i), "sigmoid", FAST),)
+        delta = fast_activate(delta, ACTIVATION, FAST)
+        s = zero if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
+        held = ()
+        scales = ()
+        decayed = ()
+        reads = ()
+        gains = ()
+        for i in tl.static_range(BLOCKS):
+            B, C = both_of(now, i, n, ROWS, D, N, SELECTIVE)
+            A_block = A[i] if HOLD_A else load_block(A_at, i, in_row, d, n, ROWS, D, N)
+            decay, scale_of = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+            decayed = decayed + (decay * h[i],)
+            reads = reads + (sum_states(decayed[i] * C, ROWS, D, N),)
+            if COUPLED:
+                scales = scales + (scale_of,)
+                gains = gains + (sum_states(scale_of * B * C, ROWS, D, N),)
+            if HOLD_B:
+                held = held + (B,)
         if SELECTIVE:
-            B = load_same(now, n, ROWS, D, N)
-            C = load_same(now + n, n, ROWS, D, N)
             # (s, d), the same for all channels
-            inv_B = tl.rsqrt(sum_states(B * B, ROWS, D, N) + n * EPS)
-            inv_C = tl.rsqrt(sum_states(C * C, ROWS, D, N) + n * EPS)
-            B_C = sum_states(B * C, ROWS, D, N) * inv_B * inv_C
+            if HOLD_B:
+                B_B, C_C = sum_states(B * B, ROWS, D, N), sum_states(C * C, ROWS, D, N)
+                B_C = sum_states(B * C, ROWS, D, N)
+            else:
+                B_B, C_C, B_C = inner_products(now, n, BLOCKS * N)
+            inv_B = tl.rsqrt(zero + B_B + n * EPS)
+            inv_C = tl.rsqrt(zero + C_C + n * EPS)
+            B_C = B_C * inv_B * inv_C
         else:
-            B = nothing + tl.where(tl.arange(0, N) < n, 1.0, 0.0)[None, None, :]
-            C = B
             inv_B = zero + 1.0
             inv_C = inv_B
             B_C = zero + n
-        delta = fast_activate(delta, ACTIVATION, FAST)
+        sigma = total_of(gains) * inv_B * inv_C if COUPLED else s * B_C
         # p_t + sigma_t x_t, and the inner products that the local equation needs
-        if not HOLD_A:
-            A = load_states(A_at, in_row, d, n, ROWS, D, N)
-        exponent = A * spread(delta, ROWS, D, N)
-        if COUPLED:
-            s = zero
-            decay, scales = build_coupled(exponent, FULL, FAST)
-            sigma = sum_states(scales * B * C, ROWS, D, N) * inv_B * inv_C
-        else:
-            s = fast_scale(delta, INPUT_SCALE, FAST)
-            decay = build_decay(exponent, FULL, FAST)
-            scales = s
-            sigma = s * B_C
-        decayed = decay * h
-        rest = sum_states(decayed * C, ROWS, D, N) * inv_C + sigma * x
+        p = total_of(reads) * inv_C
+        rest = p + sigma * x
         sigma_u = rows_times(u, sigma, K)
         step = tl.minimum(t + 1, t_end - 1)
         x_at = x_row + step.to(tl.int64) * x_stride_t
@@ -277,34 +346,45 @@ def head_sweep_kernel(
         x_next, next_rows, small_next = load_token(
             x_at, raw_at, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
         )
-        dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
-        # with the maxima of the token before: every exchange between warps takes barriers
-        dots = over_channels(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
-        if PARTS > 1:
-            whole = as_columns(dots[2 * PAIRS + K :] + (pivot,), 4)
-            store_statistics(statistics_ptr + token - 1, whole, row_of, speaks & (t > 0), ROWS)
-        inv = inverse_sizes(dots, d, K, EPS)
-        G = scale_symmetric(dots[0:PAIRS], inv, K)
-        S_u = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-        T = wy_upper(G, beta, K)
-        # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
-        q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-        U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
-        T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
-        y = rest + sigma * combine_of_samples(T_v, u, K)
+        # every exchange between warps takes barriers: the first one has the maxima of the token
+        # before, too
+        whole = ()
+        inv = ()
+        T = ()
+        y = rest
+        if K > 0:
+            dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
+            dots = over_channels(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
+            whole = dots[2 * PAIRS + K :] + (pivot,)
+            inv = inverse_sizes(dots, d, K, EPS)
+            G = scale_symmetric(dots[0:PAIRS], inv, K)
+            S_u = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+            T = wy_upper(G, beta, K)
+            # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
+            q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+            U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
+            T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
+            y += sigma * combine_of_samples(T_v, u, K)
         own = ()
         if PARTS > 1:
-            own = over_channels(rows_times(u, y - x, K) + (y * y,), (), ROWS, PARTS, D)
+            own = rows_times(u, y - x, K) + (y * y,)
+            own = over_channels(own, () if K > 0 else maxima, ROWS, PARTS, D)
+            if K == 0:
+                whole = own[1:] + (pivot,)
+            whole = as_columns(whole, 4)
+            store_statistics(statistics_ptr + token - 1, whole, row_of, speaks & (t > 0), ROWS)
         v = y
         if NORM:
             square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
             v = y * tl.rsqrt(square / d + NORM_EPS)[:, None]
         v = v.to(ROUND)
         tl.store(y_ptr + token[:, None] * d + cols, y, mask=inside)
-        last = (x, y, own[0:K], s, inv_B, inv_C, u, inv, T, decayed, scales, B, C)
+        last = (x, y, own[0:K], s, inv_B, p, sigma, u, inv, T, decayed, scales, held)
     token = sample * t_end + t_end - 1
-    h, maxima = finish_token(last, K, N, ROWS, D, COUPLED)
+    h, maxima = finish_token(
+        last, cell + (t_end + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE, COUPLED
+    )
     if PARTS > 1:
         maxima = as_columns(over_channels((zero,), maxima, ROWS, PARTS, D)[1:], 3)
     store_statistics(statistics_ptr + token, maxima + (pivot[:, None],), row_of, speaks, ROWS)
-    store_states(h_at, h, inside, d, n, ROWS, D, N)
+    store_blocks(h_at, h, inside, d, n, ROWS, D, N)

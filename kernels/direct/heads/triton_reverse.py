@@ -60,9 +60,13 @@ from bedouin.kernels.direct.heads.triton_blocks import (
 )
 from bedouin.kernels.direct.heads.triton_weights import (
     BLOCK_ALPHA,
+    load_transposed_delta_weights,
     load_transposed_weights,
     state_columns,
 )
+
+AHEAD = tl.constexpr(3)
+"""Blocks of h that are loaded before they are needed, if not all of them are."""
 
 
 @triton.jit
@@ -70,13 +74,24 @@ def in_tiles(
     delta, u,  # rows (s, d)
     states,  # of each block, (s, .)
     alpha,  # (s, .)
-    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr, ONLY_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """The raw values of a token in tiles, each a factor of one product.
+    """The raw values of a token that have feedback in tiles, each a factor of one product.
 
     Rows of one width are interleaved, since a change of layout for each product takes two barriers,
     but no more than two of d channels, since a product is one chain of accumulations.
     """
+    if ONLY_DELTA:
+        tiles = (delta,)
+    else:
+        tiles = all_in_tiles(delta, u, states, alpha, K, PARTS, SELECTIVE)
+    return tiles
+
+
+@triton.jit
+def all_in_tiles(
+    delta, u, states, alpha, K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr
+):  # fmt: skip
     ROWS: tl.constexpr = delta.shape[0]
     D: tl.constexpr = delta.shape[1]
     alpha = part_of(alpha, PARTS)
@@ -120,12 +135,13 @@ def transposed_product(
 @triton.jit
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
-    h,  # states, or () to load them
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr, ONLY_DELTA: tl.constexpr,
+    HOLD: tl.constexpr,
 ):  # fmt: skip
-    """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and h before the token."""
+    """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and with HOLD h before
+    the token."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
     y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
     g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
@@ -135,9 +151,10 @@ def load_token(
     for i in tl.static_range(K + 1):
         at = (0 if i == 0 else u_at + (i - 1) * d) + cols
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
-        if FED:
+        if FED and (i == 0 or not ONLY_DELTA):
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
-    if len(h) == 0:
+    h = ()
+    if HOLD:
         h = load_blocks(h_row[:, None] + cols, in_row, d, n, ROWS, D, N)
     return x, y, g, mixed, raw, fed, h
 
@@ -149,7 +166,7 @@ def reverse_head_kernel(
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r or more), added to raw if FED
-    W_ptr,  # (H, r, d), W^y
+    W_ptr,  # (H, r, d), W^y, or (H, d, d) with ONLY_DELTA
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
     local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
@@ -194,6 +211,7 @@ def reverse_head_kernel(
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
+    ONLY_DELTA: tl.constexpr,  # the raw values of Delta alone have feedback
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
 ):
     """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
@@ -218,7 +236,11 @@ def reverse_head_kernel(
     if HOLD:
         A = load_blocks(A_at, in_row, d, n, ROWS, D, N, False)
     # the cotangents of the raw values of the token after the chunk
-    W = load_transposed_weights(W_ptr + head * W_stride_h, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+    W_at = W_ptr + head * W_stride_h
+    if ONLY_DELTA:
+        W = (load_transposed_delta_weights(W_at, d, BLOCK_D, DOT),)
+    else:
+        W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
     after = (sample * t_end + start + count) * r
     more = here & (0 * local + start + count < t_end)  # whether there is such a token
     known = more[:, None] & in_row
@@ -237,7 +259,9 @@ def reverse_head_kernel(
     known = more[:, None] & (alphas < K)[None, :]
     at = after[:, None] + (u_at + K * d) + alphas[None, :]
     alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-    grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
+    grads = in_tiles(
+        delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE, ONLY_DELTA
+    )
     at = sample[:, None] * (n * d) + cols
     H = load_blocks(H_ptr + at, in_row, d, n, ROWS, D, N, False)
     grad_A = load_blocks(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
@@ -255,7 +279,7 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, (), cols, in_row, d, n, u_at, K, N, ROWS, D, FED,
+        h_row + (count - 1) * n * d, cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA, HOLD,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -263,7 +287,9 @@ def reverse_head_kernel(
     AT_KNOWN: tl.constexpr = AT_N + (K * K + 3) // 4 * 4
     AT_LAST: tl.constexpr = AT_KNOWN + (5 * K + 3) // 4 * 4
     AT_B: tl.constexpr = AT_LAST + 4
-    places = entries + (AT_N // 3 - PAIRS) * tl.minimum(entries // PAIRS, 3)
+    places = entries
+    if K > 0:
+        places += (AT_N // 3 - PAIRS) * tl.minimum(entries // PAIRS, 3)
     places += tl.where(entries >= 3 * PAIRS + K * K, AT_KNOWN - AT_N - K * K, 0)
     places += tl.where(entries >= SIZE - 4, AT_LAST - AT_KNOWN - 5 * K, 0)
     in_local = entries < SIZE + 2 * n
@@ -288,6 +314,11 @@ def reverse_head_kernel(
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed, h = loaded
+        h_at = h_row[:, None] + i_token * n * d + cols
+        if not HOLD:
+            FIRST: tl.constexpr = min(AHEAD, BLOCKS)
+            for i in tl.static_range(FIRST):
+                h = h + (load_block(h_at, i, in_row, d, n, ROWS, D, N),)
         x = x.to(tl.float32)
         y = y.to(tl.float32)
         g = g.to(tl.float32)
@@ -297,7 +328,7 @@ def reverse_head_kernel(
         delta = fast_activate(raw_delta, ACTIVATION, FAST)
         u = ()
         for i in tl.static_range(K):
-            if FED:
+            if FED and not ONLY_DELTA:
                 u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
@@ -335,7 +366,7 @@ def reverse_head_kernel(
         else:
             g += grad_normed
         q = rows_times(u, from_memory + sigma * g, K)
-        if NORM:
+        if NORM or K == 0:
             q = q + (grad_normed * y,)
         # with the statistics of the token after it: every exchange between warps takes barriers
         dots = as_columns(over_channels(q, extremes, ROWS, PARTS, D), len(q) + len(extremes))
@@ -355,34 +386,37 @@ def reverse_head_kernel(
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, h_row + i_next * n * d, () if HOLD else h,
-            cols, in_row, d, n, u_at, K, N, ROWS, D, FED,
+            fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
+            cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA, HOLD,
         )  # fmt: skip
-        N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
-        T_g = ()
-        for i in tl.static_range(K):
-            total = N_rows[i * K] * q[0]
-            for j in tl.static_range(1, K):
-                total += N_rows[i * K + j] * q[j]
-            T_g = T_g + (total,)
-        w = g + combine_of_samples(T_g, u, K)
-
-        # x~ = x + U^T T U v, one reflection after the other
-        U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K)
-        # defect and scale of the adjoint equation
-        T = load_scalars(row, PAIRS, ROWS, D)
-        applied = g + combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
+        w = g
+        applied = g
+        if K > 0:
+            N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
+            T_g = ()
+            for i in tl.static_range(K):
+                total = N_rows[i * K] * q[0]
+                for j in tl.static_range(1, K):
+                    total += N_rows[i * K + j] * q[j]
+                T_g = T_g + (total,)
+            w += combine_of_samples(T_g, u, K)
+            # x~ = x + U^T T U v, one reflection after the other
+            U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K)
+            # defect and scale of the adjoint equation
+            T = load_scalars(row, PAIRS, ROWS, D)
+            applied += combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
         defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
         if PARTS == 1:
             store_statistics(statistics_ptr + token, (defect, size), row_of, here, ROWS)
         else:
             extremes = (defect, size)
         grad_mixed = from_memory + sigma * w
-        G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
-        T_v = load_scalars(row + AT_KNOWN, K, ROWS, D)
-        c = load_scalars(row + AT_KNOWN + K, K, ROWS, D)
-        rest = load_scalars(row + AT_KNOWN + 2 * K, K, ROWS, D)
-        squares = load_scalars(row + AT_KNOWN + 3 * K, K, ROWS, D)
+        if K > 0:
+            G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
+            T_v = load_scalars(row + AT_KNOWN, K, ROWS, D)
+            c = load_scalars(row + AT_KNOWN + K, K, ROWS, D)
+            rest = load_scalars(row + AT_KNOWN + 2 * K, K, ROWS, D)
+            squares = load_scalars(row + AT_KNOWN + 3 * K, K, ROWS, D)
         # before the exchange that they follow
         units = ()
         for i in tl.static_range(BLOCKS):
@@ -412,7 +446,8 @@ def reverse_head_kernel(
             to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
-        tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
+        if K > 0:
+            tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
         # what remains of it is the cotangent of x
         x_at = grad_x_ptr + token[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
@@ -420,32 +455,32 @@ def reverse_head_kernel(
         w_states = spread(w, ROWS, D, N)
         states = ()
         through = ()
-        h_next = ()
         for i in tl.static_range(BLOCKS):
+            h_block = h[i]
             if HOLD:
                 A_block, B, C, decay, reach, written = held[i]
             else:
+                # without it the compiler loads the values of all blocks first, and spills them
+                tl.debug_barrier()
+                if i + AHEAD < BLOCKS:
+                    h = h + (load_block(h_at, i + AHEAD, in_row, d, n, ROWS, D, N),)
                 A_block = load_block(A_at, i, in_row, d, n, ROWS, D, N)
                 B, C = load_both(row + AT_B, i, n, ROWS, D, N)
                 decay, scales = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
-                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED, FULL)
+                reach, written = effects(
+                    decay, scales, h_block, B, mixed, ROWS, D, N, COUPLED, FULL
+                )
             total = H[i] + w_states * C
             to_exponent = total * reach
             through = through + (sum_states(to_exponent * A_block, ROWS, D, N),)
             if SELECTIVE:
-                to_C = (decay * h[i] + written * B) * w_states
+                to_C = (decay * h_block + written * B) * w_states
                 both = concatenated_states(total * written, to_C, ROWS, D, N)
                 states = states + (sum_channels(both, ROWS, D, 2 * N),)
             to_A = grad_A[i] + to_exponent * spread(delta, ROWS, D, N)
             grad_A = grad_A[:i] + (to_A,) + grad_A[i + 1 :]
-            if not HOLD:
-                # of the next token, in the registers of this one's
-                h_at = h_row[:, None] + i_next * n * d + cols
-                h_next = h_next + (load_block(h_at, i, in_row, d, n, ROWS, D, N),)
             H = H[:i] + (total * decay,) + H[i + 1 :]
         to_delta = LN2 * total_of(through)
-        if not HOLD:
-            loaded = loaded[:6] + (h_next,)
         if INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
         elif INPUT_SCALE == "bounded_delta":
@@ -471,7 +506,9 @@ def reverse_head_kernel(
                 tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
                 rounded = rounded + (to_states.to(ROUND),)
             states = rounded
-        grads = in_tiles(to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE)
+        grads = in_tiles(
+            to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE, ONLY_DELTA
+        )
     at = sample[:, None] * (n * d) + cols
     store_blocks(H_ptr + at, H, inside, d, n, ROWS, D, N)
     store_blocks(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)

@@ -135,6 +135,7 @@ def householder(d: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Case:
 FLOAT32, FLOAT16, FLOAT64 = torch.float32, torch.float16, torch.float64
 BENCH: dict[str, Any] = {"d_state": 16, "num_householder": 4, "num_heads": 1}
 HEADS: dict[str, Any] = BENCH | {"num_heads": 16}
+DELTA: dict[str, Any] = {"d_state": 64, "num_householder": 1, "feedback": ("delta",)}
 GRIFFIN: dict[str, Any] = {
     "decay": "griffin",
     "input_scale": "one_minus_decay",
@@ -188,6 +189,11 @@ CASES: dict[str, Case] = QUICK | {
     "direct, heads, n 32, 64x256": layer(64, 256, 256, d_state=32, num_householder=2, num_heads=8),
     "direct, heads, n 64, 64x256": layer(64, 256, 256, d_state=64, num_householder=2, num_heads=8),
     "direct, heads, n 64, 128x16": layer(128, 16, 256, d_state=64, num_householder=2, num_heads=8),
+    "direct, heads, Delta, n 64, 256x16": layer(256, 16, 512, **HEADS | DELTA),
+    "direct, heads, Delta, n 64, 256x16, float32": layer(256, 16, 512, FLOAT32, **HEADS | DELTA),
+    "direct, heads, Delta, no reflections, n 64, 256x16": layer(
+        256, 16, 512, **HEADS | DELTA | {"num_householder": None, "mixes": False}
+    ),
     "direct, heads, no feedback, 64x256": layer(64, 256, 512, feedback=(), **HEADS),
     "picard, griffin, float32": iteration(
         "Picard", 2, 18, 32, dtype=FLOAT32, backward=False, **GRIFFIN
