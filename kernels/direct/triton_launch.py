@@ -16,6 +16,7 @@ from bedouin.kernels.direct.triton_constants import (
     blocked_constants,
     counters,
     input_strides,
+    is_crowded,
     launch_options,
     layout_of,
     mixer_constants,
@@ -90,6 +91,8 @@ def _sweep(
     assert W_y is not None
     b, t_end, d = x.shape
     strides = raw.stride(0), raw.stride(1), fed.stride(0), fed.stride(1)
+    # read only where the states are in several blocks
+    BC = A.new_empty(b, 2 * A.shape[0]) if is_crowded(d, A) else A
     looks = Like.of(A), Like.of(W_y), options, keep_every, plan, programs, b, strides
     SWEEP.launch(
         (programs,),
@@ -101,6 +104,7 @@ def _sweep(
             h,
             kept,
             fed,
+            BC,
             y,
             normed,
             statistics,
@@ -157,7 +161,8 @@ def launch_reverse(
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
-    replayed = known.A.new_empty(b, min(keep_every, t_end) - 1, n, d)
+    tokens = min(keep_every, t_end) - (0 if is_crowded(d, known.A) else 1)
+    replayed = known.A.new_empty(b, tokens, n, d)
     buffers = buffers._replace(replayed=replayed, grad_normed=parts)
     if plan is not None and b <= limits.one_launch_batch:
         _reverse(known, grads, W, buffers, slots, plan, options, keep_every, zeros, prepare=True)
@@ -166,7 +171,7 @@ def launch_reverse(
     for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         prepare(known, buffers, chunk, options)
-        _replay(known, buffers, None, chunk, slot, options)
+        _replay(known, buffers, _end_of(known, buffers, chunk), chunk, slot, options)
         if plan is not None:
             one = range(slot, slot + 1)
             _reverse(known, grads, W, buffers, one, plan, options, keep_every, zeros, prepare=False)
@@ -177,6 +182,22 @@ def launch_reverse(
 
 def _splits(plan: Plan | None) -> int:
     return 1 if plan is None else plan.splits
+
+
+def _end_of(known: SolvedBuffers, buffers: "ChunkBuffers", chunk: range) -> Tensor | None:
+    """The part (b, n, d) of `buffers.replayed` that is h after the chunk, if there is one."""
+    b, _, d = known.x.shape
+    if not is_crowded(d, known.A):
+        return None
+    assert buffers.replayed is not None
+    n, count = known.A.shape[0], len(chunk)
+    return buffers.replayed.view(-1)[: b * count * n * d].view(b, count, n, d)[:, -1]
+
+
+def _scratch(known: SolvedBuffers) -> Tensor:
+    """Memory for sums of a token (b, 4 d + 2 n), or any tensor where it is not read."""
+    b, _, d = known.x.shape
+    return known.A.new_empty(b, 4 * d + 2 * known.A.shape[0]) if is_crowded(d, known.A) else known.A
 
 
 class ReverseZeros(NamedTuple):
@@ -200,7 +221,8 @@ class ChunkBuffers(NamedTuple):
 
     mixed: Tensor  # (b, count, d): x~
     local: Tensor  # (b, count, 3 P + K K + 5 K + 4 + 2 n): see triton_prepare.py
-    replayed: Tensor | None = None  # (b, count - 1, n, d): h before all tokens but the first
+    replayed: Tensor | None = None  # (b, count - 1, n, d): h before all tokens but the first; if
+    # `is_crowded` (b, count, n, d), the last one h after the chunk
     grad_normed: Tensor | None = None  # (splits, b, d): parts of the cotangent of norm(y_t)
 
 
@@ -321,6 +343,7 @@ def _reverse(
             grads.x,
             grads.raw,
             grads.A,
+            _scratch(known),
             grads.statistics,
             counters(x) if zeros is None else zeros.counters[slots.start],
         ),
@@ -387,6 +410,7 @@ def _step(
         grads.x,
         grads.raw,
         grads.A,
+        _scratch(known),
         grads.statistics,
         t - chunk.start,
         chunk.start,
