@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
     t_end: Integer = None
     r: Constant = None
     KEEP: Constant = None  # every so many tokens h is kept
+    CROWDED: Constant = False  # the memory occupies half of the program's registers
 
 
 class Options(NamedTuple):
@@ -104,6 +105,7 @@ class ForwardBuffers(NamedTuple):
     kept_ptr: Pointer  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     fed_ptr: Pointer  # (splits, b, r): parts of W^y norm(y_{t-1})
     fed_stride: Integer  # from sample to sample
+    BC_ptr: Pointer  # (b, 2 n): B and C of the present token, if there are several blocks of states
     y_ptr: Pointer  # (b, t, d)
     normed_ptr: Pointer  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; the first is given
     statistics_ptr: Pointer  # (4, b, t): defect, scale, magnitude, pivot
@@ -137,7 +139,8 @@ class Memories(NamedTuple):
     h0_ptr: Pointer  # (b, n, d): before token 0
     h0_stride_b: Integer
     kept_ptr: Pointer  # (b, slots, n, d): before the first token of every chunk but the first
-    replayed_ptr: Pointer  # (b, count - 1, n, d): before the other tokens of the present chunk
+    replayed_ptr: Pointer  # (b, count - 1, n, d): before the other tokens of the present chunk; if
+    # CROWDED (b, count, n, d), the last one after it
     slots: Integer
 
 
@@ -160,6 +163,7 @@ class ReverseBuffers(NamedTuple):
     grad_x_ptr: Pointer  # (b, t, d)
     grad_raw_ptr: Pointer  # (b, t, r), may be the memory of `fed`
     grad_A_ptr: Pointer  # (b, n, d), added to
+    scratch_ptr: Pointer  # (b, 4 d + 2 n): sums of the present token, if CROWDED
     statistics_ptr: Pointer  # (2, b, t): defect and scale of the adjoint equation
 
 

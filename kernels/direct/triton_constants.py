@@ -29,8 +29,20 @@ class Like(NamedTuple):
         return None if tensor is None else Like(tuple(tensor.shape), tensor.dtype)
 
 
+CROWDED_STATES = 32
+"""States of a sample up to which its memory is never crowded; see `is_crowded`."""
+
+CROWDED_STATES_AT_A_TIME = 4
+"""States of a block in a kernel whose memory is crowded."""
+
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
+
+MOST_WARPS = 16
+"""Most warps of a program."""
+
+WARP_ELEMENTS = 2048
+"""Elements of a tensor in a warp's registers: 64 registers a thread."""
 
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
@@ -43,9 +55,49 @@ def blocked_constants(
 ) -> dict[str, Any]:
     """`scan_constants` with the states in blocks."""
     constants = scan_constants(d, A, options)
-    constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], STATES_AT_A_TIME)
+    constants["CROWDED"] = is_crowded(d, A)
+    states = CROWDED_STATES_AT_A_TIME if constants["CROWDED"] else STATES_AT_A_TIME
+    constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], states)
     constants["BLOCK_N"] //= constants["BLOCKS"]
     return constants
+
+
+def is_crowded(
+    d: int,
+    A: Tensor | Like,  # (n, d)
+) -> bool:
+    """Whether a sample's memory of many states occupies half of the registers of a program.
+
+    The kernels then hold nothing else of its size: they compute decays again instead.
+    """
+    n = next_power_of_two(A.shape[-2])
+    return n > CROWDED_STATES and n * next_power_of_two(d) >= MOST_WARPS * WARP_ELEMENTS
+
+
+def forward_constants(
+    d: int,
+    A: Tensor | Like,  # (n, d)
+    options: Parameterization,
+) -> dict[str, Any]:
+    """`scan_constants` with the states in blocks if a program holds many."""
+    if is_crowded(d, A):
+        return blocked_constants(d, A, options)
+    return scan_constants(d, A, options) | {"BLOCKS": 1, "CROWDED": False}
+
+
+def holds_memory(
+    plan: Plan | None,
+    d: int,
+    A: Tensor | Like,  # (n, d)
+    b: int,
+    programs: int,
+) -> dict[str, bool]:
+    """Whether a program's memory stays in its registers from token to token.
+
+    A crowded one does not stay in those of a program that also multiplies.
+    """
+    multiplies = plan is not None and not plan.separate
+    return {"RESIDENT": b <= programs and not (multiplies and is_crowded(d, A))}
 
 
 def counters(like: Tensor) -> Tensor:
@@ -166,7 +218,8 @@ def alignment(*strides: int) -> dict[str, int]:
 def num_warps(d: int, rows: int) -> int:
     """Warps such that a tile (rows, d) takes at most 64 registers a thread, and one row 4."""
     elements = next_power_of_two(d) * next_power_of_two(rows)
-    return int(min(16, max(4, elements // 2048, next_power_of_two(d) // 128)))
+    few = max(4, elements // WARP_ELEMENTS, next_power_of_two(d) // 128)
+    return int(min(MOST_WARPS, few))
 
 
 def launch_options(
@@ -199,8 +252,8 @@ def sweep_constants(
     d = A.shape[-1]
     return Constants(
         KEEP=keep_every,
-        **matrix_constants(plan, W_y, b, programs, tf32),
-        **scan_constants(d, A, options),
+        **matrix_constants(plan, W_y, b, programs, tf32) | holds_memory(plan, d, A, b, programs),
+        **forward_constants(d, A, options),
         **norm_constants(options),
         **mixer_constants(options),
         **alignment(*strides),
@@ -239,6 +292,7 @@ def replay_constants(
     """The constants of `replay_kernel`, likewise."""
     constants = scan_constants(A.shape[-1], A, options)
     del constants["EPS"], constants["SELECTIVE"]
+    constants["CROWDED"] = len(A.shape) == 2 and is_crowded(A.shape[-1], A)
     constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
     return Constants(
         K=layout_of(options).num_householder,
@@ -271,6 +325,7 @@ def reverse_constants(
         matrix_constants(plan, W, b, programs, tf32),
     )
     del products["PERSISTENT"]
+    products |= holds_memory(plan, d, A, b, programs)
     return Constants(
         KEEP=keep_every,
         PREPARE=prepares,

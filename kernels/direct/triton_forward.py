@@ -16,6 +16,12 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.sync import announce, wait_for
+from bedouin.kernels.direct.triton_blocks import (
+    load_blocks,
+    store_blocks,
+    unaligned,
+    zero_blocks,
+)
 from bedouin.kernels.direct.triton_bundles import (
     Counters,
     ForwardBuffers,
@@ -57,17 +63,17 @@ def _multiply(W, sweep, t, done, first_tile, tiles):
 
 
 @triton.jit
-def _keep(h, sweep, sample, slots, t, state, in_state):
+def _keep(h, sweep, sample, slots, t):
     """Store h before token t, if the reverse sweep starts a chunk there."""
     if (t > 0) & (t % sweep.sizes.KEEP == 0):
         slot = sample * slots + t // sweep.sizes.KEEP - 1
         kept_ptr = sweep.buffers.kept_ptr + slot * sweep.sizes.n * sweep.sizes.d
-        tl.store(kept_ptr + state, h, mask=in_state)
+        store_blocks(unaligned(kept_ptr, t, sweep.sizes), h, sweep.sizes.n, sweep.sizes)
 
 
 @triton.jit
 def _walk(
-    h,  # (BLOCK_N, BLOCK_D) of the program's own sample, if RESIDENT
+    h,  # BLOCKS times (BLOCK_N, BLOCK_D), of the program's own sample, if RESIDENT
     W,  # the program's tile, if ONE_TILE
     sweep,  # ForwardSweep
     first_tile,
@@ -83,9 +89,6 @@ def _walk(
     own = program.to(tl.int64)
     d: tl.constexpr = sweep.sizes.d
     n: tl.constexpr = sweep.sizes.n
-    rows, cols = tl.arange(0, sweep.sizes.BLOCK_N), tl.arange(0, sweep.sizes.BLOCK_D)
-    state = rows[:, None] * d + cols[None, :]
-    in_state = (rows < n)[:, None] & (cols < d)[None, :]
     slots = tl.cdiv(sweep.sizes.t_end, sweep.sizes.KEEP) - 1
     for t in range(start, stop):
         done = t - start
@@ -93,7 +96,7 @@ def _walk(
             _multiply(W, sweep, t, done, first_tile, tiles)
         if WITH_SAMPLES and sweep.product.RESIDENT:
             if program < sweep.sizes.batch:
-                _keep(h, sweep, own, slots, t, state, in_state)
+                _keep(h, sweep, own, slots, t)
                 h = solve_token(
                     h, sweep.tokens, sweep.buffers, sweep.counters, sweep.sizes, sweep.options,
                     sweep.product, own, t, (done + 1) * tiles,
@@ -101,14 +104,15 @@ def _walk(
         if WITH_SAMPLES and not sweep.product.RESIDENT:
             for index in range(program, sweep.sizes.batch, stride):
                 sample = tl.cast(index, tl.int64)
-                memory = sweep.buffers.h_ptr + sample * n * d + state
-                h = tl.load(memory, mask=in_state, other=0.0)
-                _keep(h, sweep, sample, slots, t, state, in_state)
-                h = solve_token(
-                    h, sweep.tokens, sweep.buffers, sweep.counters, sweep.sizes, sweep.options,
+                memory = sweep.buffers.h_ptr + sample * n * d
+                memory = unaligned(memory, t, sweep.sizes)
+                other = load_blocks(memory, n, sweep.sizes)
+                _keep(other, sweep, sample, slots, t)
+                other = solve_token(
+                    other, sweep.tokens, sweep.buffers, sweep.counters, sweep.sizes, sweep.options,
                     sweep.product, sample, t, (done + 1) * tiles,
                 )  # fmt: skip
-                tl.store(memory, h, mask=in_state)
+                store_blocks(memory, other, n, sweep.sizes)
                 # the next token reads h, perhaps in other threads than those that wrote it
                 tl.debug_barrier()
     return h
@@ -121,16 +125,14 @@ def _sweep(sweep, start, stop):
     d: tl.constexpr = sweep.sizes.d
     n: tl.constexpr = sweep.sizes.n
     r: tl.constexpr = sweep.sizes.r
-    ACC: tl.constexpr = sweep.options.ACC
-    rows, cols = tl.arange(0, sweep.sizes.BLOCK_N), tl.arange(0, sweep.sizes.BLOCK_D)
-    state = rows[:, None] * d + cols[None, :]
-    in_state = (rows < n)[:, None] & (cols < d)[None, :]
-    own = program.to(tl.int64)
-    h = tl.zeros([sweep.sizes.BLOCK_N, sweep.sizes.BLOCK_D], dtype=ACC)
-    if sweep.product.RESIDENT:
+    own_h_ptr = sweep.buffers.h_ptr + program.to(tl.int64) * n * d
+    own_h_ptr = unaligned(own_h_ptr, start, sweep.sizes)
+    h = zero_blocks(sweep.sizes, sweep.options.ACC)
+    # loaded here, h would occupy registers of the programs that have tiles
+    LATE: tl.constexpr = sweep.sizes.CROWDED and sweep.product.SEPARATE and sweep.product.RESIDENT
+    if sweep.product.RESIDENT and not LATE:
         if program < sweep.sizes.batch:
-            memory = sweep.buffers.h_ptr + own * n * d + state
-            h = tl.load(memory, mask=in_state, other=0.0)
+            h = load_blocks(own_h_ptr, n, sweep.sizes)
     # samples from the first program on, tiles from the last: few programs have both
     first_tile = programs - 1 - program
     tiles = 0
@@ -141,6 +143,11 @@ def _sweep(sweep, start, stop):
         if first_tile < tiles:
             W = load_tile(sweep.buffers.W_ptr, first_tile, r, d, d, 1, sweep.product)
             _walk(h, W, sweep, first_tile, tiles, stride, start, stop, True, False)
+        elif LATE:
+            if program < sweep.sizes.batch:
+                h = load_blocks(own_h_ptr, n, sweep.sizes)
+                h = _walk(h, (), sweep, first_tile, tiles, stride, start, stop, False, True)
+                store_blocks(own_h_ptr, h, n, sweep.sizes)
         else:
             h = _walk(h, (), sweep, first_tile, tiles, stride, start, stop, False, True)
     else:
@@ -150,9 +157,9 @@ def _sweep(sweep, start, stop):
         h = _walk(
             h, W, sweep, first_tile, tiles, programs, start, stop, sweep.product.PERSISTENT, True
         )
-    if sweep.product.RESIDENT:
+    if sweep.product.RESIDENT and not LATE:
         if program < sweep.sizes.batch:
-            tl.store(sweep.buffers.h_ptr + own * n * d + state, h, mask=in_state)
+            store_blocks(own_h_ptr, h, n, sweep.sizes)
 
 
 @triton.jit(do_not_specialize=["start", "stop", "t_end", "batch"])
@@ -164,6 +171,7 @@ def sweep_kernel(
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     fed_ptr,  # (splits, b, r): parts of W^y norm(y_{t-1})
+    BC_ptr,  # (b, 2 n): B and C of the present token, if BLOCKS > 1
     y_ptr,  # (b, t, d)
     normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
@@ -183,7 +191,9 @@ def sweep_kernel(
     K: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # states at a time
+    BLOCKS: tl.constexpr,  # how many times
+    CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -225,12 +235,13 @@ def sweep_kernel(
                 kept_ptr,
                 fed_ptr,
                 fed_stride,
+                BC_ptr,
                 y_ptr,
                 normed_ptr,
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr, tiles=counters_ptr + 1),
-            Sizes(d, n, BLOCK_D, BLOCK_N, 1, batch, t_end, r, KEEP),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, KEEP, CROWDED),
             Options(
                 K,
                 ACTIVATION,

@@ -17,6 +17,7 @@ from bedouin.kernels.direct.triton_constants import (
     blocked_constants,
     counters,
     input_strides,
+    is_crowded,
     launch_options,
     layout_of,
     mixer_constants,
@@ -102,8 +103,10 @@ def _sweep(
         integers = *sizes, *x.stride()[:2], *strides[:2], fed.shape[-1]
         return (programs,), integers, sweep_constants(*looks, uses_tf32())
 
+    # read only where the states are in several blocks
+    BC = A.new_empty(x.shape[0], 2 * A.shape[0]) if is_crowded(x.shape[2], A) else A
     read = x, raw, W_y.contiguous(), A
-    tensors = *read, h, kept, fed, y, normed, statistics, counts
+    tensors = *read, h, kept, fed, BC, y, normed, statistics, counts
     launcher.launch(SWEEP, tokens.start, tensors, how)
 
 
@@ -144,7 +147,8 @@ def launch_reverse(
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
-    replayed = known.A.new_empty(b, min(keep_every, t_end) - 1, n, d)
+    tokens = min(keep_every, t_end) - (0 if is_crowded(d, known.A) else 1)
+    replayed = known.A.new_empty(b, tokens, n, d)
     buffers = buffers._replace(replayed=replayed, grad_normed=parts)
     if plan is not None and b <= limits.one_launch_batch:
         how = plan, options, keep_every, zeros, launcher
@@ -154,7 +158,8 @@ def launch_reverse(
     for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         prepare(known, buffers, chunk, options, launcher)
-        _replay(known, buffers, None, chunk, slot, options, launcher)
+        end = _end_of(known, buffers, chunk)
+        _replay(known, buffers, end, chunk, slot, options, launcher)
         if plan is not None:
             one, how = range(slot, slot + 1), (plan, options, keep_every, zeros, launcher)
             _reverse(known, grads, W, buffers, one, *how, prepare=False)
@@ -165,6 +170,22 @@ def launch_reverse(
 
 def _splits(plan: Plan | None) -> int:
     return 1 if plan is None else plan.splits
+
+
+def _end_of(known: SolvedBuffers, buffers: "ChunkBuffers", chunk: range) -> Tensor | None:
+    """The part (b, n, d) of `buffers.replayed` that is h after the chunk, if there is one."""
+    b, _, d = known.x.shape
+    if not is_crowded(d, known.A):
+        return None
+    assert buffers.replayed is not None
+    n, count = known.A.shape[0], len(chunk)
+    return buffers.replayed.view(-1)[: b * count * n * d].view(b, count, n, d)[:, -1]
+
+
+def _scratch(known: SolvedBuffers) -> Tensor:
+    """Memory for sums of a token (b, 4 d + 2 n), or any tensor where it is not read."""
+    b, _, d = known.x.shape
+    return known.A.new_empty(b, 4 * d + 2 * known.A.shape[0]) if is_crowded(d, known.A) else known.A
 
 
 class ReverseZeros(NamedTuple):
@@ -188,7 +209,8 @@ class ChunkBuffers(NamedTuple):
 
     mixed: Tensor  # (b, count, d): x~
     local: Tensor  # (b, count, 3 P + K K + 5 K + 4 + 2 n): see triton_prepare.py
-    replayed: Tensor | None = None  # (b, count - 1, n, d): h before all tokens but the first
+    replayed: Tensor | None = None  # (b, count - 1, n, d): h before all tokens but the first; if
+    # `is_crowded` (b, count, n, d), the last one h after the chunk
     grad_normed: Tensor | None = None  # (splits, b, d): parts of the cotangent of norm(y_t)
 
 
@@ -295,6 +317,7 @@ def _reverse(
         grads.x,
         grads.raw,
         grads.A,
+        _scratch(known),
         grads.statistics,
         counters(x) if zeros is None else zeros.counters[slots.start],
     )
@@ -346,6 +369,7 @@ def _step(
         grads.x,
         grads.raw,
         grads.A,
+        _scratch(known),
         grads.statistics,
         t - chunk.start,
         chunk.start,

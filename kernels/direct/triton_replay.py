@@ -34,13 +34,26 @@ def _chunk_memory(memories, sample, slot, sizes):
 
 
 @triton.jit
+def replayed_tokens(chunk, sizes):
+    """Number of tokens of a chunk after which h is stored; of the last one only if CROWDED."""
+    return chunk.count if sizes.CROWDED else chunk.count - 1
+
+
+@triton.jit
 def token_memory(memories, sample, i_token, chunk, sizes):
     """Pointer to h (n, d) before token i_token of a chunk: given, kept, or replayed."""
-    token = sample * (chunk.count - 1) + i_token - 1
+    token = sample * replayed_tokens(chunk, sizes) + i_token - 1
     memory = memories.replayed_ptr + token * sizes.n * sizes.d
     if i_token == 0:
         memory = _chunk_memory(memories, sample, chunk.slot, sizes)
     return memory
+
+
+@triton.jit
+def later_memory(memories, sample, i_token, chunk, sizes):
+    """Pointer to h (n, d) after token i_token of a chunk, if CROWDED."""
+    token = sample * chunk.count + i_token
+    return memories.replayed_ptr + token * sizes.n * sizes.d
 
 
 @triton.jit
@@ -90,7 +103,7 @@ def replay_block(
         delta_next = load_raw(raw, fed, cols, in_d, options.FEEDBACK, ACC, ".cg")
         B_next = tl.load(B_row + step * (SIZE + 2 * n), mask=in_n, other=0.0)
         if KEEP_ALL:
-            at = (sample * (chunk.count - 1) + i - 1) * n * d + state
+            at = (sample * replayed_tokens(chunk, sizes) + i - 1) * n * d + state
             tl.store(memories.replayed_ptr + at, h, mask=in_state & (i > 0))
         if options.INPUT_SCALE == "one_minus_decay":
             decay, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
@@ -111,7 +124,8 @@ def replay_kernel(
     A_ptr,  # (n, d) or (H, n, d), log2(e) A
     h0_ptr,  # (b, n, d): h before token 0
     kept_ptr,  # (b, slots, n, d): h before the first token of every chunk but the first
-    replayed_ptr,  # (b, count - 1, n, d): h before the other tokens of the chunk, if KEEP_ALL
+    replayed_ptr,  # (b, count - 1, n, d): h before the other tokens of the chunk, if KEEP_ALL; if
+    # CROWDED (b, count, n, d)
     last_ptr,  # (b, ..., n, d): h after the chunk, if KEEP_LAST
     start,
     count,
@@ -131,6 +145,7 @@ def replay_kernel(
     KEEP_LAST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CROWDED: tl.constexpr,
     FEEDBACK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
@@ -153,7 +168,7 @@ def replay_kernel(
         Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, slots),
         Rows(last_ptr, last_stride_b, None),
         Chunk(slot, start, count),
-        Sizes(d, n, BLOCK_D, BLOCK_N),
+        Sizes(d, n, BLOCK_D, BLOCK_N, CROWDED=CROWDED),
         Options(K, ACTIVATION, INPUT_SCALE, FULL, FEEDBACK, ALIGNED, FAST, ACC),
         tl.program_id(0),
         KEEP_ALL,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.sync import announce, wait_for
+from bedouin.kernels.direct.triton_blocks import load_blocks, store_blocks
 from bedouin.kernels.direct.triton_bundles import (
     Chunk,
     Counters,
@@ -30,9 +31,8 @@ from bedouin.kernels.direct.triton_bundles import (
 )
 from bedouin.kernels.direct.triton_prepare import prepare_token
 from bedouin.kernels.direct.triton_product import load_tile, tile_product
-from bedouin.kernels.direct.triton_replay import replay_block, token_memory
+from bedouin.kernels.direct.triton_replay import later_memory, replay_block, token_memory
 from bedouin.kernels.direct.triton_reverse_token import reverse_token
-from bedouin.kernels.direct.triton_state_grads import load_blocks, store_blocks
 
 
 @triton.jit
@@ -42,7 +42,8 @@ def _step(sweep, chunk, i_token):
     H_ptr = sweep.buffers.H_ptr + own * sweep.sizes.n * sweep.sizes.d
     H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
     memory = token_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
-    H = reverse_token(H, sweep, chunk, own, i_token, memory, 0)
+    later = later_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
+    H = reverse_token(H, sweep, chunk, own, i_token, memory, later, 0)
     tl.debug_barrier()
     store_blocks(H_ptr, H, sweep.sizes.n, sweep.sizes)
 
@@ -65,6 +66,7 @@ def step_kernel(
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
     grad_A_ptr,  # (b, n, d), added to
+    scratch_ptr,  # (b, 4 d + 2 n): sums of the present token, if CROWDED
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     i_token,
     start,
@@ -89,6 +91,7 @@ def step_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
+    CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -123,10 +126,11 @@ def step_kernel(
                 grad_x_ptr,
                 grad_raw_ptr,
                 grad_A_ptr,
+                scratch_ptr,
                 statistics_ptr,
             ),
             Counters(None, None),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED),
             Options(
                 K,
                 ACTIVATION,
@@ -199,14 +203,18 @@ def _walk_back(
         if WITH_SAMPLES and sweep.product.RESIDENT:
             if program < sweep.sizes.batch:
                 memory = token_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
-                H = reverse_token(H, sweep, chunk, own, i_token, memory, done * tiles)
+                after = later_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
+                H = reverse_token(H, sweep, chunk, own, i_token, memory, after, done * tiles)
         if WITH_SAMPLES and not sweep.product.RESIDENT:
             for index in range(program, sweep.sizes.batch, stride):
                 sample = tl.cast(index, tl.int64)
                 H_ptr = sweep.buffers.H_ptr + sample * sweep.sizes.n * sweep.sizes.d
                 later = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
                 memory = token_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
-                later = reverse_token(later, sweep, chunk, sample, i_token, memory, done * tiles)
+                after = later_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
+                later = reverse_token(
+                    later, sweep, chunk, sample, i_token, memory, after, done * tiles
+                )
                 store_blocks(H_ptr, later, sweep.sizes.n, sweep.sizes)
                 # the next token reads H, perhaps in other threads than those that wrote it
                 tl.debug_barrier()
@@ -231,9 +239,18 @@ def _prepare_chunk(sweep, chunk, phase_ptr, phases, REPLAY_D: tl.constexpr):
     _end_phase(phase_ptr, programs * (phases + 2), COMPILED)
     for index in range(program, batch * tl.cdiv(sweep.sizes.d, REPLAY_D), programs):
         replay_block(
-            sweep.tokens, sweep.prepared, sweep.memories, None, chunk,
-            Sizes(sweep.sizes.d, sweep.sizes.n, REPLAY_D, sweep.sizes.BLOCK_N, sweep.sizes.BLOCKS),
-            sweep.options, index, True, False,
+            sweep.tokens, sweep.prepared, sweep.memories,
+            Rows(
+                later_memory(sweep.memories, 0, chunk.count - 1, chunk, sweep.sizes),
+                chunk.count * sweep.sizes.n * sweep.sizes.d,
+                None,
+            ),
+            chunk,
+            Sizes(
+                sweep.sizes.d, sweep.sizes.n, REPLAY_D, sweep.sizes.BLOCK_N, sweep.sizes.BLOCKS,
+                CROWDED=sweep.sizes.CROWDED,
+            ),
+            sweep.options, index, True, sweep.sizes.CROWDED,
         )  # fmt: skip
     _end_phase(phase_ptr, programs * (phases + 3), COMPILED)
 
@@ -254,6 +271,13 @@ def _reverse_chunk(
         stride = programs - tiles
         if first_tile < tiles:
             _walk_back((), W, sweep, chunk, first_tile, tiles, stride, True, False)
+        elif sweep.sizes.CROWDED and sweep.product.RESIDENT:
+            # in a branch: with masks, H would be held outside of it, too
+            if program < sweep.sizes.batch:
+                H_ptr = sweep.buffers.H_ptr + program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
+                own_H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
+                own_H = _walk_back(own_H, (), sweep, chunk, first_tile, tiles, stride, False, True)
+                store_blocks(H_ptr, own_H, sweep.sizes.n, sweep.sizes)
         else:
             own_H = ()
             H_ptr = sweep.buffers.H_ptr + program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
@@ -334,6 +358,7 @@ def reverse_kernel(
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
     grad_A_ptr,  # (b, n, d), added to
+    scratch_ptr,  # (b, 4 d + 2 n): sums of the present token, if CROWDED
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     counters_ptr,  # (3,), zeros: finished tiles, finished samples, programs at the end of a phase
     first_slot,
@@ -359,6 +384,7 @@ def reverse_kernel(
     REPLAY_D: tl.constexpr,  # channels of a block whose memory is replayed
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
+    CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -404,10 +430,11 @@ def reverse_kernel(
                 grad_x_ptr,
                 grad_raw_ptr,
                 grad_A_ptr,
+                scratch_ptr,
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr + 1, tiles=counters_ptr),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED),
             Options(
                 K,
                 ACTIVATION,

@@ -14,18 +14,13 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate, activate_vjp
-from bedouin.kernels.device.discretize import (
-    build_coupled,
-    build_decay,
-    coupled_reach,
-    input_scale,
-)
+from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.device.norms import max_norms_of_two
 from bedouin.kernels.device.raw import load_raw
@@ -40,7 +35,14 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
+from bedouin.kernels.direct.triton_blocks import discretize
 from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
+from bedouin.kernels.direct.triton_reverse_crowded import (
+    reach,
+    store_crowded_grads,
+    sums_over_states,
+    take_back,
+)
 from bedouin.kernels.direct.triton_state_grads import store_state_grads
 
 
@@ -52,6 +54,7 @@ def reverse_token(
     sample,
     i_token,  # of the token in its chunk
     memory_ptr,  # (n, d): h before the token
+    later_ptr,  # (n, d): h after the token, if CROWDED
     target,  # finished tiles when (W^y)^T grad_raw_{t+1} is complete
 ):
     """Store the cotangents of x_t and raw_t, add those of A; returns that of h_{t-1}, as H."""
@@ -62,7 +65,8 @@ def reverse_token(
     n: tl.constexpr = sweep.sizes.n
     BLOCK_D: tl.constexpr = sweep.sizes.BLOCK_D
     BLOCK_N: tl.constexpr = sweep.sizes.BLOCK_N
-    BLOCKS: tl.constexpr = sweep.sizes.BLOCKS
+    CROWDED: tl.constexpr = sweep.sizes.CROWDED
+    BLOCKS: tl.constexpr = 0 if CROWDED else sweep.sizes.BLOCKS  # that are held
     t = chunk.start + i_token
     COUPLED: tl.constexpr = sweep.options.INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
@@ -77,6 +81,17 @@ def reverse_token(
     in_chunk = sample * chunk.count + i_token
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = sweep.prepared.local_ptr + in_chunk * (SIZE + 2 * n)
+    scratch_ptr = sweep.buffers.scratch_ptr
+    crowded_sums = ()
+    if CROWDED:
+        # before other vectors are loaded, which would occupy registers
+        scratch_ptr += sample * (4 * d + 2 * n)
+        mixed = tl.load(sweep.prepared.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
+        raw_delta = load_raw(raw, fed, cols, in_d, True, ACC, ".cg")
+        crowded_sums = sums_over_states(
+            H, activate(raw_delta, sweep.options.ACTIVATION), mixed, row + SIZE, memory_ptr,
+            sweep.prepared.A_ptr, scratch_ptr, sweep.sizes, sweep.options,
+        )  # fmt: skip
     BC = tl.load(row + SIZE - 3)
     x = tl.load(token_row(sweep.tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
     y = tl.load(sweep.buffers.y_ptr + token * d + cols, mask=in_d, other=0.0).to(ACC)
@@ -108,16 +123,19 @@ def reverse_token(
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         A_log2 = tl.load(sweep.prepared.A_ptr + state, mask=in_state, other=0.0)
         h = load_uncached(memory_ptr + state, in_state)
-        decay, s_rows = _discretize(delta, A_log2, COUPLED, sweep.options)
+        decay, s_rows = discretize(delta, A_log2, COUPLED, sweep.options)
         decayed = decayed + (decay * h,)
         if COUPLED:
             sigma += tl.sum(s_rows * (B * C)[:, None], axis=0)
             from_memory += tl.sum(H[block] * s_rows * B[:, None], axis=0)
         else:
             from_memory += tl.sum(H[block] * B[:, None], axis=0)
-        exponent = _reach(h, decay, s_rows, mixed, B, COUPLED, FULL) * A_log2
+        exponent = reach(h, decay, s_rows, mixed, B, COUPLED, FULL) * A_log2
         with_H += tl.sum(H[block] * exponent, axis=0)
         with_C += tl.sum(C[:, None] * exponent, axis=0)
+    if CROWDED:
+        from_memory, with_H, with_C = crowded_sums[0], crowded_sums[1], crowded_sums[2]
+        sigma += crowded_sums[3]
     # the cotangent of Delta is linear in w
     grad_delta = LN2 * with_H
     grad_delta_w = LN2 * with_C
@@ -191,7 +209,12 @@ def reverse_token(
     )
 
     tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
-    if sweep.options.SELECTIVE:
+    if sweep.options.SELECTIVE and CROWDED:
+        store_crowded_grads(
+            H, w, delta, mixed, written, later_ptr, row + SIZE, scratch_ptr + 4 * d, grad_raw + d,
+            sweep.prepared.A_ptr, sweep.sizes, sweep.options,
+        )  # fmt: skip
+    elif sweep.options.SELECTIVE:
         store_state_grads(
             H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, sweep.prepared.A_ptr,
             sweep.sizes, sweep.options,
@@ -213,6 +236,12 @@ def reverse_token(
     tl.store(cell, defect + finite)
     tl.store(cell + tl.cast(sweep.sizes.batch, tl.int64) * sweep.sizes.t_end, size + finite)
     new_H = ()
+    if CROWDED:
+        grad_A_ptr = sweep.buffers.grad_A_ptr + sample * n * d
+        new_H = take_back(
+            H, w, delta, mixed, row + SIZE, memory_ptr, sweep.prepared.A_ptr, grad_A_ptr,
+            sweep.sizes, sweep.options,
+        )  # fmt: skip
     for block in tl.static_range(BLOCKS):
         n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
         state = n_rows[:, None] * d + cols[None, :]
@@ -220,16 +249,16 @@ def reverse_token(
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         # the decay again: kept over the wait it would cost too many registers
         A_log2 = tl.load(sweep.prepared.A_ptr + state, mask=in_state, other=0.0)
-        decay, s_rows = _discretize(delta, A_log2, COUPLED, sweep.options)
+        decay, s_rows = discretize(delta, A_log2, COUPLED, sweep.options)
         total = H[block] + C[:, None] * w[None, :]
         if COUPLED or sweep.options.FULL:
             B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
             h = load_uncached(memory_ptr + state, in_state)
-            reach = _reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
+            along = reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
         else:
-            reach = decayed[block]
+            along = decayed[block]
         sum_A = sweep.buffers.grad_A_ptr + sample * n * d + state
-        grad_A = load_uncached(sum_A, in_state) + total * reach * delta[None, :]
+        grad_A = load_uncached(sum_A, in_state) + total * along * delta[None, :]
         tl.store(sum_A, grad_A, mask=in_state)
         new_H = new_H + (total * decay,)
     return new_H
@@ -241,29 +270,3 @@ def _pin(v):
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [v], dtype=tl.float32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def _discretize(delta, A_log2, COUPLED: tl.constexpr, options):
-    """lambda (n, d) and the coupled scale (n, d); lambda twice where s has no state axis."""
-    if COUPLED:
-        return build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
-    else:
-        decay = build_decay(A_log2 * delta[None, :], options.FULL, options.FAST)
-        return decay, decay
-
-
-@triton.jit
-def _reach(h, decay, s, mixed, B, COUPLED: tl.constexpr, FULL: tl.constexpr):
-    """d h_t / d (A Delta) (n, d), through the decay and through the coupled scale s."""
-    if COUPLED:
-        if FULL:
-            sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(h.dtype)
-            h -= sign * mixed[None, :] * B[:, None]
-        else:
-            h -= mixed[None, :] * B[:, None]
-        return h * coupled_reach(decay, s, FULL)
-    elif FULL:
-        return h * (decay + 1)
-    else:
-        return h * decay

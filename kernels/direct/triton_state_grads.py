@@ -1,4 +1,4 @@
-"""Cotangents of the raw B and C of a token, and blocks of states.
+"""Cotangents of the raw B and C of a token.
 
 Letters: d channels, n state per channel.
 """
@@ -74,25 +74,3 @@ def store_state_grads(
         grad_C = inv_C * (grads[2 * block + 1] - C * along_C)
         tl.store(grad_ptr + n_rows, grad_B.to(kind), mask=n_rows < n)
         tl.store(grad_ptr + n + n_rows, grad_C.to(kind), mask=n_rows < n)
-
-
-@triton.jit
-def load_blocks(ptr, n, sizes):
-    """The first n rows of (n, d) in blocks of states, BLOCKS times (BLOCK_N, BLOCK_D)."""
-    cols = tl.arange(0, sizes.BLOCK_D)
-    out = ()
-    for block in tl.static_range(sizes.BLOCKS):
-        rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-        mask = (rows < n)[:, None] & (cols < sizes.d)[None, :]
-        out = out + (tl.load(ptr + rows[:, None] * sizes.d + cols[None, :], mask=mask, other=0.0),)
-    return out
-
-
-@triton.jit
-def store_blocks(ptr, tiles, n, sizes):
-    """The counterpart of `load_blocks`."""
-    cols = tl.arange(0, sizes.BLOCK_D)
-    for block in tl.static_range(sizes.BLOCKS):
-        rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-        mask = (rows < n)[:, None] & (cols < sizes.d)[None, :]
-        tl.store(ptr + rows[:, None] * sizes.d + cols[None, :], tiles[block], mask=mask)

@@ -11,13 +11,13 @@ Letters: d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate
-from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
+from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.elementary import sigmoid
 from bedouin.kernels.device.norms import max_norms_of_three
 from bedouin.kernels.device.reflections import (
@@ -34,7 +34,11 @@ from bedouin.kernels.device.reflections import (
     wy_upper,
 )
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
+from bedouin.kernels.direct.triton_blocks import discretize, load_block, unaligned
 from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
+
+AHEAD = tl.constexpr(2)
+"""Blocks of A that are loaded before the program waits."""
 
 
 @triton.jit
@@ -49,8 +53,27 @@ def _load_fed(fed, at, mask, part, SPLITS: tl.constexpr, ROUND: tl.constexpr, AC
 
 
 @triton.jit
+def _part(v, ptr, block, sizes):
+    """A block of a vector (n,), from memory if there are several."""
+    if sizes.BLOCKS == 1:
+        return v
+    else:
+        rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
+        return tl.load(ptr + rows, mask=rows < sizes.n, other=0.0)
+
+
+@triton.jit
+def _total(parts, BLOCKS: tl.constexpr):
+    """The sum of BLOCKS vectors."""
+    total = parts[0]
+    for block in tl.static_range(1, BLOCKS):
+        total += parts[block]
+    return total
+
+
+@triton.jit
 def solve_token(
-    h,  # (BLOCK_N, BLOCK_D), h_{t-1}
+    h,  # BLOCKS times (BLOCK_N, BLOCK_D), h_{t-1}
     tokens,  # Tokens
     buffers,  # ForwardBuffers
     counters,  # Counters
@@ -61,13 +84,15 @@ def solve_token(
     t,
     fed_target,  # finished tiles when W^y norm(y_{t-1}) is complete
 ):
-    """y_t, norm(y_t) and the statistics of token t; returns h_t."""
+    """y_t, norm(y_t) and the statistics of token t; returns h_t, as h."""
     K: tl.constexpr = options.K
     ACC: tl.constexpr = options.ACC
     d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
+    BLOCKS: tl.constexpr = sizes.BLOCKS
+    COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
     normed_stride_b = sizes.t_end * d
-    rows, cols = tl.arange(0, sizes.BLOCK_N), tl.arange(0, sizes.BLOCK_D)
+    rows, cols = tl.arange(0, BLOCKS * sizes.BLOCK_N), tl.arange(0, sizes.BLOCK_D)
     in_n, in_d = rows < n, cols < d
     # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if options.SELECTIVE
     u_at = d + (2 * n if options.SELECTIVE else 0)
@@ -75,9 +100,12 @@ def solve_token(
     fed = buffers.fed_ptr + tl.multiple_of(sample * buffers.fed_stride, options.ALIGNED)
     ROUND: tl.constexpr = buffers.normed_ptr.dtype.element_ty
     token = sample * sizes.t_end + t
-    # loads that do not depend on y_{t-1} are issued before the program waits for the feedback
-    in_state = in_n[:, None] & in_d[None, :]
-    A_log2 = tl.load(buffers.A_ptr + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
+    # loads that do not depend on y_{t-1} are issued before the program waits for the feedback; of A
+    # only as much as there are registers for
+    A_ptr = unaligned(buffers.A_ptr, t, sizes)
+    A_log2 = ()
+    for block in tl.static_range(min(BLOCKS, AHEAD)):
+        A_log2 = A_log2 + (load_block(A_ptr, block, n, sizes),)
     x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
     delta = load_uncached(raw + cols, in_d).to(ACC)
     u = ()
@@ -110,16 +138,36 @@ def solve_token(
         B = tl.where(in_n, 1.0, 0.0).to(ACC)
         C = B
     delta = activate(delta, options.ACTIVATION)
+    BC_ptr = buffers.BC_ptr
+    if BLOCKS > 1:
+        # kept in memory: B and C of a block are as many registers as a vector (d,)
+        BC_ptr += sample * (2 * n)
+        tl.store(BC_ptr + rows, B, mask=in_n)
+        tl.store(BC_ptr + n + rows, C, mask=in_n)
+        tl.debug_barrier()
     # p_t + sigma_t x_t, and the inner products that the local equation needs
-    if options.INPUT_SCALE == "one_minus_decay":
-        decay, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
-        sigma = tl.sum(s_rows * (B * C)[:, None], axis=0)
+    decayed = ()  # lambda * h
+    scales = ()
+    with_C = ()
+    with_BC = ()
+    for block in tl.static_range(BLOCKS):
+        if block >= AHEAD:
+            A_log2 = A_log2 + (load_block(A_ptr, block, n, sizes),)
+        decay, s_rows = discretize(delta, A_log2[block], COUPLED, options)
+        if COUPLED:
+            B_rows, C_rows = _part(B, BC_ptr, block, sizes), _part(C, BC_ptr + n, block, sizes)
+            with_BC = with_BC + (tl.sum(s_rows * (B_rows * C_rows)[:, None], axis=0),)
+            if BLOCKS == 1:
+                scales = (s_rows,)
+        decayed = decayed + (h[block] * decay,)
+        C_rows = _part(C, BC_ptr + n, block, sizes)
+        with_C = with_C + (tl.sum(decayed[block] * C_rows[:, None], axis=0),)
+    if COUPLED:
+        sigma = _total(with_BC, BLOCKS)
     else:
-        decay = build_decay(A_log2 * delta[None, :], options.FULL, options.FAST)
         s = input_scale(delta, options.INPUT_SCALE)
         sigma = s * tl.sum(B * C, axis=0)
-    h *= decay  # lambda * h up to the write of the new input
-    rest = tl.sum(h * C[:, None], axis=0) + sigma * x
+    rest = _total(with_C, BLOCKS) + sigma * x
     sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
     beta = ()
     for i in tl.static_range(K):
@@ -151,13 +199,31 @@ def solve_token(
     U_v = scale(dots[1 : K + 1], inv, K)
     mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
-    if options.INPUT_SCALE == "one_minus_decay":
-        h += s_rows * mixed[None, :] * B[:, None]
-        terms *= tl.max(s_rows, axis=0)
+    new_h = ()
+    with_C = ()
+    largest = ()
+    for block in tl.static_range(BLOCKS):
+        B_rows, C_rows = _part(B, BC_ptr, block, sizes), _part(C, BC_ptr + n, block, sizes)
+        if COUPLED:
+            if BLOCKS == 1:
+                s_rows = scales[0]
+            else:
+                # again: held over the local equation they would cost too many registers
+                block_A = load_block(A_ptr, block, n, sizes)
+                _, s_rows = discretize(delta, block_A, COUPLED, options)
+            new_h = new_h + (decayed[block] + s_rows * mixed[None, :] * B_rows[:, None],)
+            largest = largest + (tl.max(s_rows, axis=0),)
+        else:
+            new_h = new_h + (decayed[block] + (s * mixed)[None, :] * B_rows[:, None],)
+        with_C = with_C + (tl.sum(new_h[block] * C_rows[:, None], axis=0),)
+    if COUPLED:
+        top = largest[0]
+        for block in tl.static_range(1, BLOCKS):
+            top = tl.maximum(top, largest[block])
+        terms *= top
     else:
-        h += (s * mixed)[None, :] * B[:, None]
         terms *= s
-    F = tl.sum(h * C[:, None], axis=0)
+    F = _total(with_C, BLOCKS)
     # a maximum ignores NaN, and a sample that is not finite must show it
     finite = 0 * dots[0]
     defect, size, magnitude = max_norms_of_three(F - y, F, terms)
@@ -169,4 +235,4 @@ def solve_token(
     tl.store(cell + row, size)
     tl.store(cell + 2 * row, magnitude)
     tl.store(cell + 3 * row, pivot)
-    return h
+    return new_h

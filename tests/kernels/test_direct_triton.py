@@ -275,6 +275,50 @@ def test_every_form_of_the_kernels(b: int, persistent: bool) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("b", "d", "n", "scale", "eigenvalues", "persistent", "together"),
+    [
+        (1, 512, 64, "bounded_delta", "positive", True, True),
+        (2, 300, 40, "one_minus_decay", "positive", True, False),
+        (1, 257, 63, "one_minus_decay", "full", False, False),
+        (2, 260, 33, "delta", "full", True, True),
+    ],
+)
+def test_a_memory_of_half_of_the_registers(
+    b: int,
+    d: int,
+    n: int,
+    scale: InputScale,
+    eigenvalues: Eigenvalues,
+    persistent: bool,
+    together: bool,
+) -> None:
+    """Two chunks in one launch, or in one each."""
+    from bedouin.kernels.direct.triton_constants import is_crowded
+
+    setting = Setting(b=b, t=3, d=d, n=n, input_scale=scale, eigenvalues=eigenvalues)
+    assert is_crowded(d, torch.empty(n, d))
+    limits = replace(_product_limits(persistent), one_launch_batch=32 if together else 0)
+    _assert_like_the_plain_sweep(setting, limits, keep_every=2)
+
+
+@needs_triton
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_a_memory_of_half_of_the_registers_in_low_precision(low: torch.dtype | None) -> None:
+    setting = Setting(b=1, t=2, d=512, n=64, dtype=torch.float32, low=low)
+    _assert_like_the_plain_sweep(setting)
+
+
+@pytest.mark.parametrize(
+    ("d", "n", "crowded"), [(512, 64, True), (512, 33, True), (256, 64, False), (1024, 32, False)]
+)
+def test_a_memory_is_crowded(d: int, n: int, crowded: bool) -> None:
+    from bedouin.kernels.direct.triton_constants import is_crowded
+
+    assert is_crowded(d, torch.empty(n, d, device="meta")) == crowded
+
+
+@needs_triton
 def test_products_in_parts_and_chunks() -> None:
     from bedouin.kernels.direct.triton_plan import Limits
 

@@ -1,0 +1,73 @@
+"""A sample's memory (n, d) in blocks of states: BLOCKS times (BLOCK_N, BLOCK_D), in a tuple.
+
+Letters: d channels, n state per channel.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.discretize import build_coupled, build_decay
+
+
+@triton.jit
+def load_blocks(ptr, n, sizes):
+    """The first n rows of (n, d) in blocks of states, BLOCKS times (BLOCK_N, BLOCK_D)."""
+    out = ()
+    for block in tl.static_range(sizes.BLOCKS):
+        out = out + (load_block(ptr, block, n, sizes),)
+    return out
+
+
+@triton.jit
+def load_block(ptr, block, n, sizes):
+    """One of the blocks of `load_blocks`."""
+    rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
+    cols = tl.arange(0, sizes.BLOCK_D)
+    mask = (rows < n)[:, None] & (cols < sizes.d)[None, :]
+    return tl.load(ptr + rows[:, None] * sizes.d + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_blocks(ptr, tiles, n, sizes):
+    """The counterpart of `load_blocks`."""
+    cols = tl.arange(0, sizes.BLOCK_D)
+    for block in tl.static_range(sizes.BLOCKS):
+        rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
+        mask = (rows < n)[:, None] & (cols < sizes.d)[None, :]
+        tl.store(ptr + rows[:, None] * sizes.d + cols[None, :], tiles[block], mask=mask)
+
+
+@triton.jit
+def zero_blocks(sizes, ACC: tl.constexpr):
+    """Zeros of the shapes that `load_blocks` returns."""
+    out = ()
+    for _ in tl.static_range(sizes.BLOCKS):
+        out = out + (tl.zeros([sizes.BLOCK_N, sizes.BLOCK_D], dtype=ACC),)
+    return out
+
+
+@triton.jit
+def unaligned(ptr, t, sizes):
+    """`ptr`, whose alignment the compiler does not know if CROWDED; t is a token.
+
+    A thread then has one channel and all states, so that a vector (d,) takes one register of a
+    thread, and sums over states are sums within threads. With known alignment it would have four
+    neighbouring channels, and threads in four warps the same ones.
+    """
+    if sizes.CROWDED:
+        return ptr + (t >> 30)  # 0, unknown to the compiler
+    else:
+        return ptr
+
+
+@triton.jit
+def discretize(delta, A_log2, COUPLED: tl.constexpr, options):
+    """lambda (n, d) and the coupled scale (n, d); lambda twice where s has no state axis."""
+    if COUPLED:
+        return build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
+    else:
+        decay = build_decay(A_log2 * delta[None, :], options.FULL, options.FAST)
+        return decay, decay
