@@ -55,14 +55,6 @@ def weight_gradient(
     return rows.mT @ v.reshape(*W.shape[:-2], -1, W.shape[-1])
 
 
-def pad_rows(
-    W: Tensor,  # (r, d) or (H, r, d)
-) -> Tensor:  # (r + padding(r), d) or (H, r + padding(r), d)
-    """W with `padding(r)` rows of zeros appended."""
-    missing = padding(W.shape[-2])
-    return torch.nn.functional.pad(W, (0, 0, 0, missing)) if missing else W
-
-
 def in_eights(
     v: Tensor,  # any shape
     axis: int,

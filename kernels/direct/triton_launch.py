@@ -41,8 +41,9 @@ from bedouin.kernels.direct.triton_plan import (
 from bedouin.kernels.direct.triton_prepare import prepare_kernel
 from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
+from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.launch import ceil_div
-from bedouin.kernels.linear import pad_rows, padding
+from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import AFRESH, How, Launcher, PlannedKernel
 
@@ -73,7 +74,7 @@ def launch_sweep(
         tokens = range(t_end)
         _sweep(buffers, options, keep_every, tokens, fed, plan, plan.programs, counts, launcher)
         return
-    rows = pad_rows(W_y).mT
+    rows = padded_rows(W_y, r + padding(r)).mT
     for t in range(t_end):
         torch.mm(buffers.normed[:, t], rows, out=fed[0])
         # the programs of these launches do not wait for each other, and count nothing
@@ -154,7 +155,8 @@ def launch_reverse(
         how = plan, options, keep_every, zeros, launcher
         _reverse(known, grads, W, buffers, slots, *how, prepare=True)
         return parts
-    rows = pad_rows(W) if plan is None else W
+    r = W.shape[0]
+    rows = padded_rows(W, r + padding(r)) if plan is None else W
     for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         prepare(known, buffers, chunk, options, launcher)

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
+from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import (
     ALIGNMENT,
     apply_transposed_weight,
     apply_weight,
     in_eights,
-    pad_rows,
     padding,
     weight_gradient,
 )
@@ -43,10 +43,10 @@ def test_padding_is_the_least_that_aligns(r: int) -> None:
 
 @given(sizes)
 def test_padded_rows_are_zeros_below_the_matrix(r: int) -> None:
-    W = torch.ones(r, 2)
-    padded = pad_rows(W)
-    assert torch.equal(pad_rows(W.expand(3, r, 2)), padded.expand(3, *padded.shape))
-    assert padded.shape == (r + padding(r), 2)
+    W, rows = torch.ones(r, 2), r + padding(r)
+    padded = padded_rows(W, rows)
+    assert torch.equal(padded_rows(W.expand(3, r, 2), rows), padded.expand(3, *padded.shape))
+    assert padded.shape == (rows, 2)
     assert torch.equal(padded[:r], W) and not padded[r:].any()
 
 
