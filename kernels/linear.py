@@ -5,7 +5,6 @@ back to kernels that take at least twice as long. Letters: b batch, d channels, 
 (kernels/heads.py).
 """
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 

@@ -49,7 +49,11 @@ RATES = "1e-3 2e-3 4e-3"
 
 TUNED: dict[tuple[str, str], str] = {
     ("a5", "bedouin"): "8e-3",
+    ("a5", "attention_l2"): "1e-3",
+    ("a5", "mamba_l2"): "1e-3",
+    ("a5", "mamba_full_l2"): "2e-3",
     ("copy", "attention_l2"): "1e-3",
+    ("copy", "lstm_l1"): "1e-3",
 }
 """Learning rates that the tuning runs chose, by task and model; others keep those of the task."""
 
