@@ -37,7 +37,7 @@ import train_lm
 from common.options import parse_config
 from common.summary import figure_of_both, summarize
 from experiments.both_trials import BOTH_TRIALS
-from experiments.controls import CONTROLS
+from experiments.controls import CONTROLS, CONTROLS_CPU
 from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_TUNING
 from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.heads import heads
@@ -89,7 +89,7 @@ def experiments() -> dict[str, Experiment]:
             equal_parameters(),
             COPYING,
         ),
-        *(COPYING_FEEDBACK, CONTROLS, heads(), LANGUAGES, language_model()),
+        *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, heads(), LANGUAGES, language_model()),
     )
     return {experiment.name: experiment for experiment in found}
 

@@ -43,10 +43,16 @@ class Case:
     """Heads of the layer."""
     narrower: int = 1
     """The d_model of the run is divided by this."""
+    states: int = 1
+    """The d_state of the run is multiplied by this."""
+    fewer: int = 1
+    """The number of reflections of the run is divided by this."""
 
     def adapt(self, setting: Setting) -> Setting:
-        """The sizes of the run with the heads and the width of this row."""
-        return replace(setting, h=self.heads, m=setting.m // self.narrower)
+        """The sizes of the run with the heads, the width, the states and the reflections of this
+        row."""
+        width, n, k = setting.m // self.narrower, setting.n * self.states, setting.k // self.fewer
+        return replace(setting, h=self.heads, m=width, n=n, k=max(1, k))
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
@@ -67,6 +73,35 @@ def _heads(suffix: str, *, heads: int, narrower: int = 1) -> Case:
         agrees=agreement.direct_agrees,
         heads=heads,
         narrower=narrower,
+    )
+
+
+def _states(states: int) -> Case:
+    """One narrow head with half the reflections and many states."""
+    n, k = Setting.n * states, Setting.k // 2
+    return Case(
+        f"direct-{D_MODEL // 2}-n{n}",
+        f"Direct, feedback, d_model {D_MODEL // 2}, k {k}, n {n}",
+        _subject(subjects.direct),
+        agrees=agreement.direct_agrees,
+        narrower=2,
+        states=states,
+        fewer=2,
+    )
+
+
+def _delta(states: int) -> Case:
+    """The layer of the experiments, but for its convolution: feedback of Delta alone."""
+    n = Setting.n * states
+    options: dict[str, Any] = {"feedback": ("delta",), "input_scale": "delta"}
+    return Case(
+        f"direct-delta-heads16-n{n}",
+        f"Direct, feedback of Delta, k 1, n {n}, 16 heads of {D_MODEL // 8}",
+        _subject(partial(subjects.direct, **options)),
+        agrees=partial(agreement.direct_agrees, **options),
+        heads=16,
+        states=states,
+        fewer=4,
     )
 
 
@@ -121,7 +156,7 @@ CASES = (
     Case(
         "direct-no-feedback",
         "Direct, no feedback",
-        _subject(partial(subjects.direct, feedback=False)),
+        _subject(partial(subjects.direct, feedback=())),
         agrees=agreement.linear_agrees,
     ),
     Case(
@@ -137,6 +172,9 @@ CASES = (
     _narrow_lstm(2),
     _heads("128-heads4", heads=4, narrower=4),
     _narrow_lstm(4),
+    _states(2),
+    _states(4),
+    _delta(4),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",

@@ -15,13 +15,14 @@ FLOAT32_BYTES = 4
 """Bytes of a value of the state, which is float32."""
 
 
-def layer_cost(setting: Setting, shape: Shape, *, feedback: bool, backward: bool) -> Cost:
-    """The whole layer."""
+def layer_cost(setting: Setting, shape: Shape, *, fed: int | None, backward: bool) -> Cost:
+    """The whole layer, with feedback of `fed` raw values of a token; None: no feedback."""
     m, d, r, e = setting.m, setting.d, setting.r, setting.gemm_dtype.itemsize
-    weights = 3 * d * m + (2 if feedback else 1) * setting.p * (r + d)
+    rows = r + d + (0 if fed is None else fed + d)
+    weights = 3 * d * m + setting.p * rows
     products = (m + 2 * d) + (d + r + d) + (d + m)
     sweep = e * (d + r) + FLOAT32_BYTES * d
-    gate = (FLOAT32_BYTES + e) * d if feedback else 0
+    gate = 0 if fed is None else (FLOAT32_BYTES + e) * d
     output_stage = FLOAT32_BYTES * d + 4 * e * d
     a_token = e * products + sweep + gate + output_stage
     forward = Cost(e * weights + a_token * shape.tokens, 2.0 * weights * shape.tokens)

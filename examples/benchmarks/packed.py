@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from benchmarks.cost import layer_cost
 from benchmarks.measure import Context, Numbers, Subject, inputs_of, measure_subject
 from benchmarks.setting import Setting, Shape
-from benchmarks.subjects import solve_numbers
+from benchmarks.subjects import fed_values, solve_numbers
 
 TIMES = ("forward_ms", "both_ms")
 
@@ -66,7 +66,7 @@ def _subject(
         return output
 
     forward, both = (
-        layer_cost(setting, shape, feedback=layer.y_proj is not None, backward=backward)
+        layer_cost(setting, shape, fed=fed_values(setting, layer), backward=backward)
         for backward in (False, True)
     )
     return Subject(

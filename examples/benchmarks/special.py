@@ -129,7 +129,7 @@ def compiled_direct(context: Context, shape: Shape) -> Numbers:
     torch._dynamo.utils.counters.clear()
     numbers = _compare(context, layer, torch.compile(layer), x)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    cost = layer_cost(setting, shape, feedback=True, backward=False)
+    cost = layer_cost(setting, shape, fed=setting.r, backward=False)
     floor = cost.floor_ms(context.machine)
     return numbers | {"graph_breaks": breaks, "forward_floor_share": floor / numbers["forward_ms"]}
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin
-from bedouin.kernels.backend import Backend
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import (
     Anderson,
@@ -36,11 +35,8 @@ LINEAR_RTOL = 1e-5
 """Tolerance of the iteration without feedback, near the rounding error of float32 sums."""
 
 
-def direct(
-    setting: Setting, shape: Shape, *, feedback: bool = True, backend: Backend = "auto"
-) -> Subject:
+def direct(setting: Setting, shape: Shape, **options: Any) -> Subject:
     """The layer with its default solver: exact sweep, exact gradient."""
-    options: dict[str, Any] = {"backend": backend} | ({} if feedback else {"feedback": ()})
     return _layer_subject(setting, shape, setting.layer(**options), sequential=True)
 
 
@@ -86,16 +82,22 @@ def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[B
 
 
 def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:
-    feedback = layer.y_proj is not None
+    fed = fed_values(setting, layer)
     return Subject(
         layer,
         inputs_of(setting, shape),
         tuple(layer.parameters()),
-        layer_cost(setting, shape, feedback=feedback, backward=False),
-        layer_cost(setting, shape, feedback=feedback, backward=True),
+        layer_cost(setting, shape, fed=fed, backward=False),
+        layer_cost(setting, shape, fed=fed, backward=True),
         sequential_steps=shape.t if sequential else 0,
         observe=lambda: solve_numbers(layer),
     )
+
+
+def fed_values(setting: Setting, layer: Bedouin) -> int | None:
+    """How many raw values of a token have feedback, in all heads; None: no feedback."""
+    # W^y has rows for the gate, too
+    return None if layer.y_proj is None else layer.y_proj.weight.numel() // setting.p - setting.d
 
 
 def solve_numbers(layer: Bedouin) -> Numbers:

@@ -1,4 +1,4 @@
-"""What each part of the layer contributes to state tracking."""
+"""What each part of the layer contributes to state tracking; on a CPU for short products of A5."""
 
 from experiments.models import CHOSEN, training
 from experiments.plan import REPORTED, Experiment, Run, joined
@@ -33,5 +33,23 @@ CONTROLS = Experiment(
             **{name: joined(CHOSEN, _SLOWLY, change) for name, change in PARTS.items()},
             "lstm": "--mixer-layer lstm",
         }.items()
+    ),
+)
+
+CPU_PARTS = {
+    "no_mixing": "--num-householder 0",
+    "no_feedback": "--feedback",
+    "mixer_feedback": "--feedback mixer",
+    "lstm": "--mixer-layer lstm",
+}
+"""Changes of `make a5`, whose layer has two reflections and feedback of Delta."""
+
+CONTROLS_CPU = Experiment(
+    "controls-cpu",
+    "What does each part contribute to A5 on a CPU, trained at length 6?",
+    tuple(
+        Run(f"{name}-seed{seed}", f"--preset cpu --seed {seed} {change}", "train_a5")
+        for name, change in CPU_PARTS.items()
+        for seed in (0, 1, 2)
     ),
 )

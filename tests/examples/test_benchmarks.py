@@ -15,6 +15,7 @@ from benchmarks import agreement, cases, figure, special, table
 from benchmarks.cost import iteration_cost, layer_cost, scan_cost
 from benchmarks.measure import Context, Numbers, best_ms
 from benchmarks.setting import Setting, Shape
+from benchmarks.subjects import fed_values
 from benchmarks.targets import TARGETS, Target
 from benchmarks.timing import Cost, Machine, kept_gib, median_ms, peak_gib
 
@@ -209,12 +210,23 @@ def test_costs_at_the_sizes_of_the_targets() -> None:
     # raw (5,156 values) and x in bf16, y read and written in float32
     assert iteration_cost(setting, shape).bytes == 64 * 256 * (2 * (5156 + 1024) + 8 * 1024)
     # 2 x 14.2 million weights x 16,384 tokens
-    whole = layer_cost(setting, shape, feedback=True, backward=False)
+    whole = layer_cost(setting, shape, fed=setting.r, backward=False)
     assert whole.flops == pytest.approx(2 * 16384 * 14.2e6, rel=0.02)
-    assert layer_cost(setting, shape, feedback=True, backward=True).flops == 3 * whole.flops
+    assert layer_cost(setting, shape, fed=setting.r, backward=True).flops == 3 * whole.flops
     # a head of 128 channels has 676 raw values
-    heads = layer_cost(Setting(CPU, "bf16", h=8), shape, feedback=True, backward=False)
+    of_heads = Setting(CPU, "bf16", h=8)
+    heads = layer_cost(of_heads, shape, fed=of_heads.r, backward=False)
     assert heads.flops == 2 * 16384 * (3 * 512 * 1024 + 8 * 2 * 128 * (676 + 128))
+    # feedback of Delta alone
+    delta = layer_cost(of_heads, shape, fed=of_heads.d, backward=False)
+    assert heads.flops - delta.flops == 2 * 16384 * 8 * 128 * (676 - 128)
+
+
+def test_the_rows_with_feedback_are_those_of_the_layer() -> None:
+    setting = Setting(CPU, "float32", m=8, n=2, k=2, h=2)
+    found = [fed_values(setting, setting.layer(feedback=f)) for f in ((), ("delta",))]
+    assert found == [None, setting.d]
+    assert fed_values(setting, setting.layer()) == setting.r
 
 
 @pytest.mark.gpu
