@@ -254,6 +254,22 @@ def test_trials_of_both_tasks_are_those_of_the_index(path: Path) -> None:
     assert shown == expected
 
 
+def test_controls_on_a_cpu_are_those_of_the_index() -> None:
+    parts = ("no_mixing", "no_feedback", "mixer_feedback", "lstm")
+    paths = {part: f"controls-cpu/{part}-seed{{}}.json" for part in parts}
+    for name, path in ({"make a5": "a5_cpu_delta_seed{}.json"} | paths).items():
+        runs = [raw(path.format(seed)) for seed in range(3)]
+        assert [(run["seed"], device(run)) for run in runs] == [(s, "CPU") for s in range(3)]
+        shown = []
+        for n in ("6", "12", "24"):
+            kinds = [
+                [f"{run[key][n]:.2f}" for run in runs] for key in ("accuracy", "sequence_accuracy")
+            ]
+            shown.append(" / ".join(" ".join(values) for values in kinds))
+        seconds = " ".join(f"{run['seconds']:.0f}" for run in runs)
+        assert line(INDEX, f"{name} | ")[1:] == [*shown, seconds]
+
+
 def test_table_of_parameterizations_is_that_of_the_raw_results() -> None:
     for row in raw("a5_parameterizations.json")["rows"]:
         point = row["point"]

@@ -48,7 +48,7 @@ CONTROLS_CPU = Experiment(
     "controls-cpu",
     "What does each part contribute to A5 on a CPU, trained at length 6?",
     tuple(
-        Run(f"{name}-seed{seed}", f"--preset cpu --seed {seed} {change}", "train_a5")
+        Run(f"{name}-seed{seed}", f"--preset cpu --threads 1 --seed {seed} {change}", "train_a5")
         for name, change in CPU_PARTS.items()
         for seed in (0, 1, 2)
     ),

@@ -61,7 +61,8 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
 
 
 @pytest.mark.parametrize(
-    "name", ["earlier", "tuning", "copying-trials", "both-trials", "words-trials", *PARTLY]
+    "name",
+    ["earlier", "tuning", "copying-trials", "both-trials", "words-trials", "controls-cpu", *PARTLY],
 )
 def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     found, names = ALL[name], set()
