@@ -229,9 +229,9 @@ class Launcher:
         """The value of `compute`, which is the same for all calls of the kind and no tensor."""
         if self._known is None:
             return compute()
-        found: ValueT | None = self._known.get(name)
-        if found is None:
-            found = self._known[name] = compute()
+        if name not in self._known:
+            self._known[name] = compute()
+        found: ValueT = self._known[name]
         return found
 
     def _is_current(self, device: int | None) -> bool:
@@ -246,7 +246,7 @@ class Launcher:
 
 
 AFRESH = Launcher()
-"""Remembers nothing."""
+"""A launcher that computes what a launch depends on each time."""
 
 
 def _is_free(kernel: Any, name: str) -> bool:

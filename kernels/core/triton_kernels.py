@@ -117,20 +117,25 @@ def clear_kernel(
 
 @triton.jit
 def _sum_rows(
-    ptr, stride, rows, column, readable, width, to_ptr, ACC: tl.constexpr, ROWS: tl.constexpr
+    ptr,  # (BLOCK,), the columns of the first row
+    stride,  # from row to row
+    rows,
+    readable,  # (BLOCK,), which columns are loaded: those of padding, too, so that loads are wide
+    to_ptr,  # (BLOCK,), written
+    wanted,  # (BLOCK,), which sums are stored
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Sums over this program's share of the rows, of the columns below `width`; those below
-    `readable` are loaded, whose number should be even enough for wide loads."""
+    """Sums over this program's share of the rows."""
     each = tl.cdiv(rows, tl.num_programs(0))
     start = tl.program_id(0) * each
     end = tl.minimum(start + each, rows)
-    is_one = column < readable
-    total = tl.zeros([ROWS, column.shape[0]], ACC)
+    total = tl.zeros([ROWS, readable.shape[0]], ACC)
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
-        from_ptr = ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
-        total += tl.load(from_ptr, mask=(row < end)[:, None] & is_one[None, :], other=0.0).to(ACC)
-    tl.store(to_ptr + column, tl.sum(total, 0), mask=column < width)
+        from_ptr = ptr[None, :] + row.to(tl.int64)[:, None] * stride
+        total += tl.load(from_ptr, mask=(row < end)[:, None] & readable[None, :], other=0.0).to(ACC)
+    tl.store(to_ptr, tl.sum(total, 0), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "count"])
@@ -165,32 +170,34 @@ def sum_kernel(
     of_channels: tl.constexpr = (PARTS * d + BLOCK - 1) // BLOCK
     of_gate: tl.constexpr = (d + BLOCK - 1) // BLOCK
     if block < of_A:
-        from_ptr = grad_A_ptr + head * batch * (n * d)
-        _sum_rows(from_ptr, n * d, batch, block * BLOCK + at, n * d, n * d, to_ptr, ACC, ROWS)
+        column = block * BLOCK + at
+        mask = column < n * d
+        grad_A_ptr += head * batch * (n * d)
+        _sum_rows(grad_A_ptr + column, n * d, batch, mask, to_ptr + column, mask, ACC, ROWS)
     elif block < of_A + of_channels:
         # a row has those of all heads, first for D and then for the weight
         column = (block - of_A) * BLOCK + at
-        each = tl.cdiv(count, tl.num_programs(0))
-        start = tl.program_id(0) * each
-        end = tl.minimum(start + each, count)
-        total = tl.zeros([ROWS, BLOCK], ACC)
-        from_column = column // d * (heads * d) + head * d + column % d
-        for first in range(start, end, ROWS):
-            row = first + tl.arange(0, ROWS)
-            from_ptr = of_channels_ptr + row[:, None] * (PARTS * heads * d) + from_column[None, :]
-            mask = (row < end)[:, None] & (column < PARTS * d)[None, :]
-            total += tl.load(from_ptr, mask=mask, other=0.0)
-        to_column = n * d + r + d + column
-        tl.store(to_ptr + to_column, tl.sum(total, 0), mask=column < PARTS * d)
+        mask = column < PARTS * d
+        of_channels_ptr += head * d
+        to_ptr += n * d + r + d
+        _sum_rows(
+            of_channels_ptr + column // d * (heads * d) + column % d, PARTS * heads * d, count,
+            mask, to_ptr + column, mask, ACC, ROWS,
+        )  # fmt: skip
     elif BIAS:
         if block < of_A + of_channels + of_gate:
             column = (block - of_A - of_channels) * BLOCK + at
-            from_ptr = gate_ptr + head * gate_head
-            _sum_rows(from_ptr, gate_row, rows, column, d, d, to_ptr + n * d + r, ACC, ROWS)
+            mask = column < d
+            gate_ptr += head * gate_head
+            to_ptr += n * d + r
+            _sum_rows(gate_ptr + column, gate_row, rows, mask, to_ptr + column, mask, ACC, ROWS)
         else:
             column = (block - of_A - of_channels - of_gate) * BLOCK + at
-            from_ptr = raw_ptr + head * rows * wide
-            _sum_rows(from_ptr, wide, rows, column, wide, r, to_ptr + n * d, ACC, ROWS)
+            raw_ptr += head * rows * wide
+            to_ptr += n * d
+            _sum_rows(
+                raw_ptr + column, wide, rows, column < wide, to_ptr + column, column < r, ACC, ROWS
+            )
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_coupled, build_decay
+from bedouin.kernels.device.sync import load_uncached
 
 
 @triton.jit
@@ -24,20 +25,45 @@ def load_blocks(ptr, n, sizes):
 @triton.jit
 def load_block(ptr, block, n, sizes):
     """One of the blocks of `load_blocks`."""
+    at, mask = _block_at(ptr, block, n, sizes)
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_block_uncached(ptr, block, n, sizes):
+    """`load_block` as `load_uncached`."""
+    at, mask = _block_at(ptr, block, n, sizes)
+    return load_uncached(at, mask)
+
+
+@triton.jit
+def _block_at(ptr, block, n, sizes):
+    """The pointers of a block, and which of them are inside of (n, d)."""
     rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
     cols = tl.arange(0, sizes.BLOCK_D)
     mask = (rows < n)[:, None] & (cols < sizes.d)[None, :]
-    return tl.load(ptr + rows[:, None] * sizes.d + cols[None, :], mask=mask, other=0.0)
+    return ptr + rows[:, None] * sizes.d + cols[None, :], mask
 
 
 @triton.jit
 def store_blocks(ptr, tiles, n, sizes):
     """The counterpart of `load_blocks`."""
-    cols = tl.arange(0, sizes.BLOCK_D)
     for block in tl.static_range(sizes.BLOCKS):
-        rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-        mask = (rows < n)[:, None] & (cols < sizes.d)[None, :]
-        tl.store(ptr + rows[:, None] * sizes.d + cols[None, :], tiles[block], mask=mask)
+        store_block(ptr, tiles[block], block, n, sizes)
+
+
+@triton.jit
+def store_block(ptr, tile, block, n, sizes):
+    """The counterpart of `load_block`."""
+    at, mask = _block_at(ptr, block, n, sizes)
+    tl.store(at, tile, mask=mask)
+
+
+@triton.jit
+def load_states(ptr, block, sizes):
+    """A block of a vector (n,)."""
+    rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
+    return tl.load(ptr + rows, mask=rows < sizes.n, other=0.0)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def launch_sweep(
     b, t_end, d = buffers.x.shape
     counts = counters(buffers.x) if counts is None else counts
     r = W_y.shape[0]
-    plan = launcher.once("sweep", lambda: (plan_product(r, d, W_y, b, limits=limits),))[0]
+    plan = launcher.once("sweep", lambda: plan_product(r, d, W_y, b, limits=limits))
     parts = _splits(plan)
     fed = (W_y if parts == 1 else buffers.A).new_empty(parts, b, r + padding(r))
     if plan is not None:
@@ -144,7 +144,7 @@ def launch_reverse(
         return None
     b, t_end, d = known.x.shape
     columns = grads.raw.shape[-1]
-    plan = launcher.once("reverse", lambda: (plan_product(d, columns, W, b, limits=limits),))[0]
+    plan = launcher.once("reverse", lambda: plan_product(d, columns, W, b, limits=limits))
     buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
@@ -182,12 +182,6 @@ def _end_of(known: SolvedBuffers, buffers: "ChunkBuffers", chunk: range) -> Tens
     assert buffers.replayed is not None
     n, count = known.A.shape[0], len(chunk)
     return buffers.replayed.view(-1)[: b * count * n * d].view(b, count, n, d)[:, -1]
-
-
-def _scratch(known: SolvedBuffers) -> Tensor:
-    """Memory for sums of a token (b, 4 d + 2 n), or any tensor where it is not read."""
-    b, _, d = known.x.shape
-    return known.A.new_empty(b, 4 * d + 2 * known.A.shape[0]) if is_crowded(d, known.A) else known.A
 
 
 class ReverseZeros(NamedTuple):
@@ -301,29 +295,22 @@ def _reverse(
         constants = reverse_constants(*looks, uses_tf32(), prepare)
         return (programs,), (*sizes, *inner, h0.stride(0)), constants
 
-    tensors = (
-        grads.y,
-        buffers.grad_normed,
-        x,
-        y,
-        raw,
-        fed,
-        W.contiguous(),
-        A,
-        buffers.mixed,
-        buffers.local,
-        h0,
-        kept,
-        buffers.replayed,
-        grads.H,
-        grads.x,
-        grads.raw,
-        grads.A,
-        _scratch(known),
-        grads.statistics,
-        counters(x) if zeros is None else zeros.counters[slots.start],
-    )
+    factors = grads.y, buffers.grad_normed, x, y, raw, fed, W.contiguous()
+    counts = counters(x) if zeros is None else zeros.counters[slots.start]
+    tensors = *factors, *_behind_factors(known, grads, buffers), counts
     launcher.launch(REVERSE, slots.start, tensors, how)
+
+
+def _behind_factors(
+    known: SolvedBuffers, grads: GradBuffers, buffers: ChunkBuffers
+) -> tuple[Tensor, ...]:
+    """The tensors that both reverse kernels take behind the factors of the product."""
+    assert buffers.replayed is not None
+    (b, _, d), A = known.x.shape, known.A
+    # memory for sums of a token, or any tensor where it is not read
+    scratch = A.new_empty(b, 4 * d + 2 * A.shape[0]) if is_crowded(d, A) else A
+    read = A, buffers.mixed, buffers.local, known.h0, known.kept, buffers.replayed
+    return *read, grads.H, grads.x, grads.raw, grads.A, scratch, grads.statistics
 
 
 def _reverse_by_token(
@@ -361,18 +348,7 @@ def _step(
         y,
         raw,
         fed,
-        A,
-        buffers.mixed,
-        buffers.local,
-        h0,
-        kept,
-        buffers.replayed,
-        grads.H,
-        grads.x,
-        grads.raw,
-        grads.A,
-        _scratch(known),
-        grads.statistics,
+        *_behind_factors(known, grads, buffers),
         t - chunk.start,
         chunk.start,
         len(chunk),

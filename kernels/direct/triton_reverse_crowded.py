@@ -17,8 +17,13 @@ import triton.language as tl
 
 from bedouin.kernels.device.discretize import coupled_reach
 from bedouin.kernels.device.reflections import sums
-from bedouin.kernels.device.sync import load_uncached
-from bedouin.kernels.direct.triton_blocks import discretize, load_block
+from bedouin.kernels.direct.triton_blocks import (
+    discretize,
+    load_block,
+    load_block_uncached,
+    load_states,
+    store_block,
+)
 
 AT_ONCE = tl.constexpr(2)
 """Blocks whose sums over channels are computed in one exchange."""
@@ -48,8 +53,8 @@ def sums_over_states(
         if block % 2 == 0:
             tl.debug_barrier()
         A_log2 = load_block(A_ptr, block, n, sizes)
-        h = load_block_uncached(memory_ptr, block, sizes)
-        B, C = _load_states(BC_ptr, block, sizes), _load_states(BC_ptr + n, block, sizes)
+        h = load_block_uncached(memory_ptr, block, n, sizes)
+        B, C = load_states(BC_ptr, block, sizes), load_states(BC_ptr + n, block, sizes)
         decay, s_rows = discretize(delta, A_log2, COUPLED, options)
         if COUPLED:
             with_BC += s_rows * (B * C)[:, None]
@@ -98,7 +103,7 @@ def store_crowded_grads(
     for first in tl.static_range(0, sizes.BLOCKS, AT_ONCE):
         parts = ()
         for block in tl.static_range(first, first + AT_ONCE):
-            C = _load_states(BC_ptr + n, block, sizes)
+            C = load_states(BC_ptr + n, block, sizes)
             total = H[block] + C[:, None] * w[None, :]
             if COUPLED:
                 A_log2 = load_block(A_ptr, block, n, sizes)
@@ -106,7 +111,7 @@ def store_crowded_grads(
                 tile = s_rows * mixed[None, :]
             else:
                 tile = written[None, :]
-            h = load_block_uncached(later_ptr, block, sizes)
+            h = load_block_uncached(later_ptr, block, n, sizes)
             parts = parts + (total * tile, h * w[None, :])
         parts = sums(parts, 1)
         for i in tl.static_range(AT_ONCE):
@@ -151,35 +156,16 @@ def take_back(
         if block % 2 == 0:
             tl.debug_barrier()
         A_log2 = load_block(A_ptr, block, n, sizes)
-        h = load_block_uncached(memory_ptr, block, sizes)
-        grad_A = load_block_uncached(grad_A_ptr, block, sizes)
-        B, C = _load_states(BC_ptr, block, sizes), _load_states(BC_ptr + n, block, sizes)
+        h = load_block_uncached(memory_ptr, block, n, sizes)
+        grad_A = load_block_uncached(grad_A_ptr, block, n, sizes)
+        B, C = load_states(BC_ptr, block, sizes), load_states(BC_ptr + n, block, sizes)
         decay, s_rows = discretize(delta, A_log2, COUPLED, options)
         total = H[block] + C[:, None] * w[None, :]
         along = reach(h, decay, s_rows, mixed, B, COUPLED, options.FULL)
         grad_A += total * along * delta[None, :]
-        rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-        cols = tl.arange(0, sizes.BLOCK_D)
-        mask = (rows < n)[:, None] & (cols < sizes.d)[None, :]
-        tl.store(grad_A_ptr + rows[:, None] * sizes.d + cols[None, :], grad_A, mask=mask)
+        store_block(grad_A_ptr, grad_A, block, n, sizes)
         new_H = new_H + (total * decay,)
     return new_H
-
-
-@triton.jit
-def _load_states(ptr, block, sizes):
-    """A block of a vector (n,)."""
-    rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-    return tl.load(ptr + rows, mask=rows < sizes.n, other=0.0)
-
-
-@triton.jit
-def load_block_uncached(ptr, block, sizes):
-    """`load_block` as `load_uncached`."""
-    rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-    cols = tl.arange(0, sizes.BLOCK_D)
-    mask = (rows < sizes.n)[:, None] & (cols < sizes.d)[None, :]
-    return load_uncached(ptr + rows[:, None] * sizes.d + cols[None, :], mask)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from bedouin.kernels.device.reflections import (
     wy_upper,
 )
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
-from bedouin.kernels.direct.triton_blocks import discretize, load_block, unaligned
+from bedouin.kernels.direct.triton_blocks import discretize, load_block, load_states, unaligned
 from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
 
 AHEAD = tl.constexpr(2)
@@ -58,8 +58,7 @@ def _part(v, ptr, block, sizes):
     if sizes.BLOCKS == 1:
         return v
     else:
-        rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-        return tl.load(ptr + rows, mask=rows < sizes.n, other=0.0)
+        return load_states(ptr, block, sizes)
 
 
 @triton.jit
