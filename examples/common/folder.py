@@ -8,6 +8,8 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
 
 from common.errors import UsageError
 
@@ -51,6 +53,24 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} could not be written: {_reason(error)}; free some space or repair the folder, "
             "then --resume continues from the last checkpoint"
         ) from error
+
+
+def save_weights(
+    model: nn.Module,
+    path: Path,
+) -> None:
+    """Write the state_dict of a model with safetensors; tied weights are written once.
+
+    Parameters that are parts of one buffer, as those of cuDNN's LSTM are, are copied, since
+    safetensors refuses them.
+    """
+    once = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    weights = {name: v for name, v in model.state_dict().items() if name not in tied}
+    for name, v in weights.items():
+        if v.untyped_storage().nbytes() > v.numel() * v.element_size():
+            weights[name] = v.clone()
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _reason(error: BaseException) -> str:

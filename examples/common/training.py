@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from accelerate import Accelerator
 from einops import rearrange
-from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -31,7 +30,7 @@ from common.checkpoint import (
 from common.curriculum import first_length, next_length
 from common.errors import Interrupted
 from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
-from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, writing
+from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, save_weights, writing
 from common.interrupt import StopRequest
 from common.job import Job, Place, Problem, Run
 from common.layers import count
@@ -352,4 +351,4 @@ def write_results(job: Job, run: Run, metrics: dict[str, Any], scores: Scores) -
     with writing(folder / FIGURE):
         save_figure(folder / FIGURE, [scores], title=title, train_length=longest, chance=chance)
     with writing(folder / WEIGHTS):
-        save_model(job.accelerator.unwrap_model(run.model), str(folder / WEIGHTS))
+        save_weights(job.accelerator.unwrap_model(run.model), folder / WEIGHTS)

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 
 import train_a5
 import train_copy
+from bedouin import SequenceModel, baselines
 from bedouin.solvers import ConvergenceWarning
 from bedouin.tasks import Batch, Stream, stream
 from common import training
 from common.evaluation import stop_accuracy
+from common.folder import save_weights
 from common.job import Problem
 from common.options import TrainConfig, build_model, parse_config
 from common.schedule import Schedule, decay
@@ -93,6 +95,22 @@ def test_a5_writes_metrics_figure_and_weights(
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
     printed = capsys.readouterr().out
     assert "step 3  loss" in printed and "sequence_accuracy" in printed
+
+
+def test_weights_in_one_buffer_and_tied_weights_are_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mixer = baselines.LSTM(4)
+    model = SequenceModel(6, 4, [mixer], tie_embeddings=True)
+    flat = torch.cat([p.detach().flatten() for p in mixer.lstm.parameters()])
+    parts = flat.split([p.numel() for p in mixer.lstm.parameters()])
+    for parameter, part in zip(mixer.lstm.parameters(), parts, strict=True):
+        parameter.data = part.view_as(parameter)  # as on a GPU
+    save_weights(model, tmp_path / "weights")
+    assert mixer.lstm.weight_hh_l0.untyped_storage().nbytes() == 4 * flat.numel()
+    loaded = SequenceModel(6, 4, [baselines.LSTM(4)], tie_embeddings=True)
+    assert load_model(loaded, tmp_path / "weights") == (set(), [])
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
 
 
 def test_copy_writes_its_accuracies_under_both_names(tmp_path: Path) -> None:
