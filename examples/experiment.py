@@ -38,10 +38,10 @@ from common.options import parse_config
 from common.summary import figure_of_both, summarize
 from experiments.both_trials import BOTH_TRIALS
 from experiments.controls import CONTROLS, CONTROLS_CPU
-from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_TUNING
+from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SMALL, COPYING_TUNING
 from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.heads import heads
-from experiments.language_model import language_model
+from experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
 from experiments.languages import LANGUAGES
 from experiments.plan import Experiment, Run, Script
 from experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
@@ -85,11 +85,13 @@ def experiments() -> dict[str, Experiment]:
             WORDS_TUNING,
             WORDS_TRIALS,
             COPYING_TUNING,
+            COPYING_SMALL,
             WORDS,
             equal_parameters(),
             COPYING,
         ),
         *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, heads(), LANGUAGES, language_model()),
+        LANGUAGE_MODEL_TRIALS,
     )
     return {experiment.name: experiment for experiment in found}
 

@@ -1,7 +1,7 @@
 """Copying: trained on 5 to 50 letters, tested to 200."""
 
 from experiments.models import RATES, WIDTH, models, training
-from experiments.plan import REPORTED, TUNING, Experiment, Run, joined
+from experiments.plan import REPORTED, THREE_TUNING, TUNING, Experiment, Run, joined
 
 STRINGS = (
     "--task copy --min-string 5 --max-string 50 --context 256 --eval-lengths 50 75 100 200 "
@@ -40,3 +40,37 @@ COPYING_FEEDBACK = Experiment(
         for name, fed in FEEDBACK.items()
     ),
 )
+
+_SMALL = (
+    "--task copy --min-string 4 --max-string 8 --eval-lengths 8 12 16 --batch-size 64 "
+    "--d-model 128 --steps 1250 --lr 2e-3 4e-3 --concurrent"
+)
+"""The task of `make copy`; in a context of 64 tokens strings begin at more positions than in 32."""
+_LAYER = (
+    "--input-scale delta --feedback delta --d-state 32 --num-heads 4 --d-conv 4 "
+    "--num-householder 0 --rate-scale 8 --rate-scale-last 0.001"
+)
+_SLOW = "--feedback-lr-scale 0.01 --feedback-lr-share"
+_CONTEXTS = {"": "--context 32", "-context64": "--context 64"}
+_SMALL_LAYERS = {
+    "bedouin": (_LAYER, ("", "-context64")),
+    "bedouin_slow": (f"{_LAYER} {_SLOW} 0.4", ("", "-context64")),
+    "bedouin_always_slow": (f"{_LAYER} {_SLOW} 1", ("-context64",)),
+    "bedouin_slow_long": (f"{_LAYER} {_SLOW} 0.4 --steps 5000", ("-context64",)),
+    "no_feedback": (f"{_LAYER} --feedback none", ("-context64",)),
+    "attention_l2": (models()["attention_l2"], ("", "-context64")),
+    "deltanet_l1": (models()["deltanet_l1"], ("-context64",)),
+    "deltanet_l2": (models()["deltanet_l2"], ("-context64",)),
+    "mamba_l2": (models()["mamba_l2"], ("-context64",)),
+}
+
+COPYING_SMALL = Experiment(
+    "copying-small",
+    "Which layers copy strings of 16 letters after 4 to 8?",
+    tuple(
+        Run(f"{name}{context}", joined(_SMALL, THREE_TUNING, _CONTEXTS[context], flags))
+        for name, (flags, contexts) in _SMALL_LAYERS.items()
+        for context in contexts
+    ),
+)
+"""The layer of `bedouin` at the size of `make copy`, and baselines."""

@@ -31,11 +31,12 @@ TUNING = (
     "copying-trials",
     "both-trials",
     "words-trials",
+    "copying-small",
     "heads",
 )
 
 
-PARTLY = ("heads", "words", "words-tuning", "copying", "copying-tuning")
+PARTLY = ("heads", "words", "words-tuning", "copying", "copying-tuning", "copying-small")
 """Experiments of which not every run has been made."""
 
 
