@@ -106,9 +106,11 @@ def test_weights_in_one_buffer_and_tied_weights_are_saved(tmp_path: Path) -> Non
     for parameter, part in zip(mixer.lstm.parameters(), parts, strict=True):
         parameter.data = part.view_as(parameter)  # as on a GPU
     save_weights(model, tmp_path / "weights")
-    assert mixer.lstm.weight_hh_l0.untyped_storage().nbytes() == 4 * flat.numel()
+    shared = {p.untyped_storage().data_ptr() for p in mixer.lstm.parameters()}
+    assert len(shared) == 1  # saving left the buffer as it was
     loaded = SequenceModel(6, 4, [baselines.LSTM(4)], tie_embeddings=True)
-    assert load_model(loaded, tmp_path / "weights") == (set(), [])
+    missing, unexpected = load_model(loaded, tmp_path / "weights")
+    assert not missing and not unexpected
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
 
