@@ -211,7 +211,10 @@ def test_the_table_of_both_tasks_is_that_of_the_raw_results() -> None:
             assert cell == expected
 
 
-FOLDERS = ("words", "copying", "words-trials", "words-tuning", "copying-tuning")
+FOLDERS = (
+    *("words", "words-equal", "words-trials", "words-tuning"),
+    *("copying", "copying-tuning", "copying-small"),
+)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,7 @@ FOLDERS = ("words", "copying", "words-trials", "words-tuning", "copying-tuning")
 )
 def test_runs_of_words_and_copying_are_those_of_the_index(path: Path) -> None:
     name, content = f"{path.parent.name}/{path.stem}", json.loads(path.read_text())
-    reported = path.parent.name in ("words", "copying")
+    reported = path.parent.name in ("words", "words-equal", "copying")
     first_seed = content["config"]["first_seed"]
     assert device(content) == "H200" and (first_seed == 0 if reported else first_seed >= 100)
     copies = path.parent.name.startswith("copying")

@@ -50,6 +50,7 @@ RATES = "1e-3 2e-3 4e-3"
 TUNED: dict[tuple[str, str], str] = {
     ("a5", "bedouin"): "8e-3",
     ("a5", "attention_l2"): "1e-3",
+    ("a5", "deltanet_l2"): "1e-3",
     ("a5", "mamba_l2"): "1e-3",
     ("a5", "mamba_full_l2"): "2e-3",
     ("copy", "attention_l2"): "1e-3",
