@@ -39,6 +39,11 @@ def _find_triton() -> tuple[str, bool]:
 _TRITON, _IS_OLD = _find_triton()
 
 
+def triton_version() -> tuple[int, ...]:
+    """Up to three numbers; none without Triton and for a build without metadata."""
+    return tuple(map(int, re.findall(r"\d+", _TRITON)[:3]))
+
+
 def check_backend(backend: str) -> None:
     """Raise ValueError unless `backend` is one of "auto", "triton" and "reference"."""
     if backend not in _BACKENDS:

@@ -13,6 +13,7 @@ from bedouin.baselines.delta_rule import (
     delta_rule_chunked,
     delta_rule_fla,
     delta_rule_reference,
+    fla_is_wrong,
 )
 
 B, H, P, V = 2, 3, 4, 5
@@ -92,11 +93,34 @@ def test_fla_needs_a_gpu_and_low_precision() -> None:
         delta_rule(inputs, memory, torch.float64, "fla")
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "wrong"),
+    [
+        ("3.3.1", (9, 0), False),
+        ("3.4.0", (9, 0), True),
+        ("3.6.0+git1", (9, 0), True),
+        ("3.7.1", (9, 0), False),
+        ("3.6.0", (8, 0), False),
+        ("", (9, 0), False),
+        ("unknown", (9, 0), False),
+    ],
+)
+def test_fla_is_avoided_where_triton_miscompiles_it(
+    version: str, capability: tuple[int, int], wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.backend._TRITON", version)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert fla_is_wrong(torch.device("cuda")) is wrong
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("gated", [False, True])
 def test_fla_equals_the_loop(k: int, gated: bool) -> None:
+    if fla_is_wrong(torch.device("cuda")):
+        pytest.skip("this Triton miscompiles flash-linear-attention for this GPU")
+
     def unit(*shape: int) -> Tensor:
         return torch.nn.functional.normalize(torch.randn(*shape, device="cuda"), dim=-1)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.checks import one_of
+from bedouin.kernels.backend import triton_version
 from bedouin.packing import zero_outside
 
 DeltaBackend = Literal["auto", "torch", "fla"]
@@ -63,7 +64,7 @@ def delta_rule(
 
     `dtype` is the one that products have in this call. "torch" computes in the dtype of `inputs`.
     "fla" casts query, key, value and beta to `dtype`, which must be bfloat16 or float16; "auto" is
-    "fla" where that is possible and the package is installed, for more than one token.
+    "fla" where that is possible, right (`fla_is_wrong`) and installed, for more than one token.
     Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (2412.06464), DeltaProduct (2502.10297).
     """
     if _takes_fla(inputs.query, dtype, backend):
@@ -87,8 +88,17 @@ def _takes_fla(
             "backend='auto' or 'torch'"
         )
     if backend == "auto":
-        return fits and query.shape[1] > 1 and find_spec("fla") is not None
+        usable = fits and query.shape[1] > 1 and find_spec("fla") is not None
+        return usable and not fla_is_wrong(query.device)
     return backend == "fla"
+
+
+def fla_is_wrong(device: torch.device) -> bool:
+    """Whether Triton miscompiles the backward pass of flash-linear-attention for this GPU: its
+    versions from 3.4 up to 3.7.1 do so on Hopper (issue 640 of flash-linear-attention, which
+    refuses gated calls; calls without a gate were seen to read memory that is not theirs)."""
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper and (3, 4) <= triton_version() < (3, 7, 1)
 
 
 def delta_rule_reference(
