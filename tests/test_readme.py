@@ -257,6 +257,23 @@ def test_trials_of_both_tasks_are_those_of_the_index(path: Path) -> None:
     assert shown == expected
 
 
+@pytest.mark.parametrize("name", ["bedouin", "mamba", "deltaproduct", "attention", "lstm"])
+def test_language_models_are_those_of_the_index(name: str) -> None:
+    paths = sorted(RESULTS.glob(f"language-model/{name}-seed*.json"))
+    runs = [json.loads(path.read_text()) for path in paths]
+    assert {device(run) for run in runs} == {"H200"}
+    lengths = [" ".join(f"{run['bits_per_byte'][n]:.3f}" for run in runs) for n in ("1024", "8192")]
+    expected = [
+        f"{runs[0]['parameters'] / 1e6:.2f} M",
+        " ".join(str(run["seed"]) for run in runs),
+        *lengths,
+        " ".join(f"{run['tokens_per_second'] / 1e3:.0f}" for run in runs),
+        f"{max(run['peak_memory'] for run in runs) / 2**30:.1f}",
+    ]
+    table = INDEX.split("## A language model of bytes")[1].split("\n## ")[0]
+    assert line(table, f"{name}")[1:] == expected
+
+
 def test_controls_on_a_cpu_are_those_of_the_index() -> None:
     parts = ("no_mixing", "no_feedback", "mixer_feedback", "lstm")
     paths = {part: f"controls-cpu/{part}-seed{{}}.json" for part in parts}
