@@ -271,7 +271,7 @@ def test_language_models_are_those_of_the_index(name: str) -> None:
         f"{max(run['peak_memory'] for run in runs) / 2**30:.1f}",
     ]
     table = INDEX.split("## A language model of bytes")[1].split("\n## ")[0]
-    assert line(table, f"{name}")[1:] == expected
+    assert line(table, f"{name}, 4 layers")[1:] == expected
 
 
 def test_controls_on_a_cpu_are_those_of_the_index() -> None:
