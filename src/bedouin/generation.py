@@ -97,6 +97,11 @@ def generate(
     if max_new_tokens == 0 or len(prompt) == 0:
         return torch.cat([prompt, prompt.new_zeros(len(prompt), max_new_tokens)], 1)
     logits, state = model(prompt, return_state=True, mask=mask)
+    if mask is not None and not mask.any(1).all():
+        raise ValueError(
+            "mask must be True for at least one token of each row of the prompt, which a new token "
+            "follows, got a row without any: begin with a token of its own for the start"
+        )
     decoder = Decoder(model, len(prompt), state=state)
     token = sampling.choose(_last_logits(logits, mask)).to(prompt.dtype)
     # a sample that has ended goes on with eos, so eos fills what is not computed
@@ -133,8 +138,10 @@ def _check_arguments(model: Any, prompt: Tensor, max_new_tokens: int, eos: int |
             f"prompt must have shape (b, t) with at least one token, got {tuple(prompt.shape)}: "
             "begin with a token of its own for the start"
         )
-    if max_new_tokens != 0:
-        positive_int("max_new_tokens", max_new_tokens)
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        raise TypeError(f"max_new_tokens must be an int >= 0, got {max_new_tokens!r}")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     inputs, classes = model.embedding.num_embeddings, model.head.out_features
     if inputs != classes:
         raise ValueError(
