@@ -194,6 +194,28 @@ def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("part", ["model", "block"])
+def test_hooks_run_in_every_token(part: str) -> None:
+    """Those of the model and of its blocks, also where they are registered between tokens."""
+    model = make_model()
+    tokens, hooked = ids(2, 5), model if part == "model" else model.blocks[0]
+
+    def double(module: Any, inputs: Any, output: Any) -> Any:
+        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+    state, decoder = model.init_state(2), Decoder(model, 2)
+    for i, token in enumerate(tokens.unbind(1)):
+        if i == 1:
+            handle = hooked.register_forward_hook(double)
+        if i == 3:
+            handle.remove()
+        expected, state = model.step(token, state)
+        assert_close(f"token {i}", decoder(token), expected, 1e-12)
+    for found, after in zip(decoder.state, state, strict=True):
+        assert all(map(torch.allclose, found.tensors, after.tensors))
+
+
+@torch.no_grad()
 def test_greedy_tokens_are_those_of_the_full_forward() -> None:
     model, prompt = make_model(), ids(3, 4)
     expected = prompt

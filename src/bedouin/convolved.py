@@ -267,7 +267,8 @@ class Convolved(nn.Module):
 
     def init_window(self, batch_size: int) -> Tensor:
         """The window before the first token (b, w - 1, m): zeros in at least float32."""
-        return self._like.new_zeros(batch_size, *self.conv.window_size)
+        size, like = (batch_size, *self.conv.window_size), self._like
+        return torch.zeros(size, dtype=like.dtype, device=like.device)
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
@@ -288,8 +289,10 @@ class Convolved(nn.Module):
     @property
     def _like(self) -> Tensor:
         """An empty tensor with the dtype and device of the window."""
-        assert self.conv.weight is not None
-        return self.conv.weight.new_empty(0, dtype=accumulator(self.conv.weight.dtype))
+        weight = self.conv.weight
+        assert weight is not None
+        # no method of the weight makes it, since that of a sharded one makes shards
+        return torch.empty(0, dtype=accumulator(weight.dtype), device=weight.device)
 
     def _incoming(
         self,

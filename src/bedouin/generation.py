@@ -6,11 +6,12 @@ Letters: b batch, t time, v classes.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin.checks import check_tensor, positive_int
 from bedouin.decoding import Decoder
@@ -108,16 +109,24 @@ def generate(
     result = prompt.new_full((len(prompt), max_new_tokens), 0 if eos is None else eos)
     result[:, 0] = token
     ended = torch.zeros_like(token, dtype=torch.bool)
+    stops = not is_sharded(model)
     for i in range(1, max_new_tokens):
         if eos is not None:
             ended = ended | (token == eos)
-            if (not token.is_cuda or i % READ_EVERY == 0) and ended.all():
+            if stops and (not token.is_cuda or i % READ_EVERY == 0) and ended.all():
                 break
         token = sampling.choose(decoder(token)).to(prompt.dtype)
         if eos is not None:
             token = token.masked_fill(ended, eos)
         result[:, i] = token
     return torch.cat([prompt, result], 1)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP shares out the model's parameters. The processes meet in every call then, and
+    must take as many tokens, so none of them may stop before the others."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
 def _last_logits(
