@@ -29,3 +29,15 @@ def test_calls_without_and_with_a_state() -> None:
     pairs = [(found, BedouinState), (convolved, ConvolvedState), (lstm, LSTMState)]
     for (_, state), kind in pairs:
         assert type(state) is kind
+
+
+def test_an_index_of_a_state_is_a_state() -> None:
+    """Although the fields of a state are those of a named tuple."""
+    state = Bedouin(4).init_state(3)
+    sample = assert_type(state[0], BedouinState)
+    assert_type(state[[1, 2]], BedouinState)
+    assert_type(state[:2].ssm, Tensor)
+    h, y = state
+    assert_type(h, Tensor)
+    assert sample.ssm.shape == h.shape[1:] and sample.y.shape == y.shape[1:]
+    assert type(assert_type(BedouinState.stack([sample]), BedouinState)) is BedouinState

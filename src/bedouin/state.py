@@ -1,7 +1,7 @@
 """The recurrent states of layers. Letters: b batch, d d_inner, n d_state."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -158,12 +158,24 @@ def _register_node(kind: type[RecurrentState]) -> None:
     )
 
 
-class _BedouinFields(NamedTuple):
-    ssm: Tensor  # (b, d, n), the memory h of the scan
-    y: Tensor  # (b, d), the fixed point at the last token
+if TYPE_CHECKING:
+    # type checkers know what an index of a named tuple is, whatever a subclass says
+    class _BedouinFields:
+        ssm: Tensor
+        y: Tensor
+
+        def __init__(self, ssm: Tensor, y: Tensor) -> None: ...
+        def __iter__(self) -> Iterator[Tensor]: ...
+        def _replace(self, *, ssm: Tensor = ..., y: Tensor = ...) -> "BedouinState": ...
+
+else:
+
+    class _BedouinFields(NamedTuple):
+        ssm: Tensor  # (b, d, n), the memory h of the scan
+        y: Tensor  # (b, d), the fixed point at the last token
 
 
-class BedouinState(RecurrentState, _BedouinFields):  # type: ignore[misc]
+class BedouinState(RecurrentState, _BedouinFields):
     """The recurrent state of a layer between two tokens, at least float32.
 
     ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token.
