@@ -4,6 +4,7 @@ Letters: b batch, t time, m d_model.
 """
 
 import contextlib
+import io
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils._pytree import tree_leaves
 
 from bedouin import (
     Bedouin,
     BedouinState,
+    Convolved,
     FixedPointRNN,
     LowRank,
     NoMixing,
@@ -295,6 +298,59 @@ def test_an_exported_layer_takes_any_length(kind: str) -> None:
     for t in (1, 2, 40):
         x = draw(kind, t=t)
         assert_close([program.module()(x)], [layer(x)])
+
+
+class StepOnState(nn.Module):
+    """One token, with the state as it is."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        return self.layer.step(x, state)
+
+
+class InChunks(StepOnState):
+    """A chunk of a sequence, from a state to a state."""
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        return self.layer(x, state, True)
+
+
+FIXED = [None, None]
+"""The shapes of a BedouinState: nothing varies."""
+
+STATEFUL: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "Bedouin": (lambda: KINDS["Bedouin"](), FIXED),
+    "Convolved": (lambda: Convolved(KINDS["Bedouin"]()), [None, FIXED]),
+    "SequenceModel": (lambda: KINDS["SequenceModel"](), (FIXED,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_exported_programs_take_and_return_states(kind: str) -> None:
+    """Also those from a file. torch indexes the fields of named tuples, and an index of a state
+    selects samples."""
+    make, fixed = STATEFUL[kind]
+    layer = make().eval()
+    _, before = layer(draw(kind), return_state=True)
+    lengths = {"x": {1: torch.export.Dim.DYNAMIC}, "state": fixed}
+    for module, x, shapes in (
+        (StepOnState(layer), draw(kind)[:, 0], None),
+        (InChunks(layer), draw(kind, t=5), lengths),
+    ):
+        program = torch.export.export(module, (x, before), dynamic_shapes=shapes)
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        x = x if shapes is None else draw(kind, t=9)
+        expected, after = module(x, before)
+        for run in (program.module(), torch.export.load(file).module()):
+            output, state = run(x, before)
+            assert type(state) is type(after)
+            assert_close([output, *tree_leaves(state)], [expected, *tree_leaves(after)])
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

@@ -119,7 +119,8 @@ def test_empty_documents_and_calls_without_tokens(t: int) -> None:
     output, after = layer(x, before, return_state=True, cu_seqlens=cu_seqlens)
     assert output.shape == x.shape
     for i in (0, 2) if t else range(3):
-        assert all(map(torch.equal, after[i].tensors, before[i].tensors))
+        pair: list[Any] = [after[i], before[i]]
+        assert all(map(torch.equal, pair[0].tensors, pair[1].tensors))
     _, after = layer(draw(3, t, 4), before, return_state=True, mask=torch.zeros(3, t).bool())
     assert all(map(torch.equal, after.tensors, before.tensors))
     none, first = layer(draw(0, t, 4), return_state=True)
@@ -238,7 +239,7 @@ def test_copies_under_vmap_and_double_backward() -> None:
 def test_a_compiled_call_is_one_graph() -> None:
     """Also with a state; what a compiler makes of the layer is tested with the layer."""
     layer, x = make(), draw(2, 3, 4)
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    compiled: Any = torch.compile(layer, fullgraph=True, backend="eager")
     (output, state), expected = compiled(x, return_state=True), layer(x, return_state=True)
     assert_close("output", output, expected[0], 1e-12)
     for found, tensor in zip(state.tensors, expected[1].tensors, strict=True):

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin, DiagnosisLogger, FixedPointRNN, LowRank, SequenceModel, diagnose
+from bedouin import (
+    Bedouin,
+    Convolved,
+    DiagnosisLogger,
+    FixedPointRNN,
+    LowRank,
+    SequenceModel,
+    diagnose,
+)
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer
 from bedouin.solvers import (
@@ -25,7 +33,14 @@ from bedouin.solvers import (
     Picard,
     UnrolledAdjoint,
 )
-from bedouin.testing import decode_gap, find_fixed_point, layer_gradients, log_growth, lyapunov
+from bedouin.testing import (
+    decode_gap,
+    find_fixed_point,
+    layer_gradients,
+    log_growth,
+    lyapunov,
+    measure_growth,
+)
 
 
 class Diagonal(ChannelMixer):
@@ -191,6 +206,10 @@ def test_an_input_that_is_not_finite_is_reported(x: Tensor) -> None:
 def test_what_it_does_not_take(x: Tensor) -> None:
     with pytest.raises(TypeError, match="layer must be a Bedouin or FixedPointRNN, got Linear: of"):
         diagnose(torch.nn.Linear(4, 4), x)  # type: ignore[arg-type]
+    other: Any = Convolved(Bedouin(4))
+    for measure in (lyapunov, find_fixed_point, measure_growth):
+        with pytest.raises(TypeError, match="layer must be a Bedouin or FixedPointRNN, got Convol"):
+            measure(other, x)
     with pytest.raises(ValueError, match=r"at least one sample and token, got \(2, 0, 4\)"):
         diagnose(Bedouin(4), x[:, :0])
     with pytest.raises(ValueError, match="rtol must lie in"):

@@ -178,8 +178,10 @@ INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
      "x must have a floating dtype, got torch.int64: embed tokens first"),
     (torch.zeros(2, 3, 4, dtype=torch.float64), TypeError,
      "x must have the layer's dtype torch.float32, got torch.float64"),
-    (torch.zeros(2, 3, 4).tolist(), TypeError,  # type: ignore[list-item]
+    (list(torch.zeros(2, 3, 4)), TypeError,  # type: ignore[list-item]
      "x must be a tensor (b, t, m), got list: join its tensors with torch.stack"),
+    (torch.zeros(2, 3, 4).tolist(), TypeError,  # type: ignore[list-item]
+     "x must be a tensor (b, t, m), got list: convert it with torch.as_tensor"),
     ((torch.zeros(2, 3, 4),), TypeError,  # type: ignore[list-item]
      "x must be a tensor (b, t, m), got tuple: join its tensors with torch.stack"),
     (memoryview(b"1"), TypeError,  # type: ignore[list-item]

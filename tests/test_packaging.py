@@ -24,7 +24,7 @@ ALLOWED = {
     "bedouin": ("bedouin",),
     "bedouin.baselines": (
         *("bedouin.baselines", "bedouin.checks", "bedouin.kernels", "bedouin.packing"),
-        *("bedouin.parameters", "bedouin.short_convolution", "bedouin.state"),
+        *("bedouin.parameters", "bedouin.short_convolution", "bedouin.state", "bedouin.wrapped"),
     ),
     "bedouin.tasks": ("bedouin.tasks",),
     "bedouin.kernels": ("bedouin.kernels",),

@@ -335,6 +335,17 @@ def test_masks_compile_to_whole_graphs() -> None:
         assert_close("output", compiled(x, mask=mask), layer(x, mask=mask), 1e-12)
 
 
+def test_documents_under_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
+    """The graph breaks where the host reads them, without a word from the compiler."""
+    layer = Bedouin(4, dtype=torch.float64)
+    compiled = torch.compile(layer, backend="aot_eager")
+    for t in (5, 7):
+        x, bounds = torch.randn(1, t, 4, dtype=torch.float64), torch.tensor([0, 2, t])
+        found = compiled(x, cu_seqlens=bounds)
+        assert_close("output", found, layer(x, cu_seqlens=bounds), 1e-12)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 @torch.no_grad()
 def test_no_tokens_at_all() -> None:
     layer = Bedouin(4)
@@ -456,7 +467,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
      "mask must be on the device of x"),
     ({"seq_idx": torch.ones(1, 4)}, TypeError,
      "seq_idx must have dtype torch.int32 or torch.int64, got torch.float32"),
-    ({"cu_seqlens": [0, 4]}, TypeError, "cu_seqlens must be a tensor (documents + 1,), got list"),
+    ({"cu_seqlens": [0, 4]}, TypeError,
+     "cu_seqlens must be a tensor (documents + 1,), got list: convert it with torch.as_tensor"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens must have dtype torch.int32"),
     ({"cu_seqlens": torch.tensor(4)}, ValueError, "cu_seqlens must have shape (documents + 1,)"),
     ({"cu_seqlens": torch.tensor([0, 3])}, ValueError,

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from bedouin import Bedouin, FixedPointRNN, SequenceModel, param_groups
+from bedouin import Bedouin, Convolved, FixedPointRNN, NoMixing, SequenceModel, param_groups
+from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
 MARKS = "_no_weight_decay", "_no_reinit"
@@ -29,7 +30,16 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without t
 
 
 def make_model() -> SequenceModel:
-    mixers = [Bedouin(4, **FLOAT64), FixedPointRNN(4, num_heads=2, decay="griffin", **FLOAT64)]
+    """With a layer of every kind that keeps a state."""
+    mixers: list[nn.Module] = [
+        Bedouin(4, **FLOAT64),
+        FixedPointRNN(4, num_heads=2, decay="griffin", **FLOAT64),
+        Convolved(Bedouin(4, feedback=("delta",), mixer=NoMixing(), **FLOAT64)),
+        LSTM(4, **FLOAT64),
+        Mamba(4, **FLOAT64),
+        DeltaProduct(4, **FLOAT64),
+        Attention(4, num_heads=2, **FLOAT64),
+    ]
     return SequenceModel(7, 4, mixers, mlp_expand=2, **FLOAT64)
 
 
@@ -87,6 +97,12 @@ def check_training_and_decoding(folder: str, device: str) -> None:
         train(network, optimizer, tokens)
     for logits in decode(model, tokens):
         torch.testing.assert_close(logits, plain(tokens))
+    # one process could end after the first token, but takes part in the calls of the other
+    rank = dist.get_rank()
+    prompt = tokens[rank : rank + 1]
+    eos = int(plain.generate(prompt, 1)[0, -1]) if rank else None
+    found = model.generate(prompt, 4, eos=eos)
+    assert torch.equal(found, plain.generate(prompt, 4, eos=eos))
     whole = model_state.StateDictOptions(full_state_dict=True)
     for name, value in model_state.get_model_state_dict(model, options=whole).items():
         if not name.endswith("_extra_state"):  # the number of calls, of which `plain` had fewer

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from bedouin import Bedouin, BedouinState, ChannelMixer, Convolved, FixedPointRNN
 from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba, PaddedAttentionState
@@ -234,6 +235,16 @@ def test_files_of_states_load_without_code(state: RecurrentState) -> None:
     assert type(loaded) is type(state)
     for found, expected in zip(loaded.tensors, state.tensors, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_state_is_a_node_with_its_fields_as_children() -> None:
+    """Of torch's trees, in which a path names a field."""
+    state = BedouinState(torch.randn(2, 3, 4), torch.randn(2, 3))
+    paths = {keystr(path): leaf for path, leaf in tree_flatten_with_path((state,))[0]}
+    assert list(paths) == ["[0].ssm", "[0].y"] and paths["[0].y"] is state.y
+    doubled = tree_map(lambda v: 2 * v, state)
+    assert isinstance(doubled, BedouinState) and torch.equal(doubled.ssm, 2 * state.ssm)
+    assert list(state._asdict()) == ["ssm", "y"] and state._replace(y=state.y).ssm is state.ssm
 
 
 def test_detach_truncates_backpropagation() -> None:

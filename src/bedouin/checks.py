@@ -55,7 +55,7 @@ def check_tensor(name: str, value: object, shape: str) -> None:
         return
     if isinstance(value, PackedSequence):
         remedy = ": pad it with torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
         remedy = ": join its tensors with torch.stack, or sequences of different lengths with "
         remedy += "torch.nn.utils.rnn.pad_sequence(..., batch_first=True)"
     else:

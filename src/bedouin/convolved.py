@@ -5,7 +5,7 @@ or documents (bedouin.packing).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from bedouin.checks import (
 )
 from bedouin.graphed import Graphed
 from bedouin.kernels.launch import accumulator
-from bedouin.packing import Packing, check_takes_mask, find_packing
+from bedouin.packing import Packing, Places, check_takes_mask, find_packing
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import Join, RecurrentState, check_field, check_kind
@@ -139,6 +139,34 @@ class Convolved(nn.Module):
     def solve_options(self, options: SolveOptions) -> None:
         self.layer.solve_options = options
 
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: ConvolvedState | None = None,
+        return_state: Literal[False] = False,
+        **places: Unpack[Places],
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: ConvolvedState | None = None,
+        *,
+        return_state: Literal[True],
+        **places: Unpack[Places],
+    ) -> tuple[Tensor, ConvolvedState]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: ConvolvedState | None = None,
+        return_state: bool = False,
+        **places: Unpack[Places],
+    ) -> Any: ...
+
     def forward(
         self,
         x: Tensor,  # (b, t, m)
@@ -183,6 +211,9 @@ class Convolved(nn.Module):
             return output
         after = ConvolvedState(window, found[1])
         return output, after if packing is None else packing.after(after)
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's is a Callable[..., Any]
 
     def step(
         self,
@@ -236,7 +267,8 @@ class Convolved(nn.Module):
 
     def init_window(self, batch_size: int) -> Tensor:
         """The window before the first token (b, w - 1, m): zeros in at least float32."""
-        return self._like.new_zeros(batch_size, *self.conv.window_size)
+        size, like = (batch_size, *self.conv.window_size), self._like
+        return torch.zeros(size, dtype=like.dtype, device=like.device)
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
@@ -257,8 +289,10 @@ class Convolved(nn.Module):
     @property
     def _like(self) -> Tensor:
         """An empty tensor with the dtype and device of the window."""
-        assert self.conv.weight is not None
-        return self.conv.weight.new_empty(0, dtype=accumulator(self.conv.weight.dtype))
+        weight = self.conv.weight
+        assert weight is not None
+        # no method of the weight makes it, since that of a sharded one makes shards
+        return torch.empty(0, dtype=accumulator(weight.dtype), device=weight.device)
 
     def _incoming(
         self,

@@ -28,6 +28,7 @@ from bedouin.solvers import (
 )
 from bedouin.solvers.base import TransposedBlockMap, check_number
 from bedouin.testing import (
+    check_layer,
     decode_gap,
     exponent,
     find_fixed_point,
@@ -226,11 +227,7 @@ def diagnose(
     Raises TypeError for another kind of layer, ValueError for x without samples or tokens, and the
     errors of a call.
     """
-    if not isinstance(layer, FixedPointLayer):
-        raise TypeError(
-            f"layer must be a Bedouin or FixedPointRNN, got {type(layer).__name__}: of a model, "
-            "pass one of its layers and what that layer is called with"
-        )
+    check_layer(layer)
     layer.check_input(x, rank=3)
     if not x.numel():
         raise ValueError(f"x must have at least one sample and token, got {tuple(x.shape)}")

@@ -6,11 +6,12 @@ Letters: b batch, t time, v classes.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin.checks import check_tensor, positive_int
 from bedouin.decoding import Decoder
@@ -97,22 +98,35 @@ def generate(
     if max_new_tokens == 0 or len(prompt) == 0:
         return torch.cat([prompt, prompt.new_zeros(len(prompt), max_new_tokens)], 1)
     logits, state = model(prompt, return_state=True, mask=mask)
+    if mask is not None and not mask.any(1).all():
+        raise ValueError(
+            "mask must be True for at least one token of each row of the prompt, which a new token "
+            "follows, got a row without any: begin with a token of its own for the start"
+        )
     decoder = Decoder(model, len(prompt), state=state)
     token = sampling.choose(_last_logits(logits, mask)).to(prompt.dtype)
     # a sample that has ended goes on with eos, so eos fills what is not computed
     result = prompt.new_full((len(prompt), max_new_tokens), 0 if eos is None else eos)
     result[:, 0] = token
     ended = torch.zeros_like(token, dtype=torch.bool)
+    stops = not is_sharded(model)
     for i in range(1, max_new_tokens):
         if eos is not None:
             ended = ended | (token == eos)
-            if (not token.is_cuda or i % READ_EVERY == 0) and ended.all():
+            if stops and (not token.is_cuda or i % READ_EVERY == 0) and ended.all():
                 break
         token = sampling.choose(decoder(token)).to(prompt.dtype)
         if eos is not None:
             token = token.masked_fill(ended, eos)
         result[:, i] = token
     return torch.cat([prompt, result], 1)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP shares out the model's parameters. The processes meet in every call then, and
+    must take as many tokens, so none of them may stop before the others."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
 def _last_logits(
@@ -133,8 +147,10 @@ def _check_arguments(model: Any, prompt: Tensor, max_new_tokens: int, eos: int |
             f"prompt must have shape (b, t) with at least one token, got {tuple(prompt.shape)}: "
             "begin with a token of its own for the start"
         )
-    if max_new_tokens != 0:
-        positive_int("max_new_tokens", max_new_tokens)
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        raise TypeError(f"max_new_tokens must be an int >= 0, got {max_new_tokens!r}")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     inputs, classes = model.embedding.num_embeddings, model.head.out_features
     if inputs != classes:
         raise ValueError(

@@ -318,8 +318,9 @@ class SequenceModel(nn.Module):
         Raises:
             TypeError: a prompt that is not a tensor of ids, options of another type, mixers without
                 states.
-            ValueError: a prompt of another shape or without tokens, options out of range, top_k or
-                top_p with temperature 0, a model whose classes are not its input ids.
+            ValueError: a prompt of another shape, or with a row without real tokens, options out of
+                range, top_k or top_p with temperature 0, a model whose classes are not its input
+                ids.
         """
         sampling = Sampling(temperature, top_k, top_p, generator)
         return generate(self, prompt, max_new_tokens, sampling, eos=eos, mask=mask)

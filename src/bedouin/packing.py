@@ -366,7 +366,7 @@ def _split_at(
             f"cu_seqlens must ascend from 0 to t = {t}, got {_abbreviated(ends)}: it holds the "
             "places where documents begin, and t"
         )
-    w = max((stop - start for start, stop in zip(counts, counts[1:], strict=False)), default=0)
+    w = max([0, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
     lengths = tokens.diff()
     if mask is None:
         return _from_starts(tokens[:-1], lengths, w, t)

@@ -1,10 +1,11 @@
 """The recurrent states of layers. Letters: b batch, d d_inner, n d_state."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from bedouin.checks import check_tensor
 
@@ -15,7 +16,8 @@ Join = Callable[[list[Tensor]], Tensor]
 class RecurrentState:
     """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
 
-    `torch.load` reads states with weights_only=True.
+    `torch.load` reads states with weights_only=True, and an exported program takes and returns
+    them.
     """
 
     __slots__ = ()
@@ -26,6 +28,17 @@ class RecurrentState:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         torch.serialization.add_safe_globals([cls])
+        _register_node(cls)
+
+    @property
+    def _asdict(self) -> Callable[[], dict[str, Any]]:
+        """The method of named tuples.
+
+        As a property it keeps torch from taking the class for one: exported programs index named
+        tuples for their fields, where an index selects samples here.
+        """
+        named: Any = self
+        return lambda: dict(zip(named._fields, named, strict=True))
 
     def detach(self) -> Self:
         """The state without its gradient history, for truncated back-propagation through time."""
@@ -127,12 +140,42 @@ class RecurrentState:
         return self._of(convert(v) for v in self.tensors)
 
 
-class _BedouinFields(NamedTuple):
-    ssm: Tensor  # (b, d, n), the memory h of the scan
-    y: Tensor  # (b, d), the fixed point at the last token
+def _register_node(kind: type[RecurrentState]) -> None:
+    """Tell torch.utils._pytree, with which torch takes arguments apart, what the fields are."""
+
+    def flatten(state: Any) -> tuple[list[Any], None]:
+        return list(state), None
+
+    def flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], None]:
+        return [(GetAttrKey(name), getattr(state, name)) for name in state._fields], None
+
+    register_pytree_node(
+        kind,
+        flatten,
+        lambda values, _: kind._of(values),
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
 
 
-class BedouinState(RecurrentState, _BedouinFields):  # type: ignore[misc]
+if TYPE_CHECKING:
+    # type checkers know what an index of a named tuple is, whatever a subclass says
+    class _BedouinFields:
+        ssm: Tensor
+        y: Tensor
+
+        def __init__(self, ssm: Tensor, y: Tensor) -> None: ...
+        def __iter__(self) -> Iterator[Tensor]: ...
+        def _replace(self, *, ssm: Tensor = ..., y: Tensor = ...) -> "BedouinState": ...
+
+else:
+
+    class _BedouinFields(NamedTuple):
+        ssm: Tensor  # (b, d, n), the memory h of the scan
+        y: Tensor  # (b, d), the fixed point at the last token
+
+
+class BedouinState(RecurrentState, _BedouinFields):
     """The recurrent state of a layer between two tokens, at least float32.
 
     ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token.

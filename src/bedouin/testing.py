@@ -150,6 +150,15 @@ class FixedPoint:
         return (f_y - self.y).abs().amax((1, 2)) / torch.where(scale == 0, 1.0, scale)
 
 
+def check_layer(layer: object) -> None:
+    """Raise TypeError unless the layer is defined by a fixed point."""
+    if not isinstance(layer, FixedPointLayer):
+        raise TypeError(
+            f"layer must be a Bedouin or FixedPointRNN, got {type(layer).__name__}: of a model, "
+            "pass one of its layers and what that layer is called with"
+        )
+
+
 @torch.no_grad()
 def find_fixed_point(
     layer: FixedPointLayer,
@@ -158,7 +167,11 @@ def find_fixed_point(
     solver: Solver | None = None,
     state: BedouinState | None = None,
 ) -> FixedPoint:
-    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings."""
+    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings.
+
+    Raises TypeError for another kind of layer.
+    """
+    check_layer(layer)
     recorder = _Recorder(layer.solver if solver is None else solver)
     probe = _with(layer, solver=recorder, on_unconverged="ignore")
     output = probe(x, state=state)
@@ -186,8 +199,9 @@ def measure_growth(
 
     size: relative size of the perturbation, dimensionless.
     seed, num_directions: of the random directions of dx.
-    Raises ValueError for size <= 0.
+    Raises TypeError for another kind of layer, ValueError for size <= 0.
     """
+    check_layer(layer)
     if size <= 0:
         raise ValueError(f"size must be positive, got {size}")
     probe, x = _with(layer, on_unconverged="ignore").double(), x.detach().double()
@@ -364,8 +378,9 @@ def lyapunov(
 
     Above 0 small differences grow over time, below 0 they are forgotten. The first quarter of the
     tokens, in which the vectors turn to the direction that grows most, is left out.
-    Raises ValueError for x without tokens.
+    Raises TypeError for another kind of layer, ValueError for x without tokens.
     """
+    check_layer(layer)
     if x.dim() != 3 or not x.shape[1]:
         raise ValueError(f"x must have shape (b, t, m) with t >= 1, got {tuple(x.shape)}")
     return exponent(log_growth(layer, x, num_directions=num_directions, seed=seed))

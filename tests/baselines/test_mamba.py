@@ -1,10 +1,12 @@
 """Mamba: equal to the recurrence written out; what its eigenvalues can and cannot represent."""
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.baselines import Mamba, MambaState
@@ -44,6 +46,38 @@ def test_equals_the_recurrence(d_conv: int | None, eigenvalues: Eigenvalues) -> 
     inputs = [u, *layer.parameters()]
     grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
     torch.testing.assert_close(*grads)
+
+
+class Adapted(nn.Module):
+    """base(x) + x A, as of an adapter that is not merged, with the base's weight as PEFT's have."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.A = nn.Parameter(torch.randn(base.in_features, base.out_features).to(base.weight))
+
+    @property
+    def weight(self) -> Any:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + x @ self.A
+
+
+def test_adapters_of_every_projection_train_and_merge() -> None:
+    layer = Mamba(4, dtype=torch.float64)
+    u = torch.randn(2, 3, 4, dtype=torch.float64)
+    names = "in_proj", "x_proj", "dt_proj", "out_proj"
+    merged = copy.deepcopy(layer)
+    for name in names:
+        adapted = Adapted(getattr(layer, name))
+        setattr(layer, name, adapted)
+        with torch.no_grad():
+            getattr(merged, name).weight.add_(adapted.A.T)
+    y = layer(u)
+    torch.testing.assert_close(y, merged(u))
+    y.square().sum().backward()
+    assert all(getattr(layer, name).A.grad.any() for name in names)
 
 
 def test_initial_values_are_the_authors() -> None:

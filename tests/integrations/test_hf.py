@@ -109,6 +109,18 @@ class TestGenerate:
         with pytest.raises(ValueError, match="assisted generation is not supported"):
             model.generate(ids[:1], max_new_tokens=2, assistant_model=model)
 
+    @pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
+    def test_a_packed_prompt_goes_on_from_its_last_document(
+        self, model: BedouinForCausalLM, ids: Tensor, name: str
+    ) -> None:
+        where = {
+            "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
+            "cu_seq_lens_q": torch.tensor([0, 3, 7]),
+        }
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+        found = model.generate(ids[:1], **{name: where[name]}, **options)
+        assert torch.equal(found[:, 3:], model.generate(ids[:1, 3:], **options))
+
     def test_decoding_takes_the_step(
         self, model: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -121,8 +133,10 @@ class TestGenerate:
 
         monkeypatch.setattr(mixer, "step", recording)
         padded, mask = left_padded(ids, [0, 1, 2])
-        model.generate(padded, attention_mask=mask, max_new_tokens=4, do_sample=False)
-        assert calls == [(3, 8)] * 3
+        for options in ({"attention_mask": mask}, {"attention_mask": torch.ones_like(mask)}, {}):
+            model.generate(padded, **options, max_new_tokens=4, do_sample=False)
+            assert calls == [(3, 8)] * 3
+            calls.clear()
 
 
 class TestCache:
@@ -229,8 +243,14 @@ class TestForward:
             model(ids, position_idx=ids)
         with pytest.raises(ValueError, match=r"attention_mask must have shape .*\(3, 7\)"):
             model(ids, attention_mask=torch.ones(3, 1, 7, 7))
+        with pytest.raises(TypeError, match="did you mean 'attention_mask'"):
+            model(ids, attention_maks=ids)
         with pytest.raises(ValueError, match="no attention"):
             model(ids, output_attentions=True)
+        model.config.output_attentions = True
+        with pytest.raises(ValueError, match="no attention"):
+            model(ids)
+        model.config.output_attentions = False
         with pytest.raises(ValueError, match="single row"):
             model(ids, cu_seq_lens_q=torch.tensor([0, 7]))
         with pytest.raises(ValueError, match=r"ascend from 0 to t = 7, got \[0, 5\]"):
@@ -259,6 +279,9 @@ class TestConfig:
         assert make_config(d_state=6).state_size == 6
         with pytest.raises(TypeError, match="did you mean 'num_householder'"):
             make_config(num_householders=2)
+        for name in ("conv_kernel", "d_conv"):
+            with pytest.raises(TypeError, match=f"'{name}': there is no short conv"):
+                make_config(**{name: 4})
 
 
 class TestWeights:
@@ -346,6 +369,22 @@ class TestTraining:
         assert losses[-1] < losses[0] and again == losses
         for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
             assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("name", ["seq_idx", "position_ids"])
+    def test_trainer_keeps_the_documents_of_a_data_set(self, name: str, tmp_path: Path) -> None:
+        """It drops columns without a name in `forward`, and a row would be one document."""
+        model = BedouinForCausalLM(make_config(initializer_range=0.5))
+        row = torch.randint(1, VOCAB, (6,)).tolist()
+        where = {"seq_idx": [0, 0, 1, 1, 1, 1], "position_ids": [0, 1, 0, 1, 2, 3]}
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        data = [{"input_ids": row, "labels": row, name: where[name]}]
+        found = transformers.Trainer(model, arguments, eval_dataset=data).evaluate()["eval_loss"]
+        ids = torch.tensor([row])
+        logits = torch.cat([model(part).logits for part in (ids[:, :2], ids[:, 2:])], 1)
+        expected = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+        assert found == pytest.approx(expected.item(), rel=1e-5)
 
     # of several heads, x_proj and y_proj have weights that PEFT adapts as parameters only
     @pytest.mark.parametrize(

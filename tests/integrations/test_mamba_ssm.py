@@ -157,5 +157,8 @@ class TestErrors:
             mixer.step(x, *mixer.allocate_inference_cache(1, 1))
         with pytest.raises(TypeError, match="no short convolution"):
             BedouinMixer(8, d_conv=4)
+        # Mamba(d_model, d_state, d_conv): the width of a convolution is not taken for expand
+        with pytest.raises(TypeError, match="positional arguments"):
+            BedouinMixer(8, 4, 4)  # type: ignore[misc]
         with pytest.raises(ValueError, match="must contain blocks of mamba-ssm"):
             replace_mixers(nn.Linear(2, 2))

@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from bedouin.checks import (
     check_tensor,
     positive_int,
 )
-from bedouin.packing import Packing, find_packing
+from bedouin.packing import Packing, Places, find_packing
 from bedouin.parameters import MarkedModule
 from bedouin.state import RecurrentState, check_field, check_kind
 
@@ -64,6 +64,34 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         of padding may be anything finite.
         """
 
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: StateT | None = None,
+        return_state: Literal[False] = False,
+        **places: Unpack[Places],
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: StateT | None = None,
+        *,
+        return_state: Literal[True],
+        **places: Unpack[Places],
+    ) -> tuple[Tensor, StateT]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: StateT | None = None,
+        return_state: bool = False,
+        **places: Unpack[Places],
+    ) -> Any: ...
+
     def forward(
         self,
         x: Tensor,  # (b, t, m)
@@ -89,6 +117,9 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         else:
             output, new_state = self._packed_run(x, state, packing, return_state)
         return (output, new_state) if return_state else output
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's is a Callable[..., Any]
 
     def step(
         self,

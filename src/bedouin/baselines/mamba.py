@@ -19,6 +19,7 @@ from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
+from bedouin.wrapped import has_hooks
 
 
 class _MambaFields(NamedTuple):
@@ -118,9 +119,10 @@ class Mamba(Baseline[MambaState]):
         x = F.silu(x)
         n = self.d_state
         dt, B, C = self.x_proj(x).split([self.dt_rank, n, n], -1)
-        raw = F.linear(dt, self.dt_proj.weight)
+        raw, bias = self._project_dt(dt)
         with without_autocast(x.device):
-            delta = F.softplus(at_least_float32(raw) + at_least_float32(self.dt_proj.bias))
+            raw = at_least_float32(raw)
+            delta = F.softplus(raw if bias is None else raw + at_least_float32(bias))
             if lengths is not None:
                 # the memory passes through padding
                 delta = zero_outside(tokens_before(lengths, x.shape[1]), delta)
@@ -132,6 +134,19 @@ class Mamba(Baseline[MambaState]):
             )
         output = self.out_proj(y.to(z.dtype) * F.silu(z))
         return output, MambaState(window, owned(ssm))
+
+    def _project_dt(
+        self,
+        dt: Tensor,  # (b, t, r)
+    ) -> tuple[Tensor, Tensor | None]:  # (b, t, d), (d,)
+        """dt_proj(dt), and a bias that is still to be added, in float32.
+
+        A module that another library has wrapped, as adapters do, is called and adds its own.
+        """
+        proj = self.dt_proj
+        if type(proj) is nn.Linear and "forward" not in vars(proj) and not has_hooks(proj):
+            return F.linear(dt, proj.weight), proj.bias
+        return proj(dt), None
 
     def extra_repr(self) -> str:
         return (

@@ -149,7 +149,8 @@ class ModelDecoder(Decoder):
         logits = decoder(tokens)                                            # (b,) -> (b, v)
 
     On a GPU a token is one CUDA graph of the whole model if every layer has kernels for it.
-    Otherwise each layer is decoded by a `Decoder`, or by its `step` if it is another one.
+    Otherwise each layer is decoded by a `Decoder`, or by its `step` if it is another one; a model
+    with hooks on itself or its blocks is decoded by its own `step`.
     `state` is a tuple with the state of each layer.
     """
 
@@ -197,10 +198,14 @@ class ModelDecoder(Decoder):
             )
         captured = self._find_graph(tokens)
         logits: Tensor
-        if captured is None:
-            logits = self.model.decode(tokens, self._parts)
-        else:
+        if captured is not None:
             logits = captured.run(self.model.mixers, tokens)
+        elif self._is_hooked():
+            logits, state = self.model.step(tokens, self.state)
+            self.reset(state)
+            self._layer_by_layer = graph_key(tokens)
+        else:
+            logits = self.model.decode(tokens, self._parts)
         return logits
 
     def _find_graph(
@@ -239,8 +244,12 @@ class ModelDecoder(Decoder):
             if not is_decoded(mixer) or not is_buffered(mixer, tokens):
                 return False
         # a replay calls no Python functions
-        _, *modules = self.model.modules()
-        return not any(has_hooks(module) for module in modules)
+        return not any(has_hooks(module) for module in self.model.modules())
+
+    def _is_hooked(self) -> bool:
+        """Whether hooks, such as those with which FSDP gathers parameters, are to run in calls of
+        the model or of its blocks."""
+        return any(has_hooks(module) for module in (self.model, *self.model.blocks))
 
 
 def _decode_layer(mixer: Any, state: Any, batch_size: int) -> "Decoder | _SteppedLayer":

@@ -11,6 +11,7 @@ Letters: b batch, t time, m hidden_size, d d_inner, n state_size, v vocab_size.
 """
 
 import difflib
+import inspect
 from dataclasses import fields
 from typing import Any
 
@@ -46,8 +47,14 @@ except ImportError as error:
     ) from error
 
 _LAYER_TYPE = "bedouin"
-_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
-"""What DataCollatorWithFlattening adds to a batch, besides seq_idx."""
+_LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q."""
+
+_CONVOLUTION = ("conv_kernel", "d_conv", "use_conv_bias")
+"""Options of the configurations of Mamba that would have no effect."""
+
+_OF_DOCUMENTS = ("seq_idx", "position_ids", "cu_seq_lens_q")
+"""The arguments that say where documents of a prompt are."""
 
 _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
@@ -137,8 +144,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         use_cache: whether calls in evaluation return a cache unless they say otherwise.
 
     Other names are attributes, as in every configuration of transformers, but one that resembles an
-    option raises TypeError, and a value of another type transformers' StrictDataclassError. What
-    the mixers cannot take raises when a model is made.
+    option or asks for a short convolution raises TypeError, and a value of another type
+    transformers' StrictDataclassError. What the mixers cannot take raises when a model is made.
     """
 
     model_type = "bedouin"
@@ -176,6 +183,11 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def __post_init__(self, **others: Any) -> None:
         options = [field.name for field in fields(self)]
         for name in others:
+            if name in _CONVOLUTION:
+                raise TypeError(
+                    f"BedouinConfig has no option {name!r}: there is no short convolution, "
+                    "feedback replaces it"
+                )
             known = name in self.attribute_map or hasattr(type(self), name)
             if not known and difflib.get_close_matches(name, options, n=1, cutoff=0.85):
                 raise TypeError(unknown_option("BedouinConfig", name, options))
@@ -319,7 +331,9 @@ class BedouinModel(BedouinPreTrainedModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         seq_idx: Tensor | None = None,  # (b, t)
-        **flattened: Any,
+        position_ids: Tensor | None = None,  # (b, t)
+        cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
+        **lengths: Any,
     ) -> Any:
         """`BaseModelOutputWithPast`, or with return_dict=False a tuple.
 
@@ -336,14 +350,14 @@ class BedouinModel(BedouinPreTrainedModel):
         Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
         attention_mask of another shape, and what the layers raise.
         """
-        _check_names(flattened, _FLATTENED)
-        if output_attentions:
+        _check_names(lengths)
+        if self._choose(output_attentions, "output_attentions"):
             raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = row_mask(attention_mask, x)
-        seq_idx = _documents(x, mask, seq_idx, **flattened)
+        seq_idx = _documents(x, mask, seq_idx, cu_seq_lens_q, position_ids)
         cache = self._cache(past_key_values, use_cache)
         wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
         hidden: list[Tensor] = []
@@ -400,13 +414,17 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        seq_idx: Tensor | None = None,  # (b, t)
+        position_ids: Tensor | None = None,  # (b, t)
+        cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
         **others: Any,
     ) -> Any:
         """`CausalLMOutputWithPast`, or with return_dict=False a tuple.
 
         labels: input_ids themselves; the loss shifts them. logits_to_keep: the number of last
         tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all. Other
-        arguments are those of `BedouinModel.forward` and of transformers' loss.
+        arguments are those of `BedouinModel.forward` and of transformers' loss. `Trainer` drops the
+        columns of a data set that have no name here.
         """
         for_loss = {name: others.pop(name) for name in _OF_THE_LOSS if name in others}
         return_dict = self.model._choose(return_dict, "return_dict")
@@ -418,6 +436,9 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            seq_idx=seq_idx,
+            position_ids=position_ids,
+            cu_seq_lens_q=cu_seq_lens_q,
             **others,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -443,30 +464,31 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
         if kwargs.get("past_key_values") is not None and not is_first_iteration:
-            # a token after the prompt is real, and without a mask it is decoded by `step`
-            inputs.pop("attention_mask", None)
+            # a token after the prompt is real and in its last document: `step` decodes it
+            for name in ("attention_mask", *_OF_DOCUMENTS):
+                inputs.pop(name, None)
         return inputs
 
+    def _prepare_position_ids_for_generation(self, *args: Any, **options: Any) -> None:
+        """None: positions that a caller does not give would be read as those of a document."""
 
-def _check_names(given: dict[str, Any], valid: tuple[str, ...]) -> None:
-    """Raise TypeError for names that are not valid."""
+
+def _check_names(given: dict[str, Any]) -> None:
+    """Raise TypeError for names that `BedouinModel.forward` neither has nor may ignore."""
     for name in given:
-        if name not in valid:
-            raise TypeError(unknown_option("forward", name, list(valid)))
+        if name not in _LENGTHS:
+            own = list(inspect.signature(BedouinModel.forward).parameters)
+            raise TypeError(unknown_option("forward", name, [*own[1:-1], *_LENGTHS]))
 
 
 def _documents(
     x: Tensor,  # (b, t, m)
     mask: Tensor | None,  # (b, t)
     seq_idx: Tensor | None,  # (b, t)
-    cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
-    position_ids: Tensor | None = None,  # (b, t)
-    **lengths: Any,
+    cu_seq_lens_q: Tensor | None,  # (documents + 1,)
+    position_ids: Tensor | None,  # (b, t)
 ) -> Tensor | None:  # (b, t)
-    """The index of each token's document; None for one document a row.
-
-    lengths: what follows from cu_seq_lens_q.
-    """
+    """The index of each token's document; None for one document a row."""
     if seq_idx is not None:
         return seq_idx
     if cu_seq_lens_q is not None:

@@ -39,7 +39,7 @@ class BedouinMixer(nn.Module):
         d_model, d_state, expand, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is
             required for calls with inference_params.
         options: other options of `bedouin.Bedouin`. There is no d_conv: feedback replaces the short
-            convolution.
+            convolution. What follows d_state must be named, since Mamba has d_conv in that place.
 
     Attribute `layer` is the Bedouin layer. Raises what `Bedouin` raises.
     """
@@ -48,8 +48,8 @@ class BedouinMixer(nn.Module):
         self,
         d_model: int,
         d_state: int = 16,
-        expand: float = 2,
         *,
+        expand: float = 2,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
