@@ -183,19 +183,21 @@ def solve_token(
     U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1)
     y = rest + sigma * combine(scale(upper_times(T, U_v, K), inv, K), u, K)
 
-    dots = sums((y * y,) + rows_times(u, y - x, K))
-    tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
     normed = y
     if options.NORM:
-        normed = y * tl.rsqrt(dots[0] / d + options.NORM_EPS)
+        square = tl.sum(y * y, axis=0)
+        normed = y * tl.rsqrt(square / d + options.NORM_EPS)
     at = buffers.normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
     in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
     tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
     if product.PERSISTENT:
         announce(counters.samples)
 
-    # F(y)_t: defect, scale and magnitude are off the critical path
-    U_v = scale(dots[1 : K + 1], inv, K)
+    # F(y)_t: defect, scale and magnitude are off the critical path. All of it follows from these
+    # sums, whose exchange the compiler cannot move ahead of the announcement
+    tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
+    dots = sums(rows_times(u, y - x, K))
+    U_v = scale(dots, inv, K)
     mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
     new_h = ()
@@ -225,6 +227,8 @@ def solve_token(
     F = _total(with_C, BLOCKS)
     # a maximum ignores NaN, and a sample that is not finite must show it
     finite = 0 * dots[0]
+    if options.NORM:
+        finite += 0 * square
     defect, size, magnitude = max_norms_of_three(F - y, F, terms)
     defect += finite
     size += finite
