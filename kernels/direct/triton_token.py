@@ -29,13 +29,13 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     scale,
     scale_symmetric,
-    sums,
     upper_times,
     wy_upper,
 )
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
 from bedouin.kernels.direct.triton_blocks import discretize, load_block, load_states, unaligned
 from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
+from bedouin.kernels.direct.triton_sums import channel_sums, over_channels, store_one
 
 AHEAD = tl.constexpr(2)
 """Blocks of A that are loaded before the program waits."""
@@ -172,7 +172,7 @@ def solve_token(
     for i in tl.static_range(K):
         beta = beta + (options.BETA_MAX * sigmoid(alpha[i]),)
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_rest)
+    dots = channel_sums(products(u, u, K) + products(sigma_u, u, K) + with_rest, sizes)
     inv = inverse_sizes(dots, d, K, options.EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
@@ -181,12 +181,14 @@ def solve_token(
     # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
     q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
     U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1)
-    y = rest + sigma * combine(scale(upper_times(T, U_v, K), inv, K), u, K)
+    e = over_channels(scale(upper_times(T, U_v, K), inv, K), sizes)
+    y = rest + sigma * combine(e, u, K)
 
     normed = y
     if options.NORM:
-        square = tl.sum(y * y, axis=0)
-        normed = y * tl.rsqrt(square / d + options.NORM_EPS)
+        square = channel_sums((y * y,), sizes)
+        rms = over_channels((tl.rsqrt(square[0] / d + options.NORM_EPS),), sizes)
+        normed = y * rms[0]
     at = buffers.normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
     in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
     tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
@@ -196,9 +198,9 @@ def solve_token(
     # F(y)_t: defect, scale and magnitude are off the critical path. All of it follows from these
     # sums, whose exchange the compiler cannot move ahead of the announcement
     tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
-    dots = sums(rows_times(u, y - x, K))
+    dots = channel_sums(rows_times(u, y - x, K), sizes)
     U_v = scale(dots, inv, K)
-    mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
+    mixed = x + combine(over_channels(scale(upper_times(T, U_v, K), inv, K), sizes), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
     new_h = ()
     with_C = ()
@@ -228,14 +230,12 @@ def solve_token(
     # a maximum ignores NaN, and a sample that is not finite must show it
     finite = 0 * dots[0]
     if options.NORM:
-        finite += 0 * square
+        finite += 0 * square[0]
     defect, size, magnitude = max_norms_of_three(F - y, F, terms)
-    defect += finite
-    size += finite
     cell = buffers.statistics_ptr + token
     row = tl.cast(sizes.batch, tl.int64) * sizes.t_end
-    tl.store(cell, defect)
-    tl.store(cell + row, size)
+    store_one(cell, defect + finite, sizes)
+    store_one(cell + row, size + finite, sizes)
     tl.store(cell + 2 * row, magnitude)
-    tl.store(cell + 3 * row, pivot)
+    store_one(cell + 3 * row, pivot, sizes)
     return new_h

@@ -241,7 +241,10 @@ def test_every_length(t: int, feedback: bool) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("d", "n"), [(1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16)])
+@pytest.mark.parametrize(
+    ("d", "n"),
+    [(1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16), (63, 2), (64, 1), (100, 3), (260, 2)],
+)
 def test_awkward_sizes(d: int, n: int) -> None:
     _assert_like_the_plain_sweep(Setting(b=1, t=2, d=d, n=n))
 

@@ -1,0 +1,95 @@
+"""Sums over the channels of a sample, of which every thread of a program holds some.
+
+A sum that all threads need takes five exchanges within a warp and three barriers between warps.
+Here threads exchange half of their sums, then half of the rest, and so on, so that each is left
+with one sum over the channels of its warp; one exchange between warps serves up to 32 sums.
+
+The results are (ROWS, 32), the same number in every place: a row is a warp's, a thread holds one
+place. What follows from them has this shape, too, until `over_channels` makes it a vector (d,).
+A sample of few channels, or whose memory is crowded, gets scalars instead.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.reflections import sums
+from bedouin.kernels.direct.heads.device import column_sums, lanes_of
+
+LANES = tl.constexpr(32)
+
+CHANNELS_OF_ROW = tl.constexpr(128)
+"""Channels of a warp: four neighbours a thread."""
+
+
+@triton.jit
+def channel_sums(values, sizes):
+    """Sums of vectors (d,), each a scalar or (ROWS, 32)."""
+    N: tl.constexpr = len(values)
+    if sizes.CROWDED or sizes.BLOCK_D < LANES:
+        return sums(values)
+    else:
+        out = ()
+        for first in tl.static_range(0, N, LANES):
+            part = values[first : min(first + LANES, N)]
+            out = out + _up_to_32_sums(part, sizes.BLOCK_D)
+        return out
+
+
+@triton.jit
+def _up_to_32_sums(values, BLOCK_D: tl.constexpr):
+    N: tl.constexpr = len(values)
+    ROWS: tl.constexpr = (BLOCK_D + CHANNELS_OF_ROW - 1) // CHANNELS_OF_ROW
+    lanes = ()
+    for i in tl.static_range(N):
+        row = tl.reshape(values[i], [ROWS, BLOCK_D // ROWS])
+        lanes = lanes + (lanes_of(row, ROWS, BLOCK_D // ROWS),)
+    total = sums_in_columns(lanes, ROWS)
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (tl.gather(total, tl.full([ROWS, LANES], i, tl.int32), 1),)
+    return out
+
+
+@triton.jit
+def sums_in_columns(lanes, ROWS: tl.constexpr):
+    """Sums of N <= 32 tensors (ROWS, 32): (ROWS, 32) with sum i in column i of every row."""
+    N: tl.constexpr = len(lanes)
+    LEVELS: tl.constexpr = (N > 1) + (N > 2) + (N > 4) + (N > 8) + (N > 16)
+    for _ in tl.static_range(2**LEVELS - N):
+        lanes = lanes + (tl.zeros_like(lanes[0]),)
+    total = tl.sum(column_sums(lanes, 2**LEVELS, ROWS, LANES), axis=0)
+    return tl.broadcast_to(total[None, :], [ROWS, LANES])
+
+
+@triton.jit
+def over_channels(values, sizes):
+    """Results of `channel_sums` as factors of vectors (d,)."""
+    N: tl.constexpr = len(values)
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (_over_channels(values[i], sizes.BLOCK_D),)
+    return out
+
+
+@triton.jit
+def _over_channels(value, BLOCK_D: tl.constexpr):
+    if value.type.is_block():
+        ROWS: tl.constexpr = (BLOCK_D + CHANNELS_OF_ROW - 1) // CHANNELS_OF_ROW
+        SHAPE: tl.constexpr = [ROWS, LANES, BLOCK_D // ROWS // LANES]
+        return tl.reshape(tl.broadcast_to(value[:, :, None], SHAPE), [BLOCK_D])
+    else:
+        return value
+
+
+@triton.jit
+def store_one(ptr, value, sizes):
+    """Store a result of `channel_sums`, or what follows from such."""
+    if value.type.is_block():
+        ROWS: tl.constexpr = (sizes.BLOCK_D + CHANNELS_OF_ROW - 1) // CHANNELS_OF_ROW
+        place = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        tl.store(ptr + place, value, mask=place == 0)
+    else:
+        tl.store(ptr, value)
