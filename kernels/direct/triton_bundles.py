@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
     r: Constant = None
     KEEP: Constant = None  # every so many tokens h is kept
     CROWDED: Constant = False  # the memory occupies half of the program's registers
+    ROWS: Constant = 0  # warps of which each holds as many channels, 0: another form
 
 
 class Options(NamedTuple):

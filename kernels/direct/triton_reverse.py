@@ -92,6 +92,7 @@ def step_kernel(
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
+    ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -130,7 +131,7 @@ def step_kernel(
                 statistics_ptr,
             ),
             Counters(None, None),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED, ROWS=ROWS),
             Options(
                 K,
                 ACTIVATION,
@@ -385,6 +386,7 @@ def reverse_kernel(
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
+    ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -434,7 +436,7 @@ def reverse_kernel(
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr + 1, tiles=counters_ptr),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED, ROWS=ROWS),
             Options(
                 K,
                 ACTIVATION,

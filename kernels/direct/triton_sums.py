@@ -6,7 +6,7 @@ with one sum over the channels of its warp; one exchange between warps serves up
 
 The results are (ROWS, 32), the same number in every place: a row is a warp's, a thread holds one
 place. What follows from them has this shape, too, until `over_channels` makes it a vector (d,).
-A sample of few channels, or whose memory is crowded, gets scalars instead.
+Where the channels are spread in another way (ROWS is 0), results are scalars instead.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
@@ -20,28 +20,24 @@ from bedouin.kernels.direct.heads.device import column_sums, lanes_of
 
 LANES = tl.constexpr(32)
 
-CHANNELS_OF_ROW = tl.constexpr(128)
-"""Channels of a warp: four neighbours a thread."""
-
 
 @triton.jit
 def channel_sums(values, sizes):
     """Sums of vectors (d,), each a scalar or (ROWS, 32)."""
     N: tl.constexpr = len(values)
-    if sizes.CROWDED or sizes.BLOCK_D < LANES:
+    if sizes.ROWS == 0:
         return sums(values)
     else:
         out = ()
         for first in tl.static_range(0, N, LANES):
             part = values[first : min(first + LANES, N)]
-            out = out + _up_to_32_sums(part, sizes.BLOCK_D)
+            out = out + _up_to_32_sums(part, sizes.ROWS, sizes.BLOCK_D)
         return out
 
 
 @triton.jit
-def _up_to_32_sums(values, BLOCK_D: tl.constexpr):
+def _up_to_32_sums(values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     N: tl.constexpr = len(values)
-    ROWS: tl.constexpr = (BLOCK_D + CHANNELS_OF_ROW - 1) // CHANNELS_OF_ROW
     lanes = ()
     for i in tl.static_range(N):
         row = tl.reshape(values[i], [ROWS, BLOCK_D // ROWS])
@@ -67,29 +63,24 @@ def sums_in_columns(lanes, ROWS: tl.constexpr):
 @triton.jit
 def over_channels(values, sizes):
     """Results of `channel_sums` as factors of vectors (d,)."""
-    N: tl.constexpr = len(values)
-    out = ()
-    for i in tl.static_range(N):
-        out = out + (_over_channels(values[i], sizes.BLOCK_D),)
-    return out
-
-
-@triton.jit
-def _over_channels(value, BLOCK_D: tl.constexpr):
-    if value.type.is_block():
-        ROWS: tl.constexpr = (BLOCK_D + CHANNELS_OF_ROW - 1) // CHANNELS_OF_ROW
-        SHAPE: tl.constexpr = [ROWS, LANES, BLOCK_D // ROWS // LANES]
-        return tl.reshape(tl.broadcast_to(value[:, :, None], SHAPE), [BLOCK_D])
+    if sizes.ROWS == 0:
+        return values
     else:
-        return value
+        N: tl.constexpr = len(values)
+        SHAPE: tl.constexpr = [sizes.ROWS, LANES, sizes.BLOCK_D // sizes.ROWS // LANES]
+        out = ()
+        for i in tl.static_range(N):
+            value = tl.broadcast_to(values[i][:, :, None], SHAPE)
+            out = out + (tl.reshape(value, [sizes.BLOCK_D]),)
+        return out
 
 
 @triton.jit
 def store_one(ptr, value, sizes):
     """Store a result of `channel_sums`, or what follows from such."""
-    if value.type.is_block():
-        ROWS: tl.constexpr = (sizes.BLOCK_D + CHANNELS_OF_ROW - 1) // CHANNELS_OF_ROW
-        place = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        tl.store(ptr + place, value, mask=place == 0)
-    else:
+    if sizes.ROWS == 0:
         tl.store(ptr, value)
+    else:
+        rows, columns = tl.arange(0, sizes.ROWS), tl.arange(0, LANES)
+        place = rows[:, None] * LANES + columns[None, :]
+        tl.store(ptr + place, value, mask=place == 0)
