@@ -15,7 +15,7 @@ Where the channels are spread in another way (ROWS is 0), results are scalars in
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.reflections import sums
+from bedouin.kernels.device.reflections import load_tuple, sums
 from bedouin.kernels.direct.heads.device import column_sums, lanes_of
 
 LANES = tl.constexpr(32)
@@ -76,11 +76,42 @@ def over_channels(values, sizes):
 
 
 @triton.jit
+def places(ROWS: tl.constexpr):
+    """The rows and the columns of (ROWS, 32), in this shape."""
+    zeros = tl.zeros([ROWS, LANES], dtype=tl.int32)
+    return tl.arange(0, ROWS)[:, None] + zeros, tl.arange(0, LANES)[None, :] + zeros
+
+
+@triton.jit
 def store_one(ptr, value, sizes):
     """Store a result of `channel_sums`, or what follows from such."""
     if sizes.ROWS == 0:
         tl.store(ptr, value)
     else:
-        rows, columns = tl.arange(0, sizes.ROWS), tl.arange(0, LANES)
-        place = rows[:, None] * LANES + columns[None, :]
-        tl.store(ptr + place, value, mask=place == 0)
+        rows, columns = places(sizes.ROWS)
+        tl.store(ptr + columns, value, mask=(rows == 0) & (columns == 0))
+
+
+@triton.jit
+def load_in_columns(ptr, N: tl.constexpr, sizes):
+    """N consecutive scalars, of which a thread holds one of every 32; nothing if ROWS is 0."""
+    out = ()
+    if sizes.ROWS > 0:
+        _, columns = places(sizes.ROWS)
+        for first in tl.static_range(0, N, LANES):
+            at = first + columns
+            out = out + (tl.load(ptr + at, mask=at < N, other=0.0),)
+    return out
+
+
+@triton.jit
+def some_scalars(ptr, held, FIRST: tl.constexpr, N: tl.constexpr, sizes):
+    """Scalars FIRST .. FIRST + N - 1 of those that `load_in_columns` has loaded from ptr."""
+    if sizes.ROWS == 0:
+        return load_tuple(ptr + FIRST, N)
+    else:
+        out = ()
+        for i in tl.static_range(FIRST, FIRST + N):
+            column = tl.full([sizes.ROWS, LANES], i % 32, tl.int32)
+            out = out + (tl.gather(held[i // 32], column, 1),)
+        return out
