@@ -42,7 +42,11 @@ from bedouin.kernels.direct.triton_reverse_crowded import (
     sums_over_states,
     take_back,
 )
-from bedouin.kernels.direct.triton_state_grads import store_state_grads
+from bedouin.kernels.direct.triton_state_grads import (
+    load_states_in_columns,
+    store_state_grads,
+    store_state_grads_in_columns,
+)
 from bedouin.kernels.direct.triton_sums import (
     channel_sums,
     load_in_columns,
@@ -88,6 +92,7 @@ def reverse_token(
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = sweep.prepared.local_ptr + in_chunk * (SIZE + 2 * n)
     held = load_in_columns(row, SIZE, sweep.sizes)
+    states = load_states_in_columns(row + SIZE, sweep.sizes)
     scratch_ptr = sweep.buffers.scratch_ptr
     crowded_sums = ()
     if CROWDED:
@@ -226,6 +231,11 @@ def reverse_token(
     if sweep.options.SELECTIVE and CROWDED:
         store_crowded_grads(
             H, w, delta, mixed, written, later_ptr, row + SIZE, scratch_ptr + 4 * d, grad_raw + d,
+            sweep.prepared.A_ptr, sweep.sizes, sweep.options,
+        )  # fmt: skip
+    elif sweep.options.SELECTIVE and sweep.sizes.ROWS > 0:
+        store_state_grads_in_columns(
+            H, decayed, w, delta, mixed, written, states, row + SIZE, grad_raw + d,
             sweep.prepared.A_ptr, sweep.sizes, sweep.options,
         )  # fmt: skip
     elif sweep.options.SELECTIVE:

@@ -42,7 +42,7 @@ def _up_to_32_sums(values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     for i in tl.static_range(N):
         row = tl.reshape(values[i], [ROWS, BLOCK_D // ROWS])
         lanes = lanes + (lanes_of(row, ROWS, BLOCK_D // ROWS),)
-    total = sums_in_columns(lanes, ROWS)
+    total = sum_of_rows(sums_of_rows(lanes, ROWS), ROWS)
     out = ()
     for i in tl.static_range(N):
         out = out + (tl.gather(total, tl.full([ROWS, LANES], i, tl.int32), 1),)
@@ -50,14 +50,20 @@ def _up_to_32_sums(values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def sums_in_columns(lanes, ROWS: tl.constexpr):
-    """Sums of N <= 32 tensors (ROWS, 32): (ROWS, 32) with sum i in column i of every row."""
+def sums_of_rows(lanes, ROWS: tl.constexpr):
+    """Sums of N <= 32 tensors (ROWS, 32) over their columns: (ROWS, 32) with sum i of a row in its
+    columns i, i + V, i + 2 V, ..., where V is N rounded up to a power of two."""
     N: tl.constexpr = len(lanes)
     LEVELS: tl.constexpr = (N > 1) + (N > 2) + (N > 4) + (N > 8) + (N > 16)
     for _ in tl.static_range(2**LEVELS - N):
         lanes = lanes + (tl.zeros_like(lanes[0]),)
-    total = tl.sum(column_sums(lanes, 2**LEVELS, ROWS, LANES), axis=0)
-    return tl.broadcast_to(total[None, :], [ROWS, LANES])
+    return column_sums(lanes, 2**LEVELS, ROWS, LANES)
+
+
+@triton.jit
+def sum_of_rows(v, ROWS: tl.constexpr):
+    """The sum of the rows of (ROWS, 32) in every row."""
+    return tl.broadcast_to(tl.sum(v, axis=0)[None, :], [ROWS, LANES])
 
 
 @triton.jit
