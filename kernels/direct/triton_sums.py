@@ -99,6 +99,28 @@ def store_one(ptr, value, sizes):
 
 
 @triton.jit
+def scalars_at(K: tl.constexpr, sizes):
+    """Offsets of K <= 32 scalars, one a column, and which of them exist; with ROWS in its shape."""
+    if sizes.ROWS == 0:
+        columns = tl.arange(0, LANES)
+    else:
+        _, columns = places(sizes.ROWS)
+    return columns, columns < K
+
+
+@triton.jit
+def scalars_of(values, K: tl.constexpr, sizes):
+    """The first K columns of values at `scalars_at`, as results of `channel_sums`."""
+    out = ()
+    for i in tl.static_range(K):
+        if sizes.ROWS == 0:
+            out = out + (tl.sum(tl.where(tl.arange(0, LANES) == i, values, 0.0), axis=0),)
+        else:
+            out = out + (tl.gather(values, tl.full([sizes.ROWS, LANES], i, tl.int32), 1),)
+    return out
+
+
+@triton.jit
 def load_in_columns(ptr, N: tl.constexpr, sizes):
     """N consecutive scalars, of which a thread holds one of every 32; nothing if ROWS is 0."""
     out = ()

@@ -35,7 +35,13 @@ from bedouin.kernels.device.reflections import (
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
 from bedouin.kernels.direct.triton_blocks import discretize, load_block, load_states, unaligned
 from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
-from bedouin.kernels.direct.triton_sums import channel_sums, over_channels, store_one
+from bedouin.kernels.direct.triton_sums import (
+    channel_sums,
+    over_channels,
+    scalars_at,
+    scalars_of,
+    store_one,
+)
 
 AHEAD = tl.constexpr(2)
 """Blocks of A that are loaded before the program waits."""
@@ -108,10 +114,11 @@ def solve_token(
     x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
     delta = load_uncached(raw + cols, in_d).to(ACC)
     u = ()
-    alpha = ()
     for i in tl.static_range(K):
         u = u + (load_uncached(raw + u_at + i * d + cols, in_d).to(ACC),)
-        alpha = alpha + (tl.load(raw + u_at + K * d + i).to(ACC),)
+    alpha_at, is_alpha = scalars_at(K, sizes)
+    alpha_at += u_at + K * d
+    alpha = load_uncached(raw + alpha_at, is_alpha).to(ACC)
     if options.SELECTIVE:
         B = tl.load(raw + d + rows, mask=in_n, other=0.0).to(ACC)
         C = tl.load(raw + d + n + rows, mask=in_n, other=0.0).to(ACC)
@@ -120,14 +127,11 @@ def solve_token(
     part = tl.cast(sizes.batch, tl.int64) * buffers.fed_stride
     delta += _load_fed(fed, cols, in_d, part, product.SPLITS, ROUND, ACC)
     new_u = ()
-    new_alpha = ()
     for i in tl.static_range(K):
         more = _load_fed(fed, u_at + i * d + cols, in_d, part, product.SPLITS, ROUND, ACC)
         new_u = new_u + (u[i] + more,)
-        more = _load_fed(fed, u_at + K * d + i, True, part, product.SPLITS, ROUND, ACC)
-        new_alpha = new_alpha + (alpha[i] + more,)
     u = new_u
-    alpha = new_alpha
+    alpha += _load_fed(fed, alpha_at, is_alpha, part, product.SPLITS, ROUND, ACC)
     if options.SELECTIVE:
         B += _load_fed(fed, d + rows, in_n, part, product.SPLITS, ROUND, ACC)
         C += _load_fed(fed, d + n + rows, in_n, part, product.SPLITS, ROUND, ACC)
@@ -168,9 +172,7 @@ def solve_token(
         sigma = s * tl.sum(B * C, axis=0)
     rest = _total(with_C, BLOCKS) + sigma * x
     sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
-    beta = ()
-    for i in tl.static_range(K):
-        beta = beta + (options.BETA_MAX * sigmoid(alpha[i]),)
+    beta = scalars_of(options.BETA_MAX * sigmoid(alpha), K, sizes)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     dots = channel_sums(products(u, u, K) + products(sigma_u, u, K) + with_rest, sizes)
     inv = inverse_sizes(dots, d, K, options.EPS)
