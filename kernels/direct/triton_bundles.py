@@ -152,6 +152,7 @@ class Chunk(NamedTuple):
     start: Integer  # its first token
     count: Integer  # of its tokens
     done: Integer = None  # tokens after the chunk, which the reverse sweep has taken back already
+    behind: Integer = 0  # samples of another chunk before those of this one, where it is prepared
 
 
 class ReverseBuffers(NamedTuple):

@@ -335,6 +335,7 @@ def reverse_constants(
     strides: tuple[int, ...],
     tf32: bool,
     prepares: bool,
+    ahead: bool,
 ) -> Constants:
     """The constants of `reverse_kernel`, likewise."""
     d = A.shape[-1]
@@ -347,6 +348,7 @@ def reverse_constants(
     return Constants(
         KEEP=keep_every,
         PREPARE=prepares,
+        AHEAD=ahead,
         REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
         **products,
         **constants,

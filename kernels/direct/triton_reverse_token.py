@@ -88,7 +88,7 @@ def reverse_token(
     fed = aligned_row(sweep.tokens.fed, sample, t, sweep.options.ALIGNED)
 
     # first all that does not depend on the cotangents of later tokens, while the program waits
-    in_chunk = sample * chunk.count + i_token
+    in_chunk = (sample + chunk.behind) * chunk.count + i_token
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = sweep.prepared.local_ptr + in_chunk * (SIZE + 2 * n)
     held = load_in_columns(row, SIZE, sweep.sizes)
