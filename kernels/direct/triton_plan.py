@@ -24,7 +24,8 @@ class Limits:
         the largest first: the first of these fits an H100 (227 KB a multiprocessor) and an A100
         (163). None that fits: no plan.
     columns: most columns of a tile of W^y for up to 16 samples; half as many for more, and where
-        two halves make a whole row.
+        two halves make a whole row; half as many again where no program then has a tile and a
+        sample.
     one_launch_batch: largest batch whose reverse sweep is one launch: its persistent programs
         prepare and replay a chunk in one round. For more samples, launches of their own fill the
         device better.
@@ -123,6 +124,13 @@ def _plan(
     if tiles > device.programs or (size > 2 and columns > 256):
         return None
     separate = tiles + b <= device.programs
+    wide = columns + columns // 2
+    fits = block_m * wide * size + vector_bytes + REDUCTIONS <= device.shared_memory
+    if not separate and fits and wide % block_k == 0:
+        # a program with a tile and a sample would keep all others waiting
+        splits = ceil_div(v, wide)
+        if ceil_div(m, block_m) * splits + b <= device.programs:
+            sizes, separate = (block_m, block_k, wide // block_k, block_b, splits), True
     return Plan(device.programs, *sizes, one_tile=True, separate=separate)
 
 
