@@ -182,7 +182,7 @@ def solve_token(
 
     # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
     q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1)
+    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1, True, options.FAST)
     e = over_channels(scale(upper_times(T, U_v, K), inv, K), sizes)
     y = rest + sigma * combine(e, u, K)
 
