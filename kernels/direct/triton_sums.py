@@ -99,25 +99,32 @@ def store_one(ptr, value, sizes):
 
 
 @triton.jit
-def scalars_at(K: tl.constexpr, sizes):
-    """Offsets of K <= 32 scalars, one a column, and which of them exist; with ROWS in its shape."""
+def scalars_at(first: tl.constexpr, K: tl.constexpr, sizes):
+    """Offsets of K <= 32 scalars and masks: of all in the columns of one tensor, or of each."""
+    at = ()
+    masks = ()
     if sizes.ROWS == 0:
-        columns = tl.arange(0, LANES)
+        for i in tl.static_range(K):
+            at = at + (first + i,)
+            masks = masks + (True,)
     else:
         _, columns = places(sizes.ROWS)
-    return columns, columns < K
+        at = at + (first + columns,)
+        masks = masks + (columns < K,)
+    return at, masks
 
 
 @triton.jit
 def scalars_of(values, K: tl.constexpr, sizes):
-    """The first K columns of values at `scalars_at`, as results of `channel_sums`."""
-    out = ()
-    for i in tl.static_range(K):
-        if sizes.ROWS == 0:
-            out = out + (tl.sum(tl.where(tl.arange(0, LANES) == i, values, 0.0), axis=0),)
-        else:
-            out = out + (tl.gather(values, tl.full([sizes.ROWS, LANES], i, tl.int32), 1),)
-    return out
+    """K values at `scalars_at` as results of `channel_sums`."""
+    if sizes.ROWS == 0:
+        return values
+    else:
+        out = ()
+        for i in tl.static_range(K):
+            column = tl.full([sizes.ROWS, LANES], i, tl.int32)
+            out = out + (tl.gather(values[0], column, 1),)
+        return out
 
 
 @triton.jit

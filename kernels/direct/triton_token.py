@@ -116,9 +116,10 @@ def solve_token(
     u = ()
     for i in tl.static_range(K):
         u = u + (load_uncached(raw + u_at + i * d + cols, in_d).to(ACC),)
-    alpha_at, is_alpha = scalars_at(K, sizes)
-    alpha_at += u_at + K * d
-    alpha = load_uncached(raw + alpha_at, is_alpha).to(ACC)
+    alpha_at, is_alpha = scalars_at(u_at + K * d, K, sizes)
+    alpha = ()
+    for i in tl.static_range(len(alpha_at)):
+        alpha = alpha + (load_uncached(raw + alpha_at[i], is_alpha[i]).to(ACC),)
     if options.SELECTIVE:
         B = tl.load(raw + d + rows, mask=in_n, other=0.0).to(ACC)
         C = tl.load(raw + d + n + rows, mask=in_n, other=0.0).to(ACC)
@@ -131,7 +132,10 @@ def solve_token(
         more = _load_fed(fed, u_at + i * d + cols, in_d, part, product.SPLITS, ROUND, ACC)
         new_u = new_u + (u[i] + more,)
     u = new_u
-    alpha += _load_fed(fed, alpha_at, is_alpha, part, product.SPLITS, ROUND, ACC)
+    new_alpha = ()
+    for i in tl.static_range(len(alpha_at)):
+        more = _load_fed(fed, alpha_at[i], is_alpha[i], part, product.SPLITS, ROUND, ACC)
+        new_alpha = new_alpha + (alpha[i] + more,)
     if options.SELECTIVE:
         B += _load_fed(fed, d + rows, in_n, part, product.SPLITS, ROUND, ACC)
         C += _load_fed(fed, d + n + rows, in_n, part, product.SPLITS, ROUND, ACC)
@@ -172,7 +176,10 @@ def solve_token(
         sigma = s * tl.sum(B * C, axis=0)
     rest = _total(with_C, BLOCKS) + sigma * x
     sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
-    beta = scalars_of(options.BETA_MAX * sigmoid(alpha), K, sizes)
+    beta = ()
+    for i in tl.static_range(len(new_alpha)):
+        beta = beta + (options.BETA_MAX * sigmoid(new_alpha[i]),)
+    beta = scalars_of(beta, K, sizes)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     dots = channel_sums(products(u, u, K) + products(sigma_u, u, K) + with_rest, sizes)
     inv = inverse_sizes(dots, d, K, options.EPS)
@@ -182,7 +189,9 @@ def solve_token(
 
     # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
     q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1, True, options.FAST)
+    # reciprocals of the pivots would take registers that a crowded memory needs
+    RECIPROCALS: tl.constexpr = not sizes.CROWDED
+    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1, RECIPROCALS, options.FAST)
     e = over_channels(scale(upper_times(T, U_v, K), inv, K), sizes)
     y = rest + sigma * combine(e, u, K)
 
