@@ -4,6 +4,8 @@
 token of the chunk from the memory kept before the chunk, and `reverse_kernel` walks back as
 persistent programs that also multiply with (W^y)^T, ordered by two counters as in
 triton_forward.py: finished tiles of (W^y)^T grad_raw_{t+1} and samples whose grad_raw_t is written.
+For few samples all that is one launch, and programs that have neither a tile nor a sample prepare a
+chunk while the others walk back over the one after it; a third counter orders these.
 Where the product does not fit, `step_kernel` takes a token back, around a product by cuBLAS.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
