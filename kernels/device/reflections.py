@@ -384,17 +384,36 @@ def gradient_factors(U_v, T_v, G, beta, inv, BETA_MAX: tl.constexpr, K: tl.const
 
 
 @triton.jit
+def reflections_vjp_scalars(
+    U_g, T_g, T_v, G,
+    factors,  # those of `gradient_factors`
+    K: tl.constexpr,
+):  # fmt: skip
+    """What `reflections_vjp` subtracts along u (k,), and the cotangents of alpha (k,)."""
+    along = ()
+    grad_alpha = ()
+    for i in tl.static_range(K):
+        total = U_g[i]
+        for j in tl.static_range(K):
+            if j < i:
+                total -= T_g[j] * G[i * (i + 1) // 2 + j]
+        along = along + (factors[2 * K + i] * T_v[i] * total + T_g[i] * factors[K + i],)
+        grad_alpha = grad_alpha + (T_g[i] * factors[i],)
+    return along, grad_alpha
+
+
+@triton.jit
 def reflections_vjp(
     grad_mixed,  # (BLOCK_D,), cotangent of x~
     v,  # (BLOCK_D,)
     u,  # rows, not normalized
-    U_g, T_g, T_v, G,
-    factors,  # those of `gradient_factors`
-    grad_ptr,  # where the cotangents of u (K, d) and alpha (K,) are stored
+    T_g, T_v,
+    along,  # that of `reflections_vjp_scalars`
+    grad_ptr,  # where the cotangents of u (K, d) are stored
     cols, d: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The cotangent of x in x~ = x + U^T T U v, one reflection after the other; stores those of u
-    and alpha."""
+    """The cotangent of x in x~ = x + U^T T U v, one reflection after the other; stores that of
+    u."""
     kind: tl.constexpr = grad_ptr.dtype.element_ty
     for i in tl.static_range(K):
         if i > 0:
@@ -402,14 +421,8 @@ def reflections_vjp(
     for i in tl.static_range(K):
         if i > 0:
             v += T_v[i] * u[i]
-        along = U_g[i]
-        for j in tl.static_range(K):
-            if j < i:
-                along -= T_g[j] * G[i * (i + 1) // 2 + j]
-        along = factors[2 * K + i] * T_v[i] * along + T_g[i] * factors[K + i]
         # only the direction of u_i matters: the part of the cotangent along u_i vanishes
-        grad_u = T_v[i] * grad_mixed + T_g[i] * v - along * u[i]
+        grad_u = T_v[i] * grad_mixed + T_g[i] * v - along[i] * u[i]
         tl.store(grad_ptr + i * d + cols, grad_u.to(kind), mask=cols < d)
-        tl.store(grad_ptr + K * d + i, (T_g[i] * factors[i]).to(kind))
         grad_mixed -= T_g[i] * u[i]
     return grad_mixed

@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
     r: Constant = None
     KEEP: Constant = None  # every so many tokens h is kept
     CROWDED: Constant = False  # the memory occupies half of the program's registers
+    ROWS: Constant = 0  # warps of which each holds as many channels, 0: another form
 
 
 class Options(NamedTuple):
@@ -151,6 +152,7 @@ class Chunk(NamedTuple):
     start: Integer  # its first token
     count: Integer  # of its tokens
     done: Integer = None  # tokens after the chunk, which the reverse sweep has taken back already
+    behind: Integer = 0  # samples of another chunk before those of this one, where it is prepared
 
 
 class ReverseBuffers(NamedTuple):

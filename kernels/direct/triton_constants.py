@@ -44,6 +44,9 @@ MOST_WARPS = 16
 WARP_ELEMENTS = 2048
 """Elements of a tensor in a warp's registers: 64 registers a thread."""
 
+CHANNELS_OF_ROW = 128
+"""Channels of a warp whose threads hold four neighbours each; see triton_sums.py."""
+
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
 
@@ -56,6 +59,7 @@ def blocked_constants(
     """`scan_constants` with the states in blocks."""
     constants = scan_constants(d, A, options)
     constants["CROWDED"] = is_crowded(d, A)
+    constants["ROWS"] = rows_of_channels(d, A)
     states = CROWDED_STATES_AT_A_TIME if constants["CROWDED"] else STATES_AT_A_TIME
     constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], states)
     constants["BLOCK_N"] //= constants["BLOCKS"]
@@ -74,6 +78,16 @@ def is_crowded(
     return n > CROWDED_STATES and n * next_power_of_two(d) >= MOST_WARPS * WARP_ELEMENTS
 
 
+def rows_of_channels(
+    d: int,
+    A: Tensor | Like,  # (n, d)
+) -> int:
+    """Warps of a sample's program if each holds CHANNELS_OF_ROW channels with all their states,
+    else 0."""
+    rows = next_power_of_two(d) // CHANNELS_OF_ROW
+    return rows if rows == num_warps(d, A.shape[-2]) else 0
+
+
 def forward_constants(
     d: int,
     A: Tensor | Like,  # (n, d)
@@ -82,7 +96,11 @@ def forward_constants(
     """`scan_constants` with the states in blocks if a program holds many."""
     if is_crowded(d, A):
         return blocked_constants(d, A, options)
-    return scan_constants(d, A, options) | {"BLOCKS": 1, "CROWDED": False}
+    return scan_constants(d, A, options) | {
+        "BLOCKS": 1,
+        "CROWDED": False,
+        "ROWS": rows_of_channels(d, A),
+    }
 
 
 def holds_memory(
@@ -317,6 +335,7 @@ def reverse_constants(
     strides: tuple[int, ...],
     tf32: bool,
     prepares: bool,
+    ahead: bool,
 ) -> Constants:
     """The constants of `reverse_kernel`, likewise."""
     d = A.shape[-1]
@@ -329,6 +348,7 @@ def reverse_constants(
     return Constants(
         KEEP=keep_every,
         PREPARE=prepares,
+        AHEAD=ahead,
         REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
         **products,
         **constants,

@@ -194,6 +194,7 @@ def sweep_kernel(
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
+    ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -241,7 +242,7 @@ def sweep_kernel(
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr, tiles=counters_ptr + 1),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, KEEP, CROWDED),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, KEEP, CROWDED, ROWS),
             Options(
                 K,
                 ACTIVATION,

@@ -145,15 +145,18 @@ def launch_reverse(
     b, t_end, d = known.x.shape
     columns = grads.raw.shape[-1]
     plan = launcher.once("reverse", lambda: plan_product(d, columns, W, b, limits=limits))
-    buffers = chunk_buffers(known, keep_every, options)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
+    in_one_launch = plan is not None and b <= limits.one_launch_batch
+    ahead = in_one_launch and len(slots) > 1 and _can_prepare_ahead(known, plan)
+    at_a_time = 2 if ahead else 1
+    buffers = chunk_buffers(known, keep_every, options, at_a_time)
     parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
     tokens = min(keep_every, t_end) - (0 if is_crowded(d, known.A) else 1)
-    replayed = known.A.new_empty(b, tokens, n, d)
+    replayed = known.A.new_empty(at_a_time * b, tokens, n, d)
     buffers = buffers._replace(replayed=replayed, grad_normed=parts)
-    if plan is not None and b <= limits.one_launch_batch:
+    if plan is not None and in_one_launch:
         how = plan, options, keep_every, zeros, launcher
-        _reverse(known, grads, W, buffers, slots, *how, prepare=True)
+        _reverse(known, grads, W, buffers, slots, *how, prepare=True, ahead=ahead)
         return parts
     r = W.shape[0]
     rows = padded_rows(W, r + padding(r)) if plan is None else W
@@ -164,10 +167,20 @@ def launch_reverse(
         _replay(known, buffers, end, chunk, slot, options, launcher)
         if plan is not None:
             one, how = range(slot, slot + 1), (plan, options, keep_every, zeros, launcher)
-            _reverse(known, grads, W, buffers, one, *how, prepare=False)
+            _reverse(known, grads, W, buffers, one, *how, prepare=False, ahead=False)
         else:
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
     return parts
+
+
+def _can_prepare_ahead(known: SolvedBuffers, plan: Plan | None) -> bool:
+    """Whether as many programs as there are samples have neither a tile nor a sample: these take as
+    long to prepare a chunk as the others to walk the one after it."""
+    b, _, d = known.x.shape
+    if plan is None or not plan.separate or is_crowded(d, known.A):
+        return False
+    tiles = ceil_div(d, plan.block_m) * plan.splits
+    return 2 * b + tiles <= plan.programs
 
 
 def _splits(plan: Plan | None) -> int:
@@ -203,20 +216,24 @@ def count_splits(
 class ChunkBuffers(NamedTuple):
     """Intermediate results of the tokens of a chunk."""
 
-    mixed: Tensor  # (b, count, d): x~
-    local: Tensor  # (b, count, 3 P + K K + 5 K + 4 + 2 n): see triton_prepare.py
-    replayed: Tensor | None = None  # (b, count - 1, n, d): h before all tokens but the first; if
-    # `is_crowded` (b, count, n, d), the last one h after the chunk
+    mixed: Tensor  # (b, count, d), or 2 b for two chunks at a time: x~
+    local: Tensor  # (b, count, 3 P + K K + 5 K + 4 + 2 n), or 2 b: see triton_prepare.py
+    replayed: Tensor | None = None  # (b, count - 1, n, d), or 2 b: h before all tokens but the
+    # first; if `is_crowded` (b, count, n, d), the last one h after the chunk
     grad_normed: Tensor | None = None  # (splits, b, d): parts of the cotangent of norm(y_t)
 
 
-def chunk_buffers(known: SolvedBuffers, keep_every: int, options: Parameterization) -> ChunkBuffers:
+def chunk_buffers(
+    known: SolvedBuffers, keep_every: int, options: Parameterization, at_a_time: int = 1
+) -> ChunkBuffers:
+    """Uninitialized, for so many chunks at a time."""
     b, t_end, d = known.y.shape
     k = layout_of(options).num_householder
     count = min(keep_every, t_end)
     scalars = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
-    mixed = known.A.new_empty(b, count, d)
-    return ChunkBuffers(mixed, known.A.new_empty(b, count, scalars + 2 * known.A.shape[-2]))
+    mixed = known.A.new_empty(at_a_time * b, count, d)
+    local = known.A.new_empty(at_a_time * b, count, scalars + 2 * known.A.shape[-2])
+    return ChunkBuffers(mixed, local)
 
 
 def prepare(
@@ -281,6 +298,7 @@ def _reverse(
     launcher: Launcher,
     *,
     prepare: bool,  # by the same launch
+    ahead: bool,  # a chunk while the one after it is walked
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
     assert fed is not None and buffers.replayed is not None and buffers.grad_normed is not None
@@ -292,7 +310,7 @@ def _reverse(
         looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides
         sizes = slots.start, slots.stop - 1, b, t_end, grads.raw.shape[-1], d, A.shape[0]
         inner = *grads.y.stride()[:2], *x.stride()[:2], *strides[:2], *token_strides(fed)
-        constants = reverse_constants(*looks, uses_tf32(), prepare)
+        constants = reverse_constants(*looks, uses_tf32(), prepare, ahead)
         return (programs,), (*sizes, *inner, h0.stride(0)), constants
 
     factors = grads.y, buffers.grad_normed, x, y, raw, fed, W.contiguous()

@@ -23,7 +23,9 @@ class Limits:
     shared_memory: kilobytes for a program's tile of W^y and for the vectors it is multiplied with,
         the largest first: the first of these fits an H100 (227 KB a multiprocessor) and an A100
         (163). None that fits: no plan.
-    columns: most columns of a tile of W^y for up to 16 samples; half as many for more.
+    columns: most columns of a tile of W^y for up to 16 samples; half as many for more, and where
+        two halves make a whole row; half as many again where no program then has a tile and a
+        sample.
     one_launch_batch: largest batch whose reverse sweep is one launch: its persistent programs
         prepare and replay a chunk in one round. For more samples, launches of their own fill the
         device better.
@@ -104,8 +106,10 @@ def _plan(
     # a float32 product consists of scalar operations, unrolled over samples and columns
     block_b = 16 if size > 2 else min(128, max(16, next_power_of_two(b)))
     # Wide tiles make few partial sums. For many vectors the tiles have MAX_ROWS rows: with several
-    # chunks and fewer rows both warpgroups of a program would multiply the same 64 rows.
-    most = limits.columns if block_b <= 16 else limits.columns // 2
+    # chunks and fewer rows both warpgroups of a program would multiply the same 64 rows. For few
+    # vectors, too, each would read them from shared memory, but only two parts are worth that.
+    few_parts = block_b <= 16 and v > limits.columns
+    most = limits.columns if few_parts else limits.columns // 2
     columns = max(16, min(most, next_power_of_two(v)))
     # a chunk is in shared memory while the next one is loaded
     room = vector_bytes // (block_b * size)
@@ -120,6 +124,13 @@ def _plan(
     if tiles > device.programs or (size > 2 and columns > 256):
         return None
     separate = tiles + b <= device.programs
+    wide = columns + columns // 2
+    fits = block_m * wide * size + vector_bytes + REDUCTIONS <= device.shared_memory
+    if not separate and fits and wide % block_k == 0:
+        # a program with a tile and a sample would keep all others waiting
+        splits = ceil_div(v, wide)
+        if ceil_div(m, block_m) * splits + b <= device.programs:
+            sizes, separate = (block_m, block_k, wide // block_k, block_b, splits), True
     return Plan(device.programs, *sizes, one_tile=True, separate=separate)
 
 

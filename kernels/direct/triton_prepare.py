@@ -114,7 +114,7 @@ def prepare_token(
     mixed = x
     if K > 0:
         mixed += combine(scaled_T_v, u, K)
-    token = sample * chunk.count + i_token
+    token = (sample + chunk.behind) * chunk.count + i_token
     tl.store(prepared.mixed_ptr + token * d + cols, mixed, mask=in_d)
 
     T_rows = ()

@@ -42,7 +42,7 @@ def replayed_tokens(chunk, sizes):
 @triton.jit
 def token_memory(memories, sample, i_token, chunk, sizes):
     """Pointer to h (n, d) before token i_token of a chunk: given, kept, or replayed."""
-    token = sample * replayed_tokens(chunk, sizes) + i_token - 1
+    token = (sample + chunk.behind) * replayed_tokens(chunk, sizes) + i_token - 1
     memory = memories.replayed_ptr + token * sizes.n * sizes.d
     if i_token == 0:
         memory = _chunk_memory(memories, sample, chunk.slot, sizes)
@@ -87,8 +87,9 @@ def replay_block(
     h = tl.load(memory + state, mask=in_state, other=0.0)
     # loads of a token are issued while the one before it is computed
     SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
-    mixed_row = prepared.mixed_ptr + sample * chunk.count * d + cols
-    B_row = prepared.local_ptr + sample * chunk.count * (SIZE + 2 * n) + SIZE + rows
+    token = (sample + chunk.behind) * chunk.count
+    mixed_row = prepared.mixed_ptr + token * d + cols
+    B_row = prepared.local_ptr + token * (SIZE + 2 * n) + SIZE + rows
     raw_row = aligned_row(tokens.raw, sample, chunk.start, options.ALIGNED)
     fed_row = aligned_row(tokens.fed, sample, chunk.start, options.ALIGNED)
     mixed_next = tl.load(mixed_row, mask=in_d, other=0.0)
@@ -103,7 +104,8 @@ def replay_block(
         delta_next = load_raw(raw, fed, cols, in_d, options.FEEDBACK, ACC, ".cg")
         B_next = tl.load(B_row + step * (SIZE + 2 * n), mask=in_n, other=0.0)
         if KEEP_ALL:
-            at = (sample * replayed_tokens(chunk, sizes) + i - 1) * n * d + state
+            first = (sample + chunk.behind) * replayed_tokens(chunk, sizes)
+            at = (first + i - 1) * n * d + state
             tl.store(memories.replayed_ptr + at, h, mask=in_state & (i > 0))
         if options.INPUT_SCALE == "one_minus_decay":
             decay, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)

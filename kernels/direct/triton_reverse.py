@@ -4,6 +4,8 @@
 token of the chunk from the memory kept before the chunk, and `reverse_kernel` walks back as
 persistent programs that also multiply with (W^y)^T, ordered by two counters as in
 triton_forward.py: finished tiles of (W^y)^T grad_raw_{t+1} and samples whose grad_raw_t is written.
+For few samples all that is one launch, and programs that have neither a tile nor a sample prepare a
+chunk while the others walk back over the one after it; a third counter orders these.
 Where the product does not fit, `step_kernel` takes a token back, around a product by cuBLAS.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
@@ -92,6 +94,7 @@ def step_kernel(
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
+    ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -130,7 +133,7 @@ def step_kernel(
                 statistics_ptr,
             ),
             Counters(None, None),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED, ROWS=ROWS),
             Options(
                 K,
                 ACTIVATION,
@@ -228,16 +231,57 @@ def _prepare_chunk(sweep, chunk, phase_ptr, phases, REPLAY_D: tl.constexpr):
     """The intermediate results and the memory of a chunk, spread over all programs."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     COMPILED: tl.constexpr = sweep.product.COMPILED
-    batch = sweep.sizes.batch
     # every program has finished the last chunk, whose memory is overwritten
     _end_phase(phase_ptr, programs * (phases + 1), COMPILED)
-    for index in range(program, batch * chunk.count, programs):
+    finished = programs * (phases + 2)
+    _prepare_share(sweep, chunk, phase_ptr, finished, program, programs, REPLAY_D)
+    wait_for(phase_ptr, programs * (phases + 3), COMPILED)
+
+
+@triton.jit
+def _prepare_ahead(sweep, chunk, later_done, phase_ptr, number, tiles, REPLAY_D: tl.constexpr):
+    """The same for chunk `number`, while the programs with tiles and samples walk the one after it.
+
+    Of the first chunk all programs have a share, of others those without a tile or a sample.
+    `later_done`: tokens that have been taken back before the walk over the chunk after this one.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    COMPILED: tl.constexpr = sweep.product.COMPILED
+    batch = sweep.sizes.batch
+    helpers = programs - tiles - batch
+    finished = 2 * (programs + number * helpers)  # when the chunk is prepared
+    if (number == 0) | ((program >= batch) & (program < programs - tiles)):
+        sharing = tl.where(number == 0, programs, helpers)
+        first = tl.where(number == 0, program, program - batch)
+        # a sample that has announced a token of the chunk after this one has read all of the chunk
+        # after that, whose memory is overwritten
+        target = tl.where(number == 0, 0, (later_done + 1) * batch)
+        wait_for(sweep.counters.samples, target, COMPILED)
+        half = finished - sharing
+        _prepare_share(sweep, chunk, phase_ptr, half, first, sharing, REPLAY_D)
+    if program < batch:
+        wait_for(phase_ptr, finished, COMPILED)
+
+
+@triton.jit
+def _prepare_share(
+    sweep,
+    chunk,  # Chunk
+    phase_ptr,
+    finished,  # value of the counter when the intermediate results of all tokens are there
+    first,
+    sharing,  # number of programs that have a share, of which this is number `first`
+    REPLAY_D: tl.constexpr,
+):
+    """A program's share of the intermediate results and then of the memory of a chunk."""
+    batch = sweep.sizes.batch
+    for index in range(first, batch * chunk.count, sharing):
         prepare_token(
             sweep.tokens, sweep.buffers.y_ptr, sweep.prepared, chunk, sweep.sizes, sweep.options,
             index,
         )  # fmt: skip
-    _end_phase(phase_ptr, programs * (phases + 2), COMPILED)
-    for index in range(program, batch * tl.cdiv(sweep.sizes.d, REPLAY_D), programs):
+    _end_phase(phase_ptr, finished, sweep.product.COMPILED)
+    for index in range(first, batch * tl.cdiv(sweep.sizes.d, REPLAY_D), sharing):
         replay_block(
             sweep.tokens, sweep.prepared, sweep.memories,
             Rows(
@@ -252,7 +296,7 @@ def _prepare_chunk(sweep, chunk, phase_ptr, phases, REPLAY_D: tl.constexpr):
             ),
             sweep.options, index, True, sweep.sizes.CROWDED,
         )  # fmt: skip
-    _end_phase(phase_ptr, programs * (phases + 3), COMPILED)
+    announce(phase_ptr)
 
 
 @triton.jit
@@ -299,6 +343,7 @@ def _reverse(
     last_slot,
     KEEP: tl.constexpr,
     PREPARE: tl.constexpr,
+    AHEAD: tl.constexpr,
     REPLAY_D: tl.constexpr,
 ):
     """Chunks last_slot .. first_slot: the program's samples and its share of the products."""
@@ -322,12 +367,20 @@ def _reverse(
         slot = last_slot - done_slots
         start = slot * KEEP
         count = tl.minimum(KEEP, sweep.sizes.t_end - start)
-        if PREPARE:
+        done = top - start - count
+        behind = 0
+        if AHEAD:
+            # two chunks at a time are in memory
+            behind = done_slots % 2 * sweep.sizes.batch
+            later_done = tl.maximum(done - KEEP, 0)
+            _prepare_ahead(
+                sweep, Chunk(slot, start, count, done, behind), later_done, phase_ptr, done_slots,
+                tiles, REPLAY_D,
+            )  # fmt: skip
+        elif PREPARE:
             chunk_phases = 3 * done_slots
             _prepare_chunk(sweep, Chunk(slot, start, count), phase_ptr, chunk_phases, REPLAY_D)
-        H = _reverse_chunk(
-            H, W, sweep, Chunk(slot, start, count, top - start - count), tiles, own_n
-        )
+        H = _reverse_chunk(H, W, sweep, Chunk(slot, start, count, done, behind), tiles, own_n)
     if sweep.product.RESIDENT and not sweep.product.SEPARATE:
         store_blocks(own_H_ptr, H, own_n, sweep.sizes)
 
@@ -380,11 +433,13 @@ def reverse_kernel(
     K: tl.constexpr,
     KEEP: tl.constexpr,
     PREPARE: tl.constexpr,  # whether this kernel also prepares and replays the chunks
+    AHEAD: tl.constexpr,  # while it walks the chunk after them, in programs without other work
     BLOCK_D: tl.constexpr,
     REPLAY_D: tl.constexpr,  # channels of a block whose memory is replayed
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
+    ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -434,7 +489,7 @@ def reverse_kernel(
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr + 1, tiles=counters_ptr),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED, ROWS=ROWS),
             Options(
                 K,
                 ACTIVATION,
@@ -470,5 +525,6 @@ def reverse_kernel(
         last_slot,
         KEEP,
         PREPARE,
+        AHEAD,
         REPLAY_D,
     )

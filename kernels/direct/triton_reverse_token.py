@@ -27,10 +27,9 @@ from bedouin.kernels.device.raw import load_raw
 from bedouin.kernels.device.reflections import (
     add,
     combine,
-    load_tuple,
     reflections_vjp,
+    reflections_vjp_scalars,
     rows_times,
-    sums,
     symmetric_times,
     upper_transposed_times,
 )
@@ -43,7 +42,18 @@ from bedouin.kernels.direct.triton_reverse_crowded import (
     sums_over_states,
     take_back,
 )
-from bedouin.kernels.direct.triton_state_grads import store_state_grads
+from bedouin.kernels.direct.triton_state_grads import (
+    load_states_in_columns,
+    store_state_grads,
+    store_state_grads_in_columns,
+)
+from bedouin.kernels.direct.triton_sums import (
+    channel_sums,
+    load_in_columns,
+    over_channels,
+    some_scalars,
+    store_one,
+)
 
 
 @triton.jit
@@ -78,9 +88,11 @@ def reverse_token(
     fed = aligned_row(sweep.tokens.fed, sample, t, sweep.options.ALIGNED)
 
     # first all that does not depend on the cotangents of later tokens, while the program waits
-    in_chunk = sample * chunk.count + i_token
+    in_chunk = (sample + chunk.behind) * chunk.count + i_token
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = sweep.prepared.local_ptr + in_chunk * (SIZE + 2 * n)
+    held = load_in_columns(row, SIZE, sweep.sizes)
+    states = load_states_in_columns(row + SIZE, sweep.sizes)
     scratch_ptr = sweep.buffers.scratch_ptr
     crowded_sums = ()
     if CROWDED:
@@ -168,50 +180,62 @@ def reverse_token(
         at = (tl.cast(sweep.sizes.batch, tl.int64) * split + sample) * d + cols
         grad_normed += load_uncached(sweep.buffers.grad_normed_ptr + at, in_d).to(ACC)
     if sweep.options.NORM:
-        rms = tl.load(row + SIZE - 4)
-        g += rms * grad_normed
+        rms = some_scalars(row, held, SIZE - 4, 1, sweep.sizes)[0]
+        g += over_channels((rms,), sweep.sizes)[0] * grad_normed
     else:
         g += grad_normed
     # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
     q = rows_times(u, from_memory + sigma * g, K)
     if sweep.options.NORM:
-        dots = sums(q + (grad_normed * y,))
+        dots = channel_sums(q + (grad_normed * y,), sweep.sizes)
         # the norm does not depend on the length of y: the part of the cotangent along y vanishes
         along_y = rms * rms * rms * dots[K] / d
-        g -= along_y * y
+        g -= over_channels((along_y,), sweep.sizes)[0] * y
+        with_y = some_scalars(row, held, 3 * PAIRS + K * K + 4 * K, K, sweep.sizes)
         q = ()
         for i in tl.static_range(K):
-            q = q + (dots[i] - along_y * tl.load(row + 3 * PAIRS + K * K + 4 * K + i),)
+            q = q + (dots[i] - along_y * with_y[i],)
     else:
-        q = sums(q)
+        q = channel_sums(q, sweep.sizes)
+    solver = some_scalars(row, held, 3 * PAIRS, K * K, sweep.sizes)
     T_g = ()
     for i in tl.static_range(K):
-        total = tl.load(row + 3 * PAIRS + i * K) * q[0]
+        total = solver[i * K] * q[0]
         for j in tl.static_range(K):
             if j > 0:
-                total += tl.load(row + 3 * PAIRS + i * K + j) * q[j]
+                total += solver[i * K + j] * q[j]
         T_g = T_g + (total,)
-    w = g + combine(T_g, u, K)
+    T_g_rows = over_channels(T_g, sweep.sizes)
+    w = g + combine(T_g_rows, u, K)
 
     # x~ = x + U^T T U v, one reflection after the other
-    S = load_tuple(row + PAIRS, PAIRS)
+    S = some_scalars(row, held, PAIRS, PAIRS, sweep.sizes)
     U_g = add(q, symmetric_times(S, T_g, K), K)
     grad_mixed = from_memory + sigma * w
     grad_raw = sweep.buffers.grad_raw_ptr + tl.multiple_of(
         token * sweep.sizes.r, sweep.options.ALIGNED
     )
     kind: tl.constexpr = sweep.buffers.grad_raw_ptr.dtype.element_ty
-    G = load_tuple(row + 2 * PAIRS, PAIRS)
-    T_v = load_tuple(row + 3 * PAIRS + K * K, K)
-    factors = load_tuple(row + 3 * PAIRS + K * K + K, 3 * K)
+    G = some_scalars(row, held, 2 * PAIRS, PAIRS, sweep.sizes)
+    T_v = some_scalars(row, held, 3 * PAIRS + K * K, K, sweep.sizes)
+    factors = some_scalars(row, held, 3 * PAIRS + K * K + K, 3 * K, sweep.sizes)
+    along, grad_alpha = reflections_vjp_scalars(U_g, T_g, T_v, G, factors, K)
+    T_v, along = over_channels(T_v, sweep.sizes), over_channels(along, sweep.sizes)
     grad_mixed = reflections_vjp(
-        grad_mixed, v, u, U_g, T_g, T_v, G, factors, grad_raw + u_at, cols, d, K
+        grad_mixed, v, u, T_g_rows, T_v, along, grad_raw + u_at, cols, d, K
     )
+    for i in tl.static_range(K):
+        store_one(grad_raw + u_at + K * d + i, grad_alpha[i].to(kind), sweep.sizes)
 
     tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
     if sweep.options.SELECTIVE and CROWDED:
         store_crowded_grads(
             H, w, delta, mixed, written, later_ptr, row + SIZE, scratch_ptr + 4 * d, grad_raw + d,
+            sweep.prepared.A_ptr, sweep.sizes, sweep.options,
+        )  # fmt: skip
+    elif sweep.options.SELECTIVE and sweep.sizes.ROWS > 0:
+        store_state_grads_in_columns(
+            H, decayed, w, delta, mixed, written, states, row + SIZE, grad_raw + d,
             sweep.prepared.A_ptr, sweep.sizes, sweep.options,
         )  # fmt: skip
     elif sweep.options.SELECTIVE:
@@ -227,14 +251,16 @@ def reverse_token(
         grad_mixed.to(sweep.buffers.grad_x_ptr.dtype.element_ty),
         mask=in_d,
     )
-    checks = sums(rows_times(u, from_memory + sigma * w, K))
-    T = load_tuple(row, PAIRS)
-    applied = g + combine(upper_transposed_times(T, checks, K), u, K)
+    checks = channel_sums(rows_times(u, from_memory + sigma * w, K), sweep.sizes)
+    T = some_scalars(row, held, 0, PAIRS, sweep.sizes)
+    T_checks = over_channels(upper_transposed_times(T, checks, K), sweep.sizes)
+    applied = g + combine(T_checks, u, K)
     finite = 0 * checks[0]
     defect, size = max_norms_of_two(applied - w, applied)
     cell = sweep.buffers.statistics_ptr + token
-    tl.store(cell, defect + finite)
-    tl.store(cell + tl.cast(sweep.sizes.batch, tl.int64) * sweep.sizes.t_end, size + finite)
+    store_one(cell, defect + finite, sweep.sizes)
+    cell += tl.cast(sweep.sizes.batch, tl.int64) * sweep.sizes.t_end
+    store_one(cell, size + finite, sweep.sizes)
     new_H = ()
     if CROWDED:
         grad_A_ptr = sweep.buffers.grad_A_ptr + sample * n * d

@@ -11,6 +11,96 @@ import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_coupled
 from bedouin.kernels.device.reflections import sums
+from bedouin.kernels.direct.heads.device import exchange, lanes_of, unstack_states
+from bedouin.kernels.direct.triton_blocks import load_block, load_states
+from bedouin.kernels.direct.triton_sums import LANES, places, sum_of_rows, sums_of_rows
+
+
+@triton.jit
+def load_states_in_columns(BC_ptr, sizes):
+    """What the cotangents of the raw B and C need: unit vectors, those of the other, 1 / norm.
+
+    In (ROWS, 32): a column of B's for each state, then one of C's. Nothing if ROWS is 0.
+    """
+    if sizes.ROWS == 0:
+        return ()
+    else:
+        part, state, in_n = _columns_of_states(sizes)
+        own = tl.load(BC_ptr + part * sizes.n + state, mask=in_n, other=0.0)
+        other = tl.load(BC_ptr + (1 - part) * sizes.n + state, mask=in_n, other=0.0)
+        return own, other, tl.load(BC_ptr - 2 + part)
+
+
+@triton.jit
+def _columns_of_states(sizes):
+    """Of each column: 0 for B and 1 for C, the state, and whether there is such a state."""
+    STATES: tl.constexpr = sizes.BLOCKS * sizes.BLOCK_N
+    _, columns = places(sizes.ROWS)
+    state = columns % STATES
+    return columns // STATES % 2, state, (columns < 2 * STATES) & (state < sizes.n)
+
+
+@triton.jit
+def store_state_grads_in_columns(
+    H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
+    decayed,  # BLOCKS times (BLOCK_N, BLOCK_D), lambda * h_{t-1}
+    w,  # (BLOCK_D,), cotangent of F(y)_t
+    delta,  # (BLOCK_D,)
+    mixed,  # (BLOCK_D,), x~
+    written,  # (BLOCK_D,), s * x~, unless the scale is coupled
+    states,  # those of `load_states_in_columns`
+    BC_ptr,  # (2 n,): B and C
+    grad_ptr,  # (2 n,), written: that of B, that of C
+    A_ptr,  # (n, d), log2(e) A
+    sizes,  # Sizes
+    options,  # Options
+):
+    """`store_state_grads` for at most 16 states with ROWS, every sum in one thread of a warp."""
+    COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
+    STATES: tl.constexpr = sizes.BLOCKS * sizes.BLOCK_N
+    of_B = ()
+    of_C = ()
+    for block in tl.static_range(sizes.BLOCKS):
+        if COUPLED:
+            B, C = load_states(BC_ptr, block, sizes), load_states(BC_ptr + sizes.n, block, sizes)
+            A_log2 = load_block(A_ptr, block, sizes.n, sizes)
+            _, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
+            tile = s_rows * mixed[None, :]
+            with_tile = (H[block] + C[:, None] * w[None, :]) * tile
+            with_w = (decayed[block] + tile * B[:, None]) * w[None, :]
+        else:
+            # without w * written, which is the same for all states but for a factor B or C
+            with_tile = H[block] * written[None, :]
+            with_w = decayed[block] * w[None, :]
+        of_B = of_B + _lanes_of_states(with_tile, sizes)
+        of_C = of_C + _lanes_of_states(with_w, sizes)
+    own, other, inv = states
+    grads = sums_of_rows(of_B + of_C, sizes.ROWS)
+    if not COUPLED:
+        row = tl.reshape(w * written, [sizes.ROWS, sizes.BLOCK_D // sizes.ROWS])
+        lanes = lanes_of(row, sizes.ROWS, sizes.BLOCK_D // sizes.ROWS)
+        grads += other * sums_of_rows((lanes,), sizes.ROWS)
+    grads = sum_of_rows(grads, sizes.ROWS)
+    rows, columns = places(sizes.ROWS)
+    along = grads * own
+    for bit in tl.static_range(5):
+        if 2**bit < STATES:
+            along += exchange(along, tl.arange(0, LANES), 2**bit, sizes.ROWS, LANES)
+    part, state, in_n = _columns_of_states(sizes)
+    grads = inv * (grads - own * along)
+    at = grad_ptr + part * sizes.n + state
+    tl.store(at, grads.to(grad_ptr.dtype.element_ty), mask=in_n & (rows == 0))
+
+
+@triton.jit
+def _lanes_of_states(tile, sizes):
+    """BLOCK_N tensors (ROWS, 32): of every state of (BLOCK_N, BLOCK_D) the sums within threads."""
+    BLOCK_N: tl.constexpr = sizes.BLOCK_N
+    ROWS: tl.constexpr = sizes.ROWS
+    row = tl.reshape(tile, [BLOCK_N * ROWS, sizes.BLOCK_D // ROWS])
+    lanes = lanes_of(row, BLOCK_N * ROWS, sizes.BLOCK_D // ROWS)
+    lanes = tl.permute(tl.reshape(lanes, [BLOCK_N, ROWS, LANES]), (1, 2, 0))
+    return unstack_states(lanes, ROWS, LANES, BLOCK_N)
 
 
 @triton.jit

@@ -29,13 +29,19 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     scale,
     scale_symmetric,
-    sums,
     upper_times,
     wy_upper,
 )
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
 from bedouin.kernels.direct.triton_blocks import discretize, load_block, load_states, unaligned
 from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
+from bedouin.kernels.direct.triton_sums import (
+    channel_sums,
+    over_channels,
+    scalars_at,
+    scalars_of,
+    store_one,
+)
 
 AHEAD = tl.constexpr(2)
 """Blocks of A that are loaded before the program waits."""
@@ -108,10 +114,12 @@ def solve_token(
     x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
     delta = load_uncached(raw + cols, in_d).to(ACC)
     u = ()
-    alpha = ()
     for i in tl.static_range(K):
         u = u + (load_uncached(raw + u_at + i * d + cols, in_d).to(ACC),)
-        alpha = alpha + (tl.load(raw + u_at + K * d + i).to(ACC),)
+    alpha_at, is_alpha = scalars_at(u_at + K * d, K, sizes)
+    alpha = ()
+    for i in tl.static_range(len(alpha_at)):
+        alpha = alpha + (load_uncached(raw + alpha_at[i], is_alpha[i]).to(ACC),)
     if options.SELECTIVE:
         B = tl.load(raw + d + rows, mask=in_n, other=0.0).to(ACC)
         C = tl.load(raw + d + n + rows, mask=in_n, other=0.0).to(ACC)
@@ -120,14 +128,14 @@ def solve_token(
     part = tl.cast(sizes.batch, tl.int64) * buffers.fed_stride
     delta += _load_fed(fed, cols, in_d, part, product.SPLITS, ROUND, ACC)
     new_u = ()
-    new_alpha = ()
     for i in tl.static_range(K):
         more = _load_fed(fed, u_at + i * d + cols, in_d, part, product.SPLITS, ROUND, ACC)
         new_u = new_u + (u[i] + more,)
-        more = _load_fed(fed, u_at + K * d + i, True, part, product.SPLITS, ROUND, ACC)
-        new_alpha = new_alpha + (alpha[i] + more,)
     u = new_u
-    alpha = new_alpha
+    new_alpha = ()
+    for i in tl.static_range(len(alpha_at)):
+        more = _load_fed(fed, alpha_at[i], is_alpha[i], part, product.SPLITS, ROUND, ACC)
+        new_alpha = new_alpha + (alpha[i] + more,)
     if options.SELECTIVE:
         B += _load_fed(fed, d + rows, in_n, part, product.SPLITS, ROUND, ACC)
         C += _load_fed(fed, d + n + rows, in_n, part, product.SPLITS, ROUND, ACC)
@@ -169,10 +177,11 @@ def solve_token(
     rest = _total(with_C, BLOCKS) + sigma * x
     sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
     beta = ()
-    for i in tl.static_range(K):
-        beta = beta + (options.BETA_MAX * sigmoid(alpha[i]),)
+    for i in tl.static_range(len(new_alpha)):
+        beta = beta + (options.BETA_MAX * sigmoid(new_alpha[i]),)
+    beta = scalars_of(beta, K, sizes)
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_rest)
+    dots = channel_sums(products(u, u, K) + products(sigma_u, u, K) + with_rest, sizes)
     inv = inverse_sizes(dots, d, K, options.EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
@@ -180,23 +189,29 @@ def solve_token(
 
     # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
     q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1)
-    y = rest + sigma * combine(scale(upper_times(T, U_v, K), inv, K), u, K)
+    # reciprocals of the pivots would take registers that a crowded memory needs
+    RECIPROCALS: tl.constexpr = not sizes.CROWDED
+    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1, RECIPROCALS, options.FAST)
+    e = over_channels(scale(upper_times(T, U_v, K), inv, K), sizes)
+    y = rest + sigma * combine(e, u, K)
 
-    dots = sums((y * y,) + rows_times(u, y - x, K))
-    tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
     normed = y
     if options.NORM:
-        normed = y * tl.rsqrt(dots[0] / d + options.NORM_EPS)
+        square = channel_sums((y * y,), sizes)
+        rms = over_channels((tl.rsqrt(square[0] / d + options.NORM_EPS),), sizes)
+        normed = y * rms[0]
     at = buffers.normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
     in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
     tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
     if product.PERSISTENT:
         announce(counters.samples)
 
-    # F(y)_t: defect, scale and magnitude are off the critical path
-    U_v = scale(dots[1 : K + 1], inv, K)
-    mixed = x + combine(scale(upper_times(T, U_v, K), inv, K), u, K)
+    # F(y)_t: defect, scale and magnitude are off the critical path. All of it follows from these
+    # sums, whose exchange the compiler cannot move ahead of the announcement
+    tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
+    dots = channel_sums(rows_times(u, y - x, K), sizes)
+    U_v = scale(dots, inv, K)
+    mixed = x + combine(over_channels(scale(upper_times(T, U_v, K), inv, K), sizes), u, K)
     terms = tl.abs(x) + tl.abs(mixed)
     new_h = ()
     with_C = ()
@@ -225,13 +240,13 @@ def solve_token(
     F = _total(with_C, BLOCKS)
     # a maximum ignores NaN, and a sample that is not finite must show it
     finite = 0 * dots[0]
+    if options.NORM:
+        finite += 0 * square[0]
     defect, size, magnitude = max_norms_of_three(F - y, F, terms)
-    defect += finite
-    size += finite
     cell = buffers.statistics_ptr + token
     row = tl.cast(sizes.batch, tl.int64) * sizes.t_end
-    tl.store(cell, defect)
-    tl.store(cell + row, size)
+    store_one(cell, defect + finite, sizes)
+    store_one(cell + row, size + finite, sizes)
     tl.store(cell + 2 * row, magnitude)
-    tl.store(cell + 3 * row, pivot)
+    store_one(cell + 3 * row, pivot, sizes)
     return new_h

@@ -36,6 +36,10 @@ def test_a_plan_exists_up_to_a_width_and_fits_the_device(device: str, dtype: tor
         tile = plan.block_m * plan.block_k * plan.chunks
         vectors = plan.block_k * plan.block_b * (2 if plan.chunks > 1 else 1)
         assert (tile + vectors) * size <= properties.shared_memory
+        wide = planning.plan_product(d, r + 4, torch.empty(1, dtype=dtype), b, properties)
+        assert wide is None or wide.block_m * wide.block_k * wide.chunks + vectors <= (
+            properties.shared_memory // size
+        )
         tiles = -(-r // plan.block_m) * plan.splits
         assert tiles <= plan.programs == properties.programs
         assert plan.block_k * plan.chunks * plan.splits >= d
@@ -49,5 +53,8 @@ def test_the_size_of_the_paper_is_persistent_on_an_h100() -> None:
     for b in (8, 16, 64, 128):
         assert planning.plan_product(5156, 1024, W, b, H100) is not None
         assert planning.plan_product(1024, 5184, W, b, H100) is not None
+    # wider tiles, so that no program has a tile and a sample
+    wide = planning.plan_product(1024, 5160, W, 64, H100)
+    assert wide.separate and wide.block_k * wide.chunks == 768
     # in float32 a tile would be unrolled over too many columns
     assert planning.plan_product(5156, 1024, W.float(), 8, H100) is None

@@ -241,9 +241,40 @@ def test_every_length(t: int, feedback: bool) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("d", "n"), [(1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16)])
+@pytest.mark.parametrize(
+    ("d", "n"),
+    [(1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16), (63, 2), (64, 1), (100, 3)],
+)
 def test_awkward_sizes(d: int, n: int) -> None:
     _assert_like_the_plain_sweep(Setting(b=1, t=2, d=d, n=n))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("d", "n", "k", "scale", "eigenvalues", "norm_eps", "persistent"),
+    [
+        (257, 1, 1, "one_minus_decay", "positive", None, True),
+        (300, 16, 2, "one_minus_decay", "full", 1e-5, False),
+        (512, 5, 4, "delta", "full", 1e-5, True),
+        (600, 3, 8, "bounded_delta", "positive", None, False),
+    ],
+)
+def test_warps_that_hold_128_channels_each(
+    d: int,
+    n: int,
+    k: int,
+    scale: InputScale,
+    eigenvalues: Eigenvalues,
+    norm_eps: float | None,
+    persistent: bool,
+) -> None:
+    """Their sums over channels are shared out among the lanes of a warp."""
+    from bedouin.kernels.direct.triton_constants import rows_of_channels
+
+    assert rows_of_channels(d, torch.empty(n, d, device="meta")) == (4 if d <= 512 else 8)
+    layout = RawLayout("softplus", True, k, 1.0)
+    setting = Setting(1, 2, d, n, layout, scale, eigenvalues, norm_eps)
+    _assert_like_the_plain_sweep(setting, _product_limits(persistent))
 
 
 @needs_triton

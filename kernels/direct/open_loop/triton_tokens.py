@@ -15,6 +15,7 @@ from bedouin.kernels.device.reflections import (
     combine,
     load_tuple,
     reflections_vjp,
+    reflections_vjp_scalars,
     rows_times,
     subtract,
     sums,
@@ -192,9 +193,10 @@ def gradients_kernel(
     x_row = strided_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
     v = tl.load(y_ptr + at, mask=in_d, other=0.0).to(ACC)
     v -= tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
-    grad_x = reflections_vjp(
-        grad_mixed, v, u, U_g, T_g, T_v, G, factors, grad_raw + u_at, cols, d, K
-    )
+    along, grad_alpha = reflections_vjp_scalars(U_g, T_g, T_v, G, factors, K)
+    grad_x = reflections_vjp(grad_mixed, v, u, T_g, T_v, along, grad_raw + u_at, cols, d, K)
+    for i in tl.static_range(K):
+        tl.store(grad_raw + u_at + K * d + i, grad_alpha[i].to(kind))
     tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=in_d)
     grad_delta = tl.load(grad_delta_ptr + at, mask=in_d, other=0.0)
     grad_delta = activate_vjp(grad_delta, raw_delta, ACTIVATION)
