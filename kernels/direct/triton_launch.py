@@ -212,11 +212,15 @@ class ChunkBuffers(NamedTuple):
 
 def chunk_buffers(known: SolvedBuffers, keep_every: int, options: Parameterization) -> ChunkBuffers:
     b, t_end, d = known.y.shape
-    k = layout_of(options).num_householder
     count = min(keep_every, t_end)
-    scalars = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
-    mixed = known.A.new_empty(b, count, d)
-    return ChunkBuffers(mixed, known.A.new_empty(b, count, scalars + 2 * known.A.shape[-2]))
+    local = known.A.new_empty(b, count, local_size(options, known.A.shape[-2]))
+    return ChunkBuffers(known.A.new_empty(b, count, d), local)
+
+
+def local_size(options: Parameterization, n: int) -> int:
+    """Scalars of a token's local system, B and C (`triton_prepare.py`)."""
+    k = layout_of(options).num_householder
+    return 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4 + 2 * n
 
 
 def prepare(

@@ -20,7 +20,6 @@ from bedouin.kernels.direct.buffers import (
 )
 from bedouin.kernels.direct.heads.blocks import HeadBlocks, head_blocks
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
-from bedouin.kernels.direct.heads.triton_replay import replay_head_kernel
 from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
 from bedouin.kernels.direct.triton_constants import (
     Like,
@@ -33,7 +32,7 @@ from bedouin.kernels.direct.triton_constants import (
     token_strides,
     uses_tf32,
 )
-from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
+from bedouin.kernels.direct.triton_launch import chunk_buffers, local_size, prepare
 from bedouin.kernels.direct.triton_plan import multiprocessors
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_transposed_weight
@@ -73,8 +72,7 @@ MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
 
-SWEEP, REPLAY = PlannedKernel(head_sweep_kernel), PlannedKernel(replay_head_kernel)
-REVERSE = PlannedKernel(reverse_head_kernel)
+SWEEP, REVERSE = PlannedKernel(head_sweep_kernel), PlannedKernel(reverse_head_kernel)
 
 
 def launch_head_sweep(
@@ -157,24 +155,22 @@ def launch_head_reverse(
     `samples` of a program and `parts` of a sample, by default chosen."""
     b, t_end, d = known.y.shape
     n = known.A.shape[1]
-    chunks = max(1, WORKSPACE // (b * n * d * keep_every))
-    size = min(chunks * keep_every, ceil_div(t_end, keep_every) * keep_every)
+    size = _tokens_at_once(known.y, n, keep_every, options)
     S = choose_samples(b, known.A) if samples is None else samples
     buffers = chunk_buffers(known, size, options)
-    replayed = known.A.new_empty(b, min(size, t_end), n, d)
+    replayed = known.A.new_empty(b, max(1, keep_every - 1), n, d)
     W = _whole_rows(W)
     fed, scalars = known.fed is not None, buffers.local.shape[2]
 
     def find_constants() -> Constants:
         looks = Like.of(known.A), Like.of(W), options, S, parts, uses_tf32()
-        return _reverse_constants(*looks, fed, scalars)
+        return _reverse_constants(*looks, keep_every, fed, scalars)
 
     constants = launcher.once("constants", find_constants)
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
-        own = buffers.mixed, buffers.local, replayed, chunk
         prepare(known, buffers, chunk, options, launcher)
-        _replay(known, *own, options, keep_every, launcher)
+        own = buffers.mixed, buffers.local, replayed, chunk
         _reverse(known, grads, W, *own, constants, launcher)
     if not wants_first:
         return None
@@ -182,42 +178,20 @@ def launch_head_reverse(
     return apply_transposed_weight(first, W).to(known.A.dtype).unsqueeze(0)
 
 
-def _replay(
-    known: SolvedBuffers,
-    mixed: Tensor,  # (b, count or more, d)
-    local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
-    replayed: Tensor,  # (b, count or more, n, d), written
-    chunk: range,
-    options: Parameterization,
+def _tokens_at_once(
+    y: Tensor,  # (b, t, d)
+    n: int,
     keep_every: int,
-    launcher: Launcher,
-) -> None:
-    _, y, raw, fed, A, h0, kept = known
-
-    def how() -> How:
-        b, _, d = y.shape
-        sizes = chunk.start, len(chunk), kept.shape[1], b // A.shape[0], d, A.shape[1]
-        integers = *sizes, *raw.stride()[:2], *token_strides(fed), h0.stride(0)
-        constants = _replay_constants(Like.of(A), options, fed is not None, keep_every)
-        return (b, ceil_div(len(chunk), keep_every)), integers, constants
-
-    tensors = mixed, local, raw, raw if fed is None else fed, A, h0, kept, replayed
-    launcher.launch(REPLAY, chunk.start, tensors, how)
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _replay_constants(A: Like, options: Parameterization, fed: bool, keep_every: int) -> Constants:
-    """The constants of `replay_head_kernel`."""
-    constants = scan_constants(A.shape[-1], A, options)
-    for name in ("EPS", "SELECTIVE", "ACC"):
-        del constants[name]
-    return Constants(
-        K=layout_of(options).num_householder,
-        KEEP=keep_every,
-        FED=fed,
-        **constants,
-        num_warps=4,
-    )
+    options: Parameterization,
+) -> int:
+    """Tokens of a launch, a multiple of `keep_every`: as many as leave h of a chunk, x~ and the
+    scalars of these tokens within WORKSPACE, or within what h of all tokens of a chunk and the
+    others of that chunk take."""
+    b, t_end, d = y.shape
+    prepared = b * (d + local_size(options, n))
+    most = max(WORKSPACE, keep_every * (b * n * d + prepared))
+    tokens = (most - (keep_every - 1) * b * n * d) // prepared
+    return min(tokens, t_end + keep_every - 1) // keep_every * keep_every
 
 
 def _reverse(
@@ -226,19 +200,20 @@ def _reverse(
     W: Tensor,  # (H, r, d) or (H, d, d)
     mixed: Tensor,  # (b, count or more, d)
     local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
-    replayed: Tensor,  # (b, count or more, n, d)
+    replayed: Tensor,  # (b, KEEP - 1, n, d), overwritten
     chunk: range,
     constants: Constants,
     launcher: Launcher,
 ) -> None:
-    x, y, raw, fed, A, _, _ = known
+    x, y, raw, fed, A, h0, kept = known
     programs = _programs(y.shape[0], A, constants["S"])
 
     def how() -> How:
         b, t_end, d = y.shape
-        sizes = chunk.start, len(chunk), t_end, b // A.shape[0], d, A.shape[1], grads.raw.shape[-1]
+        sizes = chunk.start, len(chunk), t_end, kept.shape[1], b // A.shape[0], d, A.shape[1]
         inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
-        return (programs,), (*sizes, *inner, *token_strides(fed), W.stride(0)), constants
+        strides = *inner, *token_strides(fed), W.stride(0), h0.stride(0)
+        return (programs,), (*sizes, grads.raw.shape[-1], *strides), constants
 
     tensors = (
         grads.y,
@@ -250,6 +225,8 @@ def _reverse(
         A,
         mixed,
         local,
+        h0,
+        kept,
         replayed,
         grads.H,
         grads.x,
@@ -269,6 +246,7 @@ def _reverse_constants(
     samples: int,
     parts: int | None,
     tf32: bool,
+    keep_every: int,
     fed: bool,
     scalars: int,  # of a token
 ) -> Constants:
@@ -278,11 +256,13 @@ def _reverse_constants(
     at_once = BLOCK_STATES if holds or not common["ONLY_DELTA"] else FEWER_STATES
     return Constants(
         K=layout_of(options).num_householder,
+        KEEP=keep_every,
         FED=fed,
         NORM=options.feedback_norm_eps is not None,
         # a few more than the scalars, whose groups begin at multiples of 4
         BLOCK_L=next_power_of_two(scalars + 16),
         N=min(at_once, blocks.states),
+        REPLAY_N=min(BLOCK_STATES, blocks.states),
         HOLD=holds,
         **common,
     )
