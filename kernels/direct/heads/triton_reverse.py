@@ -53,6 +53,7 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     effects,
     in_blocks,
     join_blocks,
+    keep_order,
     load_block,
     load_blocks,
     load_both,
@@ -480,7 +481,7 @@ def reverse_head_kernel(
                 A_block, B, C, decay, reach, written = held[i]
             else:
                 # without it the compiler loads the values of all blocks first, and spills them
-                tl.debug_barrier()
+                keep_order(FAST)
                 if i + AHEAD < BLOCKS:
                     h = h + (load_block(h_at, i + AHEAD, in_row, d, n, ROWS, D, N),)
                 A_block = load_block(A_at, i, in_row, d, n, ROWS, D, N)
