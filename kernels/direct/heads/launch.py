@@ -58,6 +58,10 @@ LANES = 32
 MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
+STATES_ALONE = 32
+"""Of more states a program has half as many samples as MEMORIES allow, and half as many warps: a
+multiprocessor then runs two of them, one of which computes while the other waits at a barrier."""
+
 BLOCK_STATES = 16
 """Most states that a sweep takes at once: the values of more would not fit registers."""
 
@@ -329,18 +333,21 @@ def choose_samples(
     A: Tensor,  # (H, n, d)
 ) -> int:
     """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
-    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES allow.
+    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES and
+    STATES_ALONE allow.
 
     A token takes a program about as long for one sample as for several, up to that.
     """
     heads, n, d = A.shape
     most = WARPS if d <= 64 else WARPS // 2
     most = min(most, MEMORIES // (next_power_of_two(n) * next_power_of_two(d)))
+    if n > STATES_ALONE:
+        most //= 2
     units = 4 if interpreter_is_on() else multiprocessors(A.device)
     samples = 2
     while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:
         samples *= 2
-    return min(samples, next_power_of_two(b // heads))
+    return min(samples, most, next_power_of_two(b // heads))
 
 
 def choose_parts(channels: int, samples: int) -> int:
