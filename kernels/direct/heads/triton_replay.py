@@ -13,6 +13,7 @@ import triton.language as tl
 from bedouin.kernels.device.activations import fast_activate
 from bedouin.kernels.device.discretize import fast_scale
 from bedouin.kernels.direct.heads.device import spread, stack_states, unstack_states
+from bedouin.kernels.direct.heads.parts import columns_of_rows
 from bedouin.kernels.direct.heads.triton_blocks import discretize
 
 
@@ -26,6 +27,51 @@ def kept_memory(
     if chunk == 0:
         row = h0_row
     return row
+
+
+@triton.jit
+def _fetch(row, at, FAST: tl.constexpr):
+    """Have the second-level cache read what is at row (s,) + at (s, .)."""
+    if FAST:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(row[:, None] + at).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def fetch_values(
+    row,  # pointers (s,)
+    SIZE: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Have the second-level cache read SIZE consecutive float32 of each sample."""
+    LINES: tl.constexpr = max(PARTS, triton.next_power_of_2((SIZE + 31) // 32))
+    lines = columns_of_rows(row.shape[0], PARTS, LINES // PARTS)
+    _fetch(row, tl.minimum(32 * lines, SIZE - 1), FAST)
+
+
+@triton.jit
+def fetch_chunk(
+    from_row,  # pointers (s,) to h before the first token
+    mixed_row, local_row, raw_row, fed_row,  # pointers (s,) to rows of the first token
+    raw_stride, fed_stride,  # between tokens
+    d: tl.constexpr, n: tl.constexpr, KEEP: tl.constexpr, LOCAL: tl.constexpr,
+    PARTS: tl.constexpr, FED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Have the second-level cache read, long before it, what `replay_tokens` reads for KEEP tokens
+    with LOCAL scalars each, since it would wait for memory of the device in every block."""
+    fetch_values(from_row, n * d, PARTS, FAST)
+    fetch_values(mixed_row, KEEP * d, PARTS, FAST)
+    fetch_values(local_row, KEEP * LOCAL, PARTS, FAST)
+    tokens = tl.arange(0, triton.next_power_of_2(KEEP))
+    tokens = tl.minimum(tokens, KEEP - 1)[None, :].to(tl.int64)
+    _fetch(raw_row, tokens * raw_stride, FAST)
+    if FED:
+        _fetch(fed_row, tokens * fed_stride, FAST)
 
 
 @triton.jit

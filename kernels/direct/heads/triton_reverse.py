@@ -60,7 +60,12 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     store_blocks,
     total_of,
 )
-from bedouin.kernels.direct.heads.triton_replay import kept_memory, replay_tokens
+from bedouin.kernels.direct.heads.triton_replay import (
+    fetch_chunk,
+    fetch_values,
+    kept_memory,
+    replay_tokens,
+)
 from bedouin.kernels.direct.heads.triton_weights import (
     BLOCK_ALPHA,
     load_transposed_delta_weights,
@@ -266,6 +271,10 @@ def reverse_head_kernel(
     grads = in_tiles(
         delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE, ONLY_DELTA
     )
+    h0_row = h0_ptr + sample * h0_stride_b
+    kept_row = kept_ptr + sample * slots * (n * d)
+    last_chunk = (start + count - 1) // KEEP
+    fetch_values(kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST)
     at = sample[:, None] * (n * d) + cols
     H = load_blocks(H_ptr + at, in_row, d, n, ROWS, D, N, False)
     grad_A = load_blocks(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
@@ -276,8 +285,6 @@ def reverse_head_kernel(
     fed_row = fed_ptr + sample * fed_stride_b
     mixed_row = mixed_ptr + sample * count * d
     local_row = local_ptr + sample * count * (SIZE + 2 * n)
-    h0_row = h0_ptr + sample * h0_stride_b
-    kept_row = kept_ptr + sample * slots * (n * d)
     replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
     row_of = rows_of_statistics(per_head, t_end, S)
     last = (start + count - 1).to(tl.int64)
@@ -312,15 +319,25 @@ def reverse_head_kernel(
         if (back == 0) | (in_chunk == KEEP - 1):
             # other threads have read what is overwritten, and read what is written
             tl.debug_barrier()
+            chunk = (start + first) // KEEP
             from_token = (start + first).to(tl.int64)
             replay_tokens(
-                kept_memory(h0_row, kept_row, (start + first) // KEEP, d, n),
+                kept_memory(h0_row, kept_row, chunk, d, n),
                 replayed_row, in_chunk + 1, mixed_row + first * d,
                 raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
                 local_row + first * (SIZE + 2 * n) + SIZE, raw_stride_t, fed_stride_t, SIZE + 2 * n,
                 A_at, cols, in_row, inside, d, n, ROWS, D, REPLAY_N, FED, ACTIVATION, INPUT_SCALE,
                 FULL, FAST,
             )  # fmt: skip
+            if first > 0:
+                i_before = first - KEEP
+                from_token -= KEEP
+                fetch_chunk(
+                    kept_memory(h0_row, kept_row, chunk - 1, d, n), mixed_row + i_before * d,
+                    local_row + i_before * (SIZE + 2 * n), raw_row + from_token * raw_stride_t,
+                    fed_row + from_token * fed_stride_t, raw_stride_t, fed_stride_t, d, n, KEEP,
+                    SIZE + 2 * n, PARTS, FED, FAST,
+                )  # fmt: skip
             tl.debug_barrier()
         t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
