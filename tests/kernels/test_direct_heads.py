@@ -252,13 +252,25 @@ def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("channels", "states", "samples"),
-    [(64, 16, 8), (64, 32, 8), (64, 33, 2), (128, 16, 4), (128, 64, 1), (32, 64, 4)],
+    ("channels", "states", "samples", "of_delta"),
+    [
+        (64, 16, 8, 8),
+        (64, 32, 8, 8),
+        (64, 33, 4, 2),
+        (128, 16, 4, 4),
+        (128, 64, 2, 1),
+        (32, 64, 8, 4),
+    ],
 )
-def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
+def test_fewer_samples_of_more_states(
+    channels: int, states: int, samples: int, of_delta: int
+) -> None:
+    """Fewer still if Delta alone has feedback."""
     from bedouin.kernels.direct.heads.launch import choose_samples
 
-    assert choose_samples(4096, torch.empty(8, states, channels, device=DEVICE)) == samples
+    A = torch.empty(8, states, channels, device=DEVICE)
+    assert choose_samples(4096, A) == samples
+    assert choose_samples(4096, A, only_delta=True) == of_delta
 
 
 @needs_triton

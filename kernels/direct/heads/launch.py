@@ -59,8 +59,9 @@ MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
 STATES_ALONE = 32
-"""Of more states a program has half as many samples as MEMORIES allow, and half as many warps: a
-multiprocessor then runs two of them, one of which computes while the other waits at a barrier."""
+"""Of more states a program has half as many samples as MEMORIES allow, and half as many warps, if
+Delta alone has feedback: a multiprocessor then runs two of them, one of which computes while the
+other waits at a barrier. With more feedback W^y may leave no shared memory for two."""
 
 BLOCK_STATES = 16
 """Most states that a sweep takes at once: the values of more would not fit registers."""
@@ -92,7 +93,9 @@ def launch_head_sweep(
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     assert W_y is not None
     b, t_end, d = y.shape
-    S = choose_samples(b, A) if samples is None else samples
+    if samples is None:
+        samples = choose_samples(b, A, only_delta=_is_of_delta(W_y, A))
+    S = samples
     programs, W = _programs(b, A, S), _whole_rows(W_y)
 
     def constants() -> Constants:
@@ -160,7 +163,9 @@ def launch_head_reverse(
     b, t_end, d = known.y.shape
     n = known.A.shape[1]
     size = _tokens_at_once(known.y, n, keep_every, options)
-    S = choose_samples(b, known.A) if samples is None else samples
+    if samples is None:
+        samples = choose_samples(b, known.A, only_delta=_is_of_delta(W, known.A))
+    S = samples
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, max(1, keep_every - 1), n, d)
     W = _whole_rows(W)
@@ -279,6 +284,14 @@ def _whole_rows(
     return W if W.stride()[1:] == (W.shape[2], 1) else W.contiguous()
 
 
+def _is_of_delta(
+    W: Tensor | Like,  # (H, r, d) or (H, d, d)
+    A: Tensor | Like,  # (H, n, d)
+) -> bool:
+    """Whether W has rows for Delta alone."""
+    return bool(W.shape[1] == A.shape[2])
+
+
 def _programs(
     b: int,
     A: Tensor,  # (H, n, d)
@@ -314,7 +327,7 @@ def _common_constants(
         "PRECISION": product["PRECISION"],
         "DOT": product["DOT"],
         "ROUND": _rounding(W),
-        "ONLY_DELTA": W.shape[1] == A.shape[2],
+        "ONLY_DELTA": _is_of_delta(W, A),
         "num_warps": samples * parts,
         "num_stages": 1,
         "maxnreg": MAX_REGISTERS,
@@ -331,17 +344,19 @@ def _rounding(W: Like) -> tl.dtype:
 def choose_samples(
     b: int,
     A: Tensor,  # (H, n, d)
+    *,
+    only_delta: bool = False,
 ) -> int:
     """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
     and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES and
-    STATES_ALONE allow.
+    STATES_ALONE allow. `only_delta`: Delta alone has feedback.
 
     A token takes a program about as long for one sample as for several, up to that.
     """
     heads, n, d = A.shape
     most = WARPS if d <= 64 else WARPS // 2
     most = min(most, MEMORIES // (next_power_of_two(n) * next_power_of_two(d)))
-    if n > STATES_ALONE:
+    if only_delta and n > STATES_ALONE:
         most //= 2
     units = 4 if interpreter_is_on() else multiprocessors(A.device)
     samples = 2
