@@ -62,6 +62,7 @@ def launch_sweep(
     """The whole forward sweep, in place."""
     W_y = buffers.W_y
     if W_y is None:
+        launcher.goes_around()
         launch_open_sweep(buffers, options, keep_every)
         return
     b, t_end, d = buffers.x.shape
@@ -140,6 +141,7 @@ def launch_reverse(
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     if W is None:
+        launcher.goes_around()
         launch_open_reverse(known, grads, options, keep_every)
         return None
     b, t_end, d = known.x.shape
@@ -169,6 +171,7 @@ def launch_reverse(
             one, how = range(slot, slot + 1), (plan, options, keep_every, zeros, launcher)
             _reverse(known, grads, W, buffers, one, *how, prepare=False, ahead=False)
         else:
+            launcher.goes_around()
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
     return parts
 
@@ -228,12 +231,15 @@ def chunk_buffers(
 ) -> ChunkBuffers:
     """Uninitialized, for so many chunks at a time."""
     b, t_end, d = known.y.shape
-    k = layout_of(options).num_householder
     count = min(keep_every, t_end)
-    scalars = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
-    mixed = known.A.new_empty(at_a_time * b, count, d)
-    local = known.A.new_empty(at_a_time * b, count, scalars + 2 * known.A.shape[-2])
-    return ChunkBuffers(mixed, local)
+    local = known.A.new_empty(at_a_time * b, count, local_size(options, known.A.shape[-2]))
+    return ChunkBuffers(known.A.new_empty(at_a_time * b, count, d), local)
+
+
+def local_size(options: Parameterization, n: int) -> int:
+    """Scalars of a token's local system, B and C (`triton_prepare.py`)."""
+    k = layout_of(options).num_householder
+    return 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4 + 2 * n
 
 
 def prepare(

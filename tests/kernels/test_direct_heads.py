@@ -252,20 +252,43 @@ def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("channels", "states", "samples"),
-    [(64, 16, 8), (64, 32, 8), (64, 33, 4), (128, 16, 4), (128, 64, 2), (32, 64, 8)],
+    ("channels", "states", "samples", "of_delta"),
+    [
+        (64, 16, 8, 8),
+        (64, 32, 8, 8),
+        (64, 33, 4, 2),
+        (128, 16, 4, 4),
+        (128, 64, 2, 1),
+        (32, 64, 8, 4),
+    ],
 )
-def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
+def test_fewer_samples_of_more_states(
+    channels: int, states: int, samples: int, of_delta: int
+) -> None:
+    """Fewer still if Delta alone has feedback."""
     from bedouin.kernels.direct.heads.launch import choose_samples
 
-    assert choose_samples(4096, torch.empty(8, states, channels, device=DEVICE)) == samples
+    A = torch.empty(8, states, channels, device=DEVICE)
+    assert choose_samples(4096, A) == samples
+    assert choose_samples(4096, A, only_delta=True) == of_delta
 
 
 @needs_triton
-def test_a_reverse_sweep_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.WORKSPACE", 1)
-    case = Case(b=1, t=5, p=2, n=2, k=1)
-    assert_same(launched(case, 1, keep_every=2), expect(case), case.tolerance)
+@pytest.mark.parametrize("workspace", [1, 2**23])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(b=1, t=5, p=2, n=2, k=1),
+        Case(b=3, t=6, p=3, n=17, k=1, fed=3, input_scale="one_minus_decay"),
+        Case(b=2, t=7, p=33, n=5, k=0, starts=False),
+    ],
+    ids=str,
+)
+def test_chunks_in_one_launch_of_the_reverse_sweep_and_in_several(
+    workspace: int, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.WORKSPACE", workspace)
+    assert_same(launched(case, 2, keep_every=2), expect(case), case.tolerance)
 
 
 @needs_triton

@@ -20,7 +20,6 @@ from bedouin.kernels.direct.buffers import (
 )
 from bedouin.kernels.direct.heads.blocks import HeadBlocks, head_blocks
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
-from bedouin.kernels.direct.heads.triton_replay import replay_head_kernel
 from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
 from bedouin.kernels.direct.triton_constants import (
     Like,
@@ -33,7 +32,7 @@ from bedouin.kernels.direct.triton_constants import (
     token_strides,
     uses_tf32,
 )
-from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
+from bedouin.kernels.direct.triton_launch import chunk_buffers, local_size, prepare
 from bedouin.kernels.direct.triton_plan import multiprocessors
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_transposed_weight
@@ -59,6 +58,11 @@ LANES = 32
 MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
+STATES_ALONE = 32
+"""Of more states a program has half as many samples as MEMORIES allow, and half as many warps, if
+Delta alone has feedback: a multiprocessor then runs two of them, one of which computes while the
+other waits at a barrier. With more feedback W^y may leave no shared memory for two."""
+
 BLOCK_STATES = 16
 """Most states that a sweep takes at once: the values of more would not fit registers."""
 
@@ -73,8 +77,7 @@ MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
 
-SWEEP, REPLAY = PlannedKernel(head_sweep_kernel), PlannedKernel(replay_head_kernel)
-REVERSE = PlannedKernel(reverse_head_kernel)
+SWEEP, REVERSE = PlannedKernel(head_sweep_kernel), PlannedKernel(reverse_head_kernel)
 
 
 def launch_head_sweep(
@@ -90,7 +93,9 @@ def launch_head_sweep(
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     assert W_y is not None
     b, t_end, d = y.shape
-    S = choose_samples(b, A) if samples is None else samples
+    if samples is None:
+        samples = choose_samples(b, A, only_delta=_is_of_delta(W_y, A))
+    S = samples
     programs, W = _programs(b, A, S), _whole_rows(W_y)
 
     def constants() -> Constants:
@@ -157,24 +162,24 @@ def launch_head_reverse(
     `samples` of a program and `parts` of a sample, by default chosen."""
     b, t_end, d = known.y.shape
     n = known.A.shape[1]
-    chunks = max(1, WORKSPACE // (b * n * d * keep_every))
-    size = min(chunks * keep_every, ceil_div(t_end, keep_every) * keep_every)
-    S = choose_samples(b, known.A) if samples is None else samples
+    size = _tokens_at_once(known.y, n, keep_every, options)
+    if samples is None:
+        samples = choose_samples(b, known.A, only_delta=_is_of_delta(W, known.A))
+    S = samples
     buffers = chunk_buffers(known, size, options)
-    replayed = known.A.new_empty(b, min(size, t_end), n, d)
+    replayed = known.A.new_empty(b, max(1, keep_every - 1), n, d)
     W = _whole_rows(W)
     fed, scalars = known.fed is not None, buffers.local.shape[2]
 
     def find_constants() -> Constants:
         looks = Like.of(known.A), Like.of(W), options, S, parts, uses_tf32()
-        return _reverse_constants(*looks, fed, scalars)
+        return _reverse_constants(*looks, keep_every, fed, scalars)
 
     constants = launcher.once("constants", find_constants)
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
-        own = buffers.mixed, buffers.local, replayed, chunk
         prepare(known, buffers, chunk, options, launcher)
-        _replay(known, *own, options, keep_every, launcher)
+        own = buffers.mixed, buffers.local, replayed, chunk
         _reverse(known, grads, W, *own, constants, launcher)
     if not wants_first:
         return None
@@ -182,42 +187,20 @@ def launch_head_reverse(
     return apply_transposed_weight(first, W).to(known.A.dtype).unsqueeze(0)
 
 
-def _replay(
-    known: SolvedBuffers,
-    mixed: Tensor,  # (b, count or more, d)
-    local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
-    replayed: Tensor,  # (b, count or more, n, d), written
-    chunk: range,
-    options: Parameterization,
+def _tokens_at_once(
+    y: Tensor,  # (b, t, d)
+    n: int,
     keep_every: int,
-    launcher: Launcher,
-) -> None:
-    _, y, raw, fed, A, h0, kept = known
-
-    def how() -> How:
-        b, _, d = y.shape
-        sizes = chunk.start, len(chunk), kept.shape[1], b // A.shape[0], d, A.shape[1]
-        integers = *sizes, *raw.stride()[:2], *token_strides(fed), h0.stride(0)
-        constants = _replay_constants(Like.of(A), options, fed is not None, keep_every)
-        return (b, ceil_div(len(chunk), keep_every)), integers, constants
-
-    tensors = mixed, local, raw, raw if fed is None else fed, A, h0, kept, replayed
-    launcher.launch(REPLAY, chunk.start, tensors, how)
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _replay_constants(A: Like, options: Parameterization, fed: bool, keep_every: int) -> Constants:
-    """The constants of `replay_head_kernel`."""
-    constants = scan_constants(A.shape[-1], A, options)
-    for name in ("EPS", "SELECTIVE", "ACC"):
-        del constants[name]
-    return Constants(
-        K=layout_of(options).num_householder,
-        KEEP=keep_every,
-        FED=fed,
-        **constants,
-        num_warps=4,
-    )
+    options: Parameterization,
+) -> int:
+    """Tokens of a launch, a multiple of `keep_every`: as many as leave h of a chunk, x~ and the
+    scalars of these tokens within WORKSPACE, or within what h of all tokens of a chunk and the
+    others of that chunk take."""
+    b, t_end, d = y.shape
+    prepared = b * (d + local_size(options, n))
+    most = max(WORKSPACE, keep_every * (b * n * d + prepared))
+    tokens = (most - (keep_every - 1) * b * n * d) // prepared
+    return min(tokens, t_end + keep_every - 1) // keep_every * keep_every
 
 
 def _reverse(
@@ -226,19 +209,20 @@ def _reverse(
     W: Tensor,  # (H, r, d) or (H, d, d)
     mixed: Tensor,  # (b, count or more, d)
     local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
-    replayed: Tensor,  # (b, count or more, n, d)
+    replayed: Tensor,  # (b, KEEP - 1, n, d), overwritten
     chunk: range,
     constants: Constants,
     launcher: Launcher,
 ) -> None:
-    x, y, raw, fed, A, _, _ = known
+    x, y, raw, fed, A, h0, kept = known
     programs = _programs(y.shape[0], A, constants["S"])
 
     def how() -> How:
         b, t_end, d = y.shape
-        sizes = chunk.start, len(chunk), t_end, b // A.shape[0], d, A.shape[1], grads.raw.shape[-1]
+        sizes = chunk.start, len(chunk), t_end, kept.shape[1], b // A.shape[0], d, A.shape[1]
         inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
-        return (programs,), (*sizes, *inner, *token_strides(fed), W.stride(0)), constants
+        strides = *inner, *token_strides(fed), W.stride(0), h0.stride(0)
+        return (programs,), (*sizes, grads.raw.shape[-1], *strides), constants
 
     tensors = (
         grads.y,
@@ -250,6 +234,8 @@ def _reverse(
         A,
         mixed,
         local,
+        h0,
+        kept,
         replayed,
         grads.H,
         grads.x,
@@ -269,6 +255,7 @@ def _reverse_constants(
     samples: int,
     parts: int | None,
     tf32: bool,
+    keep_every: int,
     fed: bool,
     scalars: int,  # of a token
 ) -> Constants:
@@ -278,11 +265,13 @@ def _reverse_constants(
     at_once = BLOCK_STATES if holds or not common["ONLY_DELTA"] else FEWER_STATES
     return Constants(
         K=layout_of(options).num_householder,
+        KEEP=keep_every,
         FED=fed,
         NORM=options.feedback_norm_eps is not None,
         # a few more than the scalars, whose groups begin at multiples of 4
         BLOCK_L=next_power_of_two(scalars + 16),
         N=min(at_once, blocks.states),
+        REPLAY_N=min(BLOCK_STATES, blocks.states),
         HOLD=holds,
         **common,
     )
@@ -293,6 +282,14 @@ def _whole_rows(
 ) -> Tensor:  # as W
     """W, copied unless the matrices of the heads are contiguous, at any distance."""
     return W if W.stride()[1:] == (W.shape[2], 1) else W.contiguous()
+
+
+def _is_of_delta(
+    W: Tensor | Like,  # (H, r, d) or (H, d, d)
+    A: Tensor | Like,  # (H, n, d)
+) -> bool:
+    """Whether W has rows for Delta alone."""
+    return bool(W.shape[1] == A.shape[2])
 
 
 def _programs(
@@ -330,7 +327,7 @@ def _common_constants(
         "PRECISION": product["PRECISION"],
         "DOT": product["DOT"],
         "ROUND": _rounding(W),
-        "ONLY_DELTA": W.shape[1] == A.shape[2],
+        "ONLY_DELTA": _is_of_delta(W, A),
         "num_warps": samples * parts,
         "num_stages": 1,
         "maxnreg": MAX_REGISTERS,
@@ -347,20 +344,25 @@ def _rounding(W: Like) -> tl.dtype:
 def choose_samples(
     b: int,
     A: Tensor,  # (H, n, d)
+    *,
+    only_delta: bool = False,
 ) -> int:
     """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
-    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES allow.
+    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES and
+    STATES_ALONE allow. `only_delta`: Delta alone has feedback.
 
     A token takes a program about as long for one sample as for several, up to that.
     """
     heads, n, d = A.shape
     most = WARPS if d <= 64 else WARPS // 2
     most = min(most, MEMORIES // (next_power_of_two(n) * next_power_of_two(d)))
+    if only_delta and n > STATES_ALONE:
+        most //= 2
     units = 4 if interpreter_is_on() else multiprocessors(A.device)
     samples = 2
     while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:
         samples *= 2
-    return min(samples, next_power_of_two(b // heads))
+    return min(samples, most, next_power_of_two(b // heads))
 
 
 def choose_parts(channels: int, samples: int) -> int:

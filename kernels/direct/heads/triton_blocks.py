@@ -72,6 +72,20 @@ def load_both(
 
 
 @triton.jit
+def keep_order(FAST: tl.constexpr):
+    """What follows is compiled to follow; no warp waits for another one, as at a barrier."""
+    if FAST:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+            "=r,r,~{memory}",
+            [tl.full([], 0, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def join_blocks(blocks, S: tl.constexpr):
     """Rows (s, w) of 1 or more blocks as one, entry c of block i at 2^m c + i, with 2^m blocks of
     which the last ones may be zeros."""

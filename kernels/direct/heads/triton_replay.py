@@ -1,80 +1,158 @@
-"""h before every token of a chunk of heads, from the kept memories.
+"""h before the tokens of a chunk of heads, from h before the first one.
 
-Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
-values, H heads.
+Blocks of states are replayed one after the other, so that the values of all states need no
+registers beside what the reverse sweep holds.
+Letters: d channels of a head, n state per channel, s samples of a program, or their parts.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import fast_activate
-from bedouin.kernels.device.discretize import build_coupled, build_decay, fast_scale
+from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.direct.heads.device import spread, stack_states, unstack_states
+from bedouin.kernels.direct.heads.parts import columns_of_rows
+from bedouin.kernels.direct.heads.triton_blocks import discretize
 
 
-@triton.jit(do_not_specialize=["start", "count", "slots", "per_head"])
-def replay_head_kernel(
-    mixed_ptr,  # (b, count, d): x~
-    local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r or more), added to raw if FED
-    A_ptr,  # (H, n, d), log2(e) A
-    h0_ptr,  # (b, n, d): h before token 0
-    kept_ptr,  # (b, slots, n, d): h before tokens KEEP, 2 KEEP, ...
-    replayed_ptr,  # (b, count, n, d): h before the tokens of the chunk, written
-    start,  # a multiple of KEEP
-    count,
-    slots,
-    per_head,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    h0_stride_b,
-    K: tl.constexpr,
-    KEEP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
+@triton.jit
+def kept_memory(
+    h0_row, kept_row,  # pointers (s,) to h before token 0, and before token KEEP
+    chunk, d: tl.constexpr, n: tl.constexpr,
+):  # fmt: skip
+    """Pointers (s,) to h before a chunk."""
+    row = kept_row + (chunk - 1) * (n * d)
+    if chunk == 0:
+        row = h0_row
+    return row
+
+
+@triton.jit
+def _fetch(row, at, FAST: tl.constexpr):
+    """Have the second-level cache read what is at row (s,) + at (s, .)."""
+    if FAST:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(row[:, None] + at).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def fetch_values(
+    row,  # pointers (s,)
+    SIZE: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Have the second-level cache read SIZE consecutive float32 of each sample."""
+    LINES: tl.constexpr = max(PARTS, triton.next_power_of_2((SIZE + 31) // 32))
+    lines = columns_of_rows(row.shape[0], PARTS, LINES // PARTS)
+    _fetch(row, tl.minimum(32 * lines, SIZE - 1), FAST)
+
+
+@triton.jit
+def fetch_chunk(
+    from_row,  # pointers (s,) to h before the first token
+    mixed_row, local_row, raw_row, fed_row,  # pointers (s,) to rows of the first token
+    raw_stride, fed_stride,  # between tokens
+    d: tl.constexpr, n: tl.constexpr, KEEP: tl.constexpr, LOCAL: tl.constexpr,
+    PARTS: tl.constexpr, FED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Have the second-level cache read, long before it, what `replay_tokens` reads for KEEP tokens
+    with LOCAL scalars each, since it would wait for memory of the device in every block."""
+    fetch_values(from_row, n * d, PARTS, FAST)
+    fetch_values(mixed_row, KEEP * d, PARTS, FAST)
+    fetch_values(local_row, KEEP * LOCAL, PARTS, FAST)
+    tokens = tl.arange(0, triton.next_power_of_2(KEEP))
+    tokens = tl.minimum(tokens, KEEP - 1)[None, :].to(tl.int64)
+    _fetch(raw_row, tokens * raw_stride, FAST)
+    if FED:
+        _fetch(fed_row, tokens * fed_stride, FAST)
+
+
+@triton.jit
+def _load_states(
+    rows_at,  # pointers (s, d) to the first one
+    count,  # states that there are, at most N matter
+    in_row, d: tl.constexpr, n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """States d elements apart as (s, d, N), zeros past the last one."""
+    rows = ()
+    for i in tl.static_range(N):
+        # no part of a block is left over if they have the same size
+        mask = in_row if n % N == 0 else in_row & (i < count)
+        rows = rows + (tl.load(rows_at + i * d, mask=mask, other=0.0),)
+    return stack_states(rows, ROWS, D, N)
+
+
+@triton.jit
+def _load_step(
+    mixed_row, raw_row, fed_row, B_row,  # pointers (s,)
+    count, cols, in_row,  # the channels of a row, (s, d) or (1, d)
+    n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, FED: tl.constexpr,
+):  # fmt: skip
+    """x~, raw Delta and B of a block of states of a token."""
+    mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
+    delta = tl.load(raw_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
+    if FED:
+        delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
+    at = tl.arange(0, N)[None, :]
+    if n % N == 0:
+        B = tl.load(B_row[:, None] + at)
+    else:
+        B = tl.load(B_row[:, None] + at, mask=at < count, other=0.0)
+    return mixed, delta, B
+
+
+@triton.jit
+def replay_tokens(
+    from_row,  # pointers (s,) to h before the first token
+    to_row,  # pointers (s,) to the place of h before the second one, that of the others behind it
+    tokens,
+    mixed_row, raw_row, fed_row, B_row,  # pointers (s,) to rows of the first token
+    raw_stride, fed_stride, B_stride,  # between tokens
+    A_at,  # pointers (s, d) to state 0 of log2(e) A
+    cols, in_row, inside,  # the channels of a row, (s, d) or (1, d); `inside`: those to be stored
+    d: tl.constexpr, n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    FED: tl.constexpr, ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr,
     FAST: tl.constexpr,
-):
-    """h before every token of a chunk, from the kept ones: a program for KEEP tokens of a sample.
+):  # fmt: skip
+    """Store h before all tokens but the first: h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
 
-    h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
+    The loop over blocks remains one, because the compiler takes long for every load and store.
     """
-    sample = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * KEEP
-    head = sample // per_head
-    SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    state = rows[:, None] * d + cols[None, :]
-    inside = (rows < n)[:, None] & (cols < d)[None, :]
-    A = tl.load(A_ptr + head * n * d + state, mask=inside, other=0.0)
-    slot = (start + first) // KEEP
-    h_ptr = kept_ptr + (sample * slots + slot - 1) * n * d
-    if slot == 0:
-        h_ptr = h0_ptr + sample * h0_stride_b
-    h = tl.load(h_ptr + state, mask=inside, other=0.0)
-    for i in range(first, tl.minimum(first + KEEP, count)):
-        tl.store(replayed_ptr + (sample * count + i) * n * d + state, h, mask=inside)
-        raw_at = raw_ptr + sample * raw_stride_b + (start + i).to(tl.int64) * raw_stride_t
-        delta = tl.load(raw_at + cols, mask=cols < d, other=0.0).to(tl.float32)
-        if FED:
-            fed_at = fed_ptr + sample * fed_stride_b + (start + i).to(tl.int64) * fed_stride_t
-            delta += tl.load(fed_at + cols, mask=cols < d, other=0.0).to(tl.float32)
-        delta = fast_activate(delta, ACTIVATION, FAST)
-        mixed = tl.load(mixed_ptr + (sample * count + i) * d + cols, mask=cols < d, other=0.0)
-        at = local_ptr + (sample * count + i) * (SIZE + 2 * n) + SIZE + rows
-        B = tl.load(at, mask=rows < n, other=0.0)
-        if INPUT_SCALE == "one_minus_decay":
-            decay, s_rows = build_coupled(A * delta[None, :], FULL, FAST)
-            h = decay * h + s_rows * mixed[None, :] * B[:, None]
-        else:
-            decay = build_decay(A * delta[None, :], FULL, FAST)
-            h = decay * h + (fast_scale(delta, INPUT_SCALE, FAST) * mixed)[None, :] * B[:, None]
+    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
+    for block in tl.range(0, (n + N - 1) // N):
+        count, state = n - block * N, block * N * d
+        h = _load_states(from_row[:, None] + state + cols, count, in_row, d, n, ROWS, D, N)
+        A = _load_states(A_at + state, count, in_row, d, n, ROWS, D, N)
+        B_at = B_row + block * N
+        # loads of a token are issued while the one before it is computed
+        loaded = _load_step(
+            mixed_row, raw_row, fed_row, B_at, count, cols, in_row, n, ROWS, D, N, FED
+        )  # fmt: skip
+        for i in range(1, tokens):
+            mixed, delta, B = loaded
+            step = tl.minimum(i, tokens - 2)
+            far = step.to(tl.int64)
+            loaded = _load_step(
+                mixed_row + step * d, raw_row + far * raw_stride, fed_row + far * fed_stride,
+                B_at + step * B_stride, count, cols, in_row, n, ROWS, D, N, FED,
+            )  # fmt: skip
+            delta = fast_activate(delta, ACTIVATION, FAST)
+            s = delta if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
+            decay, scales = discretize(A, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+            if COUPLED:
+                written = scales * spread(mixed, ROWS, D, N)
+            else:
+                written = spread(scales * mixed, ROWS, D, N)
+            h = decay * h + written * tl.broadcast_to(B[:, None, :], [ROWS, D, N])
+            rows = unstack_states(h, ROWS, D, N)
+            at = to_row[:, None] + ((i - 1) * (n * d) + state) + cols
+            for j in tl.static_range(N):
+                mask = inside if n % N == 0 else inside & (j < count)
+                tl.store(at + j * d, rows[j], mask=mask)

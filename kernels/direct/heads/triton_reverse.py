@@ -1,8 +1,9 @@
 """The reverse sweep of heads that fit a multiprocessor: one program a head and a few samples.
 
-It takes the tokens of a chunk back, the last first, from what `prepare_kernel` and
-`replay_head_kernel` computed for all of them at once. The equations, and the scalars of a token's
-local system, are those of `triton_reverse_token.py` and `triton_prepare.py`.
+It takes tokens back, the last first, from what `prepare_kernel` computed for all of them at once.
+Before a chunk of them, a program computes the memories of its samples in the chunk and stores them
+where they remain in the second-level cache. The equations, and the scalars of a token's local
+system, are those of `triton_reverse_token.py` and `triton_prepare.py`.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, s samples of a program, or their parts.
@@ -52,11 +53,18 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     effects,
     in_blocks,
     join_blocks,
+    keep_order,
     load_block,
     load_blocks,
     load_both,
     store_blocks,
     total_of,
+)
+from bedouin.kernels.direct.heads.triton_replay import (
+    fetch_chunk,
+    fetch_values,
+    kept_memory,
+    replay_tokens,
 )
 from bedouin.kernels.direct.heads.triton_weights import (
     BLOCK_ALPHA,
@@ -134,14 +142,12 @@ def transposed_product(
 
 @triton.jit
 def load_token(
-    x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row, h_row,  # pointers (s,)
+    x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    d: tl.constexpr, n: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, FED: tl.constexpr, ONLY_DELTA: tl.constexpr,
-    HOLD: tl.constexpr,
+    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, FED: tl.constexpr,
+    ONLY_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """x, y, grad_y, x~, the raw values of Delta and u, their feedback, and with HOLD h before
-    the token."""
+    """x, y, grad_y, x~, the raw values of Delta and u, and their feedback."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
     y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
     g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
@@ -153,13 +159,10 @@ def load_token(
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
         if FED and (i == 0 or not ONLY_DELTA):
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
-    h = ()
-    if HOLD:
-        h = load_blocks(h_row[:, None] + cols, in_row, d, n, ROWS, D, N)
-    return x, y, g, mixed, raw, fed, h
+    return x, y, g, mixed, raw, fed
 
 
-@triton.jit(do_not_specialize=["start", "count", "t_end", "per_head"])
+@triton.jit(do_not_specialize=["start", "count", "t_end", "slots", "per_head"])
 def reverse_head_kernel(
     grad_y_ptr,  # (b, t, d)
     x_ptr,  # (H, b / H, t, d)
@@ -170,16 +173,19 @@ def reverse_head_kernel(
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
     local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
-    replayed_ptr,  # (b, count, n, d): h before the tokens of the chunk
-    H_ptr,  # (b, n, d): cotangent of h after the chunk, in place that before it
+    h0_ptr,  # (b, n, d): h before token 0
+    kept_ptr,  # (b, slots, n, d): h before tokens KEEP, 2 KEEP, ...
+    replayed_ptr,  # (b, KEEP - 1, n, d): h before the other tokens of a chunk of KEEP, in turn
+    H_ptr,  # (b, n, d): cotangent of h after the tokens, in place that before them
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
     grad_A_ptr,  # (b, n, d), added to
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
-    start,
+    start,  # of the tokens that are taken back, a multiple of KEEP
     count,
     t_end,
+    slots,
     per_head,  # samples of a head, b / H
     d: tl.constexpr,
     n: tl.constexpr,
@@ -194,10 +200,13 @@ def reverse_head_kernel(
     fed_stride_b,
     fed_stride_t,
     W_stride_h,
+    h0_stride_b,
     K: tl.constexpr,
+    KEEP: tl.constexpr,
     S: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
+    REPLAY_N: tl.constexpr,  # states that are replayed at once
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -214,7 +223,7 @@ def reverse_head_kernel(
     ONLY_DELTA: tl.constexpr,  # the raw values of Delta alone have feedback
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
 ):
-    """The adjoint of the tokens of a chunk of S samples of one head, the last first."""
+    """The adjoint of `count` tokens of S samples of one head, the last first."""
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = samples_of(per_head, S, PARTS)
@@ -235,7 +244,7 @@ def reverse_head_kernel(
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     if HOLD:
         A = load_blocks(A_at, in_row, d, n, ROWS, D, N, False)
-    # the cotangents of the raw values of the token after the chunk
+    # the cotangents of the raw values of the token after these
     W_at = W_ptr + head * W_stride_h
     if ONLY_DELTA:
         W = (load_transposed_delta_weights(W_at, d, BLOCK_D, DOT),)
@@ -262,6 +271,10 @@ def reverse_head_kernel(
     grads = in_tiles(
         delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE, ONLY_DELTA
     )
+    h0_row = h0_ptr + sample * h0_stride_b
+    kept_row = kept_ptr + sample * slots * (n * d)
+    last_chunk = (start + count - 1) // KEEP
+    fetch_values(kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST)
     at = sample[:, None] * (n * d) + cols
     H = load_blocks(H_ptr + at, in_row, d, n, ROWS, D, N, False)
     grad_A = load_blocks(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
@@ -272,14 +285,14 @@ def reverse_head_kernel(
     fed_row = fed_ptr + sample * fed_stride_b
     mixed_row = mixed_ptr + sample * count * d
     local_row = local_ptr + sample * count * (SIZE + 2 * n)
-    h_row = replayed_ptr + sample * count * n * d
+    replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
     row_of = rows_of_statistics(per_head, t_end, S)
     last = (start + count - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        h_row + (count - 1) * n * d, cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA, HOLD,
+        cols, in_row, d, u_at, K, FED, ONLY_DELTA,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -301,6 +314,31 @@ def reverse_head_kernel(
     extremes = (zero, zero) if PARTS > 1 else ()
     for back in range(0, count):
         i_token = count - 1 - back
+        in_chunk = i_token % KEEP
+        first = i_token - in_chunk
+        if (back == 0) | (in_chunk == KEEP - 1):
+            # other threads have read what is overwritten, and read what is written
+            tl.debug_barrier()
+            chunk = (start + first) // KEEP
+            from_token = (start + first).to(tl.int64)
+            replay_tokens(
+                kept_memory(h0_row, kept_row, chunk, d, n),
+                replayed_row, in_chunk + 1, mixed_row + first * d,
+                raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
+                local_row + first * (SIZE + 2 * n) + SIZE, raw_stride_t, fed_stride_t, SIZE + 2 * n,
+                A_at, cols, in_row, inside, d, n, ROWS, D, REPLAY_N, FED, ACTIVATION, INPUT_SCALE,
+                FULL, FAST,
+            )  # fmt: skip
+            if first > 0:
+                i_before = first - KEEP
+                from_token -= KEEP
+                fetch_chunk(
+                    kept_memory(h0_row, kept_row, chunk - 1, d, n), mixed_row + i_before * d,
+                    local_row + i_before * (SIZE + 2 * n), raw_row + from_token * raw_stride_t,
+                    fed_row + from_token * fed_stride_t, raw_stride_t, fed_stride_t, d, n, KEEP,
+                    SIZE + 2 * n, PARTS, FED, FAST,
+                )  # fmt: skip
+            tl.debug_barrier()
         t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
         # the scalars of a token are read one by one: first from where they are near
@@ -311,14 +349,14 @@ def reverse_head_kernel(
         t_next = (start + i_next).to(tl.int64)
         scalars_at = local_row + i_next * (SIZE + 2 * n)
         scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
+        h_row = replayed_row + (in_chunk - 1) * (n * d)
+        if in_chunk == 0:
+            h_row = kept_memory(h0_row, kept_row, (start + first) // KEEP, d, n)
+        h_at = h_row[:, None] + cols
+        h = load_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), ROWS, D, N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
-        x, y, g, mixed, raw, fed, h = loaded
-        h_at = h_row[:, None] + i_token * n * d + cols
-        if not HOLD:
-            FIRST: tl.constexpr = min(AHEAD, BLOCKS)
-            for i in tl.static_range(FIRST):
-                h = h + (load_block(h_at, i, in_row, d, n, ROWS, D, N),)
+        x, y, g, mixed, raw, fed = loaded
         x = x.to(tl.float32)
         y = y.to(tl.float32)
         g = g.to(tl.float32)
@@ -386,8 +424,7 @@ def reverse_head_kernel(
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, h_row + i_next * n * d,
-            cols, in_row, d, n, u_at, K, N, ROWS, D, FED, ONLY_DELTA, HOLD,
+            fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K, FED, ONLY_DELTA,
         )  # fmt: skip
         w = g
         applied = g
@@ -461,7 +498,7 @@ def reverse_head_kernel(
                 A_block, B, C, decay, reach, written = held[i]
             else:
                 # without it the compiler loads the values of all blocks first, and spills them
-                tl.debug_barrier()
+                keep_order(FAST)
                 if i + AHEAD < BLOCKS:
                     h = h + (load_block(h_at, i + AHEAD, in_row, d, n, ROWS, D, N),)
                 A_block = load_block(A_at, i, in_row, d, n, ROWS, D, N)
