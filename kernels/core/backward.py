@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.core.forward import output_operands
-from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_clear, launch_finish
 from bedouin.kernels.core.products import (
     add_product_,
@@ -76,13 +75,12 @@ def core_backward(
     saved: CoreSaved,
     options: CoreOptions,
     wanted: Wanted,
+    launcher: Launcher,
     *,
     overwrites: bool,
 ) -> CoreGradients:
     """The gradients of a call of `core_forward`; `overwrites` allows it to use the memory of
     `saved.raw`, which it takes for the cotangent of the raw values."""
-    others = (options, wanted, overwrites)
-    launcher = launcher_of("backward", (*cotangents, *tensors, *saved), others)
     (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
     H, _, _, p, _, r, f = sizes

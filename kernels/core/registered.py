@@ -7,7 +7,7 @@ Letters as in `types.py`.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.operation import operation
+
+if TYPE_CHECKING:
+    from bedouin.kernels.plans import Launcher
 
 TENSORS = (
     "Tensor projected, Tensor W_x, Tensor? W_y, Tensor decay, Tensor D, Tensor? weight, "
@@ -62,10 +65,16 @@ def core_operation(*flat: Any) -> tuple[Tensor, ...]:
     """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b', t), residual
     and pivot (2, b'), converged (b',). No size may be 0. `real` is that of `core_forward`."""
     from bedouin.kernels.core.forward import core_forward
+    from bedouin.kernels.core.kinds import kind_of
 
-    tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(*flat[11:])
-    hidden, h, saved, statistics = core_forward(tensors, biases, options, flat[10])
-    return hidden, h, *saved, *statistics
+    given, options = flat[:11], _options(*flat[11:])
+
+    def compute(launcher: "Launcher") -> tuple[Tensor, ...]:
+        tensors, biases, real = CoreTensors(*given[:8]), given[8:10], given[10]
+        hidden, h, saved, statistics = core_forward(tensors, biases, options, real, launcher)
+        return hidden, h, *saved, *statistics
+
+    return kind_of("forward", given, options).run(given, compute)
 
 
 @core_operation.register_fake
@@ -104,10 +113,16 @@ def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
 
 def _run_backward(flat: tuple[Any, ...], *, overwrites: bool) -> tuple[Tensor, ...]:
     from bedouin.kernels.core.backward import CoreCotangents, Wanted, core_backward
+    from bedouin.kernels.core.kinds import kind_of
 
-    cotangents, tensors = CoreCotangents(*flat[:3]), CoreTensors(*flat[3:11])
-    saved, options, wanted = CoreSaved(*flat[11:19]), _options(*flat[19:-1]), Wanted(*flat[-1])
-    return core_backward(cotangents, tensors, saved, options, wanted, overwrites=overwrites)
+    given, options, wanted = flat[:19], _options(*flat[19:-1]), Wanted(*flat[-1])
+
+    def compute(launcher: "Launcher") -> tuple[Tensor, ...]:
+        cotangents, tensors = CoreCotangents(*given[:3]), CoreTensors(*given[3:11])
+        others = CoreSaved(*given[11:]), options, wanted, launcher
+        return core_backward(cotangents, tensors, *others, overwrites=overwrites)
+
+    return kind_of("backward", given, (options, wanted, overwrites)).run(given, compute)
 
 
 @_core_backward.register_fake

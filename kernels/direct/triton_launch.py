@@ -62,6 +62,7 @@ def launch_sweep(
     """The whole forward sweep, in place."""
     W_y = buffers.W_y
     if W_y is None:
+        launcher.goes_around()
         launch_open_sweep(buffers, options, keep_every)
         return
     b, t_end, d = buffers.x.shape
@@ -140,6 +141,7 @@ def launch_reverse(
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     if W is None:
+        launcher.goes_around()
         launch_open_reverse(known, grads, options, keep_every)
         return None
     b, t_end, d = known.x.shape
@@ -166,6 +168,7 @@ def launch_reverse(
             one, how = range(slot, slot + 1), (plan, options, keep_every, zeros, launcher)
             _reverse(known, grads, W, buffers, one, *how, prepare=False)
         else:
+            launcher.goes_around()
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
     return parts
 
