@@ -26,6 +26,7 @@ from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, state_major
 from bedouin.kernels.direct.heads.launch import launch_head_reverse
 from bedouin.kernels.direct.triton_launch import ReverseZeros, count_splits, launch_reverse
+from bedouin.kernels.direct.triton_summary import summarize_adjoint
 from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.linear import ALIGNMENT
 from bedouin.kernels.output.launch import output_backward, shifted_norm_backward
@@ -44,7 +45,7 @@ class CoreCotangents(NamedTuple):
 
 
 class CoreGradients(NamedTuple):
-    """Gradients; those that are not wanted are empty."""
+    """Gradients and statistics; those that are not wanted are empty."""
 
     projected: Tensor  # (b, t, w)
     W_x: Tensor  # (r + p, p) or (H, r + p, p)
@@ -56,17 +57,20 @@ class CoreGradients(NamedTuple):
     y0: Tensor  # (b', p), empty without y0
     dt_bias: Tensor  # (d,)
     raw_bias: Tensor  # (H r,)
-    statistics: Tensor  # (2, b', t), defect and scale of the adjoint equation
+    steps: Tensor  # (b',), of the adjoint equation
+    residual: Tensor  # (b',), likewise
+    converged: Tensor  # (b',), likewise
 
 
 class Wanted(NamedTuple):
-    """Gradients that cost a product or a sum of their own."""
+    """Results that cost a launch, a product or a sum of their own."""
 
     W_x: bool
     W_y: bool
     y0: bool
     bias: bool
     low_bias: bool  # the biases have the dtype of D; else their gradients are those of the sums
+    summary: bool  # how the adjoint equation was solved
 
 
 def core_backward(
@@ -143,7 +147,13 @@ def core_backward(
     weights = grad_W_x, grad_W_y
     finished = launch_finish(tensors, options, *parts_of, *weights, of_biases, launcher)
     states = grad_H.mT, grad_y0
-    return CoreGradients(grad_projected, *finished[:5], *states, *finished[5:], statistics)
+    if wanted.summary:
+        defect, scale = statistics.unbind()
+        summary = summarize_adjoint(defect, scale, launcher=launcher)
+    else:
+        nothing = statistics.new_empty(0)
+        summary = nothing.to(torch.int64), nothing, nothing.to(torch.bool)
+    return CoreGradients(grad_projected, *finished[:5], *states, *finished[5:], *summary)
 
 
 def _raw_with_feedback(

@@ -1,6 +1,6 @@
 """Kinds of calls of a layer's core, and what calls of one kind have in common."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,26 +17,18 @@ _KINDS: dict[tuple[Hashable, ...], Kind] = {}
 
 def kind_of(
     name: str,
-    tensors: Iterable[Tensor | None],  # any shapes
+    tensors: Sequence[Tensor | None],  # any shapes
     others: tuple[Hashable, ...],
 ) -> Kind:
     """The kind of a call. `tensors` are all that the call is given, and `others` is all else that
     decides what it does."""
-    looks: list[Hashable] = [name, others]
-    single = False
-    for v in tensors:
-        # a dtype or None ends what is said of each tensor
-        if v is None:
-            looks.append(None)
-            continue
-        dtype = v.dtype
-        looks += v.shape
-        looks += v.stride()
-        looks += v.get_device(), dtype
-        single |= dtype is torch.float32
+    # one tuple for each tensor takes less time than one for all
+    looks = tuple(
+        [v if v is None else (v.shape, v.stride(), v.dtype, v.get_device()) for v in tensors]
+    )
     # only products of float32 depend on the setting
-    looks.append(single and uses_tf32())
-    key = tuple(looks)
+    single = any([v is not None and v.dtype is torch.float32 for v in tensors])
+    key = name, others, looks, single and uses_tf32()
     kind = _KINDS.get(key)
     if kind is None:
         if len(_KINDS) >= MAX_KINDS:

@@ -159,15 +159,19 @@ def summarize_adjoint(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t)
     max_tokens: int = MAX_TOKENS,
+    launcher: Launcher = AFRESH,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (b,) each
     """Steps, residual and convergence of a reverse sweep; no size may be 0."""
-    b, t_end = defect.shape
+    b = defect.shape[0]
     steps = torch.empty(b, dtype=torch.int64, device=defect.device)
     residual, converged = defect.new_empty(b), torch.empty_like(steps, dtype=torch.bool)
+
+    def how() -> How:
+        b, t_end = defect.shape
+        return (b,), (t_end,), _adjoint_constants(defect.dtype, t_end, max_tokens)
+
     given = defect.contiguous(), scale.contiguous(), steps, residual, converged
-    ADJOINT_SUMMARY.launch(
-        (b,), given, (t_end,), _adjoint_constants(defect.dtype, t_end, max_tokens)
-    )
+    launcher.launch(ADJOINT_SUMMARY, None, given, how)
     return steps, residual, converged
 
 

@@ -8,13 +8,13 @@ p = d / H head_dim; b' = H b folded samples (bedouin.heads).
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.fixed_point_map import FixedPointMap, StructuredMap, make_reporter
+from bedouin.fixed_point_map import FixedPointMap, StructuredMap
 from bedouin.gated_stage import GatedStage
 from bedouin.heads import HeadLinear, fold_state
 from bedouin.kernels.backend import choose_backend, is_transformed
@@ -34,7 +34,7 @@ from bedouin.mixers import ChannelMixer
 from bedouin.packing import Packing
 from bedouin.parameterization import OutputStage
 from bedouin.solvers import Direct, ImplicitAdjoint
-from bedouin.solvers.solution import BackwardStats
+from bedouin.solvers.solution import BackwardStats, DeferredStats, can_read_device
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState
 from bedouin.wrapped import is_plain
@@ -111,6 +111,29 @@ def takes_core(
     return holds_head(p, n, layer.y_proj.weight.shape[-2] - p, layout, wide, dtype, device)
 
 
+class _Reporter:
+    """Puts the statistics of a reverse sweep into a cell."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: BackwardStats) -> None:
+        self._cell = cell
+
+    def reads(
+        self,
+        like: Tensor,  # any shape
+    ) -> bool:
+        return can_read_device(like)
+
+    def __call__(
+        self,
+        steps: Tensor,  # (b',)
+        residual: Tensor,  # (b',)
+        converged: Tensor,  # (b',)
+    ) -> None:
+        self._cell.defer(partial(DeferredStats, steps, residual, converged))
+
+
 class CoreMap:
     """The map of a fused call: its sweep computes the layer's output stage, too."""
 
@@ -132,9 +155,9 @@ class CoreMap:
 
     @property
     def start(self) -> Tensor:
-        """What Direct takes for the start of the solve (b', t, p), which it does not read."""
-        (b, t, _), layer = self._projected.shape, self._layer
-        return self._projected.new_empty(()).expand(layer.num_heads * b, t, layer.head_dim)
+        """What Direct takes for the start of the solve, of which it reads that it is not empty: a
+        tensor (b, t, w) instead of (b', t, p)."""
+        return self._projected
 
     @property
     def lengths(self) -> Tensor | None:  # (b',)
@@ -184,7 +207,7 @@ class CoreMap:
         options = CoreOptions(layer.parameterization(), decay, sharpness, eps or 0.0, kept)
         biases, real = (layer.dt_bias, layer.raw_bias), None if packing is None else packing.real
         output = core_operation(*tensors, *biases, real, *flatten(options))
-        run = self._run = CoreRun.of(output, make_reporter(cell))
+        run = self._run = CoreRun.of(output, _Reporter(cell))
         defect, scale, magnitude, _ = run.statistics.unbind()
         residual, pivot = run.summary.unbind()
         return Sweep(run.y, run.h, defect, scale, magnitude, pivot, residual, run.converged)
