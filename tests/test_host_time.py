@@ -160,7 +160,6 @@ def test_a_call_and_its_backward_pass(
         assert len(launches) >= 10
         with count:
             run()
-    print(calls, count.count)
     assert calls <= most_calls and count.count <= most_operations
 
 

@@ -57,6 +57,7 @@ class CoreGradients(NamedTuple):
     y0: Tensor  # (b', p), empty without y0
     dt_bias: Tensor  # (d,)
     raw_bias: Tensor  # (H r,)
+    statistics: Tensor  # (2, b', t), defect and scale of the adjoint equation
     steps: Tensor  # (b',), of the adjoint equation
     residual: Tensor  # (b',), likewise
     converged: Tensor  # (b',), likewise
@@ -153,7 +154,9 @@ def core_backward(
     else:
         nothing = statistics.new_empty(0)
         summary = nothing.to(torch.int64), nothing, nothing.to(torch.bool)
-    return CoreGradients(grad_projected, *finished[:5], *states, *finished[5:], *summary)
+    return CoreGradients(
+        grad_projected, *finished[:5], *states, *finished[5:], statistics, *summary
+    )
 
 
 def _raw_with_feedback(

@@ -105,7 +105,7 @@ def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
 @operation(
     "core_backward",
     "(Tensor? grad_hidden, Tensor? grad_y, Tensor? grad_h, "
-    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 13)})",
+    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 14)})",
 )
 def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
     """The tensors of `CoreGradients`; `wanted` are the fields of `Wanted`."""
@@ -141,10 +141,10 @@ def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     states = h0, like.new_empty(0 if y0 is None else y0.shape)
     of_bias = D if wanted[4] or not wanted[3] else like
     biases = (of_bias.new_empty(sizes.H * size if wanted[3] else 0) for size in (sizes.p, sizes.r))
-    count = sizes.folded if wanted[5] else 0
+    statistics, count = like.new_empty(2, sizes.folded, sizes.t), sizes.folded if wanted[5] else 0
     summary = tuple([like.new_empty(count, dtype=v) for v in (torch.int64, like.dtype, torch.bool)])
     grads = projected.new_empty(projected.shape), of_W_x, of_W_y, decay.new_empty(decay.shape)
-    return *grads, D.new_empty(D.shape), of_weight, *states, *biases, *summary
+    return *grads, D.new_empty(D.shape), of_weight, *states, *biases, statistics, *summary
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -168,9 +168,9 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     cotangents, saved = (grad_hidden, grad_y, grad_h), ctx.saved_tensors
     is_last, report = _is_last_use(*cotangents), ctx.report
-    reports = report is not None and not is_transformed() and report.reads(saved[0])
+    reports = report is not None and not is_transformed()
     with _without_gradients(), without_autocast(saved[0].device):
-        wanted = [*ctx.wanted, reports]
+        wanted = [*ctx.wanted, reports and report.wants_summary(saved[0])]
         given = *cotangents, *saved[:8], *saved[10:], *ctx.scalars, wanted
         if is_last:
             results = _run_backward(given, overwrites=True)
@@ -215,17 +215,19 @@ core_operation.register_autograd(_gradients, setup_context=_save, inner=INNER)
 class Report(Protocol):
     """What a backward pass tells about the adjoint equation."""
 
-    def reads(
+    def wants_summary(
         self,
         like: Tensor,  # any shape
     ) -> bool:
-        """Whether it can be told about tensors on the device of `like`."""
+        """Whether the last three arguments of a call will be read at once; `like` is on their
+        device."""
 
     def __call__(
         self,
-        steps: Tensor,  # (b',)
-        residual: Tensor,  # (b',)
-        converged: Tensor,  # (b',)
+        statistics: Tensor,  # (2, b', t): defect and scale
+        steps: Tensor,  # (b',), or empty if there is no summary
+        residual: Tensor,  # likewise
+        converged: Tensor,  # likewise
     ) -> None: ...
 
 
