@@ -149,14 +149,12 @@ def core_backward(
     finished = launch_finish(tensors, options, *parts_of, *weights, of_biases, launcher)
     states = grad_H.mT, grad_y0
     if wanted.summary:
-        defect, scale = statistics.unbind()
-        summary = summarize_adjoint(defect, scale, launcher=launcher)
+        summary = summarize_adjoint(statistics, launcher=launcher)
     else:
-        nothing = statistics.new_empty(0)
-        summary = nothing.to(torch.int64), nothing, nothing.to(torch.bool)
-    return CoreGradients(
-        grad_projected, *finished[:5], *states, *finished[5:], statistics, *summary
-    )
+        steps, converged = (statistics.new_empty(0, dtype=v) for v in (torch.int64, torch.bool))
+        summary = steps, statistics.new_empty(0), converged
+    told = statistics, *summary
+    return CoreGradients(grad_projected, *finished[:5], *states, *finished[5:], *told)
 
 
 def _raw_with_feedback(
