@@ -18,7 +18,7 @@ import pytest
 import torch
 import triton
 from tests.kernels.test_plans import Driver
-from tests.test_core import Inside
+from tests.test_core import Inside, Live
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -244,3 +244,26 @@ def test_a_known_launch_sees_hooks(launches: list[Launch]) -> None:
     finally:
         hooks.remove(seen.append)
     assert launches[: len(launches) // 2] == launches[len(launches) // 2 :]
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_most_memory_at_a_time(
+    num_heads: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tape of a backward pass takes no more than the ordinary code, though what kernels alone
+    use shares allocations."""
+    layer, x = make(num_heads), torch.randn(40, 16, 16 * num_heads, requires_grad=True)
+    for _ in range(CALLS):
+        step(layer, x)
+
+    def peak() -> int:
+        layer.zero_grad()
+        total, live = layer(x).sum(), Live()
+        with live:
+            total.backward()
+        return live.peak
+
+    played = peak()
+    monkeypatch.setattr(kinds, "Kind", Computing)
+    monkeypatch.setattr(kinds, "_KINDS", {})
+    assert played <= peak()
