@@ -91,7 +91,8 @@ class _Source:
     """The source of a function `Run`, with a line for each step.
 
     Tensors are variables t0, t1, ... and the addresses of regions a0, a1, ...: those of the inputs
-    come first. Values without a short literal are variables of the function's module.
+    come first. Values without a short literal are global variables of the function. A loop over
+    objects that each do one step would add a call of a Python function to each.
     """
 
     def __init__(self, inputs: int) -> None:
@@ -265,16 +266,26 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        writes = func._schema.is_mutable
         if func in ALLOCATIONS:
             self._allocated(result)
-        elif isinstance(result, list | tuple):
-            self._several(func, result, args)
-        elif not isinstance(result, Tensor) or not REFUSED_TAGS.isdisjoint(func.tags):
+        elif not REFUSED_TAGS.isdisjoint(func.tags):
             self.refuse()
-        elif args and _shares(result, args[0]) and (func.is_view or result is not args[0]):
+        elif isinstance(result, list | tuple):
+            # views alone are recorded: no operation here computes several tensors
+            for v in result:
+                if writes or not isinstance(v, Tensor) or not _shares(v, args[0]):
+                    self.refuse()
+                else:
+                    self._place_view(v, args[0])
+        elif not isinstance(result, Tensor):
+            self.refuse()
+        elif writes or not any(_shares(result, v) for v in (*args, *kwargs.values())):
+            self._computed(func, result, args, kwargs)
+        elif _shares(result, args[0]):
             self._place_view(result, args[0])
         else:
-            self._computed(func, result, args, kwargs)
+            self.refuse()
         return result
 
     def _allocated(self, result: Tensor) -> None:
@@ -282,13 +293,6 @@ class Recorder(TorchDispatchMode):
             self.refuse()
         self._place_new(result, len(self._events))
         self._events.append(_Allocated(len(self._regions) - 1))
-
-    def _several(self, func: Any, results: Sequence[Any], args: tuple[Any, ...]) -> None:
-        """Views alone are recorded: no operation here computes several tensors."""
-        for v in results:
-            if not _shares(v, args[0]):
-                self.refuse()
-            self._place_view(v, args[0])
 
     def _computed(
         self, func: Any, result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -475,8 +479,8 @@ class Kind:
         self._records = self._is_untaped = False
 
     def run(self, given: Sequence[Tensor | None], compute: Compute) -> tuple[Tensor, ...]:
-        """The results of `compute` for a launcher of this kind. `given` are all tensors that it
-        reads, as plain tensors."""
+        """The results of `compute` for a launcher of this kind, which must depend on nothing but
+        the kind and the tensors `given`, and return none of these nor views of these."""
         if self._tape is not None:
             results = self._tape.play(given)
             if results is not None:

@@ -206,6 +206,28 @@ def test_products_views_and_addresses() -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_operations_that_write_what_shares_memory_with_an_argument() -> None:
+    def compute(recorder: Recorder, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        both = a.new_empty(2, 4, 4)
+        first, second = both
+        torch.mm(a, b, out=first)
+        torch.mm(first, b, out=second)
+        second.add_(first)
+        return both, first.contiguous().mT
+
+    def given() -> tuple[Tensor, Tensor]:
+        return torch.randn(4, 4), torch.randn(4, 4)
+
+    tape, _ = record(given(), compute)
+    a, b = given()
+    assert tape is not None
+    found = tape.play((a, b))
+    assert found is not None
+    assert torch.allclose(found[0], torch.stack([a @ b, a @ b @ b + a @ b]), atol=1e-5)
+    assert torch.equal(found[1], found[0][0].mT)
+
+
+@pytest.mark.usefixtures("device")
 def test_what_is_not_recorded() -> None:
     v = torch.randn(4)
     elsewhere = torch.randn(4)
@@ -221,6 +243,8 @@ def test_what_is_not_recorded() -> None:
         lambda recorder, v: (v + elsewhere,),
         lambda recorder, v: (v[v > 0],),
         lambda recorder, v: (torch.cat([v, v]),),
+        lambda recorder, v: tuple(torch._foreach_add([v, v], 1)),
+        lambda recorder, v: v.topk(2),
         lambda recorder, v: (torch.rand_like(v),),
         lambda recorder, v: (v,),
         lambda recorder, v: (v[:2],),
