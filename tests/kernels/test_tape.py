@@ -79,10 +79,11 @@ def results(
     x: Tensor,  # (b, t, m)
     state: BedouinState | None,
     times: int,
+    mask: Tensor | None,  # (b, t)
 ) -> list[Tensor]:
     """Output, state, statistics, and the gradients of as many backward passes."""
     inputs = [x, *(state or ()), *layer.parameters()]
-    out, last = layer(x, state, return_state=True)
+    out, last = layer(x, state, return_state=True, mask=mask)
     weights = torch.arange(out.numel()).view(out.shape).to(out.dtype)
     total = (out * weights).sum() + last.y.sum() + last.ssm.square().sum()
     grads: list[Tensor] = []
@@ -96,19 +97,25 @@ def results(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("options", "with_state", "cast", "times"),
+    ("options", "with_state", "cast", "times", "real"),
     [
-        ({"num_householder": 1}, False, True, 2),
-        ({"feedback": ("delta",), "bias": False}, True, False, 1),
-        ({"num_heads": 2, "expand": 4}, True, True, 1),
-        ({"output": "paper", "feedback_norm": False}, False, False, 1),
+        ({"num_householder": 1}, False, True, 2, 2),
+        ({"feedback": ("delta",), "bias": False}, True, False, 1, 1),
+        ({"num_heads": 2, "expand": 4}, True, True, 1, 2),
+        ({"output": "paper", "feedback_norm": False}, False, False, 1, 2),
     ],
 )
 def test_the_same_as_without_a_tape(
-    options: dict[str, Any], with_state: bool, cast: bool, times: int, played: list[Tape]
+    options: dict[str, Any],
+    with_state: bool,
+    cast: bool,
+    times: int,
+    real: int,  # tokens
+    played: list[Tape],
 ) -> None:
     layer = Bedouin(4, d_state=1, backend="triton", **options)
     x = torch.randn(1, 2, 4, requires_grad=True)
+    mask = None if real == 2 else torch.arange(2).unsqueeze(0) < real
     state = None
     if with_state:
         state = BedouinState(
@@ -117,7 +124,7 @@ def test_the_same_as_without_a_tape(
 
     def run() -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            return results(layer, x, state, times)
+            return results(layer, x, state, times, mask)
 
     first, *others = [run() for _ in range(CALLS)]
     assert len(played) == 1 + times
