@@ -141,11 +141,14 @@ def is_batched(
     return any([v is not None and is_one(v) for v in tensors])  # a generator takes longer
 
 
+_NOTHING = nullcontext()
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """A context in which autocast is off on `device`; the meta device has no autocast."""
     # torch.autocast raises for the meta device, and takes a while where it has nothing to do
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(device.type, enabled=False)
 
 

@@ -83,8 +83,10 @@ def refuse_second_derivative(
     Returns `grads` unchanged unless the backward pass itself is recorded or runs in forward mode.
     """
     forward_mode = is_forward_mode()
+    if not forward_mode and not torch.is_grad_enabled():
+        return tuple(grads)
     sources = [t for t in depends_on if t is not None and (forward_mode or t.requires_grad)]
-    if not sources or not (forward_mode or torch.is_grad_enabled()):
+    if not sources:
         return tuple(grads)
     present = [grad for grad in grads if grad is not None]
     function = _Once if torch.compiler.is_compiling() else _OnceEager

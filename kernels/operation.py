@@ -76,8 +76,10 @@ class Operation:
         if torch.compiler.is_compiling() or is_transformed():
             return self.overload(*inputs)
         if self._eager is not None and torch.is_grad_enabled():
-            if any([isinstance(v, torch.Tensor) and v.requires_grad for v in inputs]):
-                return self._eager.apply(*inputs)
+            for v in inputs:
+                # the first does mostly
+                if isinstance(v, torch.Tensor) and v.requires_grad:
+                    return self._eager.apply(*inputs)
         return self._below_autograd(*inputs)
 
     def _below_autograd(self, *inputs: Any) -> Any:

@@ -12,7 +12,7 @@ launch.
 
 import re
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import triton
 from torch import Tensor
@@ -157,7 +157,7 @@ How = tuple[tuple[int, ...], tuple[int | None, ...], Constants]
 """Grid, integers and constants of a launch."""
 
 
-class _Known:
+class KnownLaunch:
     """A launch, and its plan on a device once it has one."""
 
     __slots__ = ("constants", "device", "grid", "integers", "plan", "rest", "sizes")
@@ -180,17 +180,33 @@ settings."""
 ValueT = TypeVar("ValueT")
 
 
+class Observer(Protocol):
+    """What sees the launches of a call."""
+
+    def launched(
+        self, kernel: PlannedKernel, known: KnownLaunch, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """A launch with a plan, of aligned tensors."""
+
+    def refuse(self) -> None:
+        """The call launches kernels that are not reported."""
+
+
 class Launcher:
     """Launches the kernels of one call, on the device and stream that are current in it.
 
     What a launch of a known kind depends on is computed once, by the first call of the kind.
+    `is_planned`: whether all launches so far had plans and aligned tensors.
     """
 
-    __slots__ = ("_device", "_known", "_stream")
+    __slots__ = ("_device", "_known", "_observer", "_stream", "is_planned")
 
-    def __init__(self, known: KnownLaunches | None = None) -> None:
+    def __init__(
+        self, known: KnownLaunches | None = None, observer: Observer | None = None
+    ) -> None:
         """`known`: that of the call's kind; None: nothing is remembered."""
-        self._known = known
+        self._known, self._observer = known, observer
+        self.is_planned = True
         self._device: int | None = None
         self._stream: Any = None
 
@@ -210,20 +226,28 @@ class Launcher:
         key = kernel, name
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _Known(*how())
+            known = self._known[key] = KnownLaunch(*how())
         plan = known.plan
         if plan is not None and self._is_current(known.device) and not kernel.kernel.pre_run_hooks:
             addresses = [tensor.data_ptr() for tensor in tensors]
             if not any([address % ALIGNMENT for address in addresses]):
                 given = plan.function, plan.metadata, None, None, None
                 plan.run(*known.sizes, self._stream, *given, *addresses, *known.rest)
+                if self._observer is not None:
+                    self._observer.launched(kernel, known, tensors)
                 return
+        self.is_planned = False
         plan = kernel.launch(known.grid, tensors, known.integers, known.constants)
         if plan is not None:
             known.device = driver.active.get_current_device()
             known.rest = (*known.integers, *plan.last)
             # last, because another thread may read it
             known.plan = plan
+
+    def goes_around(self) -> None:
+        """The call launches a kernel by itself, not by this object."""
+        if self._observer is not None:
+            self._observer.refuse()
 
     def once(self, name: str, compute: Callable[[], ValueT]) -> ValueT:
         """The value of `compute`, which is the same for all calls of the kind and no tensor."""

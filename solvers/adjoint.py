@@ -13,7 +13,14 @@ from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.solvers.adjoint_solve import attach_iterative
-from bedouin.solvers.base import ExactAdjointMap, Solver, check_number, map_name, strict_options
+from bedouin.solvers.base import (
+    ExactAdjointMap,
+    Solver,
+    check_number,
+    is_exact_adjoint,
+    map_name,
+    strict_options,
+)
 from bedouin.solvers.direct import Direct
 from bedouin.solvers.problem import Problem
 from bedouin.solvers.solution import Solution
@@ -107,7 +114,7 @@ class ImplicitAdjoint(Adjoint):
     def apply(self, problem: Problem) -> Solution:
         f, is_swept = problem.f, isinstance(problem.solver, Direct)
         by_sweep = self.solver is None or isinstance(self.solver, Direct)
-        exact = f if by_sweep and isinstance(f, ExactAdjointMap) else None
+        exact: ExactAdjointMap | None = f if by_sweep and is_exact_adjoint(f) else None
         if exact is None and isinstance(self.solver, Direct):
             raise TypeError(
                 f"ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got "
@@ -119,7 +126,7 @@ class ImplicitAdjoint(Adjoint):
         cell = solution.stats._backward
         # a compiled graph returns the cell as an output and cannot call a listener
         if exact is not None and not torch.compiler.is_compiling():
-            cell.listen(problem.reporting.sweep)
+            cell.listen(problem.reporting.sweep, problem.reporting.reads_sweep)
         if not torch.is_grad_enabled() or (exact is not None and is_swept):
             return solution
         if exact is not None:

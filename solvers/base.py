@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ TimeDim = Literal[1] | None
 
 class SweepResult(Protocol):
     """Result of a direct sweep: y (b, t, c), the norms defect, scale and magnitude (b, t), and the
-    smallest pivot (b,)."""
+    smallest pivot (b,). It may also have the attributes residual and converged (b,) of
+    SolveStats."""
 
     @property
     def y(self) -> Tensor: ...
@@ -58,7 +59,6 @@ class BlockMap(Protocol):
         the values of the other tokens in y."""
 
 
-@runtime_checkable
 class TriangularMap(Protocol):
     """A map that is block lower-triangular in time, as `Direct` requires."""
 
@@ -70,6 +70,11 @@ class TriangularMap(Protocol):
     def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
         """Solve token after token. The result carries the exact implicit gradient, whose backward
         pass reports into `cell`; with `unroll`, that of back-propagation through the loop."""
+
+
+def is_triangular(f: object) -> TypeGuard[TriangularMap]:
+    """Whether f is a `TriangularMap`, for which isinstance takes several times as long."""
+    return callable(getattr(f, "sweep", None))
 
 
 class Steps(Protocol):
@@ -133,7 +138,6 @@ def counted_tokens(f: object) -> Tensor | None:
     return real
 
 
-@runtime_checkable
 class ExactAdjointMap(Protocol):
     """A map that offers the exact reverse sweep."""
 
@@ -143,6 +147,11 @@ class ExactAdjointMap(Protocol):
         cell: BackwardStats,
     ) -> Tensor:  # (b, t, c)
         """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
+
+
+def is_exact_adjoint(f: object) -> TypeGuard[ExactAdjointMap]:
+    """Whether f is an `ExactAdjointMap`; see `is_triangular`."""
+    return callable(getattr(f, "attach", None))
 
 
 @runtime_checkable

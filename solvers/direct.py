@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct import Sweep
 from bedouin.solvers.base import (
     Map,
     Solver,
     SweepResult,
     TimeDim,
-    TriangularMap,
+    is_triangular,
     map_name,
     strict_options,
 )
@@ -52,7 +51,7 @@ class Direct(Solver):
         unroll: bool,
         watch: Watch | None = None,
     ) -> Solution:
-        if not isinstance(f, TriangularMap):
+        if not is_triangular(f):
             raise TypeError(
                 f"Direct needs a map with a method sweep, got {map_name(f)}: use Picard, "
                 "Anderson or Broyden for a plain function or a mixer without the form (e, U, M)"
@@ -74,7 +73,10 @@ class Direct(Solver):
 
     def _judge(self, swept: SweepResult) -> tuple[Tensor, Tensor]:
         """The residual, and whether rounding explains it, (b,) each."""
-        if isinstance(swept, Sweep) and swept.residual is not None and swept.converged is not None:
-            return swept.residual, swept.converged
+        # where the sweep has reduced them
+        residual: Tensor | None = getattr(swept, "residual", None)
+        converged: Tensor | None = getattr(swept, "converged", None)
+        if residual is not None and converged is not None:
+            return residual, converged
         defect, scale = swept.defect, swept.scale
         return relative_residual(defect, scale), within_rounding(defect, scale, swept.magnitude)

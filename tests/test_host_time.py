@@ -10,7 +10,7 @@ Letters: b batch, t time, m d_model.
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 import triton
 from tests.kernels.test_plans import Driver
-from tests.test_core import Inside
+from tests.test_core import Inside, Live
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -32,9 +32,13 @@ from bedouin.kernels.core import kinds
 from bedouin.kernels.direct import triton_plan
 from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.plans import Launcher
+from bedouin.kernels.tape import Compute, Kind
 from bedouin.state import BedouinState
 
 pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter launches by itself")
+
+CALLS = 5
+"""Calls of a kind that compile kernels, make plans and record a tape, before one that plays it."""
 
 Launch = tuple[str, tuple[Any, ...]]
 """The name of a kernel and, without addresses, what it is launched with."""
@@ -140,7 +144,7 @@ class Operations(Inside):
 
 @pytest.mark.parametrize(
     ("num_heads", "cast", "most_calls", "most_operations"),
-    [(1, False, 315, 160), (1, True, 315, 168), (2, False, 362, 170)],
+    [(1, False, 156, 117), (1, True, 156, 124), (2, False, 173, 127)],
 )
 def test_a_call_and_its_backward_pass(
     num_heads: int, cast: bool, most_calls: int, most_operations: int, launches: list[Launch]
@@ -149,7 +153,7 @@ def test_a_call_and_its_backward_pass(
     layer, x = make(num_heads), torch.randn(2, 4, 16 * num_heads, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         run = partial(step, layer, x)
-        for _ in range(3):
+        for _ in range(CALLS):
             run()
         launches.clear()
         calls, count = count_calls(run), Operations()
@@ -157,6 +161,13 @@ def test_a_call_and_its_backward_pass(
         with count:
             run()
     assert calls <= most_calls and count.count <= most_operations
+
+
+class Computing(Kind):
+    """A kind that remembers nothing."""
+
+    def run(self, given: Sequence[Tensor | None], compute: Compute) -> tuple[Tensor, ...]:
+        return compute(Launcher())
 
 
 @pytest.mark.parametrize("num_heads", [1, 2])
@@ -210,9 +221,10 @@ def test_known_launches_are_those_that_would_be_computed(
             run()
         return list(launches)
 
-    for _ in range(3):
+    for _ in range(CALLS):
         known = record()
-    monkeypatch.setattr(kinds, "Launcher", lambda known: Launcher())
+    monkeypatch.setattr(kinds, "Kind", Computing)
+    monkeypatch.setattr(kinds, "_KINDS", {})
     for _ in range(2):
         computed = record()
     assert len(known) > 10 * len(runs) and known == computed
@@ -220,7 +232,7 @@ def test_known_launches_are_those_that_would_be_computed(
 
 def test_a_known_launch_sees_hooks(launches: list[Launch]) -> None:
     layer, x = make(1), torch.randn(2, 3, 16, requires_grad=True)
-    for _ in range(3):
+    for _ in range(CALLS):
         step(layer, x)
     launches.clear()
     step(layer, x)
@@ -232,3 +244,26 @@ def test_a_known_launch_sees_hooks(launches: list[Launch]) -> None:
     finally:
         hooks.remove(seen.append)
     assert launches[: len(launches) // 2] == launches[len(launches) // 2 :]
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_most_memory_at_a_time(
+    num_heads: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tape of a backward pass takes no more than the ordinary code, though what kernels alone
+    use shares allocations."""
+    layer, x = make(num_heads), torch.randn(40, 16, 16 * num_heads, requires_grad=True)
+    for _ in range(CALLS):
+        step(layer, x)
+
+    def peak() -> int:
+        layer.zero_grad()
+        total, live = layer(x).sum(), Live()
+        with live:
+            total.backward()
+        return live.peak
+
+    played = peak()
+    monkeypatch.setattr(kinds, "Kind", Computing)
+    monkeypatch.setattr(kinds, "_KINDS", {})
+    assert played <= peak()

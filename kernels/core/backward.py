@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.core.forward import output_operands
-from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_clear, launch_finish
 from bedouin.kernels.core.products import (
     add_product_,
@@ -27,6 +26,7 @@ from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, state_major
 from bedouin.kernels.direct.heads.launch import launch_head_reverse
 from bedouin.kernels.direct.triton_launch import ReverseZeros, count_splits, launch_reverse
+from bedouin.kernels.direct.triton_summary import summarize_adjoint
 from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.linear import ALIGNMENT
 from bedouin.kernels.output.launch import output_backward, shifted_norm_backward
@@ -45,7 +45,7 @@ class CoreCotangents(NamedTuple):
 
 
 class CoreGradients(NamedTuple):
-    """Gradients; those that are not wanted are empty."""
+    """Gradients and statistics; those that are not wanted are empty."""
 
     projected: Tensor  # (b, t, w)
     W_x: Tensor  # (r + p, p) or (H, r + p, p)
@@ -58,16 +58,20 @@ class CoreGradients(NamedTuple):
     dt_bias: Tensor  # (d,)
     raw_bias: Tensor  # (H r,)
     statistics: Tensor  # (2, b', t), defect and scale of the adjoint equation
+    steps: Tensor  # (b',), of the adjoint equation
+    residual: Tensor  # (b',), likewise
+    converged: Tensor  # (b',), likewise
 
 
 class Wanted(NamedTuple):
-    """Gradients that cost a product or a sum of their own."""
+    """Results that cost a launch, a product or a sum of their own."""
 
     W_x: bool
     W_y: bool
     y0: bool
     bias: bool
     low_bias: bool  # the biases have the dtype of D; else their gradients are those of the sums
+    summary: bool  # how the adjoint equation was solved
 
 
 def core_backward(
@@ -76,13 +80,12 @@ def core_backward(
     saved: CoreSaved,
     options: CoreOptions,
     wanted: Wanted,
+    launcher: Launcher,
     *,
     overwrites: bool,
 ) -> CoreGradients:
     """The gradients of a call of `core_forward`; `overwrites` allows it to use the memory of
     `saved.raw`, which it takes for the cotangent of the raw values."""
-    others = (options, wanted, overwrites)
-    launcher = launcher_of("backward", (*cotangents, *tensors, *saved), others)
     (W_x, W_y), y, gate = saved.weights(tensors), saved.y, saved.gate
     sizes, eps = tensors.sizes(), options.parameterization.feedback_norm_eps
     H, _, _, p, _, r, f = sizes
@@ -145,7 +148,13 @@ def core_backward(
     weights = grad_W_x, grad_W_y
     finished = launch_finish(tensors, options, *parts_of, *weights, of_biases, launcher)
     states = grad_H.mT, grad_y0
-    return CoreGradients(grad_projected, *finished[:5], *states, *finished[5:], statistics)
+    if wanted.summary:
+        summary = summarize_adjoint(statistics, launcher=launcher)
+    else:
+        steps, converged = (statistics.new_empty(0, dtype=v) for v in (torch.int64, torch.bool))
+        summary = steps, statistics.new_empty(0), converged
+    told = statistics, *summary
+    return CoreGradients(grad_projected, *finished[:5], *states, *finished[5:], *told)
 
 
 def _raw_with_feedback(

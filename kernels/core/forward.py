@@ -6,7 +6,6 @@ Letters as in `types.py`.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.core.kinds import launcher_of
 from bedouin.kernels.core.launch import launch_start
 from bedouin.kernels.core.products import (
     add_product_,
@@ -27,6 +26,7 @@ from bedouin.kernels.linear import padding
 from bedouin.kernels.output.launch import output_forward
 from bedouin.kernels.output.types import OutputOperands
 from bedouin.kernels.padding import CLOSED, hold_memory_, ignore_padding_
+from bedouin.kernels.plans import Launcher
 
 CoreResult = tuple[Tensor, Tensor, CoreSaved, tuple[Tensor, Tensor, Tensor]]
 """The gated output (b, t, d), the last h (b', p, n), what is saved, and the statistics (4, b', t),
@@ -38,11 +38,11 @@ def core_forward(
     biases: tuple[Tensor, Tensor | None],  # of Delta (d,) and of all others (H r,)
     options: CoreOptions,
     real: Tensor | None,  # (b, t) bool, False in the padding after the tokens; None: there is none
+    launcher: Launcher,
 ) -> CoreResult:
     """No size may be 0. The output has the dtype of `projected`, in which the products are
     computed; in the padding it is any finite value. Several heads with feedback must be such that
     `takes_heads_together` is true."""
-    launcher = launcher_of("forward", (*tensors, *biases), (options, real is None))
     dtype, sizes, x = tensors.projected.dtype, tensors.sizes(), tensors.x
     W_x, W_y = _lowered(tensors.W_x, dtype), _lowered(tensors.W_y, dtype)
     assert W_x is not None

@@ -1,45 +1,37 @@
-"""Kinds of calls of a layer's core, and the launches that calls of one kind have in common."""
+"""Kinds of calls of a layer's core, and what calls of one kind have in common."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.triton_constants import uses_tf32
-from bedouin.kernels.plans import KnownLaunches, Launcher
+from bedouin.kernels.tape import Kind
 
 MAX_KINDS = 256
 """Kinds that are remembered, after which all are dropped: lengths of sequences may vary without
 end."""
 
-_KINDS: dict[tuple[Hashable, ...], KnownLaunches] = {}
+_KINDS: dict[tuple[Hashable, ...], Kind] = {}
 
 
-def launcher_of(
+def kind_of(
     name: str,
-    tensors: Iterable[Tensor | None],  # any shapes
+    tensors: Sequence[Tensor | None],  # any shapes
     others: tuple[Hashable, ...],
-) -> Launcher:
-    """The launcher of a call. `tensors` are all that the call is given, and `others` is all else
-    that decides which launches it makes."""
-    looks: list[Hashable] = [name, others]
-    single = False
-    for v in tensors:
-        # a dtype or None ends what is said of each tensor
-        if v is None:
-            looks.append(None)
-            continue
-        dtype = v.dtype
-        looks += v.shape
-        looks += v.stride()
-        looks += v.get_device(), dtype
-        single |= dtype is torch.float32
+) -> Kind:
+    """The kind of a call. `tensors` are all that the call is given, and `others` is all else that
+    decides what it does."""
+    # one tuple for each tensor takes less time than one for all
+    looks = tuple(
+        [v if v is None else (v.shape, v.stride(), v.dtype, v.get_device()) for v in tensors]
+    )
     # only products of float32 depend on the setting
-    looks.append(single and uses_tf32())
-    key = tuple(looks)
-    known = _KINDS.get(key)
-    if known is None:
+    single = any([v is not None and v.dtype is torch.float32 for v in tensors])
+    key = name, others, looks, single and uses_tf32()
+    kind = _KINDS.get(key)
+    if kind is None:
         if len(_KINDS) >= MAX_KINDS:
             _KINDS.clear()
-        known = _KINDS[key] = {}
-    return Launcher(known)
+        kind = _KINDS[key] = Kind()
+    return kind

@@ -6,8 +6,9 @@ fuses what lies between them. Triton is imported when an operation runs.
 Letters as in `types.py`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from torch import Tensor
 from bedouin.kernels.backend import is_batched, is_transformed, without_autocast
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors, DecayParameter
 from bedouin.kernels.direct.buffers import count_kept
-from bedouin.kernels.direct.reverse import ReportBackward
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.operation import operation
+
+if TYPE_CHECKING:
+    from bedouin.kernels.plans import Launcher
 
 TENSORS = (
     "Tensor projected, Tensor W_x, Tensor? W_y, Tensor decay, Tensor D, Tensor? weight, "
@@ -62,10 +65,17 @@ def core_operation(*flat: Any) -> tuple[Tensor, ...]:
     """The gated output, the last h, the tensors of `CoreSaved`, and statistics (4, b', t), residual
     and pivot (2, b'), converged (b',). No size may be 0. `real` is that of `core_forward`."""
     from bedouin.kernels.core.forward import core_forward
+    from bedouin.kernels.core.kinds import kind_of
 
-    tensors, biases, options = CoreTensors(*flat[:8]), flat[8:10], _options(*flat[11:])
-    hidden, h, saved, statistics = core_forward(tensors, biases, options, flat[10])
-    return hidden, h, *saved, *statistics
+    given = flat[:11]
+
+    def compute(launcher: "Launcher") -> tuple[Tensor, ...]:
+        tensors, biases, real = CoreTensors(*given[:8]), given[8:10], given[10]
+        how = _options(*flat[11:]), real, launcher
+        hidden, h, saved, statistics = core_forward(tensors, biases, *how)
+        return hidden, h, *saved, *statistics
+
+    return kind_of("forward", given, flat[11:]).run(given, compute)
 
 
 @core_operation.register_fake
@@ -95,19 +105,26 @@ def _core_fake(*flat: Any) -> tuple[Tensor, ...]:
 @operation(
     "core_backward",
     "(Tensor? grad_hidden, Tensor? grad_y, Tensor? grad_h, "
-    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 11)})",
+    f"{TENSORS}, {SAVED}, {OPTIONS}, bool[] wanted) -> ({', '.join(['Tensor'] * 14)})",
 )
 def _core_backward(*flat: Any) -> tuple[Tensor, ...]:
-    """The tensors of `CoreGradients`."""
+    """The tensors of `CoreGradients`; `wanted` are the fields of `Wanted`."""
     return _run_backward(flat, overwrites=False)
 
 
 def _run_backward(flat: tuple[Any, ...], *, overwrites: bool) -> tuple[Tensor, ...]:
     from bedouin.kernels.core.backward import CoreCotangents, Wanted, core_backward
+    from bedouin.kernels.core.kinds import kind_of
 
-    cotangents, tensors = CoreCotangents(*flat[:3]), CoreTensors(*flat[3:11])
-    saved, options, wanted = CoreSaved(*flat[11:19]), _options(*flat[19:-1]), Wanted(*flat[-1])
-    return core_backward(cotangents, tensors, saved, options, wanted, overwrites=overwrites)
+    given, wanted = flat[:19], tuple(flat[-1])
+
+    def compute(launcher: "Launcher") -> tuple[Tensor, ...]:
+        cotangents, tensors = CoreCotangents(*given[:3]), CoreTensors(*given[3:11])
+        others = CoreSaved(*given[11:]), _options(*flat[19:-1]), Wanted(*wanted), launcher
+        return core_backward(cotangents, tensors, *others, overwrites=overwrites)
+
+    others = flat[19:-1], wanted, overwrites
+    return kind_of("backward", given, others).run(given, compute)
 
 
 @_core_backward.register_fake
@@ -124,9 +141,10 @@ def _core_backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     states = h0, like.new_empty(0 if y0 is None else y0.shape)
     of_bias = D if wanted[4] or not wanted[3] else like
     biases = (of_bias.new_empty(sizes.H * size if wanted[3] else 0) for size in (sizes.p, sizes.r))
-    statistics = like.new_empty(2, sizes.folded, sizes.t)
+    statistics, count = like.new_empty(2, sizes.folded, sizes.t), sizes.folded if wanted[5] else 0
+    summary = tuple([like.new_empty(count, dtype=v) for v in (torch.int64, like.dtype, torch.bool)])
     grads = projected.new_empty(projected.shape), of_W_x, of_W_y, decay.new_empty(decay.shape)
-    return *grads, D.new_empty(D.shape), of_weight, *states, *biases, statistics
+    return *grads, D.new_empty(D.shape), of_weight, *states, *biases, statistics, *summary
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -149,21 +167,27 @@ def _gradients(
     *unused: None,
 ) -> tuple[Tensor | None, ...]:
     cotangents, saved = (grad_hidden, grad_y, grad_h), ctx.saved_tensors
-    tensors, biases = CoreTensors(*saved[:8]), saved[8:10]
-    is_last = _is_last_use(*cotangents)
-    with torch.no_grad(), without_autocast(tensors.projected.device):
-        given = *cotangents, *tensors, *saved[10:], *ctx.scalars, ctx.wanted
+    is_last, report = _is_last_use(*cotangents), ctx.report
+    reports = report is not None and not is_transformed()
+    with _without_gradients(), without_autocast(saved[0].device):
+        wanted = [*ctx.wanted, reports and report.wants_summary(saved[0])]
+        given = *cotangents, *saved[:8], *saved[10:], *ctx.scalars, wanted
         if is_last:
-            *grads, statistics = _run_backward(given, overwrites=True)
+            results = _run_backward(given, overwrites=True)
         else:
-            *grads, statistics = _core_backward(*given)
-        of_each = zip(grads, ctx.needs_input_grad, (*tensors, *biases), strict=False)
+            results = _core_backward(*given)
+        of_each = zip(results, ctx.needs_input_grad, saved[:10], strict=False)
         typed = [_like(grad, v) if need and v is not None else None for grad, need, v in of_each]
-    if ctx.report is not None and not is_transformed():
-        ctx.report(*statistics.unbind())
+    if reports:
+        report(*results[10:])
     # none for what is real and for the options
     last = [None] * (1 + len(ctx.scalars))
     return *refuse_second_derivative(typed, [*cotangents, *saved]), *last
+
+
+def _without_gradients() -> AbstractContextManager[Any]:
+    # most backward passes run without, and the context takes a while
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _like(
@@ -188,6 +212,25 @@ def _is_last_use(
 core_operation.register_autograd(_gradients, setup_context=_save, inner=INNER)
 
 
+class Report(Protocol):
+    """What a backward pass tells about the adjoint equation."""
+
+    def wants_summary(
+        self,
+        like: Tensor,  # any shape
+    ) -> bool:
+        """Whether the last three arguments of a call will be read at once; `like` is on their
+        device."""
+
+    def __call__(
+        self,
+        statistics: Tensor,  # (2, b', t): defect and scale
+        steps: Tensor,  # (b',), or empty if there is no summary
+        residual: Tensor,  # likewise
+        converged: Tensor,  # likewise
+    ) -> None: ...
+
+
 class CoreRun(NamedTuple):
     """The results of a call that a layer reads."""
 
@@ -199,9 +242,8 @@ class CoreRun(NamedTuple):
     converged: Tensor  # (b',)
 
     @staticmethod
-    def of(output: tuple[Tensor, ...], report: ReportBackward) -> "CoreRun":
-        """The results of `core_operation`, whose backward pass is to call `report` with defect and
-        scale (b', t) of the adjoint equation."""
+    def of(output: tuple[Tensor, ...], report: Report) -> "CoreRun":
+        """The results of `core_operation`, whose backward pass is to call `report`."""
         # in eager mode with a gradient without `INNER`
         run = CoreRun(*output[:3], *output[-3:])
         if run.hidden.grad_fn is not None:

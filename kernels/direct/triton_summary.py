@@ -89,11 +89,11 @@ def summary_kernel(
 
 @triton.jit
 def adjoint_summary_kernel(
-    defect_ptr,  # (b, t)
-    scale_ptr,  # (b, t)
+    statistics_ptr,  # (2, b, t): defect, scale
     steps_ptr,  # (b,)
     residual_ptr,  # (b,)
     converged_ptr,  # (b,)
+    batch,
     t_end,
     TOLERANCE: tl.constexpr,
     ACC: tl.constexpr,
@@ -102,7 +102,8 @@ def adjoint_summary_kernel(
     """One step, residual = max over t of defect_t / (max over s >= t of scale_s), and whether that
     is below TOLERANCE: the reverse sweep begins with the last token."""
     sample = tl.program_id(0)
-    last = tl.cast(sample, tl.int64) * t_end + t_end - 1
+    last = statistics_ptr + tl.cast(sample, tl.int64) * t_end + t_end - 1
+    plane = tl.cast(batch, tl.int64) * t_end
     infinity = tl.full((), float("inf"), ACC)
     scale_so_far = tl.full((), 0.0, ACC)
     residual = tl.full((), 0.0, ACC)
@@ -110,8 +111,8 @@ def adjoint_summary_kernel(
     for start in range(0, t_end, TOKENS):
         back = start + tl.arange(0, TOKENS)
         mask = back < t_end
-        defect = tl.load(defect_ptr + last - back, mask=mask, other=0.0)
-        scale = tl.load(scale_ptr + last - back, mask=mask, other=0.0)
+        defect = tl.load(last - back, mask=mask, other=0.0)
+        scale = tl.load(last + plane - back, mask=mask, other=0.0)
         scale = larger_or_nan(tl.associative_scan(scale, 0, larger_or_nan), scale_so_far)
         divisible = (defect < infinity) & (scale > 0)
         ratio = _quotient(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0), ACC)
@@ -156,18 +157,20 @@ def _constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
 
 
 def summarize_adjoint(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t)
+    statistics: Tensor,  # (2, b, t): defect, scale
     max_tokens: int = MAX_TOKENS,
+    launcher: Launcher = AFRESH,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (b,) each
     """Steps, residual and convergence of a reverse sweep; no size may be 0."""
-    b, t_end = defect.shape
-    steps = torch.empty(b, dtype=torch.int64, device=defect.device)
-    residual, converged = defect.new_empty(b), torch.empty_like(steps, dtype=torch.bool)
-    given = defect.contiguous(), scale.contiguous(), steps, residual, converged
-    ADJOINT_SUMMARY.launch(
-        (b,), given, (t_end,), _adjoint_constants(defect.dtype, t_end, max_tokens)
-    )
+    _, b, t_end = statistics.shape
+    steps = torch.empty(b, dtype=torch.int64, device=statistics.device)
+    residual, converged = statistics.new_empty(b), torch.empty_like(steps, dtype=torch.bool)
+
+    def how() -> How:
+        return (b,), (b, t_end), _adjoint_constants(statistics.dtype, t_end, max_tokens)
+
+    given = statistics.contiguous(), steps, residual, converged
+    launcher.launch(ADJOINT_SUMMARY, None, given, how)
     return steps, residual, converged
 
 

@@ -8,8 +8,8 @@ p = d / H head_dim; b' = H b folded samples (bedouin.heads).
 """
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import ClassVar, Protocol
+from functools import lru_cache, partial
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from bedouin.kernels.backend import choose_backend, is_transformed
 from bedouin.kernels.core import CoreOptions, CoreRun, CoreTensors, core_operation, flatten
 from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.direct import (
-    Sweep,
     choose_chunk_of,
     choose_chunk_of_heads,
     holds_head,
@@ -34,7 +33,7 @@ from bedouin.mixers import ChannelMixer
 from bedouin.packing import Packing
 from bedouin.parameterization import OutputStage
 from bedouin.solvers import Direct, ImplicitAdjoint
-from bedouin.solvers.solution import BackwardStats
+from bedouin.solvers.solution import BackwardStats, DeferredStats, can_read_device
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState
 from bedouin.wrapped import is_plain
@@ -88,13 +87,14 @@ def takes_core(
     # its W^y has rows for the first components, without others between them
     if layer.feedback != layer.components[: len(layer.feedback)]:
         return False
-    layout, adjoint = layer.layout(), options.adjoint
+    adjoint = options.adjoint
     is_exact = adjoint is None or (
         type(adjoint) is ImplicitAdjoint and isinstance(adjoint.solver, Direct | None)
     )
-    if layout is None or type(options.solver) is not Direct or not is_exact:
+    if type(options.solver) is not Direct or not is_exact:
         return False
-    if not is_plain(layer.x_proj) or not (layer.y_proj is None or is_plain(layer.y_proj)):
+    layout, y_proj = layer.layout(), layer.y_proj
+    if layout is None or not is_plain(layer.x_proj) or not (y_proj is None or is_plain(y_proj)):
         return False
     p, n, dtype = layer.head_dim, layer.d_state, cast_to or layer.D.dtype
     if projected.dtype != dtype or p > MAX_CHANNELS:
@@ -105,10 +105,59 @@ def takes_core(
         return False
     if choose_backend(options.backend, device, dtype, unsupported) != "triton":
         return False
-    if layer.num_heads == 1 or layer.y_proj is None:
+    if layer.num_heads == 1 or y_proj is None:
         # these kernels take at least one reflection
         return layout.num_householder > 0
-    return holds_head(p, n, layer.y_proj.weight.shape[-2] - p, layout, wide, dtype, device)
+    return holds_head(p, n, y_proj.weight.shape[-2] - p, layout, wide, dtype, device)
+
+
+class CoreSweep(NamedTuple):
+    """The results of a sweep that `Direct` reads."""
+
+    y: Tensor  # (b', t, p)
+    statistics: Tensor  # (4, b', t): defect, scale, magnitude, pivot
+    residual: Tensor  # (b',)
+    pivot: Tensor  # (b',), the smallest
+    converged: Tensor  # (b',)
+
+    @property
+    def defect(self) -> Tensor:  # (b', t)
+        return self.statistics[0]
+
+    @property
+    def scale(self) -> Tensor:  # (b', t)
+        return self.statistics[1]
+
+    @property
+    def magnitude(self) -> Tensor:  # (b', t)
+        return self.statistics[2]
+
+
+class _Reporter:
+    """Puts the statistics of a reverse sweep into a cell."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: BackwardStats) -> None:
+        self._cell = cell
+
+    def wants_summary(
+        self,
+        like: Tensor,  # any shape
+    ) -> bool:
+        return self._cell.is_read_at_once() and can_read_device(like)
+
+    def __call__(
+        self,
+        statistics: Tensor,  # (2, b', t)
+        steps: Tensor,  # (b',), or empty
+        residual: Tensor,  # (b',), or empty
+        converged: Tensor,  # (b',), or empty
+    ) -> None:
+        if steps.numel():
+            self._cell.defer(partial(DeferredStats, steps, residual, converged))
+        else:
+            make_reporter(self._cell)(*statistics.unbind())
 
 
 class CoreMap:
@@ -132,9 +181,9 @@ class CoreMap:
 
     @property
     def start(self) -> Tensor:
-        """What Direct takes for the start of the solve (b', t, p), which it does not read."""
-        (b, t, _), layer = self._projected.shape, self._layer
-        return self._projected.new_empty(()).expand(layer.num_heads * b, t, layer.head_dim)
+        """What Direct takes for the start of the solve, of which it reads that it is not empty: a
+        tensor (b, t, w) instead of (b', t, p)."""
+        return self._projected
 
     @property
     def lengths(self) -> Tensor | None:  # (b',)
@@ -160,22 +209,22 @@ class CoreMap:
         """F(y)."""
         return self._separate()[0](y)
 
-    def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
+    def sweep(self, unroll: bool, cell: BackwardStats) -> CoreSweep:
         """The exact solve, and the output stage for its result."""
         assert not unroll, "takes_core demands the implicit adjoint"
         layer, packing = self._layer, self._packing
         decay, sharpness, parameter = layer.decay_parameter()
         assert parameter is not None and decay != "one"
-        W_x = layer.x_proj.weight
-        W_y = None if layer.y_proj is None else layer.y_proj.weight
+        y_proj, norm, D = layer.y_proj, layer.norm, layer.D
+        W_x, W_y = layer.x_proj.weight, None if y_proj is None else y_proj.weight
         if layer.num_heads == 1:
             # outside, because the operation would hold large gradients in both dtypes at once, and
             # with them all that it has saved
             W_x, W_y = W_x.to(self._dtype), None if W_y is None else W_y.to(self._dtype)
-        weight, eps = (None, 0.0) if layer.norm is None else (layer.norm.weight, layer.norm.eps)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         heads, p, n = layer.num_heads, layer.head_dim, layer.d_state
         h0, y0 = (None, None) if self._before is None else self._before
-        tensors = CoreTensors(self._projected, W_x, W_y, parameter, layer.D, weight, h0, y0)
+        tensors = CoreTensors(self._projected, W_x, W_y, parameter, D, weight, h0, y0)
         (b, t, _), feedback = self._projected.shape, W_y is not None
         if heads == 1:
             kept = choose_chunk_of(b, p, n, feedback=feedback)
@@ -184,10 +233,9 @@ class CoreMap:
         options = CoreOptions(layer.parameterization(), decay, sharpness, eps or 0.0, kept)
         biases, real = (layer.dt_bias, layer.raw_bias), None if packing is None else packing.real
         output = core_operation(*tensors, *biases, real, *flatten(options))
-        run = self._run = CoreRun.of(output, make_reporter(cell))
-        defect, scale, magnitude, _ = run.statistics.unbind()
+        run = self._run = CoreRun.of(output, _Reporter(cell))
         residual, pivot = run.summary.unbind()
-        return Sweep(run.y, run.h, defect, scale, magnitude, pivot, residual, run.converged)
+        return CoreSweep(run.y, run.statistics, residual, pivot, run.converged)
 
     def memory(
         self,

@@ -231,7 +231,7 @@ def _reverse_stats(
     if defect.numel() and choose_backend("auto", defect.device, defect.dtype) == "triton":
         from bedouin.kernels.direct.triton_summary import summarize_adjoint
 
-        return DeferredStats(*summarize_adjoint(defect, scale))
+        return DeferredStats(*summarize_adjoint(torch.stack([defect, scale])))
     # flipped, because the reverse sweep begins with the last token
     with torch.no_grad():
         residual = relative_residual(defect.flip(1), scale.flip(1))

@@ -459,7 +459,8 @@ class FixedPointLayer(GraphedLayer, ABC):
         # A checkpoint's recomputation keeps those of the first call, which get stats.backward. The
         # flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
         if not restores_tensors_only() and not torch.compiler._is_exporting_flag:
-            self.stats = stats
+            # not by nn.Module's setattr, which looks at all kinds of attributes first
+            self.__dict__["stats"] = stats
 
     def _output(
         self,

@@ -33,7 +33,9 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a forward or backward hook is registered on the module itself."""
-    return any(hooks_of(module))
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -46,7 +48,7 @@ def is_plain(module: nn.Module) -> bool:
 
 def _is_linear_map(module: nn.Module) -> bool:
     """Whether the module is plain apart from hooks."""
-    if not isinstance(module, nn.Linear | HeadLinear) or getattr(module, "bias", None) is not None:
+    if not isinstance(module, (nn.Linear, HeadLinear)) or getattr(module, "bias", None) is not None:
         return False
     # accelerate and others replace `forward` on the object
     own = "forward" not in vars(module)
