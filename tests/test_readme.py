@@ -88,13 +88,13 @@ def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    rows = numbers("h100_heads.json")
+    rows = sweep = numbers("h100_sweep.json")
     cases = ("direct", "direct-heads8", "direct-heads16", "direct-no-feedback", "lstm")
     for shape in ("128x16", "64x256", "16x1024", "8x4096"):
         times = [rows[case, shape] for case in cases]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
         assert line(README, f"{shape} ")[1:6] == shown
-    earlier = numbers("h100_benchmark.json")
+    rows, earlier = numbers("h100_heads.json"), numbers("h100_benchmark.json")
     decode = [rows[case, "1x1"] for case in ("decode", "decode-heads8", "decode-heads16")]
     spans = [
         " to ".join(f"{end([n[key] for n in decode]):.0f}" for end in (min, max))
@@ -102,10 +102,34 @@ def test_speed_is_that_of_the_benchmark() -> None:
     ]
     for text in (
         f"16 Jacobi iterations take {earlier['jacobi', '64x256']['graph_both_ms']:.1f} ms",
-        f"the exact sweep {earlier['direct', '64x256']['graph_both_ms']:.1f} ms",
+        f"the exact sweep {sweep['direct', '64x256']['graph_both_ms']:.1f} ms",
         f"{spans[0]} µs a token and layer with `Decoder`, {spans[1]} µs with `step`",
     ):
         assert text in " ".join(README.split())
+
+
+def test_times_of_the_index_are_those_of_the_benchmark() -> None:
+    table = INDEX.split("## Times of the newest kernels")[1].split("\n## ")[0]
+    starts = {
+        ("h100_sweep.json", "direct"): "d_model 512, 1 head",
+        ("h100_sweep.json", "direct-heads8"): "8 heads of 128",
+        ("h100_sweep.json", "direct-heads16"): "16 heads of 64",
+        ("h100_sweep.json", "direct-no-feedback"): "1 head, no feedback",
+        ("h100_sweep.json", "direct-256-n32"): "d_model 256, 1 head",
+        ("h100_sweep.json", "lstm"): "cuDNN LSTM",
+        ("h100_autocast.json", "direct"): "1 head, autocast",
+    }
+    for (name, case), start in starts.items():
+        rows, expected, peaks = numbers(name), [], []
+        for shape in ("128x16", "64x256", "16x1024", "8x4096"):
+            n = rows.get((case, shape))
+            expected.append(f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" if n else "–")
+            peaks += [f"{n['peak_gib']:.3g}"] if n else []
+        assert line(table, start)[1:] == [*expected, ", ".join(peaks)]
+    for row in raw("h100_packed.json")["rows"]:
+        n = row["numbers"]
+        shown = [row["shape"], f"{n['both_ms']:.3g}", f"{n['over_padded']:.2f}"]
+        assert line(table, row["title"] + " |")[1:] == shown
 
 
 def test_parameters_are_those_of_the_layers() -> None:
