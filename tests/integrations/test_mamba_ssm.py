@@ -176,5 +176,7 @@ class TestErrors:
             mixer.step(x, *mixer.allocate_inference_cache(1, 1))
         with pytest.raises(ValueError, match="d_conv must be"):
             BedouinMixer(8, d_conv=0)
+        with pytest.raises(ValueError, match="conv_bias must be True"):
+            BedouinMixer(8, conv_bias=False)
         with pytest.raises(ValueError, match="must contain blocks of mamba-ssm"):
             replace_mixers(nn.Linear(2, 2))

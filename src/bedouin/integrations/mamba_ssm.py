@@ -22,8 +22,8 @@ from bedouin.state import BedouinState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 States = tuple[Tensor, ...]
-"""conv_state (b, d, 1), which holds y of the last token, ssm_state (b, d, n), which holds h, and of a
-short convolution its window (b, w - 1, m)."""
+"""conv_state (b, d, 1), which holds y of the last token, ssm_state (b, d, n), which holds h, and, of
+a short convolution, its window (b, w - 1, m)."""
 
 
 class InferenceParams(Protocol):
@@ -63,6 +63,8 @@ class BedouinMixer(nn.Module):
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "layer_idx": layer_idx}
+        if d_conv is None and not conv_bias:
+            raise ValueError("conv_bias must be True with d_conv=None: there is no convolution")
         layer = Bedouin(d_model, d_state=d_state, expand=expand, **factory, **options)
         self.layer: Any = layer if d_conv is None else Convolved(layer, d_conv, bias=conv_bias)
         self.layer_idx = layer_idx
