@@ -22,8 +22,8 @@ from bedouin.state import BedouinState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 States = tuple[Tensor, ...]
-"""conv_state (b, d, 1), which holds y of the last token, ssm_state (b, d, n), which holds h, and, of
-a short convolution, its window (b, w - 1, m)."""
+"""conv_state (b, d, 1), which holds y of the last token, ssm_state (b, d, n), which holds h; of
+a layer with a short convolution also its window (b, w - 1, m)."""
 
 
 class InferenceParams(Protocol):
