@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 PAD, VOCABULARY = 0, 13
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 4, "num_hidden_layers": 2}
+CONVOLVED: dict[str, Any] = {"conv_kernel": 3, "num_heads": 2, "num_householder": 0}
 
 
 def make_model(**options: Any) -> BedouinForCausalLM:
@@ -62,8 +63,8 @@ def make_accelerator(sharded: bool) -> Accelerator:
     return accelerator
 
 
-def check(folder: Path, sharded: bool, rank: int) -> None:
-    plain, batch = make_model(), rows()
+def check(folder: Path, sharded: bool, rank: int, **options: Any) -> None:
+    plain, batch = make_model(**options), rows()
     accelerator = make_accelerator(sharded)
     model = copy.deepcopy(plain)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -120,10 +121,11 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
 
 
-def test_a_compiled_model() -> None:
+@pytest.mark.parametrize("mixing", [{}, CONVOLVED], ids=["defaults", "convolved"])
+def test_a_compiled_model(mixing: dict[str, Any]) -> None:
     """Whole graphs: forward and backward with padding, and `generate`, prompt and tokens."""
     torch.compiler.reset()
-    model, batch = make_model(num_hidden_layers=1), rows()
+    model, batch = make_model(num_hidden_layers=1, **mixing), rows()
     expected = model(**batch)
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(expected.loss, parameters)
@@ -144,7 +146,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     try:
         for sharded in (False, True):
-            check(Path(sys.argv[1]) / f"{sharded=}", sharded, int(os.environ["RANK"]))
-            AcceleratorState._reset_state()
+            for name, mixing in (("defaults", {}), ("convolved", CONVOLVED)):
+                folder = Path(sys.argv[1]) / f"{name}, {sharded=}"
+                check(folder, sharded, int(os.environ["RANK"]), **mixing)
+                AcceleratorState._reset_state()
     finally:
         torch.distributed.destroy_process_group()

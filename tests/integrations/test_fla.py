@@ -20,6 +20,9 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 VOCAB = 24
 
+CONVOLVED: dict[str, Any] = {"use_short_conv": True, "conv_size": 3, "num_heads": 2}
+MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED]
+
 
 def make_model(**options: Any) -> GLAForCausalLM:
     """With torch's modules in place of FLA's kernels, which need a GPU."""
@@ -50,9 +53,9 @@ def x() -> Tensor:
 
 
 class TestLayer:
-    @pytest.mark.parametrize("num_heads", [1, 2])
-    def test_chunks_and_tokens_equal_the_whole(self, x: Tensor, num_heads: int) -> None:
-        layer, cache = make_layer(num_heads=num_heads), Cache()
+    @pytest.mark.parametrize("mixing", MIXINGS)
+    def test_chunks_and_tokens_equal_the_whole(self, x: Tensor, mixing: dict[str, Any]) -> None:
+        layer, cache = make_layer(**mixing), Cache()
         whole, attentions, none = layer(x)
         assert attentions is None and none is None
         found = []
@@ -62,14 +65,18 @@ class TestLayer:
         same(torch.cat(found, 1), whole)
         assert cache.get_seq_length(0) == 6
         assert [tuple(s.shape) for s in cache[0]["recurrent_state"]] == [(2, 16, 4), (2, 16)]
+        window = cache[0]["conv_state"]
+        assert (window is None) == (mixing is not CONVOLVED)
+        assert window is None or torch.equal(window, x[:, -2:])
 
     def test_the_cache_changes_with_use_cache_only(self, x: Tensor) -> None:
         layer, cache = make_layer(), Cache()
         layer(x, past_key_values=cache, use_cache=False)
         assert len(cache) == 0
 
-    def test_mask_in_prefill_and_decoding(self, x: Tensor) -> None:
-        layer, cache = make_layer(), Cache()
+    @pytest.mark.parametrize("mixing", MIXINGS)
+    def test_mask_in_prefill_and_decoding(self, x: Tensor, mixing: dict[str, Any]) -> None:
+        layer, cache = make_layer(**mixing), Cache()
         mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
         prefill, _, _ = layer(x[:, :5], mask[:, :5], cache, use_cache=True)
         # as in generation, the mask also covers the tokens before
@@ -80,14 +87,17 @@ class TestLayer:
             assert not output[~real].any()
         alone = Cache()
         layer(x[1:, :5], past_key_values=alone, use_cache=True)
-        for kept, state in zip(
-            cache[0]["recurrent_state"], alone[0]["recurrent_state"], strict=True
-        ):
-            same(kept[1:], state)
+        kept, expected = layer._read(cache), layer._read(alone)
+        assert kept is not None and expected is not None
+        for tensor, state in zip(kept.tensors, expected.tensors, strict=True):
+            same(tensor[1:], state)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    def test_documents_have_states_of_their_own(self, x: Tensor, dtype: torch.dtype) -> None:
-        layer, cache = make_layer(), Cache()
+    @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
+    def test_documents_have_states_of_their_own(
+        self, x: Tensor, mixing: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        layer, cache = make_layer(**mixing), Cache()
         cu_seqlens = torch.tensor([0, 2, 6], dtype=dtype)
         parts = x[:1, :2], x[:1, 2:]
         for _ in range(2):
@@ -98,8 +108,9 @@ class TestLayer:
         padded, _, _ = layer(x[:1], real, cu_seqlens=cu_seqlens)
         same(padded[:, 3:], layer(x[:1, 3:])[0])
 
-    def test_beams(self, x: Tensor) -> None:
-        layer, cache = make_layer(), Cache()
+    @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
+    def test_beams(self, x: Tensor, mixing: dict[str, Any]) -> None:
+        layer, cache = make_layer(**mixing), Cache()
         layer(x[:, :5], past_key_values=cache, use_cache=True)
         cache.reorder_cache(torch.tensor([1, 0]))
         found, _, _ = layer(x[:, 5:].flip(0), past_key_values=cache, use_cache=True)
@@ -115,6 +126,8 @@ class TestLayer:
             BedouinLayer(8).double()(x, past_key_values=Cache())
         with pytest.raises(ValueError, match="mode must be one of"):
             BedouinLayer(8, mode="parallel")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="use_short_conv must be True or False"):
+            BedouinLayer(8, use_short_conv=4)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="blocks with a layer `attn`"):
             replace_layers(nn.Linear(2, 2))
 
@@ -127,8 +140,9 @@ class TestModel:
         packed = model(ids.view(1, 12), cu_seqlens=cu_seqlens, use_cache=False).logits
         same(packed.view(2, 6, VOCAB), model(ids).logits)
 
-    def test_generate_left_padded(self) -> None:
-        model = make_model(num_heads=2)
+    @pytest.mark.parametrize("mixing", [{"num_heads": 2}, CONVOLVED])
+    def test_generate_left_padded(self, mixing: dict[str, Any]) -> None:
+        model = make_model(**mixing)
         ids = torch.randint(1, VOCAB, (2, 5))
         padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], 1)
         mask = torch.ones_like(padded)
@@ -139,8 +153,9 @@ class TestModel:
         unpadded = model.generate(padded[1:], attention_mask=mask[1:], **options)
         assert torch.equal(found[1:], unpadded)
 
-    def test_training(self) -> None:
-        model, ids = make_model().train(), torch.randint(1, VOCAB, (2, 6))
+    @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
+    def test_training(self, mixing: dict[str, Any]) -> None:
+        model, ids = make_model(**mixing).train(), torch.randint(1, VOCAB, (2, 6))
         model(ids, labels=ids).loss.backward()
         assert all(p.grad is not None for n, p in model.named_parameters() if ".attn." in n)
 

@@ -1,5 +1,6 @@
 """bedouin.integrations.hf against the installed transformers and PEFT."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
+from bedouin import Bedouin, Convolved, NoMixing  # noqa: E402
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinCacheLayer,
     BedouinConfig,
@@ -24,16 +26,34 @@ pytestmark = [
 
 PAD, VOCAB = 0, 31
 
+CONVOLVED: dict[str, Any] = {
+    "conv_kernel": 3,
+    "num_heads": 4,
+    "num_householder": 0,
+    "input_scale": "delta",
+    "feedback": ["delta"],
+    "rate_scale": [8, 0.001],
+    "delta_from_x_init": 0.5,
+}
+"""A short convolution, memory spread over heads and no reflections."""
+
 
 def make_config(**options: Any) -> BedouinConfig:
     sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
     return BedouinConfig(**(sizes | {"pad_token_id": PAD, "intermediate_size": 12} | options))
 
 
+@pytest.fixture(params=[{}, CONVOLVED], ids=["defaults", "convolved"])
+def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options of the mixers."""
+    found: dict[str, Any] = request.param
+    return found
+
+
 @pytest.fixture
-def model() -> BedouinForCausalLM:
+def model(mixing: dict[str, Any]) -> BedouinForCausalLM:
     """In evaluation and float64, in which greedy choices are the same whatever the path."""
-    model = BedouinForCausalLM(make_config(initializer_range=0.5))
+    model = BedouinForCausalLM(make_config(initializer_range=0.5, **mixing))
     model.double().eval()
     return model
 
@@ -142,19 +162,31 @@ class TestGenerate:
 class TestCache:
     def test_layout(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         cache = model(ids).past_key_values
-        d = mixers(model)[0].d_inner
+        d = mixers(model)[0].init_state(1).tensors[-1].shape[1]
         assert type(cache) is transformers.DynamicCache
         assert cache.layers[1].recurrent_states[0].shape == (3, d, 4)
         assert cache.layers[1].conv_states[0].shape == (3, d, 1)
+        window = cache.layers[1].conv_states[1]
+        if model.config.conv_kernel is None:
+            assert window is None
+        else:
+            assert window.shape == (3, 8, 2)
+            embedded = model.model.embed_tokens(ids[:, -2:])
+            block: Any = model.model.layers[0]
+            same(cache.layers[0].conv_states[1], block.norm(embedded).mT)
         assert cache.has_previous_state() and not cache.is_compileable
         assert cache.get_seq_length() == 7 and cache.layers[0].get_max_length() == -1
         cache.reset()
         assert cache.layers[1].state is None and cache.get_seq_length() == 0
+        same(model(ids, past_key_values=cache).logits, model(ids).logits)
+        assert cache.get_seq_length() == 7
 
-    def test_state_is_float32_in_a_bfloat16_model(self, ids: Tensor) -> None:
-        model = BedouinForCausalLM(make_config()).to(torch.bfloat16).eval()
+    def test_state_is_float32_in_a_bfloat16_model(
+        self, mixing: dict[str, Any], ids: Tensor
+    ) -> None:
+        model = BedouinForCausalLM(make_config(**mixing)).to(torch.bfloat16).eval()
         cache = model(ids).past_key_values
-        assert cache.layers[0].recurrent_states[0].dtype == torch.float32
+        assert {v.dtype for v in cache.layers[0].state.tensors} == {torch.float32}
         assert model(ids[:, :1], past_key_values=cache).logits.dtype == torch.bfloat16
 
     def test_samples_are_selected_and_repeated(
@@ -176,6 +208,19 @@ class TestCache:
         (found,) = torch.autograd.grad(torch.cat(chunks, 1).square().sum(), weight)
         (expected,) = torch.autograd.grad(model(ids).logits.square().sum(), weight)
         same(found, expected)
+
+    @pytest.mark.parametrize("width", [1, 9])
+    def test_windows_of_any_width(self, ids: Tensor, width: int) -> None:
+        """None at all for width 1; for 9, more tokens than a chunk has."""
+        model = BedouinForCausalLM(make_config(initializer_range=0.5, conv_kernel=width))
+        model.double().eval()
+        cache = transformers.DynamicCache(config=model.config)
+        chunks = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 3], dim=1)]
+        assert cache.layers[0].conv_states[1].shape == (3, 8, width - 1)
+        same(torch.cat(chunks, 1), model(ids).logits)
+        found = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=2)
+        options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
+        assert torch.equal(found, model.generate(ids, num_beams=2, **options))
 
     def test_another_cache_is_refused(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         with pytest.raises(TypeError, match="DynamicCache\\(config=model.config\\)"):
@@ -275,19 +320,68 @@ class TestConfig:
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
         assert loaded.make_mixer(0).rate_scale == scale
 
+    def test_every_option_survives_a_file(self, tmp_path: Path) -> None:
+        options = CONVOLVED | {"output": "paper", "bias": False, "use_conv_bias": False}
+        make_config(**options).save_pretrained(tmp_path)
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        mixer = loaded.make_mixer(1)
+        assert isinstance(mixer, Convolved)
+        assert (mixer.conv.width, mixer.conv.bias, mixer.layer_idx) == (3, None, 1)
+        layer = mixer.layer
+        assert type(layer.mixer) is NoMixing
+        assert (layer.rate_scale, layer.delta_from_x_init) == ((8, 0.001), 0.5)
+        assert (layer.output, layer.raw_bias, layer.feedback) == ("paper", None, ("delta",))
+
+    def test_the_model_computes_the_layer_that_the_options_describe(self, ids: Tensor) -> None:
+        config = make_config(num_hidden_layers=1, intermediate_size=None, **CONVOLVED)
+        model = BedouinForCausalLM(config).double().eval()
+        layer = Convolved(
+            Bedouin(
+                8, d_state=4, num_heads=4, mixer=NoMixing(), input_scale="delta",
+                feedback=["delta"], rate_scale=(8, 0.001), delta_from_x_init=0.5,
+            ),
+            3,
+        ).double()  # fmt: skip
+        layer.load_state_dict(mixers(model)[0].state_dict())
+        block, x = model.model.layers[0], model.model.embed_tokens(ids)
+        same(model.model(ids).last_hidden_state, model.model.norm(x + layer(block.norm(x))))
+
+    def test_a_file_without_the_newer_options_keeps_its_meaning(self, tmp_path: Path) -> None:
+        newer = ("conv_kernel", "use_conv_bias", "delta_from_x_init", "output", "bias")
+        old = {k: v for k, v in make_config(num_heads=2).to_dict().items() if k not in newer}
+        (tmp_path / "config.json").write_text(json.dumps(old))
+        mixer = transformers.AutoConfig.from_pretrained(tmp_path).make_mixer(0)
+        expected = Bedouin(8, d_state=4, num_heads=2)
+        assert type(mixer) is Bedouin and mixer.delta_from_x_init == 1
+        assert repr(mixer) == repr(expected)
+        assert mixer.state_dict().keys() == expected.state_dict().keys()
+
+    @pytest.mark.parametrize(
+        ("options", "name"),
+        [
+            ({"num_householder": 0, "beta_max": 0.5}, "beta_max must be 1"),
+            ({"use_conv_bias": False}, "use_conv_bias must be True"),
+            ({"conv_kernel": 0}, "d_conv must be"),
+            ({"output": "gate"}, "output must be"),
+        ],
+    )
+    def test_options_that_do_not_fit(self, options: dict[str, Any], name: str) -> None:
+        with pytest.raises(ValueError, match=name):
+            BedouinForCausalLM(make_config(**options))
+
     def test_names(self) -> None:
         assert make_config(d_state=6).state_size == 6
+        assert make_config(d_conv=4).conv_kernel == 4
         with pytest.raises(TypeError, match="did you mean 'num_householder'"):
             make_config(num_householders=2)
-        for name in ("conv_kernel", "d_conv"):
-            with pytest.raises(TypeError, match=f"'{name}': there is no short conv"):
-                make_config(**{name: 4})
 
 
 class TestWeights:
     @pytest.mark.parametrize("tied", [True, False])
-    def test_safetensors_round_trip(self, ids: Tensor, tied: bool, tmp_path: Path) -> None:
-        model = BedouinForCausalLM(make_config(tie_word_embeddings=tied)).eval()
+    def test_safetensors_round_trip(
+        self, mixing: dict[str, Any], ids: Tensor, tied: bool, tmp_path: Path
+    ) -> None:
+        model = BedouinForCausalLM(make_config(tie_word_embeddings=tied, **mixing)).eval()
         model.save_pretrained(tmp_path)
         loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, output_loading_info=True
@@ -296,19 +390,32 @@ class TestWeights:
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
 
-    def test_a_missing_part_is_initialized_and_the_rest_loaded(self, tmp_path: Path) -> None:
-        model = BedouinForCausalLM(make_config())
+    def test_a_missing_part_is_initialized_and_the_rest_loaded(
+        self, mixing: dict[str, Any], tmp_path: Path
+    ) -> None:
+        model = BedouinForCausalLM(make_config(**mixing))
         model.save_pretrained(tmp_path)
         path = tmp_path / "model.safetensors"
         from safetensors.torch import load_file, save_file
 
         weights = load_file(path)
-        removed = [n for n in weights if n.endswith(("1.mixer.A_log", "_extra_state"))]
+        parts = ("1.mixer.A_log", "1.mixer.layer.A_log", "1.mixer.conv.weight", "_extra_state")
+        removed = [n for n in weights if n.endswith(parts)]
         save_file({n: w for n, w in weights.items() if n not in removed}, path, {"format": "pt"})
         loaded = BedouinForCausalLM.from_pretrained(tmp_path)
-        assert all(
-            torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
-        )
+        found = dict(loaded.named_parameters())
+        for name, parameter in model.named_parameters():
+            if name.endswith("conv.weight") and name in removed:
+                assert 0.1 < found[name].abs().max() <= 3**-0.5
+            else:
+                assert torch.equal(found[name], parameter), name
+
+    def test_initialization_of_a_convolution_is_that_of_the_layer(self) -> None:
+        config = make_config(hidden_size=64, conv_kernel=4, delta_from_x_init=0)
+        mixer = mixers(BedouinForCausalLM(config))[1]
+        for parameter in mixer.conv.parameters():
+            assert 0.4 < parameter.abs().max() <= 0.5
+        assert not mixer.layer.x_proj.weight[: mixer.layer.head_dim].any()
 
     def test_initialization_is_that_of_the_layer(self) -> None:
         mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64)))[0]
@@ -337,13 +444,13 @@ class TestTraining:
         with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
             model(ids, past_key_values=transformers.DynamicCache(config=model.config))
 
-    def test_trainer_resumes(self, tmp_path: Path) -> None:
+    def test_trainer_resumes(self, mixing: dict[str, Any], tmp_path: Path) -> None:
         rows = torch.randint(1, VOCAB, (16, 6)).tolist()
         data = [{"input_ids": row, "labels": row} for row in rows]
 
         def train(steps: int, resume: bool) -> tuple[BedouinForCausalLM, list[float]]:
             torch.manual_seed(0)
-            model = BedouinForCausalLM(make_config())
+            model = BedouinForCausalLM(make_config(**mixing))
             arguments = transformers.TrainingArguments(
                 output_dir=str(tmp_path / str(steps if not resume else "cut")),
                 max_steps=4,
@@ -371,9 +478,11 @@ class TestTraining:
             assert torch.equal(a, b)
 
     @pytest.mark.parametrize("name", ["seq_idx", "position_ids"])
-    def test_trainer_keeps_the_documents_of_a_data_set(self, name: str, tmp_path: Path) -> None:
+    def test_trainer_keeps_the_documents_of_a_data_set(
+        self, mixing: dict[str, Any], name: str, tmp_path: Path
+    ) -> None:
         """It drops columns without a name in `forward`, and a row would be one document."""
-        model = BedouinForCausalLM(make_config(initializer_range=0.5))
+        model = BedouinForCausalLM(make_config(initializer_range=0.5, **mixing))
         row = torch.randint(1, VOCAB, (6,)).tolist()
         where = {"seq_idx": [0, 0, 1, 1, 1, 1], "position_ids": [0, 1, 0, 1, 2, 3]}
         arguments = transformers.TrainingArguments(
@@ -388,15 +497,21 @@ class TestTraining:
 
     # of several heads, x_proj and y_proj have weights that PEFT adapts as parameters only
     @pytest.mark.parametrize(
-        ("targets", "num_heads", "adapted_a_block"),
-        [("all-linear", 1, 6), ("all-linear", 2, 6), (["x_proj", "y_proj"], 1, 2)],
+        ("targets", "options", "adapted_a_block"),
+        [
+            ("all-linear", {}, 6),
+            ("all-linear", {"num_heads": 2}, 6),
+            (["x_proj", "y_proj"], {}, 2),
+            ("all-linear", CONVOLVED, 6),
+            (["x_proj", "y_proj"], {"conv_kernel": 3}, 2),
+        ],
     )
     def test_lora_trains_and_merges(
-        self, ids: Tensor, targets: Any, num_heads: int, adapted_a_block: int
+        self, ids: Tensor, targets: Any, options: dict[str, Any], adapted_a_block: int
     ) -> None:
         peft = pytest.importorskip("peft")
-        model = BedouinForCausalLM(make_config(num_heads=num_heads)).double()
-        parameters = ["x_proj.weight", "y_proj.weight"] if num_heads > 1 else None
+        model = BedouinForCausalLM(make_config(**options)).double()
+        parameters = ["x_proj.weight", "y_proj.weight"] if "num_heads" in options else None
         lora = peft.LoraConfig(
             task_type="CAUSAL_LM", r=2, target_modules=targets, target_parameters=parameters
         )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bedouin import Convolved
 from bedouin.integrations.mamba_ssm import BedouinMixer, replace_mixers
 
 STUB = "selective_scan_cuda"
@@ -35,6 +36,10 @@ VOCAB = 24
 PLAIN = {"fused_add_norm": False, "rms_norm": False}
 
 
+CONVOLVED: dict[str, Any] = {"d_conv": 3, "num_heads": 2}
+MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED]
+
+
 def make_model(**options: Any) -> MambaLMHeadModel:
     config = MambaConfig(d_model=8, n_layer=2, vocab_size=VOCAB, **PLAIN)
     return replace_mixers(MambaLMHeadModel(config), d_state=4, **options).double()
@@ -55,15 +60,17 @@ class TestBlock:
         assert [tuple(s.shape) for s in states] == [(2, 16, 1), (2, 16, 4)]
         assert all(s.dtype == torch.float64 for s in states)
 
-    def test_documents_pass_through_the_block(self) -> None:
-        block = Block(8, partial(BedouinMixer, d_state=4), nn.Identity).double()
+    @pytest.mark.parametrize("mixing", MIXINGS)
+    def test_documents_pass_through_the_block(self, mixing: dict[str, Any]) -> None:
+        block = Block(8, partial(BedouinMixer, d_state=4, **mixing), nn.Identity).double()
         x = torch.randn(1, 6, 8, dtype=torch.float64)
         alone = torch.cat([block(x[:, :2])[0], block(x[:, 2:])[0]], 1)
         same(block(x, seq_idx=torch.tensor([[0, 0, 1, 1, 1, 1]]))[0], alone)
         same(block(x, cu_seqlens=torch.tensor([0, 2, 6]))[0], alone)
 
-    def test_step_is_in_place_and_equals_the_call(self) -> None:
-        mixer = BedouinMixer(8, 4, num_heads=2).double()
+    @pytest.mark.parametrize("mixing", MIXINGS)
+    def test_step_is_in_place_and_equals_the_call(self, mixing: dict[str, Any]) -> None:
+        mixer = BedouinMixer(8, 4, **mixing).double()
         x = torch.randn(2, 5, 8, dtype=torch.float64)
         states = mixer.allocate_inference_cache(2, 5)
         addresses = [s.data_ptr() for s in states]
@@ -76,10 +83,18 @@ class TestBlock:
         # the last token's gradient is not spoiled by the states that were overwritten
         outputs[-1].sum().backward()
 
+    def test_the_order_of_mamba(self) -> None:
+        mixer = BedouinMixer(8, 4, 3, 1.5, conv_bias=False)
+        assert isinstance(mixer.layer, Convolved) and mixer.layer.conv.bias is None
+        assert (mixer.layer.conv.width, mixer.layer.layer.d_inner) == (3, 12)
+        states = mixer.allocate_inference_cache(2, 100)
+        assert [tuple(s.shape) for s in states] == [(2, 12, 1), (2, 12, 4), (2, 2, 8)]
+
 
 class TestModels:
-    def test_forward_and_gradients(self) -> None:
-        model = make_model()
+    @pytest.mark.parametrize("mixing", MIXINGS)
+    def test_forward_and_gradients(self, mixing: dict[str, Any]) -> None:
+        model = make_model(**mixing)
         assert all(isinstance(block.mixer, BedouinMixer) for block in model.backbone.layers)
         ids = torch.randint(VOCAB, (2, 6))
         assert model(ids).logits.shape == (2, 6, VOCAB)
@@ -101,21 +116,22 @@ class TestModels:
         kinds = [type(block.mixer).__name__ for block in model.layers]
         assert kinds == ["MHA", "BedouinMixer"]
 
-    @pytest.mark.parametrize("num_heads", [1, 2])
+    @pytest.mark.parametrize("mixing", MIXINGS)
     def test_generate_equals_whole_sequences(
-        self, num_heads: int, monkeypatch: pytest.MonkeyPatch
+        self, mixing: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # a dummy without CUDA, whose methods `generate` calls only for timing
         monkeypatch.setattr(torch.cuda, "Event", lambda **options: None)
-        model, ids = make_model(num_heads=num_heads), torch.randint(VOCAB, (2, 4))
+        model, ids = make_model(**mixing), torch.randint(VOCAB, (2, 4))
         expected = ids
         for _ in range(5):
             best = model(expected).logits[:, -1].argmax(-1, keepdim=True)
             expected = torch.cat([expected, best], 1)
         assert torch.equal(model.generate(ids, max_length=9), expected)
 
-    def test_chunks_and_parts_of_a_batch(self) -> None:
-        model, ids = make_model(), torch.randint(VOCAB, (3, 7))
+    @pytest.mark.parametrize("mixing", MIXINGS)
+    def test_chunks_and_parts_of_a_batch(self, mixing: dict[str, Any]) -> None:
+        model, ids = make_model(**mixing), torch.randint(VOCAB, (3, 7))
         params = InferenceParams(max_seqlen=7, max_batch_size=3)
         params.key_value_memory_dict = model.allocate_inference_cache(3, 7)
         found = []
@@ -137,9 +153,12 @@ class TestModels:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_graphs_generate_the_same_tokens(self, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("mixing", [{"num_heads": 2}, CONVOLVED])
+    def test_graphs_generate_the_same_tokens(
+        self, mixing: dict[str, Any], dtype: torch.dtype
+    ) -> None:
         config = MambaConfig(d_model=64, n_layer=2, vocab_size=VOCAB)
-        model = replace_mixers(MambaLMHeadModel(config), num_heads=2).to("cuda", dtype)
+        model = replace_mixers(MambaLMHeadModel(config), **mixing).to("cuda", dtype)
         ids = torch.randint(VOCAB, (2, 8), device="cuda")
         plain = model.generate(ids, max_length=24)
         assert torch.equal(model.generate(ids, max_length=24, cg=True), plain)
@@ -155,10 +174,9 @@ class TestErrors:
             mixer(x, inference_params=params, cu_seqlens=torch.tensor([0, 2]))
         with pytest.raises(ValueError, match=r"\(b, 1, m\), got \(1, 2, 8\)"):
             mixer.step(x, *mixer.allocate_inference_cache(1, 1))
-        with pytest.raises(TypeError, match="no short convolution"):
-            BedouinMixer(8, d_conv=4)
-        # Mamba(d_model, d_state, d_conv): the width of a convolution is not taken for expand
-        with pytest.raises(TypeError, match="positional arguments"):
-            BedouinMixer(8, 4, 4)  # type: ignore[misc]
+        with pytest.raises(ValueError, match="d_conv must be"):
+            BedouinMixer(8, d_conv=0)
+        with pytest.raises(ValueError, match="conv_bias must be True"):
+            BedouinMixer(8, conv_bias=False)
         with pytest.raises(ValueError, match="must contain blocks of mamba-ssm"):
             replace_mixers(nn.Linear(2, 2))

@@ -8,16 +8,18 @@
 Tested with flash-linear-attention 0.6 (pip install "bedouin[fla]"); `BedouinLayer` alone does not
 import it.
 
-Letters: b batch, t time, m hidden_size, d d_inner, n d_state.
+Letters: b batch, t time, m hidden_size, d d_inner, n d_state, w conv_size.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.checks import one_of
+from bedouin.checks import check_bool, one_of
+from bedouin.convolved import Convolved, ConvolvedState
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
 
@@ -32,9 +34,13 @@ class BedouinLayer(nn.Module):
         hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is required for calls with
             past_key_values.
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
+        use_short_conv, conv_size, conv_bias: whether a short convolution precedes the layer, and
+            its width and bias. In FLA's layers the queries, keys and values have one each; there,
+            too, the last two count only with the first.
         options: other options of `bedouin.Bedouin`, d_state and expand among them.
 
-    Attribute `layer` is the Bedouin layer. Raises what `Bedouin` raises.
+    Attribute `layer` is the Bedouin layer, or a `bedouin.Convolved` around it. Raises what they
+    raise.
     """
 
     def __init__(
@@ -43,12 +49,18 @@ class BedouinLayer(nn.Module):
         mode: Mode = "chunk",
         layer_idx: int | None = None,
         norm_eps: float = 1e-5,
+        *,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         self.mode = one_of("mode", mode, get_args(Mode))
         self.hidden_size, self.layer_idx = hidden_size, layer_idx
-        self.layer = Bedouin(hidden_size, layer_idx=layer_idx, norm_eps=norm_eps, **options)
+        layer = Bedouin(hidden_size, layer_idx=layer_idx, norm_eps=norm_eps, **options)
+        check_bool("use_short_conv", use_short_conv)
+        self.layer: Any = Convolved(layer, conv_size, bias=conv_bias) if use_short_conv else layer
 
     def forward(
         self,
@@ -67,7 +79,8 @@ class BedouinLayer(nn.Module):
             cu_seqlens; of more than t columns the last t.
         past_key_values: fla.models.utils.Cache. It holds the state before the tokens, and with
             use_cache the one after them, of each row or of each document: recurrent_state is the
-            tuple of h (b, d, n) and y (b, d).
+            tuple of h (b, d, n) and y (b, d), and with a convolution conv_state its window
+            (b, w - 1, m).
         of_others: FLA's models pass all their arguments to every layer; no other one concerns it.
 
         Raises ValueError for a mask of another shape, output_attentions, a cache without layer_idx.
@@ -82,8 +95,10 @@ class BedouinLayer(nn.Module):
             packing: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
             output, after = self.layer(hidden_states, state, True, **packing)
         if use_cache and past_key_values is not None:
+            *window, ssm, y = after.tensors
             past_key_values.update(
-                recurrent_state=tuple(after),
+                recurrent_state=(ssm, y),
+                conv_state=window[0] if window else None,
                 layer_idx=self.layer_idx,
                 offset=hidden_states.shape[1],
             )
@@ -92,18 +107,20 @@ class BedouinLayer(nn.Module):
     def _step(
         self,
         x: Tensor,  # (b, 1, m)
-        state: BedouinState,
+        state: BedouinState | ConvolvedState,
         mask: Tensor | None,  # (b, 1)
-    ) -> tuple[Tensor, BedouinState]:  # (b, 1, m) and the state
+    ) -> tuple[Tensor, BedouinState | ConvolvedState]:  # (b, 1, m) and the state
         """One token; where the mask is False the output is 0 and the state stays."""
         output, after = self.layer.step(x.squeeze(1), state)
         if mask is not None:
             output = torch.where(mask, output, 0.0)
-            ssm = torch.where(mask.unsqueeze(-1), after.ssm, state.ssm)
-            after = BedouinState(ssm, torch.where(mask, after.y, state.y))
+            after = _make_state(
+                torch.where(mask.view(-1, *(1,) * (old.dim() - 1)), new, old)
+                for old, new in zip(state.tensors, after.tensors, strict=True)
+            )
         return output.unsqueeze(1), after
 
-    def _read(self, cache: Any) -> BedouinState | None:
+    def _read(self, cache: Any) -> BedouinState | ConvolvedState | None:
         """The state before the tokens; None: zeros."""
         if cache is None:
             return None
@@ -113,8 +130,17 @@ class BedouinLayer(nn.Module):
                 "BedouinLayer(..., layer_idx=i)"
             )
         kept = cache[self.layer_idx] if len(cache) > self.layer_idx else None
-        found = None if kept is None else kept["recurrent_state"]
-        return None if found is None else BedouinState(*found)
+        if kept is None or kept["recurrent_state"] is None:
+            return None
+        window, state = kept["conv_state"], kept["recurrent_state"]
+        return _make_state(state if window is None else (window, *state))
+
+
+def _make_state(tensors: Iterable[Tensor]) -> BedouinState | ConvolvedState:
+    """The state of these tensors: those of a BedouinState, after the window of a convolution."""
+    *window, ssm, y = tensors
+    state = BedouinState(ssm, y)
+    return ConvolvedState(window[0], state) if window else state
 
 
 def replace_layers(model: ModelT, **options: Any) -> ModelT:

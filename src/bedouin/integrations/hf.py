@@ -7,7 +7,7 @@
 The import registers them with AutoConfig, AutoModel and AutoModelForCausalLM. Requires
 transformers >= 5.16 (pip install "bedouin[hf]").
 
-Letters: b batch, t time, m hidden_size, d d_inner, n state_size, v vocab_size.
+Letters: b batch, t time, m hidden_size, d d_inner, n state_size, w conv_kernel, v vocab_size.
 """
 
 import difflib
@@ -19,9 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
+from bedouin.convolved import Convolved, ConvolvedState
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
+from bedouin.mixers import NoMixing
 from bedouin.model import GatedMLP
+from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
 from bedouin.state import BedouinState
 
@@ -50,9 +53,6 @@ _LAYER_TYPE = "bedouin"
 _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 """What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q."""
 
-_CONVOLUTION = ("conv_kernel", "d_conv", "use_conv_bias")
-"""Options of the configurations of Mamba that would have no effect."""
-
 _OF_DOCUMENTS = ("seq_idx", "position_ids", "cu_seq_lens_q")
 """The arguments that say where documents of a prompt are."""
 
@@ -62,6 +62,7 @@ _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     """The state of one layer in a `Cache`: h as recurrent state, y as convolution state of width 1.
 
+    Of a layer with a short convolution the window (b, m, w - 1) is a second convolution state.
     `DynamicCache(config=model.config)` consists of these layers. Unlike transformers' layers of
     linear attention it counts its tokens, which chunked prefill and continued generation need, and
     gradients flow through it from one call to the next. It is not compiled, and cannot be cropped.
@@ -75,29 +76,37 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
     def __init__(self, **sizes: Any) -> None:
         # sizes: those of a static cache, which a state of constant size does not need
         CacheLayerMixin.__init__(self)
-        LinearAttentionLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=2)
         self.num_tokens = 0
 
     @property
-    def state(self) -> BedouinState | None:
+    def state(self) -> BedouinState | ConvolvedState | None:
         """The state after the tokens so far; None before the first one."""
         if not self.has_previous_state[0]:
             return None
-        return BedouinState(self.recurrent_states[0], self.conv_states[0].squeeze(-1))
+        state = BedouinState(self.recurrent_states[0], self.conv_states[0].squeeze(-1))
+        if not self.is_conv_states_initialized[1]:
+            return state
+        return ConvolvedState(self.conv_states[1].mT, state)
 
-    def write(self, state: BedouinState, num_tokens: int) -> None:
+    def write(self, state: BedouinState | ConvolvedState, num_tokens: int) -> None:
         """Keep `state`, that after `num_tokens` more tokens."""
-        self.device, self.dtype = state.y.device, state.y.dtype
         # assigned, not copied: a graph of autograd may contain the previous tensors
-        self.recurrent_states[0], self.conv_states[0] = state.ssm, state.y.unsqueeze(-1)
-        for known in (self.is_conv_states_initialized, self.is_recurrent_states_initialized):
-            known[0] = True
-        self.conv_kernel_size[0], self.has_previous_state[0] = 1, True
+        *window, ssm, y = state.tensors
+        for conv in window:
+            self.conv_states[1], self.conv_kernel_size[1] = conv.mT, conv.shape[1]
+        self.device, self.dtype = y.device, y.dtype
+        self.recurrent_states[0], self.conv_states[0] = ssm, y.unsqueeze(-1)
+        self.conv_kernel_size[0] = 1
+        self.is_conv_states_initialized = {0: True, 1: bool(window)}
+        self.is_recurrent_states_initialized[0] = True
+        # of both, since `Cache` asks whether all have one
+        self.has_previous_state = {0: True, 1: True}
         self.is_initialized = True
         self.num_tokens += num_tokens
 
     def reset(self) -> None:
-        self.has_previous_state[0], self.num_tokens = False, 0
+        self.has_previous_state, self.num_tokens = {0: False, 1: False}, 0
 
     def get_seq_length(self) -> int:
         return self.num_tokens
@@ -135,8 +144,11 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
-            feedback, feedback_norm, feedback_init, rate_scale: options of `bedouin.Bedouin`, where
-            state_size is called d_state.
+            feedback, feedback_norm, feedback_init, delta_from_x_init, rate_scale, output, bias:
+            options of `bedouin.Bedouin`, where state_size is called d_state. With num_householder 0
+            the mixer is `NoMixing`, and beta_max is 1. Solvers are attributes of the layers.
+        conv_kernel, use_conv_bias: width and bias of a short convolution before each mixer, which
+            is then a `bedouin.Convolved`; None for no convolution.
         rms_norm_eps: epsilon of every norm.
         initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
             have their own initialization.
@@ -144,13 +156,14 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         use_cache: whether calls in evaluation return a cache unless they say otherwise.
 
     Other names are attributes, as in every configuration of transformers, but one that resembles an
-    option or asks for a short convolution raises TypeError, and a value of another type
-    transformers' StrictDataclassError. What the mixers cannot take raises when a model is made.
+    option raises TypeError, and a value of another type transformers' StrictDataclassError. What
+    the mixers cannot take raises when a model is made.
     """
 
     model_type = "bedouin"
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {
+        "d_conv": "conv_kernel",
         "d_model": "hidden_size",
         "d_state": "state_size",
         "num_layers": "num_hidden_layers",
@@ -171,7 +184,12 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     feedback: list[str] | tuple[str, ...] = ("delta", "B", "C", "mixer")
     feedback_norm: bool = True
     feedback_init: int | float = 0.1
+    delta_from_x_init: int | float = 1.0
     rate_scale: int | float | list[int | float] | tuple[int | float, int | float] = 1.0
+    output: str = "norm"
+    bias: bool = True
+    conv_kernel: int | None = None
+    use_conv_bias: bool = True
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -183,11 +201,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def __post_init__(self, **others: Any) -> None:
         options = [field.name for field in fields(self)]
         for name in others:
-            if name in _CONVOLUTION:
-                raise TypeError(
-                    f"BedouinConfig has no option {name!r}: there is no short convolution, "
-                    "feedback replaces it"
-                )
             known = name in self.attribute_map or hasattr(type(self), name)
             if not known and difflib.get_close_matches(name, options, n=1, cutoff=0.85):
                 raise TypeError(unknown_option("BedouinConfig", name, options))
@@ -205,19 +218,36 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def validate_layer_type(self) -> None:
         """Nothing: transformers would admit its own types of layers only."""
 
-    def make_mixer(self, layer_idx: int) -> Bedouin:
-        """The layer that the options describe."""
+    def make_mixer(self, layer_idx: int) -> Bedouin | Convolved:
+        """The layer that the options describe. Raises ValueError for options without effect, and
+        what `Bedouin` and `Convolved` raise."""
         options: dict[str, Any] = {
             name: getattr(self, name)
             for name in (
-                *("expand", "num_heads", "num_householder", "beta_max", "decay", "input_scale"),
-                *("eigenvalues", "feedback", "feedback_norm", "feedback_init"),
+                *("expand", "num_heads", "decay", "input_scale", "eigenvalues", "feedback"),
+                *("feedback_norm", "feedback_init", "delta_from_x_init", "output", "bias"),
             )
         }
         rates = self.rate_scale
         options["rate_scale"] = tuple(rates) if isinstance(rates, list) else rates
+        if self.num_householder == 0:
+            if self.beta_max != 1:
+                raise ValueError(
+                    f"beta_max must be 1 with num_householder=0, got {self.beta_max}: there are no "
+                    "reflections"
+                )
+            options["mixer"] = NoMixing()
+        else:
+            options |= {"num_householder": self.num_householder, "beta_max": self.beta_max}
         sizes: dict[str, Any] = {"d_state": self.state_size, "norm_eps": self.rms_norm_eps}
-        return Bedouin(self.hidden_size, layer_idx=layer_idx, **sizes, **options)
+        layer = Bedouin(self.hidden_size, layer_idx=layer_idx, **sizes, **options)
+        if self.conv_kernel is not None:
+            return Convolved(layer, self.conv_kernel, bias=self.use_conv_bias)
+        if not self.use_conv_bias:
+            raise ValueError(
+                "use_conv_bias must be True with conv_kernel=None: there is no convolution"
+            )
+        return layer
 
 
 class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -228,7 +258,7 @@ class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         m, eps = config.hidden_size, config.rms_norm_eps
         self.layer_idx = layer_idx
         self.norm = nn.RMSNorm(m, eps=eps)
-        self.mixer = config.make_mixer(layer_idx)
+        self.mixer: Any = config.make_mixer(layer_idx)
         self.mlp: nn.Sequential | None = None
         if config.intermediate_size is not None:
             mlp = GatedMLP(m, config.intermediate_size / m)
@@ -298,7 +328,7 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize the parameters of `module` that no checkpoint has set."""
         super()._init_weights(module)
-        if not isinstance(module, FixedPointLayer):
+        if not isinstance(module, FixedPointLayer | ShortConvolution):
             return
         loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
         values = [p.clone() for p in loaded]

@@ -7,7 +7,7 @@
 
 Tested with mamba-ssm 2.3 (pip install "bedouin[mamba]"); `BedouinMixer` alone does not import it.
 
-Letters: b batch, t time, m d_model, d d_inner, n d_state.
+Letters: b batch, t time, m d_model, d d_inner, n d_state, w d_conv.
 """
 
 from functools import partial
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
+from bedouin.convolved import Convolved, ConvolvedState
 from bedouin.state import BedouinState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-States = tuple[Tensor, Tensor]
-"""conv_state (b, d, 1), which holds y of the last token, and ssm_state (b, d, n), which holds h."""
+States = tuple[Tensor, ...]
+"""conv_state (b, d, 1), which holds y of the last token, ssm_state (b, d, n), which holds h; of
+a layer with a short convolution also its window (b, w - 1, m)."""
 
 
 class InferenceParams(Protocol):
@@ -38,18 +40,22 @@ class BedouinMixer(nn.Module):
     Args:
         d_model, d_state, expand, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is
             required for calls with inference_params.
-        options: other options of `bedouin.Bedouin`. There is no d_conv: feedback replaces the short
-            convolution. What follows d_state must be named, since Mamba has d_conv in that place.
+        d_conv, conv_bias: width and bias of a short convolution before the layer; None for no
+            convolution, which feedback replaces.
+        options: other options of `bedouin.Bedouin`.
 
-    Attribute `layer` is the Bedouin layer. Raises what `Bedouin` raises.
+    Attribute `layer` is the Bedouin layer, or a `bedouin.Convolved` around it. Raises what they
+    raise.
     """
 
     def __init__(
         self,
         d_model: int,
         d_state: int = 16,
-        *,
+        d_conv: int | None = None,
         expand: float = 2,
+        *,
+        conv_bias: bool = True,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -57,7 +63,10 @@ class BedouinMixer(nn.Module):
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "layer_idx": layer_idx}
-        self.layer = Bedouin(d_model, d_state=d_state, expand=expand, **factory, **options)
+        if d_conv is None and not conv_bias:
+            raise ValueError("conv_bias must be True with d_conv=None: there is no convolution")
+        layer = Bedouin(d_model, d_state=d_state, expand=expand, **factory, **options)
+        self.layer: Any = layer if d_conv is None else Convolved(layer, d_conv, bias=conv_bias)
         self.layer_idx = layer_idx
 
     def forward(
@@ -97,17 +106,18 @@ class BedouinMixer(nn.Module):
         hidden_states: Tensor,  # (b, 1, m)
         conv_state: Tensor,  # (b, d, 1)
         ssm_state: Tensor,  # (b, d, n)
-    ) -> tuple[Tensor, Tensor, Tensor]:  # (b, 1, m) and the states
+        *window: Tensor,  # (b, w - 1, m)
+    ) -> tuple[Tensor, ...]:  # (b, 1, m) and the states
         """One token. The states are updated in place, and keep their addresses."""
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
             raise ValueError(
                 f"hidden_states must have shape (b, 1, m), got {tuple(hidden_states.shape)}: "
                 "call the mixer for more than one token"
             )
-        states = conv_state, ssm_state
+        states = conv_state, ssm_state, *window
         output, after = self.layer.step(hidden_states.squeeze(1), _read(states))
         _write(states, after)
-        return output.unsqueeze(1), conv_state, ssm_state
+        return output.unsqueeze(1), *states
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **unused: Any
@@ -117,8 +127,7 @@ class BedouinMixer(nn.Module):
         Their size does not depend on max_seqlen, and their dtype is that of the solve, at least
         float32, whatever dtype the model decodes in.
         """
-        state = self.layer.init_state(batch_size)
-        return state.y.unsqueeze(-1), state.ssm
+        return _states(self.layer.init_state(batch_size))
 
     def _get_states_from_cache(self, params: InferenceParams, batch_size: int) -> States:
         """This layer's states of the batch at batch_size_offset, which are made if there are
@@ -132,9 +141,8 @@ class BedouinMixer(nn.Module):
         if self.layer_idx not in kept:
             made = self.allocate_inference_cache(start + batch_size, 0)
             kept[self.layer_idx] = made
-        conv_state, ssm_state = kept[self.layer_idx]
         rows = slice(start, start + batch_size)
-        return conv_state[rows], ssm_state[rows]
+        return tuple(state[rows] for state in kept[self.layer_idx])
 
 
 def replace_mixers(model: ModelT, **options: Any) -> ModelT:
@@ -168,15 +176,20 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
     return model
 
 
-def _read(states: States) -> BedouinState:
-    conv_state, ssm_state = states
-    state = BedouinState(ssm_state, conv_state.squeeze(-1))
+def _states(state: BedouinState | ConvolvedState) -> States:
+    *window, ssm, y = state.tensors
+    return y.unsqueeze(-1), ssm, *window
+
+
+def _read(states: States) -> BedouinState | ConvolvedState:
+    conv_state, ssm_state, *window = states
+    inner = BedouinState(ssm_state, conv_state.squeeze(-1))
+    state = ConvolvedState(window[0], inner) if window else inner
     # autograd may save it, and `_write` overwrites it
     return state.clone() if torch.is_grad_enabled() else state
 
 
 @torch.no_grad()
-def _write(states: States, state: BedouinState) -> None:
-    conv_state, ssm_state = states
-    conv_state.copy_(state.y.unsqueeze(-1))
-    ssm_state.copy_(state.ssm)
+def _write(states: States, state: BedouinState | ConvolvedState) -> None:
+    for kept, new in zip(states, _states(state), strict=True):
+        kept.copy_(new)
