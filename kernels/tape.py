@@ -342,6 +342,9 @@ class Recorder(TorchDispatchMode):
 
     def _place_new(self, v: Tensor, made_at: int, *, is_result: bool = False) -> None:
         """v is a region of its own."""
+        # views of new memory count from its start
+        if made_at >= 0 and v.storage_offset():
+            self.refuse()
         number = len(self._regions)
         self._regions.append(_Region(_View.of(v, number, 0), made_at, is_result))
         self._places[id(v)] = ref(v), number, 0

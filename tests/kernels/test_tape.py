@@ -271,6 +271,22 @@ def test_what_is_not_recorded() -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_new_memory_that_begins_before_its_tensor() -> None:
+    with torch.library._scoped_library("bedouin_tests", "FRAGMENT") as library:
+        library.define("behind_two(Tensor v) -> Tensor")
+        library.impl("behind_two", lambda v: torch.cat([v.new_zeros(2), v])[2:], "CPU")
+        operation = torch.ops.bedouin_tests.behind_two
+
+        def compute(recorder: Recorder, v: Tensor) -> tuple[Tensor, ...]:
+            return (operation(v)[1:] + 1,)
+
+        tape, results = record((torch.arange(4.0),), compute)
+        assert torch.equal(results[0], torch.tensor([2.0, 3.0, 4.0]))
+        found = results if tape is None else tape.play((torch.arange(4.0),))
+    assert found is not None and torch.equal(found[0], results[0])
+
+
+@pytest.mark.usefixtures("device")
 def test_memory_ends_after_its_last_use() -> None:
     """Of tensors that are not returned, and of none that is."""
 
