@@ -36,9 +36,9 @@ def all_functions() -> Functions:
             continue
         seen.add(module)
         tree = tree_of(module)
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef):
-                found.setdefault(node.name, []).append(node)
+        for statement in tree.body:
+            if isinstance(statement, ast.FunctionDef):
+                found.setdefault(statement.name, []).append(statement)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PREFIX):
                 waiting.append(str(node.module).removeprefix(PREFIX))
