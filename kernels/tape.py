@@ -8,14 +8,17 @@ Recorded are the operations that torch dispatches and the launches of a `Launche
 numbers for regions of memory: those of the inputs first, then those that the call allocates. What
 kernels alone read and write has no tensor, only an address.
 
-A call is not recorded if one of its operations depends on the values of a tensor, or if one of its
-tensors is neither an input nor the result of an operation.
+A call is not recorded if one of its operations depends on the values of a tensor, if one of its
+tensors is neither an input nor the result of an operation, or if it has too many steps.
+
+With BEDOUIN_TAPES=0 in the environment of the process, every call takes the ordinary code.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import ref
 
 import torch
@@ -31,6 +34,13 @@ Compute = Callable[[Launcher], tuple[Tensor, ...]]
 
 PIECE_ALIGNMENT = 256
 """Bytes to whose multiples the parts of an allocation are rounded."""
+
+MOST_STEPS = 1000
+"""Of a tape. A longer call keeps the GPU busy for longer than the ordinary code takes the host, and
+its tape would take the host a large part of a second to compile."""
+
+RECORDS = os.environ.get("BEDOUIN_TAPES", "1") != "0"
+"""Whether calls are recorded."""
 
 _aten = torch.ops.aten
 
@@ -154,6 +164,8 @@ class _Source:
     def launch(self, known: KnownLaunch, pointers: tuple[tuple[int, int], ...]) -> None:
         plan = known.plan
         assert plan is not None
+        # the compiled kernel must live as long as the tape: it unloads itself when it ends
+        self.name(plan)
         given = self.name(plan.function), self.name(plan.metadata), "None, None, None"
         at = [f"a{i} + {offset}" if offset else f"a{i}" for i, offset in pointers]
         rest = [self.name(value) for value in known.rest]
@@ -228,7 +240,26 @@ class _Allocated(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Records a call: a mode, and what its `Launcher` reports launches to."""
+    """Records a call: a mode, and what its `Launcher` reports launches to.
+
+    It is entered once, in one thread.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # the method would be wrapped such that its first call imports the compiler, which takes
+        # seconds, and the import keeps the frames of all callers, with their tensors
+        return False
+
+    def __enter__(self) -> Self:
+        # not that of the class, which also sets variables of the process: of two threads that
+        # record, the last to leave would leave behind that the process is in a mode, and
+        # torch.compile would compile nothing any more
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -311,6 +342,9 @@ class Recorder(TorchDispatchMode):
 
     def _place_new(self, v: Tensor, made_at: int, *, is_result: bool = False) -> None:
         """v is a region of its own."""
+        # views of new memory count from its start
+        if made_at >= 0 and v.storage_offset():
+            self.refuse()
         number = len(self._regions)
         self._regions.append(_Region(_View.of(v, number, 0), made_at, is_result))
         self._places[id(v)] = ref(v), number, 0
@@ -337,7 +371,7 @@ class Recorder(TorchDispatchMode):
         taken = [*views, *[v for operation in operations for v in operation.views()]]
         if any(v.dtype != self._regions[v.region].view.dtype for v in taken):
             self.refuse()
-        if self._is_refused:
+        if self._is_refused or len(self._events) > MOST_STEPS:
             return None
         device = driver.active.get_current_device()
         run = _Arrangement(self._regions, self._events, views).function()
@@ -489,12 +523,13 @@ class Kind:
             launcher = Launcher(self.known)
             results = compute(launcher)
             # a call whose launches all have plans: the next one can be recorded
-            self._records = launcher.is_planned
+            self._records = launcher.is_planned and RECORDS
             return results
         recorder = Recorder(given)
         launcher = Launcher(self.known, recorder)
         with recorder:
             results = compute(launcher)
+        self._records = launcher.is_planned
         if launcher.is_planned:
             self._tape = recorder.tape(results)
             self._is_untaped = self._tape is None

@@ -30,6 +30,7 @@ from bedouin.kernels import backend, plans
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.core import kinds
 from bedouin.kernels.direct import triton_plan
+from bedouin.kernels.direct.triton_constants import uses_tf32
 from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.plans import Launcher
 from bedouin.kernels.tape import Compute, Kind
@@ -267,3 +268,21 @@ def test_the_most_memory_at_a_time(
     monkeypatch.setattr(kinds, "Kind", Computing)
     monkeypatch.setattr(kinds, "_KINDS", {})
     assert played <= peak()
+
+
+def test_the_precision_of_products_by_all_names_of_the_setting() -> None:
+    """Also by the name whose use makes torch refuse to read the older one."""
+    matmul = torch.backends.cuda.matmul
+    before, older = matmul.fp32_precision, torch.get_float32_matmul_precision()
+    try:
+        assert not uses_tf32()
+        torch.set_float32_matmul_precision("high")
+        assert uses_tf32()
+        torch.set_float32_matmul_precision("highest")
+        for precision in ("tf32", "ieee", "tf32"):
+            matmul.fp32_precision = precision
+            assert uses_tf32() == (precision == "tf32")
+    finally:
+        matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision(older)
+        matmul.fp32_precision = before

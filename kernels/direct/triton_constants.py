@@ -175,7 +175,8 @@ def matrix_constants(
 
 def uses_tf32() -> bool:
     """Whether products of float32 are rounded to TF32, as torch's setting says."""
-    return torch.backends.cuda.matmul.allow_tf32 and not interpreter_is_on()
+    # the newer of two names: reading the older one, allow_tf32, raises if the newer one was set
+    return torch.backends.cuda.matmul.fp32_precision == "tf32" and not interpreter_is_on()
 
 
 def _dot_dtype(W: Tensor | Like) -> tl.dtype:

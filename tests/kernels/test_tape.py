@@ -4,6 +4,11 @@ Kernels run in Triton's interpreter with the addresses that a tape gives them, a
 """
 
 import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +17,12 @@ import pytest
 import torch
 from tests.kernels.test_plans import Driver
 from torch import Tensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import driver
 
 from bedouin import Bedouin
+from bedouin.kernels import tape as tapes
 from bedouin.kernels.core import kinds
 from bedouin.kernels.plans import KnownLaunch, Launcher, PlannedKernel
 from bedouin.kernels.tape import Kind, Recorder, Tape
@@ -264,6 +271,22 @@ def test_what_is_not_recorded() -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_new_memory_that_begins_before_its_tensor() -> None:
+    with torch.library._scoped_library("bedouin_tests", "FRAGMENT") as library:
+        library.define("behind_two(Tensor v) -> Tensor")
+        library.impl("behind_two", lambda v: torch.cat([v.new_zeros(2), v])[2:], "CPU")
+        operation = torch.ops.bedouin_tests.behind_two
+
+        def compute(recorder: Recorder, v: Tensor) -> tuple[Tensor, ...]:
+            return (operation(v)[1:] + 1,)
+
+        tape, results = record((torch.arange(4.0),), compute)
+        assert torch.equal(results[0], torch.tensor([2.0, 3.0, 4.0]))
+        found = results if tape is None else tape.play((torch.arange(4.0),))
+    assert found is not None and torch.equal(found[0], results[0])
+
+
+@pytest.mark.usefixtures("device")
 def test_memory_ends_after_its_last_use() -> None:
     """Of tensors that are not returned, and of none that is."""
 
@@ -336,3 +359,172 @@ def test_a_call_with_a_launch_that_has_no_plan_is_not_recorded() -> None:
     for _ in range(2):
         kind.run((v,), compute)
     assert kind._tape is not None
+
+
+@pytest.mark.usefixtures("device")
+def test_a_launch_that_has_lost_its_plan_ends_the_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until all launches have plans again: a mode sees each operation of a recorded call."""
+    kind, recorded = Kind(), [0]
+
+    class Counted(Recorder):
+        def __init__(self, given: Any) -> None:
+            super().__init__(given)
+            recorded[0] += 1
+
+    def compute(launcher: Launcher) -> tuple[Tensor, ...]:
+        launcher.is_planned = not recorded[0]
+        return (v + 1,)
+
+    monkeypatch.setattr(tapes, "Recorder", Counted)
+    v = torch.randn(4)
+    for _ in range(5):
+        kind.run((v,), compute)
+    assert recorded[0] == 1 and kind._tape is None
+
+
+@pytest.mark.usefixtures("device")
+def test_an_exception_in_a_recorded_call() -> None:
+    """Ends the recording; a later call is recorded as a whole."""
+    kind, fails = Kind(), [False]
+
+    def run(v: Tensor) -> tuple[Tensor, ...]:
+        def compute(launcher: Launcher) -> tuple[Tensor, ...]:
+            more = v + 1
+            if fails[0]:
+                raise RuntimeError("no memory")
+            return (2 * more,)
+
+        return kind.run((v,), compute)
+
+    run(torch.randn(4))
+    fails[0] = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory"):
+            run(torch.randn(4))
+        assert torch._C._len_torch_dispatch_stack() == 0 and kind._tape is None
+    fails[0] = False
+    for _ in range(3):
+        v = torch.randn(4)
+        assert torch.equal(run(v)[0], 2 * (v + 1))
+    assert kind._tape is not None
+
+
+@pytest.mark.usefixtures("device")
+def test_too_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tapes, "MOST_STEPS", 3)
+
+    def compute(recorder: Recorder, v: Tensor, steps: int) -> tuple[Tensor, ...]:
+        for _ in range(steps):
+            v = v + 1
+        return (v,)
+
+    for steps, is_recorded in ((3, True), (4, False)):
+        tape, _ = record((torch.zeros(4),), lambda recorder, v, n=steps: compute(recorder, v, n))
+        assert (tape is not None) == is_recorded
+
+
+@pytest.mark.usefixtures("device")
+def test_a_compiled_kernel_lives_as_long_as_a_tape_that_launches_it() -> None:
+    kernel, known, plan = planned()
+
+    def compute(recorder: Recorder, v: Tensor) -> tuple[Tensor, ...]:
+        recorder.launched(kernel, known, (v,))
+        return (v + 1,)
+
+    # a plan whose function does not hold it, as that of a compiled kernel does not
+    seen: list[Any] = []
+    plan.run = lambda *args: seen.append(args)  # type: ignore[method-assign]
+    tape, _ = record((torch.randn(4),), compute)
+    assert tape is not None
+    lives = weakref.ref(plan)
+    known.plan, plan = None, Plan()
+    gc.collect()
+    tape.play((torch.randn(4),))
+    assert len(seen) == 1 and lives() is not None
+    del tape
+    gc.collect()
+    assert lives() is None
+
+
+@pytest.mark.usefixtures("device")
+def test_threads_that_record_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second to begin ends last; neither records what the other does, and the process is in no
+    mode then, in which torch.compile would compile nothing."""
+    for name in vars(_python_dispatch):
+        if name.startswith("_is_in_"):
+            monkeypatch.setattr(_python_dispatch, name, getattr(_python_dispatch, name))
+    kinds, turns = (Kind(), Kind()), [threading.Event() for _ in range(3)]
+    given = [torch.randn(4) for _ in kinds]
+    found: list[Any] = [None, None]
+
+    def begin(i: int) -> None:
+        def compute(launcher: Launcher) -> tuple[Tensor, ...]:
+            v = given[i] + 1
+            turns[i].set()
+            assert turns[i + 1].wait(20)
+            return (v * (2 + i),)
+
+        found[i] = kinds[i].run((given[i],), compute)
+
+    def alone(i: int) -> None:
+        kinds[i].run((given[i],), lambda launcher: (given[i] + 1,))
+
+    for i in range(2):
+        alone(i)
+    threads = [threading.Thread(target=begin, args=(i,)) for i in range(2)]
+    threads[0].start()
+    assert turns[0].wait(20)
+    threads[1].start()
+    threads[0].join(20)
+    turns[2].set()
+    threads[1].join(20)
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+    for i, kind in enumerate(kinds):
+        assert kind._tape is not None
+        v = torch.randn(4)
+        (played,) = kind._tape.play((v,)) or (None,)
+        assert played is not None and torch.equal(played, (v + 1) * (2 + i))
+        assert torch.equal(found[i][0], (given[i] + 1) * (2 + i))
+
+
+CALLS_OF_A_PROCESS = """
+import gc, sys, weakref
+from types import SimpleNamespace
+import torch
+from triton.runtime import driver
+from bedouin.kernels.tape import Kind
+
+gc.collect()
+gc.disable()
+found = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 7}
+driver._active = SimpleNamespace(**found)
+kind = Kind()
+
+def call():
+    v = torch.randn(4)
+    results = kind.run((v,), lambda launcher: (v + 1, v * 2))
+    return [weakref.ref(one) for one in (v, *results)]
+
+alive = [one() is not None for _ in range(4) for one in call()]
+print(kind._tape is not None, any(alive), "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("setting", "records"), [("0", False), (None, True)])
+def test_a_process(setting: str | None, records: bool) -> None:
+    """A recorded call keeps no tensors and imports no compiler, and the environment turns tapes
+    off."""
+    environment = {k: v for k, v in os.environ.items() if k != "BEDOUIN_TAPES"}
+    if setting is not None:
+        environment["BEDOUIN_TAPES"] = setting
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", CALLS_OF_A_PROCESS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.stdout.split() == [str(records), "False", "False"], run.stderr
