@@ -3,9 +3,7 @@
 from experiments.models import CHOSEN, WIDTH
 from experiments.plan import REPORTED, Experiment, Run, joined
 
-COMMON = (
-    f"{WIDTH} --length 40 --batch-size 256 --steps 6000 --lr 4e-3 --schedule hold --concurrent"
-)
+COMMON = f"{WIDTH} --length 40 --batch-size 256 --steps 6000 --lr 4e-3 --schedule hold --concurrent"
 _DOUBLE = "--curriculum double"
 _DRAWN = "--eval-from 40 --eval-lengths 40 256"
 TASKS = {
