@@ -172,7 +172,14 @@ class Data:
         self.options, self.task = options, make_task(options)
         _check_curriculum(options)
         self.longest = longest_length(self.task)
-        self.reached = [first_length(options, self.longest)] * len(seeds)
+        first = first_length(options, self.longest)
+        try:
+            limited(self.task, first)
+        except ValueError as error:
+            raise ValueError(
+                f"--curriculum-from must be a length of --task {options.task}, got {first}: {error}"
+            ) from error
+        self.reached = [first] * len(seeds)
         """The longest training length of each seed so far."""
         self.train = [stream("train", seed, device) for seed in seeds]
         self.test = [stream("test", seed, device) for seed in seeds]

@@ -280,6 +280,8 @@ def test_uniform_lengths_end_after_their_share_of_the_steps() -> None:
         make_data(curriculum="uniform", task="parity")
     with pytest.raises(ValueError, match="--curriculum-from must be at most the training length 4"):
         make_data(curriculum="double", curriculum_from=5)
+    with pytest.raises(ValueError, match="--curriculum-from must be a length of --task arithmetic"):
+        make_data(curriculum="double", curriculum_from=3, task="arithmetic")
 
 
 def test_a_width_is_found_for_a_number_of_parameters() -> None:
