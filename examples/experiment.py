@@ -211,7 +211,10 @@ def seconds_and_seeds(content: dict[str, Any]) -> tuple[float, str]:
         return content["seconds"], str(content["seed"])
     first, number = content["config"].get("first_seed", 0), content["config"]["seeds"]
     seeds = " ".join(str(seed) for seed in range(first, first + number))
-    return sum(row["seconds"] for row in content["rows"]), seeds
+    seconds = [row["seconds"] for row in content["rows"]]
+    # points that were trained at the same time have the seconds of all
+    together = content["config"].get("concurrent", False)
+    return max(seconds) if together else sum(seconds), seeds
 
 
 def listing(found: dict[str, Experiment], out: Path) -> str:

@@ -53,6 +53,8 @@ class TaskOptions(CurriculumOptions):
     """Whether swaps and 3-permutations include the identity, as published."""
     generators: int | None = None
     """Draw from a fixed random set of so many generators of the group."""
+    generator_seed: int = 0
+    """Which of these sets."""
     tokens_per_transition: int = 1
     """Tokens for each element of a word problem, all but the first being fillers."""
     label_at: Literal["transition", "every", "last"] = "transition"
@@ -61,6 +63,8 @@ class TaskOptions(CurriculumOptions):
     """Shortest training row of parity and arithmetic."""
     eval_from: int | None = None
     """Shortest test row of parity and arithmetic, 40 as published; None: the length alone."""
+    multiplication: bool = True
+    """Whether arithmetic draws products, with and without brackets."""
     min_string: int = 4
     """Shortest string to copy."""
     max_string: int = 8
@@ -82,13 +86,13 @@ class TaskOptions(CurriculumOptions):
 _LENGTHS = {"length", "min_length", "eval_from"}
 TAKEN = {
     "word": {
-        *("group", "length", "elements", "include_identity", "generators"),
+        *("group", "length", "elements", "include_identity", "generators", "generator_seed"),
         *("tokens_per_transition", "label_at"),
     },
     "copy": {"min_string", "max_string", "context"},
     "parity": _LENGTHS,
-    "arithmetic": _LENGTHS,
-    "brackets": _LENGTHS,
+    "arithmetic": _LENGTHS | {"multiplication"},
+    "brackets": _LENGTHS | {"multiplication"},
 }
 """The options that each task takes."""
 
@@ -104,6 +108,7 @@ def make_task(options: TaskOptions) -> Task:
                 elements=options.elements,
                 include_identity=options.include_identity,
                 generators=options.generators,
+                generator_seed=options.generator_seed,
                 tokens_per_transition=options.tokens_per_transition,
                 label_at=options.label_at,
             )
@@ -117,7 +122,10 @@ def make_task(options: TaskOptions) -> Task:
             return Parity(options.length, least)
         case "arithmetic" | "brackets":
             return ModularArithmetic(
-                brackets=options.task == "brackets", length=options.length, min_length=least
+                brackets=options.task == "brackets",
+                length=options.length,
+                min_length=least,
+                multiplication=options.multiplication,
             )
 
 
@@ -164,7 +172,14 @@ class Data:
         self.options, self.task = options, make_task(options)
         _check_curriculum(options)
         self.longest = longest_length(self.task)
-        self.reached = [first_length(options, self.longest)] * len(seeds)
+        first = first_length(options, self.longest)
+        try:
+            limited(self.task, first)
+        except ValueError as error:
+            raise ValueError(
+                f"--curriculum-from must be a length of --task {options.task}, got {first}: {error}"
+            ) from error
+        self.reached = [first] * len(seeds)
         """The longest training length of each seed so far."""
         self.train = [stream("train", seed, device) for seed in seeds]
         self.test = [stream("test", seed, device) for seed in seeds]

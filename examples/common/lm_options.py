@@ -1,15 +1,11 @@
 """Options of `train_lm.py`, and the model that they describe."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from bedouin import SequenceModel
 from common.checks import check_ranges, whole
-from common.layers import count
 from common.lm_text import VOCABULARY
-from common.matching import matching_width
 from common.options import RunConfig, build_model
 
 
@@ -28,9 +24,6 @@ class LanguageConfig(RunConfig):
     """Rows of an optimizer step, those of all processes together."""
     accumulate: int = 1
     """Parts of a batch, whose gradients are added up: more of them need less memory."""
-    match_parameters: int | None = None
-    """Replace --d-model by the width, a multiple of 32, with which the model has about this many
-    parameters."""
     shard: bool = False
     """Distribute parameters, gradients and the optimizer's state over several GPUs (FSDP2);
     otherwise every process has all of them."""
@@ -45,7 +38,7 @@ class LanguageConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, _RANGES, ("match_parameters",))
+        check_ranges(self, _RANGES)
         if self.preset == "paper":
             raise ValueError("--preset must be auto, cpu or gpu, got paper: it has no such task")
         if self.batch_size % self.accumulate:
@@ -56,7 +49,7 @@ class LanguageConfig(RunConfig):
 
 _RANGES = dict.fromkeys(
     (
-        *("length", "accumulate", "match_parameters", "eval_lengths", "eval_bytes"),
+        *("length", "accumulate", "eval_lengths", "eval_bytes"),
         *("final_bytes", "eval_tokens"),
     ),
     whole(1),
@@ -66,23 +59,3 @@ _RANGES = dict.fromkeys(
 def build_language_model(config: LanguageConfig) -> SequenceModel:
     """The model, (b, t) tokens -> (b, t, VOCABULARY), initialized from the seed."""
     return build_model(config, VOCABULARY, VOCABULARY)
-
-
-def matched(config: LanguageConfig) -> LanguageConfig:
-    """The configuration with the width that `match_parameters` asks for.
-
-    Raises ValueError if even the narrowest model has 1.5 times as many parameters.
-    """
-    if config.match_parameters is None:
-        return config
-
-    def size(d_model: int) -> int:
-        return num_parameters(replace(config, d_model=d_model))
-
-    return replace(config, d_model=matching_width(size, config.match_parameters))
-
-
-def num_parameters(config: LanguageConfig) -> int:
-    """The number of parameters of the model, which is not made."""
-    with torch.device("meta"):
-        return count(build_language_model(config))

@@ -28,8 +28,9 @@ from common.interrupt import StopRequest
 from common.job import Place, Run
 from common.layers import count
 from common.lm_evaluation import bits_per_byte
-from common.lm_options import LanguageConfig, build_language_model, matched
-from common.lm_text import Corpus, read_corpora
+from common.lm_options import LanguageConfig, build_language_model
+from common.lm_text import VOCABULARY, Corpus, read_corpora
+from common.options import matched
 from common.report import device_name, versions, write_metrics
 from common.training import (
     add_entry,
@@ -63,7 +64,7 @@ def train(config: LanguageConfig) -> dict[str, Any]:
         Interrupted: Ctrl-C or SIGTERM, after the step was finished and a checkpoint written.
         OSError: a result could not be written.
     """
-    job = start_job(matched(config))
+    job = start_job(matched(config, VOCABULARY, VOCABULARY))
     generator = stream("train", 2 * config.seed, job.accelerator.device)  # alike in all processes
     model = build_language_model(job.config)
     parameters = count(model)

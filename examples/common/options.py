@@ -25,9 +25,11 @@ from common.layers import (
     TAKES,
     Baseline,
     SolverOptions,
+    count,
     fixed_point_options,
     mixer_options,
 )
+from common.matching import matching_width
 from common.schedule import Schedule
 
 Preset = Literal["auto", "cpu", "gpu", "paper"]
@@ -74,7 +76,10 @@ class RunConfig(SolverOptions):
     """bedouin; paper: `Bedouin.from_paper`, which fixes every option of the layer but the sizes; or
     a baseline, which takes few options of Bedouin and refuses the others."""
     d_model: int = 128
-    """Width of the model."""
+    """Width of the model; see --match-parameters."""
+    match_parameters: int | None = None
+    """Replace --d-model by the width, a multiple of 32, with which the model has about this many
+    parameters."""
     num_layers: int = 1
     """Residual blocks."""
     mlp_expand: float | None = None
@@ -170,7 +175,7 @@ class TrainConfig(CurriculumOptions, RunConfig):
 _MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
 _FROM_ONE = (
     *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
-    *("num_heads", "log_every", "eval_every", "checkpoint_every"),
+    *("num_heads", "log_every", "eval_every", "checkpoint_every", "match_parameters"),
 )
 _RANGES = {
     **{name: whole(1) for name in _FROM_ONE},
@@ -189,7 +194,7 @@ _RANGES = {
     "feedback_lr_scale": Range(0, 1, "[]"),
     "feedback_lr_steps": whole(0),
 }
-_OPTIONAL = ("threads", "num_heads", "mlp_expand", "d_conv")
+_OPTIONAL = ("threads", "num_heads", "mlp_expand", "d_conv", "match_parameters")
 _TRAIN_FROM_ONE = (
     *("curriculum_every", "eval_lengths", "final_lengths", "eval_rows", "final_rows"),
     "eval_batch_size",
@@ -297,3 +302,23 @@ def build_model(config: RunConfig, vocab_size: int, output_size: int) -> Sequenc
         output_size=output_size,
         mlp_expand=config.mlp_expand,
     )
+
+
+def matched(config: ConfigT, vocab_size: int, output_size: int) -> ConfigT:
+    """The configuration with the width that `match_parameters` asks for.
+
+    Raises ValueError if even the narrowest model has 1.5 times as many parameters.
+    """
+    if config.match_parameters is None:
+        return config
+
+    def size(d_model: int) -> int:
+        return num_parameters(replace(config, d_model=d_model), vocab_size, output_size)
+
+    return replace(config, d_model=matching_width(size, config.match_parameters))
+
+
+def num_parameters(config: RunConfig, vocab_size: int, output_size: int) -> int:
+    """The number of parameters of the model, which is not made."""
+    with torch.device("meta"):
+        return count(build_model(config, vocab_size, output_size))

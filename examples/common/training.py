@@ -34,7 +34,7 @@ from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, save_weights
 from common.interrupt import StopRequest
 from common.job import Job, Place, Problem, Run
 from common.layers import count
-from common.options import RunConfig, TrainConfig, build_model
+from common.options import RunConfig, TrainConfig, build_model, matched
 from common.report import (
     Scores,
     chance_level,
@@ -56,12 +56,13 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
 
     Raises:
         UsageError: a folder that cannot be written, or a checkpoint of another run.
+        ValueError: --match-parameters below the size of the narrowest model.
         FileNotFoundError: nothing to resume.
         FloatingPointError: the training loss is no longer finite.
         Interrupted: Ctrl-C or SIGTERM, after the step was finished and a checkpoint written.
         OSError: a result could not be written.
     """
-    job = start_job(problem, config)
+    job = start_job(problem, matched(config, problem.vocab_size, problem.output_size))
     run = start_run(job)
     scores = carry_out(job, run, train_steps, lambda: evaluate(job, run.model, final=True))
     return finish(job, run, scores)

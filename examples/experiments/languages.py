@@ -3,13 +3,20 @@
 from experiments.models import CHOSEN, WIDTH
 from experiments.plan import REPORTED, Experiment, Run, joined
 
-COMMON = f"{WIDTH} --length 40 --eval-lengths 256 --batch-size 256 --lr 1e-3"
+COMMON = f"{WIDTH} --length 40 --batch-size 256 --steps 6000 --lr 4e-3 --schedule hold --concurrent"
+_DOUBLE = "--curriculum double"
+_DRAWN = "--eval-from 40 --eval-lengths 40 256"
 TASKS = {
-    "parity": f"{COMMON} --task parity --eval-from 40 --steps 20000",
-    "arithmetic": f"{COMMON} --task arithmetic --eval-from 40 --steps 30000",
-    "brackets": f"{COMMON} --task brackets --eval-from 40 --steps 30000",
-    "s5-generators32": f"{COMMON} --group S5 --generators 32 --steps 30000 --curriculum double",
+    "parity": f"{COMMON} --task parity {_DRAWN} {_DOUBLE}",
+    "arithmetic": f"{COMMON} --task arithmetic {_DRAWN} {_DOUBLE}",
+    "brackets": f"{COMMON} --task brackets {_DRAWN}",
+    "s5-generators32": (
+        f"{COMMON} --group S5 --generators 32 --eval-lengths 40 64 128 256 {_DOUBLE}"
+    ),
 }
+"""Expressions with brackets are drawn from all lengths at once: the threshold of "double" may be
+out of reach at a short length, after which no longer one would be trained on. `--eval-lengths 256`
+means lengths from 40 to 256 with `--eval-from 40`, and 256 alone for products."""
 MODELS = {"bedouin": CHOSEN, "lstm_l1": "--mixer-layer lstm"}
 
 LANGUAGES = Experiment(

@@ -34,15 +34,14 @@ GRIFFIN_SHARPNESS = 8.0
 def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
 
-    The choice depends on neither b, t nor the device. Times on an H100
-    (examples/results/h100_benchmark.json): with feedback, 16 iterations of Jacobi take 23 ms at
-    64 x 256 forward and backward, Direct 11.8 ms. A parallel method needs about 10 iterations on an
-    untrained layer and, after 1,000 steps on A5, 12 at 32 and 115 at 128 tokens
-    (examples/results/README.md). Without feedback, Jacobi(rtol=1e-5) needs 3 on an untrained layer:
-    with the gradient it is slower than Direct at every shape; forward alone it is faster at
-    16 x 1024 and 8 x 4096 (4.5 and 8.9 ms, Direct 5.4 and 20.4) and slower at shorter ones. That
-    gain is limited to inference, depends on the weights and comes with a tolerance, so request
-    Jacobi explicitly.
+    The choice depends on neither b, t nor the device. Times on H100s, of Jacobi from
+    examples/results/h100_benchmark.json and of Direct from h100_sweep.json: with feedback, 16
+    iterations of Jacobi take 23 ms at 64 x 256 forward and backward, Direct 8.8 ms. A parallel
+    method needs about 10 iterations on an untrained layer and, after 1,000 steps on A5, 12 at 32
+    and 115 at 128 tokens (examples/results/README.md). Without feedback, Jacobi(rtol=1e-5) needs 3
+    on an untrained layer: with the gradient it is slower than Direct at every shape; forward alone
+    it is slower at 16 x 1024 (4.5 ms, Direct 2.7) and hardly faster at 8 x 4096 (8.9 ms, Direct
+    9.2). It has a tolerance and its time depends on the weights, so request Jacobi explicitly.
     """
     if solver == "auto":
         return Direct() if isinstance(mixer, StructuredMixer) else Picard()

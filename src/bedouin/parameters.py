@@ -17,8 +17,7 @@ class MarkedModule(nn.Module):
 
     Marks are the attributes `_no_weight_decay` and `_no_reinit`, which optimizers and initializers
     that follow Mamba read. Copies, `to_empty`, `load_state_dict(assign=True)` and sharding replace
-    parameters by new ones without them; this class then sets them again. Those of a submodule's
-    parameter, such as the bias of Mamba's `dt_proj`, last through copies and `to_empty` only.
+    parameters by new ones without them; this class then sets them again on parameters of its own.
     """
 
     def _mark_parameters(self) -> None:

@@ -2,13 +2,16 @@
 
 import re
 from importlib.util import find_spec
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from bedouin.baselines import DeltaProduct
 from bedouin.baselines.delta_rule import (
     DeltaInputs,
+    _RowMajorGradient,
     delta_rule,
     delta_rule_chunked,
     delta_rule_fla,
@@ -17,6 +20,9 @@ from bedouin.baselines.delta_rule import (
 )
 
 B, H, P, V = 2, 3, 4, 5
+
+# dynamo instantiates torch.autograd.Function when it traces a subclass
+INSTANTIATED = "ignore:.*should not be instantiated:DeprecationWarning"
 
 
 def draw(t: int, k: int, *, gated: bool, beta_max: float = 2.0) -> tuple[DeltaInputs, Tensor]:
@@ -138,3 +144,33 @@ def test_fla_equals_the_loop(k: int, gated: bool) -> None:
     for ours, theirs in zip(expected, got, strict=True):
         # the kernels' products are in bfloat16: eight bits of each of hundreds of summands
         assert (ours - theirs).norm() < 0.03 * ours.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(INSTANTIATED)
+def test_compiled_layers_take_lengths_that_vary() -> None:
+    torch.compiler.reset()
+    layer = DeltaProduct(16, num_heads=2, dtype=torch.float64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for t in (8, 40):  # of the second, the last chunk is filled up
+        x = torch.randn(2, t, 16, dtype=torch.float64, requires_grad=True)
+        leaves = [x, *layer.parameters()]
+        outputs = compiled(x), layer(x)
+        gradients = [torch.autograd.grad(y.sum(), leaves) for y in outputs]
+        torch.testing.assert_close(*outputs)
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("by", ["jacrev", "vmap"])
+def test_the_gradient_in_row_major_order_is_the_identity(by: str) -> None:
+    def identity(v: Tensor) -> Tensor:
+        return cast(Tensor, _RowMajorGradient.apply(v))  # type: ignore[no-untyped-call]
+
+    x, eye = torch.randn(3, 4, dtype=torch.float64), torch.eye(12, dtype=torch.float64)
+    if by == "jacrev":
+        torch.testing.assert_close(torch.func.jacrev(identity)(x).view(12, 12), eye)
+    else:
+        torch.testing.assert_close(torch.func.vmap(identity)(x), x)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(identity(x).T.contiguous().T, x, torch.ones(4, 3).double().T)
+    assert grad.is_contiguous()

@@ -10,7 +10,7 @@ import torch
 
 import ensemble
 from bedouin.kernels.feedback import padded_rows
-from bedouin.tasks import IGNORE, Copying, WordProblem, stream
+from bedouin.tasks import IGNORE, Copying, ModularArithmetic, WordProblem, stream
 from bedouin.testing import assert_close
 from common import study
 from common.data import Data, metrics
@@ -238,6 +238,17 @@ def test_every_task_has_rows_and_accuracies(changes: dict[str, Any]) -> None:
     assert int(tokens.max()) < data.task.vocab_size
 
 
+def test_options_of_the_variants_reach_the_task() -> None:
+    sets = [make_data(generators=8, generator_seed=seed).task for seed in (0, 1)]
+    assert [getattr(task, "generator_seed", None) for task in sets] == [0, 1]
+    for name in ("arithmetic", "brackets"):
+        data = make_data(task=name, length=20, multiplication=False)
+        assert isinstance(data.task, ModularArithmetic)
+        drawn = data.batch(256, 0, 10)[0]
+        plus, times = (data.task.symbols.index(symbol) for symbol in "+*")
+        assert (drawn == plus).any() and not (drawn == times).any()
+
+
 def test_options_of_another_task_are_refused() -> None:
     with pytest.raises(ValueError, match="--task parity takes no --group: leave it at 'A5', got"):
         small(task="parity", group="S5")
@@ -269,6 +280,8 @@ def test_uniform_lengths_end_after_their_share_of_the_steps() -> None:
         make_data(curriculum="uniform", task="parity")
     with pytest.raises(ValueError, match="--curriculum-from must be at most the training length 4"):
         make_data(curriculum="double", curriculum_from=5)
+    with pytest.raises(ValueError, match="--curriculum-from must be a length of --task arithmetic"):
+        make_data(curriculum="double", curriculum_from=3, task="arithmetic")
 
 
 def test_a_width_is_found_for_a_number_of_parameters() -> None:

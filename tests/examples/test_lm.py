@@ -25,9 +25,9 @@ from common import lm_training, training
 from common.errors import UsageError
 from common.layers import BASELINES
 from common.lm_evaluation import batched, bits_per_byte
-from common.lm_options import LanguageConfig, build_language_model, matched, num_parameters
+from common.lm_options import LanguageConfig, build_language_model
 from common.lm_text import END, VOCABULARY, make_corpus, read_corpora
-from common.options import parse_config
+from common.options import matched, num_parameters, parse_config
 from experiments.language_model import MIXERS, language_model
 
 LINES = "def {}(x):\n    return x\n"
@@ -162,7 +162,7 @@ def test_every_layer_learns(changes: dict[str, Any], text: Path, tmp_path: Path)
     before, after = (entry["bits_per_byte"]["24"] for entry in metrics["history"])
     assert after < before < 8 and metrics["history"][1]["loss"] < metrics["history"][0]["loss"]
     assert metrics["bits_per_byte"].keys() == {"8", "24"} and metrics["tokens_per_second"] > 0
-    assert metrics["parameters"] == num_parameters(config)
+    assert metrics["parameters"] == size(config)
     assert metrics["text"]["training_files"] + metrics["text"]["held_out_files"] == 40
     weights = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == checkpoint(tmp_path)["model"].keys()
@@ -293,13 +293,19 @@ def test_bad_options_are_named(
         train_lm.main(small(text, tmp_path, **changes))
 
 
+def size(config: LanguageConfig) -> int:
+    """The number of parameters of the model that is trained."""
+    both = VOCABULARY, VOCABULARY
+    return num_parameters(matched(config, *both), *both)
+
+
 def test_models_have_equal_parameters(tmp_path: Path) -> None:
     sizes = []
     for mixer in ("bedouin", *BASELINES):
         config = small(tmp_path, tmp_path, mixer_layer=mixer, match_parameters=10**6)
-        sizes.append(num_parameters(matched(config)))
-        assert matched(config).d_model % 32 == 0
-    assert all(abs(size - 10**6) < 1.2e5 for size in sizes) and len(set(sizes)) > 1
+        sizes.append(size(config))
+        assert matched(config, VOCABULARY, VOCABULARY).d_model % 32 == 0
+    assert all(abs(n - 10**6) < 1.2e5 for n in sizes) and len(set(sizes)) > 1
 
 
 def test_the_experiment_compares_equal_models_with_three_seeds() -> None:
@@ -307,8 +313,8 @@ def test_the_experiment_compares_equal_models_with_three_seeds() -> None:
     assert len(runs) == 15 and {run.name.split("-")[0] for run in runs} == set(MIXERS)
     configs = [parse_config(train_lm.PRESETS, run.arguments) for run in runs]
     assert [config.seed for config in configs] == [0, 1, 2] * 5
-    sizes = [num_parameters(matched(config)) for config in configs[::3]]
-    assert all(abs(size / sizes[0] - 1) < 0.05 for size in sizes)
+    sizes = [size(config) for config in configs[::3]]
+    assert all(abs(n / sizes[0] - 1) < 0.05 for n in sizes)
     assert all(dataclasses.replace(config, seed=0) == configs[0] for config in configs[:3])
 
 

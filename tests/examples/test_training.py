@@ -300,3 +300,14 @@ def test_the_feedback_weights_learn_slowly_at_first(tmp_path: Path) -> None:
     first, _, third = rates
     assert first == pytest.approx([1.0, 1.0, 0.01])
     assert third[0] == third[2] > 0.9
+
+
+@pytest.mark.parametrize("mixer", ["bedouin", "lstm"])
+def test_the_width_follows_from_a_number_of_parameters(tmp_path: Path, mixer: Any) -> None:
+    changes = {"d_state": 16, "num_householder": 2} if mixer == "lstm" else {}
+    config = a5_config(tmp_path, mixer_layer=mixer, match_parameters=40_000, steps=1, **changes)
+    metrics = training.train(train_a5.word_problem(config), config)
+    assert metrics["config"]["d_model"] in (32, 64) and 25_000 < metrics["parameters"] < 60_000
+    small = dataclasses.replace(config, match_parameters=10)
+    with pytest.raises(ValueError, match="--match-parameters must be at least"):
+        training.train(train_a5.word_problem(small), small)

@@ -6,7 +6,7 @@ of a head; in chunks also n chunks, c tokens of a chunk, i = c k steps of a chun
 """
 
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from einops import rearrange
@@ -180,10 +180,34 @@ def _chunks(
 ) -> Tensor:
     """`tensor` rearranged in chunks of c tokens; the last is filled up with zeros,
     which neither decay nor write."""
+    if torch.compiler.is_compiling():
+        tensor = _RowMajorGradient.apply(tensor)  # type: ignore[no-untyped-call]
     missing = -tensor.shape[1] % c
     if missing:
         tensor = F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, missing))
     return rearrange(tensor, pattern, c=c)
+
+
+class _RowMajorGradient(torch.autograd.Function):
+    """The identity, whose gradient is copied to row-major order.
+
+    The gradient of a rearrangement has permuted strides. With lengths that vary, the compiler
+    predicts other strides for the operations that follow, and views of their results then fail.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _ratio(

@@ -16,7 +16,7 @@ from bedouin.checks import check_bool, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.parameters import MarkedModule, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
 from bedouin.wrapped import has_hooks
@@ -32,6 +32,14 @@ class MambaState(RecurrentState, _MambaFields):  # type: ignore[misc]
 
     __slots__ = ()
     axes = (2, 2)
+
+
+class _DeltaProjection(MarkedModule, nn.Linear):
+    """The linear map to Delta. Its bias is marked `_no_reinit`; the module itself keeps that mark,
+    because `load_state_dict(assign=True)` replaces parameters one module at a time."""
+
+    def _mark_parameters(self) -> None:
+        mark(self._parameters.get("bias"), "_no_reinit")
 
 
 class Mamba(Baseline[MambaState]):
@@ -81,7 +89,7 @@ class Mamba(Baseline[MambaState]):
         self.in_proj = nn.Linear(d_model, 2 * d, bias=bias, **factory)
         self.conv = ShortConvolution(d, d_conv, bias=conv_bias, **factory)
         self.x_proj = nn.Linear(d, self.dt_rank + 2 * d_state, bias=False, **factory)
-        self.dt_proj = nn.Linear(self.dt_rank, d, **factory)
+        self.dt_proj = _DeltaProjection(self.dt_rank, d, **factory)
         self.A_log = nn.Parameter(torch.empty(d, d_state, **factory))
         self.D = nn.Parameter(torch.empty(d, **factory))
         self.out_proj = nn.Linear(d, d_model, bias=bias, **factory)
@@ -102,8 +110,6 @@ class Mamba(Baseline[MambaState]):
     def _mark_parameters(self) -> None:
         for name in ("A_log", "D"):
             mark(self._parameters.get(name), "_no_weight_decay")
-        if "dt_proj" in self._modules:
-            mark(self.dt_proj.bias, "_no_reinit")
 
     def _state_sizes(self) -> Sizes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
@@ -144,7 +150,7 @@ class Mamba(Baseline[MambaState]):
         A module that another library has wrapped, as adapters do, is called and adds its own.
         """
         proj = self.dt_proj
-        if type(proj) is nn.Linear and "forward" not in vars(proj) and not has_hooks(proj):
+        if type(proj) is _DeltaProjection and "forward" not in vars(proj) and not has_hooks(proj):
             return F.linear(dt, proj.weight), proj.bias
         return proj(dt), None
 
