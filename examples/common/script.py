@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
+from torch import distributed
+
 from common.errors import Interrupted, UsageError
 from common.options import ConfigT, parse_config
 
@@ -27,6 +29,14 @@ def run_script(main: Callable[[ConfigT], None], presets: Mapping[str, ConfigT]) 
         _leave(f"{lost}; continue with\n    {resume_command()}", 130)
     except (UsageError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
+    leave_process_group()
+
+
+def leave_process_group() -> None:
+    """Leave the group of processes, if there is one. A thread of a group that is left to the end of
+    the process can abort it, with an exit status that is not 0."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def resume_command() -> str:

@@ -28,6 +28,7 @@ from common.lm_evaluation import batched, bits_per_byte
 from common.lm_options import LanguageConfig, build_language_model
 from common.lm_text import END, VOCABULARY, make_corpus, read_corpora
 from common.options import matched, num_parameters, parse_config
+from common.script import leave_process_group
 from experiments.language_model import MIXERS, language_model
 
 LINES = "def {}(x):\n    return x\n"
@@ -343,3 +344,4 @@ def test_generated_text_is_that_of_the_model(
 
 if __name__ == "__main__":
     run_process(Path(sys.argv[1]), Path(sys.argv[2]))
+    leave_process_group()

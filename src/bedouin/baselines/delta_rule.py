@@ -96,7 +96,7 @@ def _takes_fla(
 def fla_is_wrong(device: torch.device) -> bool:
     """Whether Triton miscompiles the backward pass of flash-linear-attention for this GPU: its
     versions from 3.4 up to 3.7.1 do so on Hopper (issue 640 of flash-linear-attention, which
-    refuses gated calls; calls without a gate were seen to read memory that is not theirs)."""
+    refuses gated calls; calls without a gate were seen to end in illegal memory accesses)."""
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     return is_hopper and (3, 4) <= triton_version() < (3, 7, 1)
 
