@@ -22,6 +22,11 @@ LOWEST_TRITON = (3, 6)
 """The version that comes with torch 2.11, the lowest torch that is tested."""
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, or as many as it has."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
 def _find_triton() -> tuple[str, bool]:
     """The version of the installed Triton, "" without one and "unknown" for a build without
     metadata, and whether it is too old. Read from metadata, because importing Triton is slow."""
@@ -32,7 +37,7 @@ def _find_triton() -> tuple[str, bool]:
             version = metadata.version(build)
         except metadata.PackageNotFoundError:
             continue
-        return version, tuple(map(int, re.findall(r"\d+", version)[:2])) < LOWEST_TRITON
+        return version, _numbers(version)[:2] < LOWEST_TRITON
     return "unknown", False
 
 
@@ -41,7 +46,7 @@ _TRITON, _IS_OLD = _find_triton()
 
 def triton_version() -> tuple[int, ...]:
     """Up to three numbers; none without Triton and for a build without metadata."""
-    return tuple(map(int, re.findall(r"\d+", _TRITON)[:3]))
+    return _numbers(_TRITON)
 
 
 def check_backend(backend: str) -> None:

@@ -70,7 +70,8 @@ class DeltaProduct(Baseline[DeltaState]):
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         backend: "torch": plain torch; "fla": the kernels of flash-linear-attention, on a GPU in
             bfloat16 or float16; "auto": "fla" where that is possible and the package is installed,
-            except on Hopper with Triton from 3.4 up to 3.7.1, which miscompiles its backward pass.
+            except on Hopper with Triton from 3.4 to before 3.7.1, which miscompiles its backward
+            pass.
     """
 
     state_type = DeltaState

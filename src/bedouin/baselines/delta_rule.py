@@ -64,7 +64,8 @@ def delta_rule(
 
     `dtype` is the one that products have in this call. "torch" computes in the dtype of `inputs`.
     "fla" casts query, key, value and beta to `dtype`, which must be bfloat16 or float16; "auto" is
-    "fla" where that is possible, right (`fla_is_wrong`) and installed, for more than one token.
+    "fla" for more than one token where that is possible, the package is installed, and Triton
+    compiles it correctly (`fla_is_wrong`).
     Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (2412.06464), DeltaProduct (2502.10297).
     """
     if _takes_fla(inputs.query, dtype, backend):
@@ -94,9 +95,11 @@ def _takes_fla(
 
 
 def fla_is_wrong(device: torch.device) -> bool:
-    """Whether Triton miscompiles the backward pass of flash-linear-attention for this GPU: its
-    versions from 3.4 up to 3.7.1 do so on Hopper (issue 640 of flash-linear-attention, which
-    refuses gated calls; calls without a gate were seen to end in illegal memory accesses)."""
+    """Whether Triton miscompiles the backward pass of flash-linear-attention for this GPU.
+
+    Triton from 3.4 to before 3.7.1 does so on Hopper (issue 640 of flash-linear-attention, which
+    refuses gated calls). Calls without a gate were seen to end in illegal memory accesses.
+    """
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     return is_hopper and (3, 4) <= triton_version() < (3, 7, 1)
 
