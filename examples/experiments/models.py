@@ -48,7 +48,7 @@ RATES = "1e-3 2e-3 4e-3"
 """The learning rates that were tried for every model, on A5 and on copying."""
 
 TUNED: dict[tuple[str, str], str] = {
-    ("a5", "bedouin"): "8e-3",
+    **{("a5", model): "8e-3" for model in BEDOUIN},
     ("a5", "attention_l2"): "1e-3",
     ("a5", "deltanet_l2"): "1e-3",
     ("a5", "mamba_l2"): "1e-3",
@@ -56,7 +56,8 @@ TUNED: dict[tuple[str, str], str] = {
     ("copy", "attention_l2"): "1e-3",
     ("copy", "lstm_l1"): "1e-3",
 }
-"""Learning rates that the tuning runs chose, by task and model; others keep those of the task."""
+"""Learning rates that the tuning runs chose, by task and model; others keep those of the task. The
+layer with reflections has the rate of the layer without."""
 
 
 def models() -> dict[str, str]:
