@@ -77,16 +77,28 @@ def zero_blocks(sizes, ACC: tl.constexpr):
 
 @triton.jit
 def unaligned(ptr, t, sizes):
-    """`ptr`, whose alignment the compiler does not know if CROWDED; t is a token.
+    """`ptr`, of whose alignment the compiler knows as much as the channels of a thread; t is a
+    token.
 
-    A thread then has one channel and all states, so that a vector (d,) takes one register of a
-    thread, and sums over states are sums within threads. With known alignment it would have four
-    neighbouring channels, and threads in four warps the same ones.
+    With known alignment a thread would have four neighbouring channels. If CROWDED it then has one
+    channel and all states, so that a vector (d,) takes one register of a thread, and sums over
+    states are sums within threads; likewise with ROWS of fewer than 128 channels.
     """
-    if sizes.CROWDED:
-        return ptr + (t >> 30)  # 0, unknown to the compiler
+    OF_ROW: tl.constexpr = sizes.BLOCK_D // sizes.ROWS // 32 if sizes.ROWS > 0 else 4
+    CHANNELS: tl.constexpr = 1 if sizes.CROWDED else OF_ROW
+    if CHANNELS < 4:
+        return ptr + CHANNELS * (t >> 30)  # 0, unknown to the compiler
     else:
         return ptr
+
+
+@triton.jit
+def of_thread(ptr, t, sizes):
+    """`unaligned` in the reverse sweep, whose crowded memories are aligned."""
+    if sizes.CROWDED:
+        return ptr
+    else:
+        return unaligned(ptr, t, sizes)
 
 
 @triton.jit

@@ -47,6 +47,11 @@ WARP_ELEMENTS = 2048
 CHANNELS_OF_ROW = 128
 """Channels of a warp whose threads hold four neighbours each; see triton_sums.py."""
 
+NARROW_ROWS_FROM = 17
+"""States from which on warps of half or a quarter as many channels are rows, too. The compiler
+would otherwise spread the states of a channel over warps, and each sum over them needs a barrier.
+"""
+
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
 
@@ -82,10 +87,13 @@ def rows_of_channels(
     d: int,
     A: Tensor | Like,  # (n, d)
 ) -> int:
-    """Warps of a sample's program if each holds CHANNELS_OF_ROW channels with all their states,
-    else 0."""
-    rows = next_power_of_two(d) // CHANNELS_OF_ROW
-    return rows if rows == num_warps(d, A.shape[-2]) else 0
+    """Warps of a sample's program if each holds CHANNELS_OF_ROW channels with all their states, or
+    fewer channels of NARROW_ROWS_FROM states or more, but one a thread; else 0."""
+    n = A.shape[-2]
+    warps = num_warps(d, n)
+    channels = next_power_of_two(d) // warps
+    least = CHANNELS_OF_ROW // 4 if n >= NARROW_ROWS_FROM else CHANNELS_OF_ROW
+    return warps if least <= channels <= CHANNELS_OF_ROW else 0
 
 
 def forward_constants(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.sync import announce, wait_for
-from bedouin.kernels.direct.triton_blocks import load_blocks, store_blocks
+from bedouin.kernels.direct.triton_blocks import load_blocks, of_thread, store_blocks
 from bedouin.kernels.direct.triton_bundles import (
     Chunk,
     Counters,
@@ -41,7 +41,8 @@ from bedouin.kernels.direct.triton_reverse_token import reverse_token
 def _step(sweep, chunk, i_token):
     """A token of the program's sample."""
     own = tl.program_id(0).to(tl.int64)
-    H_ptr = sweep.buffers.H_ptr + own * sweep.sizes.n * sweep.sizes.d
+    H_ptr = of_thread(sweep.buffers.H_ptr, chunk.start, sweep.sizes)
+    H_ptr += own * sweep.sizes.n * sweep.sizes.d
     H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
     memory = token_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
     later = later_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
@@ -211,7 +212,8 @@ def _walk_back(
         if WITH_SAMPLES and not sweep.product.RESIDENT:
             for index in range(program, sweep.sizes.batch, stride):
                 sample = tl.cast(index, tl.int64)
-                H_ptr = sweep.buffers.H_ptr + sample * sweep.sizes.n * sweep.sizes.d
+                H_ptr = of_thread(sweep.buffers.H_ptr, t, sweep.sizes)
+                H_ptr += sample * sweep.sizes.n * sweep.sizes.d
                 later = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
                 memory = token_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
                 after = later_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
@@ -324,7 +326,8 @@ def _reverse_chunk(
                 store_blocks(H_ptr, own_H, sweep.sizes.n, sweep.sizes)
         else:
             own_H = ()
-            H_ptr = sweep.buffers.H_ptr + program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
+            H_ptr = of_thread(sweep.buffers.H_ptr, chunk.start, sweep.sizes)
+            H_ptr += program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
             if sweep.product.RESIDENT:
                 own_H = load_blocks(H_ptr, own_n, sweep.sizes)
             own_H = _walk_back(own_H, (), sweep, chunk, first_tile, tiles, stride, False, True)
@@ -358,7 +361,8 @@ def _reverse(
         W = load_tile(sweep.buffers.W_ptr, programs - 1 - program, d, R, 1, d, sweep.product)
     # in blocks of states, so that few registers are in use at a time
     own_n = tl.where(program < sweep.sizes.batch, n, 0)
-    own_H_ptr = sweep.buffers.H_ptr + program.to(tl.int64) * n * d
+    own_H_ptr = of_thread(sweep.buffers.H_ptr, last_slot, sweep.sizes)
+    own_H_ptr += program.to(tl.int64) * n * d
     H = ()
     if sweep.product.RESIDENT and not sweep.product.SEPARATE:
         H = load_blocks(own_H_ptr, own_n, sweep.sizes)

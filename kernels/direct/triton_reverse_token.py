@@ -34,7 +34,7 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
-from bedouin.kernels.direct.triton_blocks import discretize
+from bedouin.kernels.direct.triton_blocks import discretize, of_thread
 from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
 from bedouin.kernels.direct.triton_reverse_crowded import (
     reach,
@@ -63,7 +63,7 @@ def reverse_token(
     chunk,  # Chunk
     sample,
     i_token,  # of the token in its chunk
-    memory_ptr,  # (n, d): h before the token
+    given_ptr,  # (n, d): h before the token
     later_ptr,  # (n, d): h after the token, if CROWDED
     target,  # finished tiles when (W^y)^T grad_raw_{t+1} is complete
 ):
@@ -92,7 +92,11 @@ def reverse_token(
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
     row = sweep.prepared.local_ptr + in_chunk * (SIZE + 2 * n)
     held = load_in_columns(row, SIZE, sweep.sizes)
-    states = load_states_in_columns(row + SIZE, sweep.sizes)
+    states = ()
+    if not CROWDED:
+        states = load_states_in_columns(row + SIZE, sweep.sizes)
+    memory_ptr = of_thread(given_ptr, t, sweep.sizes)
+    A_ptr = of_thread(sweep.prepared.A_ptr, t, sweep.sizes)
     scratch_ptr = sweep.buffers.scratch_ptr
     crowded_sums = ()
     if CROWDED:
@@ -102,7 +106,7 @@ def reverse_token(
         raw_delta = load_raw(raw, fed, cols, in_d, True, ACC, ".cg")
         crowded_sums = sums_over_states(
             H, activate(raw_delta, sweep.options.ACTIVATION), mixed, row + SIZE, memory_ptr,
-            sweep.prepared.A_ptr, scratch_ptr, sweep.sizes, sweep.options,
+            A_ptr, scratch_ptr, sweep.sizes, sweep.options,
         )  # fmt: skip
     BC = tl.load(row + SIZE - 3)
     x = tl.load(token_row(sweep.tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
@@ -133,7 +137,7 @@ def reverse_token(
         in_state = (n_rows < n)[:, None] & in_d[None, :]
         B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
-        A_log2 = tl.load(sweep.prepared.A_ptr + state, mask=in_state, other=0.0)
+        A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
         h = load_uncached(memory_ptr + state, in_state)
         decay, s_rows = discretize(delta, A_log2, COUPLED, sweep.options)
         decayed = decayed + (decay * h,)
@@ -231,16 +235,16 @@ def reverse_token(
     if sweep.options.SELECTIVE and CROWDED:
         store_crowded_grads(
             H, w, delta, mixed, written, later_ptr, row + SIZE, scratch_ptr + 4 * d, grad_raw + d,
-            sweep.prepared.A_ptr, sweep.sizes, sweep.options,
+            A_ptr, sweep.sizes, sweep.options,
         )  # fmt: skip
     elif sweep.options.SELECTIVE and sweep.sizes.ROWS > 0:
         store_state_grads_in_columns(
             H, decayed, w, delta, mixed, written, states, row + SIZE, grad_raw + d,
-            sweep.prepared.A_ptr, sweep.sizes, sweep.options,
+            A_ptr, sweep.sizes, sweep.options,
         )  # fmt: skip
     elif sweep.options.SELECTIVE:
         store_state_grads(
-            H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, sweep.prepared.A_ptr,
+            H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, A_ptr,
             sweep.sizes, sweep.options,
         )  # fmt: skip
     if sweep.product.PERSISTENT:
@@ -265,7 +269,7 @@ def reverse_token(
     if CROWDED:
         grad_A_ptr = sweep.buffers.grad_A_ptr + sample * n * d
         new_H = take_back(
-            H, w, delta, mixed, row + SIZE, memory_ptr, sweep.prepared.A_ptr, grad_A_ptr,
+            H, w, delta, mixed, row + SIZE, memory_ptr, A_ptr, grad_A_ptr,
             sweep.sizes, sweep.options,
         )  # fmt: skip
     for block in tl.static_range(BLOCKS):
@@ -274,7 +278,7 @@ def reverse_token(
         in_state = (n_rows < n)[:, None] & in_d[None, :]
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         # the decay again: kept over the wait it would cost too many registers
-        A_log2 = tl.load(sweep.prepared.A_ptr + state, mask=in_state, other=0.0)
+        A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
         decay, s_rows = discretize(delta, A_log2, COUPLED, sweep.options)
         total = H[block] + C[:, None] * w[None, :]
         if COUPLED or sweep.options.FULL:
@@ -283,7 +287,7 @@ def reverse_token(
             along = reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
         else:
             along = decayed[block]
-        sum_A = sweep.buffers.grad_A_ptr + sample * n * d + state
+        sum_A = of_thread(sweep.buffers.grad_A_ptr + sample * n * d, t, sweep.sizes) + state
         grad_A = load_uncached(sum_A, in_state) + total * along * delta[None, :]
         tl.store(sum_A, grad_A, mask=in_state)
         new_H = new_H + (total * decay,)

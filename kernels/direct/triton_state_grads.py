@@ -13,29 +13,33 @@ from bedouin.kernels.device.discretize import build_coupled
 from bedouin.kernels.device.reflections import sums
 from bedouin.kernels.direct.heads.device import exchange, lanes_of, unstack_states
 from bedouin.kernels.direct.triton_blocks import load_block, load_states
-from bedouin.kernels.direct.triton_sums import LANES, places, sum_of_rows, sums_of_rows
+from bedouin.kernels.direct.triton_sums import LANES, places, sums_of_all_rows, sums_of_rows
 
 
 @triton.jit
 def load_states_in_columns(BC_ptr, sizes):
     """What the cotangents of the raw B and C need: unit vectors, those of the other, 1 / norm.
 
-    In (ROWS, 32): a column of B's for each state, then one of C's. Nothing if ROWS is 0.
+    For every 32 of a list, B's states and then C's, three tensors (ROWS, 32). Nothing if ROWS is 0.
     """
-    if sizes.ROWS == 0:
-        return ()
-    else:
-        part, state, in_n = _columns_of_states(sizes)
-        own = tl.load(BC_ptr + part * sizes.n + state, mask=in_n, other=0.0)
-        other = tl.load(BC_ptr + (1 - part) * sizes.n + state, mask=in_n, other=0.0)
-        return own, other, tl.load(BC_ptr - 2 + part)
+    out = ()
+    if sizes.ROWS > 0:
+        for first in tl.static_range(0, 2 * sizes.BLOCKS * sizes.BLOCK_N, LANES):
+            part, state, in_n = _columns_of_states(first, sizes)
+            own = tl.load(BC_ptr + part * sizes.n + state, mask=in_n, other=0.0)
+            other = tl.load(BC_ptr + (1 - part) * sizes.n + state, mask=in_n, other=0.0)
+            out = out + (own, other, tl.load(BC_ptr - 2 + part))
+    return out
 
 
 @triton.jit
-def _columns_of_states(sizes):
-    """Of each column: 0 for B and 1 for C, the state, and whether there is such a state."""
+def _columns_of_states(FIRST: tl.constexpr, sizes):
+    """Of each column, the first of which is number FIRST of the list: 0 for B and 1 for C, the
+    state, and whether there is such a state."""
     STATES: tl.constexpr = sizes.BLOCKS * sizes.BLOCK_N
     _, columns = places(sizes.ROWS)
+    if FIRST > 0:
+        columns += FIRST
     state = columns % STATES
     return columns // STATES % 2, state, (columns < 2 * STATES) & (state < sizes.n)
 
@@ -55,9 +59,10 @@ def store_state_grads_in_columns(
     sizes,  # Sizes
     options,  # Options
 ):
-    """`store_state_grads` for at most 16 states with ROWS, every sum in one thread of a warp."""
+    """`store_state_grads` with ROWS, every sum in one thread of a warp."""
     COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
     STATES: tl.constexpr = sizes.BLOCKS * sizes.BLOCK_N
+    GROUPS: tl.constexpr = (2 * STATES + LANES - 1) // LANES
     of_B = ()
     of_C = ()
     for block in tl.static_range(sizes.BLOCKS):
@@ -74,22 +79,39 @@ def store_state_grads_in_columns(
             with_w = decayed[block] * w[None, :]
         of_B = of_B + _lanes_of_states(with_tile, sizes)
         of_C = of_C + _lanes_of_states(with_w, sizes)
-    own, other, inv = states
-    grads = sums_of_rows(of_B + of_C, sizes.ROWS)
+    lanes = of_B + of_C
+    grads = ()
+    for group in tl.static_range(GROUPS):
+        part = lanes[group * LANES : min((group + 1) * LANES, 2 * STATES)]
+        grads = grads + (sums_of_rows(part, sizes.ROWS),)
     if not COUPLED:
         row = tl.reshape(w * written, [sizes.ROWS, sizes.BLOCK_D // sizes.ROWS])
         lanes = lanes_of(row, sizes.ROWS, sizes.BLOCK_D // sizes.ROWS)
-        grads += other * sums_of_rows((lanes,), sizes.ROWS)
-    grads = sum_of_rows(grads, sizes.ROWS)
-    rows, columns = places(sizes.ROWS)
-    along = grads * own
-    for bit in tl.static_range(5):
-        if 2**bit < STATES:
-            along += exchange(along, tl.arange(0, LANES), 2**bit, sizes.ROWS, LANES)
-    part, state, in_n = _columns_of_states(sizes)
-    grads = inv * (grads - own * along)
-    at = grad_ptr + part * sizes.n + state
-    tl.store(at, grads.to(grad_ptr.dtype.element_ty), mask=in_n & (rows == 0))
+        of_both = sums_of_rows((lanes,), sizes.ROWS)
+        with_both = ()
+        for group in tl.static_range(GROUPS):
+            with_both = with_both + (grads[group] + states[3 * group + 1] * of_both,)
+        grads = with_both
+    grads = sums_of_all_rows(grads, sizes.ROWS)
+    rows, _ = places(sizes.ROWS)
+    along = ()
+    for group in tl.static_range(GROUPS):
+        total = grads[group] * states[3 * group]
+        for bit in tl.static_range(5):
+            if 2**bit < STATES:
+                total += exchange(total, tl.arange(0, LANES), 2**bit, sizes.ROWS, LANES)
+        along = along + (total,)
+    # groups of one vector
+    OF_ONE: tl.constexpr = max(1, GROUPS // 2)
+    for group in tl.static_range(GROUPS):
+        total = along[group // OF_ONE * OF_ONE]
+        for other in tl.static_range(1, OF_ONE):
+            total += along[group // OF_ONE * OF_ONE + other]
+        own, inv = states[3 * group], states[3 * group + 2]
+        part, state, in_n = _columns_of_states(group * LANES, sizes)
+        grad = inv * (grads[group] - own * total)
+        at = grad_ptr + part * sizes.n + state
+        tl.store(at, grad.to(grad_ptr.dtype.element_ty), mask=in_n & (rows == 0))
 
 
 @triton.jit

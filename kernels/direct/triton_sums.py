@@ -67,6 +67,16 @@ def sum_of_rows(v, ROWS: tl.constexpr):
 
 
 @triton.jit
+def sums_of_all_rows(values, ROWS: tl.constexpr):
+    """`sum_of_rows` of each, up to eight in one exchange."""
+    totals = sums(values)
+    out = ()
+    for i in tl.static_range(len(values)):
+        out = out + (tl.broadcast_to(totals[i][None, :], [ROWS, LANES]),)
+    return out
+
+
+@triton.jit
 def over_channels(values, sizes):
     """Results of `channel_sums` as factors of vectors (d,)."""
     if sizes.ROWS == 0:

@@ -278,6 +278,54 @@ def test_warps_that_hold_128_channels_each(
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("b", "d", "n", "k", "scale", "eigenvalues", "norm_eps", "persistent", "rows"),
+    [
+        (2, 100, 20, 2, "bounded_delta", "positive", 1e-5, True, 4),
+        (1, 257, 32, 2, "bounded_delta", "full", 1e-5, True, 8),
+        (1, 300, 17, 3, "one_minus_decay", "positive", None, False, 8),
+        (1, 128, 64, 1, "delta", "positive", 1e-5, False, 4),
+        (1, 200, 63, 2, "one_minus_decay", "full", 1e-5, True, 8),
+    ],
+)
+def test_warps_that_hold_fewer_channels_with_many_states(
+    b: int,
+    d: int,
+    n: int,
+    k: int,
+    scale: InputScale,
+    eigenvalues: Eigenvalues,
+    norm_eps: float | None,
+    persistent: bool,
+    rows: int,
+) -> None:
+    """Two or one in a thread; the cotangents of B and C take several tensors of 32 columns."""
+    from bedouin.kernels.direct.triton_constants import rows_of_channels
+
+    assert rows_of_channels(d, torch.empty(n, d, device="meta")) == rows
+    layout = RawLayout("softplus", True, k, 1.0)
+    setting = Setting(b, 3, d, n, layout, scale, eigenvalues, norm_eps)
+    _assert_like_the_plain_sweep(setting, _product_limits(persistent), keep_every=2)
+
+
+@needs_triton
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_many_states_in_low_precision(low: torch.dtype | None) -> None:
+    setting = Setting(b=2, t=3, d=256, n=32, dtype=torch.float32, low=low)
+    _assert_like_the_plain_sweep(setting)
+
+
+@pytest.mark.parametrize(
+    ("d", "n", "rows"),
+    [(1024, 16, 8), (256, 16, 0), (512, 32, 8), (1024, 32, 16), (512, 64, 16), (64, 32, 0)],
+)
+def test_rows_of_channels(d: int, n: int, rows: int) -> None:
+    from bedouin.kernels.direct.triton_constants import rows_of_channels
+
+    assert rows_of_channels(d, torch.empty(n, d, device="meta")) == rows
+
+
+@needs_triton
 @pytest.mark.parametrize("feedback", [True, False])
 def test_a_reverse_sweep_in_a_launch_a_chunk(feedback: bool) -> None:
     from bedouin.kernels.direct.triton_plan import Limits
