@@ -94,8 +94,8 @@ def unaligned(ptr, t, sizes):
 
 @triton.jit
 def of_thread(ptr, t, sizes):
-    """`unaligned` in the reverse sweep, whose crowded memories are aligned."""
-    if sizes.CROWDED:
+    """`unaligned` in the reverse sweep, whose memories without ROWS are aligned."""
+    if sizes.ROWS == 0:
         return ptr
     else:
         return unaligned(ptr, t, sizes)

@@ -44,6 +44,7 @@ class Sizes(NamedTuple):
     KEEP: Constant = None  # every so many tokens h is kept
     CROWDED: Constant = False  # the memory occupies half of the program's registers
     ROWS: Constant = 0  # warps of which each holds as many channels, 0: another form
+    IN_THREADS: Constant = False  # sums of warps are added in every thread
 
 
 class Options(NamedTuple):

@@ -96,13 +96,26 @@ def rows_of_channels(
     return warps if least <= channels <= CHANNELS_OF_ROW else 0
 
 
+def holds_blocks(
+    d: int,
+    A: Tensor | Like,  # (n, d)
+) -> bool:
+    """Whether the forward sweep takes the states of a sample's memory in blocks.
+
+    Where a thread has all states of its channels, it would else hold all of B and C, too: of 32
+    states these are 64 registers, and a quarter of a token's instructions moves them.
+    """
+    many = A.shape[-2] >= NARROW_ROWS_FROM and rows_of_channels(d, A) > 0
+    return many or is_crowded(d, A)
+
+
 def forward_constants(
     d: int,
     A: Tensor | Like,  # (n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
     """`scan_constants` with the states in blocks if a program holds many."""
-    if is_crowded(d, A):
+    if holds_blocks(d, A):
         return blocked_constants(d, A, options)
     return scan_constants(d, A, options) | {
         "BLOCKS": 1,

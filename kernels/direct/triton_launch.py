@@ -16,6 +16,7 @@ from bedouin.kernels.direct.triton_constants import (
     alignment,
     blocked_constants,
     counters,
+    holds_blocks,
     input_strides,
     is_crowded,
     launch_options,
@@ -106,7 +107,7 @@ def _sweep(
         return (programs,), integers, sweep_constants(*looks, uses_tf32())
 
     # read only where the states are in several blocks
-    BC = A.new_empty(x.shape[0], 2 * A.shape[0]) if is_crowded(x.shape[2], A) else A
+    BC = A.new_empty(x.shape[0], 2 * A.shape[0]) if holds_blocks(x.shape[2], A) else A
     read = x, raw, W_y.contiguous(), A
     tensors = *read, h, kept, fed, BC, y, normed, statistics, counts
     launcher.launch(SWEEP, tokens.start, tensors, how)

@@ -134,7 +134,19 @@ def step_kernel(
                 statistics_ptr,
             ),
             Counters(None, None),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED, ROWS=ROWS),
+            Sizes(
+                d,
+                n,
+                BLOCK_D,
+                BLOCK_N,
+                BLOCKS,
+                batch,
+                t_end,
+                r,
+                CROWDED=CROWDED,
+                ROWS=ROWS,
+                IN_THREADS=ROWS * 128 > BLOCK_D,
+            ),  # fmt: skip
             Options(
                 K,
                 ACTIVATION,
@@ -320,7 +332,8 @@ def _reverse_chunk(
         elif sweep.sizes.CROWDED and sweep.product.RESIDENT:
             # in a branch: with masks, H would be held outside of it, too
             if program < sweep.sizes.batch:
-                H_ptr = sweep.buffers.H_ptr + program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
+                H_ptr = of_thread(sweep.buffers.H_ptr, chunk.start, sweep.sizes)
+                H_ptr += program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
                 own_H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
                 own_H = _walk_back(own_H, (), sweep, chunk, first_tile, tiles, stride, False, True)
                 store_blocks(H_ptr, own_H, sweep.sizes.n, sweep.sizes)
@@ -493,7 +506,19 @@ def reverse_kernel(
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr + 1, tiles=counters_ptr),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, CROWDED=CROWDED, ROWS=ROWS),
+            Sizes(
+                d,
+                n,
+                BLOCK_D,
+                BLOCK_N,
+                BLOCKS,
+                batch,
+                t_end,
+                r,
+                CROWDED=CROWDED,
+                ROWS=ROWS,
+                IN_THREADS=ROWS * 128 > BLOCK_D,
+            ),  # fmt: skip
             Options(
                 K,
                 ACTIVATION,

@@ -45,7 +45,6 @@ def sums_over_states(
     times d h_t / d log2(lambda); and of s B C if the scale is coupled, else zeros."""
     COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
     FULL: tl.constexpr = options.FULL
-    d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
     zeros = tl.zeros([sizes.BLOCK_N, sizes.BLOCK_D], dtype=options.ACC)
     with_B, with_H, with_C, with_BC = zeros, zeros, zeros, zeros
@@ -68,6 +67,18 @@ def sums_over_states(
     if COUPLED:
         totals = totals + (with_BC,)
     totals = sums(totals)
+    if sizes.ROWS > 0:
+        # in one register of a thread already
+        if not COUPLED:
+            totals = totals + (tl.zeros([sizes.BLOCK_D], dtype=options.ACC),)
+        return totals
+    return _through_memory(totals, vectors_ptr, sizes, options)
+
+
+@triton.jit
+def _through_memory(totals, vectors_ptr, sizes, options):
+    COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
+    d: tl.constexpr = sizes.d
     cols = tl.arange(0, sizes.BLOCK_D)
     in_d = cols < d
     for i in tl.static_range(len(totals)):

@@ -44,6 +44,7 @@ from bedouin.kernels.direct.triton_reverse_crowded import (
 )
 from bedouin.kernels.direct.triton_state_grads import (
     load_states_in_columns,
+    store_crowded_grads_in_columns,
     store_state_grads,
     store_state_grads_in_columns,
 )
@@ -64,7 +65,7 @@ def reverse_token(
     sample,
     i_token,  # of the token in its chunk
     given_ptr,  # (n, d): h before the token
-    later_ptr,  # (n, d): h after the token, if CROWDED
+    next_ptr,  # (n, d): h after the token, if CROWDED
     target,  # finished tiles when (W^y)^T grad_raw_{t+1} is complete
 ):
     """Store the cotangents of x_t and raw_t, add those of A; returns that of h_{t-1}, as H."""
@@ -96,6 +97,7 @@ def reverse_token(
     if not CROWDED:
         states = load_states_in_columns(row + SIZE, sweep.sizes)
     memory_ptr = of_thread(given_ptr, t, sweep.sizes)
+    later_ptr = of_thread(next_ptr, t, sweep.sizes)
     A_ptr = of_thread(sweep.prepared.A_ptr, t, sweep.sizes)
     scratch_ptr = sweep.buffers.scratch_ptr
     crowded_sums = ()
@@ -232,7 +234,12 @@ def reverse_token(
         store_one(grad_raw + u_at + K * d + i, grad_alpha[i].to(kind), sweep.sizes)
 
     tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
-    if sweep.options.SELECTIVE and CROWDED:
+    if sweep.options.SELECTIVE and CROWDED and sweep.sizes.ROWS > 0:
+        store_crowded_grads_in_columns(
+            H, w, delta, mixed, written, later_ptr, row + SIZE, grad_raw + d, A_ptr, sweep.sizes,
+            sweep.options,
+        )  # fmt: skip
+    elif sweep.options.SELECTIVE and CROWDED:
         store_crowded_grads(
             H, w, delta, mixed, written, later_ptr, row + SIZE, scratch_ptr + 4 * d, grad_raw + d,
             A_ptr, sweep.sizes, sweep.options,
@@ -267,7 +274,7 @@ def reverse_token(
     store_one(cell, size + finite, sweep.sizes)
     new_H = ()
     if CROWDED:
-        grad_A_ptr = sweep.buffers.grad_A_ptr + sample * n * d
+        grad_A_ptr = of_thread(sweep.buffers.grad_A_ptr + sample * n * d, t, sweep.sizes)
         new_H = take_back(
             H, w, delta, mixed, row + SIZE, memory_ptr, A_ptr, grad_A_ptr,
             sweep.sizes, sweep.options,

@@ -15,8 +15,8 @@ Where the channels are spread in another way (ROWS is 0), results are scalars in
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.reflections import load_tuple, sums
-from bedouin.kernels.direct.heads.device import column_sums, lanes_of
+from bedouin.kernels.device.reflections import load_tuple, store_tuple, sums
+from bedouin.kernels.direct.heads.device import column_sums, lanes_of, sum_states
 
 LANES = tl.constexpr(32)
 
@@ -31,18 +31,19 @@ def channel_sums(values, sizes):
         out = ()
         for first in tl.static_range(0, N, LANES):
             part = values[first : min(first + LANES, N)]
-            out = out + _up_to_32_sums(part, sizes.ROWS, sizes.BLOCK_D)
+            out = out + _up_to_32_sums(part, sizes)
         return out
 
 
 @triton.jit
-def _up_to_32_sums(values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _up_to_32_sums(values, sizes):
     N: tl.constexpr = len(values)
+    ROWS: tl.constexpr = sizes.ROWS
     lanes = ()
     for i in tl.static_range(N):
-        row = tl.reshape(values[i], [ROWS, BLOCK_D // ROWS])
-        lanes = lanes + (lanes_of(row, ROWS, BLOCK_D // ROWS),)
-    total = sum_of_rows(sums_of_rows(lanes, ROWS), ROWS)
+        row = tl.reshape(values[i], [ROWS, sizes.BLOCK_D // ROWS])
+        lanes = lanes + (lanes_of(row, ROWS, sizes.BLOCK_D // ROWS),)
+    total = sum_between_warps(sums_of_rows(lanes, ROWS), sizes)
     out = ()
     for i in tl.static_range(N):
         out = out + (tl.gather(total, tl.full([ROWS, LANES], i, tl.int32), 1),)
@@ -61,19 +62,24 @@ def sums_of_rows(lanes, ROWS: tl.constexpr):
 
 
 @triton.jit
-def sum_of_rows(v, ROWS: tl.constexpr):
-    """The sum of the rows of (ROWS, 32) in every row."""
-    return tl.broadcast_to(tl.sum(v, axis=0)[None, :], [ROWS, LANES])
+def sum_between_warps(v, sizes):
+    """The sum of the rows of (ROWS, 32) in every row.
+
+    If IN_THREADS every thread loads and adds a whole column, which takes two barriers; `tl.sum`
+    adds within a warp and takes four.
+    """
+    if sizes.IN_THREADS:
+        ROWS: tl.constexpr = sizes.ROWS
+        columns = sum_states(tl.reshape(tl.trans(v), [1, LANES, ROWS]), 1, LANES, ROWS)
+        return tl.broadcast_to(columns, [ROWS, LANES])
+    else:
+        return sum_of_rows(v, sizes.ROWS)
 
 
 @triton.jit
-def sums_of_all_rows(values, ROWS: tl.constexpr):
-    """`sum_of_rows` of each, up to eight in one exchange."""
-    totals = sums(values)
-    out = ()
-    for i in tl.static_range(len(values)):
-        out = out + (tl.broadcast_to(totals[i][None, :], [ROWS, LANES]),)
-    return out
+def sum_of_rows(v, ROWS: tl.constexpr):
+    """The sum of the rows of (ROWS, 32) in every row."""
+    return tl.broadcast_to(tl.sum(v, axis=0)[None, :], [ROWS, LANES])
 
 
 @triton.jit
@@ -106,6 +112,20 @@ def store_one(ptr, value, sizes):
     else:
         rows, columns = places(sizes.ROWS)
         tl.store(ptr + columns, value, mask=(rows == 0) & (columns == 0))
+
+
+@triton.jit
+def store_in_columns(ptr, values, N: tl.constexpr, sizes):
+    """Store N <= 32 results of `channel_sums` behind each other: in one operation, unless ROWS is
+    0, because the compiler makes a branch of several ones with a mask."""
+    if sizes.ROWS == 0:
+        store_tuple(ptr, values, N)
+    else:
+        rows, columns = places(sizes.ROWS)
+        value = values[0]
+        for i in tl.static_range(1, N):
+            value = tl.where(columns == i, values[i], value)
+        tl.store(ptr + columns, value, mask=(rows == 0) & (columns < N))
 
 
 @triton.jit
