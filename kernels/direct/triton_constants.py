@@ -52,6 +52,9 @@ NARROW_ROWS_FROM = 17
 would otherwise spread the states of a channel over warps, and each sum over them needs a barrier.
 """
 
+IN_THREADS_FROM = NARROW_ROWS_FROM
+"""States from which on every thread adds the sums of all warps; see triton_sums.py."""
+
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
 
@@ -64,7 +67,7 @@ def blocked_constants(
     """`scan_constants` with the states in blocks."""
     constants = scan_constants(d, A, options)
     constants["CROWDED"] = is_crowded(d, A)
-    constants["ROWS"] = rows_of_channels(d, A)
+    constants |= exchange_constants(d, A)
     states = CROWDED_STATES_AT_A_TIME if constants["CROWDED"] else STATES_AT_A_TIME
     constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], states)
     constants["BLOCK_N"] //= constants["BLOCKS"]
@@ -96,6 +99,15 @@ def rows_of_channels(
     return warps if least <= channels <= CHANNELS_OF_ROW else 0
 
 
+def exchange_constants(
+    d: int,
+    A: Tensor | Like,  # (n, d)
+) -> dict[str, Any]:
+    """How sums over channels are exchanged between a program's warps."""
+    rows = rows_of_channels(d, A)
+    return {"ROWS": rows, "IN_THREADS": rows > 1 and A.shape[-2] >= IN_THREADS_FROM}
+
+
 def holds_blocks(
     d: int,
     A: Tensor | Like,  # (n, d)
@@ -120,7 +132,7 @@ def forward_constants(
     return scan_constants(d, A, options) | {
         "BLOCKS": 1,
         "CROWDED": False,
-        "ROWS": rows_of_channels(d, A),
+        **exchange_constants(d, A),
     }
 
 

@@ -195,6 +195,7 @@ def sweep_kernel(
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
+    IN_THREADS: tl.constexpr,  # sums of warps are added in every thread
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -254,7 +255,7 @@ def sweep_kernel(
                 KEEP,
                 CROWDED,
                 ROWS,
-                ROWS * 128 > BLOCK_D,
+                IN_THREADS,
             ),
             Options(
                 K,

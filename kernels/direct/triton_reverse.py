@@ -96,6 +96,7 @@ def step_kernel(
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
+    IN_THREADS: tl.constexpr,  # sums of warps are added in every thread
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -145,7 +146,7 @@ def step_kernel(
                 r,
                 CROWDED=CROWDED,
                 ROWS=ROWS,
-                IN_THREADS=ROWS * 128 > BLOCK_D,
+                IN_THREADS=IN_THREADS,
             ),  # fmt: skip
             Options(
                 K,
@@ -457,6 +458,7 @@ def reverse_kernel(
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
+    IN_THREADS: tl.constexpr,  # sums of warps are added in every thread
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -517,7 +519,7 @@ def reverse_kernel(
                 r,
                 CROWDED=CROWDED,
                 ROWS=ROWS,
-                IN_THREADS=ROWS * 128 > BLOCK_D,
+                IN_THREADS=IN_THREADS,
             ),  # fmt: skip
             Options(
                 K,
