@@ -2,7 +2,8 @@
 
 A sum that all threads need takes five exchanges within a warp and three barriers between warps.
 Here threads exchange half of their sums, then half of the rest, and so on, so that each is left
-with one sum over the channels of its warp; one exchange between warps serves up to 32 sums.
+with one sum over the channels of its warp; one exchange between warps serves up to 32 sums. A warp
+has 128, 64 or 32 channels, a thread 4, 2 or 1 neighbours of them, with all their states.
 
 The results are (ROWS, 32), the same number in every place: a row is a warp's, a thread holds one
 place. What follows from them has this shape, too, until `over_channels` makes it a vector (d,).
