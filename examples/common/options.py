@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
-from accelerate.tracking import get_available_trackers
 from torch import nn
 
 from bedouin import Bedouin, Convolved
@@ -31,13 +30,14 @@ from common.layers import (
 )
 from common.matching import matching_width
 from common.schedule import Schedule
+from common.trackers import TrackerOptions
 
 Preset = Literal["auto", "cpu", "gpu", "paper"]
 Feedback = Literal["delta", "B", "C", "mixer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(SolverOptions):
+class RunConfig(SolverOptions, TrackerOptions):
     """Options of the optimizer, the model and the files, which every training run has."""
 
     preset: Preset = "auto"
@@ -120,14 +120,11 @@ class RunConfig(SolverOptions):
     """Steps between two evaluations."""
     checkpoint_every: int = 500
     """Steps between two checkpoints; one is also written after the last step."""
-    trackers: tuple[str, ...] = ()
-    """Also log to these trackers of accelerate, which must be installed, e.g. tensorboard or wandb;
-    metrics.json has every number in any case."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        SolverOptions.__post_init__(self)
+        TrackerOptions.__post_init__(self)
         check_ranges(self, _RANGES, _OPTIONAL)
-        _check_trackers(self.trackers)
         if self.mixer_layer in BASELINES:
             self._check_default(_not_taken(self.mixer_layer))
         else:
@@ -209,14 +206,6 @@ _FIXED_BY_PAPER = (
     *SolverOptions.__dataclass_fields__,
 )
 _OF_BEDOUIN = (*_FIXED_BY_PAPER, "d_state", "expand", "num_householder")
-
-
-def _check_trackers(names: Collection[str]) -> None:
-    """Raise ValueError for a tracker that is not installed; accelerate would leave it out."""
-    installed = [name.value for name in get_available_trackers()]
-    for name in names:
-        if name not in installed:
-            raise ValueError(f"--trackers must be among the installed {installed}, got {name!r}")
 
 
 def _not_taken(baseline: str) -> set[str]:

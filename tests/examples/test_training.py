@@ -20,11 +20,13 @@ from bedouin import SequenceModel, baselines
 from bedouin.solvers import ConvergenceWarning
 from bedouin.tasks import Batch, Stream, stream
 from common import training
+from common.checkpoint import plain_config
 from common.evaluation import stop_accuracy
 from common.folder import save_weights
 from common.job import Problem
 from common.options import TrainConfig, build_model, parse_config
 from common.schedule import Schedule, decay
+from common.trackers import tracked_config
 
 SMALL: dict[str, Any] = {
     **{"device": "cpu", "d_model": 16, "d_state": 2, "num_householder": 1, "batch_size": 8},
@@ -215,7 +217,7 @@ def test_numbers_go_to_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run.step, run.loss_count = 7, 1
     training.record(job, run, {"accuracy": {"3": 0.5}, "num_steps": {}, "conditioning": {}})
     assert seen == [(7, {"loss": 0.0, "accuracy/3": 0.5})]
-    numbers = training.tracked_config(config)
+    numbers = tracked_config(plain_config(config))
     assert numbers["lr"] == config.lr and numbers["eval_lengths"] == "[3, 5]"
 
 
