@@ -125,12 +125,9 @@ class RunConfig(SolverOptions, TrackerOptions):
         SolverOptions.__post_init__(self)
         TrackerOptions.__post_init__(self)
         check_ranges(self, _RANGES, _OPTIONAL)
-        if self.mixer_layer in BASELINES:
-            self._check_default(_not_taken(self.mixer_layer))
-        else:
+        self._check_default(_NOT_TAKEN.get(self.mixer_layer, ()))
+        if self.mixer_layer not in BASELINES:
             check_heads(self.num_heads, self.expand * self.d_model)
-        if self.mixer_layer == "paper":
-            self._check_default(_FIXED_BY_PAPER)
         if self.mixer_layer == "deltaproduct":
             check_ranges(self, {"num_householder": whole(1)})
 
@@ -206,11 +203,11 @@ _FIXED_BY_PAPER = (
     *SolverOptions.__dataclass_fields__,
 )
 _OF_BEDOUIN = (*_FIXED_BY_PAPER, "d_state", "expand", "num_householder")
-
-
-def _not_taken(baseline: str) -> set[str]:
-    """The options of Bedouin that a baseline does not take."""
-    return set(_OF_BEDOUIN) - set(TAKES[baseline])
+_NOT_TAKEN: dict[str, Collection[str]] = {
+    **{name: set(_OF_BEDOUIN) - set(taken) for name, taken in TAKES.items()},
+    "paper": _FIXED_BY_PAPER,
+}
+"""The options of Bedouin that another layer does not take."""
 
 
 def _defaults(names: Collection[str]) -> dict[str, Any]:
@@ -232,8 +229,8 @@ def parse_config(presets: Mapping[str, ConfigT], args: Sequence[str] | None = No
     found = early.parse_known_args(args)[0]
     # A wrong name gets any defaults: tyro rejects it below and lists the right ones.
     default = presets.get(found.preset, presets[auto])
-    if found.mixer_layer in BASELINES:  # without the preset's options of Bedouin
-        default = replace(default, **_defaults(_not_taken(found.mixer_layer)))
+    # another layer does not take the preset's options of Bedouin
+    default = replace(default, **_defaults(_NOT_TAKEN.get(found.mixer_layer, ())))
     config = tyro.cli(type(default), args=args, default=default)
     return replace(config, preset=auto) if config.preset == "auto" else config
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -194,6 +195,14 @@ def test_the_first_third_may_have_shorter_products(tmp_path: Path) -> None:
     assert without.train_batch(rows, 0, 5).tokens.shape[1] == 5
     with pytest.raises(ValueError, match="--curriculum-from must be at most the training length 5"):
         dataclasses.replace(config, curriculum_from=6)
+
+
+def test_labels_at_the_last_token_alone(tmp_path: Path) -> None:
+    """A sequence is right where its only label is."""
+    train_a5.main(a5_config(tmp_path, label_at="last", tokens_per_transition=2, generators=2))
+    metrics = read_metrics(tmp_path)
+    assert metrics["accuracy"] == metrics["sequence_accuracy"]
+    assert math.isfinite(metrics["history"][-1]["loss"])
 
 
 def test_the_length_doubles_and_is_resumed(tmp_path: Path) -> None:
