@@ -378,7 +378,7 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
-def track(config: Config, number: int, row: dict[str, Any]) -> None:
+def track(config: Config, number: int, row: dict[str, Any], device: torch.device) -> None:
     """Log the models of a row of the JSON file, which is the point of this number of the grid."""
     project = config.group.lower() if config.task == "word" else config.task
     for i, seed in enumerate(model_seeds(config)):
@@ -389,6 +389,7 @@ def track(config: Config, number: int, row: dict[str, Any]) -> None:
             config.out / f"point{number}-seed{seed}",
             {**asdict(config), **row["point"], **about, "seed": seed},
             tracked_entries(row, i),
+            device,
         )
 
 
@@ -432,7 +433,7 @@ def main(config: Config) -> None:
         }
         (config.out / "results.json").write_text(json.dumps(report, default=str))
         for number, row in enumerate(found, len(rows) - len(found)):
-            track(config, number, row)
+            track(config, number, row, device)
 
 
 def parse(args: Sequence[str] | None = None) -> Config:

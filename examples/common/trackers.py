@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
 
@@ -51,16 +53,19 @@ def log_run(
     folder: Path,
     options: Mapping[str, Any],
     entries: Iterable[tuple[int, Mapping[str, float]]],
+    device: torch.device,
 ) -> None:
     """Log a whole run to each of the trackers: its options, and its numbers by step.
 
-    An Accelerator would set device and precision for the process, and does not begin a second run.
+    Without an Accelerator, which fixes the precision of all that the process trains.
 
     Args:
         folder: where trackers that write files do so, in a folder named after the project.
+        device: that of the run.
     """
     entries = list(entries)
     for name in names:
+        PartialState(cpu=device.type == "cpu")  # the trackers call functions that need one
         tracker = _make_tracker(name, project, folder)
         tracker.start()
         try:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.logging import get_logger
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
 
@@ -131,6 +133,7 @@ class LineTracker(GeneralTracker):  # type: ignore[misc]
 
     def start(self) -> None:
         assert not LineTracker.is_open
+        get_logger(__name__).debug("Trackers of accelerate write such a line.")
         LineTracker.is_open = True
         self.path.parent.mkdir(parents=True)
 
@@ -153,6 +156,7 @@ def test_trackers_have_a_run_for_each_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: bool
 ) -> None:
     """With the numbers of results.json, which are those without a tracker."""
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process of its own
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", LineTracker)
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
     grid: dict[str, Any] = {name: (value,) for name, value in POINT.items()}
