@@ -42,13 +42,14 @@ def test_every_block_runs_by_itself(block: str) -> None:
 
 
 def test_blocks_give_what_they_promise() -> None:
-    first, parts, decoding, mixer = map(run, BLOCKS)
+    first, parts, decoding, both, mixer = map(run, BLOCKS)
     assert first["y"].shape == (8, 100, 64) and first["y_t"].shape == (8, 64)
     assert bool(first["layer"].stats.converged.all())
     assert parts["solution"].result.message == "every sample converged"
     assert parts["layer"](torch.randn(2, 5, 64)).shape == (2, 5, 64)
     assert decoding["x_t"].shape == (1, 64) and decoding["state"].y.shape == (1, 128)
     assert bool(mixer["layer"].stats.converged.all())
+    assert both["layer"](torch.randn(2, 5, 512)).shape == (2, 5, 512)
 
 
 def test_the_script_of_the_index_runs(capsys: pytest.CaptureFixture[str]) -> None:
