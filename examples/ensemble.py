@@ -16,6 +16,8 @@ OUT/results.json contains for each of them the number of parameters, the accurac
 local systems (`SolveStats.conditioning`; null for a baseline) and number of steps without an update
 because a gradient was not finite, and the step at which each seed first reached an accuracy of
 0.99, for all seeds, failed ones included; for copying also where in a string the errors are.
+--trackers logs history and accuracies of each model as a run of its own, when its point of the grid
+is done and in results.json: several of the trackers hold one run in a process.
 
 Letters: s seeds, b batch, t time, v classes.
 """
@@ -43,6 +45,7 @@ from common.layers import count
 from common.positions import by_position
 from common.schedule import decay, slow_at_first
 from common.study import GRID, PRESETS, Config, make_model, matched, model_seeds
+from common.trackers import log_run, tracked_scores
 
 FED_WEIGHT = "y_proj.weight"
 """W^y, which has a learning rate of its own."""
@@ -375,6 +378,34 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
+def track(config: Config, number: int, row: dict[str, Any], device: torch.device) -> None:
+    """Log the models of a row of the JSON file, which is the point of this number of the grid."""
+    project = config.group.lower() if config.task == "word" else config.task
+    for i, seed in enumerate(model_seeds(config)):
+        about = {name: row[name] for name in ("parameters", "d_model", "num_heads")}
+        log_run(
+            config.trackers,
+            project,
+            config.out / f"point{number}-seed{seed}",
+            {**asdict(config), **row["point"], **about, "seed": seed},
+            tracked_entries(row, i),
+            device,
+        )
+
+
+def tracked_entries(row: dict[str, Any], i: int) -> list[tuple[int, dict[str, float]]]:
+    """What a tracker shows of model i, by step: the history, and the accuracies at the end."""
+    entries = [
+        (h["step"], {n: v[i] for n, v in h.items() if n != "step" and v[i] is not None})
+        for h in row["history"]
+    ]
+    scores: dict[str, dict[str, float]] = {}
+    for length, found in row["accuracy"].items():
+        for name, values in found.items():
+            scores.setdefault(name, {})[length] = values[i]
+    return [*entries, (row["point"]["steps"], tracked_scores(scores))]
+
+
 def main(config: Config) -> None:
     name = config.device
     if name == "auto":
@@ -401,6 +432,8 @@ def main(config: Config) -> None:
             "rows": rows,
         }
         (config.out / "results.json").write_text(json.dumps(report, default=str))
+        for number, row in enumerate(found, len(rows) - len(found)):
+            track(config, number, row, device)
 
 
 def parse(args: Sequence[str] | None = None) -> Config:

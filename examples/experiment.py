@@ -37,7 +37,7 @@ import train_lm
 from common.options import parse_config
 from common.summary import figure_of_both, summarize
 from experiments.both_trials import BOTH_TRIALS
-from experiments.controls import CONTROLS, CONTROLS_CPU
+from experiments.controls import CONTROLS, CONTROLS_CPU, CONTROLS_SMALL
 from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SMALL, COPYING_TUNING
 from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.heads import heads
@@ -90,7 +90,8 @@ def experiments() -> dict[str, Experiment]:
             equal_parameters(),
             COPYING,
         ),
-        *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, heads(), LANGUAGES, language_model()),
+        *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, CONTROLS_SMALL),
+        *(heads(), LANGUAGES, language_model()),
         LANGUAGE_MODEL_TRIALS,
     )
     return {experiment.name: experiment for experiment in found}

@@ -18,6 +18,7 @@ import torch
 from bedouin.tasks import Batch, Group, Stream, WordProblem, sequence_accuracy, token_accuracy
 from common.checks import check_ranges, naming_flags, whole
 from common.curriculum import draws_lengths, first_length
+from common.data import WordOptions, word_options
 from common.job import Problem
 from common.options import TrainConfig
 from common.script import run_script
@@ -25,7 +26,7 @@ from common.training import train
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordProblemConfig(TrainConfig):
+class WordProblemConfig(TrainConfig, WordOptions):
     """Train a Bedouin model on the word problem of a finite group."""
 
     group: str = "A5"
@@ -43,10 +44,13 @@ class WordProblemConfig(TrainConfig):
             order = Group.from_name(self.group).order
         if order < 2:
             raise ValueError(f"--group must have at least two elements, got {self.group!r}")
+        with naming_flags(("protocol", *word_options(self))):
+            self.task()
 
     def task(self) -> WordProblem:
         """The word problem that the flags describe."""
-        return WordProblem(Group.from_name(self.group), self.length, protocol=self.protocol)
+        group, variant = Group.from_name(self.group), word_options(self)
+        return WordProblem(group, self.length, protocol=self.protocol, **variant)
 
 
 CPU = WordProblemConfig(

@@ -130,8 +130,10 @@ def test_calls_that_play_a_tape(num_heads: int, monkeypatch: pytest.MonkeyPatch)
     xs = [torch.randn(3, 33, 64, device="cuda") for _ in range(20)]
     expected = _calls(layer, xs, monkeypatch, records=False)
     found = _calls(layer, xs, monkeypatch, records=True)
-    # forward and two backward passes, with and without autocast
-    assert sum(kind._tape is not None for kind in kinds._KINDS.values()) >= 6
+    # forward and two backward passes, with and without autocast; in float32 the reverse sweep of
+    # one head takes a launch and a product for each token, which nothing records
+    plays = [kind._tape is not None for kind in kinds._KINDS.values()]
+    assert sum(plays) >= (4 if num_heads == 1 else 6)
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))

@@ -42,13 +42,14 @@ def test_every_block_runs_by_itself(block: str) -> None:
 
 
 def test_blocks_give_what_they_promise() -> None:
-    first, parts, decoding, mixer = map(run, BLOCKS)
+    first, parts, decoding, both, mixer = map(run, BLOCKS)
     assert first["y"].shape == (8, 100, 64) and first["y_t"].shape == (8, 64)
     assert bool(first["layer"].stats.converged.all())
     assert parts["solution"].result.message == "every sample converged"
     assert parts["layer"](torch.randn(2, 5, 64)).shape == (2, 5, 64)
     assert decoding["x_t"].shape == (1, 64) and decoding["state"].y.shape == (1, 128)
     assert bool(mixer["layer"].stats.converged.all())
+    assert both["layer"](torch.randn(2, 5, 512)).shape == (2, 5, 512)
 
 
 def test_the_script_of_the_index_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,36 +208,24 @@ def test_tuning_runs_are_those_of_the_index(path: Path) -> None:
     assert line(table, f"{name} ")[1:] == [*both, f"{row['seconds']:.0f}"]
 
 
-def accuracies(name: str, index: int = 0) -> dict[str, Any]:
-    """The accuracies of a row of a raw file, by length."""
-    found: dict[str, Any] = raw(name)["rows"][index]["accuracy"]
-    return found
-
-
 def test_the_table_of_both_tasks_is_that_of_the_raw_results() -> None:
     rows = {
         "A5, sequences at 128": ("words/a5", "128", "sequence"),
         "S5, labels at 128": ("words/s5", "128", "token"),
         "copying, characters at 100": ("copying/copy", "100", "token"),
     }
-    # one seed
-    trials = {("words/a5", "attention_l2"): "words-tuning/a5-attention_l2"}
+    models = "bedouin", "lstm_l1", "attention_l2", "deltanet_l2"
     for start, (task, length, metric) in rows.items():
         shown = line(README, start)[2:]
-        for cell, model in zip(shown, ("bedouin", "lstm_l1", "attention_l2"), strict=True):
-            name = f"{task}-{model}"
-            if (RESULTS / f"{name}.json").exists():
-                expected = dict(of.split(": ") for of in of_seeds(f"{name}.json", metric))[length]
-            elif (task, model) in trials:
-                of_trial = accuracies(f"{trials[task, model]}.json")[length][metric][0]
-                expected = f"{of_trial:.2f} (trial)"
-            else:
-                expected = "–"
+        for cell, model in zip(shown, models, strict=True):
+            name, expected = f"{task}-{model}.json", "–"
+            if (RESULTS / name).exists():
+                expected = dict(of.split(": ") for of in of_seeds(name, metric))[length]
             assert cell == expected
 
 
 FOLDERS = (
-    *("words", "words-equal", "words-trials", "words-tuning"),
+    *("words", "words-equal", "words-trials", "words-tuning", "controls"),
     *("copying", "copying-tuning", "copying-small"),
 )
 
@@ -248,7 +237,7 @@ FOLDERS = (
 )
 def test_runs_of_words_and_copying_are_those_of_the_index(path: Path) -> None:
     name, content = f"{path.parent.name}/{path.stem}", json.loads(path.read_text())
-    reported = path.parent.name in ("words", "words-equal", "copying")
+    reported = path.parent.name in ("words", "words-equal", "controls", "copying")
     first_seed = content["config"]["first_seed"]
     assert device(content) == "H200" and (first_seed == 0 if reported else first_seed >= 100)
     copies = path.parent.name.startswith("copying")

@@ -6,7 +6,7 @@ Letters: s seeds, b batch, t time, v classes.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,15 +38,9 @@ DRAWN_AHEAD = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskOptions(CurriculumOptions):
-    """Options of the task, of which each task takes its own and refuses the others."""
+class WordOptions:
+    """Options of the variants of a word problem."""
 
-    task: Literal["word", "copy", "parity", "arithmetic", "brackets"] = "word"
-    """A word problem, copying, parity, or arithmetic modulo 5 without or with brackets."""
-    group: str = "A5"
-    """Group of the word problem."""
-    length: int = 16
-    """Training length; the longest one of parity and arithmetic."""
     elements: Literal["all", "swaps", "3-permutations"] = "all"
     """Elements that a word problem draws."""
     include_identity: bool = False
@@ -59,6 +53,23 @@ class TaskOptions(CurriculumOptions):
     """Tokens for each element of a word problem, all but the first being fillers."""
     label_at: Literal["transition", "every", "last"] = "transition"
     """Where a word problem has labels."""
+
+
+def word_options(options: WordOptions) -> dict[str, Any]:
+    """The variant as arguments of `WordProblem`."""
+    return {name: getattr(options, name) for name in WordOptions.__dataclass_fields__}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(CurriculumOptions, WordOptions):
+    """Options of the task, of which each task takes its own and refuses the others."""
+
+    task: Literal["word", "copy", "parity", "arithmetic", "brackets"] = "word"
+    """A word problem, copying, parity, or arithmetic modulo 5 without or with brackets."""
+    group: str = "A5"
+    """Group of the word problem."""
+    length: int = 16
+    """Training length; the longest one of parity and arithmetic."""
     min_length: int = 3
     """Shortest training row of parity and arithmetic."""
     eval_from: int | None = None
@@ -85,10 +96,7 @@ class TaskOptions(CurriculumOptions):
 
 _LENGTHS = {"length", "min_length", "eval_from"}
 TAKEN = {
-    "word": {
-        *("group", "length", "elements", "include_identity", "generators", "generator_seed"),
-        *("tokens_per_transition", "label_at"),
-    },
+    "word": {"group", "length", *WordOptions.__dataclass_fields__},
     "copy": {"min_string", "max_string", "context"},
     "parity": _LENGTHS,
     "arithmetic": _LENGTHS | {"multiplication"},
@@ -102,16 +110,8 @@ def make_task(options: TaskOptions) -> Task:
     least = min(options.min_length, options.length)
     match options.task:
         case "word":
-            return WordProblem(
-                Group.from_name(options.group),
-                options.length,
-                elements=options.elements,
-                include_identity=options.include_identity,
-                generators=options.generators,
-                generator_seed=options.generator_seed,
-                tokens_per_transition=options.tokens_per_transition,
-                label_at=options.label_at,
-            )
+            group = Group.from_name(options.group)
+            return WordProblem(group, options.length, **word_options(options))
         case "copy":
             return Copying(
                 min_length=options.min_string,

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
-from accelerate.tracking import get_available_trackers
 from torch import nn
 
 from bedouin import Bedouin, Convolved
@@ -31,13 +30,14 @@ from common.layers import (
 )
 from common.matching import matching_width
 from common.schedule import Schedule
+from common.trackers import TrackerOptions
 
 Preset = Literal["auto", "cpu", "gpu", "paper"]
 Feedback = Literal["delta", "B", "C", "mixer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(SolverOptions):
+class RunConfig(SolverOptions, TrackerOptions):
     """Options of the optimizer, the model and the files, which every training run has."""
 
     preset: Preset = "auto"
@@ -120,20 +120,14 @@ class RunConfig(SolverOptions):
     """Steps between two evaluations."""
     checkpoint_every: int = 500
     """Steps between two checkpoints; one is also written after the last step."""
-    trackers: tuple[str, ...] = ()
-    """Also log to these trackers of accelerate, which must be installed, e.g. tensorboard or wandb;
-    metrics.json has every number in any case."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        SolverOptions.__post_init__(self)
+        TrackerOptions.__post_init__(self)
         check_ranges(self, _RANGES, _OPTIONAL)
-        _check_trackers(self.trackers)
-        if self.mixer_layer in BASELINES:
-            self._check_default(_not_taken(self.mixer_layer))
-        else:
+        self._check_default(_NOT_TAKEN.get(self.mixer_layer, ()))
+        if self.mixer_layer not in BASELINES:
             check_heads(self.num_heads, self.expand * self.d_model)
-        if self.mixer_layer == "paper":
-            self._check_default(_FIXED_BY_PAPER)
         if self.mixer_layer == "deltaproduct":
             check_ranges(self, {"num_householder": whole(1)})
 
@@ -209,19 +203,11 @@ _FIXED_BY_PAPER = (
     *SolverOptions.__dataclass_fields__,
 )
 _OF_BEDOUIN = (*_FIXED_BY_PAPER, "d_state", "expand", "num_householder")
-
-
-def _check_trackers(names: Collection[str]) -> None:
-    """Raise ValueError for a tracker that is not installed; accelerate would leave it out."""
-    installed = [name.value for name in get_available_trackers()]
-    for name in names:
-        if name not in installed:
-            raise ValueError(f"--trackers must be among the installed {installed}, got {name!r}")
-
-
-def _not_taken(baseline: str) -> set[str]:
-    """The options of Bedouin that a baseline does not take."""
-    return set(_OF_BEDOUIN) - set(TAKES[baseline])
+_NOT_TAKEN: dict[str, Collection[str]] = {
+    **{name: set(_OF_BEDOUIN) - set(taken) for name, taken in TAKES.items()},
+    "paper": _FIXED_BY_PAPER,
+}
+"""The options of Bedouin that another layer does not take."""
 
 
 def _defaults(names: Collection[str]) -> dict[str, Any]:
@@ -243,8 +229,8 @@ def parse_config(presets: Mapping[str, ConfigT], args: Sequence[str] | None = No
     found = early.parse_known_args(args)[0]
     # A wrong name gets any defaults: tyro rejects it below and lists the right ones.
     default = presets.get(found.preset, presets[auto])
-    if found.mixer_layer in BASELINES:  # without the preset's options of Bedouin
-        default = replace(default, **_defaults(_not_taken(found.mixer_layer)))
+    # another layer does not take the preset's options of Bedouin
+    default = replace(default, **_defaults(_NOT_TAKEN.get(found.mixer_layer, ())))
     config = tyro.cli(type(default), args=args, default=default)
     return replace(config, preset=auto) if config.preset == "auto" else config
 

@@ -23,10 +23,11 @@ from common.layers import (
 )
 from common.matching import matching_width
 from common.schedule import Schedule
+from common.trackers import TrackerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TaskOptions, SolverOptions):
+class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Options of the study; those with several values span a grid."""
 
     preset: Literal["small", "paper"] = "small"
@@ -113,6 +114,7 @@ class Config(TaskOptions, SolverOptions):
     def __post_init__(self) -> None:
         TaskOptions.__post_init__(self)
         SolverOptions.__post_init__(self)
+        TrackerOptions.__post_init__(self)
         if self.concurrent and self.stacked:
             raise ValueError("--concurrent must be off with --stacked, which is one computation")
         if self.graph and self.gamma_cap is not None:

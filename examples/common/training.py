@@ -46,6 +46,7 @@ from common.report import (
     write_metrics,
 )
 from common.schedule import decay, slow_at_first
+from common.trackers import close_trackers, tracked_config, tracked_scores
 
 JobT = TypeVar("JobT", bound=Place)
 ScoresT = TypeVar("ScoresT")
@@ -88,14 +89,14 @@ def carry_out(
             leave(job, run, stop)
     scores = evaluate_finally()
     run.seconds = time.perf_counter() - started
-    close_trackers(job)
+    close_trackers(job.accelerator.trackers)
     return scores
 
 
 def leave(job: Place, run: Run, stop: StopRequest) -> NoReturn:
     """Write a checkpoint and raise Interrupted."""
     save_checkpoint(job, run)
-    close_trackers(job)
+    close_trackers(job.accelerator.trackers)
     raise Interrupted(
         f"interrupted after step {run.step} of {job.config.steps}, saved in {checkpoint_path(job)}",
         stop.signum or signal.SIGINT,
@@ -161,21 +162,8 @@ def open_place(
     if checkpoint_path(place).exists() and not config.resume:
         accelerator.print(f"{folder} holds an earlier run: it is replaced (--resume continues it)")
     if config.trackers:
-        accelerator.init_trackers(name, config=tracked_config(config))
+        accelerator.init_trackers(name, config=tracked_config(plain_config(config)))
     return place
-
-
-def tracked_config(config: RunConfig) -> dict[str, Any]:
-    """The options as values that every tracker takes: numbers, bools and strings."""
-    kinds = (int, float, str)
-    plain = plain_config(config).items()
-    return {name: value if isinstance(value, kinds) else str(value) for name, value in plain}
-
-
-def close_trackers(job: Place) -> None:
-    """Write what the trackers hold; `end_training` would leave the process group as well."""
-    for tracker in job.accelerator.trackers:
-        tracker.finish()
 
 
 def start_run(job: Job) -> Run:
@@ -301,8 +289,7 @@ def add_entry(job: Place, run: Run, scores: Scores) -> float:
     if not math.isfinite(loss):
         raise FloatingPointError(f"the loss became {loss} before step {run.step}; lower --lr")
     run.history.append({"step": run.step, "loss": loss, **scores})
-    flat = {f"{name}/{n}": value for name, values in scores.items() for n, value in values.items()}
-    job.accelerator.log({"loss": loss, **flat}, step=run.step)
+    job.accelerator.log({"loss": loss, **tracked_scores(scores)}, step=run.step)
     run.loss_sum.zero_()
     run.loss_count = 0
     return loss

@@ -59,7 +59,6 @@ _CHANGES = {
     "a5-decay": f"--lr 4e-3 {_DECAY}",
     "a5-decay-8e-3": f"{_LARGE} {_DECAY}",
     "a5-batch128-8e-3": f"{_LARGE} {_SMALL_BATCH} --steps 24000",
-    "s5-rate-6e-3": "--lr 6e-3",
     "s5-rate-8e-3": _LARGE,
     "s5-decay": _DECAY,
     "s5-batch128": f"{_SMALL_BATCH} --steps 30000",

@@ -38,6 +38,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def is_untouched(module: nn.Module) -> bool:
+    """Whether a call runs the `forward` of the module's class and nothing else."""
+    return _keeps_forward(module) and not has_hooks(module)
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of the module multiplies by `module.weight` and does nothing else.
 
@@ -50,9 +55,13 @@ def _is_linear_map(module: nn.Module) -> bool:
     """Whether the module is plain apart from hooks."""
     if not isinstance(module, (nn.Linear, HeadLinear)) or getattr(module, "bias", None) is not None:
         return False
+    own = type(module).forward in (nn.Linear.forward, HeadLinear.forward)
+    return own and _keeps_forward(module)
+
+
+def _keeps_forward(module: nn.Module) -> bool:
     # accelerate and others replace `forward` on the object
-    own = "forward" not in vars(module)
-    return own and type(module).forward in (nn.Linear.forward, HeadLinear.forward)
+    return "forward" not in vars(module)
 
 
 def apply_projection(

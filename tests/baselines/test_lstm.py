@@ -33,3 +33,19 @@ def test_equals_the_recurrence(d_conv: int | None) -> None:
     inputs = [x, *layer.parameters()]
     grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
     torch.testing.assert_close(*grads)
+
+
+def test_a_call_does_not_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP puts gathered weights in the place of others, and gathers into the same memory again."""
+    moved: list[torch.nn.LSTM] = []
+    monkeypatch.setattr(torch.nn.LSTM, "flatten_parameters", lambda self: moved.append(self))
+    layer, x = LSTM(4), torch.randn(2, 3, 4)
+    other, moves = LSTM(4), len(moved)
+    assert moves
+    layer.lstm.weight_hh_l0 = other.lstm.weight_hh_l0
+    y = layer(x)
+    torch.func.functional_call(layer, dict(other.named_parameters()), x)
+    assert len(moved) == moves
+    torch.testing.assert_close(y, recurrence(layer, x, layer.init_state(2)))
+    layer.double()
+    assert len(moved) > moves

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from bedouin.baselines import Mamba, MambaState
 from bedouin.kernels.scan import Eigenvalues
@@ -78,6 +79,32 @@ def test_adapters_of_every_projection_train_and_merge() -> None:
     torch.testing.assert_close(y, merged(u))
     y.square().sum().backward()
     assert all(getattr(layer, name).A.grad.any() for name in names)
+
+
+@pytest.mark.parametrize("change", ["parametrization", "hook", "forward"])
+def test_a_changed_projection_to_delta_is_called(change: str) -> None:
+    """And adds its bias itself, in its own dtype; otherwise the bias is added in float32."""
+    layer = Mamba(64, dtype=torch.bfloat16)
+    proj: Any = layer.dt_proj
+    dt = torch.randn(2, 5, layer.dt_rank, dtype=torch.bfloat16)
+    seen: list[Tensor] = []
+    raw, bias = layer._project_dt(dt)
+    assert bias is proj.bias and torch.equal(raw, F.linear(dt, proj.weight))
+    if change == "hook":
+        proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    elif change == "forward":
+        plain = proj.forward
+
+        def forward(v: Tensor) -> Any:
+            seen.append(plain(v))
+            return seen[-1]
+
+        proj.forward = forward
+    else:
+        parametrize.register_parametrization(proj, "weight", nn.Identity())
+    raw, bias = layer._project_dt(dt)
+    assert bias is None and torch.equal(raw, F.linear(dt, proj.weight, proj.bias))
+    assert len(seen) == (change != "parametrization")
 
 
 def test_initial_values_are_the_authors() -> None:

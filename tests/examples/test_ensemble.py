@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate.utils import LoggerType
 
 import ensemble
 from bedouin.kernels.feedback import padded_rows
 from bedouin.tasks import IGNORE, Copying, ModularArithmetic, WordProblem, stream
 from bedouin.testing import assert_close
-from common import study
+from common import study, trackers
 from common.data import Data, metrics
 from common.layers import count
 from common.matching import WIDTH_STEP
@@ -110,6 +114,86 @@ def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     assert found[0] == found[1] and len(found[0][0][1]) == 1 and len(found[0][1][1]) == 2
     with pytest.raises(ValueError, match="--concurrent must be off with --stacked"):
         small(stacked=True, concurrent=True)
+
+
+class LineTracker(GeneralTracker):  # type: ignore[misc]
+    """Writes a line for each call to a file of its run; refuses a second run beside an open one."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    is_open = False
+
+    def __init__(self, run_name: str, logging_dir: Path) -> None:
+        super().__init__()
+        self.path = logging_dir / run_name / "lines.json"
+
+    @property
+    def tracker(self) -> Path:
+        return self.path
+
+    def start(self) -> None:
+        assert not LineTracker.is_open
+        get_logger(__name__).debug("Trackers of accelerate write such a line.")
+        LineTracker.is_open = True
+        self.path.parent.mkdir(parents=True)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._write(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._write({"step": step, **values})
+
+    def finish(self) -> None:
+        LineTracker.is_open = False
+
+    def _write(self, values: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(values, allow_nan=False) + "\n")
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_trackers_have_a_run_for_each_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: bool
+) -> None:
+    """With the numbers of results.json, which are those without a tracker."""
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process of its own
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", LineTracker)
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    grid: dict[str, Any] = {name: (value,) for name, value in POINT.items()}
+    options: dict[str, Any] = {**grid, "lr": (1e-2, 1e-3), "first_seed": 3, "eval_rows": 16}
+    found = []
+    for names in ((), ("tensorboard",)):
+        folder = tmp_path / str(len(names))
+        ensemble.main(small(trackers=names, out=folder, concurrent=concurrent, **options))
+        found.append(json.loads((folder / "results.json").read_text())["rows"])
+    timing = ("seconds", "ms_per_step")
+    plain, rows = ([{**row, **dict.fromkeys(timing)} for row in some] for some in found)
+    assert rows == plain and list((tmp_path / "0").iterdir()) == [tmp_path / "0" / "results.json"]
+    assert len(list((tmp_path / "1").glob("point*"))) == 4 and not LineTracker.is_open
+    for number, row in enumerate(rows):
+        for i, seed in enumerate((3, 4)):
+            path = tmp_path / "1" / f"point{number}-seed{seed}" / "a5" / "lines.json"
+            about, *lines = (json.loads(line) for line in path.read_text().splitlines())
+            assert (about["seed"], about["lr"], about["feedback"]) == (
+                seed,
+                row["point"]["lr"],
+                "B+mixer",
+            )
+            assert about["parameters"] == row["parameters"] and about["eval_lengths"] == "[4, 6]"
+            *history, last = lines
+            assert [line["step"] for line in history] == [2, 4] and last["step"] == 4
+            for line, entry in zip(history, row["history"], strict=True):
+                for name in ("loss", "accuracy", "length", "conditioning", "skipped"):
+                    assert line[name] == entry[name][i]
+            assert set(last) == {"step"} | {
+                f"{name}/{n}" for name in ("token", "sequence", "last") for n in (4, 6)
+            }
+            assert last["token/6"] == row["accuracy"]["6"]["token"][i]
+
+
+def test_a_tracker_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ValueError, match="--trackers must be among the installed .*, got 'paper'"):
+        small(trackers=("paper",))
 
 
 def test_a_gradient_that_is_not_finite_changes_only_its_count() -> None:

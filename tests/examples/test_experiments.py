@@ -1,6 +1,7 @@
 """The experiments: every command is valid, those of earlier runs give their configurations."""
 
 import json
+import re
 import threading
 from dataclasses import asdict
 from functools import cache
@@ -17,6 +18,8 @@ import experiment
 from common.options import parse_config
 from common.study import GRID, make_layer
 from common.summary import figure_of_both, summarize
+from experiments.copying import COPY
+from experiments.models import CHOSEN
 from experiments.plan import Experiment, Run
 
 ALL = experiment.experiments()
@@ -176,3 +179,19 @@ def test_summary_takes_the_better_form_of_a_baseline(tmp_path: Path) -> None:
     assert (tmp_path / "both.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="no model has files of both"):
         figure_of_both({}, tmp_path / "f.png")
+
+
+def test_the_readme_shows_the_layer_of_both_tasks() -> None:
+    """The same layer as that of the experiments: modules, options and initial weights."""
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    (block,) = [v for v in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "d_conv=" in v]
+    variables: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(block, variables)
+    config = ensemble.parse(f"{COPY} {CHOSEN}".split())
+    torch.manual_seed(0)
+    layer = make_layer(config, {name: getattr(config, name)[0] for name in GRID})
+    # the exact adjoint is the default of the layer
+    expected = repr(layer).replace("adjoint=ImplicitAdjoint(solver=None)", "adjoint=None")
+    assert repr(variables["layer"]) == expected
+    torch.testing.assert_close(variables["layer"].state_dict(), layer.state_dict(), rtol=0, atol=0)

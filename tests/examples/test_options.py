@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import train_a5
 import train_copy
+import train_lm
 from bedouin import Bedouin
 from bedouin.baselines import DeltaNet
 from bedouin.solvers import (
@@ -20,6 +22,7 @@ from bedouin.solvers import (
     PhantomAdjoint,
     Picard,
 )
+from bedouin.tasks import Group, WordProblem, generating_set
 from common.layers import build_adjoint, build_cap, build_solver
 from common.options import TrainConfig, automatic_preset, build_model, parse_config
 
@@ -38,6 +41,27 @@ def test_preset_gives_the_defaults_and_flags_override_them() -> None:
 def test_auto_is_the_preset_of_the_machine_and_recorded_as_such() -> None:
     assert parse_a5() == train_a5.PRESETS[automatic_preset()]
     assert parse_a5("--preset", "auto").preset in ("cpu", "gpu")
+
+
+@pytest.mark.parametrize("presets", [train_a5.PRESETS, train_copy.PRESETS, train_lm.PRESETS])
+@pytest.mark.parametrize("name", ["paper", "lstm", "mamba", "deltaproduct"])
+def test_another_layer_leaves_out_what_the_preset_gives_bedouin(name: str, presets: Any) -> None:
+    for preset in set(presets) - {"paper"}:
+        config = parse_config(presets, ("--preset", preset, "--mixer-layer", name))
+        assert config.mixer_layer == name and config.feedback == TrainConfig.feedback
+        assert config.steps == presets[preset].steps
+
+
+def test_variants_of_word_problems_reach_the_task() -> None:
+    flags = {
+        **{"elements": "3-permutations", "tokens_per_transition": 4},
+        **{"include_identity": True, "label_at": "every"},
+    }
+    config = train_a5.WordProblemConfig(group="S5", **flags)  # type: ignore[arg-type]
+    assert config.task() == WordProblem(Group.from_name("S5"), 6, **flags)  # type: ignore[arg-type]
+    config = parse_a5("--generators", "12", "--generator-seed", "1", "--label-at", "last")
+    assert config.task().alphabet == generating_set(config.task().group, 12, 1)
+    assert config.task().label_at == "last"
 
 
 def test_presets_carry_their_own_name() -> None:
@@ -137,6 +161,9 @@ def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
         (("--num-heads", "3"), "3"),
         (("--group", "Q8"), "'Q8'"),
         (("--group", "Z1"), "'Z1'"),
+        (("--generators", "61"), "61"),
+        (("--elements", "swaps", "--generators", "3"), "'swaps'"),
+        (("--label-at", "last", "--protocol", "official"), "'last'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,11 +21,13 @@ from bedouin import SequenceModel, baselines
 from bedouin.solvers import ConvergenceWarning
 from bedouin.tasks import Batch, Stream, stream
 from common import training
+from common.checkpoint import plain_config
 from common.evaluation import stop_accuracy
 from common.folder import save_weights
 from common.job import Problem
 from common.options import TrainConfig, build_model, parse_config
 from common.schedule import Schedule, decay
+from common.trackers import tracked_config
 
 SMALL: dict[str, Any] = {
     **{"device": "cpu", "d_model": 16, "d_state": 2, "num_householder": 1, "batch_size": 8},
@@ -194,6 +197,14 @@ def test_the_first_third_may_have_shorter_products(tmp_path: Path) -> None:
         dataclasses.replace(config, curriculum_from=6)
 
 
+def test_labels_at_the_last_token_alone(tmp_path: Path) -> None:
+    """A sequence is right where its only label is."""
+    train_a5.main(a5_config(tmp_path, label_at="last", tokens_per_transition=2, generators=2))
+    metrics = read_metrics(tmp_path)
+    assert metrics["accuracy"] == metrics["sequence_accuracy"]
+    assert math.isfinite(metrics["history"][-1]["loss"])
+
+
 def test_the_length_doubles_and_is_resumed(tmp_path: Path) -> None:
     options = {"curriculum": "double", "curriculum_every": 2, "curriculum_threshold": 0.0}
     config = a5_config(tmp_path, length=8, **options)
@@ -215,7 +226,7 @@ def test_numbers_go_to_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run.step, run.loss_count = 7, 1
     training.record(job, run, {"accuracy": {"3": 0.5}, "num_steps": {}, "conditioning": {}})
     assert seen == [(7, {"loss": 0.0, "accuracy/3": 0.5})]
-    numbers = training.tracked_config(config)
+    numbers = tracked_config(plain_config(config))
     assert numbers["lr"] == config.lr and numbers["eval_lengths"] == "[3, 5]"
 
 

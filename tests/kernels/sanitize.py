@@ -79,9 +79,15 @@ def main() -> None:
         "direct without feedback": layer(feedback=()),
         # more samples and tiles than multiprocessors, vectors in chunks, launches for each chunk
         "direct, many samples": layer(70, 6, 512, num_householder=4, num_heads=1),
+        "direct, many states": layer(3, 18, 256, d_state=32, num_heads=1),
+        "direct, states in blocks": layer(2, 6, 256, d_state=64, num_heads=1),
+        "direct, many states without feedback": layer(3, 18, 256, d_state=32, feedback=()),
         # a program of two samples of which one exists, and programs of eight
         "direct, heads": layer(3, num_heads=2),
         "direct, heads, many samples": layer(70, 6, 512, num_householder=4, num_heads=16),
+        "direct, heads, feedback of Delta": layer(
+            3, num_heads=2, d_state=64, feedback=("delta",), input_scale="delta"
+        ),
         "direct, heads without feedback": layer(num_heads=2, feedback=()),
         "direct, heads of one sample": layer(1, 34, 128, num_heads=2),
         "direct, heads one by one": layer(2, 6, 256, num_heads=2),

@@ -3,7 +3,7 @@
 Letters: b batch, t time, m d_model, d hidden units, w convolution width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,28 @@ class LSTMState(RecurrentState, _LSTMFields):  # type: ignore[misc]
 
     __slots__ = ()
     axes = (2, 1, 1)
+
+
+class _LSTM(nn.LSTM):
+    """torch.nn.LSTM, whose calls leave the memory of its weights as it is.
+
+    cuDNN is faster with all weights in one buffer, and torch moves them there whenever a call finds
+    other weights than the last one. FSDP puts other weights in their place before each call, and
+    gathers into memory that the moved ones no longer have: they would keep their first values.
+    """
+
+    _is_running = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_running = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._is_running = False
+
+    def flatten_parameters(self) -> None:
+        if not self._is_running:
+            super().flatten_parameters()
 
 
 class LSTM(Baseline[LSTMState]):
@@ -63,7 +85,7 @@ class LSTM(Baseline[LSTMState]):
         factory = factory_options(device, dtype)
         self.d_inner = expanded("expand", expand, "d_model", d_model)
         self.conv = ShortConvolution(d_model, d_conv, bias=conv_bias, **factory)
-        self.lstm = nn.LSTM(d_model, self.d_inner, batch_first=True, **factory)
+        self.lstm = _LSTM(d_model, self.d_inner, batch_first=True, **factory)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=False, **factory)
 
     def reset_parameters(self) -> None:

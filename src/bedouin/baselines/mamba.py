@@ -19,7 +19,7 @@ from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import MarkedModule, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
-from bedouin.wrapped import has_hooks
+from bedouin.wrapped import is_untouched
 
 
 class _MambaFields(NamedTuple):
@@ -147,10 +147,11 @@ class Mamba(Baseline[MambaState]):
     ) -> tuple[Tensor, Tensor | None]:  # (b, t, d), (d,)
         """dt_proj(dt), and a bias that is still to be added, in float32.
 
-        A module that another library has wrapped, as adapters do, is called and adds its own.
+        A module that is parametrized, or that another library has wrapped, as adapters do, is
+        called and adds its own.
         """
         proj = self.dt_proj
-        if type(proj) is _DeltaProjection and "forward" not in vars(proj) and not has_hooks(proj):
+        if type(proj) is _DeltaProjection and is_untouched(proj):
             return F.linear(dt, proj.weight), proj.bias
         return proj(dt), None
 
