@@ -91,8 +91,11 @@ def rows_of_channels(
     A: Tensor | Like,  # (n, d)
 ) -> int:
     """Warps of a sample's program if each holds CHANNELS_OF_ROW channels with all their states, or
-    fewer channels of NARROW_ROWS_FROM states or more, but one a thread; else 0."""
+    fewer channels of NARROW_ROWS_FROM states or more, but one a thread; else 0, also for crowded
+    memories."""
     n = A.shape[-2]
+    if is_crowded(d, A):
+        return 0
     warps = num_warps(d, n)
     channels = next_power_of_two(d) // warps
     least = CHANNELS_OF_ROW // 4 if n >= NARROW_ROWS_FROM else CHANNELS_OF_ROW

@@ -147,7 +147,7 @@ def step_kernel(
                 CROWDED=CROWDED,
                 ROWS=ROWS,
                 IN_THREADS=IN_THREADS,
-            ),  # fmt: skip
+            ),
             Options(
                 K,
                 ACTIVATION,
@@ -520,7 +520,7 @@ def reverse_kernel(
                 CROWDED=CROWDED,
                 ROWS=ROWS,
                 IN_THREADS=IN_THREADS,
-            ),  # fmt: skip
+            ),
             Options(
                 K,
                 ACTIVATION,

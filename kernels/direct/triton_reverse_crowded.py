@@ -3,9 +3,8 @@
 The cotangent H of the memory occupies half of a program's registers, so nothing else of its size is
 held: A and the memory before and after the token are loaded once more where they are used, in
 blocks of states. A barrier at every other block keeps the compiler from issuing all loads first,
-whose results would occupy as many registers. With ROWS a thread has one channel and all states of a
-block. Without, sums over states or channels go through device memory, from which they are loaded in
-one register of a thread; the layout of blocks would take several.
+whose results would occupy as many registers. Sums over states or channels go through device memory,
+from which they are loaded in one register of a thread; the layout of blocks would take several.
 
 Letters: d channels, n state per channel.
 """
@@ -46,6 +45,7 @@ def sums_over_states(
     times d h_t / d log2(lambda); and of s B C if the scale is coupled, else zeros."""
     COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
     FULL: tl.constexpr = options.FULL
+    d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
     zeros = tl.zeros([sizes.BLOCK_N, sizes.BLOCK_D], dtype=options.ACC)
     with_B, with_H, with_C, with_BC = zeros, zeros, zeros, zeros
@@ -68,26 +68,16 @@ def sums_over_states(
     if COUPLED:
         totals = totals + (with_BC,)
     totals = sums(totals)
-    if sizes.ROWS == 0:
-        # a thread with ROWS has one channel, and needs one register for a vector already
-        totals = _through_memory(totals, vectors_ptr, sizes)
-    if not COUPLED:
-        totals = totals + (tl.zeros([sizes.BLOCK_D], dtype=options.ACC),)
-    return totals
-
-
-@triton.jit
-def _through_memory(vectors, ptr, sizes):
-    """Vectors (d,), written to memory (4, d) and loaded again."""
-    d: tl.constexpr = sizes.d
     cols = tl.arange(0, sizes.BLOCK_D)
     in_d = cols < d
-    for i in tl.static_range(len(vectors)):
-        tl.store(ptr + i * d + cols, vectors[i], mask=in_d)
+    for i in tl.static_range(len(totals)):
+        tl.store(vectors_ptr + i * d + cols, totals[i], mask=in_d)
     tl.debug_barrier()
     out = ()
-    for i in tl.static_range(len(vectors)):
-        out = out + (tl.load(ptr + i * d + cols, mask=in_d, other=0.0),)
+    for i in tl.static_range(len(totals)):
+        out = out + (tl.load(vectors_ptr + i * d + cols, mask=in_d, other=0.0),)
+    if not COUPLED:
+        out = out + (tl.zeros([sizes.BLOCK_D], dtype=options.ACC),)
     return out
 
 

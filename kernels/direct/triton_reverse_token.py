@@ -44,7 +44,6 @@ from bedouin.kernels.direct.triton_reverse_crowded import (
 )
 from bedouin.kernels.direct.triton_state_grads import (
     load_states_in_columns,
-    store_crowded_grads_in_columns,
     store_state_grads,
     store_state_grads_in_columns,
 )
@@ -234,12 +233,7 @@ def reverse_token(
         store_one(grad_raw + u_at + K * d + i, grad_alpha[i].to(kind), sweep.sizes)
 
     tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
-    if sweep.options.SELECTIVE and CROWDED and sweep.sizes.ROWS > 0:
-        store_crowded_grads_in_columns(
-            H, w, delta, mixed, written, later_ptr, row + SIZE, grad_raw + d, A_ptr, sweep.sizes,
-            sweep.options,
-        )  # fmt: skip
-    elif sweep.options.SELECTIVE and CROWDED:
+    if sweep.options.SELECTIVE and CROWDED:
         store_crowded_grads(
             H, w, delta, mixed, written, later_ptr, row + SIZE, scratch_ptr + 4 * d, grad_raw + d,
             A_ptr, sweep.sizes, sweep.options,

@@ -12,7 +12,7 @@ import triton.language as tl
 from bedouin.kernels.device.discretize import build_coupled
 from bedouin.kernels.device.reflections import sums
 from bedouin.kernels.direct.heads.device import exchange, lanes_of, unstack_states
-from bedouin.kernels.direct.triton_blocks import load_block, load_block_uncached, load_states
+from bedouin.kernels.direct.triton_blocks import load_block, load_states
 from bedouin.kernels.direct.triton_sums import LANES, places, sum_between_warps, sums_of_rows
 
 
@@ -85,27 +85,24 @@ def store_state_grads_in_columns(
         part = lanes[group * LANES : min((group + 1) * LANES, 2 * STATES)]
         grads = grads + (sums_of_rows(part, sizes.ROWS),)
     if not COUPLED:
-        grads = _add_product(grads, w, written, states, GROUPS, sizes)
-    store_columns(grads, states, grad_ptr, sizes)
+        grads = _add_product(grads, w, written, states, sizes)
+    _store_columns(grads, states, grad_ptr, sizes)
 
 
 @triton.jit
-def _add_product(grads, w, written, states, N: tl.constexpr, sizes):
-    """The first N groups of columns with the sum of w * written times the other unit vector."""
+def _add_product(grads, w, written, states, sizes):
+    """All groups of columns with the sum of w * written times the other unit vector."""
     row = tl.reshape(w * written, [sizes.ROWS, sizes.BLOCK_D // sizes.ROWS])
     lanes = lanes_of(row, sizes.ROWS, sizes.BLOCK_D // sizes.ROWS)
     total = sums_of_rows((lanes,), sizes.ROWS)
     out = ()
     for group in tl.static_range(len(grads)):
-        if group < N:
-            out = out + (grads[group] + states[3 * group + 1] * total,)
-        else:
-            out = out + (grads[group],)
+        out = out + (grads[group] + states[3 * group + 1] * total,)
     return out
 
 
 @triton.jit
-def store_columns(grads, states, grad_ptr, sizes):
+def _store_columns(grads, states, grad_ptr, sizes):
     """Store the cotangents of the raw B and C from those of the unit vectors, of each warp's
     channels: less their parts along B and C."""
     STATES: tl.constexpr = sizes.BLOCKS * sizes.BLOCK_N
@@ -133,51 +130,6 @@ def store_columns(grads, states, grad_ptr, sizes):
         grad = inv * (grads[group] - own * total)
         at = grad_ptr + part * sizes.n + state
         tl.store(at, grad.to(grad_ptr.dtype.element_ty), mask=in_n & (rows == 0))
-
-
-@triton.jit
-def store_crowded_grads_in_columns(
-    H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
-    w,  # (BLOCK_D,), cotangent of F(y)_t
-    delta,  # (BLOCK_D,)
-    mixed,  # (BLOCK_D,), x~
-    written,  # (BLOCK_D,), s * x~, unless the scale is coupled
-    later_ptr,  # (n, d), h_t
-    BC_ptr,  # (2 n,): B and C, after 1 / |B| and 1 / |C|
-    grad_ptr,  # (2 n,), written: that of B, that of C
-    A_ptr,  # (n, d), log2(e) A
-    sizes,  # Sizes
-    options,  # Options
-):
-    """`store_state_grads_in_columns` of a crowded memory."""
-    n: tl.constexpr = sizes.n
-    COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
-    OF_GROUP: tl.constexpr = LANES // sizes.BLOCK_N  # blocks of states
-    grads = ()
-    for first in tl.static_range(0, sizes.BLOCKS, OF_GROUP):
-        lanes = ()
-        for block in tl.static_range(first, first + OF_GROUP):
-            if COUPLED:
-                C = load_states(BC_ptr + n, block, sizes)
-                A_log2 = load_block(A_ptr, block, n, sizes)
-                _, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
-                with_tile = (H[block] + C[:, None] * w[None, :]) * (s_rows * mixed[None, :])
-            else:
-                with_tile = H[block] * written[None, :]
-            lanes = lanes + _lanes_of_states(with_tile, sizes)
-        grads = grads + (sums_of_rows(lanes, sizes.ROWS),)
-    for first in tl.static_range(0, sizes.BLOCKS, OF_GROUP):
-        # or the compiler issues all loads first, whose results occupy as many registers as H
-        tl.debug_barrier()
-        lanes = ()
-        for block in tl.static_range(first, first + OF_GROUP):
-            h = load_block_uncached(later_ptr, block, n, sizes)
-            lanes = lanes + _lanes_of_states(h * w[None, :], sizes)
-        grads = grads + (sums_of_rows(lanes, sizes.ROWS),)
-    states = load_states_in_columns(BC_ptr, sizes)
-    if not COUPLED:
-        grads = _add_product(grads, w, written, states, len(grads) // 2, sizes)
-    store_columns(grads, states, grad_ptr, sizes)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ Where the channels are spread in another way (ROWS is 0), results are scalars in
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.reflections import load_tuple, store_tuple, sums
+from bedouin.kernels.device.reflections import load_tuple, sums
 from bedouin.kernels.direct.heads.device import column_sums, lanes_of, sum_states
 
 LANES = tl.constexpr(32)
@@ -113,20 +113,6 @@ def store_one(ptr, value, sizes):
     else:
         rows, columns = places(sizes.ROWS)
         tl.store(ptr + columns, value, mask=(rows == 0) & (columns == 0))
-
-
-@triton.jit
-def store_in_columns(ptr, values, N: tl.constexpr, sizes):
-    """Store N <= 32 results of `channel_sums` behind each other: in one operation, unless ROWS is
-    0, because the compiler makes a branch of several ones with a mask."""
-    if sizes.ROWS == 0:
-        store_tuple(ptr, values, N)
-    else:
-        rows, columns = places(sizes.ROWS)
-        value = values[0]
-        for i in tl.static_range(1, N):
-            value = tl.where(columns == i, values[i], value)
-        tl.store(ptr + columns, value, mask=(rows == 0) & (columns < N))
 
 
 @triton.jit

@@ -118,11 +118,6 @@ def _assert_like_the_plain_sweep(case: Case) -> None:
         # a thread has all states of its channels
         Case(b=1, t=3, d=128, n=4, k=5, scale="delta", eigenvalues="full", dtype=torch.float32),
         Case(b=1, t=3, d=20, n=5, dtype=torch.float32, inputs=torch.bfloat16),
-        # and a warp 128 of them, in one warp or more
-        Case(b=1, t=3, d=100, n=16, k=4),
-        Case(b=2, t=3, d=200, n=16, k=3, scale="delta", eigenvalues="full"),
-        Case(b=1, t=3, d=500, n=16, k=4, dtype=torch.float32, inputs=torch.bfloat16),
-        Case(b=1, t=2, d=1024, n=9, k=1, scale="one_minus_decay"),
     ],
     ids=str,
 )
@@ -208,12 +203,3 @@ def test_the_residual_is_that_of_an_evaluation_of_the_map() -> None:
 )
 def test_sizes_on_a_gpu(case: Case) -> None:
     _assert_like_the_plain_sweep(case)
-
-
-@pytest.mark.parametrize(
-    ("d", "n", "rows"), [(1024, 16, 8), (200, 16, 2), (128, 16, 1), (512, 4, 0), (512, 32, 0)]
-)
-def test_rows_of_a_walk(d: int, n: int, rows: int) -> None:
-    from bedouin.kernels.direct.open_loop.launch import rows_of_walk, walk_form
-
-    assert rows_of_walk(walk_form(d, n), d) == rows

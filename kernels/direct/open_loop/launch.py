@@ -15,7 +15,6 @@ from bedouin.kernels.direct.open_loop.triton_prepare import prepare_kernel
 from bedouin.kernels.direct.open_loop.triton_tokens import gradients_kernel, statistics_kernel
 from bedouin.kernels.direct.open_loop.triton_walk import walk_kernel
 from bedouin.kernels.direct.triton_constants import (
-    CHANNELS_OF_ROW,
     Like,
     alignment,
     layout_of,
@@ -209,12 +208,6 @@ def walk_form(d: int, n: int) -> Form:
     return Form(warps, whole=channels >= NEIGHBOURS * LANES * warps)
 
 
-def rows_of_walk(form: Form, d: int) -> int:
-    """Warps if each holds CHANNELS_OF_ROW channels with all their states, else 0."""
-    is_row = form.whole and next_power_of_two(d) == CHANNELS_OF_ROW * form.warps
-    return form.warps if is_row else 0
-
-
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _prepare_constants(
     A: Like, options: Parameterization, strides: tuple[int, ...], *, reverse: bool
@@ -248,7 +241,6 @@ def _walk_constants(
         **_solver_constants(A, options),
         RESIDENT=constants["BLOCK_D"] * constants["BLOCK_N"] <= RESIDENT_STATES,
         WHOLE=form.whole,
-        ROWS=rows_of_walk(form, d),
         **constants,
         **alignment(*strides),
         num_warps=form.warps,

@@ -18,11 +18,12 @@ from bedouin.kernels.device.reflections import (
     combine,
     load_tuple,
     rows_times,
+    store_tuple,
+    sums,
     upper_times,
     upper_transposed_times,
 )
-from bedouin.kernels.direct.triton_bundles import Sizes, matrix_of, strided_row
-from bedouin.kernels.direct.triton_sums import channel_sums, over_channels, store_in_columns
+from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit
@@ -137,7 +138,6 @@ def walk_kernel(
     BLOCK_N: tl.constexpr,
     RESIDENT: tl.constexpr,  # A stays in registers
     WHOLE: tl.constexpr,  # a thread has all states of its channels
-    ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form of sums
     SELECTIVE: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
@@ -210,18 +210,12 @@ def walk_kernel(
         c = c_next
         # with `vector` these touch each line of cache of the next row
         c_next = load_tuple(solvers + ahead * WIDTH, K)
-        q = channel_sums(
-            rows_times(u, read, K), Sizes(d, n, BLOCK_D, BLOCK_N, ROWS=ROWS, IN_THREADS=ROWS > 1)
-        )
-        q = add(q, c, K)
+        q = add(sums(rows_times(u, read, K)), c, K)
         if REVERSE:
             weights = _solve_transposed(q, row, K)
         else:
             weights = _solve(q, row, K)
-        of_rows = over_channels(
-            weights, Sizes(d, n, BLOCK_D, BLOCK_N, ROWS=ROWS, IN_THREADS=ROWS > 1)
-        )
-        value += combine(of_rows, u, K)
+        value += combine(weights, u, K)
         out = out_ptr + (sample * t_end + t) * d + cols
         until -= 1
         stores = (until == 0) & (i + 1 < t_end)
@@ -232,10 +226,7 @@ def walk_kernel(
             h *= _decay(delta, A_log2, rows, WHOLE, FULL, FAST)
             read = _read(h, vector, delta_next, A_log2, True, INPUT_SCALE, FULL, FAST)
         else:
-            e = e_ptr + (sample * t_end + t) * K
-            store_in_columns(
-                e, weights, K, Sizes(d, n, BLOCK_D, BLOCK_N, ROWS=ROWS, IN_THREADS=ROWS > 1)
-            )
+            store_tuple(e_ptr + (sample * t_end + t) * K, weights, K)
             if COUPLED:
                 _, s = build_coupled(A_log2 * delta[None, :], FULL, FAST)
                 more = s * value[None, :] * written[:, None]
@@ -247,13 +238,8 @@ def walk_kernel(
                 y = read + tl.load(row + SIZE - 1) * value
                 h += value[None, :] * written[:, None]
             tl.store(out, y.to(out_ptr.dtype.element_ty), mask=in_d)
-            if ROWS > 0:
-                # with a mask, since the compiler moves no work across a branch, and the decay fills
-                # the latency of the solve
-                tl.store(slot_ptr + state, h, mask=tl.where(stores, in_state, False))
-            else:
-                if stores:
-                    tl.store(slot_ptr + state, h, mask=in_state)
+            if stores:
+                tl.store(slot_ptr + state, h, mask=in_state)
             # after the last token the memory stays as it is
             delta_next = tl.where(i + 1 < t_end, delta_next, 0.0)
             h *= _decay(delta_next, A_log2, rows, WHOLE, FULL, FAST)
