@@ -116,7 +116,7 @@ def test_times_of_the_index_are_those_of_the_benchmark() -> None:
         ("h100_sweep.json", "direct-heads8"): "8 heads of 128",
         ("h100_sweep.json", "direct-heads16"): "16 heads of 64",
         ("h100_sweep.json", "direct-no-feedback"): "1 head, no feedback",
-        ("h100_sweep.json", "direct-256-n32"): "d_model 256, 1 head",
+        ("h100_many_states.json", "direct-256-n32"): "d_model 256, 1 head",
         ("h100_sweep.json", "lstm"): "cuDNN LSTM",
         ("h100_autocast.json", "direct"): "1 head, autocast",
     }
