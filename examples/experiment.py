@@ -42,7 +42,7 @@ from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SMALL, COPYIN
 from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
 from experiments.heads import heads
 from experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
-from experiments.languages import LANGUAGES
+from experiments.languages import LANGUAGES, LANGUAGES_SMALL
 from experiments.plan import Experiment, Run, Script
 from experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
 
@@ -91,7 +91,7 @@ def experiments() -> dict[str, Experiment]:
             COPYING,
         ),
         *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, CONTROLS_SMALL),
-        *(heads(), LANGUAGES, language_model()),
+        *(heads(), LANGUAGES, LANGUAGES_SMALL, language_model()),
         LANGUAGE_MODEL_TRIALS,
     )
     return {experiment.name: experiment for experiment in found}

@@ -1,5 +1,6 @@
 """Formal languages, as published: trained to length 40, tested from 40 to 256."""
 
+from experiments.controls import SMALL, SMALL_LAYER, SMALL_REFLECTIONS
 from experiments.models import CHOSEN, WIDTH
 from experiments.plan import REPORTED, Experiment, Run, joined
 
@@ -26,5 +27,23 @@ LANGUAGES = Experiment(
         Run(f"{task}-{name}", joined(flags, REPORTED, model))
         for task, flags in TASKS.items()
         for name, model in MODELS.items()
+    ),
+)
+
+_SMALL_MODELS = {
+    "bedouin": SMALL_LAYER,
+    "reflections": joined(SMALL_LAYER, SMALL_REFLECTIONS),
+    "lstm": "--mixer-layer lstm",
+}
+
+LANGUAGES_SMALL = Experiment(
+    "languages-small",
+    "Modular arithmetic, in a small layer on a CPU",
+    tuple(
+        Run(
+            f"arithmetic-{name}",
+            joined(SMALL, "--task arithmetic --length 40 --steps 2000", _DRAWN, REPORTED, model),
+        )
+        for name, model in _SMALL_MODELS.items()
     ),
 )
