@@ -226,7 +226,7 @@ def test_the_table_of_both_tasks_is_that_of_the_raw_results() -> None:
 
 FOLDERS = (
     *("words", "words-equal", "words-trials", "words-tuning", "controls"),
-    "controls-small",
+    *("controls-small", "languages-small"),
     *("copying", "copying-tuning", "copying-small"),
 )
 
@@ -238,7 +238,7 @@ FOLDERS = (
 )
 def test_runs_of_words_and_copying_are_those_of_the_index(path: Path) -> None:
     name, content = f"{path.parent.name}/{path.stem}", json.loads(path.read_text())
-    small = path.parent.name == "controls-small"
+    small = path.parent.name.endswith("s-small")
     reported = small or path.parent.name in ("words", "words-equal", "controls", "copying")
     first_seed = content["config"]["first_seed"]
     assert device(content) == ("CPU" if small else "H200")
