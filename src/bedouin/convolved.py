@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, w width of the convolution; l sequences in 
 or documents (bedouin.packing).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
 import torch
@@ -25,7 +25,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.packing import Packing, Places, check_takes_mask, find_packing
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import Join, RecurrentState, check_field, check_kind
+from bedouin.state import BedouinState, Join, RecurrentState, check_field, check_kind
 
 
 class _ConvolvedFields(NamedTuple):
@@ -58,6 +58,13 @@ class ConvolvedState(RecurrentState, _ConvolvedFields):
 
     def _each(self, convert: Callable[[Tensor], Tensor]) -> Self:
         return self._of((convert(self.conv), self.inner._each(convert)))
+
+
+def layer_state(tensors: Iterable[Tensor]) -> BedouinState | ConvolvedState:
+    """The state whose `tensors` these are: a BedouinState, or one behind a convolution."""
+    *window, ssm, y = tensors
+    state = BedouinState(ssm, y)
+    return ConvolvedState(window[0], state) if window else state
 
 
 class Convolved(nn.Module):
@@ -267,8 +274,7 @@ class Convolved(nn.Module):
 
     def init_window(self, batch_size: int) -> Tensor:
         """The window before the first token (b, w - 1, m): zeros in at least float32."""
-        size, like = (batch_size, *self.conv.window_size), self._like
-        return torch.zeros(size, dtype=like.dtype, device=like.device)
+        return self._like.new_zeros(batch_size, *self.conv.window_size)
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""

@@ -11,7 +11,6 @@ import it.
 Letters: b batch, t time, m hidden_size, d d_inner, n d_state, w conv_size.
 """
 
-from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
-from bedouin.convolved import Convolved, ConvolvedState
+from bedouin.convolved import Convolved, ConvolvedState, layer_state
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
 
@@ -114,7 +113,7 @@ class BedouinLayer(nn.Module):
         output, after = self.layer.step(x.squeeze(1), state)
         if mask is not None:
             output = torch.where(mask, output, 0.0)
-            after = _make_state(
+            after = layer_state(
                 torch.where(mask.view(-1, *(1,) * (old.dim() - 1)), new, old)
                 for old, new in zip(state.tensors, after.tensors, strict=True)
             )
@@ -133,14 +132,7 @@ class BedouinLayer(nn.Module):
         if kept is None or kept["recurrent_state"] is None:
             return None
         window, state = kept["conv_state"], kept["recurrent_state"]
-        return _make_state(state if window is None else (window, *state))
-
-
-def _make_state(tensors: Iterable[Tensor]) -> BedouinState | ConvolvedState:
-    """The state of these tensors: those of a BedouinState, after the window of a convolution."""
-    *window, ssm, y = tensors
-    state = BedouinState(ssm, y)
-    return ConvolvedState(window[0], state) if window else state
+        return layer_state(state if window is None else (window, *state))
 
 
 def replace_layers(model: ModelT, **options: Any) -> ModelT:

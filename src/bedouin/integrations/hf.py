@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.convolved import Convolved, ConvolvedState
+from bedouin.convolved import Convolved, ConvolvedState, layer_state
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import NoMixing
@@ -84,10 +84,8 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         """The state after the tokens so far; None before the first one."""
         if not self.has_previous_state[0]:
             return None
-        state = BedouinState(self.recurrent_states[0], self.conv_states[0].squeeze(-1))
-        if not self.is_conv_states_initialized[1]:
-            return state
-        return ConvolvedState(self.conv_states[1].mT, state)
+        window = [self.conv_states[1].mT] if self.is_conv_states_initialized[1] else []
+        return layer_state((*window, self.recurrent_states[0], self.conv_states[0].squeeze(-1)))
 
     def write(self, state: BedouinState | ConvolvedState, num_tokens: int) -> None:
         """Keep `state`, that after `num_tokens` more tokens."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.convolved import Convolved, ConvolvedState
+from bedouin.convolved import Convolved, ConvolvedState, layer_state
 from bedouin.state import BedouinState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -183,8 +183,7 @@ def _states(state: BedouinState | ConvolvedState) -> States:
 
 def _read(states: States) -> BedouinState | ConvolvedState:
     conv_state, ssm_state, *window = states
-    inner = BedouinState(ssm_state, conv_state.squeeze(-1))
-    state = ConvolvedState(window[0], inner) if window else inner
+    state = layer_state((*window, ssm_state, conv_state.squeeze(-1)))
     # autograd may save it, and `_write` overwrites it
     return state.clone() if torch.is_grad_enabled() else state
 
