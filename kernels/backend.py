@@ -22,7 +22,7 @@ LOWEST_TRITON = (3, 6)
 """The version that comes with torch 2.11, the lowest torch that is tested."""
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """The first three numbers of a version, or as many as it has."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
@@ -37,7 +37,7 @@ def _find_triton() -> tuple[str, bool]:
             version = metadata.version(build)
         except metadata.PackageNotFoundError:
             continue
-        return version, _numbers(version)[:2] < LOWEST_TRITON
+        return version, version_numbers(version)[:2] < LOWEST_TRITON
     return "unknown", False
 
 
@@ -46,7 +46,7 @@ _TRITON, _IS_OLD = _find_triton()
 
 def triton_version() -> tuple[int, ...]:
     """Up to three numbers; none without Triton and for a build without metadata."""
-    return _numbers(_TRITON)
+    return version_numbers(_TRITON)
 
 
 def check_backend(backend: str) -> None:

@@ -10,7 +10,6 @@ versions of Triton that nobody has tried. Settings such as TRITON_DEBUG are read
 launch.
 """
 
-import re
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +19,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from bedouin.kernels.backend import version_numbers
 
 KNOWN_VERSIONS = range(6, 10)
 """Minor versions of Triton 3 whose `CompiledKernel` has been read."""
@@ -38,7 +39,7 @@ LARGEST = 2**31
 
 
 def _is_known(version: str) -> bool:
-    major, minor = map(int, re.findall(r"\d+", version)[:2])
+    major, minor = version_numbers(version)[:2]
     return major == 3 and minor in KNOWN_VERSIONS
 
 

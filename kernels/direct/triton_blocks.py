@@ -77,12 +77,12 @@ def zero_blocks(sizes, ACC: tl.constexpr):
 
 @triton.jit
 def unaligned(ptr, t, sizes):
-    """`ptr`, of whose alignment the compiler knows as much as the channels of a thread; t is a
-    token.
+    """`ptr`, with its alignment hidden from the compiler where a thread is to have fewer than four
+    neighbouring channels; t is a token.
 
-    With known alignment a thread would have four neighbouring channels. If CROWDED it then has one
-    channel and all states, so that a vector (d,) takes one register of a thread, and sums over
-    states are sums within threads; likewise with ROWS of fewer than 128 channels.
+    With known alignment a thread would have four. If CROWDED it has one channel with all states, so
+    that a vector (d,) takes one register of a thread, and sums over states are sums within threads.
+    With ROWS it has a 32nd of the channels of a warp, with all their states.
     """
     OF_ROW: tl.constexpr = sizes.BLOCK_D // sizes.ROWS // 32 if sizes.ROWS > 0 else 4
     CHANNELS: tl.constexpr = 1 if sizes.CROWDED else OF_ROW
@@ -94,7 +94,7 @@ def unaligned(ptr, t, sizes):
 
 @triton.jit
 def of_thread(ptr, t, sizes):
-    """`unaligned` in the reverse sweep, whose memories without ROWS are aligned."""
+    """`unaligned` in the reverse sweep, in which only ROWS decide on the channels of a thread."""
     if sizes.ROWS == 0:
         return ptr
     else:

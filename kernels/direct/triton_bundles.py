@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     r: Constant = None
     KEEP: Constant = None  # every so many tokens h is kept
     CROWDED: Constant = False  # the memory occupies half of the program's registers
-    ROWS: Constant = 0  # warps of which each holds as many channels, 0: another form
+    ROWS: Constant = 0  # warps that hold equal numbers of channels; 0: spread in another way
     IN_THREADS: Constant = False  # sums of warps are added in every thread
 
 
@@ -153,7 +153,7 @@ class Chunk(NamedTuple):
     start: Integer  # its first token
     count: Integer  # of its tokens
     done: Integer = None  # tokens after the chunk, which the reverse sweep has taken back already
-    behind: Integer = 0  # samples of another chunk before those of this one, where it is prepared
+    behind: Integer = 0  # samples of another chunk that precede those of this one in the buffers
 
 
 class ReverseBuffers(NamedTuple):

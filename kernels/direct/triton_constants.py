@@ -47,13 +47,11 @@ WARP_ELEMENTS = 2048
 CHANNELS_OF_ROW = 128
 """Channels of a warp whose threads hold four neighbours each; see triton_sums.py."""
 
-NARROW_ROWS_FROM = 17
-"""States from which on warps of half or a quarter as many channels are rows, too. The compiler
-would otherwise spread the states of a channel over warps, and each sum over them needs a barrier.
+MANY_STATES = 17
+"""With so many states per channel a warp may also hold a half or a quarter of CHANNELS_OF_ROW
+channels: the compiler would otherwise spread the states of a channel over several warps, and each
+sum over states would need a barrier. Every thread then adds the sums of all warps (triton_sums.py).
 """
-
-IN_THREADS_FROM = NARROW_ROWS_FROM
-"""States from which on every thread adds the sums of all warps; see triton_sums.py."""
 
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
@@ -90,15 +88,15 @@ def rows_of_channels(
     d: int,
     A: Tensor | Like,  # (n, d)
 ) -> int:
-    """Warps of a sample's program if each holds CHANNELS_OF_ROW channels with all their states, or
-    fewer channels of NARROW_ROWS_FROM states or more, but one a thread; else 0, also for crowded
-    memories."""
+    """The number of warps of a sample's program if each holds CHANNELS_OF_ROW channels with all
+    their states, or at least one channel a thread where there are MANY_STATES; otherwise, and for a
+    crowded memory, 0."""
     n = A.shape[-2]
     if is_crowded(d, A):
         return 0
     warps = num_warps(d, n)
     channels = next_power_of_two(d) // warps
-    least = CHANNELS_OF_ROW // 4 if n >= NARROW_ROWS_FROM else CHANNELS_OF_ROW
+    least = CHANNELS_OF_ROW // 4 if n >= MANY_STATES else CHANNELS_OF_ROW
     return warps if least <= channels <= CHANNELS_OF_ROW else 0
 
 
@@ -108,7 +106,7 @@ def exchange_constants(
 ) -> dict[str, Any]:
     """How sums over channels are exchanged between a program's warps."""
     rows = rows_of_channels(d, A)
-    return {"ROWS": rows, "IN_THREADS": rows > 1 and A.shape[-2] >= IN_THREADS_FROM}
+    return {"ROWS": rows, "IN_THREADS": rows > 1 and A.shape[-2] >= MANY_STATES}
 
 
 def holds_blocks(
@@ -117,10 +115,10 @@ def holds_blocks(
 ) -> bool:
     """Whether the forward sweep takes the states of a sample's memory in blocks.
 
-    Where a thread has all states of its channels, it would else hold all of B and C, too: of 32
-    states these are 64 registers, and a quarter of a token's instructions moves them.
+    A thread with all states of its channels would otherwise hold all of B and C as well: for 32
+    states these take 64 registers, and a quarter of a token's instructions would move them.
     """
-    many = A.shape[-2] >= NARROW_ROWS_FROM and rows_of_channels(d, A) > 0
+    many = A.shape[-2] >= MANY_STATES and rows_of_channels(d, A) > 0
     return many or is_crowded(d, A)
 
 

@@ -23,8 +23,8 @@ class Limits:
     shared_memory: kilobytes for a program's tile of W^y and for the vectors it is multiplied with,
         the largest first: the first of these fits an H100 (227 KB a multiprocessor) and an A100
         (163). None that fits: no plan.
-    columns: most columns of a tile of W^y for up to 16 samples; half as many for more, and where
-        two halves make a whole row; half as many again where no program then has a tile and a
+    columns: most columns of a tile of W^y, for up to 16 samples and rows that are longer than this;
+        otherwise half as many. A tile is wider by half where then no program has both a tile and a
         sample.
     one_launch_batch: largest batch whose reverse sweep is one launch: its persistent programs
         prepare and replay a chunk in one round. For more samples, launches of their own fill the
@@ -107,7 +107,7 @@ def _plan(
     block_b = 16 if size > 2 else min(128, max(16, next_power_of_two(b)))
     # Wide tiles make few partial sums. For many vectors the tiles have MAX_ROWS rows: with several
     # chunks and fewer rows both warpgroups of a program would multiply the same 64 rows. For few
-    # vectors, too, each would read them from shared memory, but only two parts are worth that.
+    # vectors they do that in wide tiles, which pays only if narrow ones make more than two parts.
     few_parts = block_b <= 16 and v > limits.columns
     most = limits.columns if few_parts else limits.columns // 2
     columns = max(16, min(most, next_power_of_two(v)))

@@ -95,7 +95,7 @@ def step_kernel(
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
-    ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
+    ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
     IN_THREADS: tl.constexpr,  # sums of warps are added in every thread
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
@@ -445,7 +445,7 @@ def reverse_kernel(
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
-    ROWS: tl.constexpr,  # warps of which each holds as many channels, 0: another form
+    ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
     IN_THREADS: tl.constexpr,  # sums of warps are added in every thread
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,

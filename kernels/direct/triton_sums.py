@@ -74,13 +74,7 @@ def sum_between_warps(v, sizes):
         columns = sum_states(tl.reshape(tl.trans(v), [1, LANES, ROWS]), 1, LANES, ROWS)
         return tl.broadcast_to(columns, [ROWS, LANES])
     else:
-        return sum_of_rows(v, sizes.ROWS)
-
-
-@triton.jit
-def sum_of_rows(v, ROWS: tl.constexpr):
-    """The sum of the rows of (ROWS, 32) in every row."""
-    return tl.broadcast_to(tl.sum(v, axis=0)[None, :], [ROWS, LANES])
+        return tl.broadcast_to(tl.sum(v, axis=0)[None, :], [sizes.ROWS, LANES])
 
 
 @triton.jit

@@ -59,9 +59,10 @@ MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
 STATES_ALONE = 32
-"""Of more states a program has half as many samples as MEMORIES allow, and half as many warps, if
-Delta alone has feedback: a multiprocessor then runs two of them, one of which computes while the
-other waits at a barrier. With more feedback W^y may leave no shared memory for two."""
+"""With more states per channel, and feedback of Delta alone, a program has half as many samples as
+MEMORIES allow, and half as many warps: a multiprocessor then runs two programs, one of which
+computes while the other waits at a barrier. With more feedback W^y may leave no shared memory for
+two."""
 
 BLOCK_STATES = 16
 """Most states that a sweep takes at once: the values of more would not fit registers."""
@@ -193,9 +194,9 @@ def _tokens_at_once(
     keep_every: int,
     options: Parameterization,
 ) -> int:
-    """Tokens of a launch, a multiple of `keep_every`: as many as leave h of a chunk, x~ and the
-    scalars of these tokens within WORKSPACE, or within what h of all tokens of a chunk and the
-    others of that chunk take."""
+    """The number of tokens of a launch, a multiple of `keep_every`: as many as possible such that h
+    of one chunk and, of all these tokens, x~ and the scalars fit WORKSPACE, or the memory that a
+    single chunk takes if that is more."""
     b, t_end, d = y.shape
     prepared = b * (d + local_size(options, n))
     most = max(WORKSPACE, keep_every * (b * n * d + prepared))

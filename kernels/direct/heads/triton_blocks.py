@@ -73,7 +73,8 @@ def load_both(
 
 @triton.jit
 def keep_order(FAST: tl.constexpr):
-    """What follows is compiled to follow; no warp waits for another one, as at a barrier."""
+    """Keep the compiler from moving operations across this place. Unlike a barrier it makes no warp
+    wait for another one."""
     if FAST:
         tl.inline_asm_elementwise(
             "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",

@@ -31,7 +31,7 @@ def kept_memory(
 
 @triton.jit
 def _fetch(row, at, FAST: tl.constexpr):
-    """Have the second-level cache read what is at row (s,) + at (s, .)."""
+    """Prefetch what is at row (s,) + at (s, .) into the second-level cache."""
     if FAST:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
@@ -48,7 +48,7 @@ def fetch_values(
     row,  # pointers (s,)
     SIZE: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Have the second-level cache read SIZE consecutive float32 of each sample."""
+    """Prefetch SIZE consecutive float32 of each sample into the second-level cache."""
     LINES: tl.constexpr = max(PARTS, triton.next_power_of_2((SIZE + 31) // 32))
     lines = columns_of_rows(row.shape[0], PARTS, LINES // PARTS)
     _fetch(row, tl.minimum(32 * lines, SIZE - 1), FAST)
@@ -62,8 +62,8 @@ def fetch_chunk(
     d: tl.constexpr, n: tl.constexpr, KEEP: tl.constexpr, LOCAL: tl.constexpr,
     PARTS: tl.constexpr, FED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Have the second-level cache read, long before it, what `replay_tokens` reads for KEEP tokens
-    with LOCAL scalars each, since it would wait for memory of the device in every block."""
+    """Prefetch what `replay_tokens` will read for KEEP tokens with LOCAL scalars each into the
+    second-level cache: it would otherwise wait for device memory in every block of states."""
     fetch_values(from_row, n * d, PARTS, FAST)
     fetch_values(mixed_row, KEEP * d, PARTS, FAST)
     fetch_values(local_row, KEEP * LOCAL, PARTS, FAST)
