@@ -57,7 +57,7 @@ def log_run(
 ) -> None:
     """Log a whole run to each of the trackers: its options, and its numbers by step.
 
-    Without an Accelerator, which fixes the precision of all that the process trains.
+    It makes no Accelerator, which would fix the precision of all that the process trains.
 
     Args:
         folder: where trackers that write files do so, in a folder named after the project.

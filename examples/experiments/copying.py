@@ -1,6 +1,6 @@
 """Copying: trained on 5 to 50 letters, tested to 200."""
 
-from experiments.models import RATES, WIDTH, models, training
+from experiments.models import RATES, WIDTH, WITHOUT_REFLECTIONS, models, training
 from experiments.plan import REPORTED, THREE_TUNING, TUNING, Experiment, Run, joined
 
 STRINGS = (
@@ -46,10 +46,7 @@ _SMALL = (
     "--d-model 128 --steps 1250 --lr 2e-3 4e-3 --concurrent"
 )
 """The task of `make copy`; in a context of 64 tokens strings begin at more positions than in 32."""
-_LAYER = (
-    "--input-scale delta --feedback delta --d-state 32 --num-heads 4 --d-conv 4 "
-    "--num-householder 0 --rate-scale 8 --rate-scale-last 0.001"
-)
+_LAYER = f"{WITHOUT_REFLECTIONS} --d-state 32 --num-heads 4"
 _SLOW = "--feedback-lr-scale 0.01 --feedback-lr-share"
 _CONTEXTS = {"": "--context 32", "-context64": "--context 64"}
 _SMALL_LAYERS = {

@@ -1,4 +1,4 @@
-"""Formal languages, as published: trained to length 40, tested from 40 to 256."""
+"""Formal languages, trained to length 40 and tested from 40 to 256 as published."""
 
 from experiments.controls import SMALL, SMALL_LAYER, SMALL_REFLECTIONS
 from experiments.models import CHOSEN, WIDTH

@@ -18,6 +18,13 @@ CHOSEN = (
 )
 """The options of `bedouin`, chosen by the trials of "both-trials"; it has no reflections."""
 
+WITHOUT_REFLECTIONS = (
+    "--input-scale delta --feedback delta --d-conv 4 --num-householder 0 "
+    "--rate-scale 8 --rate-scale-last 0.001"
+)
+"""The options of `bedouin` without its one reflection, which CHOSEN makes almost the identity;
+states and heads depend on the width of the model."""
+
 SLOW = {"a5": 0, "s5": 0, "copy": 0.4}
 """The share of a task's steps in which W^y has a hundredth of the learning rate; it is a part of
 the training, as are the learning rate and the curriculum. Word problems of other groups and parity
