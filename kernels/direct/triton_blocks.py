@@ -80,12 +80,10 @@ def unaligned(ptr, t, sizes):
     """`ptr`, with its alignment hidden from the compiler where a thread is to have fewer than four
     neighbouring channels; t is a token.
 
-    With known alignment a thread would have four. If CROWDED it has one channel with all states, so
-    that a vector (d,) takes one register of a thread, and sums over states are sums within threads.
-    With ROWS it has a 32nd of the channels of a warp, with all their states.
+    With known alignment a thread would have four. With ROWS it has a 32nd of a warp's channels, with
+    all their states, so that sums over states are sums within threads.
     """
-    OF_ROW: tl.constexpr = sizes.BLOCK_D // sizes.ROWS // 32 if sizes.ROWS > 0 else 4
-    CHANNELS: tl.constexpr = 1 if sizes.CROWDED else OF_ROW
+    CHANNELS: tl.constexpr = sizes.BLOCK_D // sizes.ROWS // 32 if sizes.ROWS > 0 else 4
     if CHANNELS < 4:
         return ptr + CHANNELS * (t >> 30)  # 0, unknown to the compiler
     else:

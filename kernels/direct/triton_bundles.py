@@ -130,7 +130,7 @@ class Prepared(NamedTuple):
     A_ptr: Pointer  # (n, d) or (H, n, d), log2(e) A
 
     mixed_ptr: Pointer  # (b, count, d): x~
-    local_ptr: Pointer  # (b, count, 3 P + K K + 5 K + 4 + 2 n): see triton_prepare.py
+    local_ptr: Pointer  # (b, count, WIDTH): see triton_prepare.py
     per_head: Integer = None  # samples of a head; None: one head
     x_stride_h: Integer = None  # of x, from head to head; the samples of one have x's stride_b
 
@@ -166,7 +166,6 @@ class ReverseBuffers(NamedTuple):
     grad_x_ptr: Pointer  # (b, t, d)
     grad_raw_ptr: Pointer  # (b, t, r), may be the memory of `fed`
     grad_A_ptr: Pointer  # (b, n, d), added to
-    scratch_ptr: Pointer  # (b, 4 d + 2 n): sums of the present token, if CROWDED
     statistics_ptr: Pointer  # (2, b, t): defect and scale of the adjoint equation
 
 

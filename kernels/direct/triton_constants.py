@@ -32,8 +32,8 @@ class Like(NamedTuple):
 CROWDED_STATES = 32
 """States of a sample up to which its memory is never crowded; see `is_crowded`."""
 
-CROWDED_STATES_AT_A_TIME = 4
-"""States of a block in a kernel whose memory is crowded."""
+MOST_STATES = 128
+"""Most states of a channel that one thread can hold beside what else it needs, of 255 registers."""
 
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
@@ -43,6 +43,9 @@ MOST_WARPS = 16
 
 WARP_ELEMENTS = 2048
 """Elements of a tensor in a warp's registers: 64 registers a thread."""
+
+LANES = 32
+"""Threads of a warp."""
 
 CHANNELS_OF_ROW = 128
 """Channels of a warp whose threads hold four neighbours each; see triton_sums.py."""
@@ -66,8 +69,7 @@ def blocked_constants(
     constants = scan_constants(d, A, options)
     constants["CROWDED"] = is_crowded(d, A)
     constants |= exchange_constants(d, A)
-    states = CROWDED_STATES_AT_A_TIME if constants["CROWDED"] else STATES_AT_A_TIME
-    constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], states)
+    constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], STATES_AT_A_TIME)
     constants["BLOCK_N"] //= constants["BLOCKS"]
     return constants
 
@@ -76,12 +78,13 @@ def is_crowded(
     d: int,
     A: Tensor | Like,  # (n, d)
 ) -> bool:
-    """Whether a sample's memory of many states occupies half of the registers of a program.
+    """Whether a sample's memory of many states occupies half of the registers of a program, and a
+    thread has all states of a channel.
 
     The kernels then hold nothing else of its size: they compute decays again instead.
     """
-    n = next_power_of_two(A.shape[-2])
-    return n > CROWDED_STATES and n * next_power_of_two(d) >= MOST_WARPS * WARP_ELEMENTS
+    n, channels = next_power_of_two(A.shape[-2]), next_power_of_two(d)
+    return CROWDED_STATES < n <= MOST_STATES and n * channels >= MOST_WARPS * WARP_ELEMENTS
 
 
 def rows_of_channels(
@@ -89,14 +92,11 @@ def rows_of_channels(
     A: Tensor | Like,  # (n, d)
 ) -> int:
     """The number of warps of a sample's program if each holds CHANNELS_OF_ROW channels with all
-    their states, or at least one channel a thread where there are MANY_STATES; otherwise, and for a
-    crowded memory, 0."""
+    their states, or at least one channel a thread where there are MANY_STATES; otherwise 0."""
     n = A.shape[-2]
-    if is_crowded(d, A):
-        return 0
-    warps = num_warps(d, n)
+    warps = sweep_warps(d, A)
     channels = next_power_of_two(d) // warps
-    least = CHANNELS_OF_ROW // 4 if n >= MANY_STATES else CHANNELS_OF_ROW
+    least = LANES if n >= MANY_STATES else CHANNELS_OF_ROW
     return warps if least <= channels <= CHANNELS_OF_ROW else 0
 
 
@@ -118,8 +118,7 @@ def holds_blocks(
     A thread with all states of its channels would otherwise hold all of B and C as well: for 32
     states these take 64 registers, and a quarter of a token's instructions would move them.
     """
-    many = A.shape[-2] >= MANY_STATES and rows_of_channels(d, A) > 0
-    return many or is_crowded(d, A)
+    return A.shape[-2] >= MANY_STATES and rows_of_channels(d, A) > 0
 
 
 def forward_constants(
@@ -281,7 +280,16 @@ def launch_options(
 ) -> dict[str, Any]:
     """Warps and stages of a kernel that holds the memory of a sample."""
     # one stage: the kernels prefetch their operands explicitly
-    return {"num_warps": num_warps(d, A.shape[0]), "num_stages": 1}
+    return {"num_warps": sweep_warps(d, A), "num_stages": 1}
+
+
+def sweep_warps(
+    d: int,
+    A: Tensor | Like,  # (n, d)
+) -> int:
+    """Warps of a program that holds a sample's memory; of a crowded one a channel in each thread."""
+    warps = num_warps(d, A.shape[-2])
+    return min(warps, next_power_of_two(d) // LANES) if is_crowded(d, A) else warps
 
 
 def cooperative() -> dict[str, bool]:

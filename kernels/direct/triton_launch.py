@@ -221,7 +221,7 @@ class ChunkBuffers(NamedTuple):
     """Intermediate results of the tokens of a chunk."""
 
     mixed: Tensor  # (b, count, d), or 2 b for two chunks at a time: x~
-    local: Tensor  # (b, count, 3 P + K K + 5 K + 4 + 2 n), or 2 b: see triton_prepare.py
+    local: Tensor  # (b, count, WIDTH), or 2 b: see triton_prepare.py
     replayed: Tensor | None = None  # (b, count - 1, n, d), or 2 b: h before all tokens but the
     # first; if `is_crowded` (b, count, n, d), the last one h after the chunk
     grad_normed: Tensor | None = None  # (splits, b, d): parts of the cotangent of norm(y_t)
@@ -238,9 +238,10 @@ def chunk_buffers(
 
 
 def local_size(options: Parameterization, n: int) -> int:
-    """Scalars of a token's local system, B and C (`triton_prepare.py`)."""
+    """Entries of a token's row: its local system, B and C (`triton_prepare.py`)."""
     k = layout_of(options).num_householder
-    return 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4 + 2 * n
+    size = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
+    return ceil_div(size, 4) * 4 + 2 * n
 
 
 def prepare(
@@ -331,11 +332,8 @@ def _behind_factors(
 ) -> tuple[Tensor, ...]:
     """The tensors that both reverse kernels take behind the factors of the product."""
     assert buffers.replayed is not None
-    (b, _, d), A = known.x.shape, known.A
-    # memory for sums of a token, or any tensor where it is not read
-    scratch = A.new_empty(b, 4 * d + 2 * A.shape[0]) if is_crowded(d, A) else A
-    read = A, buffers.mixed, buffers.local, known.h0, known.kept, buffers.replayed
-    return *read, grads.H, grads.x, grads.raw, grads.A, scratch, grads.statistics
+    read = known.A, buffers.mixed, buffers.local, known.h0, known.kept, buffers.replayed
+    return *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics
 
 
 def _reverse_by_token(

@@ -9,6 +9,7 @@ packed entries of a symmetric or triangular matrix:
 [E T E P | u diag(sigma) u^T P | u u^T P | E (I - S T)^-T T^T E K K | E T U v K | E^-1 c K | E r K |
 E^2 K | u (sigma y) K | rms, sum B C, 1 / |B|, 1 / |C| | B n | C n] with
 r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and c_i = r_i (1 - beta_i / beta_max).
+A row has WIDTH entries, the first up to three of which are unused: B is loaded by fours.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -136,7 +137,8 @@ def prepare_token(
     local = local + scaled_T_v + factors + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
     local = local + (norm, tl.sum(BC, axis=0), inv_B, inv_C)
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
-    row = prepared.local_ptr + token * (SIZE + 2 * n)
+    PAD: tl.constexpr = (4 - SIZE % 4) % 4
+    row = prepared.local_ptr + token * (PAD + SIZE + 2 * n) + PAD
     store_tuple(row, local, SIZE)
     tl.store(row + SIZE + rows, B, mask=in_n)
     tl.store(row + SIZE + n + rows, C, mask=in_n)
@@ -150,7 +152,7 @@ def prepare_kernel(
     fed_ptr,  # (b, t, r)
     A_ptr,  # (n, d) or (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~, written
-    local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n), written
+    local_ptr,  # (b, count, WIDTH), written
     start,
     count,
     t_end,

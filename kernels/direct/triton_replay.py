@@ -87,9 +87,10 @@ def replay_block(
     h = tl.load(memory + state, mask=in_state, other=0.0)
     # loads of a token are issued while the one before it is computed
     SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
+    WIDTH: tl.constexpr = (4 - SIZE % 4) % 4 + SIZE + 2 * n
     token = (sample + chunk.behind) * chunk.count
     mixed_row = prepared.mixed_ptr + token * d + cols
-    B_row = prepared.local_ptr + token * (SIZE + 2 * n) + SIZE + rows
+    B_row = prepared.local_ptr + token * WIDTH + (WIDTH - 2 * n) + rows
     raw_row = aligned_row(tokens.raw, sample, chunk.start, options.ALIGNED)
     fed_row = aligned_row(tokens.fed, sample, chunk.start, options.ALIGNED)
     mixed_next = tl.load(mixed_row, mask=in_d, other=0.0)
@@ -102,7 +103,7 @@ def replay_block(
         raw = raw_row + tl.multiple_of(step * tokens.raw.stride_t, options.ALIGNED)
         fed = fed_row + tl.multiple_of(step * tokens.fed.stride_t, options.ALIGNED)
         delta_next = load_raw(raw, fed, cols, in_d, options.FEEDBACK, ACC, ".cg")
-        B_next = tl.load(B_row + step * (SIZE + 2 * n), mask=in_n, other=0.0)
+        B_next = tl.load(B_row + step * WIDTH, mask=in_n, other=0.0)
         if KEEP_ALL:
             first = (sample + chunk.behind) * replayed_tokens(chunk, sizes)
             at = (first + i - 1) * n * d + state
@@ -120,7 +121,7 @@ def replay_block(
 @triton.jit(do_not_specialize=["start", "count", "slot", "slots", "per_head"])
 def replay_kernel(
     mixed_ptr,  # (b, count, d)
-    local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
+    local_ptr,  # (b, count, WIDTH)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
     A_ptr,  # (n, d) or (H, n, d), log2(e) A

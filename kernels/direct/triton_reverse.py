@@ -61,7 +61,7 @@ def step_kernel(
     fed_ptr,  # (b, t, r)
     A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, count, d)
-    local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
+    local_ptr,  # (b, count, WIDTH)
     h0_ptr,  # (b, n, d)
     kept_ptr,  # (b, slots, n, d)
     replayed_ptr,  # (b, count - 1, n, d)
@@ -69,7 +69,6 @@ def step_kernel(
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
     grad_A_ptr,  # (b, n, d), added to
-    scratch_ptr,  # (b, 4 d + 2 n): sums of the present token, if CROWDED
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     i_token,
     start,
@@ -131,7 +130,6 @@ def step_kernel(
                 grad_x_ptr,
                 grad_raw_ptr,
                 grad_A_ptr,
-                scratch_ptr,
                 statistics_ptr,
             ),
             Counters(None, None),
@@ -409,7 +407,7 @@ def reverse_kernel(
     W_ptr,  # (R, d), W^y; of r columns of grad_raw the last r - R are 0
     A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, KEEP, d): x~ of a chunk
-    local_ptr,  # (b, KEEP, 3 P + K K + 5 K + 4 + 2 n)
+    local_ptr,  # (b, KEEP, WIDTH)
     h0_ptr,  # (b, n, d): h before token 0
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     replayed_ptr,  # (b, KEEP - 1, n, d): h before the tokens of a chunk but the first
@@ -417,7 +415,6 @@ def reverse_kernel(
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
     grad_A_ptr,  # (b, n, d), added to
-    scratch_ptr,  # (b, 4 d + 2 n): sums of the present token, if CROWDED
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     counters_ptr,  # (3,), zeros: finished tiles, finished samples, programs at the end of a phase
     first_slot,
@@ -492,7 +489,6 @@ def reverse_kernel(
                 grad_x_ptr,
                 grad_raw_ptr,
                 grad_A_ptr,
-                scratch_ptr,
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr + 1, tiles=counters_ptr),

@@ -2,9 +2,7 @@
 
 The cotangent H of the memory occupies half of a program's registers, so nothing else of its size is
 held: A and the memory before and after the token are loaded once more where they are used, in
-blocks of states. A barrier at every other block keeps the compiler from issuing all loads first,
-whose results would occupy as many registers. Sums over states or channels go through device memory,
-from which they are loaded in one register of a thread; the layout of blocks would take several.
+blocks of states. A thread has all states of one channel.
 
 Letters: d channels, n state per channel.
 """
@@ -16,7 +14,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.discretize import coupled_reach
-from bedouin.kernels.device.reflections import sums
 from bedouin.kernels.direct.triton_blocks import (
     discretize,
     load_block,
@@ -24,9 +21,13 @@ from bedouin.kernels.direct.triton_blocks import (
     load_states,
     store_block,
 )
-
-AT_ONCE = tl.constexpr(2)
-"""Blocks whose sums over channels are computed in one exchange."""
+from bedouin.kernels.direct.triton_state_grads import (
+    add_product,
+    lanes_of_states,
+    load_states_in_columns,
+    store_columns,
+)
+from bedouin.kernels.direct.triton_sums import LANES, sums_of_rows
 
 
 @triton.jit
@@ -37,7 +38,6 @@ def sums_over_states(
     BC_ptr,  # (2 n,): B and C
     memory_ptr,  # (n, d), h_{t-1}
     A_ptr,  # (n, d), log2(e) A
-    vectors_ptr,  # (4, d), written
     sizes,  # Sizes
     options,  # Options
 ):
@@ -45,40 +45,23 @@ def sums_over_states(
     times d h_t / d log2(lambda); and of s B C if the scale is coupled, else zeros."""
     COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
     FULL: tl.constexpr = options.FULL
-    d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
-    zeros = tl.zeros([sizes.BLOCK_N, sizes.BLOCK_D], dtype=options.ACC)
-    with_B, with_H, with_C, with_BC = zeros, zeros, zeros, zeros
+    with_B = tl.zeros([sizes.BLOCK_D], dtype=options.ACC)
+    with_H, with_C, with_BC = with_B, with_B, with_B
     for block in tl.static_range(sizes.BLOCKS):
-        if block % 2 == 0:
-            tl.debug_barrier()
         A_log2 = load_block(A_ptr, block, n, sizes)
         h = load_block_uncached(memory_ptr, block, n, sizes)
         B, C = load_states(BC_ptr, block, sizes), load_states(BC_ptr + n, block, sizes)
         decay, s_rows = discretize(delta, A_log2, COUPLED, options)
         if COUPLED:
-            with_BC += s_rows * (B * C)[:, None]
-            with_B += H[block] * s_rows * B[:, None]
+            with_BC += tl.sum(s_rows * (B * C)[:, None], axis=0)
+            with_B += tl.sum(H[block] * s_rows * B[:, None], axis=0)
         else:
-            with_B += H[block] * B[:, None]
+            with_B += tl.sum(H[block] * B[:, None], axis=0)
         exponent = reach(h, decay, s_rows, mixed, B, COUPLED, FULL) * A_log2
-        with_H += H[block] * exponent
-        with_C += C[:, None] * exponent
-    totals = (with_B, with_H, with_C)
-    if COUPLED:
-        totals = totals + (with_BC,)
-    totals = sums(totals)
-    cols = tl.arange(0, sizes.BLOCK_D)
-    in_d = cols < d
-    for i in tl.static_range(len(totals)):
-        tl.store(vectors_ptr + i * d + cols, totals[i], mask=in_d)
-    tl.debug_barrier()
-    out = ()
-    for i in tl.static_range(len(totals)):
-        out = out + (tl.load(vectors_ptr + i * d + cols, mask=in_d, other=0.0),)
-    if not COUPLED:
-        out = out + (tl.zeros([sizes.BLOCK_D], dtype=options.ACC),)
-    return out
+        with_H += tl.sum(H[block] * exponent, axis=0)
+        with_C += tl.sum(C[:, None] * exponent, axis=0)
+    return with_B, with_H, with_C, with_BC
 
 
 @triton.jit
@@ -90,49 +73,38 @@ def store_crowded_grads(
     written,  # (BLOCK_D,), s * x~, unless the scale is coupled
     later_ptr,  # (n, d), h_t
     BC_ptr,  # (2 n,): B and C, after 1 / |B| and 1 / |C|
-    unit_ptr,  # (2 n,), written: the cotangents of the unit B and C
-    grad_ptr,  # (2 n,), written: those of the raw B and C
+    grad_ptr,  # (2 n,), written: that of B, that of C
     A_ptr,  # (n, d), log2(e) A
     sizes,  # Sizes
     options,  # Options
 ):
-    """`store_state_grads` of a crowded memory."""
-    n: tl.constexpr = sizes.n
-    BLOCK_N: tl.constexpr = sizes.BLOCK_N
+    """`store_state_grads_in_columns` of a crowded memory, 32 states at a time."""
     COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
+    AT_ONCE: tl.constexpr = LANES // sizes.BLOCK_N
+    of_B = ()
+    of_C = ()
     for first in tl.static_range(0, sizes.BLOCKS, AT_ONCE):
-        parts = ()
+        lanes_of_B = ()
+        lanes_of_C = ()
         for block in tl.static_range(first, first + AT_ONCE):
-            C = load_states(BC_ptr + n, block, sizes)
-            total = H[block] + C[:, None] * w[None, :]
             if COUPLED:
-                A_log2 = load_block(A_ptr, block, n, sizes)
+                C = load_states(BC_ptr + sizes.n, block, sizes)
+                A_log2 = load_block(A_ptr, block, sizes.n, sizes)
                 _, s_rows = discretize(delta, A_log2, COUPLED, options)
-                tile = s_rows * mixed[None, :]
+                tile = (H[block] + C[:, None] * w[None, :]) * s_rows * mixed[None, :]
             else:
-                tile = written[None, :]
-            h = load_block_uncached(later_ptr, block, n, sizes)
-            parts = parts + (total * tile, h * w[None, :])
-        parts = sums(parts, 1)
-        for i in tl.static_range(AT_ONCE):
-            rows = (first + i) * BLOCK_N + tl.arange(0, BLOCK_N)
-            tl.store(unit_ptr + rows, parts[2 * i], mask=rows < n)
-            tl.store(unit_ptr + n + rows, parts[2 * i + 1], mask=rows < n)
-    tl.debug_barrier()
-    rows = tl.arange(0, sizes.BLOCKS * BLOCK_N)
-    kind: tl.constexpr = grad_ptr.dtype.element_ty
-    units = ()
-    grads = ()
-    along = ()
-    for part in tl.static_range(2):
-        units = units + (tl.load(BC_ptr + part * n + rows, mask=rows < n, other=0.0),)
-        grads = grads + (tl.load(unit_ptr + part * n + rows, mask=rows < n, other=0.0),)
-        along = along + (grads[part] * units[part],)
-    along = sums(along)
-    for part in tl.static_range(2):
-        inv = tl.load(BC_ptr - 2 + part)
-        grad = inv * (grads[part] - units[part] * along[part])
-        tl.store(grad_ptr + part * n + rows, grad.to(kind), mask=rows < n)
+                # without w * written, which is the same for all states but for a factor C
+                tile = H[block] * written[None, :]
+            lanes_of_B = lanes_of_B + lanes_of_states(tile, sizes)
+        of_B = of_B + (sums_of_rows(lanes_of_B, sizes.ROWS),)
+        for block in tl.static_range(first, first + AT_ONCE):
+            h = load_block_uncached(later_ptr, block, sizes.n, sizes)
+            lanes_of_C = lanes_of_C + lanes_of_states(h * w[None, :], sizes)
+        of_C = of_C + (sums_of_rows(lanes_of_C, sizes.ROWS),)
+    states = load_states_in_columns(BC_ptr, sizes)
+    if not COUPLED:
+        of_B = add_product(of_B, w, written, states, sizes)
+    store_columns(of_B + of_C, states, grad_ptr, sizes)
 
 
 @triton.jit
@@ -153,8 +125,6 @@ def take_back(
     n: tl.constexpr = sizes.n
     new_H = ()
     for block in tl.static_range(sizes.BLOCKS):
-        if block % 2 == 0:
-            tl.debug_barrier()
         A_log2 = load_block(A_ptr, block, n, sizes)
         h = load_block_uncached(memory_ptr, block, n, sizes)
         grad_A = load_block_uncached(grad_A_ptr, block, n, sizes)

@@ -90,7 +90,8 @@ def reverse_token(
     # first all that does not depend on the cotangents of later tokens, while the program waits
     in_chunk = (sample + chunk.behind) * chunk.count + i_token
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
-    row = sweep.prepared.local_ptr + in_chunk * (SIZE + 2 * n)
+    PAD: tl.constexpr = (4 - SIZE % 4) % 4
+    row = sweep.prepared.local_ptr + in_chunk * (PAD + SIZE + 2 * n) + PAD
     held = load_in_columns(row, SIZE, sweep.sizes)
     states = ()
     if not CROWDED:
@@ -98,16 +99,14 @@ def reverse_token(
     memory_ptr = of_thread(given_ptr, t, sweep.sizes)
     later_ptr = of_thread(next_ptr, t, sweep.sizes)
     A_ptr = of_thread(sweep.prepared.A_ptr, t, sweep.sizes)
-    scratch_ptr = sweep.buffers.scratch_ptr
     crowded_sums = ()
     if CROWDED:
         # before other vectors are loaded, which would occupy registers
-        scratch_ptr += sample * (4 * d + 2 * n)
         mixed = tl.load(sweep.prepared.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
         raw_delta = load_raw(raw, fed, cols, in_d, True, ACC, ".cg")
         crowded_sums = sums_over_states(
             H, activate(raw_delta, sweep.options.ACTIVATION), mixed, row + SIZE, memory_ptr,
-            A_ptr, scratch_ptr, sweep.sizes, sweep.options,
+            A_ptr, sweep.sizes, sweep.options,
         )  # fmt: skip
     BC = tl.load(row + SIZE - 3)
     x = tl.load(token_row(sweep.tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
@@ -235,8 +234,8 @@ def reverse_token(
     tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
     if sweep.options.SELECTIVE and CROWDED:
         store_crowded_grads(
-            H, w, delta, mixed, written, later_ptr, row + SIZE, scratch_ptr + 4 * d, grad_raw + d,
-            A_ptr, sweep.sizes, sweep.options,
+            H, w, delta, mixed, written, later_ptr, row + SIZE, grad_raw + d, A_ptr,
+            sweep.sizes, sweep.options,
         )  # fmt: skip
     elif sweep.options.SELECTIVE and sweep.sizes.ROWS > 0:
         store_state_grads_in_columns(

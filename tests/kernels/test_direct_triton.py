@@ -361,6 +361,7 @@ def test_every_form_of_the_kernels(b: int, persistent: bool) -> None:
         (2, 300, 40, "one_minus_decay", "positive", True, False),
         (1, 257, 63, "one_minus_decay", "full", False, False),
         (2, 260, 33, "delta", "full", True, True),
+        (1, 130, 70, "delta", "positive", True, True),
     ],
 )
 def test_a_memory_of_half_of_the_registers(
@@ -389,7 +390,15 @@ def test_a_memory_of_half_of_the_registers_in_low_precision(low: torch.dtype | N
 
 
 @pytest.mark.parametrize(
-    ("d", "n", "crowded"), [(512, 64, True), (512, 33, True), (256, 64, False), (1024, 32, False)]
+    ("d", "n", "crowded"),
+    [
+        (512, 64, True),
+        (512, 33, True),
+        (256, 128, True),
+        (256, 64, False),
+        (1024, 32, False),
+        (128, 256, False),
+    ],
 )
 def test_a_memory_is_crowded(d: int, n: int, crowded: bool) -> None:
     from bedouin.kernels.direct.triton_constants import is_crowded

@@ -209,7 +209,7 @@ def _reverse(
     grads: GradBuffers,
     W: Tensor,  # (H, r, d) or (H, d, d)
     mixed: Tensor,  # (b, count or more, d)
-    local: Tensor,  # (b, count or more, 3 P + K K + 5 K + 4 + 2 n)
+    local: Tensor,  # (b, count or more, WIDTH)
     replayed: Tensor,  # (b, KEEP - 1, n, d), overwritten
     chunk: range,
     constants: Constants,

@@ -172,7 +172,7 @@ def reverse_head_kernel(
     W_ptr,  # (H, r, d), W^y, or (H, d, d) with ONLY_DELTA
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
-    local_ptr,  # (b, count, 3 P + K K + 5 K + 4 + 2 n)
+    local_ptr,  # (b, count, WIDTH)
     h0_ptr,  # (b, n, d): h before token 0
     kept_ptr,  # (b, slots, n, d): h before tokens KEEP, 2 KEEP, ...
     replayed_ptr,  # (b, KEEP - 1, n, d): h before the other tokens of a chunk of KEEP, in turn
@@ -236,6 +236,8 @@ def reverse_head_kernel(
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
+    PAD: tl.constexpr = (4 - SIZE % 4) % 4
+    WIDTH: tl.constexpr = PAD + SIZE + 2 * n
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (n + N - 1) // N
     alphas = tl.arange(0, BLOCK_ALPHA)
@@ -284,7 +286,7 @@ def reverse_head_kernel(
     raw_row = raw_ptr + sample * raw_stride_b
     fed_row = fed_ptr + sample * fed_stride_b
     mixed_row = mixed_ptr + sample * count * d
-    local_row = local_ptr + sample * count * (SIZE + 2 * n)
+    local_row = local_ptr + sample * count * WIDTH + PAD
     replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
     row_of = rows_of_statistics(per_head, t_end, S)
     last = (start + count - 1).to(tl.int64)
@@ -306,7 +308,7 @@ def reverse_head_kernel(
     places += tl.where(entries >= 3 * PAIRS + K * K, AT_KNOWN - AT_N - K * K, 0)
     places += tl.where(entries >= SIZE - 4, AT_LAST - AT_KNOWN - 5 * K, 0)
     in_local = entries < SIZE + 2 * n
-    scalars_at = local_row + (count - 1) * (SIZE + 2 * n)
+    scalars_at = local_row + (count - 1) * WIDTH
     scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
     places_of = tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS
     near = scratch_ptr + places_of * 2 * BLOCK_L
@@ -325,7 +327,7 @@ def reverse_head_kernel(
                 kept_memory(h0_row, kept_row, chunk, d, n),
                 replayed_row, in_chunk + 1, mixed_row + first * d,
                 raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
-                local_row + first * (SIZE + 2 * n) + SIZE, raw_stride_t, fed_stride_t, SIZE + 2 * n,
+                local_row + first * WIDTH + SIZE, raw_stride_t, fed_stride_t, WIDTH,
                 A_at, cols, in_row, inside, d, n, ROWS, D, REPLAY_N, FED, ACTIVATION, INPUT_SCALE,
                 FULL, FAST,
             )  # fmt: skip
@@ -334,9 +336,9 @@ def reverse_head_kernel(
                 from_token -= KEEP
                 fetch_chunk(
                     kept_memory(h0_row, kept_row, chunk - 1, d, n), mixed_row + i_before * d,
-                    local_row + i_before * (SIZE + 2 * n), raw_row + from_token * raw_stride_t,
+                    local_row + i_before * WIDTH, raw_row + from_token * raw_stride_t,
                     fed_row + from_token * fed_stride_t, raw_stride_t, fed_stride_t, d, n, KEEP,
-                    SIZE + 2 * n, PARTS, FED, FAST,
+                    WIDTH, PARTS, FED, FAST,
                 )  # fmt: skip
             tl.debug_barrier()
         t = (start + i_token).to(tl.int64)
@@ -347,7 +349,7 @@ def reverse_head_kernel(
         tl.debug_barrier()
         i_next = tl.maximum(i_token - 1, 0)
         t_next = (start + i_next).to(tl.int64)
-        scalars_at = local_row + i_next * (SIZE + 2 * n)
+        scalars_at = local_row + i_next * WIDTH
         scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
         h_row = replayed_row + (in_chunk - 1) * (n * d)
         if in_chunk == 0:
