@@ -80,8 +80,8 @@ def unaligned(ptr, t, sizes):
     """`ptr`, with its alignment hidden from the compiler where a thread is to have fewer than four
     neighbouring channels; t is a token.
 
-    With known alignment a thread would have four. With ROWS it has a 32nd of a warp's channels, with
-    all their states, so that sums over states are sums within threads.
+    With known alignment a thread would have four. With ROWS it has a 32nd of a warp's channels,
+    with all their states, so that sums over states are sums within threads.
     """
     CHANNELS: tl.constexpr = sizes.BLOCK_D // sizes.ROWS // 32 if sizes.ROWS > 0 else 4
     if CHANNELS < 4:

@@ -287,7 +287,7 @@ def sweep_warps(
     d: int,
     A: Tensor | Like,  # (n, d)
 ) -> int:
-    """Warps of a program that holds a sample's memory; of a crowded one a channel in each thread."""
+    """Warps of a program that holds a sample's memory; if crowded, each thread has a channel."""
     warps = num_warps(d, A.shape[-2])
     return min(warps, next_power_of_two(d) // LANES) if is_crowded(d, A) else warps
 
