@@ -9,7 +9,7 @@ Letters: d channels, n state per channel.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import build_coupled, build_decay
+from bedouin.kernels.device.discretize import build_coupled, build_decay, coupled_reach
 from bedouin.kernels.device.sync import load_uncached
 
 
@@ -107,3 +107,19 @@ def discretize(delta, A_log2, COUPLED: tl.constexpr, options):
     else:
         decay = build_decay(A_log2 * delta[None, :], options.FULL, options.FAST)
         return decay, decay
+
+
+@triton.jit
+def reach(h, decay, s, mixed, B, COUPLED: tl.constexpr, FULL: tl.constexpr):
+    """d h_t / d (A Delta) (n, d), through the decay and through the coupled scale s."""
+    if COUPLED:
+        if FULL:
+            sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(h.dtype)
+            h -= sign * mixed[None, :] * B[:, None]
+        else:
+            h -= mixed[None, :] * B[:, None]
+        return h * coupled_reach(decay, s, FULL)
+    elif FULL:
+        return h * (decay + 1)
+    else:
+        return h * decay

@@ -44,7 +44,6 @@ class Sizes(NamedTuple):
     KEEP: Constant = None  # every so many tokens h is kept
     CROWDED: Constant = False  # the memory occupies half of the program's registers
     ROWS: Constant = 0  # warps that hold equal numbers of channels; 0: spread in another way
-    IN_THREADS: Constant = False  # sums of warps are added in every thread
 
 
 class Options(NamedTuple):
@@ -169,12 +168,20 @@ class ReverseBuffers(NamedTuple):
     statistics_ptr: Pointer  # (2, b, t): defect and scale of the adjoint equation
 
 
+class WalkedChunk(NamedTuple):
+    """What the walk back over a chunk keeps for the cotangent of A."""
+
+    vectors_ptr: Pointer  # (b, count, 2, d): w and Delta
+    top_ptr: Pointer  # (b, n, d): cotangent of h after the chunk
+
+
 class ReverseSweep(NamedTuple):
     """All that the reverse sweep's programs share."""
 
     tokens: Tokens
     prepared: Prepared
     memories: Memories
+    walked: WalkedChunk
     buffers: ReverseBuffers
     counters: Counters
     sizes: Sizes

@@ -38,6 +38,10 @@ MOST_STATES = 128
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
 
+GRAD_STATES = 16
+"""Most states of such a block when the cotangent of A is added: three tensors of its size, and the
+next token's h, are held."""
+
 MOST_WARPS = 16
 """Most warps of a program."""
 
@@ -48,13 +52,8 @@ LANES = 32
 """Threads of a warp."""
 
 CHANNELS_OF_ROW = 128
-"""Channels of a warp whose threads hold four neighbours each; see triton_sums.py."""
-
-MANY_STATES = 17
-"""With so many states per channel a warp may also hold a half or a quarter of CHANNELS_OF_ROW
-channels: the compiler would otherwise spread the states of a channel over several warps, and each
-sum over states would need a barrier. Every thread then adds the sums of all warps (triton_sums.py).
-"""
+"""Most channels of a warp that holds all their states, four neighbours in each thread; it may also
+hold a half or a quarter. See triton_sums.py."""
 
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
@@ -68,7 +67,7 @@ def blocked_constants(
     """`scan_constants` with the states in blocks."""
     constants = scan_constants(d, A, options)
     constants["CROWDED"] = is_crowded(d, A)
-    constants |= exchange_constants(d, A)
+    constants["ROWS"] = rows_of_channels(d, A)
     constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], STATES_AT_A_TIME)
     constants["BLOCK_N"] //= constants["BLOCKS"]
     return constants
@@ -91,22 +90,14 @@ def rows_of_channels(
     d: int,
     A: Tensor | Like,  # (n, d)
 ) -> int:
-    """The number of warps of a sample's program if each holds CHANNELS_OF_ROW channels with all
-    their states, or at least one channel a thread where there are MANY_STATES; otherwise 0."""
-    n = A.shape[-2]
+    """The number of warps of a sample's program if each holds channels with all their states, from
+    one to four in a thread; otherwise 0.
+
+    The compiler would otherwise spread the states of a channel over several warps, and each sum
+    over states would need a barrier.
+    """
     warps = sweep_warps(d, A)
-    channels = next_power_of_two(d) // warps
-    least = LANES if n >= MANY_STATES else CHANNELS_OF_ROW
-    return warps if least <= channels <= CHANNELS_OF_ROW else 0
-
-
-def exchange_constants(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-) -> dict[str, Any]:
-    """How sums over channels are exchanged between a program's warps."""
-    rows = rows_of_channels(d, A)
-    return {"ROWS": rows, "IN_THREADS": rows > 1 and A.shape[-2] >= MANY_STATES}
+    return warps if LANES <= next_power_of_two(d) // warps <= CHANNELS_OF_ROW else 0
 
 
 def holds_blocks(
@@ -118,7 +109,7 @@ def holds_blocks(
     A thread with all states of its channels would otherwise hold all of B and C as well: for 32
     states these take 64 registers, and a quarter of a token's instructions would move them.
     """
-    return A.shape[-2] >= MANY_STATES and rows_of_channels(d, A) > 0
+    return rows_of_channels(d, A) > 0
 
 
 def forward_constants(
@@ -132,7 +123,7 @@ def forward_constants(
     return scan_constants(d, A, options) | {
         "BLOCKS": 1,
         "CROWDED": False,
-        **exchange_constants(d, A),
+        "ROWS": rows_of_channels(d, A),
     }
 
 
@@ -366,6 +357,30 @@ def replay_constants(
     )
 
 
+def grad_states(
+    A: Like,  # (n, d)
+) -> int:
+    """States of a block of channels in which the cotangent of A is added."""
+    return min(GRAD_STATES, next_power_of_two(A.shape[-2]))
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def grad_A_constants(A: Like, options: Parameterization) -> Constants:
+    """The constants of `grad_A_kernel`, likewise."""
+    d = A.shape[-1]
+    constants = scan_constants(d, A, options)
+    for name in ("EPS", "SELECTIVE", "ACTIVATION"):
+        del constants[name]
+    constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
+    constants["BLOCK_N"] = grad_states(A)
+    return Constants(
+        K=layout_of(options).num_householder,
+        CROWDED=is_crowded(d, A),
+        **constants,
+        num_warps=4,
+    )
+
+
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def reverse_constants(
     A: Like,
@@ -377,7 +392,6 @@ def reverse_constants(
     b: int,
     strides: tuple[int, ...],
     tf32: bool,
-    prepares: bool,
     ahead: bool,
 ) -> Constants:
     """The constants of `reverse_kernel`, likewise."""
@@ -390,9 +404,9 @@ def reverse_constants(
     products |= holds_memory(plan, d, A, b, programs)
     return Constants(
         KEEP=keep_every,
-        PREPARE=prepares,
         AHEAD=ahead,
         REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
+        GRAD_N=grad_states(A),
         **products,
         **constants,
         **norm_constants(options),

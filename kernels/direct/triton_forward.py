@@ -195,7 +195,6 @@ def sweep_kernel(
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
-    IN_THREADS: tl.constexpr,  # sums of warps are added in every thread
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -243,7 +242,7 @@ def sweep_kernel(
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr, tiles=counters_ptr + 1),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, KEEP, CROWDED, ROWS, IN_THREADS),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, KEEP, CROWDED, ROWS),
             Options(
                 K,
                 ACTIVATION,

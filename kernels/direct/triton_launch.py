@@ -16,6 +16,7 @@ from bedouin.kernels.direct.triton_constants import (
     alignment,
     blocked_constants,
     counters,
+    grad_A_constants,
     holds_blocks,
     input_strides,
     is_crowded,
@@ -32,13 +33,8 @@ from bedouin.kernels.direct.triton_constants import (
     uses_tf32,
 )
 from bedouin.kernels.direct.triton_forward import sweep_kernel
-from bedouin.kernels.direct.triton_plan import (
-    LIMITS,
-    Limits,
-    Plan,
-    multiprocessors,
-    plan_product,
-)
+from bedouin.kernels.direct.triton_grad_A import grad_A_kernel
+from bedouin.kernels.direct.triton_plan import LIMITS, Limits, Plan, plan_product
 from bedouin.kernels.direct.triton_prepare import prepare_kernel
 from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel, step_kernel
@@ -50,6 +46,7 @@ from bedouin.kernels.plans import AFRESH, How, Launcher, PlannedKernel
 
 SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
+GRAD_A = PlannedKernel(grad_A_kernel)
 
 
 def launch_sweep(
@@ -149,17 +146,18 @@ def launch_reverse(
     columns = grads.raw.shape[-1]
     plan = launcher.once("reverse", lambda: plan_product(d, columns, W, b, limits=limits))
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
-    in_one_launch = plan is not None and b <= limits.one_launch_batch
-    ahead = in_one_launch and len(slots) > 1 and _can_prepare_ahead(known, plan)
-    at_a_time = 2 if ahead else 1
+    ahead = _can_prepare_ahead(known, plan)
+    at_a_time = 2 if ahead and len(slots) > 1 else 1
     buffers = chunk_buffers(known, keep_every, options, at_a_time)
     parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
     tokens = min(keep_every, t_end) - (0 if is_crowded(d, known.A) else 1)
     replayed = known.A.new_empty(at_a_time * b, tokens, n, d)
-    buffers = buffers._replace(replayed=replayed, grad_normed=parts)
-    if plan is not None and in_one_launch:
+    vectors = known.A.new_empty(at_a_time * b, min(keep_every, t_end), 2, d)
+    top = known.A.new_empty(at_a_time * b, n, d)
+    buffers = buffers._replace(replayed=replayed, grad_normed=parts, vectors=vectors, top=top)
+    if plan is not None and ahead:
         how = plan, options, keep_every, zeros, launcher
-        _reverse(known, grads, W, buffers, slots, *how, prepare=True, ahead=ahead)
+        _reverse(known, grads, W, buffers, slots, *how, ahead=True)
         return parts
     r = W.shape[0]
     rows = padded_rows(W, r + padding(r)) if plan is None else W
@@ -170,21 +168,23 @@ def launch_reverse(
         _replay(known, buffers, end, chunk, slot, options, launcher)
         if plan is not None:
             one, how = range(slot, slot + 1), (plan, options, keep_every, zeros, launcher)
-            _reverse(known, grads, W, buffers, one, *how, prepare=False, ahead=False)
+            _reverse(known, grads, W, buffers, one, *how, ahead=False)
         else:
             launcher.goes_around()
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
+        _add_grad_A(known, grads, buffers, chunk, slot, options, launcher)
     return parts
 
 
 def _can_prepare_ahead(known: SolvedBuffers, plan: Plan | None) -> bool:
-    """Whether as many programs as there are samples have neither a tile nor a sample: these take as
-    long to prepare a chunk as the others to walk the one after it."""
+    """Whether twice as many programs as there are samples have neither a tile nor a sample: these
+    take no longer to prepare a chunk, and to add the cotangent of A of another, than the others to
+    walk one."""
     b, _, d = known.x.shape
     if plan is None or not plan.separate or is_crowded(d, known.A):
         return False
     tiles = ceil_div(d, plan.block_m) * plan.splits
-    return 2 * b + tiles <= plan.programs
+    return 3 * b + tiles <= plan.programs
 
 
 def _splits(plan: Plan | None) -> int:
@@ -225,6 +225,8 @@ class ChunkBuffers(NamedTuple):
     replayed: Tensor | None = None  # (b, count - 1, n, d), or 2 b: h before all tokens but the
     # first; if `is_crowded` (b, count, n, d), the last one h after the chunk
     grad_normed: Tensor | None = None  # (splits, b, d): parts of the cotangent of norm(y_t)
+    vectors: Tensor | None = None  # (b, count, 2, d), or 2 b: w and Delta
+    top: Tensor | None = None  # (b, n, d), or 2 b: the cotangent of h after the chunk
 
 
 def chunk_buffers(
@@ -305,20 +307,19 @@ def _reverse(
     zeros: "ReverseZeros | None",
     launcher: Launcher,
     *,
-    prepare: bool,  # by the same launch
-    ahead: bool,  # a chunk while the one after it is walked
+    ahead: bool,  # whether the launch also prepares chunks, each while the one after it is walked
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
     assert fed is not None and buffers.replayed is not None and buffers.grad_normed is not None
 
     def how() -> How:
         b, t_end, d = x.shape
-        programs = multiprocessors(x.device) if prepare else plan.programs
+        programs = plan.programs
         strides = *raw.stride()[:2], *fed.stride()[:2], *grads.raw.stride()[:2]
         looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides
         sizes = slots.start, slots.stop - 1, b, t_end, grads.raw.shape[-1], d, A.shape[0]
         inner = *grads.y.stride()[:2], *x.stride()[:2], *strides[:2], *token_strides(fed)
-        constants = reverse_constants(*looks, uses_tf32(), prepare, ahead)
+        constants = reverse_constants(*looks, uses_tf32(), ahead)
         return (programs,), (*sizes, *inner, h0.stride(0)), constants
 
     factors = grads.y, buffers.grad_normed, x, y, raw, fed, W.contiguous()
@@ -332,8 +333,36 @@ def _behind_factors(
 ) -> tuple[Tensor, ...]:
     """The tensors that both reverse kernels take behind the factors of the product."""
     assert buffers.replayed is not None
+    assert buffers.vectors is not None and buffers.top is not None
     read = known.A, buffers.mixed, buffers.local, known.h0, known.kept, buffers.replayed
-    return *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics
+    written = grads.H, grads.x, grads.raw, buffers.vectors, buffers.top
+    return *read, *written, grads.A, grads.statistics
+
+
+def _add_grad_A(
+    known: SolvedBuffers,
+    grads: GradBuffers,
+    buffers: ChunkBuffers,
+    chunk: range,
+    slot: int,
+    options: Parameterization,
+    launcher: Launcher,
+) -> None:
+    """Add the cotangent of A of a chunk that has been walked back."""
+    A, h0, kept = known.A, known.h0, known.kept
+    assert buffers.replayed is not None
+    assert buffers.vectors is not None and buffers.top is not None
+
+    def how() -> How:
+        n, d = A.shape
+        constants = grad_A_constants(Like.of(A), options)
+        blocks = ceil_div(d, constants["BLOCK_D"]) * ceil_div(n, constants["BLOCK_N"])
+        sizes = chunk.start, len(chunk), slot, kept.shape[1], d, n, h0.stride(0)
+        return (len(h0) * blocks,), sizes, constants
+
+    read = A, buffers.mixed, buffers.local, h0, kept, buffers.replayed
+    tensors = *read, buffers.vectors, buffers.top, grads.A
+    launcher.launch(GRAD_A, chunk.start, tensors, how)
 
 
 def _reverse_by_token(

@@ -26,14 +26,10 @@ class Limits:
     columns: most columns of a tile of W^y, for up to 16 samples and rows that are longer than this;
         otherwise half as many. A tile is wider by half where then no program has both a tile and a
         sample.
-    one_launch_batch: largest batch whose reverse sweep is one launch: its persistent programs
-        prepare and replay a chunk in one round. For more samples, launches of their own fill the
-        device better.
     """
 
     shared_memory: tuple[tuple[int, int], ...] = ((128, 32), (64, 32), (32, 16))
     columns: int = 1024
-    one_launch_batch: int = 32
 
 
 LIMITS = Limits()

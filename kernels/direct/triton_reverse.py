@@ -1,11 +1,12 @@
-"""The reverse sweep with feedback as Triton kernels: the adjoint of a chunk in three launches.
+"""The reverse sweep with feedback as Triton kernels: the adjoint of a chunk in four launches.
 
 `prepare_kernel` computes in parallel what follows from y, `replay_kernel` the memory before every
 token of the chunk from the memory kept before the chunk, and `reverse_kernel` walks back as
 persistent programs that also multiply with (W^y)^T, ordered by two counters as in
 triton_forward.py: finished tiles of (W^y)^T grad_raw_{t+1} and samples whose grad_raw_t is written.
-For few samples all that is one launch, and programs that have neither a tile nor a sample prepare a
-chunk while the others walk back over the one after it; a third counter orders these.
+A fourth adds the chunk's part of the cotangent of A (triton_grad_A.py). For few samples all that is
+one launch, and programs that have neither a tile nor a sample prepare a chunk, and add that of the
+one two after it, while the others walk back over the one between; a third counter orders these.
 Where the product does not fit, `step_kernel` takes a token back, around a product by cuBLAS.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
@@ -30,11 +31,22 @@ from bedouin.kernels.direct.triton_bundles import (
     Rows,
     Sizes,
     Tokens,
+    WalkedChunk,
 )
+from bedouin.kernels.direct.triton_grad_A import add_grad_A
 from bedouin.kernels.direct.triton_prepare import prepare_token
 from bedouin.kernels.direct.triton_product import load_tile, tile_product
 from bedouin.kernels.direct.triton_replay import later_memory, replay_block, token_memory
 from bedouin.kernels.direct.triton_reverse_token import reverse_token
+
+
+@triton.jit
+def _keep_top(H, sweep, chunk, sample, i_token):
+    """Keep the cotangent of h after a chunk."""
+    if i_token == chunk.count - 1:
+        of_sample = (sample + chunk.behind) * sweep.sizes.n * sweep.sizes.d
+        top_ptr = of_thread(sweep.walked.top_ptr + of_sample, chunk.start, sweep.sizes)
+        store_blocks(top_ptr, H, sweep.sizes.n, sweep.sizes)
 
 
 @triton.jit
@@ -44,6 +56,7 @@ def _step(sweep, chunk, i_token):
     H_ptr = of_thread(sweep.buffers.H_ptr, chunk.start, sweep.sizes)
     H_ptr += own * sweep.sizes.n * sweep.sizes.d
     H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
+    _keep_top(H, sweep, chunk, own, i_token)
     memory = token_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
     later = later_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
     H = reverse_token(H, sweep, chunk, own, i_token, memory, later, 0)
@@ -68,7 +81,9 @@ def step_kernel(
     H_ptr,  # (b, n, d): cotangent of h_t, in place that of h_{t-1}
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
-    grad_A_ptr,  # (b, n, d), added to
+    vectors_ptr,  # (b, count, 2, d), written: w and Delta
+    top_ptr,  # (b, n, d), written: cotangent of h after the chunk
+    grad_A_ptr,  # (b, n, d), added to by other kernels
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     i_token,
     start,
@@ -95,7 +110,6 @@ def step_kernel(
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
-    IN_THREADS: tl.constexpr,  # sums of warps are added in every thread
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -122,6 +136,7 @@ def step_kernel(
             ),
             Prepared(A_ptr, mixed_ptr, local_ptr),
             Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, slots),
+            WalkedChunk(vectors_ptr, top_ptr),
             ReverseBuffers(
                 y_ptr,
                 grad_raw_ptr,  # instead of W, which is not read
@@ -133,7 +148,7 @@ def step_kernel(
                 statistics_ptr,
             ),
             Counters(None, None),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS, IN_THREADS),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS),
             Options(
                 K,
                 ACTIVATION,
@@ -207,6 +222,7 @@ def _walk_back(
             if program < sweep.sizes.batch:
                 memory = token_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
                 after = later_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
+                _keep_top(H, sweep, chunk, own, i_token)
                 H = reverse_token(H, sweep, chunk, own, i_token, memory, after, done * tiles)
         if WITH_SAMPLES and not sweep.product.RESIDENT:
             for index in range(program, sweep.sizes.batch, stride):
@@ -214,6 +230,7 @@ def _walk_back(
                 H_ptr = of_thread(sweep.buffers.H_ptr, t, sweep.sizes)
                 H_ptr += sample * sweep.sizes.n * sweep.sizes.d
                 later = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
+                _keep_top(later, sweep, chunk, sample, i_token)
                 memory = token_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
                 after = later_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
                 later = reverse_token(
@@ -228,40 +245,64 @@ def _walk_back(
 
 
 @triton.jit
-def _prepare_chunk(sweep, chunk, phase_ptr, phases, REPLAY_D: tl.constexpr):
-    """The intermediate results and the memory of a chunk, spread over all programs."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    COMPILED: tl.constexpr = sweep.product.COMPILED
-    # every program has finished the last chunk, whose memory is overwritten
-    _end_phase(phase_ptr, programs * (phases + 1), COMPILED)
-    finished = programs * (phases + 2)
-    _prepare_share(sweep, chunk, phase_ptr, finished, program, programs, REPLAY_D)
-    wait_for(phase_ptr, programs * (phases + 3), COMPILED)
+def _work_ahead(
+    sweep,  # ReverseSweep
+    chunk,  # Chunk, the one to prepare
+    summed,  # Chunk, the one before the last, whose memory the prepared one takes
+    walked,  # tokens that have been taken back before the walk over the chunk after this one
+    phase_ptr,
+    number,
+    chunks,
+    tiles,
+    REPLAY_D: tl.constexpr,
+    GRAD_N: tl.constexpr,
+):
+    """Chunk `number` prepared, and the cotangent of A of chunk `number` - 2 added, while the
+    programs with tiles and samples walk the one between them.
 
-
-@triton.jit
-def _prepare_ahead(sweep, chunk, later_done, phase_ptr, number, tiles, REPLAY_D: tl.constexpr):
-    """The same for chunk `number`, while the programs with tiles and samples walk the one after it.
-
-    Of the first chunk all programs have a share, of others those without a tile or a sample.
-    `later_done`: tokens that have been taken back before the walk over the chunk after this one.
+    Of the first chunk all programs prepare a share, of others those without a tile or a sample.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     COMPILED: tl.constexpr = sweep.product.COMPILED
     batch = sweep.sizes.batch
     helpers = programs - tiles - batch
-    finished = 2 * (programs + number * helpers)  # when the chunk is prepared
-    if (number == 0) | ((program >= batch) & (program < programs - tiles)):
-        sharing = tl.where(number == 0, programs, helpers)
-        first = tl.where(number == 0, program, program - batch)
+    # programs at the end of a phase: two for each prepared chunk, one for each sum
+    summed_all = 2 * programs + helpers * 3 * (number - 1)
+    finished = 2 * programs + helpers * (2 * number + tl.maximum(number - 1, 0))
+    if (program >= batch) & (program < programs - tiles) & (number > 0):
         # a sample that has announced a token of the chunk after this one has read all of the chunk
         # after that, whose memory is overwritten
-        target = tl.where(number == 0, 0, (later_done + 1) * batch)
-        wait_for(sweep.counters.samples, target, COMPILED)
-        half = finished - sharing
-        _prepare_share(sweep, chunk, phase_ptr, half, first, sharing, REPLAY_D)
-    if program < batch:
+        wait_for(sweep.counters.samples, walked * batch, COMPILED)
+        if number > 1:
+            _grad_A_share(sweep, summed, program - batch, helpers, REPLAY_D, GRAD_N)
+        if number < chunks:
+            if number > 1:
+                _end_phase(phase_ptr, summed_all, COMPILED)
+            half = finished - helpers
+            _prepare_share(sweep, chunk, phase_ptr, half, program - batch, helpers, REPLAY_D)
+    elif number == 0:
+        _prepare_share(sweep, chunk, phase_ptr, programs, program, programs, REPLAY_D)
+    if (program < batch) & (number < chunks):
         wait_for(phase_ptr, finished, COMPILED)
+
+
+@triton.jit
+def _grad_A_share(
+    sweep,
+    chunk,  # Chunk
+    first,
+    sharing,  # number of programs that have a share, of which this is number `first`
+    REPLAY_D: tl.constexpr,
+    GRAD_N: tl.constexpr,
+):
+    """A program's share of the cotangent of A of a chunk."""
+    blocks = tl.cdiv(sweep.sizes.d, REPLAY_D) * tl.cdiv(sweep.sizes.n, GRAD_N)
+    for index in range(first, sweep.sizes.batch * blocks, sharing):
+        add_grad_A(
+            sweep.prepared, sweep.memories, sweep.walked, sweep.buffers.grad_A_ptr, chunk,
+            Sizes(sweep.sizes.d, sweep.sizes.n, REPLAY_D, GRAD_N, CROWDED=sweep.sizes.CROWDED),
+            sweep.options, index,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -345,9 +386,9 @@ def _reverse(
     first_slot,
     last_slot,
     KEEP: tl.constexpr,
-    PREPARE: tl.constexpr,
     AHEAD: tl.constexpr,
     REPLAY_D: tl.constexpr,
+    GRAD_N: tl.constexpr,
 ):
     """Chunks last_slot .. first_slot: the program's samples and its share of the products."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -367,24 +408,34 @@ def _reverse(
     if sweep.product.RESIDENT and not sweep.product.SEPARATE:
         H = load_blocks(own_H_ptr, own_n, sweep.sizes)
     top = tl.minimum(last_slot * KEEP + KEEP, sweep.sizes.t_end)
-    for done_slots in range(0, last_slot - first_slot + 1):
-        slot = last_slot - done_slots
+    chunks = last_slot - first_slot + 1
+    rounds = chunks
+    if AHEAD:
+        # two more for the cotangent of A of the last two chunks
+        rounds += 2
+    for number in range(0, rounds):
+        slot = last_slot - number
         start = slot * KEEP
         count = tl.minimum(KEEP, sweep.sizes.t_end - start)
         done = top - start - count
-        behind = 0
         if AHEAD:
             # two chunks at a time are in memory
-            behind = done_slots % 2 * sweep.sizes.batch
-            later_done = tl.maximum(done - KEEP, 0)
-            _prepare_ahead(
-                sweep, Chunk(slot, start, count, done, behind), later_done, phase_ptr, done_slots,
-                tiles, REPLAY_D,
+            behind = number % 2 * sweep.sizes.batch
+            later = start + 2 * KEEP
+            _work_ahead(
+                sweep,
+                Chunk(slot, start, count, done, behind),
+                Chunk(slot + 2, later, tl.minimum(KEEP, sweep.sizes.t_end - later), done, behind),
+                tl.minimum(tl.maximum(done - KEEP, 0) + 1, top),
+                phase_ptr, number, chunks, tiles, REPLAY_D, GRAD_N,
             )  # fmt: skip
-        elif PREPARE:
-            chunk_phases = 3 * done_slots
-            _prepare_chunk(sweep, Chunk(slot, start, count), phase_ptr, chunk_phases, REPLAY_D)
-        H = _reverse_chunk(H, W, sweep, Chunk(slot, start, count, done, behind), tiles, own_n)
+            if number < chunks:
+                chunk_H = ()
+                _reverse_chunk(
+                    chunk_H, W, sweep, Chunk(slot, start, count, done, behind), tiles, own_n
+                )
+        else:
+            H = _reverse_chunk(H, W, sweep, Chunk(slot, start, count, done, 0), tiles, own_n)
     if sweep.product.RESIDENT and not sweep.product.SEPARATE:
         store_blocks(own_H_ptr, H, own_n, sweep.sizes)
 
@@ -414,7 +465,9 @@ def reverse_kernel(
     H_ptr,  # (b, n, d): cotangent of the last h, in place that of the first
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
-    grad_A_ptr,  # (b, n, d), added to
+    vectors_ptr,  # (b, KEEP, 2, d), written: w and Delta
+    top_ptr,  # (b, n, d), written: cotangent of h after the chunk
+    grad_A_ptr,  # (b, n, d), added to if AHEAD, else by another kernel
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     counters_ptr,  # (3,), zeros: finished tiles, finished samples, programs at the end of a phase
     first_slot,
@@ -435,15 +488,15 @@ def reverse_kernel(
     h0_stride_b,
     K: tl.constexpr,
     KEEP: tl.constexpr,
-    PREPARE: tl.constexpr,  # whether this kernel also prepares and replays the chunks
-    AHEAD: tl.constexpr,  # while it walks the chunk after them, in programs without other work
+    AHEAD: tl.constexpr,  # whether this kernel also prepares and replays a chunk while it walks the
+    # one after it, and then adds its part of the cotangent of A, in programs without other work
     BLOCK_D: tl.constexpr,
     REPLAY_D: tl.constexpr,  # channels of a block whose memory is replayed
+    GRAD_N: tl.constexpr,  # states of a block of the cotangent of A
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
-    IN_THREADS: tl.constexpr,  # sums of warps are added in every thread
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -481,6 +534,7 @@ def reverse_kernel(
             ),
             Prepared(A_ptr, mixed_ptr, local_ptr),
             Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, tl.cdiv(t_end, KEEP) - 1),
+            WalkedChunk(vectors_ptr, top_ptr),
             ReverseBuffers(
                 y_ptr,
                 W_ptr,
@@ -492,7 +546,7 @@ def reverse_kernel(
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr + 1, tiles=counters_ptr),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS, IN_THREADS),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS),
             Options(
                 K,
                 ACTIVATION,
@@ -527,7 +581,7 @@ def reverse_kernel(
         first_slot,
         last_slot,
         KEEP,
-        PREPARE,
         AHEAD,
         REPLAY_D,
+        GRAD_N,
     )

@@ -13,13 +13,12 @@ Letters: d channels, n state per channel.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import coupled_reach
 from bedouin.kernels.direct.triton_blocks import (
     discretize,
     load_block,
     load_block_uncached,
     load_states,
-    store_block,
+    reach,
 )
 from bedouin.kernels.direct.triton_state_grads import (
     add_product,
@@ -105,50 +104,3 @@ def store_crowded_grads(
     if not COUPLED:
         of_B = add_product(of_B, w, written, states, sizes)
     store_columns(of_B + of_C, states, grad_ptr, sizes)
-
-
-@triton.jit
-def take_back(
-    H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
-    w,  # (BLOCK_D,), cotangent of F(y)_t
-    delta,  # (BLOCK_D,)
-    mixed,  # (BLOCK_D,), x~
-    BC_ptr,  # (2 n,): B and C
-    memory_ptr,  # (n, d), h_{t-1}
-    A_ptr,  # (n, d), log2(e) A
-    grad_A_ptr,  # (n, d), added to
-    sizes,  # Sizes
-    options,  # Options
-):
-    """Add the cotangent of A; returns that of h_{t-1}, as H."""
-    COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
-    n: tl.constexpr = sizes.n
-    new_H = ()
-    for block in tl.static_range(sizes.BLOCKS):
-        A_log2 = load_block(A_ptr, block, n, sizes)
-        h = load_block_uncached(memory_ptr, block, n, sizes)
-        grad_A = load_block_uncached(grad_A_ptr, block, n, sizes)
-        B, C = load_states(BC_ptr, block, sizes), load_states(BC_ptr + n, block, sizes)
-        decay, s_rows = discretize(delta, A_log2, COUPLED, options)
-        total = H[block] + C[:, None] * w[None, :]
-        along = reach(h, decay, s_rows, mixed, B, COUPLED, options.FULL)
-        grad_A += total * along * delta[None, :]
-        store_block(grad_A_ptr, grad_A, block, n, sizes)
-        new_H = new_H + (total * decay,)
-    return new_H
-
-
-@triton.jit
-def reach(h, decay, s, mixed, B, COUPLED: tl.constexpr, FULL: tl.constexpr):
-    """d h_t / d (A Delta) (n, d), through the decay and through the coupled scale s."""
-    if COUPLED:
-        if FULL:
-            sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(h.dtype)
-            h -= sign * mixed[None, :] * B[:, None]
-        else:
-            h -= mixed[None, :] * B[:, None]
-        return h * coupled_reach(decay, s, FULL)
-    elif FULL:
-        return h * (decay + 1)
-    else:
-        return h * decay

@@ -34,14 +34,15 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
-from bedouin.kernels.direct.triton_blocks import discretize, of_thread
-from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
-from bedouin.kernels.direct.triton_reverse_crowded import (
+from bedouin.kernels.direct.triton_blocks import (
+    discretize,
+    load_block,
+    load_states,
+    of_thread,
     reach,
-    store_crowded_grads,
-    sums_over_states,
-    take_back,
 )
+from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
+from bedouin.kernels.direct.triton_reverse_crowded import store_crowded_grads, sums_over_states
 from bedouin.kernels.direct.triton_state_grads import (
     load_states_in_columns,
     store_state_grads,
@@ -67,7 +68,7 @@ def reverse_token(
     next_ptr,  # (n, d): h after the token, if CROWDED
     target,  # finished tiles when (W^y)^T grad_raw_{t+1} is complete
 ):
-    """Store the cotangents of x_t and raw_t, add those of A; returns that of h_{t-1}, as H."""
+    """Store the cotangents of x_t and raw_t, and w and Delta; returns that of h_{t-1}, as H."""
     K: tl.constexpr = sweep.options.K
     ACC: tl.constexpr = sweep.options.ACC
     FULL: tl.constexpr = sweep.options.FULL
@@ -247,6 +248,9 @@ def reverse_token(
             H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, A_ptr,
             sweep.sizes, sweep.options,
         )  # fmt: skip
+    vectors = sweep.walked.vectors_ptr + in_chunk * (2 * d) + cols
+    tl.store(vectors, w, mask=in_d)
+    tl.store(vectors + d, delta, mask=in_d)
     if sweep.product.PERSISTENT:
         announce(sweep.counters.samples)
 
@@ -266,31 +270,12 @@ def reverse_token(
     cell += tl.cast(sweep.sizes.batch, tl.int64) * sweep.sizes.t_end
     store_one(cell, size + finite, sweep.sizes)
     new_H = ()
-    if CROWDED:
-        grad_A_ptr = of_thread(sweep.buffers.grad_A_ptr + sample * n * d, t, sweep.sizes)
-        new_H = take_back(
-            H, w, delta, mixed, row + SIZE, memory_ptr, A_ptr, grad_A_ptr,
-            sweep.sizes, sweep.options,
-        )  # fmt: skip
-    for block in tl.static_range(BLOCKS):
-        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        state = n_rows[:, None] * d + cols[None, :]
-        in_state = (n_rows < n)[:, None] & in_d[None, :]
-        C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
+    for block in tl.static_range(sweep.sizes.BLOCKS):
         # the decay again: kept over the wait it would cost too many registers
-        A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        decay, s_rows = discretize(delta, A_log2, COUPLED, sweep.options)
-        total = H[block] + C[:, None] * w[None, :]
-        if COUPLED or sweep.options.FULL:
-            B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
-            h = load_uncached(memory_ptr + state, in_state)
-            along = reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
-        else:
-            along = decayed[block]
-        sum_A = of_thread(sweep.buffers.grad_A_ptr + sample * n * d, t, sweep.sizes) + state
-        grad_A = load_uncached(sum_A, in_state) + total * along * delta[None, :]
-        tl.store(sum_A, grad_A, mask=in_state)
-        new_H = new_H + (total * decay,)
+        A_log2 = load_block(A_ptr, block, n, sweep.sizes)
+        C = load_states(row + SIZE + n, block, sweep.sizes)
+        decay, _ = discretize(delta, A_log2, COUPLED, sweep.options)
+        new_H = new_H + ((H[block] + C[:, None] * w[None, :]) * decay,)
     return new_H
 
 

@@ -66,15 +66,14 @@ def sums_of_rows(lanes, ROWS: tl.constexpr):
 def sum_between_warps(v, sizes):
     """The sum of the rows of (ROWS, 32) in every row.
 
-    If IN_THREADS every thread loads and adds a whole column, which takes two barriers; `tl.sum`
-    adds within a warp and takes four.
+    Every thread loads and adds a whole column, which takes two barriers; `tl.sum` would add within
+    a warp and take four.
     """
-    if sizes.IN_THREADS:
-        ROWS: tl.constexpr = sizes.ROWS
+    ROWS: tl.constexpr = sizes.ROWS
+    if ROWS > 1:
         columns = sum_states(tl.reshape(tl.trans(v), [1, LANES, ROWS]), 1, LANES, ROWS)
-        return tl.broadcast_to(columns, [ROWS, LANES])
-    else:
-        return tl.broadcast_to(tl.sum(v, axis=0)[None, :], [sizes.ROWS, LANES])
+        v = tl.broadcast_to(columns, [ROWS, LANES])
+    return v
 
 
 @triton.jit

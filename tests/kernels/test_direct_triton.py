@@ -317,7 +317,7 @@ def test_many_states_in_low_precision(low: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize(
     ("d", "n", "rows"),
-    [(1024, 16, 8), (256, 16, 0), (512, 32, 8), (1024, 32, 16), (512, 64, 0), (64, 32, 0)],
+    [(1024, 16, 8), (256, 16, 4), (512, 32, 8), (1024, 32, 16), (512, 64, 16), (64, 32, 0)],
 )
 def test_rows_of_channels(d: int, n: int, rows: int) -> None:
     from bedouin.kernels.direct.triton_constants import rows_of_channels
@@ -327,11 +327,8 @@ def test_rows_of_channels(d: int, n: int, rows: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("feedback", [True, False])
-def test_a_reverse_sweep_in_a_launch_a_chunk(feedback: bool) -> None:
-    from bedouin.kernels.direct.triton_plan import Limits
-
-    limits = Limits(one_launch_batch=0)
-    _assert_like_the_plain_sweep(Setting(b=2, t=5, feedback=feedback), limits, keep_every=2)
+def test_a_reverse_sweep_of_several_chunks(feedback: bool) -> None:
+    _assert_like_the_plain_sweep(Setting(b=2, t=5, feedback=feedback), keep_every=2)
 
 
 @pytest.mark.parametrize(("states", "chunk"), [(2**19, 16), (2**20, 8), (2**20 + 1, 4)])
@@ -355,13 +352,13 @@ def test_every_form_of_the_kernels(b: int, persistent: bool) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("b", "d", "n", "scale", "eigenvalues", "persistent", "together"),
+    ("b", "d", "n", "scale", "eigenvalues", "persistent"),
     [
-        (1, 512, 64, "bounded_delta", "positive", True, True),
-        (2, 300, 40, "one_minus_decay", "positive", True, False),
-        (1, 257, 63, "one_minus_decay", "full", False, False),
-        (2, 260, 33, "delta", "full", True, True),
-        (1, 130, 70, "delta", "positive", True, True),
+        (1, 512, 64, "bounded_delta", "positive", True),
+        (2, 300, 40, "one_minus_decay", "positive", True),
+        (1, 257, 63, "one_minus_decay", "full", False),
+        (2, 260, 33, "delta", "full", True),
+        (1, 130, 70, "delta", "positive", True),
     ],
 )
 def test_a_memory_of_half_of_the_registers(
@@ -371,15 +368,13 @@ def test_a_memory_of_half_of_the_registers(
     scale: InputScale,
     eigenvalues: Eigenvalues,
     persistent: bool,
-    together: bool,
 ) -> None:
-    """Two chunks in one launch, or in one each."""
+    """In two chunks."""
     from bedouin.kernels.direct.triton_constants import is_crowded
 
     setting = Setting(b=b, t=3, d=d, n=n, input_scale=scale, eigenvalues=eigenvalues)
     assert is_crowded(d, torch.empty(n, d))
-    limits = replace(_product_limits(persistent), one_launch_batch=32 if together else 0)
-    _assert_like_the_plain_sweep(setting, limits, keep_every=2)
+    _assert_like_the_plain_sweep(setting, _product_limits(persistent), keep_every=2)
 
 
 @needs_triton
