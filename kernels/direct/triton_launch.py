@@ -48,6 +48,9 @@ SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
 GRAD_A = PlannedKernel(grad_A_kernel)
 
+HELPERS = 2
+"""Programs of a sample that work ahead of the one that walks back."""
+
 
 def launch_sweep(
     buffers: SweepBuffers,
@@ -144,7 +147,7 @@ def launch_reverse(
         return None
     b, t_end, d = known.x.shape
     columns = grads.raw.shape[-1]
-    plan = launcher.once("reverse", lambda: plan_product(d, columns, W, b, limits=limits))
+    plan = launcher.once("reverse", lambda: plan_reverse(d, columns, W, b, limits))
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     ahead = _can_prepare_ahead(known, plan)
     at_a_time = 2 if ahead and len(slots) > 1 else 1
@@ -176,15 +179,25 @@ def launch_reverse(
     return parts
 
 
+def plan_reverse(
+    d: int,
+    columns: int,  # of the cotangents of raw values
+    W: Tensor,  # (r, d), W^y
+    b: int,
+    limits: Limits = LIMITS,
+) -> Plan | None:
+    """The plan for products with (W^y)^T, of which `_can_prepare_ahead` is preferred."""
+    return plan_product(d, columns, W, b, limits=limits, helpers=HELPERS)
+
+
 def _can_prepare_ahead(known: SolvedBuffers, plan: Plan | None) -> bool:
-    """Whether twice as many programs as there are samples have neither a tile nor a sample: these
-    take no longer to prepare a chunk, and to add the cotangent of A of another, than the others to
-    walk one."""
+    """Whether so many programs have neither a tile nor a sample that they prepare a chunk, and add
+    the cotangent of A of another, while the others walk one."""
     b, _, d = known.x.shape
     if plan is None or not plan.separate or is_crowded(d, known.A):
         return False
     tiles = ceil_div(d, plan.block_m) * plan.splits
-    return 3 * b + tiles <= plan.programs
+    return (1 + HELPERS) * b + tiles <= plan.programs
 
 
 def _splits(plan: Plan | None) -> int:
@@ -214,7 +227,7 @@ def count_splits(
 ) -> int:
     """The number of parts of `ReverseZeros.grad_normed`."""
     r, d = W.shape
-    return _splits(plan_product(d, r + padding(r), W, b))
+    return _splits(plan_reverse(d, r + padding(r), W, b))
 
 
 class ChunkBuffers(NamedTuple):

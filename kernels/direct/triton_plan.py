@@ -25,7 +25,7 @@ class Limits:
         (163). None that fits: no plan.
     columns: most columns of a tile of W^y, for up to 16 samples and rows that are longer than this;
         otherwise half as many. A tile is wider by half where then no program has both a tile and a
-        sample.
+        sample, or as many as are asked for have neither.
     """
 
     shared_memory: tuple[tuple[int, int], ...] = ((128, 32), (64, 32), (32, 16))
@@ -76,6 +76,7 @@ def plan_product(
     b: int,
     device: Device | None = None,  # None: W's
     limits: Limits = LIMITS,
+    helpers: int = 0,  # programs of a sample that are better left without a tile
 ) -> Plan | None:
     """The plan for products of a matrix (m, v) of W's dtype with b vectors.
 
@@ -85,12 +86,12 @@ def plan_product(
     the device has multiprocessors would be read again for every token, which torch does faster.
     """
     device = Device.of(W.device) if device is None else device
-    return _plan(m, v, W.dtype, b, device, limits)
+    return _plan(m, v, W.dtype, b, device, limits, helpers)
 
 
 @lru_cache(maxsize=256)
 def _plan(
-    m: int, v: int, dtype: torch.dtype, b: int, device: Device, limits: Limits
+    m: int, v: int, dtype: torch.dtype, b: int, device: Device, limits: Limits, helpers: int
 ) -> Plan | None:
     if dtype == torch.float64 and device.programs is not None:
         return None
@@ -122,11 +123,14 @@ def _plan(
     separate = tiles + b <= device.programs
     wide = columns + columns // 2
     fits = block_m * wide * size + vector_bytes + REDUCTIONS <= device.shared_memory
-    if not separate and fits and wide % block_k == 0:
+    helped = tiles + (1 + helpers) * b <= device.programs
+    wide_k = block_k if wide % block_k == 0 else columns // 2
+    if not (separate and helped) and fits:
         # a program with a tile and a sample would keep all others waiting
         splits = ceil_div(v, wide)
-        if ceil_div(m, block_m) * splits + b <= device.programs:
-            sizes, separate = (block_m, block_k, wide // block_k, block_b, splits), True
+        free = device.programs - ceil_div(m, block_m) * splits
+        if free >= (1 + helpers) * b or (not separate and free >= b):
+            sizes, separate = (block_m, wide_k, wide // wide_k, block_b, splits), True
     return Plan(device.programs, *sizes, one_tile=True, separate=separate)
 
 

@@ -36,8 +36,8 @@ from bedouin.kernels.direct.triton_bundles import (
 from bedouin.kernels.direct.triton_grad_A import add_grad_A
 from bedouin.kernels.direct.triton_prepare import prepare_token
 from bedouin.kernels.direct.triton_product import load_tile, tile_product
-from bedouin.kernels.direct.triton_replay import later_memory, replay_block, token_memory
-from bedouin.kernels.direct.triton_reverse_token import reverse_token
+from bedouin.kernels.direct.triton_replay import later_memory, replay_block
+from bedouin.kernels.direct.triton_reverse_token import load_memory, load_token, reverse_token
 
 
 @triton.jit
@@ -57,9 +57,7 @@ def _step(sweep, chunk, i_token):
     H_ptr += own * sweep.sizes.n * sweep.sizes.d
     H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
     _keep_top(H, sweep, chunk, own, i_token)
-    memory = token_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
-    later = later_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
-    H = reverse_token(H, sweep, chunk, own, i_token, memory, later, 0)
+    H, _, _ = reverse_token(H, (), (), sweep, chunk, own, i_token, 0)
     tl.debug_barrier()
     store_blocks(H_ptr, H, sweep.sizes.n, sweep.sizes)
 
@@ -213,17 +211,22 @@ def _walk_back(
 ):
     """The tokens of a chunk, last first: the program's tile, its samples, or both; returns H."""
     program = tl.program_id(0)
-    own = program.to(tl.int64)
+    own = tl.minimum(program, sweep.sizes.batch - 1).to(tl.int64)
+    vectors = ()
+    memory = ()
+    if WITH_SAMPLES and sweep.product.RESIDENT and not sweep.sizes.CROWDED:
+        vectors = load_token(sweep, chunk, own, chunk.count - 1)
+        memory = load_memory(sweep, chunk, own, chunk.count - 1)
     for back in range(0, chunk.count):
         i_token = chunk.count - 1 - back
         t = chunk.start + i_token
         done = chunk.done + back
         if WITH_SAMPLES and sweep.product.RESIDENT:
             if program < sweep.sizes.batch:
-                memory = token_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
-                after = later_memory(sweep.memories, own, i_token, chunk, sweep.sizes)
                 _keep_top(H, sweep, chunk, own, i_token)
-                H = reverse_token(H, sweep, chunk, own, i_token, memory, after, done * tiles)
+                H, vectors, memory = reverse_token(
+                    H, vectors, memory, sweep, chunk, own, i_token, done * tiles
+                )
         if WITH_SAMPLES and not sweep.product.RESIDENT:
             for index in range(program, sweep.sizes.batch, stride):
                 sample = tl.cast(index, tl.int64)
@@ -231,10 +234,8 @@ def _walk_back(
                 H_ptr += sample * sweep.sizes.n * sweep.sizes.d
                 later = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
                 _keep_top(later, sweep, chunk, sample, i_token)
-                memory = token_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
-                after = later_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
-                later = reverse_token(
-                    later, sweep, chunk, sample, i_token, memory, after, done * tiles
+                later, _, _ = reverse_token(
+                    later, (), (), sweep, chunk, sample, i_token, done * tiles
                 )
                 store_blocks(H_ptr, later, sweep.sizes.n, sweep.sizes)
                 # the next token reads H, perhaps in other threads than those that wrote it
@@ -357,7 +358,7 @@ def _reverse_chunk(
         stride = programs - tiles
         if first_tile < tiles:
             _walk_back((), W, sweep, chunk, first_tile, tiles, stride, True, False)
-        elif sweep.sizes.CROWDED and sweep.product.RESIDENT:
+        elif sweep.product.RESIDENT:
             # in a branch: with masks, H would be held outside of it, too
             if program < sweep.sizes.batch:
                 H_ptr = of_thread(sweep.buffers.H_ptr, chunk.start, sweep.sizes)
@@ -366,14 +367,7 @@ def _reverse_chunk(
                 own_H = _walk_back(own_H, (), sweep, chunk, first_tile, tiles, stride, False, True)
                 store_blocks(H_ptr, own_H, sweep.sizes.n, sweep.sizes)
         else:
-            own_H = ()
-            H_ptr = of_thread(sweep.buffers.H_ptr, chunk.start, sweep.sizes)
-            H_ptr += program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
-            if sweep.product.RESIDENT:
-                own_H = load_blocks(H_ptr, own_n, sweep.sizes)
-            own_H = _walk_back(own_H, (), sweep, chunk, first_tile, tiles, stride, False, True)
-            if sweep.product.RESIDENT:
-                store_blocks(H_ptr, own_H, own_n, sweep.sizes)
+            _walk_back((), (), sweep, chunk, first_tile, tiles, stride, False, True)
     else:
         H = _walk_back(H, W, sweep, chunk, first_tile, tiles, programs, True, True)
     return H
