@@ -330,7 +330,7 @@ def _reverse(
         programs = plan.programs
         strides = *raw.stride()[:2], *fed.stride()[:2], *grads.raw.stride()[:2]
         looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides
-        sizes = slots.start, slots.stop - 1, b, t_end, grads.raw.shape[-1], d, A.shape[0]
+        sizes = slots.stop - 1, b, t_end, grads.raw.shape[-1], d, A.shape[0]
         inner = *grads.y.stride()[:2], *x.stride()[:2], *strides[:2], *token_strides(fed)
         constants = reverse_constants(*looks, uses_tf32(), ahead)
         return (programs,), (*sizes, *inner, h0.stride(0)), constants

@@ -246,48 +246,6 @@ def _walk_back(
 
 
 @triton.jit
-def _work_ahead(
-    sweep,  # ReverseSweep
-    chunk,  # Chunk, the one to prepare
-    summed,  # Chunk, the one before the last, whose memory the prepared one takes
-    walked,  # tokens that have been taken back before the walk over the chunk after this one
-    phase_ptr,
-    number,
-    chunks,
-    tiles,
-    REPLAY_D: tl.constexpr,
-    GRAD_N: tl.constexpr,
-):
-    """Chunk `number` prepared, and the cotangent of A of chunk `number` - 2 added, while the
-    programs with tiles and samples walk the one between them.
-
-    Of the first chunk all programs prepare a share, of others those without a tile or a sample.
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    COMPILED: tl.constexpr = sweep.product.COMPILED
-    batch = sweep.sizes.batch
-    helpers = programs - tiles - batch
-    # programs at the end of a phase: two for each prepared chunk, one for each sum
-    summed_all = 2 * programs + helpers * 3 * (number - 1)
-    finished = 2 * programs + helpers * (2 * number + tl.maximum(number - 1, 0))
-    if (program >= batch) & (program < programs - tiles) & (number > 0):
-        # a sample that has announced a token of the chunk after this one has read all of the chunk
-        # after that, whose memory is overwritten
-        wait_for(sweep.counters.samples, walked * batch, COMPILED)
-        if number > 1:
-            _grad_A_share(sweep, summed, program - batch, helpers, REPLAY_D, GRAD_N)
-        if number < chunks:
-            if number > 1:
-                _end_phase(phase_ptr, summed_all, COMPILED)
-            half = finished - helpers
-            _prepare_share(sweep, chunk, phase_ptr, half, program - batch, helpers, REPLAY_D)
-    elif number == 0:
-        _prepare_share(sweep, chunk, phase_ptr, programs, program, programs, REPLAY_D)
-    if (program < batch) & (number < chunks):
-        wait_for(phase_ptr, finished, COMPILED)
-
-
-@triton.jit
 def _grad_A_share(
     sweep,
     chunk,  # Chunk
@@ -349,7 +307,6 @@ def _reverse_chunk(
     sweep,  # ReverseSweep
     chunk,  # Chunk
     tiles,
-    own_n,  # n, or 0 for a program without a sample
 ):
     """The walk back over a chunk; returns H."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -374,64 +331,139 @@ def _reverse_chunk(
 
 
 @triton.jit
-def _reverse(
+def _reverse_one(
     sweep,  # ReverseSweep
-    phase_ptr,  # counter of programs at the end of a phase
-    first_slot,
-    last_slot,
+    slot,
     KEEP: tl.constexpr,
-    AHEAD: tl.constexpr,
-    REPLAY_D: tl.constexpr,
-    GRAD_N: tl.constexpr,
 ):
-    """Chunks last_slot .. first_slot: the program's samples and its share of the products."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    """A chunk that has been prepared: the program's samples and its share of the products."""
+    program = tl.program_id(0)
     d: tl.constexpr = sweep.sizes.d
     n: tl.constexpr = sweep.sizes.n
-    STATES: tl.constexpr = 2 * n if sweep.options.SELECTIVE else 0
-    R: tl.constexpr = d + STATES + sweep.options.K * (d + 1)
     tiles = tl.cdiv(d, sweep.product.BLOCK_M) * sweep.product.SPLITS
-    W = ()
-    if sweep.product.ONE_TILE:
-        W = load_tile(sweep.buffers.W_ptr, programs - 1 - program, d, R, 1, d, sweep.product)
+    W = _own_tile(sweep)
     # in blocks of states, so that few registers are in use at a time
     own_n = tl.where(program < sweep.sizes.batch, n, 0)
-    own_H_ptr = of_thread(sweep.buffers.H_ptr, last_slot, sweep.sizes)
+    own_H_ptr = of_thread(sweep.buffers.H_ptr, slot, sweep.sizes)
     own_H_ptr += program.to(tl.int64) * n * d
     H = ()
     if sweep.product.RESIDENT and not sweep.product.SEPARATE:
         H = load_blocks(own_H_ptr, own_n, sweep.sizes)
-    top = tl.minimum(last_slot * KEEP + KEEP, sweep.sizes.t_end)
-    chunks = last_slot - first_slot + 1
-    rounds = chunks
-    if AHEAD:
-        # two more for the cotangent of A of the last two chunks
-        rounds += 2
-    for number in range(0, rounds):
-        slot = last_slot - number
-        start = slot * KEEP
-        count = tl.minimum(KEEP, sweep.sizes.t_end - start)
-        done = top - start - count
-        if AHEAD:
-            # two chunks at a time are in memory
-            behind = number % 2 * sweep.sizes.batch
-            later = start + 2 * KEEP
-            _work_ahead(
-                sweep,
-                Chunk(slot, start, count, done, behind),
-                Chunk(slot + 2, later, tl.minimum(KEEP, sweep.sizes.t_end - later), done, behind),
-                tl.minimum(tl.maximum(done - KEEP, 0) + 1, top),
-                phase_ptr, number, chunks, tiles, REPLAY_D, GRAD_N,
-            )  # fmt: skip
-            if number < chunks:
-                chunk_H = ()
-                _reverse_chunk(
-                    chunk_H, W, sweep, Chunk(slot, start, count, done, behind), tiles, own_n
-                )
-        else:
-            H = _reverse_chunk(H, W, sweep, Chunk(slot, start, count, done, 0), tiles, own_n)
+    start = slot * KEEP
+    count = tl.minimum(KEEP, sweep.sizes.t_end - start)
+    H = _reverse_chunk(H, W, sweep, Chunk(slot, start, count, 0, 0), tiles)
     if sweep.product.RESIDENT and not sweep.product.SEPARATE:
         store_blocks(own_H_ptr, H, own_n, sweep.sizes)
+
+
+@triton.jit
+def _own_tile(sweep):
+    """The program's tile of (W^y)^T, if it keeps one."""
+    d: tl.constexpr = sweep.sizes.d
+    STATES: tl.constexpr = 2 * sweep.sizes.n if sweep.options.SELECTIVE else 0
+    R: tl.constexpr = d + STATES + sweep.options.K * (d + 1)
+    W = ()
+    if sweep.product.ONE_TILE:
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        W = load_tile(sweep.buffers.W_ptr, tile, d, R, 1, d, sweep.product)
+    return W
+
+
+@triton.jit
+def _reverse_ahead(
+    sweep,  # ReverseSweep
+    phase_ptr,  # counter of programs at the end of a phase
+    chunks,
+    KEEP: tl.constexpr,
+    REPLAY_D: tl.constexpr,
+    GRAD_N: tl.constexpr,
+):
+    """All chunks, the last first: a program has a tile, or a sample, or prepares a chunk and adds
+    the cotangent of A of another while the others walk the one between them.
+
+    Of the first of these chunks all programs prepare a share. Two chunks at a time are in memory.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    batch, t_end = sweep.sizes.batch, sweep.sizes.t_end
+    COMPILED: tl.constexpr = sweep.product.COMPILED
+    tiles = tl.cdiv(sweep.sizes.d, sweep.product.BLOCK_M) * sweep.product.SPLITS
+    helpers = programs - tiles - batch
+    top = (chunks - 1) * KEEP
+    _prepare_share(
+        sweep, Chunk(chunks - 1, top, t_end - top, 0, 0), phase_ptr, programs, program, programs,
+        REPLAY_D,
+    )  # fmt: skip
+    if program >= programs - tiles:
+        W = _own_tile(sweep)
+        for number in range(0, chunks):
+            start = top - number * KEEP
+            count = tl.minimum(KEEP, t_end - start)
+            _walk_back(
+                (), W, sweep, Chunk(chunks - 1 - number, start, count, t_end - start - count, 0),
+                programs - 1 - program, tiles, 1, True, False,
+            )  # fmt: skip
+    elif program < batch:
+        H_ptr = of_thread(sweep.buffers.H_ptr, chunks, sweep.sizes)
+        H_ptr += program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
+        H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
+        for number in range(0, chunks):
+            wait_for(phase_ptr, _prepared(number, programs, helpers), COMPILED)
+            start = top - number * KEEP
+            count = tl.minimum(KEEP, t_end - start)
+            H = _walk_back(
+                H, (), sweep,
+                Chunk(
+                    chunks - 1 - number, start, count, t_end - start - count, number % 2 * batch
+                ),
+                0, tiles, 1, False, True,
+            )  # fmt: skip
+        store_blocks(H_ptr, H, sweep.sizes.n, sweep.sizes)
+    else:
+        helper = program - batch
+        # two more rounds for the cotangent of A of the last two chunks
+        for number in range(1, chunks + 2):
+            start = top - number * KEEP
+            behind = number % 2 * batch
+            # a sample that has announced a token of the chunk after this one has read all of the
+            # chunk after that, whose memory is overwritten; at last, all tokens
+            walked = tl.minimum(tl.maximum(t_end - start - 2 * KEEP, 0) + 1, t_end)
+            wait_for(sweep.counters.samples, walked * batch, COMPILED)
+            if number > 1:
+                later = start + 2 * KEEP
+                _grad_A_share(
+                    sweep,
+                    Chunk(
+                        chunks + 1 - number, later, tl.minimum(KEEP, t_end - later), None, behind
+                    ),
+                    helper, helpers, REPLAY_D, GRAD_N,
+                )  # fmt: skip
+            if number < chunks:
+                finished = _prepared(number, programs, helpers)
+                if number > 1:
+                    _end_phase(phase_ptr, finished - 2 * helpers, COMPILED)
+                _prepare_share(
+                    sweep, Chunk(chunks - 1 - number, start, KEEP, 0, behind), phase_ptr,
+                    finished - helpers, helper, helpers, REPLAY_D,
+                )  # fmt: skip
+
+
+@triton.jit
+def _reverse(
+    sweep, phase_ptr, slot,
+    KEEP: tl.constexpr, AHEAD: tl.constexpr, REPLAY_D: tl.constexpr, GRAD_N: tl.constexpr,
+):  # fmt: skip
+    """Bundles keep their constants as arguments only, so that both forms are called here."""
+    if AHEAD:
+        _reverse_ahead(sweep, phase_ptr, slot + 1, KEEP, REPLAY_D, GRAD_N)
+    else:
+        _reverse_one(sweep, slot, KEEP)
+
+
+@triton.jit
+def _prepared(number, programs, helpers):
+    """The counter of phases when a chunk is prepared: two phases of all programs for the first, two
+    of the helpers for each other, and one for each sum before."""
+    return 2 * programs + helpers * (2 * number + tl.maximum(number - 1, 0))
 
 
 @triton.jit
@@ -441,7 +473,7 @@ def _end_phase(counter, target, COMPILED: tl.constexpr):
     wait_for(counter, target, COMPILED)
 
 
-@triton.jit(do_not_specialize=["first_slot", "last_slot", "t_end", "batch"])
+@triton.jit(do_not_specialize=["slot", "t_end", "batch"])
 def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     grad_normed_ptr,  # (splits, b, d): parts of (W^y)^T grad_raw_{t+1}, that of norm(y_t)
@@ -464,8 +496,7 @@ def reverse_kernel(
     grad_A_ptr,  # (b, n, d), added to if AHEAD, else by another kernel
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     counters_ptr,  # (3,), zeros: finished tiles, finished samples, programs at the end of a phase
-    first_slot,
-    last_slot,  # chunks from here back to the first one, in one launch
+    slot,  # number of the chunk; if AHEAD, of the last one
     batch,
     t_end,
     r: tl.constexpr,
@@ -514,7 +545,7 @@ def reverse_kernel(
     COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The adjoint of all tokens, the last first, a chunk of KEEP at a time:
+    """The adjoint of the tokens of a chunk of KEEP, or of all chunks if AHEAD, the last first:
 
     each token as `reverse_token` says, with (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t).
     """
@@ -572,8 +603,7 @@ def reverse_kernel(
             ),
         ),
         counters_ptr + 2,
-        first_slot,
-        last_slot,
+        slot,
         KEEP,
         AHEAD,
         REPLAY_D,
