@@ -44,6 +44,7 @@ class Sizes(NamedTuple):
     KEEP: Constant = None  # every so many tokens h is kept
     CROWDED: Constant = False  # the memory occupies half of the program's registers
     ROWS: Constant = 0  # warps that hold equal numbers of channels; 0: spread in another way
+    LATER_A: Constant = False  # the cotangent of A is added behind the walk
 
 
 class Options(NamedTuple):
@@ -169,7 +170,7 @@ class ReverseBuffers(NamedTuple):
 
 
 class WalkedChunk(NamedTuple):
-    """What the walk back over a chunk keeps for the cotangent of A."""
+    """What the walk back over a chunk keeps for the cotangent of A, if that is added later."""
 
     vectors_ptr: Pointer  # (b, count, 2, d): w and Delta
     top_ptr: Pointer  # (b, n, d): cotangent of h after the chunk

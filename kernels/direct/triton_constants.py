@@ -38,6 +38,10 @@ MOST_STATES = 128
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
 
+CHANNELS_AHEAD = 512
+"""Channels of such a block where one of few programs replays it: more at a time take hardly longer.
+"""
+
 GRAD_STATES = 16
 """Most states of such a block when the cotangent of A is added: three tensors of its size, and the
 next token's h, are held."""
@@ -357,6 +361,21 @@ def replay_constants(
     )
 
 
+def adds_later(
+    d: int,
+    A: Tensor | Like,  # (n, d)
+    *,
+    ahead: bool,
+) -> bool:
+    """Whether the cotangent of A is added behind the walk: where programs without other work do it
+    (`ahead`), and where h would have to be loaded again for it.
+
+    A launch of its own reads h of all tokens from device memory again, which takes longer than
+    adding in the walk, to a sum in the second level of cache.
+    """
+    return ahead or is_crowded(d, A)
+
+
 def grad_states(
     A: Like,  # (n, d)
 ) -> int:
@@ -405,7 +424,8 @@ def reverse_constants(
     return Constants(
         KEEP=keep_every,
         AHEAD=ahead,
-        REPLAY_D=min(REPLAY_CHANNELS, constants["BLOCK_D"]),
+        LATER_A=adds_later(d, A, ahead=ahead),
+        REPLAY_D=min(CHANNELS_AHEAD, constants["BLOCK_D"]),
         GRAD_N=grad_states(A),
         **products,
         **constants,

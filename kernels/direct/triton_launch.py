@@ -13,6 +13,7 @@ from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuff
 from bedouin.kernels.direct.open_loop.launch import launch_open_reverse, launch_open_sweep
 from bedouin.kernels.direct.triton_constants import (
     Like,
+    adds_later,
     alignment,
     blocked_constants,
     counters,
@@ -155,9 +156,12 @@ def launch_reverse(
     parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
     tokens = min(keep_every, t_end) - (0 if is_crowded(d, known.A) else 1)
     replayed = known.A.new_empty(at_a_time * b, tokens, n, d)
-    vectors = known.A.new_empty(at_a_time * b, min(keep_every, t_end), 2, d)
-    top = known.A.new_empty(at_a_time * b, n, d)
-    buffers = buffers._replace(replayed=replayed, grad_normed=parts, vectors=vectors, top=top)
+    buffers = buffers._replace(replayed=replayed, grad_normed=parts)
+    later = adds_later(d, known.A, ahead=ahead)
+    if later:
+        vectors = known.A.new_empty(at_a_time * b, min(keep_every, t_end), 2, d)
+        top = known.A.new_empty(at_a_time * b, n, d)
+        buffers = buffers._replace(vectors=vectors, top=top)
     if plan is not None and ahead:
         how = plan, options, keep_every, zeros, launcher
         _reverse(known, grads, W, buffers, slots, *how, ahead=True)
@@ -175,7 +179,8 @@ def launch_reverse(
         else:
             launcher.goes_around()
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
-        _add_grad_A(known, grads, buffers, chunk, slot, options, launcher)
+        if later:
+            _add_grad_A(known, grads, buffers, chunk, slot, options, launcher)
     return parts
 
 
@@ -238,8 +243,8 @@ class ChunkBuffers(NamedTuple):
     replayed: Tensor | None = None  # (b, count - 1, n, d), or 2 b: h before all tokens but the
     # first; if `is_crowded` (b, count, n, d), the last one h after the chunk
     grad_normed: Tensor | None = None  # (splits, b, d): parts of the cotangent of norm(y_t)
-    vectors: Tensor | None = None  # (b, count, 2, d), or 2 b: w and Delta
-    top: Tensor | None = None  # (b, n, d), or 2 b: the cotangent of h after the chunk
+    vectors: Tensor | None = None  # (b, count, 2, d), or 2 b: w and Delta, if `adds_later`
+    top: Tensor | None = None  # (b, n, d), or 2 b: the cotangent of h after the chunk, likewise
 
 
 def chunk_buffers(
@@ -346,9 +351,10 @@ def _behind_factors(
 ) -> tuple[Tensor, ...]:
     """The tensors that both reverse kernels take behind the factors of the product."""
     assert buffers.replayed is not None
-    assert buffers.vectors is not None and buffers.top is not None
     read = known.A, buffers.mixed, buffers.local, known.h0, known.kept, buffers.replayed
-    written = grads.H, grads.x, grads.raw, buffers.vectors, buffers.top
+    # any tensors where none are written
+    walked = (grads.A if v is None else v for v in (buffers.vectors, buffers.top))
+    written = grads.H, grads.x, grads.raw, *walked
     return *read, *written, grads.A, grads.statistics
 
 
@@ -429,6 +435,7 @@ def _step(
         *raw.stride()[:2],
         *token_strides(fed),
         h0.stride(0),
+        LATER_A=adds_later(d, A, ahead=False),
         **blocked_constants(d, A, options),
         **norm_constants(options),
         **mixer_constants(options),

@@ -37,13 +37,13 @@ from bedouin.kernels.direct.triton_grad_A import add_grad_A
 from bedouin.kernels.direct.triton_prepare import prepare_token
 from bedouin.kernels.direct.triton_product import load_tile, tile_product
 from bedouin.kernels.direct.triton_replay import later_memory, replay_block
-from bedouin.kernels.direct.triton_reverse_token import load_memory, load_token, reverse_token
+from bedouin.kernels.direct.triton_reverse_token import reverse_token
 
 
 @triton.jit
 def _keep_top(H, sweep, chunk, sample, i_token):
-    """Keep the cotangent of h after a chunk."""
-    if i_token == chunk.count - 1:
+    """Keep the cotangent of h after a chunk, if the cotangent of A is added later."""
+    if sweep.sizes.LATER_A and i_token == chunk.count - 1:
         of_sample = (sample + chunk.behind) * sweep.sizes.n * sweep.sizes.d
         top_ptr = of_thread(sweep.walked.top_ptr + of_sample, chunk.start, sweep.sizes)
         store_blocks(top_ptr, H, sweep.sizes.n, sweep.sizes)
@@ -57,7 +57,7 @@ def _step(sweep, chunk, i_token):
     H_ptr += own * sweep.sizes.n * sweep.sizes.d
     H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
     _keep_top(H, sweep, chunk, own, i_token)
-    H, _, _ = reverse_token(H, (), (), sweep, chunk, own, i_token, 0)
+    H = reverse_token(H, sweep, chunk, own, i_token, 0)
     tl.debug_barrier()
     store_blocks(H_ptr, H, sweep.sizes.n, sweep.sizes)
 
@@ -79,9 +79,9 @@ def step_kernel(
     H_ptr,  # (b, n, d): cotangent of h_t, in place that of h_{t-1}
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
-    vectors_ptr,  # (b, count, 2, d), written: w and Delta
-    top_ptr,  # (b, n, d), written: cotangent of h after the chunk
-    grad_A_ptr,  # (b, n, d), added to by other kernels
+    vectors_ptr,  # (b, count, 2, d), written if LATER_A: w and Delta
+    top_ptr,  # (b, n, d), written if LATER_A: cotangent of h after the chunk
+    grad_A_ptr,  # (b, n, d), added to unless LATER_A
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     i_token,
     start,
@@ -108,6 +108,7 @@ def step_kernel(
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
+    LATER_A: tl.constexpr,  # the cotangent of A is added behind the walk
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -146,7 +147,7 @@ def step_kernel(
                 statistics_ptr,
             ),
             Counters(None, None),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS, LATER_A),
             Options(
                 K,
                 ACTIVATION,
@@ -211,12 +212,7 @@ def _walk_back(
 ):
     """The tokens of a chunk, last first: the program's tile, its samples, or both; returns H."""
     program = tl.program_id(0)
-    own = tl.minimum(program, sweep.sizes.batch - 1).to(tl.int64)
-    vectors = ()
-    memory = ()
-    if WITH_SAMPLES and sweep.product.RESIDENT and not sweep.sizes.CROWDED:
-        vectors = load_token(sweep, chunk, own, chunk.count - 1)
-        memory = load_memory(sweep, chunk, own, chunk.count - 1)
+    own = program.to(tl.int64)
     for back in range(0, chunk.count):
         i_token = chunk.count - 1 - back
         t = chunk.start + i_token
@@ -224,9 +220,7 @@ def _walk_back(
         if WITH_SAMPLES and sweep.product.RESIDENT:
             if program < sweep.sizes.batch:
                 _keep_top(H, sweep, chunk, own, i_token)
-                H, vectors, memory = reverse_token(
-                    H, vectors, memory, sweep, chunk, own, i_token, done * tiles
-                )
+                H = reverse_token(H, sweep, chunk, own, i_token, done * tiles)
         if WITH_SAMPLES and not sweep.product.RESIDENT:
             for index in range(program, sweep.sizes.batch, stride):
                 sample = tl.cast(index, tl.int64)
@@ -234,9 +228,7 @@ def _walk_back(
                 H_ptr += sample * sweep.sizes.n * sweep.sizes.d
                 later = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
                 _keep_top(later, sweep, chunk, sample, i_token)
-                later, _, _ = reverse_token(
-                    later, (), (), sweep, chunk, sample, i_token, done * tiles
-                )
+                later = reverse_token(later, sweep, chunk, sample, i_token, done * tiles)
                 store_blocks(H_ptr, later, sweep.sizes.n, sweep.sizes)
                 # the next token reads H, perhaps in other threads than those that wrote it
                 tl.debug_barrier()
@@ -491,9 +483,9 @@ def reverse_kernel(
     H_ptr,  # (b, n, d): cotangent of the last h, in place that of the first
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
-    vectors_ptr,  # (b, KEEP, 2, d), written: w and Delta
-    top_ptr,  # (b, n, d), written: cotangent of h after the chunk
-    grad_A_ptr,  # (b, n, d), added to if AHEAD, else by another kernel
+    vectors_ptr,  # (b, KEEP, 2, d), written if LATER_A: w and Delta
+    top_ptr,  # (b, n, d), written if LATER_A: cotangent of h after the chunk
+    grad_A_ptr,  # (b, n, d), added to, if LATER_A and not AHEAD by another kernel
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     counters_ptr,  # (3,), zeros: finished tiles, finished samples, programs at the end of a phase
     slot,  # number of the chunk; if AHEAD, of the last one
@@ -522,6 +514,7 @@ def reverse_kernel(
     BLOCKS: tl.constexpr,  # how many times
     CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
+    LATER_A: tl.constexpr,  # the cotangent of A is added behind the walk
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -571,7 +564,7 @@ def reverse_kernel(
                 statistics_ptr,
             ),
             Counters(samples=counters_ptr + 1, tiles=counters_ptr),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS),
+            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS, LATER_A),
             Options(
                 K,
                 ACTIVATION,

@@ -41,6 +41,7 @@ from bedouin.kernels.direct.triton_blocks import (
     load_states,
     of_thread,
     reach,
+    store_block,
 )
 from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
 from bedouin.kernels.direct.triton_replay import later_memory, token_memory
@@ -60,64 +61,16 @@ from bedouin.kernels.direct.triton_sums import (
 
 
 @triton.jit
-def load_token(
-    sweep,  # ReverseSweep
-    chunk,  # Chunk
-    sample,
-    i_token,  # of the token in its chunk
-):
-    """The vectors (d,) of a token, as they are stored, because conversions wait for loads.
-
-    x, y, the cotangent of y, x~, the two parts of the raw Delta and those of each u.
-    """
-    d: tl.constexpr = sweep.sizes.d
-    t = chunk.start + i_token
-    cols = tl.arange(0, sweep.sizes.BLOCK_D)
-    in_d = cols < d
-    u_at = d + (2 * sweep.sizes.n if sweep.options.SELECTIVE else 0)
-    raw = aligned_row(sweep.tokens.raw, sample, t, sweep.options.ALIGNED)
-    fed = aligned_row(sweep.tokens.fed, sample, t, sweep.options.ALIGNED)
-    token = sample * sweep.sizes.t_end + t
-    in_chunk = (sample + chunk.behind) * chunk.count + i_token
-    vectors = (
-        tl.load(token_row(sweep.tokens.x, sample, t) + cols, mask=in_d, other=0.0),
-        tl.load(sweep.buffers.y_ptr + token * d + cols, mask=in_d, other=0.0),
-        tl.load(token_row(sweep.tokens.grad_y, sample, t) + cols, mask=in_d, other=0.0),
-        tl.load(sweep.prepared.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0),
-        load_uncached(raw + cols, in_d),
-        load_uncached(fed + cols, in_d),
-    )
-    for i in tl.static_range(sweep.options.K):
-        at = u_at + i * d + cols
-        vectors = vectors + (load_uncached(raw + at, in_d), load_uncached(fed + at, in_d))
-    return vectors
-
-
-@triton.jit
-def load_memory(sweep, chunk, sample, i_token):
-    """h before a token, BLOCKS times (BLOCK_N, BLOCK_D); nothing if CROWDED."""
-    blocks = ()
-    if not sweep.sizes.CROWDED:
-        memory_ptr = token_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
-        memory_ptr = of_thread(memory_ptr, chunk.start, sweep.sizes)
-        for block in tl.static_range(sweep.sizes.BLOCKS):
-            blocks = blocks + (load_block_uncached(memory_ptr, block, sweep.sizes.n, sweep.sizes),)
-    return blocks
-
-
-@triton.jit
 def reverse_token(
     H,  # BLOCKS times (BLOCK_N, BLOCK_D), cotangent of h_t
-    vectors,  # those of `load_token`, or nothing
-    memory,  # that of `load_memory`, or nothing
     sweep,  # ReverseSweep
     chunk,  # Chunk
     sample,
     i_token,  # of the token in its chunk
     target,  # finished tiles when (W^y)^T grad_raw_{t+1} is complete
 ):
-    """Store the cotangents of x_t and raw_t, and w and Delta; returns that of h_{t-1}, as H, and of
-    the token before this one what is given of this one."""
+    """Store the cotangents of x_t and raw_t, and add that of A, or store w and Delta if LATER_A;
+    returns the cotangent of h_{t-1}, as H."""
     K: tl.constexpr = sweep.options.K
     ACC: tl.constexpr = sweep.options.ACC
     FULL: tl.constexpr = sweep.options.FULL
@@ -146,32 +99,31 @@ def reverse_token(
     states = ()
     if not CROWDED:
         states = load_states_in_columns(row + SIZE, sweep.sizes)
+    memory_ptr = token_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
+    memory_ptr = of_thread(memory_ptr, t, sweep.sizes)
+    later_ptr = later_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
+    later_ptr = of_thread(later_ptr, t, sweep.sizes)
     A_ptr = of_thread(sweep.prepared.A_ptr, t, sweep.sizes)
     crowded_sums = ()
     if CROWDED:
         # before other vectors are loaded, which would occupy registers
         mixed = tl.load(sweep.prepared.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
         raw_delta = load_raw(raw, fed, cols, in_d, True, ACC, ".cg")
-        memory_ptr = token_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
-        memory_ptr = of_thread(memory_ptr, t, sweep.sizes)
         crowded_sums = sums_over_states(
             H, activate(raw_delta, sweep.options.ACTIVATION), mixed, row + SIZE, memory_ptr,
             A_ptr, sweep.sizes, sweep.options,
         )  # fmt: skip
     BC = tl.load(row + SIZE - 3)
-    AHEAD_VECTORS: tl.constexpr = len(vectors) > 0
-    AHEAD_MEMORY: tl.constexpr = len(memory) > 0
-    if not AHEAD_VECTORS:
-        vectors = load_token(sweep, chunk, sample, i_token)
-    if not AHEAD_MEMORY:
-        memory = load_memory(sweep, chunk, sample, i_token)
-    x, y, g = vectors[0].to(ACC), vectors[1].to(ACC), vectors[2].to(ACC)
-    mixed = vectors[3]
-    raw_delta = vectors[4].to(ACC) + vectors[5].to(ACC)
+    x = tl.load(token_row(sweep.tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    y = tl.load(sweep.buffers.y_ptr + token * d + cols, mask=in_d, other=0.0).to(ACC)
+    mixed = tl.load(sweep.prepared.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
+    grad_y = token_row(sweep.tokens.grad_y, sample, t)
+    g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
+    raw_delta = load_raw(raw, fed, cols, in_d, True, ACC, ".cg")
     delta = activate(raw_delta, sweep.options.ACTIVATION)
     u = ()
     for i in tl.static_range(K):
-        u = u + (vectors[6 + 2 * i].to(ACC) + vectors[7 + 2 * i].to(ACC),)
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, True, ACC, ".cg"),)
     if not COUPLED:
         s = input_scale(delta, sweep.options.INPUT_SCALE)
         written = s * mixed
@@ -191,7 +143,7 @@ def reverse_token(
         B = tl.load(row + SIZE + n_rows, mask=n_rows < n, other=0.0)
         C = tl.load(row + SIZE + n + n_rows, mask=n_rows < n, other=0.0)
         A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
-        h = memory[block]
+        h = load_uncached(memory_ptr + state, in_state)
         decay, s_rows = discretize(delta, A_log2, COUPLED, sweep.options)
         decayed = decayed + (decay * h,)
         if COUPLED:
@@ -286,8 +238,6 @@ def reverse_token(
 
     tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
     if sweep.options.SELECTIVE and CROWDED:
-        later_ptr = later_memory(sweep.memories, sample, i_token, chunk, sweep.sizes)
-        later_ptr = of_thread(later_ptr, t, sweep.sizes)
         store_crowded_grads(
             H, w, delta, mixed, written, later_ptr, row + SIZE, grad_raw + d, A_ptr,
             sweep.sizes, sweep.options,
@@ -302,9 +252,10 @@ def reverse_token(
             H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, A_ptr,
             sweep.sizes, sweep.options,
         )  # fmt: skip
-    vectors = sweep.walked.vectors_ptr + in_chunk * (2 * d) + cols
-    tl.store(vectors, w, mask=in_d)
-    tl.store(vectors + d, delta, mask=in_d)
+    if sweep.sizes.LATER_A:
+        vectors = sweep.walked.vectors_ptr + in_chunk * (2 * d) + cols
+        tl.store(vectors, w, mask=in_d)
+        tl.store(vectors + d, delta, mask=in_d)
     if sweep.product.PERSISTENT:
         announce(sweep.counters.samples)
 
@@ -313,14 +264,6 @@ def reverse_token(
         grad_mixed.to(sweep.buffers.grad_x_ptr.dtype.element_ty),
         mask=in_d,
     )
-    # loads of the token before are issued here, where registers are free
-    i_before = tl.maximum(i_token - 1, 0)
-    vectors_before = ()
-    if AHEAD_VECTORS:
-        vectors_before = load_token(sweep, chunk, sample, i_before)
-    memory_before = ()
-    if AHEAD_MEMORY:
-        memory_before = load_memory(sweep, chunk, sample, i_before)
     checks = channel_sums(rows_times(u, from_memory + sigma * w, K), sweep.sizes)
     T = some_scalars(row, held, 0, PAIRS, sweep.sizes)
     T_checks = over_channels(upper_transposed_times(T, checks, K), sweep.sizes)
@@ -336,9 +279,21 @@ def reverse_token(
         # the decay again: kept over the wait it would cost too many registers
         A_log2 = load_block(A_ptr, block, n, sweep.sizes)
         C = load_states(row + SIZE + n, block, sweep.sizes)
-        decay, _ = discretize(delta, A_log2, COUPLED, sweep.options)
-        new_H = new_H + ((H[block] + C[:, None] * w[None, :]) * decay,)
-    return new_H, vectors_before, memory_before
+        decay, s_rows = discretize(delta, A_log2, COUPLED, sweep.options)
+        total = H[block] + C[:, None] * w[None, :]
+        if not sweep.sizes.LATER_A:
+            if COUPLED or FULL:
+                B = load_states(row + SIZE, block, sweep.sizes)
+                h = load_block_uncached(memory_ptr, block, n, sweep.sizes)
+                along = reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
+            else:
+                along = decayed[block]
+            sum_A = of_thread(sweep.buffers.grad_A_ptr + sample * n * d, t, sweep.sizes)
+            grad_A = load_block_uncached(sum_A, block, n, sweep.sizes)
+            grad_A += total * along * delta[None, :]
+            store_block(sum_A, grad_A, block, n, sweep.sizes)
+        new_H = new_H + (total * decay,)
+    return new_H
 
 
 @triton.jit
