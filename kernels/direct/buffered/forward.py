@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bedouin.kernels.direct.buffered.feedback import Feedback
 from bedouin.kernels.direct.buffered.rows import (
+    LOG2E,
     RowMaker,
     Rows,
     by_token,
@@ -57,7 +58,7 @@ class _Step:
         A: Tensor,  # (n, d) or (b, n, d)
         like: Tensor,  # (b, n, d)
     ) -> None:
-        self.maker, self.A = maker, A
+        self.maker, self.A = maker, A * LOG2E
         (b, n, d), k = like.shape, maker.layout.num_householder
         self.memories = like.new_empty(b, n, d), like.new_empty(b, n, d)
         self.is_full = maker.options.eigenvalues == "full"

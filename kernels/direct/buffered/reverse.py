@@ -22,6 +22,7 @@ from torch import Tensor
 from bedouin.kernels.direct.buffered.feedback import Feedback, NormedTokens
 from bedouin.kernels.direct.buffered.maps import fill_maps, map_width
 from bedouin.kernels.direct.buffered.rows import (
+    LOG2E,
     RowMaker,
     Rows,
     by_token,
@@ -136,7 +137,7 @@ def _fill_known(
     known: _Known,
     x: Tensor,  # (b, c, d)
     y: Tensor,  # (b, c, d)
-    A: Tensor,  # (n, d) or (b, n, d)
+    A: Tensor,  # (n, d) or (b, n, d), log2(e) A
 ) -> Tensor:  # (i, k, k)
     """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T. Without
     reflections z is 0, too."""
@@ -173,7 +174,7 @@ class _Step:
         H: Tensor,  # (b, n, d), the cotangent of the last h, overwritten
     ) -> None:
         (b, _, d), k = H.shape, maker.k
-        self.A, self.H, self.maker = A, H, maker
+        self.A, self.A_log2, self.H, self.maker = A, A * LOG2E, H, maker
         self.product, self.grad_A = torch.empty_like(H), torch.zeros_like(H)
         # for lambda = 2 power - 1, H is read again after it has been multiplied by the power
         self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
@@ -183,7 +184,7 @@ class _Step:
     def remember(self, known: _Known) -> None:
         """h after the token from h before it, and the decay between them."""
         if known.scale is None:
-            torch.mul(known.delta, self.A, out=known.power).exp_()
+            torch.mul(known.delta, self.A_log2, out=known.power).exp2_()
         h = torch.mul(known.before, known.power, out=known.after)
         if self.other is not None:
             h.mul_(2).sub_(known.before)
@@ -315,7 +316,7 @@ def buffered_reverse(
         rows, known = every_row.first(i), all_known.first(i)
         if not in_place:
             rows.raw.view(-1, b, rows.raw.shape[-1]).copy_(by_time[tokens])
-        T = _fill_known(maker, rows, known, x[:, tokens], solved.y[:, tokens], A_rows)
+        T = _fill_known(maker, rows, known, x[:, tokens], solved.y[:, tokens], step.A_log2)
         each[0] = each[0]._replace(before=kept[:, start // keep_every])
         for token in each[: i // b]:
             step.remember(token)
