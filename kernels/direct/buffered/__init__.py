@@ -8,8 +8,8 @@ what no other token waits for is computed for a chunk at once; and of the mixer 
 token are part of the recurrence (rows.py).
 """
 
-from bedouin.kernels.direct.buffered.forward import buffered_sweep
+from bedouin.kernels.direct.buffered.forward import allocate_memory, buffered_sweep
 from bedouin.kernels.direct.buffered.reverse import buffered_reverse
 from bedouin.kernels.direct.buffered.rows import takes_buffers
 
-__all__ = ["buffered_reverse", "buffered_sweep", "takes_buffers"]
+__all__ = ["allocate_memory", "buffered_reverse", "buffered_sweep", "takes_buffers"]

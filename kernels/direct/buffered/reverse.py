@@ -30,14 +30,15 @@ from bedouin.kernels.direct.buffered.rows import (
     only_delta_is_fed,
     split_tokens,
 )
+from bedouin.kernels.direct.buffered.trace import Trace
 from bedouin.kernels.direct.layout import activation_slope
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
 from bedouin.kernels.heads import count_heads, sum_samples
-from bedouin.kernels.householder import wy_factor_of
 
 
 class _Known(NamedTuple):
-    """What no cotangent enters, for the rows of a chunk."""
+    """What no cotangent enters, for the rows of a chunk, and memory for what the adjoint of its
+    tokens computes."""
 
     delta: Tensor  # (i, 1, d), of `Rows`, as all up to U_columns
     B: Tensor  # (i, 1, n)
@@ -56,10 +57,6 @@ class _Known(NamedTuple):
     constant: Tensor  # (i, 1, k')
     slope: Tensor  # (i, 1, d), of the activation of Delta
     of_reads: Tensor | None  # (i, 1, d), the slope of Delta's raw value for H B
-    power: Tensor  # (i, n, d), exp(A delta)
-    scale: Tensor | None  # (i, n, d), s for "one_minus_decay"; else None
-    before: Tensor  # (i, n, d), h before the token; for the first token the one that was kept
-    after: Tensor  # (i, n, d), h after it
     factor: Tensor  # (i, k + 2, d), U, y - x and m, which the token computes, in one matrix
     m: Tensor  # (i, 1, d)
     z: Tensor  # (i, 1, d), which the token computes, as all that follow
@@ -85,16 +82,13 @@ class _Known(NamedTuple):
 
 def _allocate(
     maker: RowMaker,
-    i: int,
-    b: int,
-    raw: Tensor | None,  # (i, 1, r); None: in new memory
-) -> tuple[Rows, _Known]:
-    d, n, k = maker.d, maker.n, maker.k
-    rows, wide = maker.allocate(i, raw, extra=2)
+    rows: Rows,
+    mixed: Tensor,  # (i, 1, d)
+) -> _Known:
+    (i, _, d), n, k = mixed.shape, maker.n, maker.k
     new = maker.like.new_empty
-    h, mixed = new(i + b, n, d), new(i, 1, d)
-    found, pair = new(i, 1, map_width(k)), new(2, i, 1, n)
-    known = _Known(
+    found, pair, factor = new(i, 1, map_width(k)), new(2, i, 1, n), new(i, k + 2, d)
+    return _Known(
         delta=rows.delta,
         B=rows.B,
         B_column=rows.B_column,
@@ -112,12 +106,8 @@ def _allocate(
         constant=new(i, 1, map_width(k)),
         slope=new(i, 1, d),
         of_reads=None if maker.coupled else new(i, 1, d),
-        power=new(i, n, d),
-        scale=new(i, n, d) if maker.coupled else None,
-        before=h[:i],
-        after=h[b:],
-        factor=wide,
-        m=wide[:, k + 1 :],
+        factor=factor,
+        m=factor[:, k + 1 :],
         z=new(i, 1, d),
         w=new(i, 1, d),
         found=found,
@@ -128,30 +118,17 @@ def _allocate(
         of_C=pair[1],
         pair=pair.squeeze(2).transpose(0, 1),
     )
-    return rows, known
 
 
 def _fill_known(
     maker: RowMaker,
-    rows: Rows,  # their raw values are given
-    known: _Known,
-    x: Tensor,  # (b, c, d)
-    y: Tensor,  # (b, c, d)
-    A: Tensor,  # (n, d) or (b, n, d), log2(e) A
-) -> Tensor:  # (i, k, k)
-    """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T. Without
-    reflections z is 0, too."""
-    v, b = known.factor[:, -2:-1], len(x)
-    maker.fill(rows)
-    if known.scale is not None:
-        of_rows = A if A.dim() == 2 else A.repeat(x.shape[1], 1, 1)
-        maker.decay(rows, of_rows, known.power, known.scale)
-    torch.sub(y, x, out=by_token(v, b))
-    T = wy_factor_of(rows.dots, rows.beta.squeeze(-1))
-    by_token(known.mixed, b).copy_(x)
+    rows: Rows,
+    known: _Known,  # its views of `rows` and `mixed` are given
+    e: Tensor,  # (i, 1, k)
+) -> None:
+    """What follows from the rows and from the mixing. Without reflections z is 0, too."""
     if maker.k:
-        e = torch.bmm(v, rows.U_columns) @ T.mT
-        known.mixed.baddbmm_(e, rows.U)
+        known.factor[:, :-2].copy_(rows.U)
         fill_maps(maker, rows, e, known.maps, known.constant)
     else:
         known.z.zero_()
@@ -161,7 +138,6 @@ def _fill_known(
         torch.mul(known.mixed, known.slope, out=known.of_reads)
         if maker.options.input_scale == "bounded_delta":
             known.of_reads.div_(torch.add(rows.delta, maker.one).square_())
-    return T
 
 
 class _Step:
@@ -175,33 +151,43 @@ class _Step:
     ) -> None:
         (b, _, d), k = H.shape, maker.k
         self.A, self.A_log2, self.H, self.maker = A, A * LOG2E, H, maker
-        self.product, self.grad_A = torch.empty_like(H), torch.zeros_like(H)
+        self.power, self.product = torch.empty_like(H), torch.empty_like(H)
+        self.grad_A = torch.zeros_like(H)
+        self.scale = torch.empty_like(H) if maker.coupled else None
         # for lambda = 2 power - 1, H is read again after it has been multiplied by the power
         self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
         new = H.new_empty
         self.reads, self.numbers = new(b, 1, d), new(b, 1, k)
 
-    def remember(self, known: _Known) -> None:
-        """h after the token from h before it, and the decay between them."""
-        if known.scale is None:
-            torch.mul(known.delta, self.A_log2, out=known.power).exp2_()
-        h = torch.mul(known.before, known.power, out=known.after)
+    def remember(
+        self,
+        rows: Rows,  # of a token
+        mixed: Tensor,  # (b, 1, d)
+        before: Tensor,  # (b, n, d), h before the token
+        after: Tensor,  # (b, n, d), overwritten
+    ) -> None:
+        """h after the token; for "one_minus_decay" also completes `rows`."""
+        self.maker.decay(rows, self.A_log2, self.power, self.scale)
+        torch.mul(before, self.power, out=after)
         if self.other is not None:
-            h.mul_(2).sub_(known.before)
-        if known.scale is None:
-            h.addcmul_(known.B_column, known.written)
+            after.mul_(2).sub_(before)
+        if self.scale is None:
+            after.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=self.reads))
         else:
-            h.addcmul_(torch.mul(known.scale, known.written, out=self.product), known.B_column)
+            after.addcmul_(torch.mul(self.scale, mixed, out=self.product), rows.B_column)
 
     def run(
         self,
         known: _Known,
+        before: Tensor,  # (b, n, d), h before the token
+        after: Tensor,  # (b, n, d), h after it
         g: Tensor,  # (b, 1, d)
         grad_delta: Tensor,  # (b, 1, d), the cotangent of Delta's raw value, overwritten
     ) -> None:
         """Computes `grad_delta`, and what `finish_rows` reads; makes H that of the token before."""
         H, m, z, w, reads = self.H, known.m, known.z, known.w, self.reads
-        scale, product = known.scale, self.product
+        scale, product = self.scale, self.product
+        self.maker.exponentials(known.delta, self.A_log2, self.power, scale)
         torch.bmm(known.B, H if scale is None else torch.mul(H, scale, out=product), out=reads)
         m.copy_(reads) if scale is not None else torch.mul(reads, known.s, out=m)
         m.addcmul_(known.sigma, g)
@@ -217,29 +203,28 @@ class _Step:
         if self.maker.layout.selective:
             scaled = H if scale is None else torch.mul(H, scale, out=product)
             torch.bmm(known.written, scaled.mT, out=known.of_B)
-            torch.bmm(w, known.after.mT, out=known.of_C)
-        self._through_decay(known, grad_delta)
+            torch.bmm(w, after.mT, out=known.of_C)
+        self._through_decay(known, before, grad_delta)
 
     def _through_decay(
         self,
         known: _Known,
+        before: Tensor,  # (b, n, d)
         grad: Tensor,  # (b, 1, d), overwritten
     ) -> None:
         """The cotangents of A and of Delta's raw value, and H of the token before."""
-        H, is_plain = self.H, self.other is None and known.scale is None
-        moved = torch.mul(H, known.power, out=H if self.other is None else self.other)
+        H, product = self.H, self.product
+        moved = torch.mul(H, self.power, out=H if self.other is None else self.other)
         if self.other is not None:
             moved.mul_(2)
-        # the power is not read again, and in the cache
-        product = known.power if is_plain else self.product
-        if known.scale is None:
-            torch.mul(moved, known.before, out=product)
+        if self.scale is None:
+            torch.mul(moved, before, out=product)
         else:
             # the scale is 1 - |lambda|
             torch.mul(known.B_column, known.mixed, out=product)
             if self.other is not None:
-                product.mul_(torch.sub(known.power, 0.5).sign_())
-            torch.sub(known.before, product, out=product).mul_(moved)
+                product.mul_(self.power.sub_(0.5).sign_())
+            torch.sub(before, product, out=product).mul_(moved)
         if self.other is not None:
             torch.sub(moved, H, out=H)
         # `product` is the cotangent of A delta
@@ -304,26 +289,36 @@ def buffered_reverse(
         feedback, f = Feedback(W_y, options.feedback_norm_eps, g), W_y.shape[-2]
         normed = NormedTokens(solved.y, y0, options.feedback_norm_eps)
     grad_x, statistics = torch.empty_like(x), x.new_empty(2, b, t_end)
-    count, by_time = min(keep_every, t_end), solved.full_raw.transpose(0, 1)
-    in_place = count == t_end and by_time.is_contiguous()
-    given = by_time.view(count * b, 1, -1) if in_place else None
-    every_row, all_known = _allocate(maker, count * b, b, given)
-    each = all_known.tokens(b)
+    count = min(keep_every, t_end)
+    given = None if solved.h is None else Trace.of(solved.memory)
+    trace = Trace.allocate(maker, count, b, n) if given is None else given
+    every_row = maker.rows_of(trace.rows)
+    all_known = _allocate(maker, every_row, trace.mixed.mixed)
+    each, hs = all_known.tokens(b), list(trace.h.unbind(0))
+    # h after the last token of a chunk
+    hs.append(torch.empty_like(hs[0]) if solved.h is None else solved.h.mT)
     g.copy_(grad_ys[t_end - 1])
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
         i = (tokens.stop - start) * b
-        rows, known = every_row.first(i), all_known.first(i)
-        if not in_place:
-            rows.raw.view(-1, b, rows.raw.shape[-1]).copy_(by_time[tokens])
-        T = _fill_known(maker, rows, known, x[:, tokens], solved.y[:, tokens], step.A_log2)
-        each[0] = each[0]._replace(before=kept[:, start // keep_every])
-        for token in each[: i // b]:
-            step.remember(token)
+        rows, known, again = every_row.first(i), all_known.first(i), trace.mixed.first(i)
+        v = known.factor[:, -2:-1]
+        torch.sub(solved.y[:, tokens], x[:, tokens], out=by_token(v, b))
+        if given is None:
+            by_token(rows.raw, b).copy_(solved.full_raw[:, tokens])
+            by_token(again.mixed, b).copy_(x[:, tokens])
+            maker.fill(rows)
+            again.fill(rows, v)
+            hs[0] = kept[:, start // keep_every]
+            mixed = torch.unsafe_split(again.mixed, b)
+            for j, token in enumerate(rows.tokens(b)):
+                step.remember(token, mixed[j], hs[j], hs[j + 1])
+        _fill_known(maker, rows, known, again.e)
         for t in reversed(range(start, tokens.stop)):
-            step.run(each[t - start], g, grad_deltas[t])
+            j = t - start
+            step.run(each[j], hs[j], hs[j + 1], g, grad_deltas[t])
             if not ahead:
-                _finish_rows(maker, each[t - start], grad_raws[t])
+                _finish_rows(maker, each[j], grad_raws[t])
             if W_y is None:
                 g.copy_(grad_ys[t - 1])
             else:
@@ -332,7 +327,7 @@ def buffered_reverse(
         if ahead:
             _finish_rows(maker, known, grad_raw[tokens].view(i, 1, -1))
         torch.sub(by_token(known.m, b), by_token(known.z, b), out=grad_x[:, tokens])
-        statistics[..., tokens] = _check(known, T).unflatten(1, (-1, b)).mT
+        statistics[..., tokens] = _check(known, again.T).unflatten(1, (-1, b)).mT
     if report is not None:
         report(*statistics)
     if W_y is None:
