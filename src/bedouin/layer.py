@@ -381,10 +381,11 @@ class FixedPointLayer(GraphedLayer, ABC):
     ) -> Call:
         """Everything before the solve: projections, weights, the map and the initial y."""
         self.deferred.flush()
-        projected = self.in_proj(u if packing is None else packing.take(u))
+        u = u if packing is None else packing.take(u)
+        projected = self.in_proj(u)
         state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
         cast_to = autocast_dtype(u)
-        separate = partial(self._separate, projected, state, options, cast_to, packing)
+        separate = partial(self._separate, u, projected, state, options, cast_to, packing)
         if takes_core(self, projected, options, cast_to):
             core = CoreMap(self, projected, state, cast_to, packing, separate)
             return Call(core, core.start, None, state)
@@ -392,6 +393,7 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _separate(
         self,
+        u: Tensor,  # (b, t, m)
         projected: Tensor,  # (b, t, d or 2 d)
         state: BedouinState | None,
         options: SolveOptions,
@@ -404,7 +406,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
         dtype, gemm_dtype = accumulator(x.dtype), cast_to or self.D.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
-        raw, gate = self._project_x(x, low)
+        raw, gate = self._project_x(u, x, low)
         with without_autocast(x.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, W_y, state, packing)
@@ -416,6 +418,7 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _project_x(
         self,
+        u: Tensor,  # (b, t, m), of which x is a projection
         x: Tensor,  # (b', t, p)
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
@@ -426,7 +429,24 @@ class FixedPointLayer(GraphedLayer, ABC):
         options: dict[str, Any] = {"r": self.raw_size, "dtype": dtype if for_kernels else None}
         if not is_plain(self.x_proj):
             return split_projected(self.x_proj(x), bias, **options)
-        return project_raw(x, self.x_proj.weight, bias, **options)
+        weight = self.x_proj.weight
+        if not for_kernels and self._joins_weights(u):
+            # (W^x W) u instead of W^x (W u)
+            return project_raw(u, weight @ self.in_proj.weight[: self.d_inner], bias, **options)
+        return project_raw(x, weight, bias, **options)
+
+    def _joins_weights(
+        self,
+        u: Tensor,  # (b, t, m)
+    ) -> bool:
+        """Whether W^x x takes fewer operations if W^x is first multiplied by the weight W of x, as
+        in training if m < d. In low precision the rounded product would be less accurate."""
+        if self.num_heads > 1 or u.is_cuda or torch.compiler.is_compiling():
+            return False
+        if autocast_dtype(u) is not None or u.dtype not in (torch.float32, torch.float64):
+            return False
+        rows, (m, d) = u.shape[:-1].numel(), (self.d_model, self.d_inner)
+        return rows * (d - m) > d * m and is_plain(self.in_proj)
 
     def _map(
         self,

@@ -213,7 +213,9 @@ class _Step:
         grad: Tensor,  # (b, 1, d), overwritten
     ) -> None:
         """The cotangents of A and of Delta's raw value, and H of the token before."""
-        H, product = self.H, self.product
+        H, is_plain = self.H, self.other is None and self.scale is None
+        # the power is not read again, and in the cache
+        product = self.power if is_plain else self.product
         moved = torch.mul(H, self.power, out=H if self.other is None else self.other)
         if self.other is not None:
             moved.mul_(2)
