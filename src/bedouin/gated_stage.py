@@ -31,7 +31,7 @@ class GatedStage(NamedTuple):
 
     x: Tensor  # (b', t, p)
     z: Tensor | None  # (b', t, p)
-    gate: Tensor  # (b', t, p), the part that x determines
+    gate: Tensor | None  # (b', t, p), the part that x determines; None: z includes it
     W_gate: Tensor | None  # (p, p) or (H, p, p)
     y0: Tensor | None  # (b', p)
     dtype: torch.dtype  # of the products and of the result
@@ -54,7 +54,9 @@ class GatedStage(NamedTuple):
         if layer.norm is not None:
             weight = by_head(layer.norm.weight, layer.num_heads)
             norm = {"z": self.z, "weight": weight, "eps": layer.norm.eps}
+        gate, fed = (fed, None) if self.gate is None else (self.gate, fed)
+        assert gate is not None, "z includes the gate only with feedback"
         common: dict[str, Any] = {"dtype": self.dtype, "backend": backend}
         return gated_output(
-            y, self.x, by_head(layer.D, layer.num_heads), self.gate, fed, **norm, **common
+            y, self.x, by_head(layer.D, layer.num_heads), gate, fed, **norm, **common
         )
