@@ -52,7 +52,7 @@ class _Known(NamedTuple):
     U: Tensor  # (i, k, d)
     U_columns: Tensor  # (i, d, k)
     mixed: Tensor  # (i, 1, d)
-    written: Tensor  # (i, 1, d), s * mixed, or for "one_minus_decay" mixed
+    written: Tensor  # (i, d, 1), s * mixed, or for "one_minus_decay" mixed
     maps: Tensor  # (i, k, k')
     constant: Tensor  # (i, 1, k')
     slope: Tensor  # (i, 1, d), of the activation of Delta
@@ -61,12 +61,13 @@ class _Known(NamedTuple):
     m: Tensor  # (i, 1, d)
     z: Tensor  # (i, 1, d), which the token computes, as all that follow
     w: Tensor  # (i, 1, d)
+    w_column: Tensor  # (i, d, 1), a view of w
     found: Tensor  # (i, 1, k'), what the maps compute
     f: Tensor  # (i, 1, k), a view of found, as the next two
     found_alpha: Tensor  # (i, k, 1)
     found_u: Tensor  # (i, k, k + 2)
-    of_B: Tensor  # (i, 1, n), the cotangents of B and C
-    of_C: Tensor  # (i, 1, n)
+    of_B: Tensor  # (i, n, 1), the cotangents of B and C
+    of_C: Tensor  # (i, n, 1)
     pair: Tensor  # (i, 2, n), a view of both
 
     def first(self, count: int) -> "_Known":
@@ -87,7 +88,8 @@ def _allocate(
 ) -> _Known:
     (i, _, d), n, k = mixed.shape, maker.n, maker.k
     new = maker.like.new_empty
-    found, pair, factor = new(i, 1, map_width(k)), new(2, i, 1, n), new(i, k + 2, d)
+    found, pair, factor = new(i, 1, map_width(k)), new(2, i, n, 1), new(i, k + 2, d)
+    w, written = new(i, 1, d), mixed if maker.coupled else new(i, 1, d)
     return _Known(
         delta=rows.delta,
         B=rows.B,
@@ -101,7 +103,7 @@ def _allocate(
         U=rows.U,
         U_columns=rows.U_columns,
         mixed=mixed,
-        written=mixed if maker.coupled else new(i, 1, d),
+        written=written.mT,
         maps=new(i, k, map_width(k)),
         constant=new(i, 1, map_width(k)),
         slope=new(i, 1, d),
@@ -109,14 +111,15 @@ def _allocate(
         factor=factor,
         m=factor[:, k + 1 :],
         z=new(i, 1, d),
-        w=new(i, 1, d),
+        w=w,
+        w_column=w.mT,
         found=found,
         f=found[..., :k],
         found_alpha=found[..., k : 2 * k].mT,
         found_u=found[:, 0, 2 * k :].unflatten(-1, (k, k + 2)),
         of_B=pair[0],
         of_C=pair[1],
-        pair=pair.squeeze(2).transpose(0, 1),
+        pair=pair.squeeze(-1).transpose(0, 1),
     )
 
 
@@ -134,7 +137,7 @@ def _fill_known(
         known.z.zero_()
     known.slope.copy_(activation_slope(maker.layout, rows.raw_delta))
     if known.of_reads is not None:
-        torch.mul(known.mixed, rows.s, out=known.written)
+        torch.mul(known.mixed, rows.s, out=known.written.mT)
         torch.mul(known.mixed, known.slope, out=known.of_reads)
         if maker.options.input_scale == "bounded_delta":
             known.of_reads.div_(torch.add(rows.delta, maker.one).square_())
@@ -202,8 +205,9 @@ class _Step:
         H.addcmul_(known.C_column, w)
         if self.maker.layout.selective:
             scaled = H if scale is None else torch.mul(H, scale, out=product)
-            torch.bmm(known.written, scaled.mT, out=known.of_B)
-            torch.bmm(w, after.mT, out=known.of_C)
+            # in this order, because the product with the transposed memory takes three times as long
+            torch.bmm(scaled, known.written, out=known.of_B)
+            torch.bmm(after, known.w_column, out=known.of_C)
         self._through_decay(known, before, grad_delta)
 
     def _through_decay(
