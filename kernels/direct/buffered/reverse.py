@@ -205,7 +205,7 @@ class _Step:
         H.addcmul_(known.C_column, w)
         if self.maker.layout.selective:
             scaled = H if scale is None else torch.mul(H, scale, out=product)
-            # in this order, because the product with the transposed memory takes three times as long
+            # in this order: with the transposed memory the products take up to three times as long
             torch.bmm(scaled, known.written, out=known.of_B)
             torch.bmm(after, known.w_column, out=known.of_C)
         self._through_decay(known, before, grad_delta)
