@@ -61,6 +61,7 @@ class _Step:
         self.maker, self.A = maker, A * LOG2E
         (b, n, d), k = like.shape, maker.layout.num_householder
         self.is_full = maker.options.eigenvalues == "full"
+        self.power = like.new_empty(b, n, d)
         self.scale = like.new_empty(b, n, d) if maker.coupled else None
         self.vector = like.new_empty(b, 1, d)
         self.numbers, self.e = like.new_empty(b, 1, k), like.new_empty(b, 1, k)
@@ -74,11 +75,12 @@ class _Step:
     ) -> None:
         """Writes h after the token to `memory`, and p and y of the token."""
         rows, x, p, y = token
-        vector, scale = self.vector, self.scale
-        self.maker.decay(rows, self.A, memory, scale)
+        vector, scale, power = self.vector, self.scale, self.power
+        # not in `memory`, which unlike this buffer is not in the cache
+        self.maker.decay(rows, self.A, power, scale)
         if self.is_full:
-            memory.mul_(2).sub_(1)
-        memory.mul_(h)
+            power.mul_(2).sub_(1)
+        torch.mul(power, h, out=memory)
         torch.bmm(rows.C, memory, out=p)
         if self.maker.k:
             torch.addcmul(p, rows.sigma, x, out=vector).sub_(x)
@@ -159,8 +161,8 @@ def buffered_sweep(
     rows = maker.rows_of(maker.allocate(count * b) if trace is None else trace.rows)
     chunk = _Tokens(rows, *(new(count * b, 1, d) for _ in range(3)))
     ahead = only_delta_is_fed(operands)
-    at_once = ahead or count == 1 or trace is not None
-    shared = None if at_once else maker.rows_of(maker.allocate(b))
+    shares = trace is None and count > 1 and not ahead
+    shared = maker.rows_of(maker.allocate(b)) if shares else None
     tokens, judge = chunk.tokens(b, shared), _Judge(maker, count * b)
     again = Mixed.allocate(maker, count * b) if trace is None else trace.mixed
     betas = [token.rows.beta.mT for token in tokens]
@@ -182,15 +184,14 @@ def buffered_sweep(
             # the first h is not in the memory that tokens overwrite
             kept.append(h.clone() if start else h)
         by_token(now.x, b).copy_(x[:, start:stop])
-        if at_once:
-            by_token(now.rows.raw, b).copy_(raw[:, start:stop])
         if ahead:
+            by_token(now.rows.raw, b).copy_(raw[:, start:stop])
             maker.fill_directions(now.rows)
             if W_y is None:
                 maker.fill_gains(now.rows)
         for i in range(stop - start):
             token = tokens[i]
-            if not at_once:
+            if not ahead:
                 token.rows.raw.copy_(raw[:, start + i : start + i + 1])
             if W_y is not None:
                 feedback.add(y, fed[i])

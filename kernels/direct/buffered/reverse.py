@@ -160,7 +160,7 @@ class _Step:
         # for lambda = 2 power - 1, H is read again after it has been multiplied by the power
         self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
         new = H.new_empty
-        self.reads, self.numbers = new(b, 1, d), new(b, 1, k)
+        self.reads, self.spare, self.numbers = new(b, 1, d), new(b, 1, d), new(b, 1, k)
 
     def remember(
         self,
@@ -175,13 +175,19 @@ class _Step:
         if self.other is not None:
             after.mul_(2).sub_(before)
         if self.scale is None:
-            after.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=self.reads))
+            after.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=self.spare))
         else:
             after.addcmul_(torch.mul(self.scale, mixed, out=self.product), rows.B_column)
+
+    def read(self, known: _Known) -> None:
+        """B H of the token that is the next to run; for "one_minus_decay" that follows later."""
+        if self.scale is None:
+            torch.bmm(known.B, self.H, out=self.reads)
 
     def run(
         self,
         known: _Known,
+        earlier: _Known | None,  # the token that runs next, if there is one in the chunk
         before: Tensor,  # (b, n, d), h before the token
         after: Tensor,  # (b, n, d), h after it
         g: Tensor,  # (b, 1, d)
@@ -191,8 +197,10 @@ class _Step:
         H, m, z, w, reads = self.H, known.m, known.z, known.w, self.reads
         scale, product = self.scale, self.product
         self.maker.exponentials(known.delta, self.A_log2, self.power, scale)
-        torch.bmm(known.B, H if scale is None else torch.mul(H, scale, out=product), out=reads)
-        m.copy_(reads) if scale is not None else torch.mul(reads, known.s, out=m)
+        if scale is None:
+            torch.mul(reads, known.s, out=m)
+        else:
+            m.copy_(torch.bmm(known.B, torch.mul(H, scale, out=product), out=reads))
         m.addcmul_(known.sigma, g)
         if self.maker.k:
             torch.bmm(m, known.U_columns, out=self.numbers)
@@ -208,11 +216,12 @@ class _Step:
             # in this order: with the transposed memory the products take up to three times as long
             torch.bmm(scaled, known.written, out=known.of_B)
             torch.bmm(after, known.w_column, out=known.of_C)
-        self._through_decay(known, before, grad_delta)
+        self._through_decay(known, earlier, before, grad_delta)
 
     def _through_decay(
         self,
         known: _Known,
+        earlier: _Known | None,
         before: Tensor,  # (b, n, d)
         grad: Tensor,  # (b, 1, d), overwritten
     ) -> None:
@@ -233,13 +242,17 @@ class _Step:
             torch.sub(before, product, out=product).mul_(moved)
         if self.other is not None:
             torch.sub(moved, H, out=H)
+        reads, self.reads, self.spare = self.reads, self.spare, self.reads
+        if earlier is not None:
+            # now, while H is in the cache
+            self.read(earlier)
         # `product` is the cotangent of A delta
         self.grad_A.addcmul_(product, known.delta)
         torch.sum(product.mul_(self.A), -2, keepdim=True, out=grad)
         grad.mul_(known.slope)
         if known.of_reads is not None:
             # the sum over n of B H, with the H to which C w^T has been added
-            grad.addcmul_(known.of_reads, self.reads.addcmul_(known.BC, known.w))
+            grad.addcmul_(known.of_reads, reads.addcmul_(known.BC, known.w))
 
 
 def _finish_rows(
@@ -320,9 +333,11 @@ def buffered_reverse(
             for j, token in enumerate(rows.tokens(b)):
                 step.remember(token, mixed[j], hs[j], hs[j + 1])
         _fill_known(maker, rows, known, again.e)
+        step.read(each[i // b - 1])
         for t in reversed(range(start, tokens.stop)):
             j = t - start
-            step.run(each[j], hs[j], hs[j + 1], g, grad_deltas[t])
+            earlier = each[j - 1] if j else None
+            step.run(each[j], earlier, hs[j], hs[j + 1], g, grad_deltas[t])
             if not ahead:
                 _finish_rows(maker, each[j], grad_raws[t])
             if W_y is None:
