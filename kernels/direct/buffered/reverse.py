@@ -151,33 +151,54 @@ class _Step:
         maker: RowMaker,
         A: Tensor,  # (n, d) or (b, n, d)
         H: Tensor,  # (b, n, d), the cotangent of the last h, overwritten
+        remembered: int,  # tokens of a chunk whose decay is kept; 0: `run` computes it
     ) -> None:
         (b, _, d), k = H.shape, maker.k
         self.A, self.A_log2, self.H, self.maker = A, A * LOG2E, H, maker
-        self.power, self.product = torch.empty_like(H), torch.empty_like(H)
+        self.product, count = torch.empty_like(H), max(1, remembered)
+        self.remembers = remembered > 0
+        self.all_powers = H.new_empty(count * b, *H.shape[1:])
+        self.all_scales = torch.empty_like(self.all_powers) if maker.coupled else None
+        self.powers, self.scales = split_tokens((self.all_powers, self.all_scales), b)
+        self.power: Tensor = self.powers[0]
+        self.scale: Tensor | None = self.scales[0]
         self.grad_A = torch.zeros_like(H)
-        self.scale = torch.empty_like(H) if maker.coupled else None
         # for lambda = 2 power - 1, H is read again after it has been multiplied by the power
         self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
         new = H.new_empty
         self.reads, self.spare, self.numbers = new(b, 1, d), new(b, 1, d), new(b, 1, k)
 
+    def turn_to(self, j: int) -> None:
+        """Go to the token j of the chunk."""
+        if self.remembers:
+            self.power, self.scale = self.powers[j], self.scales[j]
+
+    def fill_decay(
+        self,
+        rows: Rows,  # of a chunk whose decay is kept
+    ) -> None:
+        """The decay of "one_minus_decay", and what depends on it in `rows`."""
+        if self.all_scales is not None:
+            b, i = len(self.H), len(rows.raw)
+            A = self.A_log2 if self.A.dim() == 2 else self.A_log2.repeat(i // b, 1, 1)
+            self.maker.decay(rows, A, self.all_powers[:i], self.all_scales[:i])
+
     def remember(
         self,
-        rows: Rows,  # of a token
-        mixed: Tensor,  # (b, 1, d)
+        known: _Known,  # of a token
         before: Tensor,  # (b, n, d), h before the token
         after: Tensor,  # (b, n, d), overwritten
     ) -> None:
-        """h after the token; for "one_minus_decay" also completes `rows`."""
-        self.maker.decay(rows, self.A_log2, self.power, self.scale)
+        """h after the token."""
+        if self.scale is None:
+            self.maker.exponentials(known.delta, self.A_log2, self.power, None)
+            written = torch.mul(known.mixed, known.s, out=self.spare)
+        else:
+            written = torch.mul(self.scale, known.mixed, out=self.product)
         torch.mul(before, self.power, out=after)
         if self.other is not None:
             after.mul_(2).sub_(before)
-        if self.scale is None:
-            after.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=self.spare))
-        else:
-            after.addcmul_(torch.mul(self.scale, mixed, out=self.product), rows.B_column)
+        after.addcmul_(written, known.B_column)
 
     def read(self, known: _Known) -> None:
         """B H of the token that is the next to run; for "one_minus_decay" that follows later."""
@@ -196,7 +217,8 @@ class _Step:
         """Computes `grad_delta`, and what `finish_rows` reads; makes H that of the token before."""
         H, m, z, w, reads = self.H, known.m, known.z, known.w, self.reads
         scale, product = self.scale, self.product
-        self.maker.exponentials(known.delta, self.A_log2, self.power, scale)
+        if not self.remembers:
+            self.maker.exponentials(known.delta, self.A_log2, self.power, scale)
         if scale is None:
             torch.mul(reads, known.s, out=m)
         else:
@@ -297,7 +319,6 @@ def buffered_reverse(
     options, A_rows = solved.parameterization, solved.operands.A_rows()
     maker = RowMaker((d, n), options, x)
     H = x.new_zeros(b, n, d) if grad_h is None else x.new_empty(b, n, d).copy_(grad_h.mT)
-    step = _Step(maker, A_rows, H)
     grad_ys, g = [*grad_y.unsqueeze(2).unbind(1), x.new_zeros(b, 1, d)], x.new_empty(b, 1, d)
     # token by token, as the loop computes it
     grad_raw = x.new_empty(t_end, b, solved.full_raw.shape[-1])
@@ -311,6 +332,7 @@ def buffered_reverse(
     count = min(keep_every, t_end)
     given = None if solved.h is None else Trace.of(solved.memory)
     trace = Trace.allocate(maker, count, b, n) if given is None else given
+    step = _Step(maker, A_rows, H, count if given is None else 0)
     every_row = maker.rows_of(trace.rows)
     all_known = _allocate(maker, every_row, trace.mixed.mixed)
     each, hs = all_known.tokens(b), list(trace.h.unbind(0))
@@ -327,15 +349,17 @@ def buffered_reverse(
             by_token(rows.raw, b).copy_(solved.full_raw[:, tokens])
             by_token(again.mixed, b).copy_(x[:, tokens])
             maker.fill(rows)
+            step.fill_decay(rows)
             again.fill(rows, v)
             hs[0] = kept[:, start // keep_every]
-            mixed = torch.unsafe_split(again.mixed, b)
-            for j, token in enumerate(rows.tokens(b)):
-                step.remember(token, mixed[j], hs[j], hs[j + 1])
+            for j in range(i // b):
+                step.turn_to(j)
+                step.remember(each[j], hs[j], hs[j + 1])
         _fill_known(maker, rows, known, again.e)
         step.read(each[i // b - 1])
         for t in reversed(range(start, tokens.stop)):
             j = t - start
+            step.turn_to(j)
             earlier = each[j - 1] if j else None
             step.run(each[j], earlier, hs[j], hs[j + 1], g, grad_deltas[t])
             if not ahead:
