@@ -1,12 +1,18 @@
-"""The split product against torch's own: values, gradients and strides."""
+"""The split product against torch's own: values, gradients and strides. Joined weights."""
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from bedouin import Bedouin, FixedPointRNN
 from bedouin.kernels.linear import ALIGNMENT
+from bedouin.layer import FixedPointLayer
 from bedouin.projection import project_raw, split_linear
+from bedouin.solvers import Direct
 
 
 def operands(r: int, dtype: torch.dtype = torch.float64, s: int = 4) -> list[Tensor]:
@@ -87,3 +93,49 @@ def test_autocast_does_not_cast_again() -> None:
         out, rest = split_linear(*leaves, r=3)
         grads = torch.autograd.grad(out.sum() + rest.sum(), leaves)
     assert {v.dtype for v in (out, rest, *grads)} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(Bedouin, 4),
+        partial(Bedouin, 4, feedback=("delta",)),
+        partial(Bedouin, 4, feedback=()),
+        partial(Bedouin.from_paper, 4),
+        partial(FixedPointRNN, 4),
+        partial(FixedPointRNN, 4, feedback=()),
+    ],
+)
+def test_joined_weights_give_the_same_numbers(
+    make: Callable[..., FixedPointLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(W^x W) u, which more than d m / (d - m) = 8 tokens are worth, and W^x (W u)."""
+    layer = make(solver=Direct(), dtype=torch.float64)
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    weights, leaves = torch.randn_like(x), [x, *layer.parameters()]
+    found = []
+    for joins in (True, False):
+        if not joins:
+            monkeypatch.setattr(layer, "_joins_weights", lambda u: False)
+        assert layer._joins_weights(x) == joins
+        output, state = layer(x, return_state=True)
+        loss = (output * weights).sum() + state.y.sum() + state.ssm.sin().sum()
+        found.append([output, *torch.autograd.grad(loss, leaves, materialize_grads=True)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_weights_are_joined_only_where_it_pays() -> None:
+    layer = Bedouin(4, num_heads=1)
+    assert layer._joins_weights(torch.zeros(3, 3, 4))
+    assert not layer._joins_weights(torch.zeros(2, 4, 4))
+    assert not layer._joins_weights(torch.zeros(3, 3, 4, dtype=torch.bfloat16))
+    assert not Bedouin(4, num_heads=2)._joins_weights(torch.zeros(3, 3, 4))
+    assert not Bedouin(4, num_heads=1, expand=1)._joins_weights(torch.zeros(9, 9, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not layer._joins_weights(torch.zeros(3, 3, 4))
+    seen: list[Tensor] = []
+    layer.in_proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert not layer._joins_weights(torch.zeros(3, 3, 4))
+    layer(torch.zeros(3, 3, 4))
+    assert len(seen) == 1

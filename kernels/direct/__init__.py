@@ -78,7 +78,8 @@ def direct_sweep(
     has a layout, else it runs outside of the graph; torch.export writes a single token out.
     With several heads the batch is head by head, as `Operands` says. The Triton kernels need a
     layout; raises ValueError where `backend="triton"` cannot run, or heads and batch do not fit.
-    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token.
+    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or on a CPU, for a
+    sequence of at most CHUNK tokens, h at each of them.
     """
     operands.check()
     plain = choose_sweep(backend, operands, parameterization, bind_parameters) == "reference"

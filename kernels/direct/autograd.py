@@ -13,7 +13,7 @@ from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.direct.forward import memory_of
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.loops import allocate_raw, choose_sweep, run_reverse
+from bedouin.kernels.direct.loops import choose_memory, choose_sweep, run_reverse
 from bedouin.kernels.direct.reference import Sweep
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
@@ -22,8 +22,8 @@ from bedouin.kernels.outside import outside_of_graphs
 
 
 class _DirectSweep(torch.autograd.Function):
-    """Returns y*, last h, kept h, the raw values that include the feedback or an empty tensor,
-    defect, scale, magnitude and pivot. y* is `y_star` if given, and otherwise solved for.
+    """Returns y*, last h, kept h, defect, scale, magnitude, pivot, and then the tensors of
+    `choose_memory`. y* is `y_star` if given, and otherwise solved for.
 
     The tensors of `Operands.wide` and the bind parameters are passed one by one, because torch does
     not find tensors that require gradients inside a NamedTuple.
@@ -37,28 +37,28 @@ class _DirectSweep(torch.autograd.Function):
         parameterization: Parameterization,
         bind: Bind,
         report: ReportBackward | None,
-        keeps_raw: bool,
+        keeps_memory: bool,
         y_star: Tensor | None,  # (b, t, d)
         *tensors: Any,  # the six operands, then the bind parameters, of any shapes
     ) -> tuple[Tensor, ...]:
         operands, parameters = Operands(*tensors[:6]), tensors[6:]
-        options, full_raw = (parameterization, bind, parameters, CHUNK), None
+        options = parameterization, bind, parameters, CHUNK
+        memory: tuple[Tensor, ...] = ()
         if y_star is None:
-            if keeps_raw:
-                full_raw = allocate_raw(operands, parameterization, parameters)
-            sweep, kept = choose_sweep(operands, *options, full_raw)()
+            if keeps_memory:
+                memory = choose_memory(operands, parameterization, parameters, CHUNK)
+            sweep, kept = choose_sweep(operands, *options, memory)()
         else:
             h, kept = memory_of(y_star, operands, *options)
             x = operands.x
             norm, pivot = x.new_zeros(x.shape[:2]), x.new_zeros(x.shape[:1])
             sweep = Sweep(y_star.clone(), h, norm, norm, norm, pivot)
         first = operands.start()[0].mT
-        checkpoints = torch.stack(kept, 1) if kept else first.unsqueeze(1)[:, :0]
+        checkpoints = torch.stack(kept, 1) if kept else first.unsqueeze(1)[:, :0].clone()
         y, h, *statistics = sweep[:6]
         if not operands.x.shape[1]:
             h = h.clone()  # it may be h0 itself
-        raw = y.new_empty(0) if full_raw is None else full_raw.transpose(0, 1)
-        return y, h, checkpoints, raw, *statistics
+        return y, h, checkpoints, *statistics, *memory
 
     @staticmethod
     def setup_context(
@@ -67,10 +67,15 @@ class _DirectSweep(torch.autograd.Function):
         output: tuple[Tensor, ...],  # those that `forward` returns
     ) -> None:
         parameterization, bind, report, _, _, x, raw, W_y, A, _, y0, *parameters = inputs
-        y, _, *others = output
+        y, h, *others = output
         ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)  # avoids zeros of the size of h
-        ctx.save_for_backward(y, *others[:2], x, raw, W_y, A, y0, *parameters)
+        checkpoints, memory = others[0], others[5:]
+        # of a sequence of several chunks the memory is that of the raw values
+        last = h if len(memory) > 1 else None
+        saved = y, checkpoints, last, x, raw, W_y, A, y0, *parameters
+        ctx.save_for_backward(*saved, *memory)
+        ctx.count = len(saved)  # type: ignore[attr-defined]
         ctx.options, ctx.report = (parameterization, bind), report  # type: ignore[attr-defined]
 
     @staticmethod
@@ -80,14 +85,15 @@ class _DirectSweep(torch.autograd.Function):
         grad_h: Tensor | None,  # (b, d, n); None: zeros
         *unused: None,
     ) -> tuple[Any, ...]:
-        y, checkpoints, full_raw, x, raw, W_y, A, y0, *parameters = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        y, checkpoints, h, x, raw, W_y, A, y0, *parameters = saved[: ctx.count]
         # h0 is not needed: `checkpoints` begin with the memory before the first token
         operands = Operands(x, raw, W_y, A, None, y0)
         with torch.no_grad(), without_autocast(x.device):
             parameterization, bind = ctx.options
             grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-            known = full_raw if full_raw.numel() else None
-            solved = SolvedSweep.of(y, operands, parameterization, bind, tuple(parameters), known)
+            known = tuple(parameters), saved[ctx.count :], h
+            solved = SolvedSweep.of(y, operands, parameterization, bind, *known)
             grads = run_reverse(grad_y, grad_h, checkpoints, CHUNK, solved, ctx.report)
         sources = [grad_y, grad_h, x, raw, W_y, A, y0, *parameters]
         return (None, None, None, None, None, *refuse_second_derivative(grads, sources))
@@ -105,11 +111,11 @@ def eager_sweep(
     bind = choose_bind(bind, parameterization, operands.A)
     tensors = *operands.wide(), *bind_parameters
     needs_gradient = any(v is not None and v.requires_grad for v in tensors)
-    keeps_raw = torch.is_grad_enabled() and needs_gradient
-    y, h, _, _, *statistics = _DirectSweep.apply(
-        parameterization, bind, report, keeps_raw, y_star, *tensors
+    keeps_memory = torch.is_grad_enabled() and needs_gradient
+    y, h, _, *found = _DirectSweep.apply(
+        parameterization, bind, report, keeps_memory, y_star, *tensors
     )  # type: ignore[no-untyped-call]
-    return Sweep(y, h, *(value.detach() for value in statistics))
+    return Sweep(y, h, *(value.detach() for value in found[:4]))
 
 
 uncompiled_sweep = outside_of_graphs(

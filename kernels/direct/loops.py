@@ -9,7 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.buffered import buffered_reverse, buffered_sweep, takes_buffers
+from bedouin.kernels.direct.buffered import (
+    allocate_memory,
+    buffered_reverse,
+    buffered_sweep,
+    takes_buffers,
+)
 from bedouin.kernels.direct.forward import forward_sweep
 from bedouin.kernels.direct.reference import Sweep
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, reverse_sweep
@@ -22,32 +27,32 @@ def choose_sweep(
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
-    full_raw: Tensor | None = None,  # (t, b, r)
+    memory: tuple[Tensor, ...] = (),
 ) -> Callable[[], tuple[Sweep, list[Tensor]]]:
     """A function that computes the result of `forward_sweep`, in buffers where these can be used;
-    then it also writes `full_raw`, which `allocate_raw` has returned."""
+    then it also writes `memory`, which `allocate_memory` has returned."""
     if takes_buffers(operands, parameterization, bind_parameters):
-        return partial(buffered_sweep, operands, parameterization, keep_every, full_raw)
+        return partial(buffered_sweep, operands, parameterization, keep_every, memory)
     return partial(forward_sweep, operands, parameterization, bind, bind_parameters, keep_every)
 
 
-def allocate_raw(
+def choose_memory(
     operands: Operands,  # as `Operands.wide` gives them
     parameterization: Parameterization,
     bind_parameters: tuple[Tensor, ...],  # any shapes
-) -> Tensor | None:  # (t, b, r)
-    """Memory for the raw values that include the feedback; None where there is no feedback or
-    `choose_sweep` chooses the other loop."""
-    if operands.W_y is None or not takes_buffers(operands, parameterization, bind_parameters):
-        return None
-    b, t_end, r = operands.raw.shape
-    return operands.raw.new_empty(t_end, b, r)
+    keep_every: int,
+) -> tuple[Tensor, ...]:
+    """Memory for what a sweep in buffers leaves to its adjoint; none where `choose_sweep` chooses
+    the other loop."""
+    if not takes_buffers(operands, parameterization, bind_parameters):
+        return ()
+    return allocate_memory(operands, parameterization, keep_every)
 
 
 def run_reverse(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
-    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
+    kept: Tensor,  # (b, ceil(t / keep_every), n, d); for the memory of a single chunk unused
     keep_every: int,
     solved: SolvedSweep,
     report: ReportBackward | None,
@@ -56,6 +61,9 @@ def run_reverse(
     operands, options, parameters = solved.operands, solved.parameterization, solved.bind_parameters
     if takes_buffers(operands, options, parameters, grad_y, grad_h):
         return buffered_reverse(grad_y, grad_h, kept, keep_every, solved, report)
+    if solved.h is not None:
+        # h before the first token; the memory ends with h before each
+        kept = solved.memory[-1][:1].transpose(0, 1)
     if grad_h is None:
         grad_h = torch.zeros_like(operands.start()[0])
     return reverse_sweep(grad_y, grad_h, kept, keep_every, solved, report)

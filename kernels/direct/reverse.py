@@ -53,6 +53,9 @@ class SolvedSweep(NamedTuple):
     parameterization: Parameterization
     bind: Bind
     bind_parameters: tuple[Tensor, ...]
+    memory: tuple[Tensor, ...] = ()
+    """What the sweep has left to its adjoint, from `allocate_memory` in loops.py."""
+    h: Tensor | None = None  # (b, d, n), the last, if the memory is that of a single chunk
 
     @staticmethod
     def of(
@@ -61,12 +64,16 @@ class SolvedSweep(NamedTuple):
         parameterization: Parameterization,
         bind: Bind,
         bind_parameters: tuple[Tensor, ...],  # any shapes
-        full_raw: Tensor | None = None,  # (b, t, r)
+        memory: tuple[Tensor, ...] = (),
+        h: Tensor | None = None,  # (b, d, n)
     ) -> "SolvedSweep":
-        """`full_raw` is computed where it is not given."""
-        if full_raw is None:
+        """`full_raw` is computed where the memory does not contain it."""
+        if memory:
+            full_raw = memory[0].transpose(0, 1)
+        else:
             full_raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
-        return SolvedSweep(y, full_raw, operands, parameterization, bind, bind_parameters)
+        known = y, full_raw, operands, parameterization, bind, bind_parameters
+        return SolvedSweep(*known, memory, h)
 
     @property
     def y_before(self) -> Tensor:  # (b, t, d)

@@ -12,6 +12,7 @@ from bedouin.heads import by_head
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
 
 
 class GatedLayer(Protocol):
@@ -31,7 +32,7 @@ class GatedStage(NamedTuple):
 
     x: Tensor  # (b', t, p)
     z: Tensor | None  # (b', t, p)
-    gate: Tensor  # (b', t, p), the part that x determines
+    gate: Tensor | None  # (b', t, p), the part that x determines; None: z includes it
     W_gate: Tensor | None  # (p, p) or (H, p, p)
     y0: Tensor | None  # (b', p)
     dtype: torch.dtype  # of the products and of the result
@@ -44,6 +45,9 @@ class GatedStage(NamedTuple):
         """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
         includes its feedback W^y norm(y_{t-1})."""
         backend: Backend = layer.backend
+        found = self._in_one_function(layer, y)
+        if found is not None:
+            return found
         fed = None
         if self.W_gate is not None and y.shape[1]:
             eps, dtype = layer.feedback_norm_eps, self.W_gate.dtype
@@ -54,7 +58,25 @@ class GatedStage(NamedTuple):
         if layer.norm is not None:
             weight = by_head(layer.norm.weight, layer.num_heads)
             norm = {"z": self.z, "weight": weight, "eps": layer.norm.eps}
+        gate, fed = (fed, None) if self.gate is None else (self.gate, fed)
+        assert gate is not None, "z includes the gate only with feedback"
         common: dict[str, Any] = {"dtype": self.dtype, "backend": backend}
         return gated_output(
-            y, self.x, by_head(layer.D, layer.num_heads), self.gate, fed, **norm, **common
+            y, self.x, by_head(layer.D, layer.num_heads), gate, fed, **norm, **common
         )
+
+    def _in_one_function(
+        self,
+        layer: GatedLayer,
+        y: Tensor,  # (b', t, p)
+    ) -> Tensor | None:  # (b', t, p)
+        """The result of `fed_output` if this can compute the stage, else None."""
+        norm, z, W = layer.norm, self.z, self.W_gate
+        if layer.num_heads > 1 or norm is None or norm.eps is None or z is None or W is None:
+            return None
+        stage = FedOutput(y, self.y0, self.x, layer.D, z, W, norm.weight)
+        if y.dtype != self.dtype or not takes_one_function(stage):
+            return None
+        if self.gate is not None:
+            stage = stage._replace(gate=self.gate + z)
+        return fed_output(stage, layer.feedback_norm_eps, norm.eps)

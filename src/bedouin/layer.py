@@ -381,11 +381,14 @@ class FixedPointLayer(GraphedLayer, ABC):
     ) -> Call:
         """Everything before the solve: projections, weights, the map and the initial y."""
         self.deferred.flush()
-        projected = self.in_proj(u if packing is None else packing.take(u))
+        u = u if packing is None else packing.take(u)
+        joins = self._joins_weights(u)
+        projected = F.linear(u, self.in_proj.weight[: self.d_inner]) if joins else self.in_proj(u)
         state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
         cast_to = autocast_dtype(u)
-        separate = partial(self._separate, projected, state, options, cast_to, packing)
-        if takes_core(self, projected, options, cast_to):
+        joined = u if joins else None
+        separate = partial(self._separate, projected, joined, state, options, cast_to, packing)
+        if not joins and takes_core(self, projected, options, cast_to):
             core = CoreMap(self, projected, state, cast_to, packing, separate)
             return Call(core, core.start, None, state)
         return Call(*separate(), state)
@@ -393,6 +396,7 @@ class FixedPointLayer(GraphedLayer, ABC):
     def _separate(
         self,
         projected: Tensor,  # (b, t, d or 2 d)
+        u: Tensor | None,  # (b, t, m), if `projected` is x and its product with W^x is to be joined
         state: BedouinState | None,
         options: SolveOptions,
         cast_to: torch.dtype | None,  # by autocast
@@ -400,11 +404,15 @@ class FixedPointLayer(GraphedLayer, ABC):
     ) -> tuple[FixedPointMap, Tensor, GatedStage]:
         """The map, where its solve starts, and the output stage of a call in separate
         operations."""
-        heads, paired = self.num_heads, self.output == "norm"
+        heads, paired = self.num_heads, self.output == "norm" and u is None
         x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
         dtype, gemm_dtype = accumulator(x.dtype), cast_to or self.D.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
-        raw, gate = self._project_x(x, low)
+        gate: Tensor | None
+        if u is None:
+            raw, gate = self._project_x(x, low)
+        else:
+            raw, gate, z = self._project_joined(u)
         with without_autocast(x.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, W_y, state, packing)
@@ -427,6 +435,41 @@ class FixedPointLayer(GraphedLayer, ABC):
         if not is_plain(self.x_proj):
             return split_projected(self.x_proj(x), bias, **options)
         return project_raw(x, self.x_proj.weight, bias, **options)
+
+    def _joins_weights(
+        self,
+        u: Tensor,  # (b, t, m)
+    ) -> bool:
+        """Whether W^x x takes fewer operations if W^x is first multiplied by the weight W of x, as
+        it does if m < d and there are many tokens; on a CPU, and not in low precision, where the
+        rounded product of the weights would be less accurate."""
+        if self.num_heads > 1 or u.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        if autocast_dtype(u) is not None or accumulator(u.dtype) != u.dtype:
+            return False
+        rows, (m, d) = u.shape[:-1].numel(), (self.d_model, self.d_inner)
+        if rows * (d - m) <= d * m or not (is_plain(self.in_proj) and is_plain(self.x_proj)):
+            return False
+        return choose_backend(self.backend, u.device, u.dtype) == "reference"
+
+    def _project_joined(
+        self,
+        u: Tensor,  # (b, t, m)
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The raw values (b, t, r), the gate and z (b, t, d), from (W^x W) u instead of W^x (W u).
+
+        With feedback the result has z with the gate's part added, and no gate; the output stage of
+        the paper has a gate and no z.
+        """
+        W_x, (of_x, *others) = self.x_proj.weight, self.in_proj.weight.split(self.d_inner)
+        adds = bool(others) and self.y_proj is not None
+        weight = W_x @ of_x
+        if adds:
+            weight = weight + F.pad(others[0], (0, 0, self.raw_size, 0))
+        raw, gate = project_raw(u, weight, self._x_bias(), r=self.raw_size, dtype=None)
+        if adds:
+            return raw, None, gate
+        return raw, gate, F.linear(u, others[0]) if others else None
 
     def _map(
         self,

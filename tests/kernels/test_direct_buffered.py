@@ -127,6 +127,29 @@ def test_dtypes_are_those_of_the_plain_loops(low: torch.dtype, heads: int, feedb
     assert (found[0][0] / found[0][1]).max() < 1e-5
 
 
+@pytest.mark.parametrize("t", [16, 17])
+@pytest.mark.parametrize("feedback", [True, False, D])
+@pytest.mark.parametrize("input_scale", ["delta", "one_minus_decay"])
+def test_the_memory_of_a_single_chunk_serves_every_backward_pass(
+    t: int, feedback: int, input_scale: str
+) -> None:
+    """Gradients from what the sweep leaves are those of a sweep that leaves nothing, also for the
+    second backward pass, and for cotangents that are batched, which buffers do not take."""
+    operands, options = draw(3, t, feedback=feedback, input_scale=input_scale)
+    inputs = [v.requires_grad_() for v in operands if v is not None]
+    sweep = direct_sweep(operands, options)
+    cotangents = torch.randn(2, *sweep.y.shape, dtype=sweep.y.dtype)
+    given = {"retain_graph": True, "materialize_grads": True}
+    found = [torch.autograd.grad(sweep.y, inputs, v, **given) for v in (*cotangents, cotangents[0])]
+    batched = torch.autograd.grad(sweep.y, inputs, cotangents, is_grads_batched=True, **given)
+    alone = direct_sweep(operands, options, y_star=sweep.y.detach())
+    expected = torch.autograd.grad(alone.y, inputs, cotangents[0], materialize_grads=True)
+    for i, (first, second, again) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(first, again)
+        assert_near(f"gradient {i}", first, expected[i], 1e-12)
+        assert_near(f"batched gradient {i}", batched[i], torch.stack([first, second]), 1e-12)
+
+
 def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on() -> None:
     operands, parameterization = draw(3, 20)
     raw = operands.raw.clone()

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from bedouin.kernels.direct.buffered.feedback import Feedback
 from bedouin.kernels.direct.buffered.rows import (
+    LOG2E,
     RowMaker,
     Rows,
     by_token,
     only_delta_is_fed,
     split_tokens,
 )
+from bedouin.kernels.direct.buffered.trace import Mixed, Trace
 from bedouin.kernels.direct.elimination import factorize
 from bedouin.kernels.direct.reference import Sweep
-from bedouin.kernels.householder import wy_factor_of
 from bedouin.kernels.operands import Operands, Parameterization
 
 
@@ -57,10 +58,10 @@ class _Step:
         A: Tensor,  # (n, d) or (b, n, d)
         like: Tensor,  # (b, n, d)
     ) -> None:
-        self.maker, self.A = maker, A
+        self.maker, self.A = maker, A * LOG2E
         (b, n, d), k = like.shape, maker.layout.num_householder
-        self.memories = like.new_empty(b, n, d), like.new_empty(b, n, d)
         self.is_full = maker.options.eigenvalues == "full"
+        self.power = like.new_empty(b, n, d)
         self.scale = like.new_empty(b, n, d) if maker.coupled else None
         self.vector = like.new_empty(b, 1, d)
         self.numbers, self.e = like.new_empty(b, 1, k), like.new_empty(b, 1, k)
@@ -70,15 +71,16 @@ class _Step:
         token: _Tokens,
         beta: Tensor,  # (b, 1, k)
         h: Tensor,  # (b, n, d)
-    ) -> Tensor:  # (b, n, d), one of the two memories, the one that is not `h`
-        """h after a token, whose p and y are written."""
+        memory: Tensor,  # (b, n, d), overwritten
+    ) -> None:
+        """Writes h after the token to `memory`, and p and y of the token."""
         rows, x, p, y = token
-        vector, scale = self.vector, self.scale
-        memory = self.memories[1 if h is self.memories[0] else 0]
-        self.maker.decay(rows, self.A, memory, scale)
+        vector, scale, power = self.vector, self.scale, self.power
+        # not in `memory`, which unlike this buffer is not in the cache
+        self.maker.decay(rows, self.A, power, scale)
         if self.is_full:
-            memory.mul_(2).sub_(1)
-        memory.mul_(h)
+            power.mul_(2).sub_(1)
+        torch.mul(power, h, out=memory)
         torch.bmm(rows.C, memory, out=p)
         if self.maker.k:
             torch.addcmul(p, rows.sigma, x, out=vector).sub_(x)
@@ -89,8 +91,9 @@ class _Step:
             mixed = x
         torch.addcmul(p, rows.sigma, mixed, out=y)
         if scale is None:
-            return memory.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=vector))
-        return memory.addcmul_(scale.mul_(mixed), rows.B_column)
+            memory.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=vector))
+        else:
+            memory.addcmul_(scale.mul_(mixed), rows.B_column)
 
 
 class _Judge:
@@ -104,53 +107,72 @@ class _Judge:
     def __call__(
         self,
         tokens: _Tokens,  # of i rows at most; x is overwritten
+        again: Mixed,  # of as many rows, overwritten
     ) -> Tensor:  # (4, i)
         rows, x, p, y = tokens
-        mixed, F = (v[: len(x)] for v in self.spare)
+        F, size = (v[: len(x)] for v in self.spare)
+        again.mixed.copy_(x)
+        again.fill(rows, torch.sub(y, x, out=size))
         if self.maker.k:
-            T = wy_factor_of(rows.dots, rows.beta.squeeze(-1))
-            LU, _ = factorize(torch.baddbmm(self.maker.identity, rows.S, T, alpha=-1))
+            LU, _ = factorize(torch.baddbmm(self.maker.identity, rows.S, again.T, alpha=-1))
             pivot = LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
-            moved = torch.bmm(torch.sub(y, x, out=mixed), rows.U_columns) @ T.mT
-            torch.baddbmm(x, moved, rows.U, out=mixed)
         else:
             pivot = x.new_ones(len(x))
-            mixed.copy_(x)
-        torch.addcmul(p, rows.sigma, mixed, out=F)
+        torch.addcmul(p, rows.sigma, again.mixed, out=F)
         # s is not negative
-        sizes = x.abs_().add_(mixed.abs_()).mul_(rows.s)
-        scale = torch.abs(F, out=mixed).amax(-1)
+        sizes = x.abs_().add_(torch.abs(again.mixed, out=size)).mul_(rows.s).amax(-1)
+        scale = torch.abs(F, out=size).amax(-1)
         pivots = torch.fmin(pivot, self.maker.one).unsqueeze(-1)
-        return torch.cat([F.sub_(y).abs_().amax(-1), scale, sizes.amax(-1), pivots], -1).T
+        return torch.cat([F.sub_(y).abs_().amax(-1), scale, sizes, pivots], -1).T
+
+
+def allocate_memory(
+    operands: Operands,
+    parameterization: Parameterization,
+    keep_every: int,
+) -> tuple[Tensor, ...]:
+    """Memory for what the adjoint of `buffered_sweep` reads: for a sequence of a single chunk the
+    tensors of a `Trace`; for a longer one the raw values that include the feedback (t, b, r), if
+    there is feedback."""
+    (b, t_end, r), (d, n) = operands.raw.shape, operands.A.shape[-2:]
+    if t_end <= keep_every:
+        maker = RowMaker((d, n), parameterization, operands.x)
+        return Trace.allocate(maker, t_end, b, n).tensors()
+    return () if operands.W_y is None else (operands.raw.new_empty(t_end, b, r),)
 
 
 def buffered_sweep(
     operands: Operands,
     parameterization: Parameterization,
     keep_every: int,
-    full_raw: Tensor | None = None,  # (t, b, r)
+    memory: tuple[Tensor, ...] = (),
 ) -> tuple[Sweep, list[Tensor]]:
     """The result of `forward_sweep` in kernels/direct/forward.py, where `takes_buffers` says so.
-    `operands` must be the result of `Operands.wide`. The raw values that include the feedback are
-    written to `full_raw` if there is feedback."""
+    `operands` must be the result of `Operands.wide`. `memory`, a result of `allocate_memory`, is
+    overwritten; with that of a single chunk no h is kept."""
     x, raw, W_y, A, h0, y0 = operands
     assert h0 is not None and y0 is not None
     (b, t_end, d), n = x.shape, A.shape[-1]
     maker = RowMaker((d, n), parameterization, x)
     count = min(keep_every, t_end)
     new = x.new_empty
-    ahead = only_delta_is_fed(operands)
-    given = None
-    if full_raw is not None and ahead and count == t_end:
-        # the raw values of a single chunk are computed where they are kept
-        given, full_raw = full_raw.view(t_end * b, 1, -1), None
-    rows, _ = maker.allocate(count * b, given)
+    trace = Trace.of(memory) if len(memory) > 1 else None
+    full_raw = memory[0] if len(memory) == 1 else None
+    rows = maker.rows_of(maker.allocate(count * b) if trace is None else trace.rows)
     chunk = _Tokens(rows, *(new(count * b, 1, d) for _ in range(3)))
-    shared = None if ahead or count == 1 else maker.allocate(b)[0]
+    ahead = only_delta_is_fed(operands)
+    shares = trace is None and count > 1 and not ahead
+    shared = maker.rows_of(maker.allocate(b)) if shares else None
     tokens, judge = chunk.tokens(b, shared), _Judge(maker, count * b)
+    again = Mixed.allocate(maker, count * b) if trace is None else trace.mixed
     betas = [token.rows.beta.mT for token in tokens]
-    h, y = h0.mT.contiguous(), y0.unsqueeze(1)
-    step, kept = _Step(maker, operands.A_rows(), h), []
+    h, y, kept = h0.mT, y0.unsqueeze(1), []
+    if trace is not None:
+        memories = [*trace.h.unbind(0), new(b, n, d)]
+        h = memories[0].copy_(h)
+    else:
+        h, memories = h.contiguous(), [new(b, n, d), new(b, n, d)]
+    step = _Step(maker, operands.A_rows(), h)
     if W_y is not None:
         feedback, f = Feedback(W_y, parameterization.feedback_norm_eps, y), W_y.shape[-2]
         fed = [feedback.by_head(token.rows.raw[..., :f]) for token in tokens]
@@ -158,8 +180,9 @@ def buffered_sweep(
     for start in range(0, t_end, keep_every):
         stop = min(start + keep_every, t_end)
         now = chunk if stop - start == count else chunk.first((stop - start) * b)
-        # the first h is not in the memory that tokens overwrite
-        kept.append(h.clone() if start else h)
+        if trace is None:
+            # the first h is not in the memory that tokens overwrite
+            kept.append(h.clone() if start else h)
         by_token(now.x, b).copy_(x[:, start:stop])
         if ahead:
             by_token(now.rows.raw, b).copy_(raw[:, start:stop])
@@ -175,9 +198,12 @@ def buffered_sweep(
                 (maker.fill_gains if ahead else maker.fill)(token.rows)
                 if full_raw is not None:
                     full_raw[start + i].copy_(token.rows.raw.squeeze(1))
-            h, y = step.solve(token, betas[i], h), token.y
+            # a trace has memory for each token; otherwise two take turns
+            after = memories[i + 1] if trace is not None else memories[(start + i) % 2]
+            step.solve(token, betas[i], h, after)
+            h, y = after, token.y
         ys[:, start:stop] = by_token(now.y, b)
-        found.append(judge(now).unflatten(1, (stop - start, b)))
+        found.append(judge(now, again.first(len(now.x))).unflatten(1, (stop - start, b)))
     defect, scale, size, pivots = torch.cat(found, 1).mT.contiguous()
     # NaN after a singular token must not hide its pivot
     pivot = pivots.nan_to_num(nan=torch.inf).amin(1)

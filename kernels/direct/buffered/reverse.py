@@ -22,6 +22,7 @@ from torch import Tensor
 from bedouin.kernels.direct.buffered.feedback import Feedback, NormedTokens
 from bedouin.kernels.direct.buffered.maps import fill_maps, map_width
 from bedouin.kernels.direct.buffered.rows import (
+    LOG2E,
     RowMaker,
     Rows,
     by_token,
@@ -29,14 +30,15 @@ from bedouin.kernels.direct.buffered.rows import (
     only_delta_is_fed,
     split_tokens,
 )
+from bedouin.kernels.direct.buffered.trace import Trace
 from bedouin.kernels.direct.layout import activation_slope
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
 from bedouin.kernels.heads import count_heads, sum_samples
-from bedouin.kernels.householder import wy_factor_of
 
 
 class _Known(NamedTuple):
-    """What no cotangent enters, for the rows of a chunk."""
+    """What no cotangent enters, for the rows of a chunk, and memory for what the adjoint of its
+    tokens computes."""
 
     delta: Tensor  # (i, 1, d), of `Rows`, as all up to U_columns
     B: Tensor  # (i, 1, n)
@@ -50,25 +52,22 @@ class _Known(NamedTuple):
     U: Tensor  # (i, k, d)
     U_columns: Tensor  # (i, d, k)
     mixed: Tensor  # (i, 1, d)
-    written: Tensor  # (i, 1, d), s * mixed, or for "one_minus_decay" mixed
+    written: Tensor  # (i, d, 1), s * mixed, or for "one_minus_decay" mixed
     maps: Tensor  # (i, k, k')
     constant: Tensor  # (i, 1, k')
     slope: Tensor  # (i, 1, d), of the activation of Delta
     of_reads: Tensor | None  # (i, 1, d), the slope of Delta's raw value for H B
-    power: Tensor  # (i, n, d), exp(A delta)
-    scale: Tensor | None  # (i, n, d), s for "one_minus_decay"; else None
-    before: Tensor  # (i, n, d), h before the token; for the first token the one that was kept
-    after: Tensor  # (i, n, d), h after it
     factor: Tensor  # (i, k + 2, d), U, y - x and m, which the token computes, in one matrix
     m: Tensor  # (i, 1, d)
     z: Tensor  # (i, 1, d), which the token computes, as all that follow
     w: Tensor  # (i, 1, d)
+    w_column: Tensor  # (i, d, 1), a view of w
     found: Tensor  # (i, 1, k'), what the maps compute
     f: Tensor  # (i, 1, k), a view of found, as the next two
     found_alpha: Tensor  # (i, k, 1)
     found_u: Tensor  # (i, k, k + 2)
-    of_B: Tensor  # (i, 1, n), the cotangents of B and C
-    of_C: Tensor  # (i, 1, n)
+    of_B: Tensor  # (i, n, 1), the cotangents of B and C
+    of_C: Tensor  # (i, n, 1)
     pair: Tensor  # (i, 2, n), a view of both
 
     def first(self, count: int) -> "_Known":
@@ -84,16 +83,14 @@ class _Known(NamedTuple):
 
 def _allocate(
     maker: RowMaker,
-    i: int,
-    b: int,
-    raw: Tensor | None,  # (i, 1, r); None: in new memory
-) -> tuple[Rows, _Known]:
-    d, n, k = maker.d, maker.n, maker.k
-    rows, wide = maker.allocate(i, raw, extra=2)
+    rows: Rows,
+    mixed: Tensor,  # (i, 1, d)
+) -> _Known:
+    (i, _, d), n, k = mixed.shape, maker.n, maker.k
     new = maker.like.new_empty
-    h, mixed = new(i + b, n, d), new(i, 1, d)
-    found, pair = new(i, 1, map_width(k)), new(2, i, 1, n)
-    known = _Known(
+    found, pair, factor = new(i, 1, map_width(k)), new(2, i, n, 1), new(i, k + 2, d)
+    w, written = new(i, 1, d), mixed if maker.coupled else new(i, 1, d)
+    return _Known(
         delta=rows.delta,
         B=rows.B,
         B_column=rows.B_column,
@@ -106,61 +103,44 @@ def _allocate(
         U=rows.U,
         U_columns=rows.U_columns,
         mixed=mixed,
-        written=mixed if maker.coupled else new(i, 1, d),
+        written=written.mT,
         maps=new(i, k, map_width(k)),
         constant=new(i, 1, map_width(k)),
         slope=new(i, 1, d),
         of_reads=None if maker.coupled else new(i, 1, d),
-        power=new(i, n, d),
-        scale=new(i, n, d) if maker.coupled else None,
-        before=h[:i],
-        after=h[b:],
-        factor=wide,
-        m=wide[:, k + 1 :],
+        factor=factor,
+        m=factor[:, k + 1 :],
         z=new(i, 1, d),
-        w=new(i, 1, d),
+        w=w,
+        w_column=w.mT,
         found=found,
         f=found[..., :k],
         found_alpha=found[..., k : 2 * k].mT,
         found_u=found[:, 0, 2 * k :].unflatten(-1, (k, k + 2)),
         of_B=pair[0],
         of_C=pair[1],
-        pair=pair.squeeze(2).transpose(0, 1),
+        pair=pair.squeeze(-1).transpose(0, 1),
     )
-    return rows, known
 
 
 def _fill_known(
     maker: RowMaker,
-    rows: Rows,  # their raw values are given
-    known: _Known,
-    x: Tensor,  # (b, c, d)
-    y: Tensor,  # (b, c, d)
-    A: Tensor,  # (n, d) or (b, n, d)
-) -> Tensor:  # (i, k, k)
-    """Computes `known` except for h, m, z and w, for A delta only with `scale`; returns T. Without
-    reflections z is 0, too."""
-    v, b = known.factor[:, -2:-1], len(x)
-    maker.fill(rows)
-    if known.scale is not None:
-        of_rows = A if A.dim() == 2 else A.repeat(x.shape[1], 1, 1)
-        maker.decay(rows, of_rows, known.power, known.scale)
-    torch.sub(y, x, out=by_token(v, b))
-    T = wy_factor_of(rows.dots, rows.beta.squeeze(-1))
-    by_token(known.mixed, b).copy_(x)
+    rows: Rows,
+    known: _Known,  # its views of `rows` and `mixed` are given
+    e: Tensor,  # (i, 1, k)
+) -> None:
+    """What follows from the rows and from the mixing. Without reflections z is 0, too."""
     if maker.k:
-        e = torch.bmm(v, rows.U_columns) @ T.mT
-        known.mixed.baddbmm_(e, rows.U)
+        known.factor[:, :-2].copy_(rows.U)
         fill_maps(maker, rows, e, known.maps, known.constant)
     else:
         known.z.zero_()
     known.slope.copy_(activation_slope(maker.layout, rows.raw_delta))
     if known.of_reads is not None:
-        torch.mul(known.mixed, rows.s, out=known.written)
+        torch.mul(known.mixed, rows.s, out=known.written.mT)
         torch.mul(known.mixed, known.slope, out=known.of_reads)
         if maker.options.input_scale == "bounded_delta":
             known.of_reads.div_(torch.add(rows.delta, maker.one).square_())
-    return T
 
 
 class _Step:
@@ -171,38 +151,78 @@ class _Step:
         maker: RowMaker,
         A: Tensor,  # (n, d) or (b, n, d)
         H: Tensor,  # (b, n, d), the cotangent of the last h, overwritten
+        remembered: int,  # tokens of a chunk whose decay is kept; 0: `run` computes it
     ) -> None:
         (b, _, d), k = H.shape, maker.k
-        self.A, self.H, self.maker = A, H, maker
-        self.product, self.grad_A = torch.empty_like(H), torch.zeros_like(H)
+        self.A, self.A_log2, self.H, self.maker = A, A * LOG2E, H, maker
+        self.product, count = torch.empty_like(H), max(1, remembered)
+        self.remembers = remembered > 0
+        self.all_powers = H.new_empty(count * b, *H.shape[1:])
+        self.all_scales = torch.empty_like(self.all_powers) if maker.coupled else None
+        self.powers, self.scales = split_tokens((self.all_powers, self.all_scales), b)
+        self.power: Tensor = self.powers[0]
+        self.scale: Tensor | None = self.scales[0]
+        self.grad_A = torch.zeros_like(H)
         # for lambda = 2 power - 1, H is read again after it has been multiplied by the power
         self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
         new = H.new_empty
-        self.reads, self.numbers = new(b, 1, d), new(b, 1, k)
+        self.reads, self.spare, self.numbers = new(b, 1, d), new(b, 1, d), new(b, 1, k)
 
-    def remember(self, known: _Known) -> None:
-        """h after the token from h before it, and the decay between them."""
-        if known.scale is None:
-            torch.mul(known.delta, self.A, out=known.power).exp_()
-        h = torch.mul(known.before, known.power, out=known.after)
-        if self.other is not None:
-            h.mul_(2).sub_(known.before)
-        if known.scale is None:
-            h.addcmul_(known.B_column, known.written)
+    def turn_to(self, j: int) -> None:
+        """Go to the token j of the chunk."""
+        if self.remembers:
+            self.power, self.scale = self.powers[j], self.scales[j]
+
+    def fill_decay(
+        self,
+        rows: Rows,  # of a chunk whose decay is kept
+    ) -> None:
+        """The decay of "one_minus_decay", and what depends on it in `rows`."""
+        if self.all_scales is not None:
+            b, i = len(self.H), len(rows.raw)
+            A = self.A_log2 if self.A.dim() == 2 else self.A_log2.repeat(i // b, 1, 1)
+            self.maker.decay(rows, A, self.all_powers[:i], self.all_scales[:i])
+
+    def remember(
+        self,
+        known: _Known,  # of a token
+        before: Tensor,  # (b, n, d), h before the token
+        after: Tensor,  # (b, n, d), overwritten
+    ) -> None:
+        """h after the token."""
+        if self.scale is None:
+            self.maker.exponentials(known.delta, self.A_log2, self.power, None)
+            written = torch.mul(known.mixed, known.s, out=self.spare)
         else:
-            h.addcmul_(torch.mul(known.scale, known.written, out=self.product), known.B_column)
+            written = torch.mul(self.scale, known.mixed, out=self.product)
+        torch.mul(before, self.power, out=after)
+        if self.other is not None:
+            after.mul_(2).sub_(before)
+        after.addcmul_(written, known.B_column)
+
+    def read(self, known: _Known) -> None:
+        """B H of the token that is the next to run; for "one_minus_decay" that follows later."""
+        if self.scale is None:
+            torch.bmm(known.B, self.H, out=self.reads)
 
     def run(
         self,
         known: _Known,
+        earlier: _Known | None,  # the token that runs next, if there is one in the chunk
+        before: Tensor,  # (b, n, d), h before the token
+        after: Tensor,  # (b, n, d), h after it
         g: Tensor,  # (b, 1, d)
         grad_delta: Tensor,  # (b, 1, d), the cotangent of Delta's raw value, overwritten
     ) -> None:
         """Computes `grad_delta`, and what `finish_rows` reads; makes H that of the token before."""
         H, m, z, w, reads = self.H, known.m, known.z, known.w, self.reads
-        scale, product = known.scale, self.product
-        torch.bmm(known.B, H if scale is None else torch.mul(H, scale, out=product), out=reads)
-        m.copy_(reads) if scale is not None else torch.mul(reads, known.s, out=m)
+        scale, product = self.scale, self.product
+        if not self.remembers:
+            self.maker.exponentials(known.delta, self.A_log2, self.power, scale)
+        if scale is None:
+            torch.mul(reads, known.s, out=m)
+        else:
+            m.copy_(torch.bmm(known.B, torch.mul(H, scale, out=product), out=reads))
         m.addcmul_(known.sigma, g)
         if self.maker.k:
             torch.bmm(m, known.U_columns, out=self.numbers)
@@ -215,39 +235,46 @@ class _Step:
         H.addcmul_(known.C_column, w)
         if self.maker.layout.selective:
             scaled = H if scale is None else torch.mul(H, scale, out=product)
-            torch.bmm(known.written, scaled.mT, out=known.of_B)
-            torch.bmm(w, known.after.mT, out=known.of_C)
-        self._through_decay(known, grad_delta)
+            # in this order: with the transposed memory the products take up to three times as long
+            torch.bmm(scaled, known.written, out=known.of_B)
+            torch.bmm(after, known.w_column, out=known.of_C)
+        self._through_decay(known, earlier, before, grad_delta)
 
     def _through_decay(
         self,
         known: _Known,
+        earlier: _Known | None,
+        before: Tensor,  # (b, n, d)
         grad: Tensor,  # (b, 1, d), overwritten
     ) -> None:
         """The cotangents of A and of Delta's raw value, and H of the token before."""
-        H, is_plain = self.H, self.other is None and known.scale is None
-        moved = torch.mul(H, known.power, out=H if self.other is None else self.other)
+        H, is_plain = self.H, self.other is None and self.scale is None
+        # the power is not read again, and in the cache
+        product = self.power if is_plain else self.product
+        moved = torch.mul(H, self.power, out=H if self.other is None else self.other)
         if self.other is not None:
             moved.mul_(2)
-        # the power is not read again, and in the cache
-        product = known.power if is_plain else self.product
-        if known.scale is None:
-            torch.mul(moved, known.before, out=product)
+        if self.scale is None:
+            torch.mul(moved, before, out=product)
         else:
             # the scale is 1 - |lambda|
             torch.mul(known.B_column, known.mixed, out=product)
             if self.other is not None:
-                product.mul_(torch.sub(known.power, 0.5).sign_())
-            torch.sub(known.before, product, out=product).mul_(moved)
+                product.mul_(self.power.sub_(0.5).sign_())
+            torch.sub(before, product, out=product).mul_(moved)
         if self.other is not None:
             torch.sub(moved, H, out=H)
+        reads, self.reads, self.spare = self.reads, self.spare, self.reads
+        if earlier is not None:
+            # now, while H is in the cache
+            self.read(earlier)
         # `product` is the cotangent of A delta
         self.grad_A.addcmul_(product, known.delta)
         torch.sum(product.mul_(self.A), -2, keepdim=True, out=grad)
         grad.mul_(known.slope)
         if known.of_reads is not None:
             # the sum over n of B H, with the H to which C w^T has been added
-            grad.addcmul_(known.of_reads, self.reads.addcmul_(known.BC, known.w))
+            grad.addcmul_(known.of_reads, reads.addcmul_(known.BC, known.w))
 
 
 def _finish_rows(
@@ -292,7 +319,6 @@ def buffered_reverse(
     options, A_rows = solved.parameterization, solved.operands.A_rows()
     maker = RowMaker((d, n), options, x)
     H = x.new_zeros(b, n, d) if grad_h is None else x.new_empty(b, n, d).copy_(grad_h.mT)
-    step = _Step(maker, A_rows, H)
     grad_ys, g = [*grad_y.unsqueeze(2).unbind(1), x.new_zeros(b, 1, d)], x.new_empty(b, 1, d)
     # token by token, as the loop computes it
     grad_raw = x.new_empty(t_end, b, solved.full_raw.shape[-1])
@@ -303,26 +329,41 @@ def buffered_reverse(
         feedback, f = Feedback(W_y, options.feedback_norm_eps, g), W_y.shape[-2]
         normed = NormedTokens(solved.y, y0, options.feedback_norm_eps)
     grad_x, statistics = torch.empty_like(x), x.new_empty(2, b, t_end)
-    count, by_time = min(keep_every, t_end), solved.full_raw.transpose(0, 1)
-    in_place = count == t_end and by_time.is_contiguous()
-    given = by_time.view(count * b, 1, -1) if in_place else None
-    every_row, all_known = _allocate(maker, count * b, b, given)
-    each = all_known.tokens(b)
+    count = min(keep_every, t_end)
+    given = None if solved.h is None else Trace.of(solved.memory)
+    trace = Trace.allocate(maker, count, b, n) if given is None else given
+    step = _Step(maker, A_rows, H, count if given is None else 0)
+    every_row = maker.rows_of(trace.rows)
+    all_known = _allocate(maker, every_row, trace.mixed.mixed)
+    each, hs = all_known.tokens(b), list(trace.h.unbind(0))
+    # h after the last token of a chunk
+    hs.append(torch.empty_like(hs[0]) if solved.h is None else solved.h.mT)
     g.copy_(grad_ys[t_end - 1])
     for start in reversed(range(0, t_end, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
         i = (tokens.stop - start) * b
-        rows, known = every_row.first(i), all_known.first(i)
-        if not in_place:
-            rows.raw.view(-1, b, rows.raw.shape[-1]).copy_(by_time[tokens])
-        T = _fill_known(maker, rows, known, x[:, tokens], solved.y[:, tokens], A_rows)
-        each[0] = each[0]._replace(before=kept[:, start // keep_every])
-        for token in each[: i // b]:
-            step.remember(token)
+        rows, known, again = every_row.first(i), all_known.first(i), trace.mixed.first(i)
+        v = known.factor[:, -2:-1]
+        torch.sub(solved.y[:, tokens], x[:, tokens], out=by_token(v, b))
+        if given is None:
+            by_token(rows.raw, b).copy_(solved.full_raw[:, tokens])
+            by_token(again.mixed, b).copy_(x[:, tokens])
+            maker.fill(rows)
+            step.fill_decay(rows)
+            again.fill(rows, v)
+            hs[0] = kept[:, start // keep_every]
+            for j in range(i // b):
+                step.turn_to(j)
+                step.remember(each[j], hs[j], hs[j + 1])
+        _fill_known(maker, rows, known, again.e)
+        step.read(each[i // b - 1])
         for t in reversed(range(start, tokens.stop)):
-            step.run(each[t - start], g, grad_deltas[t])
+            j = t - start
+            step.turn_to(j)
+            earlier = each[j - 1] if j else None
+            step.run(each[j], earlier, hs[j], hs[j + 1], g, grad_deltas[t])
             if not ahead:
-                _finish_rows(maker, each[t - start], grad_raws[t])
+                _finish_rows(maker, each[j], grad_raws[t])
             if W_y is None:
                 g.copy_(grad_ys[t - 1])
             else:
@@ -331,7 +372,7 @@ def buffered_reverse(
         if ahead:
             _finish_rows(maker, known, grad_raw[tokens].view(i, 1, -1))
         torch.sub(by_token(known.m, b), by_token(known.z, b), out=grad_x[:, tokens])
-        statistics[..., tokens] = _check(known, T).unflatten(1, (-1, b)).mT
+        statistics[..., tokens] = _check(known, again.T).unflatten(1, (-1, b)).mT
     if report is not None:
         report(*statistics)
     if W_y is None:

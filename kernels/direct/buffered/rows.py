@@ -14,6 +14,7 @@ Letters: i rows, one for each token of each sample, token by token; b batch, d c
 channel, k reflections, r raw values. Vectors have an axis of size 1, so that no call needs a view.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 
+LOG2E, LN2 = 1 / math.log(2), math.log(2)
 _softplus: Any = torch._C._nn.softplus
 """torch.nn.functional.softplus, whose annotations lack the argument `out`."""
 
@@ -49,6 +51,23 @@ def only_delta_is_fed(operands: Operands) -> bool:
     """Whether B, C, u and alpha depend on x alone."""
     W_y = operands.W_y
     return W_y is None or W_y.shape[-2] <= operands.A.shape[-2]
+
+
+class RowMemory(NamedTuple):
+    """Tensors of i rows that share no memory, from which `Rows` are views."""
+
+    raw: Tensor  # (i, 1, r)
+    delta: Tensor  # (i, 1, d)
+    s: Tensor  # (i, 1, d), empty where the input scale is Delta
+    norms: Tensor  # (i, 2 + k, 1)
+    units: Tensor  # (i, 2, n)
+    BC: Tensor  # (i, 1, 1) or (i, 1, n)
+    sigma: Tensor  # (i, 1, d)
+    U: Tensor  # (i, k, d)
+    dots: Tensor  # (i, k, k)
+    gate: Tensor  # (i, k, 1)
+    beta: Tensor  # (i, k, 1), empty where beta_max is 1
+    inverse: Tensor  # (i, k, k)
 
 
 class Rows(NamedTuple):
@@ -166,52 +185,63 @@ class RowMaker:
         self,
         i: int,
         raw: Tensor | None = None,  # (i, 1, r)
-        extra: int = 0,
-    ) -> tuple[Rows, Tensor]:
-        """Rows, whose raw values are in new memory if they are not given, and a matrix
-        (i, k + extra, d) that begins with U."""
+    ) -> RowMemory:
+        """New memory, except for raw values that are given."""
         d, n, k = self.d, self.n, self.k
         new, selective = self.like.new_empty, self.layout.selective
-        raw = new(i, 1, self.layout.size(d, n)) if raw is None else raw
+        norms = new(i, 2 + k, 1) if selective else self.like.new_ones(i, 2 + k, 1)
+        return RowMemory(
+            raw=new(i, 1, self.layout.size(d, n)) if raw is None else raw,
+            delta=new(i, 1, d),
+            s=new(0) if self.options.input_scale == "delta" else new(i, 1, d),
+            norms=norms,
+            units=new(i, 2, n) if selective else self.like.new_ones(i, 2, n),
+            BC=new(i, 1, n if self.coupled else 1),
+            sigma=new(i, 1, d),
+            U=new(i, k, d),
+            dots=new(i, k, k),
+            gate=new(i, k, 1),
+            beta=new(0) if self.layout.beta_max == 1 else new(i, k, 1),
+            inverse=new(i, k, k),
+        )
+
+    def rows_of(self, memory: RowMemory) -> Rows:
+        """Views of the memory, with new memory for what only `fill` and the statistics read."""
+        d, k = self.d, self.k
+        raw, delta, s, norms, units, BC, sigma, U, dots, gate, beta, inverse = memory
         raw_delta, raw_memory, raw_u, raw_alpha = self.split(raw)
-        delta = new(i, 1, d)
-        norms = new(i, 2 + k, 1)
-        units = new(i, 2, n) if selective else self.like.new_ones(i, 2, n)
-        wide = new(i, k + extra, d)
-        U, gate, inverse = wide[:, :k], new(i, k, 1), new(i, k, k)
-        rows = Rows(
+        new, i = self.like.new_empty, len(raw)
+        B, C = units[:, :1], units[:, 1:]
+        return Rows(
             raw=raw,
             raw_delta=raw_delta,
             raw_memory=raw_memory,
             raw_u=raw_u,
             raw_alpha=raw_alpha,
             delta=delta,
-            s=delta if self.options.input_scale == "delta" else new(i, 1, d),
+            s=s if s.numel() else delta,
             inverse_norms=norms,
             memory_norms=norms[:, :2],
             u_norms=norms[:, 2:],
             units=units,
-            B=units[:, :1],
-            C=units[:, 1:],
-            B_column=units[:, :1].mT,
-            C_column=units[:, 1:].mT,
-            BC=new(i, 1, n if self.coupled else 1),
-            sigma=new(i, 1, d),
+            B=B,
+            C=C,
+            B_column=B.mT,
+            C_column=C.mT,
+            BC=BC,
+            sigma=sigma,
             scaled=new(i, k, d),
             U=U,
             U_columns=U.mT,
             S=new(i, k, k),
-            dots=new(i, k, k),
+            dots=dots,
             gate=gate,
-            beta=gate if self.layout.beta_max == 1 else new(i, k, 1),
+            beta=beta if self.layout.beta_max != 1 else gate,
             upper=new(i, k, k),
             E=new(i, k, k),
             inverse=inverse,
             inverse_columns=inverse.mT,
         )
-        if not selective:
-            norms.fill_(1.0)
-        return rows, wide
 
     def fill(self, rows: Rows) -> None:
         """Everything except what depends on the input scale of "one_minus_decay"."""
@@ -280,19 +310,30 @@ class RowMaker:
     def decay(
         self,
         rows: Rows,
-        A: Tensor,  # (n, d) or (i, n, d)
+        A: Tensor,  # (n, d) or (i, n, d), log2(e) A
         power: Tensor,  # (i, n, d), overwritten
         scale: Tensor | None,  # (i, n, d), overwritten, for "one_minus_decay"; else None
     ) -> None:
         """exp(A delta) in `power`; the input scale of "one_minus_decay" in `scale`, and what
         depends on it in `rows`."""
-        torch.mul(rows.delta, A, out=power)
+        self.exponentials(rows.delta, A, power, scale)
         if scale is not None:
-            torch.expm1(power, out=scale).neg_()
-        power.exp_()
-        if scale is not None:
-            if self.options.eigenvalues == "full":
-                torch.minimum(scale, power, out=scale).mul_(2)
             torch.amax(scale, -2, keepdim=True, out=rows.s)
             torch.bmm(rows.BC, scale, out=rows.sigma)
             self.fill_system(rows)
+
+    def exponentials(
+        self,
+        delta: Tensor,  # (i, 1, d)
+        A: Tensor,  # (n, d) or (i, n, d), log2(e) A
+        power: Tensor,  # (i, n, d), overwritten
+        scale: Tensor | None,  # (i, n, d), overwritten, for "one_minus_decay"; else None
+    ) -> None:
+        """exp(A delta) in `power`; the input scale of "one_minus_decay" in `scale`."""
+        torch.mul(delta, A, out=power)
+        if scale is not None:
+            torch.mul(power, LN2, out=scale).expm1_().neg_()
+        # torch computes exp by a library that takes three times as long on some processors
+        power.exp2_()
+        if scale is not None and self.options.eigenvalues == "full":
+            torch.minimum(scale, power, out=scale).mul_(2)
