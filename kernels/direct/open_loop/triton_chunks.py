@@ -1,0 +1,413 @@
+"""The walk through the tokens of a sweep without feedback in chunks, for few samples.
+
+The channels of a sample are spread over several programs. From the memory before a chunk a program
+computes what U reads in each of its tokens if there the plain scan of x runs, without e: all that
+the chunk contributes to the sums over channels, which the programs exchange once a chunk. With
+
+    K_st = U_s diag(s_t * sum over n of C_s B_t lambda_{t+1} ... lambda_s) U_t^T,  s > t,
+
+these are completed token after token, q_s = U_s p_s + c_s + sum over t < s of K_st e_t, in scalars
+that every program repeats. Then the memory passes through the chunk again, with x + U^T e. The
+chunk of the adjoint is the transpose: it takes the tokens in reverse order, and K_st^T.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.discretize import build_coupled, fast_scale
+from bedouin.kernels.device.reflections import (
+    add,
+    combine,
+    joined_sums,
+    load_tuple,
+    rows_times,
+    store_tuple,
+    sums_at_once,
+    take_apart,
+)
+from bedouin.kernels.device.sync import announce, load_uncached, wait_for
+from bedouin.kernels.direct.open_loop.triton_walk import (
+    decay_of,
+    load_rows,
+    read_memory,
+    solve,
+    solve_transposed,
+)
+from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
+
+
+@triton.jit
+def _written(
+    value, vector, delta, A_log2,
+    INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """(s * value) B^T (n, d)."""
+    if INPUT_SCALE == "one_minus_decay":
+        _, s = build_coupled(A_log2 * delta[None, :], FULL, FAST)
+        return s * value[None, :] * vector[:, None]
+    else:
+        value *= fast_scale(delta, INPUT_SCALE, FAST)
+        return value[None, :] * vector[:, None]
+
+
+@triton.jit(do_not_specialize=["t_end", "chunks", "per_head"])
+def couplings_kernel(
+    raw_ptr,  # (b, t, r)
+    delta_ptr,  # (b, t, d), Delta
+    solver_ptr,  # (b, t, WIDTH), as in triton_prepare.py
+    A_ptr,  # (n, d) or (H, n, d), log2(e) A
+    couplings_ptr,  # (b, chunks, TOKENS (TOKENS - 1) / 2, K, K), written: the pair of tokens t and
+    # s > t of a chunk is at s (s - 1) / 2 + t; zeros for tokens past the end
+    t_end,
+    chunks,
+    per_head,  # samples of a head; None: one head
+    d: tl.constexpr,
+    n: tl.constexpr,
+    raw_stride_b,
+    raw_stride_t,
+    TOKENS: tl.constexpr,  # of a chunk
+    WIDTH: tl.constexpr,  # of a row of `solver`
+    BC_AT: tl.constexpr,  # where B is in it
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr,  # a thread has all states of its channels
+    SELECTIVE: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """K_st of all tokens s of a chunk behind token t, which is that of the program."""
+    U_AT: tl.constexpr = d + (2 * n if SELECTIVE else 0)
+    chunk, first = tl.program_id(0).to(tl.int64) // (TOKENS - 1), tl.program_id(0) % (TOKENS - 1)
+    sample, start = chunk // chunks, chunk % chunks * TOKENS
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    in_n, in_d = rows < n, cols < d
+    state = rows[:, None] * d + cols[None, :]
+    in_state = in_n[:, None] & in_d[None, :]
+    A = matrix_of(A_ptr, sample, per_head, d, n) + state
+    A_log2 = tl.load(A, mask=in_state, other=0.0)
+    raw = raw_ptr + tl.multiple_of(sample * raw_stride_b, ALIGNED) + U_AT
+    deltas = delta_ptr + sample * t_end * d + cols
+    solvers = solver_ptr + sample * t_end * WIDTH + BC_AT + rows
+    pairs = couplings_ptr + chunk * (TOKENS * (TOKENS - 1) // 2 * K * K)
+
+    # a token past the end has Delta = 0 and u = 0
+    t = start + first
+    here = in_d & (0 * cols + t < t_end)
+    u = load_rows(raw + tl.multiple_of(t * raw_stride_t, ALIGNED), cols, here, d, K)
+    delta = tl.load(deltas + t * d, mask=here, other=0.0)
+    B = tl.load(solvers + tl.minimum(t, t_end - 1) * WIDTH, mask=in_n, other=0.0)
+    one = tl.full([BLOCK_D], 1.0, ACC)
+    m = _written(one, B, delta, A_log2, INPUT_SCALE, FULL, FAST)
+    t += 1
+    here = in_d & (0 * cols + t < t_end)
+    delta_next = tl.load(deltas + t * d, mask=here, other=0.0)
+    v_next = load_rows(raw + tl.multiple_of(t * raw_stride_t, ALIGNED), cols, here, d, K)
+    for s in range(first + 1, TOKENS):
+        delta, v = delta_next, v_next
+        C = tl.load(solvers + n + tl.minimum(t, t_end - 1) * WIDTH, mask=in_n, other=0.0)
+        t += 1
+        here = in_d & (0 * cols + t < t_end)
+        delta_next = tl.load(deltas + t * d, mask=here, other=0.0)
+        v_next = load_rows(raw + tl.multiple_of(t * raw_stride_t, ALIGNED), cols, here, d, K)
+        m *= decay_of(delta, A_log2, rows, WHOLE, FULL, FAST)
+        gain = tl.sum(m * C[:, None], axis=0)
+        dots = ()
+        for i in tl.static_range(K):
+            dots = dots + rows_times(u, v[i].to(ACC) * gain, K)
+        store_tuple(pairs + (s * (s - 1) // 2 + first) * (K * K), sums_at_once(dots), K * K)
+
+
+@triton.jit
+def _load_chunk(
+    raw, given, deltas, start, t_end, raw_stride_t, given_stride_t, cols, in_d,
+    d: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Delta, the given value and u_1 .. u_k of each token, not converted; zeros past the end."""
+    out = ()
+    for j in tl.static_range(TOKENS):
+        t = start + j
+        here = in_d & (0 * cols + t < t_end)
+        delta = tl.load(deltas + t * d + cols, mask=here, other=0.0)
+        value = tl.load(given + t * given_stride_t + cols, mask=here, other=0.0)
+        u = load_rows(raw + tl.multiple_of(t * raw_stride_t, ALIGNED), cols, here, d, K)
+        out = out + (delta, value) + u
+    return out
+
+
+@triton.jit
+def _rows_of(held, j: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
+    """u_1 .. u_k of token j of what `_load_chunk` returned."""
+    rows = held[j * (K + 2) + 2 : (j + 1) * (K + 2)]
+    u = ()
+    for i in tl.static_range(K):
+        row = rows[i].to(ACC)
+        u = u + (row,)
+    return u
+
+
+@triton.jit
+def _gather(
+    m, held, row, rows, in_n, A_log2, j: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr,
+    REVERSE: tl.constexpr, K: tl.constexpr,
+    INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The memory behind token j of the scan without e, and u_1 p .. u_k p, whose sums over the
+    channels are U p."""
+    delta, value = held[j * (K + 2)], held[j * (K + 2) + 1].to(ACC)
+    u = _rows_of(held, j, K, ACC)
+    vector = tl.load(row + READ + rows, mask=in_n, other=0.0)
+    written = tl.load(row + WRITTEN + rows, mask=in_n, other=0.0)
+    if REVERSE:
+        read = read_memory(m, vector, delta, A_log2, True, INPUT_SCALE, FULL, FAST)
+        m += value[None, :] * written[:, None]
+        m *= decay_of(delta, A_log2, rows, True, FULL, FAST)
+    else:
+        m *= decay_of(delta, A_log2, rows, True, FULL, FAST)
+        read = read_memory(m, vector, delta, A_log2, False, INPUT_SCALE, FULL, FAST)
+        m += _written(value, written, delta, A_log2, INPUT_SCALE, FULL, FAST)
+    return m, rows_times(u, read, K)
+
+
+@triton.jit
+def _pass(
+    h, held, weights, row, rows, in_n, A_log2,
+    j: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr,
+    REVERSE: tl.constexpr, K: tl.constexpr,
+    INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The memory behind token j, and its y or v."""
+    delta = held[j * (K + 2)]
+    value = held[j * (K + 2) + 1].to(ACC)
+    value += combine(weights[j * K : (j + 1) * K], _rows_of(held, j, K, ACC), K)
+    written = tl.load(row + WRITTEN + rows, mask=in_n, other=0.0)
+    if REVERSE:
+        h += value[None, :] * written[:, None]
+        h *= decay_of(delta, A_log2, rows, True, FULL, FAST)
+        return h, value
+    else:
+        h *= decay_of(delta, A_log2, rows, True, FULL, FAST)
+        h += _written(value, written, delta, A_log2, INPUT_SCALE, FULL, FAST)
+        vector = tl.load(row + READ + rows, mask=in_n, other=0.0)
+        return h, read_memory(h, vector, delta, A_log2, False, INPUT_SCALE, FULL, FAST)
+
+
+@triton.jit
+def _add_coupling(q, weights, pair, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """q + K_st weights, or q + K_st^T weights."""
+    entries = load_tuple(pair, K * K)
+    out = ()
+    for i in tl.static_range(K):
+        total = q[i] + entries[i if TRANSPOSED else i * K] * weights[0]
+        for j in tl.static_range(K):
+            if j > 0:
+                total += entries[(j * K + i) if TRANSPOSED else (i * K + j)] * weights[j]
+        out = out + (total,)
+    return out
+
+
+@triton.jit
+def _solve_chunk(
+    q, solvers, couplings, start, t_end,
+    REVERSE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """E e, or if REVERSE E f, of all tokens (TOKENS K,), from the sums q over the channels."""
+    weights = ()
+    for step in tl.static_range(TOKENS):
+        row = (
+            solvers
+            + tl.minimum(start + (TOKENS - 1 - step if REVERSE else step), t_end - 1) * WIDTH
+        )
+        here = load_tuple(row, K)
+        if REVERSE:
+            here = add(here, q[(TOKENS - 1 - step) * K : (TOKENS - step) * K], K)
+        else:
+            here = add(here, q[step * K : (step + 1) * K], K)
+        # the tokens before this one in the order of the walk, the one next to it last
+        for before in tl.static_range(step):
+            if REVERSE:
+                # s = TOKENS - 1 - before, whose weights stand (step - 1 - before)th
+                pair = (
+                    couplings
+                    + ((TOKENS - 1 - before) * (TOKENS - 2 - before) // 2 + TOKENS - 1 - step)
+                    * K
+                    * K
+                )
+                of_s = weights[(step - 1 - before) * K : (step - before) * K]
+                here = _add_coupling(here, of_s, pair, K, True)
+            else:
+                pair = couplings + (step * (step - 1) // 2 + before) * K * K
+                of_t = weights[before * K : (before + 1) * K]
+                here = _add_coupling(here, of_t, pair, K, False)
+        if REVERSE:
+            weights = solve_transposed(here, row, K) + weights
+        else:
+            weights = weights + solve(here, row, K)
+    return weights
+
+
+@triton.jit(
+    do_not_specialize=["t_end", "chunks", "first_chunk", "last_chunk", "every", "slots", "per_head"]
+)
+def chunks_kernel(
+    given_ptr,  # (b, t, d) or (H, b / H, t, d): x, or if REVERSE the cotangent of y
+    raw_ptr,  # (b, t, r)
+    delta_ptr,  # (b, t, d), Delta
+    solver_ptr,  # (b, t, WIDTH), as in triton_prepare.py
+    couplings_ptr,  # (b, chunks, TOKENS (TOKENS - 1) / 2, K, K), as of `couplings_kernel`
+    A_ptr,  # (n, d) or (H, n, d), log2(e) A
+    h_ptr,  # (b, n, d): the first memory, overwritten by the last; or the cotangent of the last,
+    # overwritten by that of the first
+    out_ptr,  # (b, t, d), written: y, or v
+    e_ptr,  # (b, t, K), written unless REVERSE: E e
+    kept_ptr,  # (b, slots, n, d), written: h before tokens every, 2 every, ...; or the cotangents
+    # of h after tokens every - 1, 2 every - 1, ..., and of the last
+    parts_ptr,  # (2, b, PARTS, 2^LEVELS): sums over the channels of each program, of a chunk and of
+    # the one before it
+    counters_ptr,  # (b, LINE), zeros: finished programs of a sample, of all chunks so far
+    t_end,
+    chunks,
+    first_chunk,  # of this launch, in the order of the walk
+    last_chunk,  # the one after the last of this launch
+    every,  # a multiple of TOKENS
+    slots,
+    per_head,  # samples of a head; None: one head
+    d: tl.constexpr,
+    n: tl.constexpr,
+    given_stride_h,  # None: one head
+    given_stride_b,
+    given_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    REVERSE: tl.constexpr,
+    GATHER: tl.constexpr,  # compute the sums of the chunks
+    SPREAD: tl.constexpr,  # use them
+    COMPILED: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a chunk
+    PARTS: tl.constexpr,  # programs of a sample
+    LEVELS: tl.constexpr,  # 2^LEVELS is at least TOKENS K
+    LINE: tl.constexpr,  # counters of a line of cache
+    WIDTH: tl.constexpr,  # of a row of `solver`
+    BC_AT: tl.constexpr,  # where B is in it
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # channels of a program
+    BLOCK_N: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FAST: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """What `walk_kernel` computes, PARTS programs a sample. With one chunk a launch, once with
+    GATHER and once with SPREAD, the programs of a launch need not run at the same time."""
+    SUMS: tl.constexpr = 2**LEVELS
+    READ: tl.constexpr = BC_AT if REVERSE else BC_AT + n
+    WRITTEN: tl.constexpr = BC_AT + n if REVERSE else BC_AT
+    U_AT: tl.constexpr = d + (2 * n if SELECTIVE else 0)
+    sample, part = tl.program_id(0).to(tl.int64) // PARTS, tl.program_id(0) % PARTS
+    samples = tl.num_programs(0).to(tl.int64) // PARTS
+    rows = tl.arange(0, BLOCK_N)
+    # A thread has one channel, and all of its states: not four neighbours, which the compiler would
+    # give it if it knew that they are aligned.
+    cols = part * BLOCK_D + tl.multiple_of(tl.arange(0, BLOCK_D), 1)
+    in_n, in_d = rows < n, cols < d
+    state = rows[:, None] * d + cols[None, :]
+    in_state = in_n[:, None] & in_d[None, :]
+    A = matrix_of(A_ptr, sample, per_head, d, n) + state
+    A_log2 = tl.load(A, mask=in_state, other=0.0)
+    h_at = h_ptr + sample * n * d + state
+    h = tl.load(h_at, mask=in_state, other=0.0)
+    kept = kept_ptr + sample * slots * n * d + state
+    if REVERSE and GATHER:
+        if first_chunk == 0:
+            tl.store(kept + (slots - 1).to(tl.int64) * (n * d), h, mask=in_state)
+    raw = raw_ptr + tl.multiple_of(sample * raw_stride_b, ALIGNED) + U_AT
+    given = strided_row(
+        given_ptr, sample, 0, per_head, given_stride_h, given_stride_b, given_stride_t
+    )
+    deltas = delta_ptr + sample * t_end * d
+    solvers = solver_ptr + sample * t_end * WIDTH
+    couplings = couplings_ptr + sample * chunks * (TOKENS * (TOKENS - 1) // 2 * K * K)
+    counter = counters_ptr + sample * LINE
+    lanes = tl.arange(0, SUMS)
+    step = -1 if REVERSE else 1
+    enters = chunks - 1 if REVERSE else chunks * 0
+    start = (enters + step * first_chunk).to(tl.int64) * TOKENS
+    held = _load_chunk(
+        raw, given, deltas, start, t_end, raw_stride_t, given_stride_t, cols, in_d,
+        d, TOKENS, K, ALIGNED,
+    )  # fmt: skip
+    for i in range(first_chunk, last_chunk):
+        chunk = (enters + step * i).to(tl.int64)
+        start = chunk * TOKENS
+        sums = parts_ptr + (i % 2 * samples + sample) * (PARTS * SUMS)
+        if GATHER:
+            m = h
+            values = ()
+            for at in tl.static_range(TOKENS):
+                if REVERSE:
+                    row = solvers + tl.minimum(start + TOKENS - 1 - at, t_end - 1) * WIDTH
+                    m, products = _gather(
+                        m, held, row, rows, in_n, A_log2, TOKENS - 1 - at, READ, WRITTEN,
+                        True, K, INPUT_SCALE, FULL, FAST, ACC,
+                    )  # fmt: skip
+                    values = products + values
+                else:
+                    row = solvers + tl.minimum(start + at, t_end - 1) * WIDTH
+                    m, products = _gather(
+                        m, held, row, rows, in_n, A_log2, at, READ, WRITTEN,
+                        False, K, INPUT_SCALE, FULL, FAST, ACC,
+                    )  # fmt: skip
+                    values = values + products
+            tl.store(sums + part * SUMS + lanes, joined_sums(values, LEVELS))
+            if SPREAD:
+                if PARTS > 1:
+                    announce(counter)
+        ahead = tl.where(i + 1 < last_chunk, start + step * TOKENS, start)
+        held_next = _load_chunk(
+            raw, given, deltas, ahead, t_end, raw_stride_t, given_stride_t, cols, in_d,
+            d, TOKENS, K, ALIGNED,
+        )  # fmt: skip
+        if SPREAD:
+            if GATHER:
+                if PARTS > 1:
+                    wait_for(counter, (i + 1) * PARTS, COMPILED)
+                else:
+                    tl.debug_barrier()
+            total = load_uncached(sums + lanes, lanes < SUMS)
+            for other in tl.static_range(1, PARTS):
+                total += load_uncached(sums + other * SUMS + lanes, lanes < SUMS)
+            weights = _solve_chunk(
+                take_apart(total, LEVELS),
+                solvers, couplings + chunk * (TOKENS * (TOKENS - 1) // 2 * K * K), start, t_end,
+                REVERSE, TOKENS, WIDTH, K,
+            )  # fmt: skip
+            for at in tl.static_range(TOKENS):
+                t = start + (TOKENS - 1 - at if REVERSE else at)
+                row = solvers + tl.minimum(t, t_end - 1) * WIDTH
+                h, value = _pass(
+                    h, held, weights, row, rows, in_n, A_log2,
+                    TOKENS - 1 - at if REVERSE else at, READ, WRITTEN,
+                    REVERSE, K, INPUT_SCALE, FULL, FAST, ACC,
+                )  # fmt: skip
+                out = out_ptr + (sample * t_end + t) * d + cols
+                here = in_d & (0 * cols + t < t_end)
+                tl.store(out, value.to(out_ptr.dtype.element_ty), mask=here)
+                if not REVERSE:
+                    if (part == 0) & (t < t_end):
+                        e = e_ptr + (sample * t_end + t) * K
+                        store_tuple(e, weights[at * K : (at + 1) * K], K)
+            # the token behind the chunk, or if REVERSE its first one
+            border = start if REVERSE else start + TOKENS
+            if (border % every == 0) & (border > 0) & (border < t_end):
+                tl.store(kept + (border // every - 1) * (n * d), h, mask=in_state)
+        held = held_next
+    if SPREAD:
+        tl.store(h_at, h, mask=in_state)
