@@ -148,7 +148,7 @@ def _rows_of(held, j: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
     u = ()
     for i in tl.static_range(K):
         row = rows[i].to(ACC)
-        u = u + (row,)
+        u = u + (row,)  # type: ignore[assignment]
     return u
 
 
@@ -208,7 +208,7 @@ def _add_coupling(q, weights, pair, K: tl.constexpr, TRANSPOSED: tl.constexpr):
         for j in tl.static_range(K):
             if j > 0:
                 total += entries[(j * K + i) if TRANSPOSED else (i * K + j)] * weights[j]
-        out = out + (total,)
+        out = out + (total,)  # type: ignore[assignment]
     return out
 
 
@@ -220,10 +220,8 @@ def _solve_chunk(
     """E e, or if REVERSE E f, of all tokens (TOKENS K,), from the sums q over the channels."""
     weights = ()
     for step in tl.static_range(TOKENS):
-        row = (
-            solvers
-            + tl.minimum(start + (TOKENS - 1 - step if REVERSE else step), t_end - 1) * WIDTH
-        )
+        at = TOKENS - 1 - step if REVERSE else step
+        row = solvers + tl.minimum(start + at, t_end - 1) * WIDTH
         here = load_tuple(row, K)
         if REVERSE:
             here = add(here, q[(TOKENS - 1 - step) * K : (TOKENS - step) * K], K)
@@ -232,13 +230,9 @@ def _solve_chunk(
         # the tokens before this one in the order of the walk, the one next to it last
         for before in tl.static_range(step):
             if REVERSE:
-                # s = TOKENS - 1 - before, whose weights stand (step - 1 - before)th
-                pair = (
-                    couplings
-                    + ((TOKENS - 1 - before) * (TOKENS - 2 - before) // 2 + TOKENS - 1 - step)
-                    * K
-                    * K
-                )
+                # token t is `at`, token s the one TOKENS - 1 - before
+                s = TOKENS - 1 - before
+                pair = couplings + (s * (s - 1) // 2 + at) * K * K
                 of_s = weights[(step - 1 - before) * K : (step - before) * K]
                 here = _add_coupling(here, of_s, pair, K, True)
             else:
