@@ -101,8 +101,25 @@ def _joined(values, LEVELS: tl.constexpr):
 
 @triton.jit
 def joined_sums(values, LEVELS: tl.constexpr):
-    """Sums of up to 2^LEVELS vectors (d,) and zeros, as one vector (2^LEVELS,)."""
+    """Sums of up to 2^LEVELS vectors (d,) and zeros, as one vector (2^LEVELS,), LEVELS > 0."""
     return tl.reshape(tl.sum(_joined(values, LEVELS), axis=0), [2**LEVELS])
+
+
+@triton.jit
+def store_sums(pointer, values):
+    """Store the sums of vectors (d,) at consecutive addresses, 32 in one exchange."""
+    N: tl.constexpr = len(values)
+    for i in tl.static_range(N // 32):
+        at = tl.arange(0, 32)
+        tl.store(pointer + 32 * i + at, joined_sums(values[32 * i : 32 * i + 32], 5))
+    REST: tl.constexpr = N % 32
+    if REST == 1:
+        tl.store(pointer + N - 1, tl.sum(values[N - 1], axis=0))
+    elif REST > 1:
+        LEVELS: tl.constexpr = 1 + (REST > 2) + (REST > 4) + (REST > 8) + (REST > 16)
+        last = tl.arange(0, 2**LEVELS)
+        total = joined_sums(values[N - REST : N], LEVELS)
+        tl.store(pointer + N - REST + last, total, mask=last < REST)
 
 
 @triton.jit

@@ -130,10 +130,11 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Chunks]:
     def force(tokens: int, channels: int) -> None:
         limits = walks.ChunkLimits(
             tokens,
-            1,
-            1,
-            channels,
-            max(channels, 512),
+            couplings=2048,
+            shortest=1,
+            states=1,
+            channels=channels,
+            most_channels=max(channels, 512),
             bytes=4096,
             programs=None if DEVICE == "cuda" else 1024,
         )
@@ -194,32 +195,29 @@ def test_walks_in_chunks(tokens: int, channels: int, case: Case, chunks: Chunks)
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("b", "t", "d", "n", "every", "parts"),
+    ("b", "t", "d", "n", "k", "every", "expected"),
     [
-        (16, 1024, 1024, 16, 16, 8),
-        (8, 4096, 1024, 16, 64, 16),
-        (1, 64, 1000, 16, 16, 16),
-        (33, 64, 1024, 16, 16, 4),
-        (34, 64, 1024, 16, 16, None),
-        (1, 64, 2048, 64, 16, None),
-        (16, 16, 1024, 16, 16, None),
-        (16, 1024, 1024, 16, 2, None),
-        (16, 1024, 64, 16, 16, None),
+        (16, 1024, 1024, 16, 4, 16, (4, 128, 8)),
+        (8, 4096, 1024, 16, 4, 64, (4, 64, 16)),
+        (1, 64, 1000, 16, 5, 16, (2, 64, 16)),
+        (33, 64, 1024, 16, 4, 16, (4, 256, 4)),
+        (34, 64, 1024, 16, 4, 16, None),
+        (1, 64, 2048, 64, 4, 16, None),
+        (16, 16, 1024, 16, 4, 16, None),
+        (16, 1024, 1024, 16, 4, 2, None),
+        (16, 1024, 64, 16, 4, 16, None),
     ],
 )
 def test_which_walks_take_chunks(
-    b: int, t: int, d: int, n: int, every: int, parts: int | None
+    b: int, t: int, d: int, n: int, k: int, every: int, expected: tuple[int, ...] | None
 ) -> None:
     from bedouin.kernels.direct.open_loop.walks import plan_chunks
     from bedouin.kernels.direct.triton_constants import Like
 
     for shape in (n, d), (1, n, d):
-        plan = plan_chunks(b, t, Like(shape, torch.float32), every, 132)
-        assert (plan and plan.parts) == parts
+        assert plan_chunks(b, t, Like(shape, torch.float32), k, every, 132) == expected
         # in the interpreter programs do not run at the same time
-        assert plan_chunks(b, t, Like(shape, torch.float32), every, None) is None
-        if plan is not None:
-            assert b * plan.parts <= 132 and plan.parts * plan.block_d >= d
+        assert plan_chunks(b, t, Like(shape, torch.float32), k, every, None) is None
 
 
 @needs_triton
@@ -322,9 +320,9 @@ def test_sizes_on_a_gpu(case: Case) -> None:
     ("tokens", "channels", "case"),
     [
         *((4, 32, Case(3, t, d, 16, 4)) for t, d in [(1, 63), (63, 64), (64, 100), (100, 1)]),
-        *((8, 32, Case(3, 100, d, 5, 2, "one_minus_decay", "full")) for d in (100, 256)),
+        *((8, 32, Case(3, 100, d, 5, 1, "one_minus_decay", "full")) for d in (100, 256)),
         (2, 64, Case(2, 90, 256, 16, 8, "delta", "full", dtype=torch.float32)),
-        (8, 64, Case(16, 300, 1024, 16, 4, dtype=torch.float32, inputs=torch.bfloat16)),
+        (4, 128, Case(16, 300, 1024, 16, 4, dtype=torch.float32, inputs=torch.bfloat16)),
         (4, 64, Case(8, 600, 1024, 16, 4, dtype=torch.float32, inputs=torch.bfloat16)),
         (4, 256, Case(33, 90, 1024, 16, 4, dtype=torch.float32)),
         (4, 64, Case(2, 90, 300, 32, 3, "one_minus_decay", dtype=torch.float32)),

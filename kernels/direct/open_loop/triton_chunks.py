@@ -24,8 +24,8 @@ from bedouin.kernels.device.reflections import (
     joined_sums,
     load_tuple,
     rows_times,
+    store_sums,
     store_tuple,
-    sums_at_once,
     take_apart,
 )
 from bedouin.kernels.device.sync import announce, load_uncached, wait_for
@@ -72,9 +72,8 @@ def couplings_kernel(
     WIDTH: tl.constexpr,  # of a row of `solver`
     BC_AT: tl.constexpr,  # where B is in it
     K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # channels at a time
     BLOCK_N: tl.constexpr,
-    WHOLE: tl.constexpr,  # a thread has all states of its channels
     SELECTIVE: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
@@ -82,46 +81,62 @@ def couplings_kernel(
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """K_st of all tokens s of a chunk behind token t, which is that of the program."""
+    """K_st of all pairs of tokens of a chunk, one program a chunk."""
     U_AT: tl.constexpr = d + (2 * n if SELECTIVE else 0)
-    chunk, first = tl.program_id(0).to(tl.int64) // (TOKENS - 1), tl.program_id(0) % (TOKENS - 1)
+    PAIRS: tl.constexpr = TOKENS * (TOKENS - 1) // 2
+    chunk = tl.program_id(0).to(tl.int64)
     sample, start = chunk // chunks, chunk % chunks * TOKENS
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    in_n, in_d = rows < n, cols < d
-    state = rows[:, None] * d + cols[None, :]
-    in_state = in_n[:, None] & in_d[None, :]
-    A = matrix_of(A_ptr, sample, per_head, d, n) + state
-    A_log2 = tl.load(A, mask=in_state, other=0.0)
+    rows, neighbours = tl.arange(0, BLOCK_N), tl.multiple_of(tl.arange(0, BLOCK_D), 1)
+    in_n = rows < n
+    A = matrix_of(A_ptr, sample, per_head, d, n)
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b, ALIGNED) + U_AT
-    deltas = delta_ptr + sample * t_end * d + cols
+    deltas = delta_ptr + sample * t_end * d
     solvers = solver_ptr + sample * t_end * WIDTH + BC_AT + rows
-    pairs = couplings_ptr + chunk * (TOKENS * (TOKENS - 1) // 2 * K * K)
+    zero, one = tl.zeros([BLOCK_D], dtype=ACC), tl.full([BLOCK_D], 1.0, ACC)
+    sums = ()
+    for _ in tl.static_range(PAIRS * K * K):
+        sums = sums + (zero,)
+    for block in range(0, (d + BLOCK_D - 1) // BLOCK_D):
+        cols = block * BLOCK_D + neighbours
+        in_d = cols < d
+        in_state = in_n[:, None] & in_d[None, :]
+        A_log2 = tl.load(A + rows[:, None] * d + cols[None, :], mask=in_state, other=0.0)
+        # what each token so far writes, as far as it has decayed, and its reflections
+        written = ()
+        before = ()
+        terms = ()
+        for s in tl.static_range(TOKENS):
+            t = start + s
+            here = in_d & (0 * cols + t < t_end)
+            delta = tl.load(deltas + t * d + cols, mask=here, other=0.0)
+            u = load_rows(raw + tl.multiple_of(t * raw_stride_t, ALIGNED), cols, here, d, K)
+            row = solvers + tl.minimum(t, t_end - 1) * WIDTH
+            u = _convert(u, K, ACC)
+            if s > 0:
+                C = tl.load(row + n, mask=in_n, other=0.0)
+                decay = decay_of(delta, A_log2, rows, True, FULL, FAST)
+                decayed = ()
+                for i in tl.static_range(s):
+                    m = written[i] * decay
+                    decayed = decayed + (m,)
+                    gained = rows_times(u, tl.sum(m * C[:, None], axis=0), K)
+                    for j in tl.static_range(K):
+                        terms = terms + rows_times(before[i * K : (i + 1) * K], gained[j], K)
+                written = decayed
+            if s + 1 < TOKENS:
+                B = tl.load(row, mask=in_n, other=0.0)
+                written = written + (_written(one, B, delta, A_log2, INPUT_SCALE, FULL, FAST),)
+                before = before + u
+        sums = add(sums, terms, PAIRS * K * K)
+    store_sums(couplings_ptr + chunk * (PAIRS * K * K), sums)
 
-    # a token past the end has Delta = 0 and u = 0
-    t = start + first
-    here = in_d & (0 * cols + t < t_end)
-    u = load_rows(raw + tl.multiple_of(t * raw_stride_t, ALIGNED), cols, here, d, K)
-    delta = tl.load(deltas + t * d, mask=here, other=0.0)
-    B = tl.load(solvers + tl.minimum(t, t_end - 1) * WIDTH, mask=in_n, other=0.0)
-    one = tl.full([BLOCK_D], 1.0, ACC)
-    m = _written(one, B, delta, A_log2, INPUT_SCALE, FULL, FAST)
-    t += 1
-    here = in_d & (0 * cols + t < t_end)
-    delta_next = tl.load(deltas + t * d, mask=here, other=0.0)
-    v_next = load_rows(raw + tl.multiple_of(t * raw_stride_t, ALIGNED), cols, here, d, K)
-    for s in range(first + 1, TOKENS):
-        delta, v = delta_next, v_next
-        C = tl.load(solvers + n + tl.minimum(t, t_end - 1) * WIDTH, mask=in_n, other=0.0)
-        t += 1
-        here = in_d & (0 * cols + t < t_end)
-        delta_next = tl.load(deltas + t * d, mask=here, other=0.0)
-        v_next = load_rows(raw + tl.multiple_of(t * raw_stride_t, ALIGNED), cols, here, d, K)
-        m *= decay_of(delta, A_log2, rows, WHOLE, FULL, FAST)
-        gain = tl.sum(m * C[:, None], axis=0)
-        dots = ()
-        for i in tl.static_range(K):
-            dots = dots + rows_times(u, v[i].to(ACC) * gain, K)
-        store_tuple(pairs + (s * (s - 1) // 2 + first) * (K * K), sums_at_once(dots), K * K)
+
+@triton.jit
+def _convert(values, N: tl.constexpr, ACC: tl.constexpr):
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (values[i].to(ACC),)
+    return out
 
 
 @triton.jit
@@ -144,12 +159,7 @@ def _load_chunk(
 @triton.jit
 def _rows_of(held, j: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
     """u_1 .. u_k of token j of what `_load_chunk` returned."""
-    rows = held[j * (K + 2) + 2 : (j + 1) * (K + 2)]
-    u = ()
-    for i in tl.static_range(K):
-        row = rows[i].to(ACC)
-        u = u + (row,)  # type: ignore[assignment]
-    return u
+    return _convert(held[j * (K + 2) + 2 : (j + 1) * (K + 2)], K, ACC)
 
 
 @triton.jit
@@ -208,7 +218,7 @@ def _add_coupling(q, weights, pair, K: tl.constexpr, TRANSPOSED: tl.constexpr):
         for j in tl.static_range(K):
             if j > 0:
                 total += entries[(j * K + i) if TRANSPOSED else (i * K + j)] * weights[j]
-        out = out + (total,)  # type: ignore[assignment]
+        out = out + (total,)
     return out
 
 

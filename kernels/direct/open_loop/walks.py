@@ -54,11 +54,17 @@ RESIDENT_STATES = 16384
 """Most elements of h of a sample beside which A fits the registers of a multiprocessor."""
 
 
+CHANNELS_AT_A_TIME = 128
+"""Of a program that computes the couplings of a chunk, one in each thread."""
+
+
 @dataclass(frozen=True)
 class ChunkLimits:
     """When a walk takes chunks of tokens, and how it is spread; tests give other values.
 
     tokens: of a chunk, a power of two, at least 2; 0: the walk never takes chunks.
+    couplings: most coefficients between the tokens of a chunk, which a thread sums at the same
+        time; where there would be more, the chunks are shorter.
     shortest: fewest tokens of a sequence.
     states: fewest elements of h of a sample: with fewer the other walk has little to compute.
     channels, most_channels: fewest and most channels of a program.
@@ -68,6 +74,7 @@ class ChunkLimits:
     """
 
     tokens: int = 4
+    couplings: int = 128
     shortest: int = 32
     states: int = 4096
     channels: int = 64
@@ -91,6 +98,7 @@ def plan_chunks(
     b: int,
     t_end: int,
     A: Like,  # (n, d) or (H, n, d)
+    k: int,
     every: int,  # tokens between two kept h
     programs: int | None,  # that run at the same time; None: unknown
     limits: ChunkLimits = CHUNK_LIMITS,
@@ -99,6 +107,8 @@ def plan_chunks(
     None if there is none, or if a walk with one program a sample is preferred."""
     (n, d), tokens = A.shape[-2:], limits.tokens
     programs = limits.programs if limits.programs is not None else programs
+    while tokens > 2 and tokens * (tokens - 1) // 2 * k * k > limits.couplings:
+        tokens //= 2
     if programs is None or tokens == 0 or every % tokens:
         return None
     if t_end < limits.shortest or n * d < limits.states:
@@ -132,7 +142,8 @@ def launch_walk(
     written = h, out, out if e is None else e, kept
     of_given, of_raw = input_strides(given, A), raw.stride()[:2]
     look, sizes = Like(tuple(A.shape), A.dtype), (per_head(A, b), d, n)
-    plan = plan_chunks(b, t_end, look, every, Device.of(A.device).programs, CHUNK_LIMITS)
+    k, programs = layout_of(options).num_householder, Device.of(A.device).programs
+    plan = plan_chunks(b, t_end, look, k, every, programs, CHUNK_LIMITS)
     if plan is None:
         WALK.launch(
             (b,),
@@ -141,11 +152,10 @@ def launch_walk(
             _walk_constants(look, options, of_raw, reverse=reverse),
         )
         return
-    k, tokens = layout_of(options).num_householder, plan.tokens
-    chunks = ceil_div(t_end, tokens)
+    tokens, chunks = plan.tokens, ceil_div(t_end, plan.tokens)
     couplings = A.new_empty(b, chunks, tokens * (tokens - 1) // 2, k, k)
     COUPLINGS.launch(
-        (b * chunks * (tokens - 1),),
+        (b * chunks,),
         (raw, delta, solver, A, couplings),
         (t_end, chunks, *sizes, *of_raw),
         _couplings_constants(look, options, of_raw, tokens),
@@ -234,15 +244,13 @@ def _walk_constants(
 def _couplings_constants(
     A: Like, options: Parameterization, strides: tuple[int, ...], tokens: int
 ) -> Constants:
-    n, d = A.shape[-2:]
-    form = walk_form(d, n)
+    block_d = min(CHANNELS_AT_A_TIME, next_power_of_two(A.shape[-1]))
     return Constants(
         TOKENS=tokens,
         **solver_constants(A, options),
-        WHOLE=form.whole,
-        **_scan_constants(A, options),
+        **_scan_constants(A, options) | {"BLOCK_D": block_d},
         **alignment(*strides),
-        **_launch_options(form.warps),
+        **_launch_options(max(1, block_d // LANES)),
     )
 
 
