@@ -28,7 +28,7 @@ from bedouin.kernels.device.reflections import (
     store_tuple,
     take_apart,
 )
-from bedouin.kernels.device.sync import announce, load_uncached, wait_for
+from bedouin.kernels.device.sync import collect, post
 from bedouin.kernels.direct.open_loop.triton_walk import (
     decay_of,
     load_rows,
@@ -272,9 +272,8 @@ def chunks_kernel(
     e_ptr,  # (b, t, K), written unless REVERSE: E e
     kept_ptr,  # (b, slots, n, d), written: h before tokens every, 2 every, ...; or the cotangents
     # of h after tokens every - 1, 2 every - 1, ..., and of the last
-    parts_ptr,  # (2, b, PARTS, 2^LEVELS): sums over the channels of each program, of a chunk and of
-    # the one before it
-    counters_ptr,  # (b, LINE), zeros: finished programs of a sample, of all chunks so far
+    sums_ptr,  # (2, b, PARTS, 2^LEVELS), int64, for float64 twice as many, zeros: sums over the
+    # channels of each program, of a chunk and of the one before it
     t_end,
     chunks,
     first_chunk,  # of this launch, in the order of the walk
@@ -292,11 +291,10 @@ def chunks_kernel(
     REVERSE: tl.constexpr,
     GATHER: tl.constexpr,  # compute the sums of the chunks
     SPREAD: tl.constexpr,  # use them
-    COMPILED: tl.constexpr,
     TOKENS: tl.constexpr,  # of a chunk
     PARTS: tl.constexpr,  # programs of a sample
+    ROWS: tl.constexpr,  # a power of two, at least PARTS
     LEVELS: tl.constexpr,  # 2^LEVELS is at least TOKENS K
-    LINE: tl.constexpr,  # counters of a line of cache
     WIDTH: tl.constexpr,  # of a row of `solver`
     BC_AT: tl.constexpr,  # where B is in it
     K: tl.constexpr,
@@ -312,6 +310,7 @@ def chunks_kernel(
     """What `walk_kernel` computes, PARTS programs a sample. With one chunk a launch, once with
     GATHER and once with SPREAD, the programs of a launch need not run at the same time."""
     SUMS: tl.constexpr = 2**LEVELS
+    WORDS: tl.constexpr = 2 * SUMS if ACC == tl.float64 else SUMS
     READ: tl.constexpr = BC_AT if REVERSE else BC_AT + n
     WRITTEN: tl.constexpr = BC_AT + n if REVERSE else BC_AT
     U_AT: tl.constexpr = d + (2 * n if SELECTIVE else 0)
@@ -339,8 +338,6 @@ def chunks_kernel(
     deltas = delta_ptr + sample * t_end * d
     solvers = solver_ptr + sample * t_end * WIDTH
     couplings = couplings_ptr + sample * chunks * (TOKENS * (TOKENS - 1) // 2 * K * K)
-    counter = counters_ptr + sample * LINE
-    lanes = tl.arange(0, SUMS)
     step = -1 if REVERSE else 1
     enters = chunks - 1 if REVERSE else chunks * 0
     start = (enters + step * first_chunk).to(tl.int64) * TOKENS
@@ -351,7 +348,7 @@ def chunks_kernel(
     for i in range(first_chunk, last_chunk):
         chunk = (enters + step * i).to(tl.int64)
         start = chunk * TOKENS
-        sums = parts_ptr + (i % 2 * samples + sample) * (PARTS * SUMS)
+        sums = sums_ptr + (i % 2 * samples + sample) * (PARTS * WORDS)
         if GATHER:
             m = h
             values = ()
@@ -370,24 +367,14 @@ def chunks_kernel(
                         False, K, INPUT_SCALE, FULL, FAST, ACC,
                     )  # fmt: skip
                     values = values + products
-            tl.store(sums + part * SUMS + lanes, joined_sums(values, LEVELS))
-            if SPREAD:
-                if PARTS > 1:
-                    announce(counter)
+            post(sums + part * WORDS, joined_sums(values, LEVELS), i + 1)
         ahead = tl.where(i + 1 < last_chunk, start + step * TOKENS, start)
         held_next = _load_chunk(
             raw, given, deltas, ahead, t_end, raw_stride_t, given_stride_t, cols, in_d,
             d, TOKENS, K, ALIGNED,
         )  # fmt: skip
         if SPREAD:
-            if GATHER:
-                if PARTS > 1:
-                    wait_for(counter, (i + 1) * PARTS, COMPILED)
-                else:
-                    tl.debug_barrier()
-            total = load_uncached(sums + lanes, lanes < SUMS)
-            for other in tl.static_range(1, PARTS):
-                total += load_uncached(sums + other * SUMS + lanes, lanes < SUMS)
+            total = collect(sums, i + 1, PARTS, ROWS, SUMS, ACC)
             weights = _solve_chunk(
                 take_apart(total, LEVELS),
                 solvers, couplings + chunk * (TOKENS * (TOKENS - 1) // 2 * K * K), start, t_end,

@@ -33,7 +33,7 @@ WALK = PlannedKernel(walk_kernel)
 COUPLINGS, CHUNKS = PlannedKernel(couplings_kernel), PlannedKernel(chunks_kernel)
 
 LINE = 32
-"""float32 or int32 of a line of cache."""
+"""float32 of a line of cache."""
 
 LANES = 32
 """Threads of a warp."""
@@ -160,8 +160,8 @@ def launch_walk(
         (t_end, chunks, *sizes, *of_raw),
         _couplings_constants(look, options, of_raw, tokens),
     )
-    sums = A.new_empty(2, b, plan.parts, next_power_of_two(tokens * k))
-    counters = torch.zeros(b, LINE, dtype=torch.int32, device=A.device)
+    words = next_power_of_two(tokens * k) * A.dtype.itemsize // 4
+    sums = torch.zeros(2, b, plan.parts, words, dtype=torch.int64, device=A.device)
     # programs that do not run at the same time cannot exchange anything within a launch
     together = not interpreter_is_on() or plan.parts == 1
     at_once = chunks if together else 1
@@ -169,7 +169,7 @@ def launch_walk(
         for gather, spread in ((True, True),) if together else ((True, False), (False, True)):
             CHUNKS.launch(
                 (b * plan.parts,),
-                (given, raw, delta, solver, couplings, A, *written, sums, counters),
+                (given, raw, delta, solver, couplings, A, *written, sums),
                 (
                     t_end,
                     chunks,
@@ -269,11 +269,10 @@ def _chunks_constants(
         REVERSE=reverse,
         GATHER=gather,
         SPREAD=spread,
-        COMPILED=not interpreter_is_on(),
         TOKENS=plan.tokens,
         PARTS=plan.parts,
+        ROWS=next_power_of_two(plan.parts),
         LEVELS=sums.bit_length() - 1,
-        LINE=LINE,
         **solver_constants(A, options),
         **_scan_constants(A, options) | {"BLOCK_D": plan.block_d},
         **alignment(*strides),
