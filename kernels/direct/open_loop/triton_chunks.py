@@ -163,6 +163,20 @@ def _rows_of(held, j: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def _prefetch(pointers, FAST: tl.constexpr):
+    """Load lines into the first level of cache, off the critical path and without registers."""
+    if FAST:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _gather(
     m, held, row, rows, in_n, A_log2, j: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr,
     REVERSE: tl.constexpr, K: tl.constexpr,
@@ -296,6 +310,8 @@ def chunks_kernel(
     ROWS: tl.constexpr,  # a power of two, at least PARTS
     LEVELS: tl.constexpr,  # 2^LEVELS is at least TOKENS K
     WIDTH: tl.constexpr,  # of a row of `solver`
+    SECTORS: tl.constexpr,  # a power of two, at least WIDTH / 8
+    PAIR_SECTORS: tl.constexpr,  # of the couplings of a chunk, likewise
     BC_AT: tl.constexpr,  # where B is in it
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,  # channels of a program
@@ -310,6 +326,7 @@ def chunks_kernel(
     """What `walk_kernel` computes, PARTS programs a sample. With one chunk a launch, once with
     GATHER and once with SPREAD, the programs of a launch need not run at the same time."""
     SUMS: tl.constexpr = 2**LEVELS
+    PAIR_SIZE: tl.constexpr = TOKENS * (TOKENS - 1) // 2 * K * K
     WORDS: tl.constexpr = 2 * SUMS if ACC == tl.float64 else SUMS
     READ: tl.constexpr = BC_AT if REVERSE else BC_AT + n
     WRITTEN: tl.constexpr = BC_AT + n if REVERSE else BC_AT
@@ -337,7 +354,7 @@ def chunks_kernel(
     )
     deltas = delta_ptr + sample * t_end * d
     solvers = solver_ptr + sample * t_end * WIDTH
-    couplings = couplings_ptr + sample * chunks * (TOKENS * (TOKENS - 1) // 2 * K * K)
+    couplings = couplings_ptr + sample * chunks * PAIR_SIZE
     step = -1 if REVERSE else 1
     enters = chunks - 1 if REVERSE else chunks * 0
     start = (enters + step * first_chunk).to(tl.int64) * TOKENS
@@ -373,11 +390,18 @@ def chunks_kernel(
             raw, given, deltas, ahead, t_end, raw_stride_t, given_stride_t, cols, in_d,
             d, TOKENS, K, ALIGNED,
         )  # fmt: skip
+        # 8 float32 of them are a sector, the unit that is loaded
+        sector = tl.arange(0, TOKENS * SECTORS)
+        token = tl.minimum(ahead + sector // SECTORS, t_end - 1)
+        _prefetch(solvers + token * WIDTH + tl.minimum(sector % SECTORS * 8, WIDTH - 8), FAST)
+        pair = tl.arange(0, PAIR_SECTORS) * 8
+        pairs = couplings + ahead // TOKENS * PAIR_SIZE
+        _prefetch(pairs + tl.minimum(pair, PAIR_SIZE - 1), FAST)
         if SPREAD:
             total = collect(sums, i + 1, PARTS, ROWS, SUMS, ACC)
             weights = _solve_chunk(
                 take_apart(total, LEVELS),
-                solvers, couplings + chunk * (TOKENS * (TOKENS - 1) // 2 * K * K), start, t_end,
+                solvers, couplings + chunk * PAIR_SIZE, start, t_end,
                 REVERSE, TOKENS, WIDTH, K,
             )  # fmt: skip
             for at in tl.static_range(TOKENS):

@@ -35,6 +35,9 @@ COUPLINGS, CHUNKS = PlannedKernel(couplings_kernel), PlannedKernel(chunks_kernel
 LINE = 32
 """float32 of a line of cache."""
 
+SECTOR = 8
+"""float32 of a line that are loaded together."""
+
 LANES = 32
 """Threads of a warp."""
 
@@ -264,15 +267,18 @@ def _chunks_constants(
     gather: bool,
     spread: bool,
 ) -> Constants:
-    sums = next_power_of_two(plan.tokens * layout_of(options).num_householder)
+    k, tokens = layout_of(options).num_householder, plan.tokens
+    sums, pairs = next_power_of_two(tokens * k), tokens * (tokens - 1) // 2 * k * k
     return Constants(
         REVERSE=reverse,
         GATHER=gather,
         SPREAD=spread,
-        TOKENS=plan.tokens,
+        TOKENS=tokens,
         PARTS=plan.parts,
         ROWS=next_power_of_two(plan.parts),
         LEVELS=sums.bit_length() - 1,
+        SECTORS=next_power_of_two(solver_width(k, A.shape[-2]) // SECTOR),
+        PAIR_SECTORS=next_power_of_two(ceil_div(pairs, SECTOR)),
         **solver_constants(A, options),
         **_scan_constants(A, options) | {"BLOCK_D": plan.block_d},
         **alignment(*strides),
