@@ -327,7 +327,7 @@ def test_sizes_on_a_gpu(case: Case) -> None:
         (4, 256, Case(33, 90, 1024, 16, 4, dtype=torch.float32)),
         (4, 64, Case(2, 90, 300, 32, 3, "one_minus_decay", dtype=torch.float32)),
         (4, 64, Case(2, 90, 512, 16, 2, heads=4, dtype=torch.float32, inputs=torch.bfloat16)),
-        (4, 1024, Case(2, 90, 1024, 16, 4, dtype=torch.float32)),
+        (4, 512, Case(2, 90, 1024, 16, 4, dtype=torch.float32)),
     ],
     ids=str,
 )

@@ -1,14 +1,15 @@
 """The walk through the tokens of a sweep without feedback in chunks, for few samples.
 
-The channels of a sample are spread over several programs. From the memory before a chunk a program
-computes what U reads in each of its tokens if there the plain scan of x runs, without e: all that
-the chunk contributes to the sums over channels, which the programs exchange once a chunk. With
+The channels of a sample are spread over several programs, which exchange sums over the channels
+once a chunk instead of once a token. A program first runs the plain scan of x, without e, through
+the chunk, and computes U p of each token from it. What e of a token t adds to U p of a later token
+s of the chunk is a matrix that depends on raw values alone,
 
-    K_st = U_s diag(s_t * sum over n of C_s B_t lambda_{t+1} ... lambda_s) U_t^T,  s > t,
+    K_st = U_s diag(s_t * sum over n of C_s B_t lambda_{t+1} ... lambda_s) U_t^T,
 
-these are completed token after token, q_s = U_s p_s + c_s + sum over t < s of K_st e_t, in scalars
-that every program repeats. Then the memory passes through the chunk again, with x + U^T e. The
-chunk of the adjoint is the transpose: it takes the tokens in reverse order, and K_st^T.
+so that every program can complete q_s = U_s p_s + c_s + sum over t < s of K_st e_t and solve for
+e_s, token after token, in scalars. Then it runs the scan of x + U^T e through the chunk, from the
+same memory. The adjoint takes the tokens in reverse order, with K_st^T.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -164,7 +165,7 @@ def _rows_of(held, j: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def _prefetch(pointers, FAST: tl.constexpr):
-    """Load lines into the first level of cache, off the critical path and without registers."""
+    """Load sectors of lines into the first level of cache, without registers for them."""
     if FAST:
         tl.inline_asm_elementwise(
             "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
@@ -390,7 +391,7 @@ def chunks_kernel(
             raw, given, deltas, ahead, t_end, raw_stride_t, given_stride_t, cols, in_d,
             d, TOKENS, K, ALIGNED,
         )  # fmt: skip
-        # 8 float32 of them are a sector, the unit that is loaded
+        # the scalars of the next chunk, while this one is exchanged: 8 float32 are a sector
         sector = tl.arange(0, TOKENS * SECTORS)
         token = tl.minimum(ahead + sector // SECTORS, t_end - 1)
         _prefetch(solvers + token * WIDTH + tl.minimum(sector % SECTORS * 8, WIDTH - 8), FAST)

@@ -56,7 +56,6 @@ REGISTERS, MAX_REGISTERS = 65536, 255
 RESIDENT_STATES = 16384
 """Most elements of h of a sample beside which A fits the registers of a multiprocessor."""
 
-
 CHANNELS_AT_A_TIME = 128
 """Of a program that computes the couplings of a chunk, one in each thread."""
 
@@ -65,7 +64,8 @@ CHANNELS_AT_A_TIME = 128
 class ChunkLimits:
     """When a walk takes chunks of tokens, and how it is spread; tests give other values.
 
-    tokens: of a chunk, a power of two, at least 2; 0: the walk never takes chunks.
+    tokens: of a chunk, a power of two, at least 2; 0: the walk never takes chunks. With k = 4 a
+        thread cannot hold what 8 tokens need.
     couplings: most coefficients between the tokens of a chunk, which a thread sums at the same
         time; where there would be more, the chunks are shorter.
     shortest: fewest tokens of a sequence.
