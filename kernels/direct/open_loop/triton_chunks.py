@@ -358,7 +358,14 @@ def chunks_kernel(
     couplings = couplings_ptr + sample * chunks * PAIR_SIZE
     step = -1 if REVERSE else 1
     enters = chunks - 1 if REVERSE else chunks * 0
-    start = (enters + step * first_chunk).to(tl.int64) * TOKENS
+    entered = enters + step * first_chunk
+    # the next slot, and the chunks before the one after which it is written
+    per_slot = every // TOKENS
+    if REVERSE:
+        slot, until = entered // per_slot - 1, entered % per_slot
+    else:
+        slot, until = entered // per_slot, per_slot - 1 - entered % per_slot
+    start = entered.to(tl.int64) * TOKENS
     held = _load_chunk(
         raw, given, deltas, start, t_end, raw_stride_t, given_stride_t, cols, in_d,
         d, TOKENS, K, ALIGNED,
@@ -420,10 +427,10 @@ def chunks_kernel(
                     if (part == 0) & (t < t_end):
                         e = e_ptr + (sample * t_end + t) * K
                         store_tuple(e, weights[at * K : (at + 1) * K], K)
-            # the token behind the chunk, or if REVERSE its first one
-            border = start if REVERSE else start + TOKENS
-            if (border % every == 0) & (border > 0) & (border < t_end):
-                tl.store(kept + (border // every - 1) * (n * d), h, mask=in_state)
+            if (until == 0) & (i + 1 < chunks):
+                tl.store(kept + slot.to(tl.int64) * (n * d), h, mask=in_state)
+            slot = tl.where(until == 0, slot + step, slot)
+            until = tl.where(until == 0, per_slot, until) - 1
         held = held_next
     if SPREAD:
         tl.store(h_at, h, mask=in_state)
