@@ -3,8 +3,9 @@
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and options; `inputs` is the dtype of x and raw, `shift` is added to raw Delta and
-    alpha."""
+    """Shapes and options; b samples of each head; `inputs` is the dtype of x and raw, `shift` is
+    added to raw Delta and alpha; if `apart`, the tokens of x and raw are not contiguous."""
 
     b: int = 2
     t: int = 4
@@ -43,6 +44,8 @@ class Case:
     selective: bool = True
     beta_max: float = 1.0
     shift: float = 0.0
+    heads: int = 1
+    apart: bool = False
 
     def options(self) -> Parameterization:
         layout = RawLayout("softplus", self.selective, self.k, self.beta_max)
@@ -54,18 +57,22 @@ class Case:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        b, t, d, n = self.b, self.t, self.d, self.n
+        b, t, d, n = self.heads * self.b, self.t, self.d, self.n
+        own = () if self.heads == 1 else (self.heads,)
         layout = self.options().known_layout()
         raw = draw(b, t, layout.size(d, n))
         raw[..., :d] += self.shift
         raw[..., -self.k :] += self.shift
         x, raw = (v.to(DEVICE, self.inputs or self.dtype) for v in (draw(b, t, d), raw))
-        A, h0 = (v.to(DEVICE, self.dtype) for v in (-draw(d, n).exp(), draw(b, d, n)))
+        if self.apart:
+            x, raw = (v.mT.contiguous().mT for v in (x, raw))
+        A, h0 = (v.to(DEVICE, self.dtype) for v in (-draw(*own, d, n).exp(), draw(b, d, n)))
         return Operands(x, raw, None, A, h0, None)
 
     def cotangents(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(6)
-        shapes = (self.b, self.t, self.d), (self.b, self.d, self.n)
+        b = self.heads * self.b
+        shapes = (b, self.t, self.d), (b, self.d, self.n)
         y, h = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
         return y.to(DEVICE, self.dtype), h.to(DEVICE, self.dtype)
 
@@ -102,6 +109,42 @@ def _assert_like(actual: Any, expected: Any, tolerance: float) -> None:
             assert (a.double() - e.double()).abs().max().item() <= tolerance * size, i
 
 
+class Chunks(Protocol):
+    """Makes walks take chunks of so many tokens, with so many channels in a program."""
+
+    def __call__(self, tokens: int, channels: int) -> None: ...
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Chunks]:
+    """A test fails if it has not walked in chunks."""
+    from bedouin.kernels.direct.open_loop import walks
+
+    launched = []
+    launch = walks.CHUNKS.launch
+
+    def count(*given: Any) -> Any:
+        launched.append(given)
+        return launch(*given)
+
+    def force(tokens: int, channels: int) -> None:
+        limits = walks.ChunkLimits(
+            tokens,
+            couplings=2048,
+            shortest=1,
+            states=1,
+            channels=channels,
+            most_channels=max(channels, 512),
+            bytes=4096,
+            programs=None if DEVICE == "cuda" else 1024,
+        )
+        monkeypatch.setattr(walks, "CHUNK_LIMITS", limits)
+
+    monkeypatch.setattr(walks.CHUNKS, "launch", count)
+    yield force
+    assert launched
+
+
 def _assert_like_the_plain_sweep(case: Case) -> None:
     tolerance = max(TOLERANCE[v] for v in (case.dtype, case.inputs) if v is not None)
     _assert_like(_run(case, "triton"), _run(case, "reference", case.dtype), tolerance)
@@ -126,8 +169,65 @@ def test_values_and_gradients(case: Case) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("tokens", "channels", "case"),
+    [
+        # one program a sample, and several; a token, a chunk, and part of one behind it
+        (2, 8, Case(t=1, d=5, n=1, k=1, selective=False)),
+        (8, 4, Case(b=1, t=1, d=3, n=2, k=8, scale="delta", eigenvalues="full", beta_max=2.0)),
+        (8, 8, Case(b=1, t=7, d=9, k=3, scale="one_minus_decay")),
+        (8, 4, Case(t=8, d=9, k=4, apart=True)),
+        (4, 4, Case(b=1, t=9, d=7, n=5, scale="one_minus_decay", eigenvalues="full")),
+        (4, 4, Case(b=1, t=63, d=6, scale="delta")),
+        (8, 4, Case(b=1, t=64, d=5, n=2, eigenvalues="full")),
+        (4, 8, Case(b=1, t=100, d=12, n=2, k=1)),
+        (4, 4, Case(b=2, t=6, d=6, heads=3, scale="one_minus_decay")),
+        (2, 8, Case(b=1, t=5, d=6, heads=2, apart=True)),
+        (4, 32, Case(t=18, d=70, n=4, dtype=torch.float32)),
+        (4, 8, Case(b=1, t=11, d=20, n=5, dtype=torch.float32, inputs=torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_walks_in_chunks(tokens: int, channels: int, case: Case, chunks: Chunks) -> None:
+    chunks(tokens, channels)
+    _assert_like_the_plain_sweep(case)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("b", "t", "d", "n", "k", "every", "expected"),
+    [
+        (16, 1024, 1024, 16, 4, 16, (4, 128, 8)),
+        (8, 4096, 1024, 16, 4, 64, (4, 64, 16)),
+        (1, 64, 1000, 16, 5, 16, (2, 64, 16)),
+        (33, 64, 1024, 16, 4, 16, (4, 256, 4)),
+        (34, 64, 1024, 16, 4, 16, None),
+        (1, 64, 2048, 64, 4, 16, None),
+        (16, 16, 1024, 16, 4, 16, None),
+        (16, 1024, 1024, 16, 4, 2, None),
+        (16, 1024, 64, 16, 4, 16, None),
+    ],
+)
+def test_which_walks_take_chunks(
+    b: int, t: int, d: int, n: int, k: int, every: int, expected: tuple[int, ...] | None
+) -> None:
+    from bedouin.kernels.direct.open_loop.walks import plan_chunks
+    from bedouin.kernels.direct.triton_constants import Like
+
+    for shape in (n, d), (1, n, d):
+        assert plan_chunks(b, t, Like(shape, torch.float32), k, every, 132) == expected
+        # in the interpreter programs do not run at the same time
+        assert plan_chunks(b, t, Like(shape, torch.float32), k, every, None) is None
+
+
+@needs_triton
+@pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("scale", ["delta", "one_minus_decay"])
-def test_segments_of_the_backward_begin_with_cotangents_of_the_walk(scale: InputScale) -> None:
+def test_segments_of_the_backward_begin_with_cotangents_of_the_walk(
+    scale: InputScale, in_chunks: bool, request: pytest.FixtureRequest
+) -> None:
+    if in_chunks:
+        request.getfixturevalue("chunks")(2, 4)
     from bedouin.kernels.direct.open_loop.launch import launch_open_reverse, launch_open_sweep
     from bedouin.kernels.scan.launch import Limits, plan_scan
 
@@ -154,8 +254,13 @@ NEAR_SINGULAR = Case(
 
 
 @needs_triton
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_nearly_singular_tokens_are_exact_up_to_their_pivots(backend: Backend) -> None:
+@pytest.mark.parametrize("form", ["reference", "triton", "chunks"])
+def test_nearly_singular_tokens_are_exact_up_to_their_pivots(
+    form: str, request: pytest.FixtureRequest
+) -> None:
+    backend: Backend = "reference" if form == "reference" else "triton"
+    if form == "chunks":
+        request.getfixturevalue("chunks")(4, 8)
     exact, exact_grads, _ = _run(NEAR_SINGULAR, "reference", torch.float64)
     sweep, grads, _ = _run(NEAR_SINGULAR, backend)
     pairs = zip((sweep.y, *grads), (exact.y, *exact_grads), strict=True)
@@ -167,7 +272,12 @@ def test_nearly_singular_tokens_are_exact_up_to_their_pivots(backend: Backend) -
 
 
 @needs_triton
-def test_the_residual_is_that_of_an_evaluation_of_the_map() -> None:
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_the_residual_is_that_of_an_evaluation_of_the_map(
+    in_chunks: bool, request: pytest.FixtureRequest
+) -> None:
+    if in_chunks:
+        request.getfixturevalue("chunks")(2, 8)
     case, operands = NEAR_SINGULAR, NEAR_SINGULAR.operands().wide()
     sweep = direct_sweep(operands, case.options(), backend="triton")
     x, raw, _, A, h0, _ = (None if v is None else v.double() for v in operands)
@@ -203,3 +313,37 @@ def test_the_residual_is_that_of_an_evaluation_of_the_map() -> None:
 )
 def test_sizes_on_a_gpu(case: Case) -> None:
     _assert_like_the_plain_sweep(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "channels", "case"),
+    [
+        *((4, 32, Case(3, t, d, 16, 4)) for t, d in [(1, 63), (63, 64), (64, 100), (100, 1)]),
+        *((8, 32, Case(3, 100, d, 5, 1, "one_minus_decay", "full")) for d in (100, 256)),
+        (2, 64, Case(2, 90, 256, 16, 8, "delta", "full", dtype=torch.float32)),
+        (4, 128, Case(16, 300, 1024, 16, 4, dtype=torch.float32, inputs=torch.bfloat16)),
+        (4, 64, Case(8, 600, 1024, 16, 4, dtype=torch.float32, inputs=torch.bfloat16)),
+        (4, 256, Case(33, 90, 1024, 16, 4, dtype=torch.float32)),
+        (4, 64, Case(2, 90, 300, 32, 3, "one_minus_decay", dtype=torch.float32)),
+        (4, 64, Case(2, 90, 512, 16, 2, heads=4, dtype=torch.float32, inputs=torch.bfloat16)),
+        (4, 512, Case(2, 90, 1024, 16, 4, dtype=torch.float32)),
+    ],
+    ids=str,
+)
+def test_sizes_of_walks_in_chunks_on_a_gpu(
+    tokens: int, channels: int, case: Case, chunks: Chunks
+) -> None:
+    chunks(tokens, channels)
+    _assert_like_the_plain_sweep(case)
+
+
+@pytest.mark.gpu
+def test_a_walk_in_chunks_repeats_itself(chunks: Chunks) -> None:
+    """The programs of a sample depend on nothing but each other's sums, in a fixed order."""
+    chunks(4, 64)
+    case = Case(16, 500, 1024, 16, 4, dtype=torch.float32, inputs=torch.bfloat16)
+    first, *others = (_run(case, "triton") for _ in range(5))
+    for other in others:
+        pairs = zip((other[0].y, *other[1]), (first[0].y, *first[1]), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)

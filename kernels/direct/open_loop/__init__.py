@@ -9,7 +9,8 @@ and with H the cotangent of h_t from later tokens and g that of y_t the adjoint 
 
     f = N^T U ((s * H) B + sigma * g),  v = g + U^T f,  H = lambda * (H + v C^T).
 
-triton_prepare.py computes the coefficients of all tokens in parallel, triton_walk.py walks through
-the tokens in either direction, triton_tokens.py computes in parallel the statistics and, from the
-backward of the scan, the gradients.
+triton_prepare.py computes the coefficients of all tokens in parallel. triton_walk.py walks through
+the tokens in either direction, one program a sample, and triton_chunks.py for few samples, several
+programs a sample; walks.py chooses. triton_tokens.py computes in parallel the statistics and, from
+the backward of the scan, the gradients.
 """

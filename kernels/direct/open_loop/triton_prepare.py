@@ -7,7 +7,8 @@ Z z = L^-1 E q, and e follows as E e = E T E z. The factors are kept instead of 
 whose rounding errors would grow with the condition of the system. With P = K (K + 1) / 2 packed
 entries of a triangular matrix, the scalars of a token are
 
-* `solver_ptr`: [c K | L^-1 E K K | Z, its diagonal inverted P | E T E P | B C 1 | B n | C n],
+* `solver_ptr`: [c K | L^-1 E K K | Z, its diagonal inverted P | E T E P | B C 1 | ... | B n | C n],
+  B at BC_AT, so that its loads are aligned,
 * `factor_ptr`, for the gradients: [u u^T P | E T U v K | E^-1 a K | E r K | E^2 K | 1/|B| | 1/|C|],
   where v = y - x, r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and
   a_i = r_i (1 - beta_i / beta_max).
@@ -118,6 +119,7 @@ def prepare_kernel(
     raw_stride_t,
     REVERSE: tl.constexpr,
     WIDTH: tl.constexpr,  # of a row of `solver`
+    BC_AT: tl.constexpr,  # where B is in it
     K: tl.constexpr,
     BETA_MAX: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -174,8 +176,8 @@ def prepare_kernel(
     SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
     row = solver_ptr + token * WIDTH
     store_tuple(row, c + solved + (tl.sum(B * C, axis=0),), SIZE)
-    tl.store(row + SIZE + rows, B, mask=in_n)
-    tl.store(row + SIZE + n + rows, C, mask=in_n)
+    tl.store(row + BC_AT + rows, B, mask=in_n)
+    tl.store(row + BC_AT + n + rows, C, mask=in_n)
     if REVERSE:
         U_v = scale(dots[2 * PAIRS + K : 2 * PAIRS + 2 * K], inv, K)
         T_v = upper_times(T, U_v, K)

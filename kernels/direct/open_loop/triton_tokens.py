@@ -49,6 +49,7 @@ def statistics_kernel(
     raw_stride_b,
     raw_stride_t,
     WIDTH: tl.constexpr,  # of a row of `solver`
+    BC_AT: tl.constexpr,  # where B is in it
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -69,7 +70,6 @@ def statistics_kernel(
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
     row = solver_ptr + token * WIDTH
     x_row = strided_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
@@ -78,8 +78,8 @@ def statistics_kernel(
     delta = tl.load(delta_ptr + token * d + cols, mask=in_d, other=0.0)
     u = load_reflections(raw + d + (2 * n if SELECTIVE else 0), cols, d, K, ACC)
     U_v = sums(rows_times(u, y - x, K))
-    BC = tl.load(row + SIZE + rows, mask=in_n, other=0.0)
-    BC *= tl.load(row + SIZE + n + rows, mask=in_n, other=0.0)
+    BC = tl.load(row + BC_AT + rows, mask=in_n, other=0.0)
+    BC *= tl.load(row + BC_AT + n + rows, mask=in_n, other=0.0)
     A = matrix_of(A_ptr, sample, per_head, d, n)
     sigma, largest = input_gain(delta, BC, A, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
     T_v = upper_times(load_tuple(row + K + K * K + PAIRS, PAIRS), U_v, K)
@@ -146,6 +146,7 @@ def gradients_kernel(
     grad_raw_stride_b,
     grad_raw_stride_t,
     WIDTH: tl.constexpr,  # of a row of `solver`
+    BC_AT: tl.constexpr,  # where B is in it
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -164,7 +165,6 @@ def gradients_kernel(
     cols = tl.arange(0, BLOCK_D)
     in_d = cols < d
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
     FACTOR: tl.constexpr = PAIRS + 4 * K + 2
     raw = raw_ptr + tl.multiple_of(sample * raw_stride_b + t * raw_stride_t, ALIGNED)
     offset = sample * grad_raw_stride_b + t * grad_raw_stride_t
@@ -206,5 +206,5 @@ def gradients_kernel(
         grad_B = _sum_parts(grad_B_ptr + part, blocks, n, BLOCKS, BLOCK_N)
         grad_C = _sum_parts(grad_C_ptr + part, blocks, n, BLOCKS, BLOCK_N)
         inv_B, inv_C = tl.load(factor + FACTOR - 2), tl.load(factor + FACTOR - 1)
-        _store_unit_gradient(grad_raw + d, grad_B, row + SIZE, inv_B, n, BLOCK_N)
-        _store_unit_gradient(grad_raw + d + n, grad_C, row + SIZE + n, inv_C, n, BLOCK_N)
+        _store_unit_gradient(grad_raw + d, grad_B, row + BC_AT, inv_B, n, BLOCK_N)
+        _store_unit_gradient(grad_raw + d + n, grad_C, row + BC_AT + n, inv_C, n, BLOCK_N)

@@ -27,7 +27,7 @@ from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit
-def _solve(q, row, K: tl.constexpr):
+def solve(q, row, K: tl.constexpr):
     """E e = E N E q, by the scalars of a token as in triton_prepare.py."""
     PAIRS: tl.constexpr = K * (K + 1) // 2
     left, Z = load_tuple(row + K, K * K), load_tuple(row + K + K * K, PAIRS)
@@ -45,7 +45,7 @@ def _solve(q, row, K: tl.constexpr):
 
 
 @triton.jit
-def _solve_transposed(q, row, K: tl.constexpr):
+def solve_transposed(q, row, K: tl.constexpr):
     """E f = E N^T E q, likewise."""
     PAIRS: tl.constexpr = K * (K + 1) // 2
     left, Z = load_tuple(row + K, K * K), load_tuple(row + K + K * K, PAIRS)
@@ -68,7 +68,7 @@ def _solve_transposed(q, row, K: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(raw, at, in_d, d: tl.constexpr, K: tl.constexpr):
+def load_rows(raw, at, in_d, d: tl.constexpr, K: tl.constexpr):
     """u_1 .. u_k (BLOCK_D,), not converted, which would wait for them."""
     u = ()
     for i in tl.static_range(K):
@@ -78,7 +78,7 @@ def _load_rows(raw, at, in_d, d: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _decay(
+def decay_of(
     delta, A_log2, rows, WHOLE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """lambda (n, d); in float32 3 of 16 states by arithmetic, so that the instruction `ex2` and the
@@ -93,7 +93,7 @@ def _decay(
 
 
 @triton.jit
-def _read(
+def read_memory(
     h, vector, delta, A_log2,
     REVERSE: tl.constexpr, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -133,6 +133,7 @@ def walk_kernel(
     raw_stride_t,
     REVERSE: tl.constexpr,
     WIDTH: tl.constexpr,  # of a row of `solver`
+    BC_AT: tl.constexpr,  # where B is in it
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -149,8 +150,8 @@ def walk_kernel(
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SIZE: tl.constexpr = K * K + 2 * PAIRS + K + 1
-    READ: tl.constexpr = SIZE if REVERSE else SIZE + n
-    WRITTEN: tl.constexpr = SIZE + n if REVERSE else SIZE
+    READ: tl.constexpr = BC_AT if REVERSE else BC_AT + n
+    WRITTEN: tl.constexpr = BC_AT + n if REVERSE else BC_AT
     U_AT: tl.constexpr = d + (2 * n if SELECTIVE else 0)
     sample = tl.program_id(0).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -179,13 +180,13 @@ def walk_kernel(
     deltas = delta_ptr + sample * t_end * d + cols
     solvers = solver_ptr + sample * t_end * WIDTH
     offset = tl.multiple_of(first * raw_stride_t, ALIGNED)
-    u_next = _load_rows(raw + offset, cols, in_d, d, K)
+    u_next = load_rows(raw + offset, cols, in_d, d, K)
     value_next = tl.load(given + first * given_stride_t + cols, mask=in_d, other=0.0)
     delta = tl.load(deltas + first * d, mask=in_d, other=0.0)
     if not REVERSE:
-        h *= _decay(delta, A_log2, rows, WHOLE, FULL, FAST)
+        h *= decay_of(delta, A_log2, rows, WHOLE, FULL, FAST)
     vector = tl.load(solvers + first * WIDTH + READ + rows, mask=in_n, other=0.0)
-    read = _read(h, vector, delta, A_log2, REVERSE, INPUT_SCALE, FULL, FAST)
+    read = read_memory(h, vector, delta, A_log2, REVERSE, INPUT_SCALE, FULL, FAST)
     c_next = load_tuple(solvers + first * WIDTH, K)
     ahead = tl.where(t_end > 1, first + step, last)
     delta_next = tl.load(deltas + ahead * d, mask=in_d, other=0.0)
@@ -199,7 +200,7 @@ def walk_kernel(
             u = u + (u_next[j].to(ACC),)
         value = value_next.to(ACC)
         offset = tl.multiple_of(ahead * raw_stride_t, ALIGNED)
-        u_next = _load_rows(raw + offset, cols, in_d, d, K)
+        u_next = load_rows(raw + offset, cols, in_d, d, K)
         value_next = tl.load(given + ahead * given_stride_t + cols, mask=in_d, other=0.0)
         delta_further = tl.load(deltas + further * d, mask=in_d, other=0.0)
         vector = tl.load(solvers + ahead * WIDTH + READ + rows, mask=in_n, other=0.0)
@@ -212,9 +213,9 @@ def walk_kernel(
         c_next = load_tuple(solvers + ahead * WIDTH, K)
         q = add(sums(rows_times(u, read, K)), c, K)
         if REVERSE:
-            weights = _solve_transposed(q, row, K)
+            weights = solve_transposed(q, row, K)
         else:
-            weights = _solve(q, row, K)
+            weights = solve(q, row, K)
         value += combine(weights, u, K)
         out = out_ptr + (sample * t_end + t) * d + cols
         until -= 1
@@ -223,8 +224,8 @@ def walk_kernel(
         if REVERSE:
             tl.store(out, value.to(out_ptr.dtype.element_ty), mask=in_d)
             h += value[None, :] * written[:, None]
-            h *= _decay(delta, A_log2, rows, WHOLE, FULL, FAST)
-            read = _read(h, vector, delta_next, A_log2, True, INPUT_SCALE, FULL, FAST)
+            h *= decay_of(delta, A_log2, rows, WHOLE, FULL, FAST)
+            read = read_memory(h, vector, delta_next, A_log2, True, INPUT_SCALE, FULL, FAST)
         else:
             store_tuple(e_ptr + (sample * t_end + t) * K, weights, K)
             if COUPLED:
@@ -242,8 +243,8 @@ def walk_kernel(
                 tl.store(slot_ptr + state, h, mask=in_state)
             # after the last token the memory stays as it is
             delta_next = tl.where(i + 1 < t_end, delta_next, 0.0)
-            h *= _decay(delta_next, A_log2, rows, WHOLE, FULL, FAST)
-            read = _read(h, vector, delta_next, A_log2, False, INPUT_SCALE, FULL, FAST)
+            h *= decay_of(delta_next, A_log2, rows, WHOLE, FULL, FAST)
+            read = read_memory(h, vector, delta_next, A_log2, False, INPUT_SCALE, FULL, FAST)
         if stores:
             if REVERSE:
                 tl.store(slot_ptr + state, h, mask=in_state)
