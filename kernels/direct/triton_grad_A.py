@@ -42,8 +42,8 @@ def add_grad_A(
     d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
     of_states: tl.constexpr = (n + sizes.BLOCK_N - 1) // sizes.BLOCK_N
-    blocks: tl.constexpr = (d + sizes.BLOCK_D - 1) // sizes.BLOCK_D * of_states
-    sample = tl.cast(index // blocks, tl.int64)
+    blocks = tl.cdiv(d, sizes.BLOCK_D) * of_states
+    sample = (index // blocks).to(tl.int64)
     block = index % blocks
     rows = block % of_states * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
     cols = block // of_states * sizes.BLOCK_D + tl.arange(0, sizes.BLOCK_D)

@@ -64,7 +64,7 @@ def prepare_token(
     ACC: tl.constexpr = options.ACC
     d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
-    sample = tl.cast(index // chunk.count, tl.int64)
+    sample = (index // chunk.count).to(tl.int64)
     i_token = index % chunk.count
     t = chunk.start + i_token
     rows, cols = tl.arange(0, sizes.BLOCK_N * sizes.BLOCKS), tl.arange(0, sizes.BLOCK_D)

@@ -76,7 +76,7 @@ def replay_block(
     n: tl.constexpr = sizes.n
     BLOCK_D: tl.constexpr = sizes.BLOCK_D
     blocks = tl.cdiv(d, BLOCK_D)
-    sample = tl.cast(index // blocks, tl.int64)
+    sample = (index // blocks).to(tl.int64)
     rows = tl.arange(0, sizes.BLOCK_N * sizes.BLOCKS)
     cols = index % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d

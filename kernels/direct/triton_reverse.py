@@ -433,8 +433,9 @@ def _reverse_ahead(
                 finished = _prepared(number, programs, helpers)
                 if number > 1:
                     _end_phase(phase_ptr, finished - 2 * helpers, COMPILED)
+                count = tl.minimum(KEEP, t_end - start)
                 _prepare_share(
-                    sweep, Chunk(chunks - 1 - number, start, KEEP, 0, behind), phase_ptr,
+                    sweep, Chunk(chunks - 1 - number, start, count, 0, behind), phase_ptr,
                     finished - helpers, helper, helpers, REPLAY_D,
                 )  # fmt: skip
 
