@@ -39,8 +39,7 @@ REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
 
 CHANNELS_AHEAD = 512
-"""Channels of such a block where one of few programs replays it: more at a time take hardly longer.
-"""
+"""Most channels of such a block where one of few programs replays it."""
 
 GRAD_STATES = 16
 """Most states of such a block when the cotangent of A is added: three tensors of its size, and the
@@ -376,6 +375,17 @@ def adds_later(
     return ahead or is_crowded(d, A)
 
 
+def channels_ahead(d: int, plan: Plan, b: int) -> int:
+    """Channels of a block that a program without other work replays: as few as leave no more blocks
+    than such programs, since a second block takes longer than one of twice the channels."""
+    helpers = plan.programs - ceil_div(d, plan.block_m) * plan.splits - b
+    most = min(CHANNELS_AHEAD, next_power_of_two(d))
+    channels = min(REPLAY_CHANNELS, most)
+    while channels < most and b * ceil_div(d, channels) > helpers:
+        channels *= 2
+    return channels
+
+
 def grad_states(
     A: Like,  # (n, d)
 ) -> int:
@@ -425,7 +435,7 @@ def reverse_constants(
         KEEP=keep_every,
         AHEAD=ahead,
         LATER_A=adds_later(d, A, ahead=ahead),
-        REPLAY_D=min(CHANNELS_AHEAD, constants["BLOCK_D"]),
+        REPLAY_D=channels_ahead(d, plan, b),
         GRAD_N=grad_states(A),
         **products,
         **constants,
