@@ -2,8 +2,10 @@
 
 compute-sanitizer --tool memcheck python tests/kernels/sanitize.py
 compute-sanitizer --tool racecheck python tests/kernels/sanitize.py
+compute-sanitizer python tests/kernels/sanitize.py "direct" "direct, heads"     # only these
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +72,7 @@ def decode(num_heads: int = 1) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Run all; the first failing CUDA call raises."""
+    """Run all, or those that are named; the first failing CUDA call raises."""
     runs: dict[str, Callable[[], None]] = {
         "scan": scan(),
         "scan, heads": scan(2),
@@ -98,8 +100,8 @@ def main() -> None:
         "decode": decode(),
         "decode, heads": decode(2),
     }
-    for name, run in runs.items():
-        run()
+    for name in sys.argv[1:] or runs:
+        runs[name]()
         torch.cuda.synchronize()
         print(name)  # noqa: T201
 
