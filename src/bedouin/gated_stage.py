@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.heads import by_head
-from bedouin.kernels.backend import Backend
+from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
@@ -76,6 +76,8 @@ class GatedStage(NamedTuple):
             return None
         stage = FedOutput(y, self.y0, self.x, layer.D, z, W, norm.weight)
         if y.dtype != self.dtype or not takes_one_function(stage):
+            return None
+        if choose_backend(layer.backend, y.device, y.dtype) != "reference":
             return None
         if self.gate is not None:
             stage = stage._replace(gate=self.gate + z)
