@@ -7,6 +7,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator  # noqa: E402
 
 from benchmarks.measure import best_ms  # noqa: E402
 from benchmarks.setting import Shape  # noqa: E402
@@ -46,6 +47,12 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         for name, curve in lines.items():
             panel.plot(*zip(*curve, strict=True), marker="o", label=name)
         panel.set(xlabel=label, ylabel="forward + backward, ms", xscale="log", yscale="log")
+        sizes = sorted({size for curve in lines.values() for size, _ in curve})
+        panel.set_xticks(sizes, [str(size) for size in sizes])
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_minor_locator(NullLocator())
         if lines:
             panel.legend(fontsize="x-small")
     figure.savefig(path, dpi=150)
