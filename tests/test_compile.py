@@ -45,6 +45,8 @@ def separate_operations(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.compiler.is_compiling() and takes_core(*args)
 
     monkeypatch.setattr("bedouin.layer.takes_core", takes)
+    monkeypatch.setattr("bedouin.gated_stage.takes_one_function", lambda _: False)
+    monkeypatch.setattr(FixedPointLayer, "_joins_weights", lambda *_: False)
 
 
 def make(kind: type[Any], device: str, **options: Any) -> Any:

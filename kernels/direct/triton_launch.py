@@ -353,8 +353,9 @@ def _behind_factors(
     assert buffers.replayed is not None
     read = known.A, buffers.mixed, buffers.local, known.h0, known.kept, buffers.replayed
     # any tensors where none are written
-    walked = (grads.A if v is None else v for v in (buffers.vectors, buffers.top))
-    written = grads.H, grads.x, grads.raw, *walked
+    vectors = grads.A if buffers.vectors is None else buffers.vectors
+    top = grads.A if buffers.top is None else buffers.top
+    written = grads.H, grads.x, grads.raw, vectors, top
     return *read, *written, grads.A, grads.statistics
 
 

@@ -445,10 +445,12 @@ class FixedPointLayer(GraphedLayer, ABC):
         rounded product of the weights would be less accurate."""
         if self.num_heads > 1 or u.device.type != "cpu" or torch.compiler.is_compiling():
             return False
+        rows, (m, d) = u.shape[:-1].numel(), (self.d_model, self.d_inner)
+        if rows * (d - m) <= d * m:
+            return False
         if autocast_dtype(u) is not None or accumulator(u.dtype) != u.dtype:
             return False
-        rows, (m, d) = u.shape[:-1].numel(), (self.d_model, self.d_inner)
-        if rows * (d - m) <= d * m or not (is_plain(self.in_proj) and is_plain(self.x_proj)):
+        if not (is_plain(self.in_proj) and is_plain(self.x_proj)):
             return False
         return choose_backend(self.backend, u.device, u.dtype) == "reference"
 
