@@ -1,8 +1,8 @@
 """Order between the programs of one cooperative launch, in device memory.
 
 A program that has written its part announces it with a counter; a program that reads it waits until
-the counter has reached the number of announcements it needs. Few numbers need no counter: each is
-stored together with the number of the exchange, in one word, and read until all have that.
+the counter has reached the number of announcements it needs. A few numbers are exchanged without a
+counter: one word holds a number and the index of its exchange, and is polled until it has this one.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

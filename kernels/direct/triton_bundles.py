@@ -190,6 +190,24 @@ class ReverseSweep(NamedTuple):
     product: Product
 
 
+@triton.constexpr_function
+def local_size(k):
+    """The scalars of a token's local system; see triton_prepare.py."""
+    return 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
+
+
+@triton.constexpr_function
+def local_padding(k):
+    """The unused entries before them: then B begins at a multiple of four."""
+    return -local_size(k) % 4
+
+
+@triton.constexpr_function
+def local_width(k, n):
+    """The entries of a token's row in `Prepared.local_ptr`: padding, scalars, B and C."""
+    return local_padding(k) + local_size(k) + 2 * n
+
+
 @triton.jit
 def matrix_of(A_ptr, sample, per_head, d, n):
     """Pointer to A (n, d) of the head that a sample belongs to; `per_head` None: one head."""

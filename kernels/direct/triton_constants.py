@@ -417,7 +417,6 @@ def reverse_constants(
     options: Parameterization,
     keep_every: int,
     plan: Plan,
-    programs: int,
     b: int,
     strides: tuple[int, ...],
     tf32: bool,
@@ -427,10 +426,10 @@ def reverse_constants(
     d = A.shape[-1]
     constants, products = (
         blocked_constants(d, A, options),
-        matrix_constants(plan, W, b, programs, tf32),
+        matrix_constants(plan, W, b, plan.programs, tf32),
     )
     del products["PERSISTENT"]
-    products |= holds_memory(plan, d, A, b, programs)
+    products |= holds_memory(plan, d, A, b, plan.programs)
     return Constants(
         KEEP=keep_every,
         AHEAD=ahead,

@@ -21,6 +21,7 @@ from bedouin.kernels.direct.triton_bundles import (
     Prepared,
     Sizes,
     WalkedChunk,
+    local_width,
 )
 from bedouin.kernels.direct.triton_replay import token_memory
 
@@ -37,7 +38,6 @@ def add_grad_A(
     index,  # of the block among those of all samples
 ):
     """Add the chunk's part of the cotangent of A for a block of channels and states of a sample."""
-    K: tl.constexpr = options.K
     COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
     d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
@@ -53,8 +53,7 @@ def add_grad_A(
     A_log2 = tl.load(prepared.A_ptr + state, mask=in_state, other=0.0)
     behind = sample + chunk.behind
     H = load_uncached(walked.top_ptr + behind * (n * d) + state, in_state)
-    SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
-    WIDTH: tl.constexpr = (4 - SIZE % 4) % 4 + SIZE + 2 * n
+    WIDTH: tl.constexpr = local_width(options.K, n)
     first = behind * chunk.count
     vectors = walked.vectors_ptr + first * (2 * d) + cols
     B_row = prepared.local_ptr + first * WIDTH + (WIDTH - 2 * n) + rows

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
 from bedouin.kernels.direct.open_loop.launch import launch_open_reverse, launch_open_sweep
+from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
     Like,
     adds_later,
@@ -253,15 +254,9 @@ def chunk_buffers(
     """Uninitialized, for so many chunks at a time."""
     b, t_end, d = known.y.shape
     count = min(keep_every, t_end)
-    local = known.A.new_empty(at_a_time * b, count, local_size(options, known.A.shape[-2]))
+    width = local_width(layout_of(options).num_householder, known.A.shape[-2])
+    local = known.A.new_empty(at_a_time * b, count, width)
     return ChunkBuffers(known.A.new_empty(at_a_time * b, count, d), local)
-
-
-def local_size(options: Parameterization, n: int) -> int:
-    """Entries of a token's row: its local system, B and C (`triton_prepare.py`)."""
-    k = layout_of(options).num_householder
-    size = 3 * (k * (k + 1) // 2) + k * k + 5 * k + 4
-    return ceil_div(size, 4) * 4 + 2 * n
 
 
 def prepare(
@@ -332,13 +327,12 @@ def _reverse(
 
     def how() -> How:
         b, t_end, d = x.shape
-        programs = plan.programs
         strides = *raw.stride()[:2], *fed.stride()[:2], *grads.raw.stride()[:2]
-        looks = Like.of(A), Like.of(W), options, keep_every, plan, programs, b, strides
+        looks = Like.of(A), Like.of(W), options, keep_every, plan, b, strides
         sizes = slots.stop - 1, b, t_end, grads.raw.shape[-1], d, A.shape[0]
         inner = *grads.y.stride()[:2], *x.stride()[:2], *strides[:2], *token_strides(fed)
         constants = reverse_constants(*looks, uses_tf32(), ahead)
-        return (programs,), (*sizes, *inner, h0.stride(0)), constants
+        return (plan.programs,), (*sizes, *inner, h0.stride(0)), constants
 
     factors = grads.y, buffers.grad_normed, x, y, raw, fed, W.contiguous()
     counts = counters(x) if zeros is None else zeros.counters[slots.start]

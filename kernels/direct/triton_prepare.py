@@ -46,6 +46,9 @@ from bedouin.kernels.direct.triton_bundles import (
     aligned_row,
     head_matrix,
     input_row,
+    local_padding,
+    local_size,
+    local_width,
 )
 
 
@@ -136,9 +139,8 @@ def prepare_token(
     local = scale_symmetric(T, inv, K) + dots[PAIRS : 2 * PAIRS] + dots[0:PAIRS] + scaled_N
     local = local + scaled_T_v + factors + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
     local = local + (norm, tl.sum(BC, axis=0), inv_B, inv_C)
-    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
-    PAD: tl.constexpr = (4 - SIZE % 4) % 4
-    row = prepared.local_ptr + token * (PAD + SIZE + 2 * n) + PAD
+    SIZE: tl.constexpr = local_size(K)
+    row = prepared.local_ptr + token * local_width(K, n) + local_padding(K)
     store_tuple(row, local, SIZE)
     tl.store(row + SIZE + rows, B, mask=in_n)
     tl.store(row + SIZE + n + rows, C, mask=in_n)

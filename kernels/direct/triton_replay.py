@@ -21,6 +21,7 @@ from bedouin.kernels.direct.triton_bundles import (
     Tokens,
     aligned_row,
     head_matrix,
+    local_width,
 )
 
 
@@ -86,8 +87,7 @@ def replay_block(
     memory = _chunk_memory(memories, sample, chunk.slot, sizes)
     h = tl.load(memory + state, mask=in_state, other=0.0)
     # loads of a token are issued while the one before it is computed
-    SIZE: tl.constexpr = 3 * (K * (K + 1) // 2) + K * K + 5 * K + 4
-    WIDTH: tl.constexpr = (4 - SIZE % 4) % 4 + SIZE + 2 * n
+    WIDTH: tl.constexpr = local_width(K, n)
     token = (sample + chunk.behind) * chunk.count
     mixed_row = prepared.mixed_ptr + token * d + cols
     B_row = prepared.local_ptr + token * WIDTH + (WIDTH - 2 * n) + rows

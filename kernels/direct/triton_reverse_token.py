@@ -43,7 +43,13 @@ from bedouin.kernels.direct.triton_blocks import (
     reach,
     store_block,
 )
-from bedouin.kernels.direct.triton_bundles import aligned_row, token_row
+from bedouin.kernels.direct.triton_bundles import (
+    aligned_row,
+    local_padding,
+    local_size,
+    local_width,
+    token_row,
+)
 from bedouin.kernels.direct.triton_replay import later_memory, token_memory
 from bedouin.kernels.direct.triton_reverse_crowded import store_crowded_grads, sums_over_states
 from bedouin.kernels.direct.triton_state_grads import (
@@ -92,9 +98,8 @@ def reverse_token(
 
     # first all that does not depend on the cotangents of later tokens, while the program waits
     in_chunk = (sample + chunk.behind) * chunk.count + i_token
-    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
-    PAD: tl.constexpr = (4 - SIZE % 4) % 4
-    row = sweep.prepared.local_ptr + in_chunk * (PAD + SIZE + 2 * n) + PAD
+    SIZE: tl.constexpr = local_size(K)
+    row = sweep.prepared.local_ptr + in_chunk * local_width(K, n) + local_padding(K)
     held = load_in_columns(row, SIZE, sweep.sizes)
     states = ()
     if not CROWDED:

@@ -21,6 +21,7 @@ from bedouin.kernels.direct.buffers import (
 from bedouin.kernels.direct.heads.blocks import HeadBlocks, head_blocks
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
 from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
+from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
     Like,
     input_strides,
@@ -32,7 +33,7 @@ from bedouin.kernels.direct.triton_constants import (
     token_strides,
     uses_tf32,
 )
-from bedouin.kernels.direct.triton_launch import chunk_buffers, local_size, prepare
+from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
 from bedouin.kernels.direct.triton_plan import multiprocessors
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_transposed_weight
@@ -198,7 +199,8 @@ def _tokens_at_once(
     of one chunk and, of all these tokens, x~ and the scalars fit WORKSPACE, or the memory that a
     single chunk takes if that is more."""
     b, t_end, d = y.shape
-    prepared = b * (d + local_size(options, n))
+    width: int = local_width(layout_of(options).num_householder, n)
+    prepared = b * (d + width)
     most = max(WORKSPACE, keep_every * (b * n * d + prepared))
     tokens = (most - (keep_every - 1) * b * n * d) // prepared
     return min(tokens, t_end + keep_every - 1) // keep_every * keep_every

@@ -72,6 +72,7 @@ from bedouin.kernels.direct.heads.triton_weights import (
     load_transposed_weights,
     state_columns,
 )
+from bedouin.kernels.direct.triton_bundles import local_padding, local_size, local_width
 
 AHEAD = tl.constexpr(3)
 """Blocks of h that are loaded before they are needed, if not all of them are."""
@@ -235,9 +236,8 @@ def reverse_head_kernel(
     inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    SIZE: tl.constexpr = 3 * PAIRS + K * K + 5 * K + 4
-    PAD: tl.constexpr = (4 - SIZE % 4) % 4
-    WIDTH: tl.constexpr = PAD + SIZE + 2 * n
+    SIZE: tl.constexpr = local_size(K)
+    WIDTH: tl.constexpr = local_width(K, n)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (n + N - 1) // N
     alphas = tl.arange(0, BLOCK_ALPHA)
@@ -286,7 +286,7 @@ def reverse_head_kernel(
     raw_row = raw_ptr + sample * raw_stride_b
     fed_row = fed_ptr + sample * fed_stride_b
     mixed_row = mixed_ptr + sample * count * d
-    local_row = local_ptr + sample * count * WIDTH + PAD
+    local_row = local_ptr + sample * count * WIDTH + local_padding(K)
     replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
     row_of = rows_of_statistics(per_head, t_end, S)
     last = (start + count - 1).to(tl.int64)

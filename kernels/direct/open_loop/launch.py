@@ -18,6 +18,7 @@ from bedouin.kernels.direct.open_loop.walks import (
     solver_width,
 )
 from bedouin.kernels.direct.triton_constants import (
+    MOST_WARPS,
     Like,
     alignment,
     input_strides,
@@ -42,9 +43,6 @@ STATISTICS, GRADIENTS = PlannedKernel(statistics_kernel), PlannedKernel(gradient
 
 CHANNELS_OF_WARP = 256
 """Channels of a warp of a kernel of one token a program: 8 in each thread."""
-
-MOST_WARPS = 16
-"""Most warps of such a kernel."""
 
 
 def launch_open_sweep(buffers: SweepBuffers, options: Parameterization, keep_every: int) -> None:

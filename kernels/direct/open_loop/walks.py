@@ -16,6 +16,8 @@ from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.open_loop.triton_chunks import chunks_kernel, couplings_kernel
 from bedouin.kernels.direct.open_loop.triton_walk import walk_kernel
 from bedouin.kernels.direct.triton_constants import (
+    LANES,
+    MOST_WARPS,
     Like,
     alignment,
     cooperative,
@@ -37,12 +39,6 @@ LINE = 32
 
 SECTOR = 8
 """float32 of a line that are loaded together."""
-
-LANES = 32
-"""Threads of a warp."""
-
-MOST_WARPS = 16
-"""Most warps of a walk with one program a sample."""
 
 NEIGHBOURS = 4
 """Channels of a thread that are neighbours: 16 bytes of float32."""
