@@ -150,12 +150,15 @@ def _assert_like_the_plain_sweep(case: Case) -> None:
     _assert_like(_run(case, "triton"), _run(case, "reference", case.dtype), tolerance)
 
 
+MOST_REFLECTIONS = Case(b=1, t=1, d=3, n=2, k=8, scale="delta", eigenvalues="full", beta_max=2.0)
+
+
 @needs_triton
 @pytest.mark.parametrize(
     "case",
     [
         Case(d=5, n=1, k=1, selective=False),
-        Case(b=1, t=1, d=3, n=2, k=8, scale="delta", eigenvalues="full", beta_max=2.0),
+        MOST_REFLECTIONS,
         Case(b=1, t=2, d=9, n=64, k=3, scale="one_minus_decay"),
         Case(b=1, t=5, d=7, k=4, scale="one_minus_decay", eigenvalues="full"),
         # a thread has all states of its channels
@@ -168,9 +171,9 @@ def test_values_and_gradients(case: Case) -> None:
     _assert_like_the_plain_sweep(case)
 
 
-def crowded(*values: Any) -> Any:
-    """Parameters with more coefficients between the tokens of a chunk than a launch has. Compiled,
-    their kernels would take minutes."""
+def interpreted(*values: Any) -> Any:
+    """Parameters with more couplings in a chunk than `ChunkLimits.couplings`, so that no call takes
+    them. The compiler would need minutes for their kernels."""
     return pytest.param(*values, marks=pytest.mark.interpreter)
 
 
@@ -180,10 +183,10 @@ def crowded(*values: Any) -> Any:
     [
         # one program a sample, and several; a token, a chunk, and part of one behind it
         (2, 8, Case(t=1, d=5, n=1, k=1, selective=False)),
-        crowded(8, 4, Case(b=1, t=1, d=3, n=2, k=8, scale="delta", beta_max=2.0)),
-        crowded(8, 8, Case(b=1, t=7, d=9, k=3, scale="one_minus_decay")),
-        crowded(8, 4, Case(t=8, d=9, k=4, eigenvalues="full", apart=True)),
-        (2, 4, Case(b=1, t=1, d=3, n=2, k=8, scale="delta", eigenvalues="full", beta_max=2.0)),
+        (2, 4, MOST_REFLECTIONS),
+        interpreted(8, 4, MOST_REFLECTIONS),
+        interpreted(8, 8, Case(b=1, t=7, d=9, k=3, scale="one_minus_decay")),
+        interpreted(8, 4, Case(t=8, d=9, k=4, apart=True)),
         (4, 8, Case(b=1, t=7, d=9, k=3, scale="one_minus_decay")),
         (4, 4, Case(t=8, d=9, k=4, apart=True)),
         (4, 4, Case(b=1, t=9, d=7, n=5, scale="one_minus_decay", eigenvalues="full")),
