@@ -116,7 +116,8 @@ def test_times_of_the_index_are_those_of_the_benchmark() -> None:
     starts = {
         ("h100_sweep.json", "direct"): "d_model 512, 1 head",
         ("h100_sweep.json", "direct-heads8"): "8 heads of 128",
-        ("h100_sweep.json", "direct-heads16"): "16 heads of 64",
+        ("h100_sweep.json", "direct-heads16"): "16 heads of 64 |",
+        ("h100_delta.json", "direct-delta-heads16-n64"): "16 heads of 64, n 64",
         ("h100_no_feedback.json", "direct-no-feedback"): "1 head, no feedback",
         ("h100_sweep.json", "direct-256-n32"): "d_model 256, 1 head, k 2, n 32",
         ("h100_many_states.json", "direct-256-n64"): "d_model 256, 1 head, k 2, n 64",
