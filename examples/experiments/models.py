@@ -66,7 +66,7 @@ TUNED: dict[tuple[str, str], str] = {
 """Learning rates that the tuning runs chose, by task and model; others keep those of the task. The
 layer with reflections has the rate of the layer without."""
 
-# S5 was not tuned. Baselines have the rate of A5 there; the layer has that of the task, because it
+# Baselines were not tuned on S5 and have the rate of A5. The layer has that of the task, because it
 # learns S5 later and generalizes less with that of A5 ("s5-rate-8e-3").
 TUNED |= {
     ("s5", model): rate
