@@ -5,6 +5,8 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from bedouin.solvers.base import strict_options
+
 
 class Cap(ABC):
     """A limit on the steps of a solve, which may be drawn at random for each training call."""
@@ -24,6 +26,7 @@ class Cap(ABC):
         """The cap of training call number `index` >= 0; depends on the fields and `index` alone."""
 
 
+@strict_options
 @dataclass(frozen=True)
 class FixedCap(Cap):
     """At most `steps` steps, in training and in evaluation. Raises ValueError for steps < 1."""
@@ -45,6 +48,7 @@ class FixedCap(Cap):
         return self.steps
 
 
+@strict_options
 @dataclass(frozen=True)
 class GammaCap(Cap):
     """ceil(Gamma(shape, scale)) steps in training, between 1 and `limit`; `limit` in evaluation.

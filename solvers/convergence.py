@@ -61,11 +61,22 @@ def first_open_token_is_nonfinite(
     return ~torch.isfinite(scale).gather(1, first_open).squeeze(1) & ~frozen.all(1)
 
 
+def reported_residual(
+    defect: Tensor,  # (b, t)
+    scale: Tensor,  # (b, t), |F(y)_t|
+) -> Tensor:  # (b,)
+    """`relative_residual`, but infinite where finite defects have a scale of 0, so that NaN stands
+    for values that are not finite."""
+    residual = relative_residual(defect, scale)
+    unscaled = residual.isnan() & torch.isfinite(defect).all(1) & torch.isfinite(scale).all(1)
+    return torch.where(unscaled, torch.inf, residual)
+
+
 def relative_residual(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t), |F(y)_t|
 ) -> Tensor:  # (b,)
-    """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where a defect is not finite."""
+    """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where it is not finite."""
     if defect.shape[1] == 0:
         return defect.new_zeros(defect.shape[0])
     largest = largest_so_far(scale)

@@ -27,7 +27,7 @@ from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
     holds_so_far,
     largest_so_far,
-    relative_residual,
+    reported_residual,
     within_tolerance,
 )
 from bedouin.solvers.solution import (
@@ -242,7 +242,7 @@ class _WatchedSteps(_PlainSteps):
         self,
         y: Tensor,  # (b, t, c), at which the map was evaluated
     ) -> None:
-        residual = relative_residual(self.progress.defect, self.progress.scale)
+        residual = reported_residual(self.progress.defect, self.progress.scale)
         self.watch(y, residual)
 
 
@@ -250,7 +250,7 @@ def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution
     unsolved = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
     found = progress.y if progress.value is None else progress.value
     value = torch.where(unsolved, torch.nan, found).reshape(shape)
-    residual = relative_residual(progress.defect, progress.scale)
+    residual = reported_residual(progress.defect, progress.scale)
     residual = torch.where(progress.failed, torch.nan, residual)
     converged = progress.frozen.all(1)
     # BackwardStats is passed because torch.compile cannot trace a default_factory

@@ -106,9 +106,10 @@ class SolveStats:
     num_steps: evaluations of the map until the sample froze; for Jacobi at most t + 1, the last of
         which only confirms convergence; 1 for Direct.
     residual: max over tokens of defect_t / scale_t at the returned value, where
-        defect_t = |F(y)_t - y_t| and scale_t = max_{s <= t} |F(y)_s| (max norms); dimensionless. It
-        bounds the defect, not the distance to the fixed point. With Picard's stop_rule="paper" it
-        is the residual of the last step, whose F(y) is the returned value.
+        defect_t = |F(y)_t - y_t| and scale_t = max_{s <= t} |F(y)_s| (max norms); dimensionless.
+        Infinite if that scale is 0 and the defect is not, NaN if a value is not finite. It bounds
+        the defect, not the distance to the fixed point. With Picard's stop_rule="paper" it is the
+        residual of the last step, whose F(y) is the returned value.
     converged: whether every token of the sample converged by the criterion of its solver. With a
         relative tolerance Picard and Jacobi also accept iterates that have grown 1 / rtol times as
         large as their steps (see `Picard`); Anderson and Broyden do not.
@@ -274,7 +275,7 @@ def read_result(stats: SolveStats) -> Result:
     """The outcome of a solve; synchronizes with a GPU."""
     if bool(stats.verdict.all()):
         return Result.converged
-    failed = ~stats.converged & ~torch.isfinite(stats.residual)
+    failed = ~stats.converged & stats.residual.isnan()
     return Result.nonfinite if bool(failed.any()) else Result.max_steps_reached
 
 
@@ -285,7 +286,7 @@ def accepted(stats: SolveStats, cut_at: int | None) -> Tensor:
     """
     if cut_at is None:
         return stats.converged
-    return stats.converged | (torch.isfinite(stats.residual) & (stats.num_steps >= cut_at))
+    return stats.converged | (~stats.residual.isnan() & (stats.num_steps >= cut_at))
 
 
 def describe(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
@@ -294,7 +295,7 @@ def describe(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
     open_samples = ~accepted(stats, cut_at)
     count, b = int(open_samples.sum()), open_samples.numel()
     residual, steps = stats.residual[open_samples], stats.num_steps[open_samples]
-    finite = bool(torch.isfinite(residual).all())
+    finite = not bool(residual.isnan().any())
     worst = f"{residual.max().item():.1e}" if finite and count else "not finite"
     result = Result.max_steps_reached if finite else Result.nonfinite
     return (

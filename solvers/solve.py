@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, check_backend
@@ -71,6 +72,11 @@ class SolveOptions:
             raise ValueError(
                 f"on_unconverged must be one of {get_args(OnUnconverged)}, got "
                 f"{self.on_unconverged!r}"
+            )
+        if not isinstance(self.cap, Cap):
+            raise TypeError(
+                f"cap must be a Cap such as FixedCap(20) or GammaCap(), got {self.cap!r}: set "
+                "max_steps, which also takes an int"
             )
         check_backend(self.backend)
 
@@ -140,8 +146,11 @@ def solve(
 
     Returns a Solution: value (like y0), stats (each (b,)), result.
     Raises TypeError or ValueError for arguments of the wrong kind, for a map without the structure
-    that the solver needs, and for an f that changes shape; ConvergenceError on request.
+    that the solver needs, and for an f that changes shape or dtype; ConvergenceError on request.
     """
+    _check_callables(f, callback)
+    if draw is not None:
+        _check_draw(draw)
     options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
     f, y0, split = as_tensor_problem(f, y0, time_dim)
     _check_start(y0, time_dim)
@@ -155,6 +164,20 @@ def solve(
     caller = Caller(subject, deferred, draw, watch=watch)
     solution = options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, caller)
     return replace(solution, value=split(solution.value))
+
+
+def _check_callables(f: object, callback: object) -> None:
+    if not callable(f):
+        raise TypeError(f"f must be a function of y, got {f!r}")
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be a function of a SolveStep or None, got {callback!r}")
+
+
+def _check_draw(draw: object) -> None:
+    if isinstance(draw, bool) or not isinstance(draw, int):
+        raise TypeError(f"draw must be None or an int >= 0, got {draw!r}")
+    if draw < 0:
+        raise ValueError(f"draw must be at least 0, got {draw}")
 
 
 def _check_start(
@@ -171,7 +194,7 @@ def _check_start(
 
 
 class _CheckedMap(MapWrapper):
-    """A plain function, with a check that its result has the shape of its argument."""
+    """A plain function, with a check of its result, which gets the dtype of its argument."""
 
     @staticmethod
     def wrap(
@@ -186,9 +209,17 @@ class _CheckedMap(MapWrapper):
         self,
         y: Tensor,  # (b, ...)
     ) -> Tensor:  # (b, ...)
-        f_y = self.f(y)
+        f_y: object = self.f(y)
+        if not isinstance(f_y, Tensor):
+            raise TypeError(f"f must return a tensor like y, got {type(f_y).__name__}")
+        if torch.promote_types(f_y.dtype, y.dtype) != y.dtype:
+            raise TypeError(
+                f"f must keep the dtype of y: expected {y.dtype}, got {f_y.dtype}: convert the "
+                "result, or pass y0 in that dtype"
+            )
         if f_y.shape != y.shape:
             raise ValueError(
                 f"f must keep the shape of y: expected {tuple(y.shape)}, got {tuple(f_y.shape)}"
             )
-        return f_y
+        # autocast makes results of lower precision
+        return f_y.to(y.dtype)

@@ -39,7 +39,7 @@ from bedouin.solvers.convergence import (
     ATOL,
     holds_so_far,
     largest_so_far,
-    relative_residual,
+    reported_residual,
 )
 from bedouin.solvers.solution import (
     Solution,
@@ -64,7 +64,8 @@ class _GuardedMap:
 
     budget: evaluations left.
     best, f_best (b, t, c): the iterate with the lowest residual, and the map's value there.
-    lowest (b,): that residual.
+    lowest, smallest (b,): that residual, and the largest defect there, which decides among equal
+        residuals.
     nonfinite (b, t): tokens at which F(y0) is not finite, and all after them.
     frozen (b,): samples that have converged.
     num_steps (b,): evaluations until the sample was frozen.
@@ -85,7 +86,7 @@ class _GuardedMap:
         self.real = counted_tokens(f)
         b, t, _ = y0.shape
         self.best = self.f_best = y0
-        self.lowest = y0.new_full((b,), torch.inf)
+        self.lowest = self.smallest = y0.new_full((b,), torch.inf)
         self.nonfinite = torch.zeros(b, t, dtype=torch.bool, device=y0.device)
         self.frozen = self.nonfinite[:, 0].clone()
         self.num_steps = torch.zeros(b, dtype=torch.int64, device=y0.device)
@@ -119,7 +120,7 @@ class _GuardedMap:
         f_y = self.f(y)
         finite = holds_so_far(torch.isfinite(f_y).all(-1))
         if first:
-            self.nonfinite = ~finite
+            self.nonfinite, self.f_best = ~finite, f_y
             self.change = self._largest_so_far(f_y.abs().amax(-1))
         self._judge(y, f_y, finite)
         return f_y, (self.frozen.unsqueeze(1) | ~finite).unsqueeze(-1)
@@ -139,14 +140,18 @@ class _GuardedMap:
         small = defect < self._tolerance(largest)
         small = small | self.nonfinite
         done = (small if self.real is None else small | ~self.real).all(1) & judged
-        residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
+        residual = torch.where(judged, reported_residual(defect, scale), torch.inf)
         if self.watch is not None:
             kept = self.frozen[:, None, None]
             self.watch(torch.where(kept, self.best, y), self._kept_residual(residual))
-        better = (done | (residual < self.lowest)) & ~self.frozen
+        # the residual is 1 for all iterates of y / 2
+        size = torch.where(judged, defect.amax(1), torch.inf)
+        lower = (residual < self.lowest) | ((residual == self.lowest) & (size < self.smallest))
+        better = (done | lower) & ~self.frozen
         self.best = torch.where(better[:, None, None], y, self.best)
         self.f_best = torch.where(better[:, None, None], f_y, self.f_best)
         self.lowest = torch.where(better, residual, self.lowest)
+        self.smallest = torch.where(better, size, self.smallest)
         self.frozen = self.frozen | done
 
     def _kept_residual(

@@ -8,6 +8,7 @@ from bedouin.solvers.convergence import (
     holds_so_far,
     largest_so_far,
     relative_residual,
+    reported_residual,
     within_rounding,
     within_tolerance,
 )
@@ -74,6 +75,23 @@ def test_the_residual_is_relative_to_the_largest_value_so_far(
     defect: list[float], scale: list[float], expected: float
 ) -> None:
     actual = relative_residual(torch.tensor([defect]), torch.tensor([scale]))
+    torch.testing.assert_close(actual, torch.tensor([expected]), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("defect", "scale", "expected"),
+    [
+        ([1.0, 0.0], [0.0, 1.0], INF),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([1.0, 1.0], [2.0, 4.0], 0.5),
+        ([1.0, INF], [0.0, INF], NAN),
+        ([NAN, 1.0], [NAN, 1.0], NAN),
+    ],
+)
+def test_the_reported_residual_is_nan_only_for_values_that_are_not_finite(
+    defect: list[float], scale: list[float], expected: float
+) -> None:
+    actual = reported_residual(torch.tensor([defect]), torch.tensor([scale]))
     torch.testing.assert_close(actual, torch.tensor([expected]), equal_nan=True)
 
 

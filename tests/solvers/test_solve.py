@@ -228,6 +228,9 @@ def test_under_vmap_nothing_is_read_and_the_value_is_the_same() -> None:
         ),
         ({"y0": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "y0 must have a floating dtype"),
         ({"y0": torch.zeros(2, 3, dtype=torch.bool)}, TypeError, "got torch.bool"),
+        ({"callback": 3}, TypeError, "callback must be a function of a SolveStep or None, got 3"),
+        ({"draw": "1"}, TypeError, "draw must be None or an int >= 0, got '1'"),
+        ({"draw": -1}, ValueError, "draw must be at least 0, got -1"),
     ],
 )
 def test_arguments_of_the_wrong_kind(
@@ -243,6 +246,58 @@ def test_a_map_that_changes_the_shape_is_refused(solver: Solver) -> None:
     message = r"f must keep the shape of y: expected \(2, 3\), got \(2, 4\)"
     with pytest.raises(ValueError, match=message):
         solve(lambda y: torch.zeros(2, 4), torch.zeros(2, 3), solver)
+
+
+@pytest.mark.parametrize("solver", GENERAL)
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (5, "f must be a function of y, got 5"),
+        (lambda y: (y,), "f must return a tensor like y, got tuple"),
+        (lambda y: None, "f must return a tensor like y, got NoneType"),
+        (torch.Tensor.double, "f must keep the dtype of y: expected torch.float32, got torch.flo"),
+    ],
+)
+def test_a_map_that_returns_something_else_is_refused(f: Any, message: str, solver: Solver) -> None:
+    with pytest.raises(TypeError, match=message):
+        solve(f, torch.zeros(2, 3), solver)
+
+
+def test_results_of_lower_precision_are_converted() -> None:
+    y0 = torch.ones(2, 3)
+    solution = solve(lambda y: (0.5 * y + 1).bfloat16(), y0, Picard())
+    assert solution.value.dtype == torch.float32
+    torch.testing.assert_close(solution.value, torch.full_like(y0, 2.0))
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden()])
+@pytest.mark.parametrize(
+    ("f", "start", "expected"),
+    [
+        (lambda y: 0.5 * (y - 1) ** 2, [[1.0, 1.0]], 2 - 3**0.5),
+        (lambda y: 0.5 * (y - 1) ** 2, [[1.0], [0.3]], 2 - 3**0.5),
+        (lambda y: 0 * y, [[1.0, 2.0]], 0.0),
+        (lambda y: y / 2, [[1.0, 2.0]], 0.0),
+    ],
+)
+def test_zeros_of_the_map_stop_no_solver(
+    f: Map, start: list[list[float]], expected: float, solver: Solver
+) -> None:
+    y0 = torch.tensor(start, dtype=torch.float64)
+    solution = solve(f, y0, solver, max_steps=200)
+    assert solution.result is Result.converged
+    # Picard's error is 1.4 times its tolerance there
+    torch.testing.assert_close(solution.value, torch.full_like(y0, expected), rtol=1e-3, atol=1e-9)
+
+
+def test_a_map_that_is_zero_somewhere_is_finite() -> None:
+    start = torch.full((1, 2), 0.5)
+    solution = solve(
+        lambda y: torch.relu(0.5 - y), start, Picard(), max_steps=2, on_unconverged="ignore"
+    )
+    assert solution.value.tolist() == [[0.5, 0.5]]
+    assert solution.stats.residual.tolist() == [float("inf")]
+    assert solution.result is Result.max_steps_reached
 
 
 def test_jacobi_on_a_plain_function_names_what_it_got() -> None:
