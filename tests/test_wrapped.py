@@ -216,6 +216,40 @@ def test_hooks_on_y_proj_are_refused(kind: str) -> None:
         layer(x)
 
 
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda norm: nn.LayerNorm(8, **FLOAT64),
+        lambda norm: nn.Identity(),
+        lambda norm: nn.RMSNorm(8, **FLOAT64),  # eps is then that of the dtype of the input
+        lambda norm: nn.RMSNorm(8, 1e-5, elementwise_affine=False),
+        lambda norm: norm.register_forward_hook(lambda *_: None) and norm,
+    ],
+)
+def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -> None:
+    layer, x = Bedouin(4, num_heads=num_heads, **FLOAT64), torch.randn(2, 3, 4, **FLOAT64)
+    layer.norm = replace(layer.norm)
+    refused = pytest.raises(TypeError, match="norm must be an nn.RMSNorm with a weight, an eps and")
+    with refused:
+        layer(x)
+    with refused, torch.no_grad():
+        layer.step(x[:, 0], layer.init_state(2))
+    layer.norm = nn.RMSNorm(8, 1e-3, **FLOAT64)
+    assert layer(x).isfinite().all()
+
+
+def test_a_parametrization_of_the_norm_counts() -> None:
+    layer, x = Bedouin(4, **FLOAT64), torch.randn(2, 3, 4, **FLOAT64)
+    before, norm = layer(x), layer.norm
+    assert norm is not None
+    parametrizations.weight_norm(norm)
+    assert_close([layer(x)], [before])
+    with torch.no_grad():
+        norm.get_parameter("parametrizations.weight.original0").mul_(2)
+    assert_close([layer(x)], [2 * before])
+
+
 def test_adapters_under_vmap() -> None:
     layer, x = LAYERS["Bedouin"](), torch.randn(2, 1, 3, 4, **FLOAT64)
     wrap(layer)

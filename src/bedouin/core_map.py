@@ -36,7 +36,7 @@ from bedouin.solvers import Direct, ImplicitAdjoint
 from bedouin.solvers.solution import BackwardStats, DeferredStats, can_read_device
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState
-from bedouin.wrapped import is_plain
+from bedouin.wrapped import is_plain, norm_parameters
 
 # here, because the compiler warns about caches, and traces other calls of the function
 _unsupported_sizes = lru_cache(maxsize=256)(unsupported_sizes)
@@ -215,13 +215,13 @@ class CoreMap:
         layer, packing = self._layer, self._packing
         decay, sharpness, parameter = layer.decay_parameter()
         assert parameter is not None and decay != "one"
-        y_proj, norm, D = layer.y_proj, layer.norm, layer.D
+        y_proj, D = layer.y_proj, layer.D
         W_x, W_y = layer.x_proj.weight, None if y_proj is None else y_proj.weight
         if layer.num_heads == 1:
             # outside, because the operation would hold large gradients in both dtypes at once, and
             # with them all that it has saved
             W_x, W_y = W_x.to(self._dtype), None if W_y is None else W_y.to(self._dtype)
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        weight, eps = norm_parameters(layer.norm)
         heads, p, n = layer.num_heads, layer.head_dim, layer.d_state
         h0, y0 = (None, None) if self._before is None else self._before
         tensors = CoreTensors(self._projected, W_x, W_y, parameter, D, weight, h0, y0)
@@ -230,7 +230,7 @@ class CoreMap:
             kept = choose_chunk_of(b, p, n, feedback=feedback)
         else:
             kept = choose_chunk_of_heads(heads * b, t, p, n, feedback=feedback)
-        options = CoreOptions(layer.parameterization(), decay, sharpness, eps or 0.0, kept)
+        options = CoreOptions(layer.parameterization(), decay, sharpness, eps, kept)
         biases, real = (layer.dt_bias, layer.raw_bias), None if packing is None else packing.real
         output = core_operation(*tensors, *biases, real, *flatten(options))
         run = self._run = CoreRun.of(output, _Reporter(cell))

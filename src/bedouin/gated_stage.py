@@ -13,6 +13,7 @@ from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
+from bedouin.wrapped import norm_parameters
 
 
 class GatedLayer(Protocol):
@@ -55,9 +56,9 @@ class GatedStage(NamedTuple):
                 shifted_norm(y, self.y0, eps, dtype=dtype, backend=backend), self.W_gate
             )
         norm: dict[str, Any] = {}
-        if layer.norm is not None:
-            weight = by_head(layer.norm.weight, layer.num_heads)
-            norm = {"z": self.z, "weight": weight, "eps": layer.norm.eps}
+        weight, norm_eps = norm_parameters(layer.norm)
+        if weight is not None:
+            norm = {"z": self.z, "weight": by_head(weight, layer.num_heads), "eps": norm_eps}
         gate, fed = (fed, None) if self.gate is None else (self.gate, fed)
         assert gate is not None, "z includes the gate only with feedback"
         common: dict[str, Any] = {"dtype": self.dtype, "backend": backend}
@@ -71,14 +72,14 @@ class GatedStage(NamedTuple):
         y: Tensor,  # (b', t, p)
     ) -> Tensor | None:  # (b', t, p)
         """The result of `fed_output` if this can compute the stage, else None."""
-        norm, z, W = layer.norm, self.z, self.W_gate
-        if layer.num_heads > 1 or norm is None or norm.eps is None or z is None or W is None:
+        (weight, eps), z, W = norm_parameters(layer.norm), self.z, self.W_gate
+        if layer.num_heads > 1 or weight is None or z is None or W is None:
             return None
-        stage = FedOutput(y, self.y0, self.x, layer.D, z, W, norm.weight)
+        stage = FedOutput(y, self.y0, self.x, layer.D, z, W, weight)
         if y.dtype != self.dtype or not takes_one_function(stage):
             return None
         if choose_backend(layer.backend, y.device, y.dtype) != "reference":
             return None
         if self.gate is not None:
             stage = stage._replace(gate=self.gate + z)
-        return fed_output(stage, layer.feedback_norm_eps, norm.eps)
+        return fed_output(stage, layer.feedback_norm_eps, eps)

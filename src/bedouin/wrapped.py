@@ -64,6 +64,31 @@ def _keeps_forward(module: nn.Module) -> bool:
     return "forward" not in vars(module)
 
 
+def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
+    """The weight and eps of a layer's norm; None and 0 without one.
+
+    The output stage computes the norm itself. Raises TypeError for a module that would compute
+    something else, or has hooks, which would never run.
+    """
+    if norm is None:
+        return None, 0.0
+    if (
+        not isinstance(norm, nn.RMSNorm)
+        or type(norm).forward is not nn.RMSNorm.forward
+        or norm.weight is None
+        or norm.eps is None
+        or not is_untouched(norm)
+    ):
+        kind = type(norm)
+        raise TypeError(
+            "norm must be an nn.RMSNorm with a weight, an eps and no hooks, because the output "
+            f"stage computes it without calling the module, got {kind.__module__}."
+            f"{kind.__qualname__}: hook the layer or out_proj, or change the weight with "
+            "torch.nn.utils.parametrize"
+        )
+    return norm.weight, norm.eps
+
+
 def apply_projection(
     module: Projection,
     v: Tensor,  # (H b, ..., p)

@@ -42,7 +42,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.solution import BackwardStats, SolveStats, join_parts
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state
-from bedouin.wrapped import apply_projection, has_hooks, is_plain
+from bedouin.wrapped import apply_projection, has_hooks, is_plain, norm_parameters
 
 
 class DecodedLayer(Protocol):
@@ -353,17 +353,15 @@ def step_options(layer: DecodedLayer) -> StepOptions:
         kind,
         sharpness,
         (first, fed.get("B", False), fed.get("C", False), fed["mixer"]),
-        None if layer.norm is None else layer.norm.eps,
+        None if layer.norm is None else norm_parameters(layer.norm)[1],
         layer.num_heads,
     )
 
 
 def step_parameters(layer: DecodedLayer) -> StepParameters:
     """The layer's parameters as the kernel takes them."""
-    weight = None if layer.norm is None else layer.norm.weight
-    return StepParameters(
-        layer.decay_parameter()[2], layer.dt_bias, layer.raw_bias, layer.D, weight
-    )
+    decay, weight = layer.decay_parameter()[2], norm_parameters(layer.norm)[0]
+    return StepParameters(decay, layer.dt_bias, layer.raw_bias, layer.D, weight)
 
 
 def fused_step(
