@@ -85,6 +85,8 @@ def test_growth_is_that_of_the_jacobian_of_each_token() -> None:
     torch.testing.assert_close(lyapunov(layer, x), steps[2:].mean(0), rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"x must have shape .* t >= 1, got \(2, 0, 1\)"):
         lyapunov(layer, x[:, :0])
+    with pytest.raises(ValueError, match=r"x must have shape \(b, t, m\) with b, t >= 1"):
+        lyapunov(layer, x[:0])
 
 
 def test_the_exponent_tells_chaos() -> None:

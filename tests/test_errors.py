@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin import (
+    Bedouin,
+    BedouinState,
+    ChannelMixer,
+    Convolved,
+    FixedPointRNN,
+    HouseholderProduct,
+    LowRank,
+)
+from bedouin.baselines import LSTM, Mamba
 from bedouin.decoding import Decoder
 from bedouin.model import SequenceModel
-from bedouin.solvers import Anderson, UnrolledAdjoint
+from bedouin.solvers import Anderson, FixedCap, GammaCap, UnrolledAdjoint
 
 Bad = tuple[dict[str, Any], type[Exception], str]
 
@@ -129,6 +138,38 @@ def test_unknown_options_name_the_class_and_list_the_valid() -> None:
         Bedouin(4, foo=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments", "option", "message"),
+    [
+        (HouseholderProduct, (), "k", "HouseholderProduct has no option 'k'"),
+        (LowRank, (), "ranks", "LowRank has no option 'ranks'; did you mean 'rank'?"),
+        (Convolved, (Bedouin(4),), "dconv", "Convolved has no option 'dconv'; did you mean"),
+        (SequenceModel, (3, 4), "tie", "SequenceModel has no option 'tie'"),
+        (Mamba, (4,), "dstate", "Mamba has no option 'dstate'; did you mean 'd_state'?"),
+        (LSTM, (4,), "heads", "LSTM has no option 'heads'. Valid: d_model, "),
+        (FixedCap, (), "limit", "FixedCap has no option 'limit'. Valid: steps"),
+        (GammaCap, (), "foo", "GammaCap has no option 'foo'. Valid: shape, scale, limit, seed"),
+    ],
+)
+def test_unknown_options_of_other_parts(
+    kind: Any, arguments: tuple[Any, ...], option: str, message: str
+) -> None:
+    with raises(TypeError, message):
+        kind(*arguments, **{option: 1})
+
+
+def test_a_cap_that_is_set_later_is_checked() -> None:
+    layer: Any = Bedouin(4)
+    with raises(TypeError, "cap must be a Cap such as FixedCap(20)"):
+        layer.cap = 5
+    with raises(ValueError, "max_steps must be at least 1, got 0"):
+        layer.max_steps = 0
+    layer.max_steps = 3
+    assert layer.cap == layer.max_steps == FixedCap(3)
+    layer.max_steps = GammaCap(2.0)
+    assert layer.cap == GammaCap(2.0)
+
+
 def test_types_of_results_depend_on_return_state() -> None:
     layer, x = Bedouin(4), torch.randn(1, 2, 4)
     output: Tensor = layer(x)
@@ -146,7 +187,7 @@ def test_the_vector_state_has_mixer_feedback_only() -> None:
 @pytest.mark.parametrize("name", ["decay", "input_scale", "feedback", "mixer", "output", "bias"])
 def test_from_paper_may_not_be_contradicted(name: str) -> None:
     from_paper: Callable[..., Bedouin] = Bedouin.from_paper
-    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
+    with pytest.raises(TypeError, match=f"from_paper fixes {name}=.*, got None: use Bedouin"):
         from_paper(4, **{name: None})
 
 

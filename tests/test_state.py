@@ -138,6 +138,7 @@ def test_no_tokens_leave_the_state_alone() -> None:
     output, after = layer(empty, state=state, return_state=True)
     assert output.shape == (2, 0, 4)
     assert torch.equal(after.ssm, state.ssm) and torch.equal(after.y, state.y)
+    assert after.y.data_ptr() != state.y.data_ptr()
     _, fresh = layer(empty, return_state=True)
     assert not fresh.ssm.any() and not fresh.y.any() and fresh.ssm.shape == state.ssm.shape
 
@@ -205,6 +206,11 @@ def test_errors_of_joins() -> None:
         state[0][0]
     with pytest.raises(TypeError, match="index must select samples of the batch, got the tuple"):
         state[0, 1]
+    wider: Any = Bedouin(8).init_state(2)
+    with pytest.raises(ValueError, match=r"cat needs states of one layer, got .*8.* and .*16"):
+        BedouinState.cat([state, wider])
+    with pytest.raises(ValueError, match="stack needs states of one layer"):
+        BedouinState.stack([state[0], wider[0]])
 
 
 def test_a_clone_owns_its_memory() -> None:

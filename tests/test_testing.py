@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
-from bedouin.solvers import Direct, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
+from bedouin.solvers import Direct, GammaCap, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 from bedouin.testing import (
     assert_close,
     assert_same_fixed_point,
@@ -162,6 +162,13 @@ def test_decode_gap_sees_a_loose_parallel_solve(layer: Bedouin, x: Tensor) -> No
     layer.solver = Picard(rtol=0.3)
     assert decode_gap(layer, x) > 1e-6
     assert decode_gap(layer, x[:, :0]) == 0.0
+
+
+def test_measurements_are_those_of_evaluation() -> None:
+    layer = Bedouin(4, solver=Picard(rtol=1e-12), max_steps=GammaCap(1.0, 0.5, 500)).double()
+    x, before = torch.randn(2, 20, 4, dtype=torch.float64), torch.get_rng_state()
+    assert decode_gap(layer, x) < 1e-9 and measure_growth(layer, x) >= 1
+    assert torch.equal(torch.get_rng_state(), before) and layer.training
 
 
 def test_random_layers_cover_the_options() -> None:

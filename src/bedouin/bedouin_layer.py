@@ -200,19 +200,28 @@ class Bedouin(FixedPointLayer):
         delta_from_x_init=0.0. `options` are other options of Bedouin; one that is fixed above
         raises TypeError.
         """
+        fixed: dict[str, Any] = {
+            "num_heads": 1,
+            "mixer": HouseholderProduct(num_householder, beta_max=2.0),
+            "decay": "griffin",
+            "input_scale": "delta",
+            "feedback": ("B", "C", "mixer"),
+            "feedback_norm": False,
+            "feedback_init": 1.0,
+            "output": "paper",
+            "bias": False,
+        }
+        for name in options:
+            if name in fixed:
+                raise TypeError(
+                    f"from_paper fixes {name}={fixed[name]!r}, got {options[name]!r}: use "
+                    f"{cls.__name__}(...) for a layer with other options"
+                )
         return cls(
             d_model,
             d_state=d_state,
             expand=expand,
-            num_heads=1,
-            mixer=HouseholderProduct(num_householder, beta_max=2.0),
-            decay="griffin",
-            input_scale="delta",
-            feedback=("B", "C", "mixer"),
-            feedback_norm=False,
-            feedback_init=1.0,
-            output="paper",
-            bias=False,
+            **fixed,
             solver=Picard(rtol=0.1, stop_rule="paper") if solver is None else solver,
             adjoint=OneStepAdjoint() if adjoint is None else adjoint,
             max_steps=max_steps,

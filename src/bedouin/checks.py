@@ -131,7 +131,7 @@ def known_options(init: InitT) -> InitT:
         for name in options:
             if name not in valid:
                 owner = type(self).__name__
-                if name == "d_conv":
+                if name == "d_conv" and "feedback" in valid:
                     raise TypeError(
                         f"{owner} has no short convolution: feedback replaces it, or "
                         "bedouin.Convolved(layer, d_conv) puts one before the layer"

@@ -17,6 +17,7 @@ from bedouin.checks import (
     check_dtype,
     check_layer_input,
     check_tensor,
+    known_options,
     output_tensor,
     positive_int,
 )
@@ -92,6 +93,7 @@ class Convolved(nn.Module):
     for options of the wrong type, ValueError for d_conv < 1.
     """
 
+    @known_options
     def __init__(
         self,
         layer: nn.Module,

@@ -52,6 +52,7 @@ from bedouin.mixers import ChannelMixer, StructuredMixer
 from bedouin.packing import Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
+    MaxSteps,
     OutputStage,
     SolveOption,
     split_feedback_weight,
@@ -94,10 +95,11 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     solve_options: SolveOptions
     """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
-    `backend` read and set its fields."""
+    `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
     solver = SolveOption[Solver]()
     adjoint = SolveOption[Adjoint | None]()
     cap = SolveOption[Cap]()
+    max_steps = MaxSteps()
     on_unconverged = SolveOption[OnUnconverged]()
     backend = SolveOption[Backend]()
 

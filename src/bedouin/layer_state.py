@@ -55,7 +55,7 @@ def outgoing_state(
 ) -> BedouinState:
     """The state after the last token of each sample."""
     if state is not None and y.shape[1] == 0:
-        return state
+        return state.clone()
     lengths = f.lengths
     last = y[:, -1] if lengths is None else last_token(y, lengths, f.y0)
     # copies, because a view would keep all of y alive and may share what autograd has saved

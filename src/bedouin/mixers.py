@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import positive_int
+from bedouin.checks import known_options, positive_int
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.solvers.base import check_number
 
@@ -101,6 +101,7 @@ class HouseholderProduct(StructuredMixer):
     beta_max outside (0, 2].
     """
 
+    @known_options
     def __init__(self, num_householder: int = 2, beta_max: float = 1.0) -> None:
         super().__init__()
         check_number("beta_max", beta_max, 0, 2, open_low=True)
@@ -156,6 +157,7 @@ class LowRank(StructuredMixer):
     Raises TypeError for a rank that is not an int, ValueError for rank < 1.
     """
 
+    @known_options
     def __init__(self, rank: int = 2) -> None:
         super().__init__()
         self.rank = positive_int("rank", rank)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bedouin.checks import check_bool, check_dtype, check_tensor, positive_int
+from bedouin.checks import check_bool, check_dtype, check_tensor, known_options, positive_int
 from bedouin.generation import Sampling, generate
 from bedouin.model_checks import check_tied, make_mixers
 from bedouin.packing import Packing, Places, check_takes_mask, find_packing
@@ -173,6 +173,7 @@ class SequenceModel(nn.Module):
             is not an int.
     """
 
+    @known_options
     def __init__(
         self,
         vocab_size: int,

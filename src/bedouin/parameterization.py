@@ -87,6 +87,16 @@ class SolveOption(Generic[ValueT]):
         layer.solve_options = replace(layer.solve_options, **changes)
 
 
+class MaxSteps:
+    """The cap of a layer's `solve_options`, which may be set to an int."""
+
+    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> Cap:
+        return layer.solve_options.cap
+
+    def __set__(self, layer: _HasSolveOptions, value: int | Cap) -> None:
+        layer.solve_options = replace(layer.solve_options, cap=as_cap(value))
+
+
 def make_mixer(
     mixer: ChannelMixer | None, num_householder: int | None, beta_max: float | None
 ) -> ChannelMixer:

@@ -105,6 +105,7 @@ class RecurrentState:
                     f"{name} must get a list of {cls.__name__}, got one of {type(state).__name__}"
                 )
             state._check_batched(batched, name)
+            state._check_like(states[0], name)
         return cls._join_fields(states, batched, join)
 
     @classmethod
@@ -119,6 +120,15 @@ class RecurrentState:
         has, remedy = ("no", "stack") if batched else ("a", "cat")
         needs = "states with a batch axis" if batched else "states of single samples"
         raise ValueError(f"{user} needs {needs}, got one that has {has} batch axis: use {remedy}")
+
+    def _check_like(self, first: Self, user: str) -> None:
+        for ours, theirs in zip(self.tensors, first.tensors, strict=True):
+            axes = slice(1 if self._is_batched() else 0, None)
+            if ours.shape[axes] != theirs.shape[axes]:
+                raise ValueError(
+                    f"{user} needs states of one layer, got tensors of shapes "
+                    f"{tuple(theirs.shape)} and {tuple(ours.shape)}"
+                )
 
     def _is_batched(self) -> bool:
         return self.tensors[0].dim() > self.axes[0]

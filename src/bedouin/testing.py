@@ -195,7 +195,7 @@ def measure_growth(
 
     max|r(x + dx) - r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point)
     and over a few random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite.
-    Computed with copies in float64, by `Direct` if the mixer allows it.
+    Computed with copies in float64 and in evaluation mode, by `Direct` if the mixer allows it.
 
     size: relative size of the perturbation, dimensionless.
     seed, num_directions: of the random directions of dx.
@@ -204,7 +204,8 @@ def measure_growth(
     check_layer(layer)
     if size <= 0:
         raise ValueError(f"size must be positive, got {size}")
-    probe, x = _with(layer, on_unconverged="ignore").double(), x.detach().double()
+    probe = _with(layer, on_unconverged="ignore").double().eval()
+    x = x.detach().double()
     solver = Direct() if isinstance(probe.mixer, StructuredMixer) else probe.solver
     state = None if state is None else state.detach().to(torch.float64)
     if x.numel() == 0:
@@ -317,8 +318,11 @@ def decode_gap(
     layer: FixedPointLayer,
     x: Tensor,  # (b, t, m)
 ) -> float:
-    """The relative error, in the max norm, of `step` token by token against one call on x."""
-    probe = _with(layer, on_unconverged="ignore")
+    """The relative error, in the max norm, of `step` token by token against one call on x.
+
+    Of a copy in evaluation mode, because a random cap would stop the call early.
+    """
+    probe = _with(layer, on_unconverged="ignore").eval()
     expected = probe(x)
     state, steps = probe.init_state(x.shape[0]), []
     for t in range(x.shape[1]):
@@ -381,8 +385,8 @@ def lyapunov(
     Raises TypeError for another kind of layer, ValueError for x without tokens.
     """
     check_layer(layer)
-    if x.dim() != 3 or not x.shape[1]:
-        raise ValueError(f"x must have shape (b, t, m) with t >= 1, got {tuple(x.shape)}")
+    if x.dim() != 3 or not x.shape[0] or not x.shape[1]:
+        raise ValueError(f"x must have shape (b, t, m) with b, t >= 1, got {tuple(x.shape)}")
     return exponent(log_growth(layer, x, num_directions=num_directions, seed=seed))
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, Sizes, owned
 from bedouin.baselines.options import head_size, positive_number
-from bedouin.checks import check_bool, check_tensor, positive_int
+from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options
@@ -108,6 +108,7 @@ class Attention(Baseline[AttentionState]):
 
     state_type = AttentionState
 
+    @known_options
     def __init__(
         self,
         d_model: int,

@@ -4,7 +4,7 @@ import torch
 
 from bedouin.baselines.delta_product import DeltaProduct
 from bedouin.baselines.delta_rule import DeltaBackend
-from bedouin.checks import check_bool
+from bedouin.checks import check_bool, known_options
 from bedouin.kernels.scan import Eigenvalues
 
 
@@ -21,6 +21,7 @@ class DeltaNet(DeltaProduct):
         output_gate: whether there is an output gate; None: where `gated`.
     """
 
+    @known_options
     def __init__(
         self,
         d_model: int,

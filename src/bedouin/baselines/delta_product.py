@@ -19,7 +19,7 @@ from bedouin.baselines.delta_rule import (
 )
 from bedouin.baselines.interface import Baseline, Sizes, owned
 from bedouin.baselines.options import expanded, head_size, positive_number, reset_dt_bias
-from bedouin.checks import check_bool, one_of, positive_int
+from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.packing import tokens_before
@@ -76,6 +76,7 @@ class DeltaProduct(Baseline[DeltaState]):
 
     state_type = DeltaState
 
+    @known_options
     def __init__(
         self,
         d_model: int,

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bedouin.baselines.interface import Baseline, Sizes
 from bedouin.baselines.options import expanded
+from bedouin.checks import known_options
 from bedouin.parameters import factory_options
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
@@ -71,6 +72,7 @@ class LSTM(Baseline[LSTMState]):
 
     state_type = LSTMState
 
+    @known_options
     def __init__(
         self,
         d_model: int,

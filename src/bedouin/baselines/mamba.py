@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, Sizes, owned
 from bedouin.baselines.options import expanded, reset_dt_bias
-from bedouin.checks import check_bool, one_of, positive_int
+from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
 from bedouin.packing import tokens_before, zero_outside
@@ -62,6 +62,7 @@ class Mamba(Baseline[MambaState]):
 
     state_type = MambaState
 
+    @known_options
     def __init__(
         self,
         d_model: int,
