@@ -277,7 +277,7 @@ class Anderson(_TorchDEQSolver):
 
     rtol, atol: a sample has converged when every token has (see `Picard`) and its defect is also at
         most sqrt(rtol) times the larger of |f(y0)| and the largest defect so far; iterates that
-        grow without bound do not satisfy this.
+        grow without bound do not satisfy this, unless a single step takes them that far.
     memory: iterates combined, >= 2.
     regularization: of the least-squares problem, relative to the residual at the start of a round.
     damping: torchdeq's tau, in (0, 1].
@@ -335,7 +335,7 @@ class Broyden(_TorchDEQSolver):
 
     rtol, atol: a sample has converged when every token has (see `Picard`) and its defect is also at
         most sqrt(rtol) times the larger of |f(y0)| and the largest defect so far; iterates that
-        grow without bound do not satisfy this.
+        grow without bound do not satisfy this, unless a single step takes them that far.
     max_rank: rank-one updates kept, None for all.
 
     Raises ValueError for values out of range, and RuntimeError in `solve` if the device cannot be

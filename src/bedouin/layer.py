@@ -327,6 +327,9 @@ class FixedPointLayer(GraphedLayer, ABC):
         A mask goes with either of the others. Padding is in no document then: a document continues
         after it, and its seq_idx may be anything. A row without real tokens is an empty document.
 
+        Gradients of parameters are sums over samples: one that is not finite makes them NaN, even
+        if the loss leaves it out.
+
         Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
         devices and states, ConvergenceError if on_unconverged="raise".
         """
