@@ -61,24 +61,32 @@ def first_open_token_is_nonfinite(
     return ~torch.isfinite(scale).gather(1, first_open).squeeze(1) & ~frozen.all(1)
 
 
-def reported_residual(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t), |F(y)_t|
-) -> Tensor:  # (b,)
-    """`relative_residual`, but infinite where finite defects have a scale of 0, so that NaN stands
-    for values that are not finite."""
-    residual = relative_residual(defect, scale)
-    unscaled = residual.isnan() & torch.isfinite(defect).all(1) & torch.isfinite(scale).all(1)
-    return torch.where(unscaled, torch.inf, residual)
-
-
 def relative_residual(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t), |F(y)_t|
 ) -> Tensor:  # (b,)
     """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where it is not finite."""
-    if defect.shape[1] == 0:
-        return defect.new_zeros(defect.shape[0])
-    largest = largest_so_far(scale)
-    ratio = torch.where(defect == 0, torch.zeros_like(defect), defect / largest)
-    return torch.where(torch.isfinite(ratio), ratio, torch.nan).amax(1)
+    ratio = _ratio(defect, scale)
+    return _largest(torch.where(torch.isfinite(ratio), ratio, torch.nan))
+
+
+def reported_residual(
+    defect: Tensor,  # (b, t)
+    scale: Tensor,  # (b, t), |F(y)_t|
+) -> Tensor:  # (b,)
+    """`relative_residual`, but infinite for a finite defect that is not small against any scale, so
+    that NaN stands for values that are not finite."""
+    return _largest(torch.where(torch.isfinite(defect), _ratio(defect, scale), torch.nan))
+
+
+def _ratio(
+    defect: Tensor,  # (b, t)
+    scale: Tensor,  # (b, t)
+) -> Tensor:  # (b, t)
+    return torch.where(defect == 0, torch.zeros_like(defect), defect / largest_so_far(scale))
+
+
+def _largest(
+    ratio: Tensor,  # (b, t)
+) -> Tensor:  # (b,)
+    return ratio.amax(1) if ratio.shape[1] else ratio.new_zeros(ratio.shape[0])
