@@ -46,7 +46,8 @@ class GatedStage(NamedTuple):
         """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
         includes its feedback W^y norm(y_{t-1})."""
         backend: Backend = layer.backend
-        found = self._in_one_function(layer, y)
+        weight, norm_eps = norm_parameters(layer.norm)
+        found = self._in_one_function(layer, y, weight, norm_eps)
         if found is not None:
             return found
         fed = None
@@ -56,7 +57,6 @@ class GatedStage(NamedTuple):
                 shifted_norm(y, self.y0, eps, dtype=dtype, backend=backend), self.W_gate
             )
         norm: dict[str, Any] = {}
-        weight, norm_eps = norm_parameters(layer.norm)
         if weight is not None:
             norm = {"z": self.z, "weight": by_head(weight, layer.num_heads), "eps": norm_eps}
         gate, fed = (fed, None) if self.gate is None else (self.gate, fed)
@@ -70,9 +70,11 @@ class GatedStage(NamedTuple):
         self,
         layer: GatedLayer,
         y: Tensor,  # (b', t, p)
+        weight: Tensor | None,  # (d,), of the norm
+        eps: float,
     ) -> Tensor | None:  # (b', t, p)
         """The result of `fed_output` if this can compute the stage, else None."""
-        (weight, eps), z, W = norm_parameters(layer.norm), self.z, self.W_gate
+        z, W = self.z, self.W_gate
         if layer.num_heads > 1 or weight is None or z is None or W is None:
             return None
         stage = FedOutput(y, self.y0, self.x, layer.D, z, W, weight)
