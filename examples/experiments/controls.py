@@ -1,6 +1,6 @@
 """What each part of the layer contributes to state tracking; on a CPU for short products of A5."""
 
-from experiments.models import CHOSEN, WITHOUT_REFLECTIONS, training
+from experiments.models import BASELINES, CHOSEN, WITHOUT_REFLECTIONS, training
 from experiments.plan import REPORTED, Experiment, Run, joined
 from experiments.words import A5
 
@@ -77,6 +77,7 @@ CONTROLS_SMALL = Experiment(
         for name, model in {
             **{name: joined(SMALL_LAYER, change) for name, change in _SMALL_PARTS.items()},
             "lstm": "--mixer-layer lstm",
+            "deltaproduct": f"{BASELINES['deltaproduct_l1']} --lr 4e-3",  # the rate chosen on A5
         }.items()
     ),
 )
