@@ -239,6 +239,35 @@ def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -
     assert layer(x).isfinite().all()
 
 
+def test_a_model_that_accelerate_dispatches_is_the_same() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    layer, x = Bedouin(4, **FLOAT64), torch.randn(2, 3, 4, **FLOAT64)
+    before = layer(x)
+    hooks.attach_execution_device_hook(layer, "cpu")
+    assert layer.norm is not None and "forward" in vars(layer.norm)
+    assert_close([layer(x)], [before])
+
+
+class Kept(nn.Module):
+    """A trained copy in place of a module, as PEFT's modules_to_save makes it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.kept = copy.deepcopy(module)
+        self.weight, self.eps = self.kept.weight, self.kept.eps
+
+    def forward(self, v: Tensor) -> Any:
+        return self.kept(v)
+
+
+def test_a_copy_of_the_norm_is_accepted() -> None:
+    layer, x = Bedouin(4, **FLOAT64), torch.randn(2, 3, 4, **FLOAT64)
+    before = layer(x)
+    assert layer.norm is not None
+    layer.norm = Kept(layer.norm)  # type: ignore[assignment]
+    assert_close([layer(x)], [before])
+
+
 def test_a_parametrization_of_the_norm_counts() -> None:
     layer, x = Bedouin(4, **FLOAT64), torch.randn(2, 3, 4, **FLOAT64)
     before, norm = layer(x), layer.norm

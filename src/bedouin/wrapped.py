@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bedouin.heads import HeadLinear
 from bedouin.kernels.linear import apply_weight
+from bedouin.solvers.solution import can_read_device
 
 Projection = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
@@ -23,6 +24,9 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 _known_linear: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
 """Modules found to be linear, with the types of their parts at that time."""
+
+_known_norms: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
+"""The same for modules found to be an RMSNorm."""
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
@@ -72,19 +76,12 @@ def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
     """
     if norm is None:
         return None, 0.0
-    weight = getattr(norm, "weight", None)
-    if (
-        weight is None
-        or not isinstance(norm, nn.RMSNorm)
-        or type(norm).forward is not nn.RMSNorm.forward
-        or norm.eps is None
-        # `is_untouched` without its calls, which cost the host time in every call of the layer
-        or "forward" in vars(norm)
-        or norm._forward_hooks
-        or norm._forward_pre_hooks
-        or norm._backward_hooks
-        or norm._backward_pre_hooks
-    ):
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "eps", None)
+    # `has_hooks` without the call, which costs the host time in every call of the layer
+    hooked = norm._forward_hooks or norm._forward_pre_hooks
+    hooked = hooked or norm._backward_hooks or norm._backward_pre_hooks
+    plain = isinstance(norm, nn.RMSNorm) and type(norm).forward is nn.RMSNorm.forward
+    if hooked or weight is None or eps is None or not (plain or _acts_as_norm(norm, weight, eps)):
         kind = type(norm)
         raise TypeError(
             "norm must be an nn.RMSNorm with a weight, an eps and no hooks, because the output "
@@ -92,7 +89,25 @@ def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
             f"{kind.__qualname__}: hook the layer or out_proj, or change the weight with "
             "torch.nn.utils.parametrize"
         )
-    return weight, norm.eps
+    return weight, eps
+
+
+def _acts_as_norm(norm: nn.Module, weight: Tensor, eps: float) -> bool:
+    """Whether a module of another class, such as a copy that adapters train, is an RMSNorm.
+
+    The result is remembered as long as the module consists of the same types of modules. Where the
+    device cannot be read, the answer is yes; other calls make the check.
+    """
+    types = tuple(type(part) for part in norm.modules())
+    if not can_read_device(weight) or _known_norms.get(norm) == types:
+        return True
+    with torch.no_grad():
+        v = torch.linspace(-1, 2, weight.numel(), dtype=weight.dtype, device=weight.device)
+        expected = nn.functional.rms_norm(v, v.shape, weight, eps)
+        same = torch.allclose(norm(v), expected, rtol=1e-2, atol=1e-2)
+    if same:
+        _known_norms[norm] = types
+    return same
 
 
 def apply_projection(
