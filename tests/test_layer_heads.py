@@ -95,6 +95,8 @@ def test_heads_are_layers_of_one_head_on_the_slices(
 ) -> None:
     options = {"solver": solver, "adjoint": adjoint, "max_steps": 20, "feedback_init": 0.1}
     layer, parts = make_heads(num_heads, seed, **options)
+    # the normal equations of Anderson, which is stopped at rtol 1e-4, amplify rounding errors
+    rtol = 1e-10 if isinstance(solver, Anderson) else RTOL
     x = torch.randn(b, t, M, dtype=torch.float64, requires_grad=True)
     ssm = 0.1 * torch.randn(b, D, layer.d_state, dtype=torch.float64)
     state = BedouinState(ssm.requires_grad_(), (0.1 * ssm.detach().sum(-1)).requires_grad_())
@@ -111,17 +113,17 @@ def test_heads_are_layers_of_one_head_on_the_slices(
         expected = gradients(own, (o, *s), dict(part.named_parameters()) | inputs)
         for name, _ in part.named_parameters():
             actual = slice_of(name, grads[name], num_heads, j)
-            assert_close(f"gradient of {name}, head {j}", actual, expected[name], RTOL, TINY)
+            assert_close(f"gradient of {name}, head {j}", actual, expected[name], rtol, TINY)
         outputs.append(o)
         states.append(s)
         of_inputs.append(expected)
-    assert_close("output", output, sum_of(outputs), RTOL)
+    assert_close("output", output, sum_of(outputs), rtol)
     for name in ("ssm", "y"):
         together = torch.cat([getattr(s, name) for s in states], 1)
-        assert_close(f"state.{name}", getattr(new, name), together, RTOL)
+        assert_close(f"state.{name}", getattr(new, name), together, rtol)
     for name in inputs:
         together = sum_of([found[name] for found in of_inputs])
-        assert_close(f"gradient of {name}", grads[name], together, RTOL, TINY)
+        assert_close(f"gradient of {name}", grads[name], together, rtol, TINY)
     check_statistics(layer.stats, [part.stats for part in parts])
 
 
