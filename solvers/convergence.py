@@ -65,7 +65,7 @@ def relative_residual(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t), |F(y)_t|
 ) -> Tensor:  # (b,)
-    """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where it is not finite."""
+    """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where this ratio is not finite."""
     ratio = _ratio(defect, scale)
     return _largest(torch.where(torch.isfinite(ratio), ratio, torch.nan))
 
@@ -74,8 +74,8 @@ def reported_residual(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t), |F(y)_t|
 ) -> Tensor:  # (b,)
-    """`relative_residual`, but infinite for a finite defect that is not small against any scale, so
-    that NaN stands for values that are not finite."""
+    """`relative_residual`, but infinite where the scale of a finite defect is 0, so that NaN always
+    means a value that is not finite."""
     return _largest(torch.where(torch.isfinite(defect), _ratio(defect, scale), torch.nan))
 
 

@@ -58,6 +58,7 @@ _SMALL_LAYERS = {
     "attention_l2": (models()["attention_l2"], ("", "-context64")),
     "deltanet_l1": (models()["deltanet_l1"], ("-context64",)),
     "deltanet_l2": (models()["deltanet_l2"], ("-context64",)),
+    # one rate, that of A5, because a run takes more than an hour on a CPU
     "deltaproduct_l1": (f"{models()['deltaproduct_l1']} --lr 4e-3", ("-context64",)),
     "mamba_l2": (models()["mamba_l2"], ("-context64",)),
 }

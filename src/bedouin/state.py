@@ -123,9 +123,9 @@ class RecurrentState:
         raise ValueError(f"{user} needs {needs}, got one that has {has} batch axis: use {remedy}")
 
     def _check_like(self, first: Self, user: str) -> None:
+        batch_axes = 1 if self._is_batched() else 0
         for ours, theirs in zip(self.tensors, first.tensors, strict=True):
-            axes = slice(1 if self._is_batched() else 0, None)
-            if ours.shape[axes] != theirs.shape[axes]:
+            if ours.shape[batch_axes:] != theirs.shape[batch_axes:]:
                 raise ValueError(
                     f"{user} needs states of one layer, got tensors of shapes "
                     f"{tuple(theirs.shape)} and {tuple(ours.shape)}"

@@ -249,7 +249,9 @@ def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:
 
 def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
     """One token: u (b, m) -> (b, m); the buffers move on by it."""
-    d, options, low = layer.d_inner, step_options(layer), buffers.normed.dtype
+    weight, norm_eps = norm_parameters(layer.norm)
+    options = step_options(layer, None if weight is None else norm_eps)
+    d, low = layer.d_inner, buffers.normed.dtype
     fuses = _fuses_products(layer, u, low)
     projected, raw, fed = (_multiplied if fuses else _projected)(layer, u, buffers)
     x = projected[:, :d]
@@ -273,7 +275,7 @@ def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
             buffers.converged,
             buffers.all_converged,
         )
-        backend, parameters = layer.solve_options.backend, step_parameters(layer)
+        backend, parameters = layer.solve_options.backend, step_parameters(layer, weight)
         decode_token(operands, parameters, options, backend=backend, overlaps=fuses)
     if not fuses:
         output: Tensor = layer.out_proj(hidden)
@@ -340,7 +342,7 @@ def _split_heads(
     return v if num_heads == 1 else v.unflatten(1, (num_heads, -1)).transpose(0, 1)
 
 
-def step_options(layer: DecodedLayer) -> StepOptions:
+def step_options(layer: DecodedLayer, norm_eps: float | None) -> StepOptions:
     """The layer's options as the kernel takes them."""
     options, (kind, sharpness, _) = layer.parameterization(), layer.decay_parameter()
     fed = {name: name in layer.feedback for name in layer.components}
@@ -353,14 +355,17 @@ def step_options(layer: DecodedLayer) -> StepOptions:
         kind,
         sharpness,
         (first, fed.get("B", False), fed.get("C", False), fed["mixer"]),
-        None if layer.norm is None else norm_parameters(layer.norm)[1],
+        norm_eps,
         layer.num_heads,
     )
 
 
-def step_parameters(layer: DecodedLayer) -> StepParameters:
+def step_parameters(
+    layer: DecodedLayer,
+    weight: Tensor | None,  # (d,), of the norm
+) -> StepParameters:
     """The layer's parameters as the kernel takes them."""
-    decay, weight = layer.decay_parameter()[2], norm_parameters(layer.norm)[0]
+    decay = layer.decay_parameter()[2]
     return StepParameters(decay, layer.dt_bias, layer.raw_bias, layer.D, weight)
 
 
