@@ -36,7 +36,7 @@ def fuse_iteration(
     lengths: the tokens of each sample that are judged, before its padding; None: all.
     Raises ValueError where `backend="triton"` cannot run, or heads, W_y and batch do not fit.
     """
-    operands.check()
+    operands.check(parameterization.feeds_x)
     chosen = choose_iteration(backend, operands, y, parameterization, bind_parameters, rule)
     if chosen == "reference":
         return None

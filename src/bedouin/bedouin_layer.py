@@ -22,8 +22,11 @@ from bedouin.mixers import ChannelMixer, HouseholderProduct
 from bedouin.parameterization import (
     GRIFFIN_SHARPNESS,
     Decay,
+    FeedbackScope,
     OutputStage,
+    Projection,
     RateScale,
+    X,
     check_rate_scale,
     griffin_omega,
     householder_layout,
@@ -51,7 +54,8 @@ class Bedouin(FixedPointLayer):
 
         x, z = in_proj(u);  raw = W^x x_t + W^y norm(y_{t-1}), split into Delta, B, C, mixer, gate
         x~_t = Q_t (x_t - y_t) + y_t
-        h_t  = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T;   y_t = h_t C_t
+        a_t  = lambda_t * h_{t-1};   a'_t = a_t - beta^e_t (a_t B_t) B_t^T      with `erase`
+        h_t  = a'_t + (s_t * x~_t) B_t^T;   y_t = h_t C_t
         out  = out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t))
 
     Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
@@ -68,7 +72,7 @@ class Bedouin(FixedPointLayer):
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
             None: heads of 128 channels if d is a multiple of 128 and at least 512, else 1.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
-            beta_max), by default 2 and 1.0.
+            beta_max), by default 2 and 1.0; 0 reflections are NoMixing().
         mixer: HouseholderProduct(...), LowRank(...), NoMixing() or another ChannelMixer. Its
             parameters are used in the dtype of the solve, at least float32, and all heads share
             them.
@@ -78,8 +82,21 @@ class Bedouin(FixedPointLayer):
             1 - |lambda|. With mamba decay and "delta" the gain is unbounded and local systems can
             become singular in training; see SolveStats.conditioning.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
-        feedback: which of "delta", "B", "C", "mixer" depend on y_{t-1}; () switches all feedback
-            off, also that of the gate.
+        erase: the largest beta^e = erase sigmoid(raw), in [0, 2], one number a head and token: the
+            share of what the memory holds under the token's key B that it gives up before the token
+            is written, as in the delta rule. Above 1 it may be negated. 0: none, and no raw value.
+        projection: "inner": the raw values and the gate are projected from x of the head, as in the
+            paper and in Mamba-1. "input": x, the raw values and the gate are one product of the
+            layer's input, `in_proj`, whose parts are in `projected_sizes`, as in Mamba-2; there is
+            then no z, and only Delta, alpha and beta^e have a bias, which is not decayed.
+        d_conv: the width of a causal convolution of each channel by itself, with SiLU, over x, or
+            with projection="input" over x, B and C; feedback is added after it. 1: SiLU alone.
+            None: neither.
+        feedback: which of "delta", "B", "C", "mixer", "erase" and "x" depend on y_{t-1}; () switches
+            all feedback off, also that of the gate. "x": x_t + W^y norm(y_{t-1}) takes the place of
+            x_t in mixing and scan.
+        feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
+            heads, so that a sample's heads converge together.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         delta_from_x_init: factor on the weights from x to Delta at initialization. With 0, the
@@ -105,7 +122,7 @@ class Bedouin(FixedPointLayer):
     not fit.
     """
 
-    components = ("delta", "B", "C", "mixer")
+    components = ("delta", "B", "C", "mixer", "erase")
     has_fused_step = True
 
     A_log: nn.Parameter
@@ -125,9 +142,13 @@ class Bedouin(FixedPointLayer):
         decay: Decay = "mamba",
         input_scale: InputScale = "bounded_delta",
         eigenvalues: Eigenvalues = "positive",
+        erase: float = 0.0,
+        projection: Projection = "inner",
+        d_conv: int | None = None,
         feedback: Collection[str] = ("delta", "B", "C", "mixer"),
         feedback_norm: bool = True,
         feedback_init: float = 0.1,
+        feedback_scope: FeedbackScope = "head",
         norm_eps: float = 1e-5,
         solver: Solver | Literal["auto"] = "auto",
         adjoint: Adjoint | None = None,
@@ -147,6 +168,8 @@ class Bedouin(FixedPointLayer):
         self.delta_from_x_init = float(delta_from_x_init)
         check_rate_scale(rate_scale, self.decay)
         self.rate_scale = rate_scale
+        check_number("erase", erase, 0, 2, open_low=False)
+        self.erase = float(erase)
         mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,
@@ -159,6 +182,9 @@ class Bedouin(FixedPointLayer):
             feedback=feedback,
             feedback_norm=feedback_norm,
             feedback_init=feedback_init,
+            feedback_scope=feedback_scope,
+            d_conv=d_conv,
+            projection=projection,
             norm_eps=norm_eps,
             output=output,
             bias=bias,
@@ -210,6 +236,10 @@ class Bedouin(FixedPointLayer):
             "feedback_init": 1.0,
             "output": "paper",
             "bias": False,
+            "erase": 0.0,
+            "projection": "inner",
+            "d_conv": None,
+            "feedback_scope": "head",
         }
         for name in options:
             if name in fixed:
@@ -232,7 +262,10 @@ class Bedouin(FixedPointLayer):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         with torch.no_grad():
-            self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
+            if self.x_proj is None:
+                self.in_proj.weight[self.d_inner : 2 * self.d_inner].mul_(self.delta_from_x_init)
+            else:
+                self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
             if self.decay == "mamba":
                 sizes = self.d_state, self.num_heads, self.head_dim
                 self.A_log.copy_(log_rates(self.rate_scale, *sizes, self.D.device))
@@ -243,19 +276,47 @@ class Bedouin(FixedPointLayer):
 
     def _component_sizes(self) -> dict[str, int]:
         p, n = self.head_dim, self.d_state
-        return {"delta": p, "B": n, "C": n, "mixer": self.mixer.raw_size(p)}
+        erase = 1 if self.erase else 0
+        return {"delta": p, "B": n, "C": n, "mixer": self.mixer.raw_size(p), "erase": erase}
+
+    @property
+    def fed_names(self) -> tuple[str, ...]:
+        return *self.components, X
+
+    def _check_feedback(self) -> None:
+        if "erase" in self.feedback and not self.erase:
+            raise ValueError(
+                f"feedback of \"erase\" needs erase > 0, got erase={self.erase} and feedback="
+                f"{self.feedback}: give erase, or leave the name out"
+            )
+
+    @property
+    def _erases(self) -> bool:
+        return self.erase > 0
+
+    def _projected_names(self) -> tuple[str, ...]:
+        return "delta", "B", "C", "erase", "mixer"
+
+    def _convolved_sizes(self) -> dict[str, int]:
+        if self.projection == "inner":
+            return super()._convolved_sizes()
+        n = self.num_heads * self.d_state
+        return {"x": self.d_inner, "B": n, "C": n}
+
+    def _biased_sizes(self) -> dict[str, int]:
+        return super()._biased_sizes() | {"erase": 1 if self.erase else 0}
 
     def _split(
         self,
         raw: Tensor,  # (..., r)
     ) -> ScanInputs:
-        delta, B, C, mixer_raw = raw.split(list(self._sizes.values()), -1)
+        delta, B, C, mixer_raw, erase = raw.split(list(self._sizes.values()), -1)
         delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
-        return ScanInputs(delta, unit(B), unit(C), mixer_raw)
+        return ScanInputs(delta, unit(B), unit(C), mixer_raw, self.erase * torch.sigmoid(erase))
 
     def layout(self) -> RawLayout | None:
         activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
-        return householder_layout(self.mixer, activation, selective=True)
+        return householder_layout(self.mixer, activation, selective=True, erase=self.erase)
 
     def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
         if self.decay == "mamba":

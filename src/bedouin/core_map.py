@@ -9,7 +9,7 @@ p = d / H head_dim; b' = H b folded samples (bedouin.heads).
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +54,12 @@ class CoreLayer(Protocol):
     d_state: int
     num_heads: int
     head_dim: int
+    unfused: str | None
     feedback: tuple[str, ...]
     output: OutputStage
     mixer: ChannelMixer
     norm: nn.RMSNorm | None
-    x_proj: nn.Linear | HeadLinear
+    x_proj: Any
     y_proj: nn.Linear | HeadLinear | None
     dt_bias: nn.Parameter
     raw_bias: nn.Parameter | None
@@ -83,6 +84,8 @@ def takes_core(
         return False
     # exactly this class: a subclass may compute its coefficients in another way
     if not vars(type(layer)).get("has_fused_step", False) or layer.has_drive:
+        return False
+    if layer.unfused is not None:
         return False
     # its W^y has rows for the first components, without others between them
     if layer.feedback != layer.components[: len(layer.feedback)]:
@@ -223,7 +226,8 @@ class CoreMap:
             W_x, W_y = W_x.to(self._dtype), None if W_y is None else W_y.to(self._dtype)
         weight, eps = norm_parameters(layer.norm)
         heads, p, n = layer.num_heads, layer.head_dim, layer.d_state
-        h0, y0 = (None, None) if self._before is None else self._before
+        before = self._before
+        h0, y0 = (None, None) if before is None else (before.ssm, before.y)
         tensors = CoreTensors(self._projected, W_x, W_y, parameter, D, weight, h0, y0)
         (b, t, _), feedback = self._projected.shape, W_y is not None
         if heads == 1:

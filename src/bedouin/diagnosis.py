@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bedouin.convolved import Convolved
-from bedouin.heads import fold
+from bedouin.kernels.heads import fold
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import StructuredMixer
 from bedouin.solvers import (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import positive_int
+from bedouin.kernels.heads import fold
 from bedouin.kernels.linear import apply_weight
 from bedouin.state import BedouinState
 
@@ -38,17 +39,6 @@ def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
     return num_heads
 
 
-def fold(
-    v: Tensor,  # (b, t, d)
-    num_heads: int,
-) -> Tensor:  # (H b, t, p)
-    """The channels of each head as a sample of its own."""
-    if num_heads == 1:
-        return v
-    by_channels: Tensor = v.unflatten(-1, (num_heads, -1))
-    return by_channels.movedim(-2, 0).flatten(0, 1)
-
-
 def fold_pair(
     v: Tensor,  # (b, t, 2 d)
     num_heads: int,
@@ -56,17 +46,6 @@ def fold_pair(
     """`fold` of both halves of the channels, which several heads copy in one operation."""
     first, second = v.chunk(2, -1) if num_heads == 1 else fold(v, 2 * num_heads).chunk(2)
     return first, second
-
-
-def unfold(
-    v: Tensor,  # (H b, t, p)
-    num_heads: int,
-) -> Tensor:  # (b, t, d)
-    """The inverse of `fold`."""
-    if num_heads == 1:
-        return v
-    by_samples: Tensor = v.unflatten(0, (num_heads, -1))
-    return by_samples.movedim(0, -2).flatten(-2)
 
 
 def by_head(
@@ -78,11 +57,14 @@ def by_head(
 
 
 def fold_state(state: BedouinState, num_heads: int) -> BedouinState:
-    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer."""
+    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer, whose
+    convolution is outside of the folded part."""
     if num_heads == 1:
         return state
-    ssm, y = (v.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 1) for v in state)
-    return BedouinState(ssm, y)
+    pair = state.ssm, state.y
+    return BedouinState(
+        *(v.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 1) for v in pair)
+    )
 
 
 def unfold_state(

@@ -22,6 +22,11 @@ from bedouin.solvers.solve import SolveOptions
 Decay = Literal["mamba", "griffin"]
 RNNDecay = Literal["sigmoid", "griffin"]
 OutputStage = Literal["norm", "paper"]
+Projection = Literal["inner", "input"]
+FeedbackScope = Literal["head", "layer"]
+
+X = "x"
+"""The name in `feedback` of the mixer's input, which is no raw value."""
 
 RateScale = float | tuple[float, float]
 """A factor on initial decay rates, or those of the first and the last head."""
@@ -100,12 +105,20 @@ class MaxSteps:
 def make_mixer(
     mixer: ChannelMixer | None, num_householder: int | None, beta_max: float | None
 ) -> ChannelMixer:
-    """`mixer`, or if it is None a HouseholderProduct, by default with 2 reflections and beta_max 1.
+    """`mixer`, or if it is None a HouseholderProduct, by default with 2 reflections and beta_max 1,
+    which for 0 reflections is NoMixing.
 
     Raises ValueError if both are given, TypeError if `mixer` is not a ChannelMixer.
     """
     if mixer is None:
         k = 2 if num_householder is None else num_householder
+        if k == 0 and not isinstance(k, bool):
+            if beta_max is not None:
+                raise ValueError(
+                    "beta_max is that of reflections, of which num_householder=0 has none, got "
+                    f"{beta_max!r}: leave it out"
+                )
+            return NoMixing()
         return HouseholderProduct(k, 1.0 if beta_max is None else beta_max)
     given = {"num_householder": num_householder, "beta_max": beta_max}
     for name, value in given.items():
@@ -119,40 +132,43 @@ def make_mixer(
 
 
 def householder_layout(
-    mixer: ChannelMixer, activation: Activation, *, selective: bool
+    mixer: ChannelMixer, activation: Activation, *, selective: bool, erase: float = 0.0
 ) -> RawLayout | None:
     """The layout of the raw values for kernels; None for mixers that the kernels do not support."""
     # exactly these classes: another subclass may read its raw values in another way
     if isinstance(mixer, HouseholderProduct) and type(mixer) in (HouseholderProduct, NoMixing):
-        return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max)
+        return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max, erase)
     return None
 
 
 def split_feedback_weight(
-    weight: Tensor,  # (s + d, d) or (H, s + d, d): the s rows of `feedback` and, last, of the gate
+    weight: Tensor,  # (s + p, c) or (H, s + p, c): the s rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
     sizes: dict[str, int],
+    p: int,
 ) -> tuple[Tensor | None, Tensor]:
-    """W^y of the loop (f, d) or (H, f, d) and W^y of the gate (d, d) or (H, d, d).
+    """W^y of the loop (f, c) or (H, f, c) and W^y of the gate (p, c) or (H, p, c); c is p, or the
+    channels of all heads.
 
     `sizes` are those of all components, in the order of the raw values. The f rows are those of the
-    components up to the last one with feedback, zero for the components in between without. The
-    first is None if `feedback` names components of size 0 alone.
+    components up to the last one with feedback, zero for the components in between without, and
+    then those of x if it is fed back. The first is None if `feedback` names components of size 0
+    alone.
     """
-    d, names = weight.shape[-1], tuple(sizes)
-    if not any(sizes[name] for name in feedback):
+    fed = {name: p if name == X else sizes[name] for name in feedback}
+    if not any(fed.values()):
         return None, weight
-    first = names[: names.index(feedback[-1]) + 1]
-    if feedback == first:
-        loop, gate = weight.split([sum(sizes[name] for name in feedback), d], -2)
-        return loop, gate
-    *fed, gate = weight.split([*(sizes[name] for name in feedback), d], -2)
-    rows = dict(zip(feedback, fed, strict=True))
+    *parts, gate = weight.split([*fed.values(), p], -2)
+    rows, names = dict(zip(fed, parts, strict=True)), tuple(sizes)
+    of_raw = [name for name in feedback if name != X]
+    first = names[: names.index(of_raw[-1]) + 1] if of_raw else ()
+    if tuple(of_raw) == first:
+        return weight.narrow(-2, 0, sum(fed.values())), gate
     blocks = [
-        rows[name] if name in rows else gate.new_zeros(*gate.shape[:-2], sizes[name], d)
+        rows[name] if name in rows else gate.new_zeros(*gate.shape[:-2], sizes[name], gate.shape[-1])
         for name in first
     ]
-    return torch.cat(blocks, -2), gate
+    return torch.cat([*blocks, *(rows[name] for name in rows if name == X)], -2), gate
 
 
 def griffin_omega(

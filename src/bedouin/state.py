@@ -1,4 +1,7 @@
-"""The recurrent states of layers. Letters: b batch, d d_inner, n d_state."""
+"""The recurrent states of layers.
+
+Letters: b batch, d d_inner, n d_state, w width of a convolution, c channels convolved.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -14,7 +17,8 @@ Join = Callable[[list[Tensor]], Tensor]
 
 
 class RecurrentState:
-    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
+    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...),
+    of which the last may be None.
 
     `torch.load` reads states with weights_only=True, and an exported program takes and returns
     them.
@@ -124,6 +128,11 @@ class RecurrentState:
 
     def _check_like(self, first: Self, user: str) -> None:
         batch_axes = 1 if self._is_batched() else 0
+        if len(self.tensors) != len(first.tensors):
+            raise ValueError(
+                f"{user} needs states of one layer, got one with {len(first.tensors)} and one with "
+                f"{len(self.tensors)} tensors"
+            )
         for ours, theirs in zip(self.tensors, first.tensors, strict=True):
             if ours.shape[batch_axes:] != theirs.shape[batch_axes:]:
                 raise ValueError(
@@ -136,9 +145,9 @@ class RecurrentState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The fields, one after the other."""
+        """The fields, one after the other, without a None."""
         values: Any = self
-        return tuple(values)
+        return tuple(v for v in values if v is not None)
 
     @classmethod
     def _of(cls, values: Iterable[Any]) -> Self:
@@ -155,10 +164,11 @@ def _register_node(kind: type[RecurrentState]) -> None:
     """Tell torch.utils._pytree, with which torch takes arguments apart, what the fields are."""
 
     def flatten(state: Any) -> tuple[list[Any], None]:
-        return list(state), None
+        return [v for v in state if v is not None], None
 
     def flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(GetAttrKey(name), getattr(state, name)) for name in state._fields], None
+        named = zip(state._fields, state, strict=True)
+        return [(GetAttrKey(name), v) for name, v in named if v is not None], None
 
     register_pytree_node(
         kind,
@@ -174,28 +184,41 @@ if TYPE_CHECKING:
     class _BedouinFields:
         ssm: Tensor
         y: Tensor
+        conv: Tensor | None
 
-        def __init__(self, ssm: Tensor, y: Tensor) -> None: ...
-        def __iter__(self) -> Iterator[Tensor]: ...
-        def _replace(self, *, ssm: Tensor = ..., y: Tensor = ...) -> "BedouinState": ...
+        def __init__(self, ssm: Tensor, y: Tensor, conv: Tensor | None = None) -> None: ...
+        def __iter__(self) -> Iterator[Any]: ...
+        def _replace(
+            self, *, ssm: Tensor = ..., y: Tensor = ..., conv: Tensor | None = ...
+        ) -> "BedouinState": ...
 
 else:
 
     class _BedouinFields(NamedTuple):
         ssm: Tensor  # (b, d, n), the memory h of the scan
         y: Tensor  # (b, d), the fixed point at the last token
+        conv: Tensor | None = None  # (b, w - 1, c), the last inputs of the layer's convolution
 
 
 class BedouinState(RecurrentState, _BedouinFields):
     """The recurrent state of a layer between two tokens, at least float32.
 
-    ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token.
+    ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token; conv:
+    (b, d_conv - 1, c), the last inputs of the layer's convolution, None for a layer without one.
     A state that a layer returns owns its memory: it keeps no other tensor alive, and writing into
     `state.detach()` in place affects neither the call that returned it nor its backward pass.
     """
 
     __slots__ = ()
-    axes = (2, 1)
+    axes = (2, 1, 2)
+
+
+class StateSize(NamedTuple):
+    """The sizes of the state of one sample."""
+
+    d: int
+    n: int
+    window: tuple[int, int] | None = None  # w - 1, c; None: no convolution
 
 
 def check_kind(state: object, kind: type, otherwise: str = "") -> None:
@@ -232,7 +255,7 @@ def check_field(
         )
 
 
-def check_state(state: Any, b: int, d: int, n: int, like: Tensor) -> BedouinState:
+def check_state(state: Any, b: int, size: StateSize, like: Tensor) -> BedouinState:
     """`state` with a batch axis; a batch axis of 1 is added if it has none.
 
     like: a tensor of any shape with the dtype and device that the state must have.
@@ -241,17 +264,31 @@ def check_state(state: Any, b: int, d: int, n: int, like: Tensor) -> BedouinStat
     check_kind(state, BedouinState, " or BedouinState(ssm, y)")
     check_tensor("state.ssm", state.ssm, "(b, d, n)")
     check_tensor("state.y", state.y, "(b, d)")
+    if (state.conv is None) != (size.window is None):
+        expected = "None, since the layer has no convolution"
+        if size.window is not None:
+            expected = f"a tensor of shape {(b, *size.window)}, the window of the convolution"
+        got = "None" if state.conv is None else tuple(state.conv.shape)
+        raise ValueError(
+            f"state.conv must be {expected}, got {got}: make a state with init_state(batch_size)"
+        )
     if state.ssm.dim() == 2 and state.y.dim() == 1:
-        state = BedouinState(state.ssm.unsqueeze(0), state.y.unsqueeze(0))
-    check_field("state.ssm", state.ssm, (b, d, n), like)
-    check_field("state.y", state.y, (b, d), like)
+        state = state.stack([state])
+    check_field("state.ssm", state.ssm, (b, size.d, size.n), like)
+    check_field("state.y", state.y, (b, size.d), like)
+    if size.window is not None:
+        check_tensor("state.conv", state.conv, "(b, w - 1, c)")
+        check_field("state.conv", state.conv, (b, *size.window), like)
     checked: BedouinState = state
     return checked
 
 
 def zero_state(
-    b: int, d: int, n: int, dtype: torch.dtype, device: torch.device | None
+    b: int, size: StateSize, dtype: torch.dtype, device: torch.device | None
 ) -> BedouinState:
     """The state before the first token: zeros."""
-    ssm = torch.zeros(b, d, n, dtype=dtype, device=device)
-    return BedouinState(ssm, torch.zeros(b, d, dtype=dtype, device=device))
+    ssm = torch.zeros(b, size.d, size.n, dtype=dtype, device=device)
+    y, window = torch.zeros(b, size.d, dtype=dtype, device=device), None
+    if size.window is not None:
+        window = torch.zeros(b, *size.window, dtype=dtype, device=device)
+    return BedouinState(ssm, y, window)
