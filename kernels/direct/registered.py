@@ -290,7 +290,7 @@ def _sweep_backward_fake(
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     num_householder, plain = options[2], options[-2]
     operands = Operands(x, raw, W_y, A, h0, y0)
-    scalars = options[: NUM_SCALARS]
+    scalars = options[:NUM_SCALARS]
     if plain or takes_heads_together(operands, Parameterization.from_scalars(*scalars)):
         rows = r
     else:

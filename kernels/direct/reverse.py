@@ -190,9 +190,7 @@ def _reverse_token(
         grad_erased = -c.erase * B_H
         grad_B = grad_B - c.erase * scratch.rows_dot(H, erased)
         grad_B = grad_B + scratch.rows_dot(decayed, grad_erased)
-        H = scratch.add_(
-            H, scratch.product("outer", c.B.unsqueeze(-1), grad_erased.unsqueeze(-2))
-        )
+        H = scratch.add_(H, scratch.product("outer", c.B.unsqueeze(-1), grad_erased.unsqueeze(-2)))
     grad_decay = scratch.product("grad", H, chunk.h[i])
     discretized = decay, s, c.delta, A
     grad_delta, grad_A = _discretize_vjp(grad_decay, grad_s, *discretized, options, scratch)

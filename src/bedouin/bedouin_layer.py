@@ -18,6 +18,7 @@ from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer import FixedPointLayer
+from bedouin.layer_checks import inner_size
 from bedouin.mixers import ChannelMixer, HouseholderProduct
 from bedouin.parameterization import (
     GRIFFIN_SHARPNESS,
@@ -44,6 +45,11 @@ from bedouin.parameters import (
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.base import check_number
 from bedouin.solvers.reporting import OnUnconverged
+
+
+RECALL_HEAD, RECALL_RATES = 64, (8.0, 0.001)
+"""The channels of a head, and the factors on the decay rates of the first and the last head, of
+`Bedouin.recall`."""
 
 
 class Bedouin(FixedPointLayer):
@@ -92,8 +98,8 @@ class Bedouin(FixedPointLayer):
         d_conv: the width of a causal convolution of each channel by itself, with SiLU, over x, or
             with projection="input" over x, B and C; feedback is added after it. 1: SiLU alone.
             None: neither.
-        feedback: which of "delta", "B", "C", "mixer", "erase" and "x" depend on y_{t-1}; () switches
-            all feedback off, also that of the gate. "x": x_t + W^y norm(y_{t-1}) takes the place of
+        feedback: which of "delta", "B", "C", "mixer", "erase" and "x" depend on y_{t-1}; ()
+            switches all feedback off, also that of the gate. "x": x_t + W^y norm(y_{t-1}) takes the place of
             x_t in mixing and scan.
         feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
             heads, so that a sample's heads converge together.
@@ -201,6 +207,45 @@ class Bedouin(FixedPointLayer):
         self.reset_parameters()
 
     @classmethod
+    def recall(
+        cls,
+        d_model: int,
+        *,
+        expand: float = 2,
+        num_heads: int | None = None,
+        num_householder: int | None = None,
+        mixer: ChannelMixer | None = None,
+        **options: Any,
+    ) -> Self:
+        """A layer that tracks a state and recalls what a sequence contains.
+
+        It has heads of 64 channels where these divide d (else one), 64 states, x, raw values and
+        gate projected from the input with a convolution of width 4, an erase of at most 1, feedback
+        of Delta and x, input scale Delta, and decay rates whose factor falls from 8 in the first
+        head to 0.001 in the last (one head: 0.1); Q = I. The other arguments are those of Bedouin;
+        one that is given replaces the value named here.
+        """
+        d = inner_size(expand, d_model)
+        if num_heads is None:
+            num_heads = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
+        if mixer is None and num_householder is None:
+            num_householder = 0
+        chosen: dict[str, Any] = {
+            "d_state": 64,
+            "projection": "input",
+            "d_conv": 4,
+            "erase": 1.0,
+            "feedback": ("delta", "x"),
+            "input_scale": "delta",
+        }
+        if options.get("decay", "mamba") == "mamba":
+            chosen["rate_scale"] = RECALL_RATES if num_heads > 1 else 0.1
+        heads = {"expand": expand, "num_heads": num_heads}
+        return cls(
+            d_model, **heads, num_householder=num_householder, mixer=mixer, **(chosen | options)
+        )
+
+    @classmethod
     def from_paper(
         cls,
         d_model: int,
@@ -286,7 +331,7 @@ class Bedouin(FixedPointLayer):
     def _check_feedback(self) -> None:
         if "erase" in self.feedback and not self.erase:
             raise ValueError(
-                f"feedback of \"erase\" needs erase > 0, got erase={self.erase} and feedback="
+                f'feedback of "erase" needs erase > 0, got erase={self.erase} and feedback='
                 f"{self.feedback}: give erase, or leave the name out"
             )
 

@@ -60,4 +60,5 @@ def outgoing_state(
     lengths = f.lengths
     last = y[:, -1] if lengths is None else last_token(y, lengths, f.y0)
     # copies, because a view would keep all of y alive and may share what autograd has saved
-    return unfold_state(f.memory(y), last, num_heads)._replace(conv=call.window)
+    after = unfold_state(f.memory(y), last, num_heads)
+    return BedouinState(after.ssm, after.y, call.window)

@@ -164,9 +164,9 @@ def split_feedback_weight(
     first = names[: names.index(of_raw[-1]) + 1] if of_raw else ()
     if tuple(of_raw) == first:
         return weight.narrow(-2, 0, sum(fed.values())), gate
+    *heads, _, c = gate.shape
     blocks = [
-        rows[name] if name in rows else gate.new_zeros(*gate.shape[:-2], sizes[name], gate.shape[-1])
-        for name in first
+        rows[name] if name in rows else gate.new_zeros(*heads, sizes[name], c) for name in first
     ]
     return torch.cat([*blocks, *(rows[name] for name in rows if name == X)], -2), gate
 

@@ -3,7 +3,7 @@
 Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.layer).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -62,7 +62,7 @@ class FixedPointRNN(FixedPointLayer):
     has_drive = True
     absent_options: ClassVar[dict[str, str]] = {
         "erase": "its memory is one number a channel and has no keys: use Bedouin",
-        "feedback_scope": "its Q_t alone depends on h_{t-1}, of the head's own channels: use Bedouin",
+        "feedback_scope": "Q_t depends on the h_{t-1} of its own head alone: use Bedouin",
     }
 
     omega: nn.Parameter
@@ -95,11 +95,12 @@ class FixedPointRNN(FixedPointLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.decay = one_of("decay", decay, get_args(RNNDecay))
-        for name in ("x", "erase"):
-            if name in feedback:
+        if isinstance(feedback, Iterable):
+            feedback = tuple(feedback) if not isinstance(feedback, str | Mapping) else feedback
+            if any(name in ("erase", "x") for name in feedback):
                 raise TypeError(
-                    f"feedback of FixedPointRNN cannot contain {name!r}, got {feedback!r}: its Q_t "
-                    "alone depends on h_{t-1}, as in the paper; use Bedouin"
+                    f"feedback of {type(self).__name__} can contain 'mixer' alone, got {feedback}: "
+                    "Q_t alone depends on h_{t-1}, as in the paper; use Bedouin"
                 )
         feedback = ordered_subset("feedback", feedback, ("mixer",))
         mixer = make_mixer(mixer, num_householder, beta_max)

@@ -36,13 +36,22 @@ class RecurrentState:
 
     @property
     def _asdict(self) -> Callable[[], dict[str, Any]]:
-        """The method of named tuples.
+        """The method of named tuples, without a None.
 
         As a property it keeps torch from taking the class for one: exported programs index named
         tuples for their fields, where an index selects samples here.
         """
         named: Any = self
-        return lambda: dict(zip(named._fields, named, strict=True))
+        return lambda: dict(zip(named._fields, named, strict=False))
+
+    def __iter__(self) -> Iterator[Any]:
+        """The fields that are not None, so that `ssm, y = state` holds without a convolution."""
+        named: Any = self
+        return iter([v for name in named._fields if (v := getattr(named, name)) is not None])
+
+    def _replace(self, **changes: Any) -> Self:
+        """The state with other values of some fields."""
+        return self._of((self._asdict() | changes).values())
 
     def detach(self) -> Self:
         """The state without its gradient history, for truncated back-propagation through time."""
@@ -146,8 +155,7 @@ class RecurrentState:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The fields, one after the other, without a None."""
-        values: Any = self
-        return tuple(v for v in values if v is not None)
+        return tuple(self)
 
     @classmethod
     def _of(cls, values: Iterable[Any]) -> Self:
@@ -164,11 +172,10 @@ def _register_node(kind: type[RecurrentState]) -> None:
     """Tell torch.utils._pytree, with which torch takes arguments apart, what the fields are."""
 
     def flatten(state: Any) -> tuple[list[Any], None]:
-        return [v for v in state if v is not None], None
+        return list(state), None
 
     def flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], None]:
-        named = zip(state._fields, state, strict=True)
-        return [(GetAttrKey(name), v) for name, v in named if v is not None], None
+        return [(GetAttrKey(name), v) for name, v in state._asdict().items()], None
 
     register_pytree_node(
         kind,

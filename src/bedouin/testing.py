@@ -252,8 +252,8 @@ def layer_gradients(
 ) -> dict[str, Tensor]:
     """Gradients of a random linear function of output and new state, by name.
 
-    The names are those of the parameters, "x", and, if a state is given, "state.ssm", "state.y" and,
-    of a layer with a convolution, "state.conv".
+    The names are those of the parameters, "x", and, if a state is given, "state.ssm", "state.y"
+    and, of a layer with a convolution, "state.conv".
     The function depends only on the shapes and `seed`. `adjoint` or `solver` None means the
     layer's own. Works on a copy; gradients and statistics of `layer` do not change.
     """
@@ -261,7 +261,7 @@ def layer_gradients(
     named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
     if state is not None:
         state = BedouinState(*(s.detach().clone().requires_grad_() for s in state.tensors))
-        named |= {f"state.{n}": v for n, v in state._asdict().items() if v is not None}
+        named |= {f"state.{name}": v for name, v in state._asdict().items()}
     loss = _random_functional(probe(named["x"], state=state, return_state=True), seed)
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {

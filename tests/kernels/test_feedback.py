@@ -6,6 +6,8 @@ feedback, H heads.
 
 from typing import Any
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.feedback import padded_rows, raw_with_feedback
+from bedouin.kernels.feedback import padded_rows, with_feedback
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.testing import assert_close
 
@@ -95,7 +97,8 @@ def test_the_kernels(heads: int, dtype: torch.dtype) -> None:
 
 def test_the_raw_values_of_all_tokens() -> None:
     operands = draw(D, 1, torch.float64).wide()
-    raw = raw_with_feedback(operands.x, operands, None)
+    x, raw = with_feedback(operands.x, operands, replace(OPTIONS, feedback_norm_eps=None))
+    assert x is operands.x
     assert torch.equal(raw[..., D:], operands.raw[..., D:])
     assert not torch.isclose(raw[..., :D], operands.raw[..., :D]).any()
 
