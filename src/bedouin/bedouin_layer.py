@@ -46,7 +46,6 @@ from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.base import check_number
 from bedouin.solvers.reporting import OnUnconverged
 
-
 RECALL_HEAD, RECALL_RATES = 64, (8.0, 0.001)
 """The channels of a head, and the factors on the decay rates of the first and the last head, of
 `Bedouin.recall`."""
@@ -99,8 +98,8 @@ class Bedouin(FixedPointLayer):
             with projection="input" over x, B and C; feedback is added after it. 1: SiLU alone.
             None: neither.
         feedback: which of "delta", "B", "C", "mixer", "erase" and "x" depend on y_{t-1}; ()
-            switches all feedback off, also that of the gate. "x": x_t + W^y norm(y_{t-1}) takes the place of
-            x_t in mixing and scan.
+            switches all feedback off, also that of the gate. "x": x_t + W^y norm(y_{t-1}) takes the
+            place of x_t in mixing and scan.
         feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
             heads, so that a sample's heads converge together.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
@@ -240,9 +239,13 @@ class Bedouin(FixedPointLayer):
         }
         if options.get("decay", "mamba") == "mamba":
             chosen["rate_scale"] = RECALL_RATES if num_heads > 1 else 0.1
-        heads = {"expand": expand, "num_heads": num_heads}
         return cls(
-            d_model, **heads, num_householder=num_householder, mixer=mixer, **(chosen | options)
+            d_model,
+            expand=expand,
+            num_heads=num_heads,
+            num_householder=num_householder,
+            mixer=mixer,
+            **(chosen | options),
         )
 
     @classmethod

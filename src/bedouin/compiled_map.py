@@ -123,8 +123,8 @@ def split_by_layout(
     raw: Tensor,  # (..., r)
 ) -> ScanInputs:
     """What a layer's `_split` returns."""
-    delta, *BC, u, alpha, erase = layout.parts(*sizes)
-    delta, *BC, of_mixer, erase = raw.split([delta, *BC, u + alpha, erase], -1)
+    *first, u, alpha, last = layout.parts(*sizes)
+    delta, *BC, of_mixer, erase = raw.split([*first, u + alpha, last], -1)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in BC) if BC else (ones, ones)
     erase = layout.erase * torch.sigmoid(erase)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bedouin.fixed_point_map import FixedPointMap, StructuredMap, make_reporter
 from bedouin.gated_stage import GatedStage
 from bedouin.heads import HeadLinear, fold_state
+from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.backend import choose_backend, is_transformed
 from bedouin.kernels.core import CoreOptions, CoreRun, CoreTensors, core_operation, flatten
 from bedouin.kernels.decode import DecayKind
@@ -51,10 +52,12 @@ class CoreLayer(Protocol):
     @property
     def components(self) -> tuple[str, ...]: ...
 
+    @property
+    def unfused(self) -> str | None: ...
+
     d_state: int
     num_heads: int
     head_dim: int
-    unfused: str | None
     feedback: tuple[str, ...]
     output: OutputStage
     mixer: ChannelMixer
@@ -173,7 +176,7 @@ class CoreMap:
         state: BedouinState | None,
         cast_to: torch.dtype | None,  # by autocast
         packing: Packing | None,
-        separate: Callable[[], tuple[FixedPointMap, Tensor, GatedStage]],
+        separate: Callable[[], tuple[FixedPointMap | JoinedHeads, Tensor, GatedStage]],
     ) -> None:
         """`separate` makes the map of the same call in separate operations, and more."""
         self._layer, self._projected = layer, projected

@@ -70,9 +70,10 @@ class _StructuredHeads(JoinedHeads):
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve, with the largest norms and the smallest pivot of a sample's heads."""
         found = self.f.sweep(unroll, cell)
-        norms = (self._by_head(v).amax(0) for v in (found.defect, found.scale, found.magnitude))
+        norms = found.defect, found.scale, found.magnitude
+        defect, scale, magnitude = (self._by_head(v).amax(0) for v in norms)
         pivot = self._by_head(found.pivot).amin(0)
-        return Sweep(self._unfolded(found.y), found.h, *norms, pivot)
+        return Sweep(self._unfolded(found.y), found.h, defect, scale, magnitude, pivot)
 
     def attach(
         self,

@@ -91,6 +91,12 @@ class FixedPointLayer(GraphedLayer, ABC):
     has_drive: ClassVar[bool] = False
     """Whether `drive` changes its argument."""
 
+    x_proj: Any
+    """W^x: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
+
+    conv: ShortConvolution | None
+    """The convolution of width d_conv; None without one."""
+
     solve_options: SolveOptions
     """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
     `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
@@ -683,7 +689,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         """The layer's output (b, t, m), and the state after the last token if wanted."""
         with without_autocast(y.device):
             if isinstance(call.f, JoinedHeads):
-                call, y = call._replace(f=call.f.f), fold(y, self.num_heads)
+                y = fold(y, self.num_heads)
             after = outgoing_state(call, y, self.num_heads) if wants_state else None
             if call.stage is None:
                 assert isinstance(call.f, CoreMap)
@@ -710,5 +716,6 @@ class FixedPointLayer(GraphedLayer, ABC):
             f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
             f"num_heads={self.num_heads}, "
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
-            f"feedback={self.feedback}, solver={self.solver}, adjoint={self.adjoint}"
+            f"feedback={self.feedback}, feedback_scope={self.feedback_scope!r}, "
+            f"projection={self.projection!r}, solver={self.solver}, adjoint={self.adjoint}"
         )

@@ -12,6 +12,7 @@ from bedouin.core_map import CoreMap
 from bedouin.fixed_point_map import FixedPointMap
 from bedouin.gated_stage import GatedStage
 from bedouin.heads import unfold_state
+from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.launch import accumulator
 from bedouin.packing import Packing, last_token
 from bedouin.state import BedouinState, StateSize, check_state, zero_state
@@ -20,7 +21,7 @@ from bedouin.state import BedouinState, StateSize, check_state, zero_state
 class Call(NamedTuple):
     """The intermediate values of a call, from its projections to its output stage."""
 
-    f: FixedPointMap | CoreMap
+    f: FixedPointMap | JoinedHeads | CoreMap
     start: Tensor  # (b', t, p), where the solve starts
     stage: GatedStage | None  # None: `f` is a CoreMap, which computes the output stage, too
     state: BedouinState | None  # of b samples
@@ -55,6 +56,7 @@ def outgoing_state(
 ) -> BedouinState:
     """The state after the last token of each sample."""
     state, f = call.state, call.f
+    f = f.f if isinstance(f, JoinedHeads) else f
     if state is not None and y.shape[1] == 0:
         return state.clone()
     lengths = f.lengths

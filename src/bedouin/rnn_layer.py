@@ -4,7 +4,7 @@ Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.la
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,9 @@ class FixedPointRNN(FixedPointLayer):
     }
 
     omega: nn.Parameter
+
+    b_proj: Any
+    """W_b: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
 
     @known_options
     def __init__(

@@ -194,7 +194,7 @@ if TYPE_CHECKING:
         conv: Tensor | None
 
         def __init__(self, ssm: Tensor, y: Tensor, conv: Tensor | None = None) -> None: ...
-        def __iter__(self) -> Iterator[Any]: ...
+        def __iter__(self) -> Iterator[Tensor]: ...
         def _replace(
             self, *, ssm: Tensor = ..., y: Tensor = ..., conv: Tensor | None = ...
         ) -> "BedouinState": ...
@@ -218,6 +218,10 @@ class BedouinState(RecurrentState, _BedouinFields):
 
     __slots__ = ()
     axes = (2, 1, 2)
+
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[Tensor]: ...
 
 
 class StateSize(NamedTuple):

@@ -4,9 +4,8 @@ Letters: b batch, t time, d channels, n state per channel, r raw values, f those
 feedback, H heads.
 """
 
-from typing import Any
-
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch

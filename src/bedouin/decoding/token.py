@@ -55,8 +55,6 @@ class DecodedLayer(Protocol):
     d_state: int
     num_heads: int
     head_dim: int
-    unfused: str | None
-    conv: nn.Module | None
     feedback: tuple[str, ...]
     output: OutputStage
     solve_options: SolveOptions
@@ -77,6 +75,12 @@ class DecodedLayer(Protocol):
 
     @property
     def components(self) -> tuple[str, ...]: ...
+
+    @property
+    def unfused(self) -> str | None: ...
+
+    @property
+    def conv(self) -> nn.Module | None: ...
 
     @property
     def state_size(self) -> StateSize: ...
