@@ -91,7 +91,7 @@ class Coefficients(NamedTuple):
     delta: Tensor  # (..., d)
     B: Tensor  # (..., n)
     C: Tensor  # (..., n)
-    e: Tensor  # (..., 1) or (..., d)
+    e: Tensor  # (..., 1) or (..., d); (..., 0) for e = 0
     U: Tensor  # (..., k, d)
     M: Tensor  # (..., k, k)
     erase: Tensor  # (..., 1), beta^e; (..., 0) where no memory is erased
@@ -138,8 +138,9 @@ class Parameterization:
     feeds_x: bool = field(default=False, kw_only=True)  # whether the last d rows of W^y are of x
 
     def diagonal(self, e: Tensor) -> Tensor | None:  # (..., 1) or (..., d)
-        """e, or None where the layout says that it is 0: its terms are then not computed."""
-        return e if self.layout is None else None
+        """e, or None where it is 0, as the layout or an empty axis says: its terms are then not
+        computed."""
+        return e if self.layout is None and e.shape[-1] else None
 
     def known_layout(self) -> RawLayout:
         """`layout` for code that cannot do without; ValueError where it is None."""
