@@ -63,7 +63,7 @@ from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.recompute import restores_tensors_only
+from bedouin.solvers.recompute import is_recomputation
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.solvers.watch import StepRecorder
@@ -92,6 +92,9 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     has_drive: ClassVar[bool] = False
     """Whether `drive` changes its argument."""
+
+    _stats_have_graph: bool = False
+    """Whether the call that `stats` describes recorded gradients."""
 
     solve_options: SolveOptions
     """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
@@ -506,11 +509,14 @@ class FixedPointLayer(GraphedLayer, ABC):
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
             stats = replace(stats.plain, num_steps=packing.steps(stats.num_steps))
-        # A checkpoint's recomputation keeps those of the first call, which get stats.backward. The
-        # flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
-        if not restores_tensors_only() and not torch.compiler._is_exporting_flag:
+        # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
+        if is_recomputation() and self._stats_have_graph:
+            return
+        # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
+        if not torch.compiler._is_exporting_flag:
             # not by nn.Module's setattr, which looks at all kinds of attributes first
             self.__dict__["stats"] = stats
+            self.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
 
     def _output(
         self,
