@@ -41,8 +41,8 @@ def check_projection_dtype(
     D: Tensor,  # (d,)
     projection: nn.Module,
 ) -> None:
-    """Raise TypeError if x has the dtype of the projections, but D, whose dtype is taken for that of
-    the layer, another."""
+    """Raise TypeError if x has the dtype of the projections, but D another, which is taken for the
+    dtype of the layer."""
     dtype = getattr(getattr(projection, "weight", None), "dtype", None)
     if x.dtype == dtype and not autocast_dtype(x):
         raise TypeError(
