@@ -46,12 +46,13 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layer_checks import check_device, inner_size
+from bedouin.layer_checks import check_device, check_projection_dtype, inner_size
 from bedouin.layer_state import Call, incoming_state, outgoing_state
 from bedouin.mixers import ChannelMixer, StructuredMixer
 from bedouin.packing import Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
+    ChosenSolver,
     MaxSteps,
     OutputStage,
     SolveOption,
@@ -59,11 +60,11 @@ from bedouin.parameterization import (
 )
 from bedouin.parameters import factory_options, mark
 from bedouin.projection import project_raw, split_projected
-from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
+from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.recompute import restores_tensors_only
+from bedouin.solvers.recompute import is_recomputation
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.solvers.watch import StepRecorder
@@ -93,10 +94,13 @@ class FixedPointLayer(GraphedLayer, ABC):
     has_drive: ClassVar[bool] = False
     """Whether `drive` changes its argument."""
 
+    _stats_have_graph: bool = False
+    """Whether the call that `stats` describes recorded gradients."""
+
     solve_options: SolveOptions
     """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
     `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
-    solver = SolveOption[Solver]()
+    solver = ChosenSolver()
     adjoint = SolveOption[Adjoint | None]()
     cap = SolveOption[Cap]()
     max_steps = MaxSteps()
@@ -506,11 +510,14 @@ class FixedPointLayer(GraphedLayer, ABC):
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
             stats = replace(stats.plain, num_steps=packing.steps(stats.num_steps))
-        # A checkpoint's recomputation keeps those of the first call, which get stats.backward. The
-        # flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
-        if not restores_tensors_only() and not torch.compiler._is_exporting_flag:
+        # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
+        if is_recomputation() and self._stats_have_graph:
+            return
+        # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
+        if not torch.compiler._is_exporting_flag:
             # not by nn.Module's setattr, which looks at all kinds of attributes first
             self.__dict__["stats"] = stats
+            self.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
 
     def _output(
         self,
@@ -539,6 +546,8 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
+        if isinstance(x, Tensor) and x.dtype != self.D.dtype:
+            check_projection_dtype(x, self.D, self.in_proj)
         check_layer_input(x, rank, self.d_model, self.D)
 
     def extra_repr(self) -> str:
@@ -546,5 +555,6 @@ class FixedPointLayer(GraphedLayer, ABC):
             f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
             f"num_heads={self.num_heads}, "
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
-            f"feedback={self.feedback}, solver={self.solver}, adjoint={self.adjoint}"
+            f"feedback={self.feedback}, solver={self.solver}, "
+            f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )

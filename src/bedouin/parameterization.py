@@ -14,7 +14,7 @@ from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.mixers import ChannelMixer, HouseholderProduct, NoMixing, StructuredMixer
 from bedouin.parameters import inverse_softplus
-from bedouin.solvers import Adjoint, Cap, Direct, Picard, Solver
+from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import SolveOptions
@@ -62,10 +62,27 @@ def make_solve_options(
 ) -> SolveOptions:
     """SolveOptions from the arguments of a layer's constructor; raises the same errors."""
     cap = as_cap(max_steps)
-    return SolveOptions(choose_solver(solver, mixer), adjoint, cap, on_unconverged, backend)
+    options = SolveOptions(choose_solver(solver, mixer), adjoint, cap, on_unconverged, backend)
+    check_structure(mixer, options)
+    return options
+
+
+def check_structure(mixer: ChannelMixer, options: SolveOptions) -> None:
+    """Raise TypeError if a solver needs the form (e, U, M), which the mixer does not have."""
+    if isinstance(mixer, StructuredMixer):
+        return
+    of_adjoint = getattr(options.adjoint, "solver", None)
+    for name, solver in (("solver", options.solver), ("the adjoint's solver", of_adjoint)):
+        if isinstance(solver, Direct | Jacobi):
+            raise TypeError(
+                f"{name} must work without the form (e, U, M), which the mixer "
+                f"{type(mixer).__name__} does not have, got {solver}: use Picard, Anderson or "
+                "Broyden, or a StructuredMixer such as HouseholderProduct or LowRank"
+            )
 
 
 class _HasSolveOptions(Protocol):
+    mixer: ChannelMixer
     solve_options: SolveOptions
 
 
@@ -84,7 +101,16 @@ class SolveOption(Generic[ValueT]):
 
     def __set__(self, layer: _HasSolveOptions, value: ValueT) -> None:
         changes: dict[str, Any] = {self.name: value}
-        layer.solve_options = replace(layer.solve_options, **changes)
+        options = replace(layer.solve_options, **changes)
+        check_structure(layer.mixer, options)
+        layer.solve_options = options
+
+
+class ChosenSolver(SolveOption[Solver]):
+    """The solver of a layer's `solve_options`, which may be set to "auto"."""
+
+    def __set__(self, layer: _HasSolveOptions, value: Solver | Literal["auto"]) -> None:
+        super().__set__(layer, choose_solver(value, layer.mixer))
 
 
 class MaxSteps:
