@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.linear import apply_transposed_weight, apply_weight, weight_gradient
+from bedouin.kernels.norms import inverse_norm
 from bedouin.kernels.operands import Operands, Parameterization
 
 
@@ -20,8 +21,9 @@ def normalize_feedback(
     y: Tensor,  # (..., d)
     eps: float | None,
 ) -> Tensor:  # (..., d)
-    """RMSNorm of y over channels (no weight: W^y absorbs it), or y itself for eps None."""
-    return y if eps is None else y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    """RMSNorm of y over channels (no weight: W^y absorbs it), or y itself for eps None. NaN where
+    |y|^2 overflows."""
+    return y if eps is None else y * inverse_norm(y.square().mean(-1, keepdim=True), eps)
 
 
 def normalize_feedback_vjp(
@@ -32,7 +34,7 @@ def normalize_feedback_vjp(
     """The cotangent of y, in the dtype of y."""
     if eps is None:
         return grad
-    rms = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    rms = inverse_norm(y.square().mean(-1, keepdim=True), eps)
     return rms * (grad - y * rms.square() * (grad * y).mean(-1, keepdim=True))
 
 

@@ -61,9 +61,8 @@ class GammaCap(Cap):
     A layer's training call with a random cap draws one number from torch's default CPU generator.
     The number does not influence the cap. It identifies the call: activation checkpointing restores
     that generator, so a call recomputed in the backward pass draws the same number and gets the cap
-    of the original call. With preserve_rng_state=False this works for one call of a layer in each
-    region of torch.utils.checkpoint. A recomputed call that cannot be identified raises
-    RuntimeError in the backward pass.
+    of the original call. With preserve_rng_state=False, or if the random state was reset between
+    the calls, a recomputed call cannot be identified and raises RuntimeError in the backward pass.
     """
 
     shape: float = 4.0

@@ -8,7 +8,7 @@ Letters: b batch, t tokens of a sample.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct import ROUNDING
+from bedouin.kernels.direct import is_rounding
 
 ATOL = 1e-30
 """The default atol, in units of y. The tolerance is relative by default because the scale of y is
@@ -42,10 +42,9 @@ def within_rounding(
     scale: Tensor,  # (b, t), |F(y)_t|
     magnitude: Tensor,  # (b, t), the largest term in the sums of F(y)_t
 ) -> Tensor:  # (b,)
-    """Whether all values are finite and every defect is within the rounding error of F(y)."""
-    terms = largest_so_far(torch.maximum(scale, magnitude))
-    bound = ROUNDING * torch.finfo(terms.dtype).eps * terms
-    return (torch.isfinite(terms) & (defect <= bound)).all(1)
+    """Whether all values are finite and every defect is within the rounding error of F(y), and less
+    than a tenth of the largest F(y) so far."""
+    return is_rounding(defect, largest_so_far(scale), largest_so_far(magnitude)).all(1)
 
 
 def first_open_token_is_nonfinite(

@@ -39,8 +39,9 @@ class Reporting:
         """Report a forward solve. capped: whether the cap of this call limited its steps."""
         if solution.result is Result.converged or self.policy == "ignore":
             return
-        # a call recomputed by activation checkpointing was reported the first time
-        if not is_recomputation():
+        # a call recomputed by activation checkpointing was reported the first time, and would have
+        # raised then
+        if self.policy == "raise" or not is_recomputation():
             cut_at = self.cut_at if capped else None
             self._report(solution.stats, solution.result, self.subject, cut_at)
 

@@ -146,7 +146,8 @@ def solve(
 
     Returns a Solution: value (like y0), stats (each (b,)), result.
     Raises TypeError or ValueError for arguments of the wrong kind, for a map without the structure
-    that the solver needs, and for an f that changes shape or dtype; ConvergenceError on request.
+    that the solver needs, and for an f that changes shape or dtype, or y in place; ConvergenceError
+    on request.
     """
     _check_callables(f, callback)
     if draw is not None:
@@ -194,7 +195,8 @@ def _check_start(
 
 
 class _CheckedMap(MapWrapper):
-    """A plain function, with a check of its result, which gets the dtype of its argument."""
+    """A plain function, with a check of its result, which gets the dtype of its argument, and of
+    the argument, whose change in place would make the defect of the step 0."""
 
     @staticmethod
     def wrap(
@@ -209,7 +211,7 @@ class _CheckedMap(MapWrapper):
         self,
         y: Tensor,  # (b, ...)
     ) -> Tensor:  # (b, ...)
-        f_y: object = self.f(y)
+        f_y: object = self._evaluate(y)
         if not isinstance(f_y, Tensor):
             raise TypeError(f"f must return a tensor like y, got {type(f_y).__name__}")
         if torch.promote_types(f_y.dtype, y.dtype) != y.dtype:
@@ -223,3 +225,17 @@ class _CheckedMap(MapWrapper):
             )
         # autocast makes results of lower precision
         return f_y.to(y.dtype)
+
+    def _evaluate(
+        self,
+        y: Tensor,  # (b, ...)
+    ) -> object:
+        if y.is_inference():
+            return self.f(y.clone())  # inference tensors have no version, but a copy may change
+        version, f_y = y._version, self.f(y)
+        if y._version != version:
+            raise ValueError(
+                "f must not change its argument in place, got one that writes into y: return a new "
+                "tensor, or begin with y.clone()"
+            )
+        return f_y

@@ -1,6 +1,7 @@
 """Anderson and Broyden by torchdeq (arXiv 2310.18605); the only file that imports torchdeq.
 
-torchdeq computes the iterates, and the map that it is given (`_GuardedMap`) judges them. This map
+torchdeq, which is imported at the first solve because its import takes time and warns on Python
+3.12, computes the iterates, and the map that it is given (`_GuardedMap`) judges them. This map
 
 * measures convergence with the rule of all solvers here, except that a scale which the iterates
   reached by diverging does not count (`_GuardedMap._tolerance`), and returns z itself (a zero
@@ -21,8 +22,6 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from torch import Tensor
-from torchdeq.solver.anderson import anderson_solver
-from torchdeq.solver.broyden import broyden_solver
 
 from bedouin.solvers.base import (
     Map,
@@ -305,6 +304,8 @@ class Anderson(_TorchDEQSolver):
         guarded: _GuardedMap,
         z: Tensor,  # (b, t c)
     ) -> None:
+        from torchdeq.solver.anderson import anderson_solver
+
         # in float32 the rounding errors of the normal equations exceed the regularization
         z = z.double()
         try:
@@ -357,6 +358,8 @@ class Broyden(_TorchDEQSolver):
         guarded: _GuardedMap,
         z: Tensor,  # (b, t c)
     ) -> None:
+        from torchdeq.solver.broyden import broyden_solver
+
         steps = guarded.budget
         broyden_solver(
             guarded,

@@ -3,7 +3,6 @@
 import copy
 import functools
 import io
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +25,9 @@ from bedouin.solvers import (
     Picard,
     Solver,
     UnrolledAdjoint,
+    draws,
     solve,
 )
-from bedouin.solvers.recompute import checkpoint_regions
 
 CAP = GammaCap(4.0, 1.0, 12, seed=3)
 WAYS = {
@@ -108,10 +107,9 @@ def test_one_call(
 
 
 @ways
-@pytest.mark.parametrize("preserve", [True, False])
-def test_two_calls_before_one_backward(way: dict[str, Any], preserve: bool) -> None:
+def test_two_calls_before_one_backward(way: dict[str, Any]) -> None:
     def checkpointed(layer: FixedPointLayer, x: Tensor) -> Tensor:
-        run = functools.partial(checkpoint, layer, preserve_rng_state=preserve, **way)
+        run = functools.partial(checkpoint, layer, **way)
         output: Tensor = run(torch.tanh(run(x)))
         return output
 
@@ -126,16 +124,11 @@ def test_two_calls_in_one_region(way: dict[str, Any]) -> None:
     assert_same(twice, checkpointed)
 
 
-@pytest.mark.parametrize("seed", [None, 5])
 @ways
-def test_micro_batches_before_one_backward(way: dict[str, Any], seed: int | None) -> None:
-    """Also with the random state set back before each of them, which gives them equal keys."""
-
+def test_micro_batches_before_one_backward(way: dict[str, Any]) -> None:
     def losses(layer: FixedPointLayer, x: Tensor, run: Call) -> Tensor:
         total = x.new_zeros(())
         for i in range(3):
-            if seed is not None:
-                torch.manual_seed(seed)
             total = total + run(layer, x * (i + 1)).square().sum()
         return total
 
@@ -150,8 +143,8 @@ def test_micro_batches_before_one_backward(way: dict[str, Any], seed: int | None
 # reentrant checkpointing warns about nested regions, whose forward runs without gradients
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @ways
-@pytest.mark.parametrize(("inner", "seed"), [(True, 5), (False, None), (False, 5)])
-def test_nested_regions(way: dict[str, Any], inner: bool, seed: int | None) -> None:
+@pytest.mark.parametrize("inner", [True, False])
+def test_nested_regions(way: dict[str, Any], inner: bool) -> None:
     def block(layer: FixedPointLayer, x: Tensor, run: Any) -> Tensor:
         y = torch.tanh(once(layer, x))
         y = run(once, layer, y)
@@ -161,8 +154,6 @@ def test_nested_regions(way: dict[str, Any], inner: bool, seed: int | None) -> N
     def checkpointed(layer: FixedPointLayer, x: Tensor) -> Tensor:
         run, y = functools.partial(checkpoint, use_reentrant=inner), x
         for i in range(2):
-            if seed is not None:
-                torch.manual_seed(seed)  # the second block draws the keys of the first
             y = checkpoint(block, layer, torch.tanh(y) if i else y, run, **way)
         return y
 
@@ -316,12 +307,32 @@ def test_evaluation_leaves_the_random_state_alone() -> None:
 
 
 @ways
-def test_two_calls_in_a_region_that_forgets_the_random_state_are_an_error(
-    way: dict[str, Any],
+@pytest.mark.parametrize("call", [once, twice])
+def test_a_region_that_forgets_the_random_state_is_an_error(
+    way: dict[str, Any], call: Call
 ) -> None:
-    y = checkpoint(twice, make(), draw_input(), preserve_rng_state=False, **way)
-    with pytest.raises(RuntimeError, match="several earlier calls match.*preserve_rng_state=True"):
+    y = checkpoint(call, make(), draw_input(), preserve_rng_state=False, **way)
+    with pytest.raises(RuntimeError, match="no earlier call drew .*preserve_rng_state=True"):
         y.sum().backward()
+
+
+@ways
+def test_regions_after_the_same_seed_are_an_error(way: dict[str, Any]) -> None:
+    layer, total = make(), torch.zeros((), dtype=torch.float64)
+    for _ in range(2):
+        torch.manual_seed(5)
+        total = total + checkpoint(layer, draw_input(), **way).sum()
+    with pytest.raises(RuntimeError, match="several calls drew the same random key"):
+        total.backward()
+
+
+def test_calls_beyond_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "MAX_CALLS", 2)
+    layer = make()
+    first, *_, last = (checkpoint(layer, draw_input(), use_reentrant=False) for _ in range(3))
+    last.sum().backward()
+    with pytest.raises(RuntimeError, match="no earlier call drew"):
+        first.sum().backward()
 
 
 class _OwnCheckpoint(torch.autograd.Function):
@@ -369,21 +380,6 @@ def test_other_checkpointing_of_calls_with_equal_keys_is_an_error() -> None:
         total = total + _OwnCheckpoint.apply(layer, True, x).sum()  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="several calls drew the same random key"):
         total.backward()
-
-
-def test_calls_are_forgotten_with_their_region() -> None:
-    layer, owners = make(), []
-
-    def watched(x: Tensor) -> Tensor:
-        output: Tensor = layer(x)
-        owners.append(weakref.ref(checkpoint_regions()[0].owner))
-        return output
-
-    for _ in range(3):
-        y = checkpoint(watched, draw_input(), use_reentrant=False)
-        assert owners[-1]() is not None
-        del y
-    assert all(owner() is None for owner in owners)
 
 
 def test_copies_keep_the_count_alone() -> None:

@@ -51,7 +51,8 @@ OPTIONS: list[Bad] = [
     ({"foo": 2}, TypeError, "has no option 'foo'. Valid: d_model, "),
     ({"expand": 0}, ValueError, "expand must lie in (0, 1000.0], got 0"),
     ({"expand": "2"}, ValueError, "expand must be a finite number, got '2'"),
-    ({"expand": 0.1}, ValueError, "expand * d_model must be at least 1, got 0.1 * 4"),
+    ({"expand": 0.1}, ValueError, "must be a whole number of channels, at least 1, got 0.1 * 4"),
+    ({"expand": 1.3}, ValueError, "got 1.3 * 4 = 5.2: for 5 use expand=5 / 4"),
     ({"num_householder": -1}, ValueError, "num_householder must be at least 1, got -1"),
     ({"num_householder": 0, "beta_max": 1.0}, ValueError,
      "beta_max is that of reflections, of which num_householder=0 has none, got 1.0"),
@@ -337,6 +338,17 @@ def test_a_decoder_is_of_a_layer() -> None:
         decoder(torch.zeros(3, dtype=torch.int64))
     with raises(ValueError, "state must be a tuple with one entry for each of the 1 layers, got "):
         Decoder(model, 2, state=model.init_state(2)[0])
+
+
+def test_a_parameter_of_another_dtype_is_named() -> None:
+    layer = Bedouin(4).bfloat16()
+    layer.D.data = layer.D.data.float()
+    x = torch.randn(1, 2, 4)
+    message = "D must have the dtype of the layer's projections torch.bfloat16, got torch.float32"
+    with raises(TypeError, message):
+        layer(x.bfloat16())
+    with raises(TypeError, message):
+        layer.step(x[:, 0].bfloat16(), layer.init_state(1))
 
 
 class Owner(ChannelMixer):

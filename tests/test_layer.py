@@ -409,7 +409,16 @@ def test_a_resumed_layer_draws_what_the_other_would_have() -> None:
     assert steps_of(resumed.train(), 5) == steps_of(layer, 5)
 
 
+def test_the_solver_may_be_set_to_auto() -> None:
+    layer = Bedouin(4, solver=Picard())
+    layer.solver = "auto"
+    assert layer.solver == Direct()
+    with pytest.raises(TypeError, match="solver must be 'auto' or a solver object .* got 'best'"):
+        layer.solver = "best"  # type: ignore[assignment]
+
+
 def test_repr_says_what_is_solved_how() -> None:
+    assert "adjoint=ImplicitAdjoint(solver=None)" in repr(Bedouin(4))
     text = repr(Bedouin(4, solver=Picard(), mixer=LowRank(3)))
     assert "d_inner=8" in text and "solver=Picard(" in text and "LowRank(rank=3)" in text
 

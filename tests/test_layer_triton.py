@@ -3,6 +3,7 @@
 Interpreted on the CPU (small sizes) and compiled on a GPU.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -136,3 +137,30 @@ def test_a_mixer_without_kernels_on_a_gpu() -> None:
     reference.load_state_dict(layer.state_dict())
     x = torch.randn(2, 5, 6, device="cuda").bfloat16()
     assert_close("output", layer(x).float(), reference(x.float()), 0.05, atol=0.05)
+
+
+# the interpreter computes with numpy, which warns
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*VARIANTS, *STEPS, (FixedPointRNN, {"feedback": (), "num_heads": 2})],
+)
+@devices
+@torch.no_grad()
+def test_squares_that_overflow_are_no_zeros(
+    kind: Any, options: dict[str, Any], device: str
+) -> None:
+    """What is not NaN in float32 is what float64 gives."""
+    scale = 1e12 if kind is FixedPointRNN else 1e25
+    layer, _ = pair(kind, device, torch.float32, **options)
+    exact = copy.deepcopy(layer).double()
+    x = torch.randn(2, 3, 6).to(device)
+    x[0] *= scale
+    expected = exact(x.double())
+    output = layer(x)
+    assert_close("the other sample", output[1].double(), expected[1], 1e-4)
+    step, _ = layer.step(x[:, 0], layer.init_state(2))
+    exact_step, _ = exact.step(x[:, 0].double(), exact.init_state(2))
+    for found, right in ((output[0], expected[0]), (step[0], exact_step[0])):
+        if not found.isnan().any() and right.abs().max() < torch.finfo(torch.float32).max:
+            assert_close("a huge sample", found.double(), right, 1e-3)

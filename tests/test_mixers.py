@@ -193,10 +193,16 @@ def directional_change(layer: Bedouin, x: Tensor, step: Tensor, size: float = 1e
 
 
 @pytest.mark.parametrize("solver", [Direct(), Jacobi()], ids=str)
-def test_structure_is_required_where_it_is_used(solver: Solver) -> None:
-    layer = dense_layer(solver=solver)
-    with pytest.raises(TypeError, match=f"{type(solver).__name__} needs a map .* use Picard"):
-        layer(torch.randn(1, 2, 4, dtype=torch.float64))
+def test_structure_is_required_by_the_constructor(solver: Solver) -> None:
+    message = f"mixer Dense does not have, got {type(solver).__name__}.*: use Picard"
+    with pytest.raises(TypeError, match=f"solver must .*{message}"):
+        dense_layer(solver=solver)
+    with pytest.raises(TypeError, match=f"the adjoint's solver must .*{message}"):
+        dense_layer(adjoint=ImplicitAdjoint(solver))
+    layer = dense_layer(solver=Picard())
+    with pytest.raises(TypeError, match=f"solver must .*{message}"):
+        layer.solver = solver
+    assert layer.solver == Picard()
 
 
 class Learned(StructuredMixer):

@@ -219,6 +219,14 @@ def test_bad_outputs(
         model(ids(2, 3))
 
 
+def test_mixers_have_the_width_of_the_model() -> None:
+    message = "mixers must have the model's d_model=32, got Bedouin with d_model=16"
+    with pytest.raises(ValueError, match=message):
+        SequenceModel(10, 32, [Bedouin(32), Bedouin(16)])
+    with pytest.raises(ValueError, match=message):
+        SequenceModel(10, 32, lambda index: Bedouin(16), num_layers=2)
+
+
 def test_mixers_without_states() -> None:
     model = SequenceModel(VOCAB, D_MODEL, [Foreign()])
     with pytest.raises(TypeError, match=r"mixer Foreign has no init_state\(\), .*bedouin.Bedouin"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN
+from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
 from bedouin.model import SequenceModel
@@ -168,3 +168,49 @@ def assert_float32(layer: FixedPointLayer, state: Any) -> None:
     assert layer.stats is not None and layer.stats.residual.dtype == torch.float32
     if layer.stats.conditioning is not None:
         assert layer.stats.conditioning.dtype == torch.float32
+
+
+HUGE: list[tuple[Any, dict[str, Any]]] = [
+    (Bedouin, {}),
+    (Bedouin, {"num_heads": 2, "feedback_norm": False}),
+    (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay", "output": "paper"}),
+    (Bedouin, {"feedback": (), "mixer": LowRank(2)}),
+    (FixedPointRNN, {}),
+    (FixedPointRNN, {"decay": "griffin", "num_heads": 2, "feedback_norm": False}),
+    (FixedPointRNN, {"feedback": ()}),
+]
+
+
+def assert_right_or_nan(
+    output: Tensor,  # (b, ...)
+    expected: Tensor,  # (b, ...), in float64
+    layer: FixedPointLayer,
+) -> None:
+    """Each sample is NaN, or right and converged."""
+    assert layer.stats is not None
+    for i, found in enumerate(output):
+        if not found.isnan().any() and expected[i].abs().max() < torch.finfo(found.dtype).max:
+            assert relative_error(found, expected[i]) < 1e-3
+            assert bool(layer.stats.converged[i])
+
+
+@pytest.mark.parametrize("scale", [1e12, 1e19, 1e25, 3e38])
+@pytest.mark.parametrize(("kind", "options"), HUGE, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_squares_that_overflow_are_no_zeros(
+    kind: Any, options: dict[str, Any], solver: Solver, scale: float
+) -> None:
+    """The sum of the squares of a vector is Inf in float32 from about 1e19 on, and of y in
+    FixedPointRNN, which grows as the square of the input, from 1e10 on."""
+    layer, reference = pair(kind, torch.float32, solver=solver, **options)
+    x = torch.randn(2, 5, 16).clamp(-1, 1)
+    plain = layer(x)
+    huge = torch.stack([x[0] * scale, x[1]])
+    output, exact = layer(huge), reference(huge.double())
+    assert torch.equal(output[1], plain[1])
+    assert_right_or_nan(output, exact, layer)
+    # below, the solve may have converged to a y that only the output norm cannot take
+    assert scale < 1e25 or (layer.stats is not None and not bool(layer.stats.converged[0]))
+    step, _ = layer.step(huge[:, 0], layer.init_state(2))
+    assert_right_or_nan(step, exact[:, 0], layer)
+    assert torch.equal(Decoder(layer, 2)(huge[:, 0]).isnan(), step.isnan())

@@ -264,9 +264,28 @@ def test_a_recomputation_is_not_reported_again(use_reentrant: bool) -> None:
     y.sum().backward()
 
 
+class _SolvesBackward(torch.autograd.Function):
+    """A function whose backward pass solves an equation of its own, without success."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return solve(lambda y: y + 1, grad, Picard(), max_steps=2).value
+
+
+def test_a_solve_in_a_backward_pass_is_reported() -> None:
+    y = _SolvesBackward.apply(draw().requires_grad_())  # type: ignore[no-untyped-call]
+    with pytest.warns(ConvergenceWarning):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_statistics_of_the_adjoint_under_checkpointing(use_reentrant: bool) -> None:
     layer = make()
+    layer(draw())  # statistics of an earlier call, which has a graph and no backward pass
     checkpoint(layer, draw().requires_grad_(), use_reentrant=use_reentrant).sum().backward()
     assert layer.stats is not None and layer.stats.backward is not None
     assert bool(layer.stats.backward.converged.all())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from bedouin.kernels.decode.arguments import StepOperands, StepOptions, StepParameters
-from bedouin.kernels.direct import ROUNDING, Sweep, direct_sweep_reference
+from bedouin.kernels.direct import Sweep, direct_sweep_reference, is_rounding
 from bedouin.kernels.feedback import normalize_feedback
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.output import gated_output_reference
@@ -102,9 +102,7 @@ def _decay_matrix(
 def _write_statistics(o: StepOperands, sweep: Sweep) -> None:
     """Relative residual, smallest pivot, and whether rounding explains the defect."""
     defect, scale, magnitude = sweep.defect[:, 0], sweep.scale[:, 0], sweep.magnitude[:, 0]
-    terms = torch.maximum(scale, magnitude)
-    bound = ROUNDING * torch.finfo(terms.dtype).eps * terms
-    converged = torch.isfinite(terms) & (defect <= bound)
+    converged = is_rounding(defect, scale, magnitude)
     ratio = torch.where(defect == 0, torch.zeros_like(defect), defect / scale)
     o.residual.copy_(torch.where(torch.isfinite(ratio), ratio, torch.nan))
     o.pivot.copy_(sweep.pivot)

@@ -17,7 +17,7 @@ from bedouin.kernels.decode.triton_overlap import can_overlap, start_next, wait_
 from bedouin.kernels.device.activations import activate
 from bedouin.kernels.device.discretize import build_coupled, input_scale
 from bedouin.kernels.device.elementary import LOG2E, sigmoid, softplus
-from bedouin.kernels.device.norms import max_norms_of_three
+from bedouin.kernels.device.norms import inverse_norm, max_norms_of_three
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
@@ -33,7 +33,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.direct import ROUNDING
+from bedouin.kernels.direct import MAX_RESIDUAL, ROUNDING
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import next_power_of_two
 
@@ -149,6 +149,7 @@ def _token_kernel(
     OUTPUT_NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ROUNDING: tl.constexpr,
+    MAX_RESIDUAL: tl.constexpr,
     EPS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     STARTS_NEXT: tl.constexpr,
@@ -245,8 +246,8 @@ def _token_kernel(
 
     delta = activate(delta_raw, ACTIVATION)
     if SELECTIVE:
-        B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * EPS)
-        C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * EPS)
+        B *= inverse_norm(tl.sum(B * B, axis=0), n * EPS)
+        C *= inverse_norm(tl.sum(C * C, axis=0), n * EPS)
     else:
         B = tl.where(in_n, 1.0, 0.0).to(kind)
         C = B
@@ -308,18 +309,19 @@ def _token_kernel(
     largest = tl.maximum(size, magnitude)
     # a comparison with NaN is false; Inf - Inf is NaN
     finite = (size - size == 0) & (magnitude - magnitude == 0)
-    converged = (finite & (defect <= ROUNDING * largest)).to(tl.uint8)
+    explained = (defect <= ROUNDING * largest) & (defect <= MAX_RESIDUAL * size)
+    converged = (finite & explained).to(tl.uint8)
     tl.store(converged_ptr + folded, converged)
     tl.store(all_converged_ptr + folded, all_converged & converged)
 
     normed = y
     if FEEDBACK_NORM:
-        normed = y * tl.rsqrt(dots[0] / p + FEEDBACK_NORM_EPS)
+        normed = y * inverse_norm(dots[0] / p, FEEDBACK_NORM_EPS)
     normed = normed.to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + sample * d + cols, normed, mask=in_p)
 
     if OUTPUT_NORM:
-        hidden = gate * sigmoid(gate) * v * tl.rsqrt(dots[1] / p + NORM_EPS) * norm_weight
+        hidden = gate * sigmoid(gate) * v * inverse_norm(dots[1] / p, NORM_EPS) * norm_weight
     else:
         hidden = gate * v * sigmoid(v)
     hidden = hidden.to(hidden_ptr.dtype.element_ty)
@@ -378,6 +380,7 @@ def launch_decode_token(
         OUTPUT_NORM=options.norm_eps is not None,
         NORM_EPS=options.norm_eps or 0.0,
         ROUNDING=ROUNDING * torch.finfo(o.h.dtype).eps,
+        MAX_RESIDUAL=MAX_RESIDUAL,
         EPS=UNIT_EPS,
         BY_CHANNEL=_by_channel(channels, num_warps),
         STARTS_NEXT=starts_early,

@@ -1,4 +1,4 @@
-"""Max norms of vectors, and maxima that keep NaN."""
+"""Max norms of vectors, maxima that keep NaN, and the factor of a normalization."""
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -32,6 +32,13 @@ def max_norms_of_two(v0, v1):
 def max_norms_of_three(v0, v1, v2):
     """max |v| of three vectors (d,) in one reduction; NaN is ignored."""
     return tl.reduce((tl.abs(v0), tl.abs(v1), tl.abs(v2)), 0, _larger3)
+
+
+@triton.jit
+def inverse_norm(squares, floor):
+    """rsqrt(squares + floor), or NaN where the squares have overflowed, so that the sample is
+    reported: the factor 0 would make a zero of the vector."""
+    return tl.rsqrt(tl.where(squares == float("inf"), float("nan"), squares) + floor)
 
 
 @triton.jit

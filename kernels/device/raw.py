@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import sigmoid
+from bedouin.kernels.device.norms import inverse_norm
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def load_unit(
 ):
     """The raw B or C (n,), and 1 / its norm, sqrt(|v|^2 + n EPS) as in `unit`."""
     v = load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK, ACC, "")
-    return v, tl.rsqrt(tl.sum(v * v, axis=0) + n * EPS)
+    return v, inverse_norm(tl.sum(v * v, axis=0), n * EPS)
 
 
 @triton.jit

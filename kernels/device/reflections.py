@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import reciprocal
+from bedouin.kernels.device.norms import inverse_norm
 
 
 @triton.jit
@@ -175,7 +176,7 @@ def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
     """1 / sqrt(|u_i|^2 + d EPS) as in `unit`, (k,), from the packed inner products of the rows."""
     inv = ()
     for i in tl.static_range(K):
-        inv = inv + (tl.rsqrt(G[i * (i + 1) // 2 + i] + d * EPS),)
+        inv = inv + (inverse_norm(G[i * (i + 1) // 2 + i], d * EPS),)
     return inv
 
 

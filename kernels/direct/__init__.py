@@ -29,17 +29,20 @@ from bedouin.kernels.direct.local import (
     solve_local_transposed,
 )
 from bedouin.kernels.direct.reference import (
+    MAX_RESIDUAL,
     ROUNDING,
     Sweep,
     direct_sweep_reference,
     gain_gap,
     input_gain,
+    is_rounding,
 )
 from bedouin.kernels.direct.registered import memory_operation, sweep_operation
 from bedouin.kernels.direct.reverse import ReportBackward
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 
 __all__ = [
+    "MAX_RESIDUAL",
     "ROUNDING",
     "LocalFactors",
     "Sweep",
@@ -51,6 +54,7 @@ __all__ = [
     "gain_gap",
     "holds_head",
     "input_gain",
+    "is_rounding",
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.activations import activate
 from bedouin.kernels.device.discretize import build_coupled, input_scale
+from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
 from bedouin.kernels.device.reflections import (
     combine,
@@ -135,7 +136,7 @@ def prepare_token(
         for j in tl.static_range(K):
             scaled_N = scaled_N + (N[i * K + j] * inv[i] * inv[j],)
     factors = gradient_factors(U_v, T_v, G, beta, inv, options.BETA_MAX, K)
-    norm = tl.rsqrt(dots[2 * PAIRS + 2 * K] / d + options.NORM_EPS)
+    norm = inverse_norm(dots[2 * PAIRS + 2 * K] / d, options.NORM_EPS)
     local = scale_symmetric(T, inv, K) + dots[PAIRS : 2 * PAIRS] + dots[0:PAIRS] + scaled_N
     local = local + scaled_T_v + factors + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
     local = local + (norm, tl.sum(BC, axis=0), inv_B, inv_C)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.device.norms import larger_or_nan
-from bedouin.kernels.direct.reference import ROUNDING
+from bedouin.kernels.direct.reference import MAX_RESIDUAL, ROUNDING
 from bedouin.kernels.launch import next_power_of_two, triton_dtype
 from bedouin.kernels.plans import AFRESH, KEPT_CONSTANTS, Constants, How, Launcher, PlannedKernel
 
@@ -75,6 +75,7 @@ def summary_kernel(
         nonfinite += tl.sum(tl.where(mask & (defect != 0) & (finite == 0), 1, 0))
         residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
         explained = (tl.abs(terms) < infinity) & (defect <= TOLERANCE * terms)
+        explained &= defect <= MAX_RESIDUAL * scale
         unexplained += tl.sum(tl.where(mask & (explained == 0), 1, 0))
         # NaN after a singular token must not hide its pivot; infinity becomes LARGEST, as in torch
         pivots = tl.where(pivots != pivots, infinity, tl.where(pivots > LARGEST, LARGEST, pivots))
@@ -149,6 +150,7 @@ def _constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
     limits = torch.finfo(dtype)
     return Constants(
         TOLERANCE=ROUNDING * limits.eps,
+        MAX_RESIDUAL=MAX_RESIDUAL,
         LARGEST=limits.max,
         ACC=triton_dtype(dtype),
         TOKENS=min(max_tokens, next_power_of_two(t_end)),
@@ -177,4 +179,6 @@ def summarize_adjoint(
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _adjoint_constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
     constants = _constants(dtype, t_end, max_tokens)
-    return Constants({name: v for name, v in constants.items() if name != "LARGEST"})
+    return Constants(
+        {name: v for name, v in constants.items() if name not in ("LARGEST", "MAX_RESIDUAL")}
+    )

@@ -19,7 +19,7 @@ import triton.language as tl
 from bedouin.kernels.device.activations import activate
 from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.elementary import sigmoid
-from bedouin.kernels.device.norms import max_norms_of_three
+from bedouin.kernels.device.norms import inverse_norm, max_norms_of_three
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
@@ -139,8 +139,8 @@ def solve_token(
     if options.SELECTIVE:
         B += _load_fed(fed, d + rows, in_n, part, product.SPLITS, ROUND, ACC)
         C += _load_fed(fed, d + n + rows, in_n, part, product.SPLITS, ROUND, ACC)
-        B *= tl.rsqrt(tl.sum(B * B, axis=0) + n * options.EPS)
-        C *= tl.rsqrt(tl.sum(C * C, axis=0) + n * options.EPS)
+        B *= inverse_norm(tl.sum(B * B, axis=0), n * options.EPS)
+        C *= inverse_norm(tl.sum(C * C, axis=0), n * options.EPS)
     else:
         B = tl.where(in_n, 1.0, 0.0).to(ACC)
         C = B
@@ -198,7 +198,7 @@ def solve_token(
     normed = y
     if options.NORM:
         square = channel_sums((y * y,), sizes)
-        rms = over_channels((tl.rsqrt(square[0] / d + options.NORM_EPS),), sizes)
+        rms = over_channels((inverse_norm(square[0] / d, options.NORM_EPS),), sizes)
         normed = y * rms[0]
     at = buffers.normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
     in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)

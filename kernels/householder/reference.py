@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.launch import accumulator
+from bedouin.kernels.norms import inverse_norm
 
 UNIT_EPS = 1e-6
 
@@ -18,10 +19,10 @@ def unit(
 ) -> Tensor:  # (..., d)
     """v * rsqrt(|v|^2 + d eps) over the last axis.
 
-    With eps inside the root, the derivative at v = 0 is finite, 1 / sqrt(d eps).
+    With eps inside the root, the derivative at v = 0 is finite, 1 / sqrt(d eps). NaN where |v|^2
+    overflows.
     """
-    squared_norm = v.square().sum(-1, keepdim=True)
-    return v * torch.rsqrt(squared_norm + v.shape[-1] * eps)
+    return v * inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * eps)
 
 
 def unit_vjp(
@@ -30,7 +31,7 @@ def unit_vjp(
     eps: float = UNIT_EPS,
 ) -> Tensor:  # (..., d)
     """Cotangent of v from that of unit(v)."""
-    scale = torch.rsqrt(v.square().sum(-1, keepdim=True) + v.shape[-1] * eps)
+    scale = inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * eps)
     direction = v * scale
     return scale * (grad - direction * (direction * grad).sum(-1, keepdim=True))
 

@@ -9,7 +9,7 @@ Letters: b batch, t time, d channels.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.norms import larger_or_nan, max_norm
+from bedouin.kernels.device.norms import inverse_norm, larger_or_nan, max_norm
 
 
 @triton.jit(do_not_specialize=["batch", "T"])
@@ -108,7 +108,7 @@ def settle_kernel(
         in_d = cols < d
         y = tl.load(next_ptr + token * d + cols, mask=in_d, other=0.0)
         if NORM:
-            y *= tl.rsqrt(tl.sum(y * y, axis=0) / d + NORM_EPS)
+            y *= inverse_norm(tl.sum(y * y, axis=0) / d, NORM_EPS)
         normed = y.to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptr + (token + 1) * d + cols, normed, mask=in_d)
 

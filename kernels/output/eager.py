@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from bedouin.kernels.backend import is_transformed, without_autocast
 from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.norms import overflow_to_nan_
 
 
 class FedOutput(NamedTuple):
@@ -102,7 +103,7 @@ def _inverse_norm(
 ) -> Tensor:  # (b, t, 1)
     """The factor of RMSNorm."""
     norm: Tensor = torch.linalg.vector_norm(v, 2, -1, True)
-    return norm.square_().div_(v.shape[-1]).add_(eps).rsqrt_()
+    return overflow_to_nan_(norm.square_()).div_(v.shape[-1]).add_(eps).rsqrt_()
 
 
 def _unnormalize(

@@ -9,7 +9,7 @@ Letters: b batch, t time, d channels, H heads (kernels/heads.py).
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from bedouin.kernels.feedback import normalize_feedback
 from bedouin.kernels.heads import per_sample
@@ -26,10 +26,8 @@ def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (
     v = y + _of_tokens(D, y) * x.to(dtype)
     if z is None or weight is None:
         return gate * silu(v)
-    if weight.dim() == 1:
-        normed = rms_norm(v, v.shape[-1:], weight.to(dtype), eps)
-    else:
-        normed = rms_norm(v, v.shape[-1:], eps=eps) * _of_tokens(weight, y)
+    # torch's rms_norm would make zeros of vectors whose squares overflow
+    normed = normalize_feedback(v, eps) * _of_tokens(weight, y)
     return silu(gate + z.to(dtype)) * normed
 
 

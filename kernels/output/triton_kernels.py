@@ -11,6 +11,8 @@ Letters: b batch, t time, d channels, P programs of a head, H heads (kernels/hea
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.norms import inverse_norm
+
 
 @triton.jit
 def _sigmoid(a):
@@ -87,7 +89,7 @@ def output_kernel(
     if NORM:
         gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(ACC)
         weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(ACC)
-        inverse = tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))
+        inverse = inverse_norm(tl.sum(v * v, axis=1) / d, tl.full((), EPS, ACC))
         out = gate * _sigmoid(gate) * v * inverse[:, None] * weight
     else:
         out = gate * v * _sigmoid(v)
@@ -168,7 +170,7 @@ def output_backward_kernel(
         v = y + D * x
         if NORM:
             gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(ACC)
-            inverse = tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))[:, None]
+            inverse = inverse_norm(tl.sum(v * v, axis=1) / d, tl.full((), EPS, ACC))[:, None]
             normed = v * inverse
             sigmoid = _sigmoid(gate)
             grad_gate = grad * normed * weight * _silu_slope(gate, sigmoid)
@@ -223,7 +225,7 @@ def shifted_norm_kernel(
     if START:
         v += tl.load(y0_ptr + b * y0_stride + channel, mask=mask & (t == 0), other=0.0).to(ACC)
     if NORM:
-        v *= tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))[:, None]
+        v *= inverse_norm(tl.sum(v * v, axis=1) / d, tl.full((), EPS, ACC))[:, None]
     _store(out_ptr + row * d + channel, v, mask)
 
 
@@ -264,7 +266,7 @@ def shifted_norm_backward_kernel(
         v = tl.load(before, mask=later, other=0.0).to(ACC)
         if START:
             v += tl.load(y0_ptr + b * y0_stride + channel, mask=first, other=0.0).to(ACC)
-        inverse = tl.rsqrt(tl.sum(v * v, axis=1) / d + tl.full((), EPS, ACC))[:, None]
+        inverse = inverse_norm(tl.sum(v * v, axis=1) / d, tl.full((), EPS, ACC))[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)

@@ -27,13 +27,13 @@ from bedouin.parameterization import (
     OutputStage,
     Projection,
     RateScale,
+    SolveArguments,
     X,
     check_rate_scale,
     griffin_omega,
     householder_layout,
     log_rates,
     make_mixer,
-    make_solve_options,
 )
 from bedouin.parameters import (
     DELTA_RANGE,
@@ -193,9 +193,7 @@ class Bedouin(FixedPointLayer):
             norm_eps=norm_eps,
             output=output,
             bias=bias,
-            solve_options=make_solve_options(
-                mixer, solver, adjoint, max_steps, on_unconverged, backend
-            ),
+            solve=SolveArguments(solver, adjoint, max_steps, on_unconverged, backend),
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,

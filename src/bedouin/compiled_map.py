@@ -23,7 +23,7 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization, RawLayout
 from bedouin.kernels.operation import operation
-from bedouin.mixers import ChannelMixer, StructuredMixer, householder_product
+from bedouin.mixers import householder_product
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint_solve import solve_adjoint
 from bedouin.solvers.iterate import IterativeSolver
@@ -84,9 +84,9 @@ class CompiledMap(StructuredMap):
         return (*self.parameterization.scalars(), *options, max_steps, self.backend)
 
 
-def choose_map(mixer: ChannelMixer) -> type[FixedPointMap]:
-    """The map of a call of a layer with this mixer."""
-    if not isinstance(mixer, StructuredMixer):
+def choose_map(is_structured: bool) -> type[FixedPointMap]:
+    """The map of a call of a layer whose mixer has the form (e, U, M), or does not."""
+    if not is_structured:
         return FixedPointMap
     return CompiledMap if torch.compiler.is_compiling() else StructuredMap
 

@@ -40,16 +40,18 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layer_checks import check_device, inner_size
+from bedouin.layer_checks import check_device, check_projection_dtype, inner_size
 from bedouin.layer_state import Call, incoming_state, outgoing_state
-from bedouin.mixers import ChannelMixer, StructuredMixer
+from bedouin.mixers import ChannelMixer
 from bedouin.packing import Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
+    ChosenSolver,
     FeedbackScope,
     MaxSteps,
     OutputStage,
     Projection,
+    SolveArguments,
     SolveOption,
     X,
     split_feedback_weight,
@@ -57,11 +59,11 @@ from bedouin.parameterization import (
 from bedouin.parameters import factory_options, mark
 from bedouin.projection import project_raw, split_projected
 from bedouin.short_convolution import ShortConvolution
-from bedouin.solvers import Adjoint, Cap, Direct, Solver, SolveStats
+from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.recompute import restores_tensors_only
+from bedouin.solvers.recompute import is_recomputation
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.solvers.watch import StepRecorder
@@ -97,10 +99,13 @@ class FixedPointLayer(GraphedLayer, ABC):
     conv: ShortConvolution | None
     """The convolution of width d_conv; None without one."""
 
+    _stats_have_graph: bool = False
+    """Whether the call that `stats` describes recorded gradients."""
+
     solve_options: SolveOptions
     """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
     `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
-    solver = SolveOption[Solver]()
+    solver = ChosenSolver()
     adjoint = SolveOption[Adjoint | None]()
     cap = SolveOption[Cap]()
     max_steps = MaxSteps()
@@ -139,7 +144,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         norm_eps: float,
         output: OutputStage,
         bias: bool,
-        solve_options: SolveOptions,
+        solve: SolveArguments,
         layer_idx: int | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -167,7 +172,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
         self.mixer, self.layer_idx = mixer, layer_idx
-        self.solve_options = solve_options
+        self.solve_options = solve.options(mixer, self.head_dim)
         self.stats = None
         self.draws = Draws()
         self.deferred = DeferredWarning()
@@ -245,6 +250,12 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _check_feedback(self) -> None:
         """Raise ValueError for feedback of a component that the layer's options leave out."""
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the mixer has the form (e, U, M), which Direct, Jacobi and the exact adjoint
+        need."""
+        return self.mixer.is_structured(self.head_dim)
 
     @property
     def fed_channels(self) -> int:
@@ -448,7 +459,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         if takes_fused_step(self, x_t):
             return (self.graphs.step if replays else fused_step)(self, x_t, state)
         options = self.solve_options
-        if isinstance(self.mixer, StructuredMixer):
+        if self.is_structured:
             options = replace(options, solver=Direct())
         call = self._project(x_t.unsqueeze(1), state, options)
         with without_autocast(x_t.device):
@@ -662,7 +673,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             raw = hold_memory(raw, lengths, self.head_dim, closed, erases)
         operands = Operands(drive, raw, W_y, A, *before)
         options = self.parameterization(), self.mixer, self._split, self.backend
-        return choose_map(self.mixer)(operands, *options, lengths)
+        return choose_map(self.is_structured)(operands, *options, lengths)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
@@ -674,11 +685,14 @@ class FixedPointLayer(GraphedLayer, ABC):
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
             stats = replace(stats.plain, num_steps=packing.steps(stats.num_steps))
-        # A checkpoint's recomputation keeps those of the first call, which get stats.backward. The
-        # flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
-        if not restores_tensors_only() and not torch.compiler._is_exporting_flag:
+        # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
+        if is_recomputation() and self._stats_have_graph:
+            return
+        # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
+        if not torch.compiler._is_exporting_flag:
             # not by nn.Module's setattr, which looks at all kinds of attributes first
             self.__dict__["stats"] = stats
+            self.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
 
     def _output(
         self,
@@ -709,6 +723,8 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
+        if isinstance(x, Tensor) and x.dtype != self.D.dtype:
+            check_projection_dtype(x, self.D, self.in_proj)
         check_layer_input(x, rank, self.d_model, self.D)
 
     def extra_repr(self) -> str:
@@ -717,5 +733,6 @@ class FixedPointLayer(GraphedLayer, ABC):
             f"num_heads={self.num_heads}, "
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
             f"feedback={self.feedback}, feedback_scope={self.feedback_scope!r}, "
-            f"projection={self.projection!r}, solver={self.solver}, adjoint={self.adjoint}"
+            f"projection={self.projection!r}, solver={self.solver}, "
+            f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )

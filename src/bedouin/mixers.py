@@ -15,7 +15,6 @@ from bedouin.checks import known_options, positive_int
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.solvers.base import check_number
 
-
 MAX_DENSE = 128
 """Most channels of a head whose local system is solved as a dense one."""
 

@@ -201,7 +201,7 @@ class SequenceModel(nn.Module):
         check_bool("tie_embeddings", tie_embeddings)
         check_dtype(dtype)
         check_tied(tie_embeddings, vocab_size, output_size)
-        layers = make_mixers(mixers, num_layers)
+        layers = make_mixers(mixers, num_layers, d_model)
         self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.blocks = nn.ModuleList(

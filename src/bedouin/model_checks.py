@@ -8,9 +8,12 @@ from bedouin.checks import positive_int
 
 
 def make_mixers(
-    mixers: Sequence[nn.Module] | Callable[[int], nn.Module], num_layers: int | None
+    mixers: Sequence[nn.Module] | Callable[[int], nn.Module],
+    num_layers: int | None,
+    d_model: int,
 ) -> list[nn.Module]:
-    """The mixers as a list. Raises TypeError or ValueError for invalid arguments."""
+    """The mixers as a list. Raises TypeError or ValueError for invalid arguments, among them mixers
+    with another d_model."""
     if isinstance(mixers, nn.Module) and not isinstance(mixers, nn.ModuleList):
         raise TypeError(
             f"mixers must be a sequence of modules or a function that makes one, got the module "
@@ -28,6 +31,12 @@ def make_mixers(
     for mixer in made:
         if not isinstance(mixer, nn.Module):
             raise TypeError(f"mixers must be nn.Modules, got {type(mixer).__name__}")
+        width = getattr(mixer, "d_model", d_model)
+        if isinstance(width, int) and width != d_model:
+            raise ValueError(
+                f"mixers must have the model's d_model={d_model}, got "
+                f"{type(mixer).__name__} with d_model={width}"
+            )
     return made
 
 

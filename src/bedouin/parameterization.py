@@ -5,16 +5,16 @@ Letters: b batch, t time, d channels of a head, r raw values, f raw values with 
 
 import math
 from dataclasses import replace
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, RawLayout
-from bedouin.mixers import ChannelMixer, HouseholderProduct, NoMixing, StructuredMixer
+from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameters import inverse_softplus
-from bedouin.solvers import Adjoint, Cap, Direct, Picard, Solver
+from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import SolveOptions
@@ -36,7 +36,7 @@ GRIFFIN_RANGE = (0.9, 0.999)
 GRIFFIN_SHARPNESS = 8.0
 
 
-def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
+def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
 
     The choice depends on neither b, t nor the device. Times on H100s, of Jacobi from
@@ -49,7 +49,7 @@ def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
     9.2). It has a tolerance and its time depends on the weights, so request Jacobi explicitly.
     """
     if solver == "auto":
-        return Direct() if isinstance(mixer, StructuredMixer) else Picard()
+        return Direct() if is_structured else Picard()
     if not isinstance(solver, Solver):
         raise TypeError(
             f"solver must be 'auto' or a solver object such as Direct() or Picard(), got {solver!r}"
@@ -57,20 +57,42 @@ def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
     return solver
 
 
-def make_solve_options(
-    mixer: ChannelMixer,
-    solver: Solver | Literal["auto"],
-    adjoint: Adjoint | None,
-    max_steps: int | Cap,
-    on_unconverged: OnUnconverged,
-    backend: Backend,
-) -> SolveOptions:
-    """SolveOptions from the arguments of a layer's constructor; raises the same errors."""
-    cap = as_cap(max_steps)
-    return SolveOptions(choose_solver(solver, mixer), adjoint, cap, on_unconverged, backend)
+class SolveArguments(NamedTuple):
+    """Arguments of a layer's constructor."""
+
+    solver: Solver | Literal["auto"]
+    adjoint: Adjoint | None
+    max_steps: int | Cap
+    on_unconverged: OnUnconverged
+    backend: Backend
+
+    def options(self, mixer: ChannelMixer, head_dim: int) -> SolveOptions:
+        """SolveOptions; raises the errors of the constructor."""
+        structured = mixer.is_structured(head_dim)
+        chosen, cap = choose_solver(self.solver, structured), as_cap(self.max_steps)
+        options = SolveOptions(chosen, self.adjoint, cap, self.on_unconverged, self.backend)
+        check_structure(mixer, head_dim, options)
+        return options
+
+
+def check_structure(mixer: ChannelMixer, head_dim: int, options: SolveOptions) -> None:
+    """Raise TypeError if a solver needs the form (e, U, M), which the mixer does not have."""
+    if mixer.is_structured(head_dim):
+        return
+    of_adjoint = getattr(options.adjoint, "solver", None)
+    for name, solver in (("solver", options.solver), ("the adjoint's solver", of_adjoint)):
+        if isinstance(solver, Direct | Jacobi):
+            raise TypeError(
+                f"{name} must work without the form (e, U, M), which the mixer "
+                f"{type(mixer).__name__} does not have for heads of {head_dim} channels, got "
+                f"{solver}: use Picard, Anderson or Broyden, a StructuredMixer such as "
+                f"HouseholderProduct or LowRank, or dense(raw) and heads of at most {MAX_DENSE}"
+            )
 
 
 class _HasSolveOptions(Protocol):
+    mixer: ChannelMixer
+    head_dim: int
     solve_options: SolveOptions
 
 
@@ -89,7 +111,16 @@ class SolveOption(Generic[ValueT]):
 
     def __set__(self, layer: _HasSolveOptions, value: ValueT) -> None:
         changes: dict[str, Any] = {self.name: value}
-        layer.solve_options = replace(layer.solve_options, **changes)
+        options = replace(layer.solve_options, **changes)
+        check_structure(layer.mixer, layer.head_dim, options)
+        layer.solve_options = options
+
+
+class ChosenSolver(SolveOption[Solver]):
+    """The solver of a layer's `solve_options`, which may be set to "auto"."""
+
+    def __set__(self, layer: _HasSolveOptions, value: Solver | Literal["auto"]) -> None:
+        super().__set__(layer, choose_solver(value, layer.mixer.is_structured(layer.head_dim)))
 
 
 class MaxSteps:

@@ -26,10 +26,10 @@ from bedouin.parameterization import (
     GRIFFIN_SHARPNESS,
     Projection,
     RNNDecay,
+    SolveArguments,
     griffin_omega,
     householder_layout,
     make_mixer,
-    make_solve_options,
 )
 from bedouin.parameters import at_least_float32, factory_options
 from bedouin.solvers import Adjoint, Cap, Solver
@@ -124,9 +124,7 @@ class FixedPointRNN(FixedPointLayer):
             norm_eps=norm_eps,
             output="norm",
             bias=True,
-            solve_options=make_solve_options(
-                mixer, solver, adjoint, max_steps, on_unconverged, backend
-            ),
+            solve=SolveArguments(solver, adjoint, max_steps, on_unconverged, backend),
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,

@@ -20,7 +20,7 @@ from bedouin.fixed_point_map import FixedPointMap
 from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.heads import unfold
 from bedouin.layer import FixedPointLayer
-from bedouin.mixers import HouseholderProduct, LowRank, NoMixing, StructuredMixer
+from bedouin.mixers import HouseholderProduct, LowRank, NoMixing
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.solvers import (
     Adjoint,
@@ -196,7 +196,7 @@ def measure_growth(
         raise ValueError(f"size must be positive, got {size}")
     probe = _with(layer, on_unconverged="ignore").double().eval()
     x = x.detach().double()
-    solver = Direct() if isinstance(probe.mixer, StructuredMixer) else probe.solver
+    solver = Direct() if probe.is_structured else probe.solver
     state = None if state is None else state.detach().to(torch.float64)
     if x.numel() == 0:
         return 1.0
@@ -338,7 +338,7 @@ def log_growth(
     state, by `Direct` if the mixer allows it.
     """
     probe = _with(layer, on_unconverged="ignore").double().eval()
-    probe.solver = Direct() if isinstance(probe.mixer, StructuredMixer) else Picard(rtol=1e-13)
+    probe.solver = Direct() if probe.is_structured else Picard(rtol=1e-13)
     x, b, one = x.detach().double(), len(x), probe.init_state(1)
     last = _flat_state(probe(x, return_state=True)[1]).norm(dim=1, keepdim=True)
     size = 1e-7 * torch.where(last.isfinite() & (last > 0), last, 1.0)

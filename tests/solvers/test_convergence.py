@@ -53,10 +53,11 @@ def test_a_sample_fails_at_its_first_open_token_only(
 
 def test_rounding_explains_a_defect_in_units_of_the_largest_term() -> None:
     eps = torch.finfo(torch.float32).eps
-    one = torch.ones(4, 2)
-    defect = torch.tensor([[0.0, eps], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
-    magnitude = torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 / eps, 0.0], [0.0, NAN]])
-    assert within_rounding(defect, one, magnitude).tolist() == [True, False, True, False]
+    one = torch.ones(5, 2)
+    # the last is explained, but as large as F(y)
+    defect = torch.tensor([[0.0, eps], [0.0, 0.05], [0.0, 0.05], [0.0, 0.0], [0.0, 1.0]])
+    magnitude = torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 / eps, 0.0], [0.0, NAN], [2 / eps, 0.0]])
+    assert within_rounding(defect, one, magnitude).tolist() == [True, False, True, False, False]
 
 
 @pytest.mark.parametrize(

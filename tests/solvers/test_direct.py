@@ -1,11 +1,12 @@
 """Direct: one sweep, its statistics, and the maps that it rejects."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from bedouin import Bedouin, FixedPointRNN
 from bedouin.solvers import Direct, Result, UnrolledAdjoint, solve
 from bedouin.solvers.solution import BackwardStats
 
@@ -120,3 +121,17 @@ def test_it_has_no_options() -> None:
         Direct(rtol=1e-3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Direct takes 0 options \[\], got 1"):
         Direct(1e-3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_a_value_of_rounding_errors_has_not_converged(kind: Any) -> None:
+    """Two reflections of a single channel make a Q near 0, so that Q x is lost beside x."""
+    layer = kind(4, num_heads=8, num_householder=2, dtype=torch.float64, on_unconverged="ignore")
+    with torch.no_grad():
+        for weight in (p for p in layer.parameters() if p.dim() > 1):
+            weight.mul_(8)
+        layer(10 * torch.randn(64, 2, 4, dtype=torch.float64))
+    assert layer.stats is not None
+    wrong = ~(layer.stats.residual < 0.1)
+    assert wrong.any() and not layer.stats.converged[wrong].any()
+    assert layer.stats.converged.any()

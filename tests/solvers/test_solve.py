@@ -242,6 +242,28 @@ def test_arguments_of_the_wrong_kind(
 
 
 @pytest.mark.parametrize("solver", GENERAL)
+@pytest.mark.parametrize("is_tree", [False, True])
+@torch.no_grad()
+def test_a_map_that_writes_into_its_argument_is_refused(solver: Solver, is_tree: bool) -> None:
+    y0 = torch.ones(2, 3, dtype=torch.float64)
+
+    def f(y: Any) -> Any:
+        (y[0] if is_tree else y).mul_(0.5).add_(1)
+        return y
+
+    with pytest.raises(ValueError, match="f must not change its argument in place.*y.clone()"):
+        solve(f, (y0, y0) if is_tree else y0, solver)
+
+
+@torch.inference_mode()
+def test_in_inference_mode_such_a_map_gets_a_copy() -> None:
+    y0 = torch.ones(2, 3, dtype=torch.float64)
+    solution = solve(lambda y: y.mul_(0.5).add_(1), y0, Picard(1e-12))
+    torch.testing.assert_close(solution.value, torch.full_like(y0, 2))
+    assert torch.equal(y0, torch.ones_like(y0))
+
+
+@pytest.mark.parametrize("solver", GENERAL)
 def test_a_map_that_changes_the_shape_is_refused(solver: Solver) -> None:
     message = r"f must keep the shape of y: expected \(2, 3\), got \(2, 4\)"
     with pytest.raises(ValueError, match=message):

@@ -3,6 +3,8 @@
 Letters: b batch, t tokens, c values of a token.
 """
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -319,3 +321,9 @@ def test_values_out_of_range(make: type[Solver], options: dict[str, Any], messag
 def test_unknown_options(make: type[Solver], option: str, message: str) -> None:
     with pytest.raises(TypeError, match=message.replace("?", r"\?")):
         make(**{option: 3})
+
+
+def test_importing_the_library_does_not_import_torchdeq() -> None:
+    """Its sources warn on Python 3.12, and only Anderson and Broyden need it."""
+    code = "import sys, bedouin; sys.exit('torchdeq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.linear import weight_gradient
+from bedouin.kernels.norms import overflow_to_nan_
 
 
 class Feedback:
@@ -47,7 +48,8 @@ class Feedback:
         """raw^x + W^y norm(y)."""
         if self.has_norm:
             norm = torch.linalg.vector_norm(y, 2, -1, True, out=self.norm)
-            torch.addcmul(self.eps, norm, norm, value=1 / y.shape[-1], out=norm).rsqrt_()
+            torch.addcmul(self.eps, norm, norm, value=1 / y.shape[-1], out=norm)
+            overflow_to_nan_(norm).rsqrt_()
             torch.mul(y, norm, out=self.normed)
         else:
             self.normed.copy_(y)
@@ -88,7 +90,8 @@ class NormedTokens:
         self.factors = None
         if eps is not None:
             norm = torch.linalg.vector_norm(before, 2, -1, True)
-            factor = torch.addcmul(y.new_tensor(eps), norm, norm, value=1 / d).rsqrt_()
+            factor = torch.addcmul(y.new_tensor(eps), norm, norm, value=1 / d)
+            overflow_to_nan_(factor).rsqrt_()
             before.mul_(factor)
             self.factors = factor.unsqueeze(2).unbind(0)
         self.normed = before  # (t, b, d)

@@ -24,6 +24,7 @@ from torch import Tensor
 from bedouin.kernels.backend import is_batched, is_transformed
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.norms import overflow_to_nan_
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
@@ -257,7 +258,7 @@ class RowMaker:
         if self.k:
             torch.linalg.vector_norm(rows.raw_u, 2, -1, True, out=rows.u_norms)
         norms = rows.inverse_norms
-        torch.addcmul(self.norm_eps, norms, norms, out=norms).rsqrt_()
+        overflow_to_nan_(torch.addcmul(self.norm_eps, norms, norms, out=norms)).rsqrt_()
         if rows.raw_memory is not None:
             torch.mul(rows.raw_memory, rows.memory_norms, out=rows.units)
         if self.k:

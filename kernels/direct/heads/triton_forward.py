@@ -17,7 +17,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.activations import fast_activate
 from bedouin.kernels.device.discretize import fast_scale
-from bedouin.kernels.device.norms import max_norm
+from bedouin.kernels.device.norms import inverse_norm, max_norm
 from bedouin.kernels.device.reflections import (
     eliminate,
     inverse_sizes,
@@ -328,8 +328,8 @@ def head_sweep_kernel(
                 B_C = sum_states(B * C, ROWS, D, N)
             else:
                 B_B, C_C, B_C = inner_products(now, n, BLOCKS * N)
-            inv_B = tl.rsqrt(zero + B_B + n * EPS)
-            inv_C = tl.rsqrt(zero + C_C + n * EPS)
+            inv_B = inverse_norm(zero + B_B, n * EPS)
+            inv_C = inverse_norm(zero + C_C, n * EPS)
             B_C = B_C * inv_B * inv_C
         else:
             inv_B = zero + 1.0
@@ -376,7 +376,7 @@ def head_sweep_kernel(
         v = y
         if NORM:
             square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
-            v = y * tl.rsqrt(square / d + NORM_EPS)[:, None]
+            v = y * inverse_norm(square / d, NORM_EPS)[:, None]
         v = v.to(ROUND)
         tl.store(y_ptr + token[:, None] * d + cols, y, mask=inside)
         last = (x, y, own[0:K], s, inv_B, p, sigma, u, inv, T, decayed, scales, held)

@@ -1,0 +1,29 @@
+"""The factor of a normalization in plain torch; kernels/device/norms.py has that of kernels."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def inverse_norm(
+    squares: Tensor,  # any shape, a sum or mean of squares
+    floor: float,
+) -> Tensor:  # as `squares`
+    """rsqrt(squares + floor), but NaN where the squares have overflowed, so that the sample is
+    reported: the factor 0 would make a zero of the vector."""
+    return torch.rsqrt(overflow_to_nan(squares) + floor)
+
+
+def overflow_to_nan(
+    squares: Tensor,  # any shape
+) -> Tensor:  # as `squares`
+    """squares, with NaN in place of Inf."""
+    return squares.nan_to_num(math.nan, math.nan)
+
+
+def overflow_to_nan_(
+    squares: Tensor,  # any shape
+) -> Tensor:  # as `squares`
+    """`overflow_to_nan` in place."""
+    return squares.nan_to_num_(math.nan, math.nan)
