@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from traceback import walk_tb
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Launching(torch.cuda.device):
         # for each call of an operation, so without the checks of the class above
         self.idx, self.prev_idx, self.backend = tensor.get_device(), -1, backend
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
         torch.cuda._maybe_exchange_device(self.prev_idx)
         if error is not None and _is_out_of_resources(error):
             unfit = KernelDoesNotFit(

@@ -53,6 +53,9 @@ class CoreLayer(Protocol):
     @property
     def components(self) -> tuple[str, ...]: ...
 
+    @property
+    def feedback_norm_eps(self) -> float | None: ...
+
     backend: Any
     d_state: int
     num_heads: int

@@ -191,7 +191,7 @@ def test_a_decoded_token_falls_back_to_the_reference(num_heads: int, unfit: Unfi
         x_t = torch.randn(2, M, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             run = fused_step if backend == "auto" else type(layer).step
-            output, state = run(layer, x_t, layer.init_state(2))  # type: ignore[operator]
+            output, state = run(layer, x_t, layer.init_state(2))
         found.append([output, state.y, state.ssm])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -202,11 +202,12 @@ def test_a_decoded_token_falls_back_to_the_reference(num_heads: int, unfit: Unfi
 def test_operations_fall_back_to_the_reference(unfit: Unfit) -> None:
     v = torch.rand(2, 4, 6)
     D, A = torch.rand(6), -torch.rand(6, 3)
-    for operation in (
+    operations: list[Callable[[Backend], Tensor]] = [
         lambda backend: selective_scan(v, v, A, v[..., :3], v[..., 3:], backend=backend)[0],
         lambda backend: gated_output(v, v, D, v, None, v, D, backend=backend),
         lambda backend: shifted_norm(v, None, 1e-5, backend=backend),
-    ):
+    ]
+    for operation in operations:
         assert torch.equal(operation("auto"), operation("reference"))
         with pytest.raises(KernelDoesNotFit):
             operation("triton")
@@ -220,18 +221,20 @@ def test_every_launch_is_on_the_device_of_its_tensors(
 ) -> None:
     from triton.runtime.interpreter import GridExecutor
 
-    launch, launched = GridExecutor.__call__, []
+    launch: Any = GridExecutor.__call__
+    launched: list[str] = []
     inside = [0]
-    enter, leave = Launching.__enter__, Launching.__exit__
+    enter: Any = Launching.__enter__
+    leave: Any = Launching.__exit__
 
     def entered(self: Launching) -> None:
         inside[0] += 1
         assert self.idx == -1  # that of the CPU
         enter(self)
 
-    def left(self: Launching, *raised: Any) -> bool:
+    def left(self: Launching, *raised: Any) -> None:
         inside[0] -= 1
-        return leave(self, *raised)
+        leave(self, *raised)
 
     def checked(self: Any, *args: Any, **given: Any) -> None:
         assert inside[0], self.fn.__name__
