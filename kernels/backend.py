@@ -49,30 +49,36 @@ _TRITON, _IS_OLD = _find_triton()
 LOWEST_CAPABILITY = (8, 0)
 """Of a GPU. Older ones have less shared memory than the kernels take, and no bfloat16."""
 
-_RECENT: dict[torch.device, bool] = {}
+_TOO_OLD: dict[torch.device, str] = {}
+_TOLD: set[torch.device] = set()
 
 
 @constant_in_graphs
-def _is_recent(device: torch.device) -> bool:
-    """Whether the GPU has LOWEST_CAPABILITY; a warning says once that it has not."""
-    if device not in _RECENT:
-        found = _capability(device)
-        _RECENT[device] = found >= LOWEST_CAPABILITY
-        if not _RECENT[device]:
-            warnings.warn(
-                f"backend='auto' takes the reference on {device}, which is slow: the Triton "
-                f"kernels need compute capability {_dotted(LOWEST_CAPABILITY)}, and this GPU has "
-                f"{_dotted(found)}",
-                stacklevel=3,
-            )
-    return _RECENT[device]
+def _old_capability(device: torch.device) -> str:
+    """The compute capability of a GPU below LOWEST_CAPABILITY; "" for all others, and for devices
+    that only stand for a GPU."""
+    found = _TOO_OLD.get(device)
+    if found is None:
+        numbers = LOWEST_CAPABILITY
+        if device.type == "cuda" and torch.cuda.is_available():
+            numbers = torch.cuda.get_device_capability(device)
+        found = _TOO_OLD[device] = _dotted(numbers) if numbers < LOWEST_CAPABILITY else ""
+    return found
 
 
-def _capability(device: torch.device) -> tuple[int, ...]:
-    """That of a GPU; of a device that only stands for one, the lowest that is enough."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return LOWEST_CAPABILITY
-    return torch.cuda.get_device_capability(device)
+@constant_in_graphs
+def _tell_once(device: torch.device) -> bool:
+    """Warn that "auto" takes the reference on this GPU; returns whether this call did."""
+    if device in _TOLD:
+        return False
+    _TOLD.add(device)
+    warnings.warn(
+        f"backend='auto' takes the reference on {device}, which is slow: the Triton kernels need "
+        f"compute capability {_dotted(LOWEST_CAPABILITY)}, and this GPU has "
+        f"{_old_capability(device)}",
+        stacklevel=4,
+    )
+    return True
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:
@@ -117,7 +123,10 @@ def choose_backend(
     if not _TRITON or unsupported is not None:
         return "reference"
     _check_version(backend)
-    return "triton" if _is_recent(device) else "reference"
+    if _old_capability(device):
+        _tell_once(device)
+        return "reference"
+    return "triton"
 
 
 def is_cuda_device(device: torch.device) -> bool:
@@ -149,11 +158,11 @@ def _check_triton(device: torch.device, unsupported: str | None) -> None:
             "move the layer and its input there, use backend='auto' or 'reference', or set "
             "TRITON_INTERPRET=1 before the start to run the kernels in Triton's interpreter"
         )
-    found = _capability(device)
-    if found < LOWEST_CAPABILITY:
+    found = _old_capability(device)
+    if found:
         raise ValueError(
             f"backend='triton' needs a GPU of compute capability {_dotted(LOWEST_CAPABILITY)} or "
-            f"more, got {_dotted(found)} of {device}: use backend='auto' or 'reference'"
+            f"more, got {found} of {device}: use backend='auto' or 'reference'"
         )
     if unsupported is not None:
         raise ValueError(
