@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from importlib.util import find_spec
@@ -9,6 +10,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from bedouin.kernels.outside import constant_in_graphs
 
 Backend = Literal["auto", "triton", "reference"]
 Implementation = Literal["triton", "reference"]
@@ -43,6 +46,44 @@ def _find_triton() -> tuple[str, bool]:
 
 _TRITON, _IS_OLD = _find_triton()
 
+LOWEST_CAPABILITY = (8, 0)
+"""Of a GPU. Older ones have less shared memory than the kernels take, and no bfloat16."""
+
+_TOO_OLD: dict[torch.device, str] = {}
+_TOLD: set[torch.device] = set()
+
+
+@constant_in_graphs
+def _old_capability(device: torch.device) -> str:
+    """The compute capability of a GPU below LOWEST_CAPABILITY; "" for all others, and for devices
+    that only stand for a GPU."""
+    found = _TOO_OLD.get(device)
+    if found is None:
+        numbers = LOWEST_CAPABILITY
+        if device.type == "cuda" and torch.cuda.is_available():
+            numbers = torch.cuda.get_device_capability(device)
+        found = _TOO_OLD[device] = _dotted(numbers) if numbers < LOWEST_CAPABILITY else ""
+    return found
+
+
+@constant_in_graphs
+def _tell_once(device: torch.device) -> bool:
+    """Warn that "auto" takes the reference on this GPU; returns whether this call did."""
+    if device in _TOLD:
+        return False
+    _TOLD.add(device)
+    warnings.warn(
+        f"backend='auto' takes the reference on {device}, which is slow: the Triton kernels need "
+        f"compute capability {_dotted(LOWEST_CAPABILITY)}, and this GPU has "
+        f"{_old_capability(device)}",
+        stacklevel=4,
+    )
+    return True
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
 
 def triton_version() -> tuple[int, ...]:
     """Up to three numbers; none without Triton and for a build without metadata."""
@@ -63,12 +104,13 @@ def choose_backend(
 ) -> Implementation:
     """The implementation for tensors of `dtype` on `device`.
 
-    "auto" chooses Triton on a CUDA device, except for float64, under torch.func transforms and
-    forward mode, for which no Triton operation has rules, and if `unsupported` names a property of
-    the call that the kernels do not support; then, without Triton and on any other device, ROCm's
-    included, it chooses the reference. Raises ValueError for an unknown name, for a Triton that is
-    too old, and for "triton" if it cannot run: without Triton, with an unsupported call, under a
-    transform, or on a CPU unless Triton's interpreter is on.
+    "auto" chooses Triton on a CUDA device of compute capability 8.0 or more, except for float64,
+    under torch.func transforms and forward mode, for which no Triton operation has rules, and if
+    `unsupported` names a property of the call that the kernels do not support; then, without Triton
+    and on any other device, ROCm's included, it chooses the reference. Raises ValueError for an
+    unknown name, for a Triton that is too old, and for "triton" if it cannot run: without Triton,
+    on an older GPU, with an unsupported call, under a transform, or on a CPU unless Triton's
+    interpreter is on.
     """
     check_backend(backend)
     if unsupported is None and is_transformed():
@@ -81,6 +123,9 @@ def choose_backend(
     if not _TRITON or unsupported is not None:
         return "reference"
     _check_version(backend)
+    if _old_capability(device):
+        _tell_once(device)
+        return "reference"
     return "triton"
 
 
@@ -91,7 +136,7 @@ def is_cuda_device(device: torch.device) -> bool:
 
 def _check_version(backend: Backend) -> None:
     if _IS_OLD:
-        lowest = ".".join(map(str, LOWEST_TRITON))
+        lowest = _dotted(LOWEST_TRITON)
         raise ValueError(
             f"backend={backend!r} on a CUDA device needs triton >= {lowest}, got {_TRITON}: "
             "install the version that belongs to torch, with pip install 'bedouin[triton]', or "
@@ -112,6 +157,12 @@ def _check_triton(device: torch.device, unsupported: str | None) -> None:
             f"backend='triton' needs tensors on a CUDA device, got {device}{kind}: "
             "move the layer and its input there, use backend='auto' or 'reference', or set "
             "TRITON_INTERPRET=1 before the start to run the kernels in Triton's interpreter"
+        )
+    found = _old_capability(device)
+    if found:
+        raise ValueError(
+            f"backend='triton' needs a GPU of compute capability {_dotted(LOWEST_CAPABILITY)} or "
+            f"more, got {found} of {device}: use backend='auto' or 'reference'"
         )
     if unsupported is not None:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bedouin.kernels.backend import is_batched, is_transformed
+from bedouin.kernels.guard import Launching
 from bedouin.kernels.outside import outside_of_graphs
 
 NAMESPACE = "bedouin"
@@ -34,11 +35,11 @@ class Operation:
     """
 
     def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
-        self.function = function
+        self.function = guarded = _guarded(function)
         qualified = f"{NAMESPACE}::{name}"
         schema = schema or torch.library.infer_schema(function, mutates_args=())
         torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(qualified, "default", _run_eagerly(function))
+        torch.library.impl(qualified, "default", _run_eagerly(guarded))
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self._eager: type[torch.autograd.Function] | None = None
         OPERATIONS[qualified] = self
@@ -86,6 +87,19 @@ class Operation:
         run = self.function if _needs_no_dispatch(inputs) else self.overload
         with torch._C._AutoDispatchBelowAutograd():
             return run(*inputs)
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on the device of its first tensor."""
+
+    def run(*inputs: Any) -> Any:
+        for v in inputs:
+            if isinstance(v, torch.Tensor):
+                with Launching(v):
+                    return function(*inputs)
+        return function(*inputs)
+
+    return run
 
 
 def _needs_no_dispatch(inputs: tuple[Any, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""A decorator for functions that torch.compile must not trace."""
+"""Decorators for functions that torch.compile must not trace."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,3 +22,11 @@ def outside_of_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
         return left_out
 
     return decorate
+
+
+def constant_in_graphs(function: FunctionT) -> FunctionT:
+    """Decorator: torch.compile calls the function, whose arguments must be constants, and takes its
+    result for a constant. Equivalent to `torch.compiler.assume_constant_result`, which would import
+    the compiler when this library is imported."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

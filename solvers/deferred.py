@@ -67,7 +67,8 @@ class DeferredWarning:
         copy, event = outcome.to("cpu", non_blocking=True), None
         if outcome.is_cuda:
             event = torch.cuda.Event()
-            event.record()
+            # the stream of the copy, whose device need not be the current one
+            event.record(torch.cuda.current_stream(outcome.device))
         # without the cell of the adjoint's statistics, which may refer to the owner of this object
         if isinstance(stats, DeferredStats):
             stats = stats.without_cell()

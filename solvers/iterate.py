@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bedouin.kernels.guard import KernelDoesNotFit, answer
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
 from bedouin.solvers.base import (
@@ -128,6 +129,21 @@ class IterativeSolver(Solver):
         if y.numel() == 0:
             return empty_solution(y0)
         steps = self._steps(f, y, y0.shape, unroll, watch)
+        try:
+            readable = self._run(steps, y, max_steps)
+        except KernelDoesNotFit as error:
+            answer(error, error.backend)
+            steps = _PlainSteps(self, f, y)
+            readable = self._run(steps, y, max_steps)
+        return _conclude(steps.progress, y0.shape, readable)
+
+    def _run(
+        self,
+        steps: Steps,
+        y: Tensor,  # (b, t, c)
+        max_steps: int,
+    ) -> bool:
+        """Advance until every sample is done; returns whether the outcome may be read."""
         # with so few steps an early stop saves less than the synchronization costs
         readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every = CHECK_EVERY if y.is_cuda else 1
@@ -139,7 +155,7 @@ class IterativeSolver(Solver):
             # y was updated after the last evaluation, so its own defect is not known yet
             if not self.returns_evaluation:
                 steps.certify()
-        return _conclude(steps.progress, y0.shape, readable)
+        return readable
 
     def _steps(
         self,

@@ -17,6 +17,7 @@ from bedouin.kernels.backend import is_batched, is_transformed, without_autocast
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors, DecayParameter
 from bedouin.kernels.direct.buffers import count_kept
 from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.guard import Launching
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Parameterization
@@ -169,7 +170,8 @@ def _gradients(
         wanted = [*ctx.wanted, reports and report.wants_summary(saved[0])]
         given = *cotangents, *saved[:8], *saved[10:], *ctx.scalars, wanted
         if is_last:
-            results = _run_backward(given, overwrites=True)
+            with Launching(saved[0]):
+                results = _run_backward(given, overwrites=True)
         else:
             results = _core_backward(*given)
         of_each = zip(results, ctx.needs_input_grad, saved[:10], strict=False)

@@ -65,11 +65,12 @@ def start_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    # in 64 bits: a number that overflows is negative, and so below every size
+    program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     if program == 0:
         _zero(counters_ptr, tl.arange(0, 4), 3)
-    _zero(h_ptr, program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), h_size)
+    _zero(h_ptr, at, h_size)
     _convert(W_x_ptr, W_x_low_ptr, at, W_x_size)
     _convert(W_y_ptr, W_y_low_ptr, at, W_y_size)
     if program * BLOCK < A_size:
@@ -90,9 +91,10 @@ def start_kernel(
         bias = _bias_entry(dt_bias_ptr, raw_bias_ptr, head, index, mask, r, d, BIAS)
         tl.store(bias_ptr + at, bias.to(bias_ptr.dtype.element_ty), mask=at < bias_size)
     if NORMED:
-        if program * BLOCK < batch * d:
-            row = normed_ptr + (at // d).to(tl.int64) * normed_stride + at % d
-            tl.store(row, tl.zeros([BLOCK], normed_ptr.dtype.element_ty), mask=at < batch * d)
+        size = tl.cast(batch, tl.int64) * d
+        if program * BLOCK < size:
+            row = normed_ptr + at // d * normed_stride + at % d
+            tl.store(row, tl.zeros([BLOCK], normed_ptr.dtype.element_ty), mask=at < size)
 
 
 @triton.jit(do_not_specialize=["size", "rows"])
@@ -238,7 +240,7 @@ def finish_kernel(
     BLOCK: tl.constexpr,
 ):
     """Gradients as the parameters have them."""
-    first = tl.program_id(0) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
     _convert(W_x_low_ptr, W_x_ptr, at, W_x_size)
     _convert(W_y_low_ptr, W_y_ptr, at, W_y_size)

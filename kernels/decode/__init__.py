@@ -11,6 +11,7 @@ from bedouin.kernels.decode.arguments import (
 from bedouin.kernels.decode.products import multiply, takes_products
 from bedouin.kernels.decode.reference import decode_token_reference
 from bedouin.kernels.device import MAX_REFLECTIONS
+from bedouin.kernels.guard import Launching, falls_back
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import RawLayout
 
@@ -32,6 +33,7 @@ MAX_TILE = 32768
 program holds it in registers. 2048 channels with 16 states."""
 
 
+@falls_back
 def decode_token(
     operands: StepOperands,
     parameters: StepParameters,
@@ -60,7 +62,8 @@ def decode_token(
         # imports Triton, which the reference does without
         from bedouin.kernels.decode.triton_kernels import launch_decode_token
 
-        launch_decode_token(operands, parameters, options, overlaps)
+        with Launching(operands.h):
+            launch_decode_token(operands, parameters, options, overlaps)
 
 
 def unsupported_token(p: int, n: int, layout: RawLayout | None) -> str | None:

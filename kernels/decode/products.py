@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.decode.arguments import Product
+from bedouin.kernels.guard import Launching, falls_back
 
 MAX_SAMPLES = 4
 """Most samples of `multiply`. It reads a weight once but computes each sample by itself; counted in
@@ -17,23 +18,32 @@ MAX_COLUMNS = 8192
 """Most columns of a weight: one program holds whole rows in registers."""
 
 
+@falls_back
 def multiply(
     first: Product,
     second: Product | None = None,
     *,
     dtype: torch.dtype,
     overlaps: bool = False,
+    backend: Backend = "auto",
 ) -> None:
-    """Compute one or two products in one launch of Triton's kernel.
+    """Compute one or two products in one launch of Triton's kernel, or each by torch for the
+    reference.
 
     Weights and vectors are rounded to `dtype`, as autocast does; sums are at least float32.
     overlaps: the weights are read while the launch before is still running, which therefore must
     not write them (kernels/decode/triton_overlap.py).
     """
+    if backend == "reference":
+        for product in (first, second):
+            if product is not None:
+                product.out.copy_(product.v.to(dtype) @ product.weight.to(dtype).mT)
+        return
     # imports Triton
     from bedouin.kernels.decode.triton_products import launch_products
 
-    launch_products(first, second, dtype, overlaps)
+    with Launching(first.v):
+        launch_products(first, second, dtype, overlaps)
 
 
 def takes_products(

@@ -54,6 +54,7 @@ def _multiply(
     weight = weight.to(LOW).to(SUM)
     wait_for_last(OVERLAPS)
     v_ptr += head * v_head
+    v_row, out_row = tl.cast(v_row, tl.int64), tl.cast(out_row, tl.int64)
     out_ptr += head * out_head + first
     for sample in tl.static_range(SAMPLES):
         v = tl.load(v_ptr + sample * v_row + cols, mask=in_c, other=0.0).to(LOW).to(SUM)

@@ -218,12 +218,19 @@ def matrix_of(A_ptr, sample, per_head, d, n):
 
 
 @triton.jit
+def _far(t, stride):
+    """t * stride, in 64 bits: 32 do not hold the offsets of long sequences."""
+    return tl.cast(t, tl.int64) * stride
+
+
+@triton.jit
 def strided_row(ptr, sample, t, per_head, stride_h, stride_b, stride_t):
     """Pointer to the entries of token t of (b, t, d), or with heads of (H, b / H, t, d)."""
     if per_head is None:
-        return ptr + sample * stride_b + t * stride_t
+        return ptr + sample * stride_b + _far(t, stride_t)
     else:
-        return ptr + sample // per_head * stride_h + sample % per_head * stride_b + t * stride_t
+        of_sample = sample // per_head * stride_h + sample % per_head * stride_b
+        return ptr + of_sample + _far(t, stride_t)
 
 
 @triton.jit
@@ -244,10 +251,10 @@ def input_row(tokens, prepared, sample, t):
 @triton.jit
 def token_row(rows, sample, t):
     """Pointer to the entries of token t."""
-    return rows.ptr + sample * rows.stride_b + t * rows.stride_t
+    return rows.ptr + sample * rows.stride_b + _far(t, rows.stride_t)
 
 
 @triton.jit
 def aligned_row(rows, sample, t, ALIGNED: tl.constexpr):
     """`token_row`, whose offset ALIGNED divides, so that loads are wide."""
-    return rows.ptr + tl.multiple_of(sample * rows.stride_b + t * rows.stride_t, ALIGNED)
+    return rows.ptr + tl.multiple_of(sample * rows.stride_b + _far(t, rows.stride_t), ALIGNED)

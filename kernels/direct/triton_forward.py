@@ -49,7 +49,7 @@ def _multiply(W, sweep, t, done, first_tile, tiles):
         if first_tile < tiles:
             tile_product(
                 W, first_tile, vector_ptr, sweep.buffers.fed_ptr, t >> 30, batch, r, d,
-                sweep.sizes.t_end * d, sweep.buffers.fed_stride, sweep.product,
+                tl.cast(sweep.sizes.t_end, tl.int64) * d, sweep.buffers.fed_stride, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
     else:
@@ -57,7 +57,7 @@ def _multiply(W, sweep, t, done, first_tile, tiles):
             part = load_tile(sweep.buffers.W_ptr, tile, r, d, d, 1, sweep.product)
             tile_product(
                 part, tile, vector_ptr, sweep.buffers.fed_ptr, t >> 30, batch, r, d,
-                sweep.sizes.t_end * d, sweep.buffers.fed_stride, sweep.product,
+                tl.cast(sweep.sizes.t_end, tl.int64) * d, sweep.buffers.fed_stride, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
 

@@ -39,10 +39,10 @@ def tile_product(
     CHUNKS: tl.constexpr = product.CHUNKS
     m0, v0, split = _origin(tile, m_end, product.BLOCK_M, BLOCK_K * CHUNKS)
     rows = m0 + tl.arange(0, product.BLOCK_M)
-    out_ptr += split * batch * out_stride
+    out_ptr += tl.cast(split, tl.int64) * batch * out_stride
     for b0 in range(zero, batch, product.BLOCK_B):
-        samples = b0 + tl.arange(0, product.BLOCK_B)
-        row_ptr = vector_ptr + samples.to(tl.int64) * vector_stride
+        samples = (b0 + tl.arange(0, product.BLOCK_B)).to(tl.int64)
+        row_ptr = vector_ptr + samples * vector_stride
         # all loads are issued first: one chunk after the other would add up their latencies
         loaded = ()
         for chunk in tl.static_range(min(AHEAD, CHUNKS)):

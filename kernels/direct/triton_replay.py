@@ -98,7 +98,7 @@ def replay_block(
     B_next = tl.load(B_row, mask=in_n, other=0.0)
     for i in range(0, chunk.count):
         mixed, delta, B = mixed_next, activate(delta_next, options.ACTIVATION), B_next
-        step = tl.minimum(i + 1, chunk.count - 1)
+        step = tl.minimum(i + 1, chunk.count - 1).to(tl.int64)
         mixed_next = tl.load(mixed_row + step * d, mask=in_d, other=0.0)
         raw = raw_row + tl.multiple_of(step * tokens.raw.stride_t, options.ALIGNED)
         fed = fed_row + tl.multiple_of(step * tokens.fed.stride_t, options.ALIGNED)

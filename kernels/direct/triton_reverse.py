@@ -185,7 +185,7 @@ def _multiply(W, sweep, t, finished, first_tile, tiles):
         if first_tile < tiles:
             tile_product(
                 W, first_tile, vector_ptr, sweep.buffers.grad_normed_ptr, t >> 30, batch, d, r,
-                sweep.sizes.t_end * r, d, sweep.product,
+                tl.cast(sweep.sizes.t_end, tl.int64) * r, d, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
     else:
@@ -193,7 +193,7 @@ def _multiply(W, sweep, t, finished, first_tile, tiles):
             part = load_tile(sweep.buffers.W_ptr, tile, d, R, 1, d, sweep.product)
             tile_product(
                 part, tile, vector_ptr, sweep.buffers.grad_normed_ptr, t >> 30, batch, d, r,
-                sweep.sizes.t_end * r, d, sweep.product,
+                tl.cast(sweep.sizes.t_end, tl.int64) * r, d, sweep.product,
             )  # fmt: skip
             announce(sweep.counters.tiles)
 

@@ -96,7 +96,6 @@ def solve_token(
     n: tl.constexpr = sizes.n
     BLOCKS: tl.constexpr = sizes.BLOCKS
     COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
-    normed_stride_b = sizes.t_end * d
     rows, cols = tl.arange(0, BLOCKS * sizes.BLOCK_N), tl.arange(0, sizes.BLOCK_D)
     in_n, in_d = rows < n, cols < d
     # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if options.SELECTIVE
@@ -200,7 +199,7 @@ def solve_token(
         square = channel_sums((y * y,), sizes)
         rms = over_channels((inverse_norm(square[0] / d, options.NORM_EPS),), sizes)
         normed = y * rms[0]
-    at = buffers.normed_ptr + sample * normed_stride_b + (t + 1) * d + cols
+    at = buffers.normed_ptr + (token + 1) * d + cols
     in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
     tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
     if product.PERSISTENT:

@@ -7,6 +7,7 @@ I - Q = diag(e) + U^T M U, with e = 0 and M = T (upper triangular) for a Househo
 import torch
 from torch import Tensor
 
+from bedouin.kernels.checks import check_shape
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.norms import inverse_norm
 
@@ -144,7 +145,7 @@ def apply_complement_transposed(
     return apply_complement(v, e, U, M.mT)
 
 
-def householder_product_reference(
+def householder_product(
     v: Tensor,  # (..., d)
     u: Tensor,  # (..., k, d), normalized inside
     beta: Tensor,  # (..., k)
@@ -154,7 +155,13 @@ def householder_product_reference(
     """Q v = H_1 (H_2 ( ... (H_k v))), one reflection after the other: the definition.
 
     With `complement`, (I - Q) v as the sum of what each reflection subtracts, without cancellation.
+    Computes in at least float32; the result has the dtype of v. Raises ValueError for shapes that
+    do not fit. Source: DeltaProduct (arXiv 2502.10297).
     """
+    if u.dim() < 2:
+        raise ValueError(f"u must have shape (..., k, d), got {tuple(u.shape)}")
+    check_shape("beta", beta, u.shape[:-1], "(..., k) of this u")
+    check_shape("v", v, (*u.shape[:-2], u.shape[-1]), "(..., d) of this u")
     dtype = accumulator(v.dtype, u.dtype, beta.dtype)
     rest, u_bar, beta = v.to(dtype), unit(u.to(dtype)), beta.to(dtype)
     taken = torch.zeros_like(rest)
@@ -163,13 +170,3 @@ def householder_product_reference(
         step = beta[..., i : i + 1] * u_i * (u_i * rest).sum(-1, keepdim=True)
         rest, taken = rest - step, taken + step
     return (taken if complement else rest).to(v.dtype)
-
-
-def householder_factor_reference(
-    u: Tensor,  # (..., k, d), normalized inside
-    beta: Tensor,  # (..., k)
-) -> Tensor:  # (..., k, k)
-    """`wy_factor` of the normalized rows, in at least float32."""
-    dtype = accumulator(u.dtype, beta.dtype)
-    with torch.autocast(u.device.type, enabled=False):
-        return wy_factor(unit(u.to(dtype)), beta.to(dtype))

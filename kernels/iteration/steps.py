@@ -27,7 +27,9 @@ H heads (kernels/heads.py).
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import Backend
 from bedouin.kernels.feedback import normalize_feedback, padded_rows
+from bedouin.kernels.guard import Launching
 from bedouin.kernels.iteration.buffers import FAILED, FROZEN, STEPS, IterationBuffers
 from bedouin.kernels.iteration.launch import (
     LIMITS,
@@ -56,7 +58,9 @@ class FusedIteration:
         rule: IterationRule,
         limits: Limits = LIMITS,
         lengths: Tensor | None = None,  # (b,)
+        backend: Backend = "auto",
     ) -> None:
+        self.backend = backend
         x, raw, W_y, A, _, _ = operands
         h0, y0 = operands.start()
         x, raw = evenly_spaced(x), evenly_spaced(raw)
@@ -96,22 +100,25 @@ class FusedIteration:
             fed_back=fed_back,
             lengths=None if lengths is None else lengths.to(torch.int32),
         )
-        if W_y is not None:
-            settle(g, self.buffers, y)
-        if g.mixes_ahead:
-            mix(g, self.buffers)
+        with Launching(y, backend):
+            if W_y is not None:
+                settle(g, self.buffers, y)
+            if g.mixes_ahead:
+                mix(g, self.buffers)
 
     def advance(self) -> None:
         """Evaluate the map at y, freeze what has converged, move the rest."""
-        self._evaluate(count=True)
         v = self.buffers
-        settle(self.geometry, v, v.y_next)
+        with Launching(v.y, self.backend):
+            self._evaluate(count=True)
+            settle(self.geometry, v, v.y_next)
         v.y, v.y_next = v.y_next, v.y
         v.mixed, v.mixed_next = v.mixed_next, v.mixed
 
     def certify(self) -> None:
         """Evaluate the map at y and judge it; y stays, and the evaluation is not counted."""
-        self._evaluate(count=False)
+        with Launching(self.buffers.y, self.backend):
+            self._evaluate(count=False)
 
     def _evaluate(self, *, count: bool) -> None:
         g, v = self.geometry, self.buffers

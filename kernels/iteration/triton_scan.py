@@ -46,7 +46,7 @@ def _load_tokens(
     """
     rows = ()
     for i in tl.static_range(AHEAD):
-        row = pointers + (i * stride if EVEN else tl.minimum(i, left) * stride)
+        row = pointers + (i * stride if EVEN else tl.minimum(i, left).to(tl.int64) * stride)
         if WIDE:
             rows = rows + (tl.load(row),)
         else:
@@ -182,6 +182,7 @@ def scan_kernel(
         # all loads together: a warp has few scoreboards, and a shared one waits for the last load
         more = tl.minimum(AHEAD, tl.maximum(last - start, 0) // AHEAD * AHEAD)
         left = last - start - more
+        more = more.to(tl.int64)
         mixed_ptr += more * d
         raw_ptr += more * raw_stride
         xs = _load_tokens(mixed_ptr, left, d, in_lanes, AHEAD, EVEN, WIDE)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.checks import check_choice, check_sequence, check_shape
+from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.scan.autograd import run_plain_scan, run_triton_scan
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 
+@falls_back
 def selective_scan(
     x: Tensor,  # (b, t, d)
     delta: Tensor,  # (b, t, d)

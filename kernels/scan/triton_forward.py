@@ -106,10 +106,10 @@ def forward_kernel(
                 kept_ptr += size
         x_4, delta_4 = xs, deltas
         B_4, C_4 = split_columns(Bs.to(ACC), BLOCK_N), split_columns(Cs.to(ACC), BLOCK_N)
-        x_ptr += 4 * x_stride_t
-        delta_ptr += 4 * delta_stride_t
-        B_ptr += 4 * B_stride_t
-        C_ptr += 4 * C_stride_t
+        x_ptr += tl.cast(x_stride_t, tl.int64) * 4
+        delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
+        B_ptr += tl.cast(B_stride_t, tl.int64) * 4
+        C_ptr += tl.cast(C_stride_t, tl.int64) * 4
         left = count - done - 4
         xs = load_rows(x_ptr, x_stride_t, left, channel, d)
         deltas = load_rows(delta_ptr, delta_stride_t, left, channel, d)

@@ -89,9 +89,9 @@ def segment_kernel(
     for done in range(0, count, 4):
         value_4, delta_4 = values, deltas
         vector_4 = split_columns(vectors.to(ACC), BLOCK_N)
-        value_ptr += 4 * value_stride_t
-        delta_ptr += 4 * delta_stride_t
-        vector_ptr += 4 * vector_stride_t
+        value_ptr += tl.cast(value_stride_t, tl.int64) * 4
+        delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
+        vector_ptr += tl.cast(vector_stride_t, tl.int64) * 4
         left = count - done - 4
         values = load_rows(value_ptr, value_stride_t, left, channel, d)
         deltas = load_rows(delta_ptr, delta_stride_t, left, channel, d)

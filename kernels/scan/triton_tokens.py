@@ -26,6 +26,7 @@ def load_rows(pointer, stride, left, channel, d):
     A token of zeros leaves the memory as it is.
     """
     rows = ()
+    stride = tl.cast(stride, tl.int64)
     for i in tl.static_range(4):
         end = tl.where(i < left, d, 0)
         row = tl.load(pointer + i * stride + channel, mask=channel < end, other=0.0)
@@ -36,7 +37,7 @@ def load_rows(pointer, stride, left, channel, d):
 @triton.jit
 def load_columns(pointer, stride, left, state, n):
     """B or C of four tokens (n, 4), the first at `pointer`; 0 where fewer than four are left."""
-    token = tl.arange(0, 4)
+    token = tl.arange(0, 4).to(tl.int64)
     mask = (state < n)[:, None] & (token < left)[None, :]
     return tl.load(pointer + state[:, None] + token[None, :] * stride, mask=mask, other=0.0)
 

@@ -22,11 +22,14 @@ from bedouin.kernels.backend import choose_backend, is_transformed
 from bedouin.kernels.core import CoreOptions, CoreRun, CoreTensors, core_operation, flatten
 from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.direct import (
+    Sweep,
     choose_chunk_of,
     choose_chunk_of_heads,
     holds_head,
     unsupported_sizes,
 )
+from bedouin.kernels.guard import KernelDoesNotFit, answer
+from bedouin.kernels.heads import unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.output import MAX_CHANNELS
@@ -55,6 +58,10 @@ class CoreLayer(Protocol):
     @property
     def unfused(self) -> str | None: ...
 
+    @property
+    def feedback_norm_eps(self) -> float | None: ...
+
+    backend: Any
     d_state: int
     num_heads: int
     head_dim: int
@@ -184,6 +191,8 @@ class CoreMap:
         self._packing = packing
         self._before = None if state is None else fold_state(state, layer.num_heads)
         self._run: CoreRun | None = None
+        # where the operation's kernels do not fit: the map, and the gated output
+        self._parts: tuple[StructuredMap, Tensor] | None = None
 
     @property
     def start(self) -> Tensor:
@@ -205,6 +214,8 @@ class CoreMap:
     @property
     def hidden(self) -> Tensor:
         """The gated output (b, t, d), after the sweep."""
+        if self._parts is not None:
+            return self._parts[1]
         assert self._run is not None
         return self._run.hidden
 
@@ -215,7 +226,7 @@ class CoreMap:
         """F(y)."""
         return self._separate()[0](y)
 
-    def sweep(self, unroll: bool, cell: BackwardStats) -> CoreSweep:
+    def sweep(self, unroll: bool, cell: BackwardStats) -> CoreSweep | Sweep:
         """The exact solve, and the output stage for its result."""
         assert not unroll, "takes_core demands the implicit adjoint"
         layer, packing = self._layer, self._packing
@@ -239,16 +250,30 @@ class CoreMap:
             kept = choose_chunk_of_heads(heads * b, t, p, n, feedback=feedback)
         options = CoreOptions(layer.parameterization(), decay, sharpness, eps, kept)
         biases, real = (layer.dt_bias, layer.raw_bias), None if packing is None else packing.real
-        output = core_operation(*tensors, *biases, real, *flatten(options))
+        try:
+            output = core_operation(*tensors, *biases, real, *flatten(options))
+        except KernelDoesNotFit as error:
+            return self._sweep_separately(error, cell)
         run = self._run = CoreRun.of(output, _Reporter(cell))
         residual, pivot = run.summary.unbind()
         return CoreSweep(run.y, run.statistics, residual, pivot, run.converged)
+
+    def _sweep_separately(self, error: KernelDoesNotFit, cell: BackwardStats) -> Sweep:
+        """The same in separate operations, each of which may find that its kernels fit."""
+        answer(error, self._layer.backend)
+        f, _, stage = self._separate()
+        assert isinstance(f, StructuredMap)
+        swept = f.sweep(False, cell)
+        self._parts = f, unfold(stage.gated(self._layer, swept.y), self._layer.num_heads)
+        return swept
 
     def memory(
         self,
         y: Tensor,  # (b', t, p), the result of the sweep
     ) -> Tensor:  # (b', p, n)
         """h after the last token."""
+        if self._parts is not None:
+            return self._parts[0].memory(y)
         assert self._run is not None
         return self._run.h
 

@@ -30,6 +30,7 @@ from bedouin.kernels.direct import (
     solve_local_transposed,
 )
 from bedouin.kernels.feedback import with_feedback
+from bedouin.kernels.guard import Launching, falls_back
 from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
@@ -230,14 +231,18 @@ class MixerBind:
         return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), erase)
 
 
+@falls_back
 def _reverse_stats(
     defect: Tensor,  # (b, t)
     scale: Tensor,  # (b, t)
+    *,
+    backend: Backend = "auto",
 ) -> SolveStats:
-    if defect.numel() and choose_backend("auto", defect.device, defect.dtype) == "triton":
+    if defect.numel() and choose_backend(backend, defect.device, defect.dtype) == "triton":
         from bedouin.kernels.direct.triton_summary import summarize_adjoint
 
-        return DeferredStats(*summarize_adjoint(torch.stack([defect, scale])))
+        with Launching(defect):
+            return DeferredStats(*summarize_adjoint(torch.stack([defect, scale])))
     # flipped, because the reverse sweep begins with the last token
     with torch.no_grad():
         residual = relative_residual(defect.flip(1), scale.flip(1))

@@ -292,8 +292,8 @@ class Kronecker(FactoredMixer):
 
 
 class Monarch(FactoredMixer):
-    """Q = L R with block-diagonal factors: R mixes each column of the matrix (i, j) by an I - R_n of
-    its own, then L each row by an I - S_m of its own.
+    """Q = L R with block-diagonal factors: R mixes each column of the matrix (i, j) by an I - R_n
+    of its own, then L each row by an I - S_m of its own.
 
     Raw values of a token: R_1 .. R_j (i, i), then S_1 .. S_i (j, j). `FactoredMixer` has the
     arguments and errors.

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin
-from bedouin.kernels.householder import householder_product
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import Jacobi, Picard
 
@@ -37,13 +36,6 @@ def scan(*heads: int) -> Callable[[], None]:
         (y.float().sum() + h.sum()).backward()
 
     return run
-
-
-def householder() -> None:
-    """A product of reflections and its adjoint."""
-    beta = torch.rand(BATCH, TIME, 3, device="cuda").bfloat16().requires_grad_()
-    v, u = draw(BATCH, TIME, 64), draw(BATCH, TIME, 3, 64)
-    householder_product(v, u, beta, backend="triton").float().sum().backward()
 
 
 def layer(b: int = BATCH, t: int = TIME, m: int = WIDTH, **options: object) -> Callable[[], None]:
@@ -76,7 +68,6 @@ def main() -> None:
     runs: dict[str, Callable[[], None]] = {
         "scan": scan(),
         "scan, heads": scan(2),
-        "householder": householder,
         "direct": layer(),
         "direct without feedback": layer(feedback=()),
         "direct without feedback, in chunks": layer(2, 42, 512, num_heads=1, feedback=()),

@@ -69,6 +69,39 @@ def test_gpus_of_rocm_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> Non
         choose_backend("triton", CUDA)
 
 
+@pytest.fixture
+def turing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All GPUs have compute capability 7.5."""
+    monkeypatch.setattr(kernels_backend, "_TOO_OLD", {})
+    monkeypatch.setattr(kernels_backend, "_TOLD", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+
+
+@pytest.mark.usefixtures("turing")
+def test_an_older_gpu_takes_the_reference_and_is_named_once() -> None:
+    for device in (CUDA, torch.device("cuda", 1)):
+        with pytest.warns(UserWarning, match=f"reference on {device}.* capability 8.0.* has 7.5"):
+            assert choose_backend("auto", device) == "reference"
+        assert choose_backend("auto", device) == "reference"
+    with pytest.raises(ValueError, match=r"capability 8.0 or more, got 7.5 of cuda:0: use backend"):
+        choose_backend("triton", CUDA)
+
+
+def test_a_graph_knows_whether_the_gpu_is_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 1)
+    monkeypatch.setattr(kernels_backend, "_TOO_OLD", {CUDA: "7.5", cuda: ""})
+    monkeypatch.setattr(kernels_backend, "_TOLD", set())
+
+    def probe(x: Tensor) -> Tensor:
+        old, recent = choose_backend("auto", CUDA), choose_backend("auto", cuda)
+        return x + (old == "reference") + 2 * (recent == choose_backend("triton", cuda))
+
+    x = torch.zeros(2)
+    with pytest.warns(UserWarning, match="takes the reference on cuda:0"):
+        assert torch.compile(probe, fullgraph=True, backend="eager")(x).tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
 def test_other_devices_take_the_reference(device: str) -> None:
     assert choose_backend("auto", torch.device(device)) == "reference"

@@ -99,6 +99,25 @@ def test_householder_product_and_wy_form_agree(k: int, d: int, beta_max: float) 
     torch.testing.assert_close(v - complement, householder_product(v, u, beta))
 
 
+def test_the_complement_of_a_small_beta_does_not_cancel() -> None:
+    v, u, beta = torch.randn(2, 64), torch.randn(2, 4, 64), 1e-6 * torch.rand(2, 4)
+    wide = (x.double() for x in (v, u, beta))
+    expected = householder_product(*wide, complement=True)
+    found = householder_product(v, u, beta, complement=True)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-12)
+
+
+def test_shapes_of_a_product_that_do_not_fit() -> None:
+    v, u, beta = torch.randn(2, 3), torch.randn(2, 2, 3), torch.rand(2, 2)
+    with pytest.raises(ValueError, match=r"v must have shape \(..., d\) of this u = \(2, 3\)"):
+        householder_product(v[0], u, beta)
+    with pytest.raises(ValueError, match=r"beta must have shape .* of this u = \(2, 2\)"):
+        householder_product(v, u, beta[..., :1])
+    with pytest.raises(ValueError, match=r"u must have shape \(..., k, d\)"):
+        householder_product(v, u[0, 0], beta)
+
+
 def test_complement_is_diagonal_plus_low_rank() -> None:
     v, e = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     U, M = _unit_rows(2, 6), torch.randn(3, 2, 2, dtype=torch.float64)

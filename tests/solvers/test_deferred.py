@@ -46,6 +46,28 @@ def test_no_warning_before_the_copy_is_complete() -> None:
     assert not warning.is_pending("layer")
 
 
+class _Elsewhere(torch.Tensor):
+    """A tensor on a GPU that is not the current one."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+
+def test_the_copy_is_awaited_on_the_device_of_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[object] = []
+
+    class Event:
+        def record(self, stream: object = None) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    stats = _stats(True, False)
+    stats = SolveStats(stats.num_steps, stats.residual, stats.converged.as_subclass(_Elsewhere))
+    DeferredWarning().schedule(stats, "layer")
+    assert recorded == [torch.device("cuda", 1)]
+
+
 def test_a_converged_solve_says_nothing() -> None:
     warning = DeferredWarning()
     warning.schedule(_stats(True, True), "layer")

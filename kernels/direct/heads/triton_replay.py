@@ -23,7 +23,7 @@ def kept_memory(
     chunk, d: tl.constexpr, n: tl.constexpr,
 ):  # fmt: skip
     """Pointers (s,) to h before a chunk."""
-    row = kept_row + (chunk - 1) * (n * d)
+    row = kept_row + (chunk - 1).to(tl.int64) * (n * d)
     if chunk == 0:
         row = h0_row
     return row

@@ -290,10 +290,11 @@ def reverse_head_kernel(
     replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
     row_of = rows_of_statistics(per_head, t_end, S)
     last = (start + count - 1).to(tl.int64)
+    last_of_count = (count - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
-        mixed_row + (count - 1) * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
+        mixed_row + last_of_count * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
         cols, in_row, d, u_at, K, FED, ONLY_DELTA,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
@@ -308,7 +309,7 @@ def reverse_head_kernel(
     places += tl.where(entries >= 3 * PAIRS + K * K, AT_KNOWN - AT_N - K * K, 0)
     places += tl.where(entries >= SIZE - 4, AT_LAST - AT_KNOWN - 5 * K, 0)
     in_local = entries < SIZE + 2 * n
-    scalars_at = local_row + (count - 1) * WIDTH
+    scalars_at = local_row + last_of_count * WIDTH
     scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
     places_of = tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS
     near = scratch_ptr + places_of * 2 * BLOCK_L
@@ -317,12 +318,12 @@ def reverse_head_kernel(
     for back in range(0, count):
         i_token = count - 1 - back
         in_chunk = i_token % KEEP
-        first = i_token - in_chunk
+        first = (i_token - in_chunk).to(tl.int64)
         if (back == 0) | (in_chunk == KEEP - 1):
             # other threads have read what is overwritten, and read what is written
             tl.debug_barrier()
             chunk = (start + first) // KEEP
-            from_token = (start + first).to(tl.int64)
+            from_token = start + first
             replay_tokens(
                 kept_memory(h0_row, kept_row, chunk, d, n),
                 replayed_row, in_chunk + 1, mixed_row + first * d,
@@ -347,8 +348,8 @@ def reverse_head_kernel(
         row = near + back % 2 * BLOCK_L
         tl.store(row[:, None] + places, scalars, mask=in_local)
         tl.debug_barrier()
-        i_next = tl.maximum(i_token - 1, 0)
-        t_next = (start + i_next).to(tl.int64)
+        i_next = tl.maximum(i_token - 1, 0).to(tl.int64)
+        t_next = start + i_next
         scalars_at = local_row + i_next * WIDTH
         scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
         h_row = replayed_row + (in_chunk - 1) * (n * d)

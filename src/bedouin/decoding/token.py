@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bedouin.heads import HeadLinear
 from bedouin.kernels.backend import (
     autocast_dtype,
+    choose_backend,
     interpreter_is_on,
     is_cuda_device,
     is_transformed,
@@ -237,8 +238,8 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     if not asks_for_fused_step(layer) or not len(x_t):
         return False
     if is_cuda_device(x_t.device):
-        # float64 serves to check numbers, for which the plain path is the reference
-        supported = layer.D.dtype != torch.float64
+        # with "triton", too: the plain path refuses what kernels cannot compute
+        supported = choose_backend("auto", x_t.device, layer.D.dtype) == "triton"
     else:
         supported = layer.solve_options.backend == "triton" and interpreter_is_on()
     if not supported or unsupported_step(layer) is not None:
@@ -292,7 +293,8 @@ def advance(layer: DecodedLayer, u: Tensor, buffers: Buffers) -> Tensor:
         output: Tensor = layer.out_proj(hidden)
         return output
     output = torch.empty(u.shape, dtype=low, device=u.device)
-    multiply(Product(layer.out_proj.weight, hidden, output), dtype=low, overlaps=True)
+    product = Product(layer.out_proj.weight, hidden, output)
+    multiply(product, dtype=low, overlaps=True, backend=backend)
     return output
 
 
@@ -327,6 +329,7 @@ def _multiplied(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`_projected` in two launches."""
     low, heads = buffers.normed.dtype, layer.num_heads
+    backend = layer.solve_options.backend
 
     def empty_product(weight: Tensor) -> Tensor:
         shape = *weight.shape[:-2], len(u), weight.shape[-2]
@@ -338,10 +341,10 @@ def _multiplied(
     if layer.y_proj is not None:
         weight = layer.y_proj.weight
         feedback = Product(weight, _split_heads(buffers.normed, heads), empty_product(weight))
-    multiply(inward, feedback, dtype=low)
+    multiply(inward, feedback, dtype=low, backend=backend)
     x, weight = _split_heads(projected[:, : layer.d_inner], heads), layer.x_proj.weight
     raw = empty_product(weight)
-    multiply(Product(weight, x, raw), dtype=low, overlaps=True)
+    multiply(Product(weight, x, raw), dtype=low, overlaps=True, backend=backend)
     return projected, raw, None if feedback is None else feedback.out
 
 

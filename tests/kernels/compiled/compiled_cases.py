@@ -114,24 +114,6 @@ def output(b: int, t: int, d: int, heads: int, dtype: torch.dtype = torch.bfloat
     return run
 
 
-def householder(d: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Case:
-    """Products and factor, and their adjoints."""
-
-    def run() -> None:
-        from bedouin.kernels import householder as ops
-
-        v, u, beta = (
-            draw(8, 18, d, dtype=dtype),
-            draw(8, 18, k, d, dtype=dtype),
-            draw(8, 18, k, dtype=dtype),
-        )
-        out = ops.householder_product(v, u, beta, backend="triton").float().sum()
-        out = out + ops.householder_complement(v, u, beta, backend="triton").float().sum()
-        (out + ops.householder_factor(u, beta, backend="triton").float().sum()).backward()
-
-    return run
-
-
 FLOAT32, FLOAT16, FLOAT64 = torch.float32, torch.float16, torch.float64
 BENCH: dict[str, Any] = {"d_state": 16, "num_householder": 4, "num_heads": 1}
 HEADS: dict[str, Any] = BENCH | {"num_heads": 16}
@@ -166,7 +148,6 @@ QUICK: dict[str, Case] = {
     "decode": decode(2, 32),
     "scan": scan(2, 70, 64, 16),
     "scan in segments": scan(2, 4096, 64, 16),
-    "householder": householder(64, 3),
 }
 CASES: dict[str, Case] = QUICK | {
     "direct, griffin, float32": layer(2, 18, 8, FLOAT32, **GRIFFIN),
@@ -224,7 +205,6 @@ CASES: dict[str, Case] = QUICK | {
     "scan, one minus decay, float64": scan(2, 20, 8, 2, FLOAT64, input_scale="one_minus_decay"),
     "scan, 64x256": scan(64, 256, 1024, 16),
     "scan, 8x4096": scan(8, 4096, 1024, 16),
-    "householder, float32": householder(60, 8, FLOAT32),
     "output, heads": output(2, 70, 64, 16),
     "scan, heads": scan(2, 70, 64, 16, heads=16),
     "scan, heads, segments, D": scan(1, 4096, 64, 16, skip=True, heads=2),
