@@ -397,8 +397,8 @@ def failures(row: dict[str, Any]) -> str:
         return ""
     found = [f"{n} of model {i}" for i, n in enumerate(row["skipped"]) if row["failed"][i]]
     return (
-        f"\n    FAILED: no update in {', '.join(found)} of {row['point']['steps']} steps, because a "
-        "gradient was not finite"
+        f"\n    FAILED: no update in {', '.join(found)} of {row['point']['steps']} steps, whose "
+        "gradients were not finite"
     )
 
 

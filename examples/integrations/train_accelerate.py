@@ -27,8 +27,9 @@ def main(steps: int = 300, batch_size: int = 64, d_model: int = 64) -> list[floa
         tokens, labels = (v.to(accelerator.device) for v in task.sample(batch_size, generator))
         loss = cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        if norm.isfinite():  # otherwise the step would end the training
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 50 == 0:
