@@ -146,8 +146,10 @@ def test_seconds_of_points_trained_at_the_same_time_count_once(
     concurrent: bool, seconds: float
 ) -> None:
     config = {"seeds": 2, "first_seed": 100, "concurrent": concurrent}
-    content = {"config": config, "rows": [{"seconds": 7.0}, {"seconds": 7.0}]}
+    content: dict[str, Any] = {"config": config, "rows": [{"seconds": 7.0}, {"seconds": 7.0}]}
     assert experiment.seconds_and_seeds(content) == (seconds, "100 101")
+    content["rows"][1]["failed"] = [False, True]
+    assert experiment.seconds_and_seeds(content)[1] == "100 101 (1 failed)"
 
 
 def test_two_runs_of_one_name_are_refused() -> None:
