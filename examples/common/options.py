@@ -26,6 +26,7 @@ from common.layers import (
     SolverOptions,
     count,
     fixed_point_options,
+    make_bedouin,
     mixer_options,
 )
 from common.matching import matching_width
@@ -254,7 +255,7 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
             num_householder=config.num_householder,
             layer_idx=layer_idx,
         )
-    layer = Bedouin(
+    layer = make_bedouin(
         config.d_model,
         d_state=config.d_state,
         expand=config.expand,

@@ -19,6 +19,7 @@ from common.layers import (
     copy_keys,
     count,
     fixed_point_options,
+    make_bedouin,
     mixer_options,
 )
 from common.matching import matching_width
@@ -185,7 +186,7 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     options |= mixer_options(options.pop("num_householder"), options.pop("beta_max"))
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
-    layer = Bedouin(config.d_model, on_unconverged="ignore", **options)
+    layer = make_bedouin(config.d_model, on_unconverged="ignore", **options)
     if point["key_init"] == "same":
         copy_keys(layer)
     width, heads = point["d_conv"], point["recall_heads"]
