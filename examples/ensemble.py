@@ -26,6 +26,7 @@ Letters: s seeds, b batch, t time, v classes.
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -42,6 +43,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, Copying, token_accuracy
 from common.data import DRAWN_AHEAD, Data, metrics
+from common.errors import UsageError
+from common.folder import refuse_to_replace
 from common.layers import count
 from common.positions import by_position
 from common.schedule import decay, slow_at_first
@@ -54,6 +57,7 @@ FED_WEIGHT = "y_proj.weight"
 Params = dict[str, Tensor]
 
 
+RESULTS = "results.json"
 EVAL_BATCH = 256
 """Test rows evaluated at once."""
 
@@ -436,6 +440,8 @@ def main(config: Config) -> None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     label = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    if not config.overwrite:
+        refuse_to_replace(config.out, RESULTS)
     config.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     points = [
@@ -455,7 +461,7 @@ def main(config: Config) -> None:
             "torch": torch.__version__,
             "rows": rows,
         }
-        (config.out / "results.json").write_text(json.dumps(report, default=str))
+        (config.out / RESULTS).write_text(json.dumps(report, default=str))
         for number, row in enumerate(found, len(rows) - len(found)):
             track(config, number, row, device)
 
@@ -470,4 +476,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
 
 
 if __name__ == "__main__":
-    main(parse())
+    try:
+        main(parse())
+    except UsageError as error:
+        sys.exit(f"error: {error}")

@@ -139,7 +139,10 @@ def make(experiment: Experiment, run: Run, config: Config) -> None:
     path, folder = result_path(config.out, experiment, run), run_folder(experiment, run)
     print(f"== {experiment.name} {run.name}", flush=True)
     AcceleratorState._reset_state()  # it keeps the precision of the last run
-    script([*run.arguments, *shlex.split(config.extra), "--out", str(folder)])
+    extra = shlex.split(config.extra)
+    # what an earlier try has left is replaced, unless it is to be continued
+    replacing = () if "--resume" in extra else ("--overwrite",)
+    script([*run.arguments, *extra, *replacing, "--out", str(folder)])
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / file, path)
 

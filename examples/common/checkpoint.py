@@ -29,6 +29,7 @@ _MAY_CHANGE = frozenset(
     (
         "out",
         "resume",
+        "overwrite",
         "preset",
         "log_every",
         "checkpoint_every",

@@ -30,6 +30,17 @@ def prepare_folder(folder: Path, accelerator: Accelerator) -> None:
         raise UsageError(f"--out must be a folder that can be written to, got {obstacle[0]}")
 
 
+def refuse_to_replace(folder: Path, *names: str) -> None:
+    """Raise UsageError if the folder has one of these files of an earlier run."""
+    found = [name for name in names if (folder / name).exists()]
+    if found:
+        resume = ", continue that run with --resume" if CHECKPOINT in found else ""
+        raise UsageError(
+            f"--out must be a folder without an earlier run, got {folder} with {found[0]}: name "
+            f"another one{resume}, or replace that run with --overwrite"
+        )
+
+
 def _obstacle(folder: Path) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -110,6 +110,8 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Precision of the matrix products; the fixed point stays in float32 either way."""
     out: Path = Path("runs/ensemble")
     """Folder for results.json."""
+    overwrite: bool = False
+    """Replace the results in that folder, if there are any."""
     device: Annotated[str, tyro.conf.arg(help="cpu, cuda, or auto")] = field(default="auto")
 
     def __post_init__(self) -> None:

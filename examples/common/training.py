@@ -4,6 +4,7 @@ Letters: b batch, t time, v classes of the output.
 """
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -28,9 +29,18 @@ from common.checkpoint import (
     save_checkpoint,
 )
 from common.curriculum import first_length, next_length
-from common.errors import Interrupted
+from common.errors import Interrupted, UsageError
 from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
-from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, save_weights, writing
+from common.folder import (
+    CHECKPOINT,
+    FIGURE,
+    METRICS,
+    WEIGHTS,
+    prepare_folder,
+    refuse_to_replace,
+    save_weights,
+    writing,
+)
 from common.interrupt import StopRequest
 from common.job import Job, Place, Problem, Run
 from common.layers import count
@@ -134,7 +144,8 @@ def start_job(problem: Problem, config: TrainConfig) -> Job:
     """Set threads and device, and create the folder of the results.
 
     Raises:
-        FileNotFoundError, UsageError: nothing to resume, or a folder that cannot be written.
+        FileNotFoundError, UsageError: nothing to resume, a folder that cannot be written or has
+            another run, or one process where several were to be started.
     """
     place = open_place(problem.name, config)
     return Job(problem=problem, config=config, accelerator=place.accelerator, folder=place.folder)
@@ -156,15 +167,27 @@ def open_place(
         project_dir=folder,
         **options,
     )
+    check_processes(accelerator)
     place = Place(config=config, accelerator=accelerator, folder=folder)
     if config.resume:
         check_resumable(place)
+    elif not config.overwrite:
+        refuse_to_replace(folder, CHECKPOINT, METRICS)
     prepare_folder(folder, accelerator)
-    if checkpoint_path(place).exists() and not config.resume:
-        accelerator.print(f"{folder} holds an earlier run: it is replaced (--resume continues it)")
     if config.trackers:
         accelerator.init_trackers(name, config=tracked_config(plain_config(config)))
     return place
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Raise UsageError if accelerate's launcher was to start several processes and started one: on
+    a CPU it leaves that to MPI, and only sets a port."""
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    if launched and "WORLD_SIZE" not in os.environ and accelerator.num_processes == 1:
+        raise UsageError(
+            "accelerate launch must start as many processes as --num_processes says, got 1, since "
+            "on a CPU it starts no more: use torchrun --nproc-per-node"
+        )
 
 
 def start_run(job: Job) -> Run:

@@ -1,8 +1,11 @@
 """Train on the A5 word problem with accelerate: mixed precision, any number of processes.
 
 python examples/integrations/train_accelerate.py --steps 300
-accelerate launch --num-processes 2 examples/integrations/train_accelerate.py
+accelerate launch --num-processes 2 examples/integrations/train_accelerate.py   # on GPUs
+torchrun --nproc-per-node 2 examples/integrations/train_accelerate.py           # also on CPUs
 """
+
+import os
 
 import torch
 import tyro
@@ -15,7 +18,9 @@ from bedouin.tasks import Group, WordProblem
 
 def main(steps: int = 300, batch_size: int = 64, d_model: int = 64) -> list[float]:
     """Return the loss of every step of this process."""
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise SystemExit("accelerate launch starts one process on a CPU: use torchrun")
     torch.manual_seed(0)
     task = WordProblem(Group.from_name("A5"), length=6)
     model = SequenceModel(60, d_model, [Bedouin(d_model)])

@@ -19,6 +19,7 @@ from bedouin.tasks import IGNORE, Copying, ModularArithmetic, WordProblem, strea
 from bedouin.testing import assert_close
 from common import study, trackers
 from common.data import Data, metrics
+from common.errors import UsageError
 from common.layers import count
 from common.matching import WIDTH_STEP
 from common.positions import by_position
@@ -101,6 +102,9 @@ def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     assert row["ms_per_step"] == pytest.approx(1e3 * row["seconds"] / 4)
     assert [entry["step"] for entry in row["history"]] == [2, 4]
     assert "ms a step" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="got .*results.json: name another one, or .*--overwrite"):
+        ensemble.main(small(out=tmp_path, **grid))
+    ensemble.main(small(out=tmp_path, overwrite=True, **grid))
 
 
 def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:

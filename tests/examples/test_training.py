@@ -22,6 +22,7 @@ from bedouin.solvers import ConvergenceWarning
 from bedouin.tasks import Batch, Stream, stream
 from common import training
 from common.checkpoint import plain_config
+from common.errors import UsageError
 from common.evaluation import stop_accuracy
 from common.folder import save_weights
 from common.job import Place, Problem, Run
@@ -169,10 +170,27 @@ def test_resume_with_other_options_names_the_option(tmp_path: Path) -> None:
         train_a5.main(a5_config(tmp_path, resume=True, lr=0.1))
 
 
-def test_starting_over_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_run_is_not_replaced_silently(tmp_path: Path) -> None:
     train_a5.main(a5_config(tmp_path, steps=1))
-    train_a5.main(a5_config(tmp_path, steps=1))
-    assert "holds an earlier run" in capsys.readouterr().out
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    message = "without an earlier run, got .*checkpoint.pt.* another one, .*--resume, .*--overwrite"
+    with pytest.raises(UsageError, match=message):
+        train_a5.main(a5_config(tmp_path, steps=1, seed=1))
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    train_a5.main(a5_config(tmp_path, steps=1, seed=1, overwrite=True))
+    assert read_metrics(tmp_path)["seed"] == 1
+    with pytest.raises(ValueError, match="--overwrite replaces it: give one"):
+        a5_config(tmp_path, resume=True, overwrite=True)
+
+
+def test_one_process_instead_of_several_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment is that of `accelerate launch --cpu --num_processes 2`."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UsageError, match="as --num_processes says, got 1, .*torchrun"):
+        train_a5.main(a5_config(tmp_path))
 
 
 def test_a_baseline_is_trained_without_statistics_of_a_solver(
