@@ -43,6 +43,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, Copying, token_accuracy
 from common.data import DRAWN_AHEAD, Data, metrics
+from common.device import choose_device
 from common.errors import UsageError
 from common.folder import refuse_to_replace
 from common.layers import count
@@ -435,10 +436,7 @@ def tracked_entries(row: dict[str, Any], i: int) -> list[tuple[int, dict[str, fl
 
 
 def main(config: Config) -> None:
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = choose_device(config.device)
     label = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     if not config.overwrite:
         refuse_to_replace(config.out, RESULTS)

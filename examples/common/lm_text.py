@@ -84,8 +84,8 @@ class Corpus:
 
 
 def read_corpora(text: Path | None, pattern: str | None) -> tuple[Corpus, Corpus]:
-    """The documents for training and those held out, which a hash of a file's name selects; of one
-    file the last of HELD_OUT parts is held out.
+    """The documents for training and those held out, at least one, which a hash of a file's name
+    selects; of one file the last of HELD_OUT parts is held out.
 
     text: a file, or a folder; None: Python's standard library, without its tests. pattern: names
         of the files in the folder; None: all that are not hidden, of the library the sources.
@@ -102,12 +102,12 @@ def read_corpora(text: Path | None, pattern: str | None) -> tuple[Corpus, Corpus
         # in the order of the hashes, so that the first ones are a random choice
         for digest, content in sorted(hashed):
             parts[digest[0] % HELD_OUT == 0].append(content)
+        if files and not parts[1]:
+            parts[1].append(parts[0].pop(0))
     if not all(map(any, parts)):
-        number, held_out = (sum(map(bool, part)) for part in parts)
+        where = "" if pattern is None else f" with --pattern {pattern!r}"
         raise UsageError(
-            f"--text must have files for training and held-out ones, got {number} and {held_out} "
-            f"that are not empty: one of {HELD_OUT} is held out, or of one file the last part, so "
-            "that a few files should be joined into one"
+            f"--text must have text to train with and to hold out, got {len(files)} files{where}"
         )
     return make_corpus(parts[0]), make_corpus(parts[1])
 

@@ -1,15 +1,15 @@
 """Options of `ensemble.py`, and the layer and the model that they describe."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import tyro
 from torch import nn
 
 from bedouin import Bedouin, Convolved, SequenceModel
 from common.data import TaskOptions, make_task
+from common.device import Device
 from common.layers import (
     BASELINES,
     TAKES,
@@ -112,7 +112,8 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Folder for results.json."""
     overwrite: bool = False
     """Replace the results in that folder, if there are any."""
-    device: Annotated[str, tyro.conf.arg(help="cpu, cuda, or auto")] = field(default="auto")
+    device: Device = "auto"
+    """auto: the GPU if there is one."""
 
     def __post_init__(self) -> None:
         TaskOptions.__post_init__(self)

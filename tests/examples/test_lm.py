@@ -107,8 +107,14 @@ def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
         for one, two in zip(without, (training_part, held_out), strict=True)
     ]
     assert sorted(changed) == [-1, 0]  # the other files are where they were
-    with pytest.raises(UsageError, match="--text must have files for training and held-out ones"):
+    with pytest.raises(UsageError, match="and to hold out, got 0 files with --pattern '\*.md'"):
         read_corpora(text, "*.md")
+
+
+def test_of_a_few_files_one_is_held_out(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+    assert [len(part.starts) for part in read_corpora(tmp_path, None)] == [1, 1]
 
 
 def test_the_last_part_of_one_file_is_held_out(tmp_path: Path) -> None:
@@ -122,7 +128,7 @@ def test_the_last_part_of_one_file_is_held_out(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="must be a file or a folder, got .*/none, which does not"):
         read_corpora(tmp_path / "none", None)
     (tmp_path / "book.txt").write_bytes(b"short")
-    with pytest.raises(UsageError, match="got 1 and 0 that are not empty"):
+    with pytest.raises(UsageError, match="--text must have text to train with and to hold out"):
         read_corpora(tmp_path / "book.txt", None)
 
 
