@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from einops import rearrange
-from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
@@ -23,7 +22,7 @@ from common.checkpoint import (
     whole_states,
 )
 from common.errors import UsageError
-from common.folder import METRICS, WEIGHTS, save_weights, writing
+from common.folder import METRICS, WEIGHTS, save_weights, write_weights, writing
 from common.interrupt import StopRequest
 from common.job import Place, Run
 from common.layers import count
@@ -223,5 +222,5 @@ def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int
             if weights is None:
                 save_weights(model, job.folder / WEIGHTS)
             else:
-                save_file(weights, job.folder / WEIGHTS)
+                write_weights(weights, job.folder / WEIGHTS)
     return metrics

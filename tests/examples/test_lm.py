@@ -107,7 +107,7 @@ def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
         for one, two in zip(without, (training_part, held_out), strict=True)
     ]
     assert sorted(changed) == [-1, 0]  # the other files are where they were
-    with pytest.raises(UsageError, match="and to hold out, got 0 files with --pattern '\*.md'"):
+    with pytest.raises(UsageError, match=r"and to hold out, got 0 files with --pattern '\*.md'"):
         read_corpora(text, "*.md")
 
 

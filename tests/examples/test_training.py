@@ -94,6 +94,8 @@ def test_a5_writes_metrics_figure_and_weights(
     assert metrics["history"][0]["loss"] == pytest.approx(4.1, abs=1.0)
     assert metrics["versions"]["torch"] == torch.__version__ and "cpu" in metrics["device"]
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["metrics.json"]
     weights, saved = load_file(tmp_path / "model.safetensors"), checkpoint(tmp_path)["model"]
     assert weights.keys() == saved.keys()
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
