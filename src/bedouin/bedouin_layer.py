@@ -30,6 +30,7 @@ from bedouin.parameterization import (
     log_rates,
     make_mixer,
     make_solve_options,
+    warn_of_singular_systems,
 )
 from bedouin.parameters import (
     DELTA_RANGE,
@@ -75,8 +76,9 @@ class Bedouin(FixedPointLayer):
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
-            1 - |lambda|. With mamba decay and "delta" the gain is unbounded and local systems can
-            become singular in training; see SolveStats.conditioning.
+            1 - |lambda|. With mamba decay, "delta" and mixing, local systems can become singular in
+            training (SolveStats.conditioning), since Delta is unbounded: the constructor issues a
+            UserWarning, unless k beta_max <= 0.01, with which Delta would have to exceed 100.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
         feedback: which of "delta", "B", "C", "mixer" depend on y_{t-1}; () switches all feedback
             off, also that of the gate.
@@ -169,6 +171,7 @@ class Bedouin(FixedPointLayer):
             device=device,
             dtype=dtype,
         )
+        warn_of_singular_systems(mixer, self.decay, self.input_scale)
         d, n, factory = self.d_inner, self.d_state, factory_options(device, dtype)
         name = "A_log" if decay == "mamba" else "omega"
         self.register_parameter(name, nn.Parameter(torch.empty(d, n, **factory)))

@@ -28,5 +28,5 @@ def test_libraries_are_needed_by_their_adapters_alone() -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == (
-        'bedouin.integrations.hf needs transformers >= 5.16: pip install "bedouin[hf]"'
+        'bedouin.integrations.hf needs transformers >= 5.16: pip install "transformers>=5.16,<6"'
     )

@@ -5,7 +5,7 @@
 
     model = replace_layers(GLAForCausalLM(config), num_heads=8)
 
-Tested with flash-linear-attention 0.6 (pip install "bedouin[fla]"); `BedouinLayer` alone does not
+Tested with flash-linear-attention 0.6 (pip install ".[fla]"); `BedouinLayer` alone does not
 import it.
 
 Letters: b batch, t time, m hidden_size, d d_inner, n d_state, w conv_size.

@@ -5,7 +5,7 @@
     model.generate(ids, max_new_tokens=20)
 
 The import registers them with AutoConfig, AutoModel and AutoModelForCausalLM. Requires
-transformers >= 5.16 (pip install "bedouin[hf]").
+transformers >= 5.16 (pip install ".[hf]" in a clone).
 
 Letters: b batch, t time, m hidden_size, d d_inner, n state_size, w conv_kernel, v vocab_size.
 """
@@ -45,7 +45,7 @@ try:
     from transformers.modeling_utils import PreTrainedModel
 except ImportError as error:
     raise ImportError(
-        'bedouin.integrations.hf needs transformers >= 5.16: pip install "bedouin[hf]"',
+        'bedouin.integrations.hf needs transformers >= 5.16: pip install "transformers>=5.16,<6"',
         name="transformers",
     ) from error
 

@@ -5,7 +5,7 @@
     model = replace_mixers(MambaLMHeadModel(config), d_state=32)
     model.generate(ids, max_length=100, cg=True)
 
-Tested with mamba-ssm 2.3 (pip install "bedouin[mamba]"); `BedouinMixer` alone does not import it.
+Tested with mamba-ssm 2.3 (pip install ".[mamba]"); `BedouinMixer` alone does not import it.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, w d_conv.
 """
