@@ -42,7 +42,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.solution import BackwardStats, SolveStats, join_parts
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state
-from bedouin.wrapped import apply_projection, has_hooks, is_plain, norm_parameters
+from bedouin.wrapped import apply_projection, is_plain, is_untouched, norm_parameters
 
 
 class DecodedLayer(Protocol):
@@ -233,9 +233,8 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     if not supported or unsupported_step(layer) is not None:
         return False
     # last, since it looks at every module: a replay calls no Python functions, and those on y_proj
-    # are answered with an error
-    _, *parts = layer.modules()
-    return not any(has_hooks(part) for part in parts)
+    # and the mixer are answered with an error
+    return all(is_untouched(module) for module in layer.modules())
 
 
 def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:

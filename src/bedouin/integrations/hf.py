@@ -319,6 +319,8 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = False
+    # quantizers leave these modules alone: the solve needs the matrix of y_proj
+    _keep_in_fp32_modules = ["y_proj"]
     # the counter of random caps, which tools that save parameters alone leave out
     _keys_to_ignore_on_load_missing = [r"\._extra_state$"]
 
