@@ -228,7 +228,7 @@ def test_hooks_on_y_proj_are_refused(kind: str) -> None:
         lambda norm: nn.RMSNorm(8, **FLOAT64),  # eps is then that of the dtype of the input
         lambda norm: nn.RMSNorm(8, 1e-5, elementwise_affine=False),
         lambda norm: norm.register_forward_hook(lambda *_: None) and norm,
-        lambda norm: setattr(norm, "forward", lambda v: v) or norm,
+        lambda norm: vars(norm).update(forward=lambda v: v) or norm,
     ],
 )
 def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -> None:
@@ -395,6 +395,44 @@ def test_fake_tensors_have_the_shapes_of_a_call(kind: str, solver: Any) -> None:
         found[0].sum().backward()
     assert [v.shape for v in found] == [v.shape for v in results(OFFLOADED[kind](), randn(x))]
     assert all(p.grad is not None for p in layer.parameters())
+
+
+class Quantized(Tensor):
+    """A weight that only nn.functional.linear can read, as those of torchao."""
+
+    dense: Tensor
+
+    @staticmethod
+    def __new__(cls, dense: Tensor) -> "Quantized":
+        make: Any = Tensor._make_wrapper_subclass
+        made: Quantized = make(cls, dense.shape, dtype=dense.dtype)
+        made.dense = dense
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return func(args[0], args[1].dense)
+        if func is Tensor.detach:
+            return cls(args[0].dense)
+        otherwise: Any = super().__torch_function__
+        return otherwise(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of a quantized weight")
+
+
+@layers
+@torch.no_grad()
+def test_quantized_weights_are_read_in_calls(kind: str) -> None:
+    layer, x = LAYERS[kind](num_heads=1), torch.randn(2, 30, 4, **FLOAT64)
+    expected = results(layer, x)
+    for name in NAMES:
+        if getattr(layer, name, None) is not None:
+            module = getattr(layer, name)
+            module.weight = nn.Parameter(Quantized(module.weight), requires_grad=False)
+    assert_close(results(layer, x), expected)
 
 
 def randn(like: Tensor) -> Tensor:

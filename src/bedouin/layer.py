@@ -564,7 +564,7 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise RuntimeError(
                 f"{type(self).__name__} cannot be recorded by torch.jit.trace, which knows neither "
                 "loops over tokens nor sizes: use torch.compile or torch.export, and "

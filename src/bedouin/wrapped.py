@@ -97,27 +97,25 @@ def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
     """
     if norm is None:
         return None, 0.0
-    if type(norm).forward is not nn.RMSNorm.forward:
-        norm = _trained_copy(norm)
+    used: Any = norm if type(norm).forward is nn.RMSNorm.forward else _trained_copy(norm)
+    own, kind = vars(used), type(used)
     # `is_untouched` without the call, which costs the host time in every call of the layer; the
     # `forward` that accelerate sets on the object moves the input or loads the weight
-    hooked = norm._forward_hooks or norm._forward_pre_hooks
-    hooked = hooked or norm._backward_hooks or norm._backward_pre_hooks
-    own = vars(norm)
+    hooked = used._forward_hooks or used._forward_pre_hooks
+    hooked = hooked or used._backward_hooks or used._backward_pre_hooks
     hooked = hooked or ("forward" in own and "_hf_hook" not in own)
-    plain = isinstance(norm, nn.RMSNorm) and type(norm).forward is nn.RMSNorm.forward
-    if hooked or not plain or norm.weight is None or norm.eps is None:
-        kind = type(norm)
+    plain = isinstance(used, nn.RMSNorm) and kind.forward is nn.RMSNorm.forward
+    if hooked or not plain or used.weight is None or used.eps is None:
         raise TypeError(
             "norm must be an nn.RMSNorm with a weight, an eps and no hooks, because the output "
             f"stage computes it without calling the module, got {kind.__module__}."
             f"{kind.__qualname__}: hook the layer or out_proj, change the weight with "
             "torch.nn.utils.parametrize, or train a copy with PEFT's modules_to_save"
         )
-    return read_parameter(norm, "weight") if "_hf_hook" in own else norm.weight, norm.eps
+    return read_parameter(used, "weight") if "_hf_hook" in own else used.weight, used.eps
 
 
-def _trained_copy(norm: Any) -> nn.Module:
+def _trained_copy(norm: Any) -> Any:
     """The module that is in use where PEFT's modules_to_save has put a wrapper; else `norm`."""
     copies = getattr(norm, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):

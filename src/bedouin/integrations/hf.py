@@ -23,7 +23,7 @@ from bedouin.convolved import Convolved, ConvolvedState, layer_state
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import NoMixing
-from bedouin.model import GatedMLP
+from bedouin.model import GatedMLP, find_method
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
 from bedouin.state import BedouinState
@@ -289,7 +289,7 @@ class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         kept = _cache_layer(cache, self.layer_idx)
         state = kept.state
         if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
-            output, state = self.mixer.step(x.squeeze(1), state)
+            output, state = find_method(self.mixer, "step")(x.squeeze(1), state)
             output = output.unsqueeze(1)
         else:
             packing = {"mask": mask, "seq_idx": seq_idx}
