@@ -228,7 +228,7 @@ def test_hooks_on_y_proj_are_refused(kind: str) -> None:
         lambda norm: nn.RMSNorm(8, **FLOAT64),  # eps is then that of the dtype of the input
         lambda norm: nn.RMSNorm(8, 1e-5, elementwise_affine=False),
         lambda norm: norm.register_forward_hook(lambda *_: None) and norm,
-        lambda norm: vars(norm).update(forward=lambda v: v) or norm,
+        lambda norm: norm.__dict__.update(forward=lambda v: v) or norm,
     ],
 )
 def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -> None:
