@@ -27,6 +27,9 @@ LAYERS: dict[str, Any] = {
 }
 layers = pytest.mark.parametrize("kind", LAYERS)
 heads = pytest.mark.parametrize("num_heads", [1, 2])
+backends = pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
 NAMES = ("in_proj", "x_proj", "y_proj", "b_proj", "out_proj")
 
 
@@ -289,6 +292,10 @@ def test_trained_copies_of_the_norm_are_in_use() -> None:
     assert_close([layer(x)], [2 * before])
     kept.disable_adapters = True
     assert_close([layer(x)], [before])
+    handle = kept.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="norm must be .* no hooks"):
+        layer(x)
+    handle.remove()
     kept.disable_adapters, kept.modules_to_save["default"] = False, nn.LayerNorm(8, **FLOAT64)
     with pytest.raises(TypeError, match="norm must be .*LayerNorm: hook"):
         layer(x)
@@ -340,9 +347,7 @@ def doubled(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", OFFLOADED)
-@pytest.mark.parametrize(
-    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreter)]
-)
+@backends
 @torch.no_grad()
 def test_hooks_on_a_layer_run_in_steps_and_decoders(kind: str, backend: str) -> None:
     layer, x = OFFLOADED[kind](), torch.randn(2, 3, 4, **FLOAT64)
@@ -385,11 +390,13 @@ def test_an_adapter_that_is_not_linear_is_refused() -> None:
 
 @pytest.mark.parametrize("solver", [Direct(), Picard()])
 @pytest.mark.parametrize("kind", OFFLOADED)
-def test_fake_tensors_have_the_shapes_of_a_call(kind: str, solver: Any) -> None:
+@backends
+def test_fake_tensors_have_the_shapes_of_a_call(kind: str, solver: Any, backend: str) -> None:
     with FakeTensorMode():
         layer, x = OFFLOADED[kind](), torch.randn(2, 3, 4, **FLOAT64)
-        layer.solve_options = replace(layer.solve_options, solver=solver, cap=FixedCap(2))
-        if kind == "Bedouin":
+        options: dict[str, Any] = {"solver": solver, "cap": FixedCap(2), "backend": backend}
+        layer.solve_options = replace(layer.solve_options, **options)
+        if kind == "FixedPointRNN":
             wrap(layer)
         found = results(layer, x)
         found[0].sum().backward()

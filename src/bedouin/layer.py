@@ -73,7 +73,7 @@ from bedouin.wrapped import (
     is_plain,
     is_untouched,
     read_parameter,
-    refuse_touched_mixer,
+    refuse_mixer,
 )
 
 
@@ -365,7 +365,8 @@ class FixedPointLayer(GraphedLayer, ABC):
 
         If the mixer is not of the form (e, U, M), the layer's solver is used with its tolerance.
         On a GPU without gradients, a token is a replay of a CUDA graph (bedouin.decoding), which
-        the first call with a batch size and dtype captures. Raises the same errors as `forward`.
+        the first call with a batch size and dtype captures. Hooks on the layer run, as in a call.
+        Raises the same errors as `forward`.
         """
         replays = may_replay(self, x_t)
         if replays:
@@ -409,7 +410,7 @@ class FixedPointLayer(GraphedLayer, ABC):
     ) -> Call:
         """Everything before the solve: projections, weights, the map and the initial y."""
         if not is_untouched(self.mixer) and self.layout() is not None:
-            refuse_touched_mixer(self.mixer)
+            refuse_mixer(self.mixer)
         self.deferred.flush()
         u = u if packing is None else packing.take(u)
         joins = self._joins_weights(u)

@@ -7,7 +7,7 @@ differentiable and passes through parametrizations, adapters and gathered shards
 Letters: p inputs and r outputs of a projection, H heads.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -77,10 +77,8 @@ def read_parameter(module: nn.Module, name: str) -> Tensor:
     return value
 
 
-def refuse_touched_mixer(mixer: nn.Module) -> None:
-    """Raise TypeError for hooks on a mixer that kernels compute without calling it."""
-    if is_untouched(mixer):
-        return
+def refuse_mixer(mixer: nn.Module) -> NoReturn:
+    """Raise TypeError for a mixer with hooks that kernels compute without calling it."""
     hooks = [hook for hooks in hooks_of(mixer) for hook in hooks.values()]
     raise TypeError(
         f"mixer must have no hooks, got {(*hooks, vars(mixer).get('forward'))[0]!r}: kernels "
@@ -118,7 +116,7 @@ def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
 def _trained_copy(norm: Any) -> Any:
     """The module that is in use where PEFT's modules_to_save has put a wrapper; else `norm`."""
     copies = getattr(norm, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict):
+    if not isinstance(copies, nn.ModuleDict) or not is_untouched(norm):
         return norm
     active = norm.active_adapters
     if norm.disable_adapters or not active or any(name not in copies for name in active):

@@ -39,7 +39,7 @@ from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.parameterization import OutputStage
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.solution import BackwardStats, SolveStats, join_parts
+from bedouin.solvers.solution import BackwardStats, SolveStats, has_values, join_parts
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state
 from bedouin.wrapped import apply_projection, is_plain, is_untouched, norm_parameters
@@ -223,7 +223,7 @@ def asks_for_fused_step(layer: DecodedLayer) -> bool:
 
 def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether `step` may take the fused path for x_t (b, m)."""
-    if not asks_for_fused_step(layer) or not len(x_t):
+    if not asks_for_fused_step(layer) or not len(x_t) or not has_values(x_t):
         return False
     if is_cuda_device(x_t.device):
         # float64 serves to check numbers, for which the plain path is the reference
