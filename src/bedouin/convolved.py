@@ -27,6 +27,7 @@ from bedouin.packing import Packing, Places, check_takes_mask, find_packing
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, Join, RecurrentState, check_field, check_kind
+from bedouin.wrapped import is_untouched, read_parameter
 
 
 class _ConvolvedFields(NamedTuple):
@@ -173,6 +174,8 @@ class Convolved(nn.Module):
         x: Tensor,
         state: ConvolvedState | None = None,
         return_state: bool = False,
+        *,
+        one_token: bool = False,
         **places: Unpack[Places],
     ) -> Any: ...
 
@@ -185,15 +188,21 @@ class Convolved(nn.Module):
         mask: Tensor | None = None,  # (b, t)
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
         seq_idx: Tensor | None = None,  # (b, t)
+        one_token: bool = False,
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, ConvolvedState).
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
         single call, up to rounding. mask, cu_seqlens and seq_idx say which tokens of x are padding,
-        or where documents begin, as in `Bedouin`; the layer is called with a mask for them. Raises
-        TypeError for integer or foreign dtypes and for what the layer does not take, ValueError for
-        wrong shapes, devices and states, and the errors of the layer.
+        or where documents begin, as in `Bedouin`; the layer is called with a mask for them. With
+        one_token the call is a `step` of a layer with hooks, which torch runs in calls alone.
+
+        Raises TypeError for integer or foreign dtypes and for what the layer does not take,
+        ValueError for wrong shapes, devices and states, and the errors of the layer.
         """
+        if one_token:
+            given: Any = state  # None is refused
+            return self._one_token(x, given)
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
         before = self._incoming(state, x, packing)
@@ -233,6 +242,17 @@ class Convolved(nn.Module):
 
         A `Decoder` takes fewer launches on a GPU: its CUDA graph contains the convolution.
         """
+        if is_untouched(self):
+            return self._one_token(x_t, state)
+        # hooks run in calls alone
+        output, after = self(x_t, state, one_token=True)
+        return output, after
+
+    def _one_token(
+        self,
+        x_t: Tensor,  # (b, m)
+        state: ConvolvedState,
+    ) -> tuple[Tensor, ConvolvedState]:  # (b, m)
         self.check_input(x_t, rank=2)
         step = self._method("step")
         if state is None:
@@ -280,8 +300,7 @@ class Convolved(nn.Module):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        assert self.conv.weight is not None
-        check_layer_input(x, rank, self.d_model, self.conv.weight)
+        check_layer_input(x, rank, self.d_model, read_parameter(self.conv, "weight"))
 
     def checked_state(self, state: Any, b: int) -> ConvolvedState:
         """`state` with a batch axis; TypeError or ValueError unless it is one of b samples. The
@@ -297,8 +316,7 @@ class Convolved(nn.Module):
     @property
     def _like(self) -> Tensor:
         """An empty tensor with the dtype and device of the window."""
-        weight = self.conv.weight
-        assert weight is not None
+        weight = read_parameter(self.conv, "weight")
         # no method of the weight makes it, since that of a sharded one makes shards
         return torch.empty(0, dtype=accumulator(weight.dtype), device=weight.device)
 

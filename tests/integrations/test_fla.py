@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("fla")
-    from fla.models import GLAConfig, GLAForCausalLM
+    from fla.models import GLAConfig, GLAForCausalLM, RWKV7Config, RWKV7ForCausalLM
     from fla.models.utils import Cache
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -130,6 +130,13 @@ class TestLayer:
             BedouinLayer(8, use_short_conv=4)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="blocks with a layer `attn`"):
             replace_layers(nn.Linear(2, 2))
+
+    def test_blocks_that_need_other_values_of_their_layers_are_refused(self) -> None:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
+        model = RWKV7ForCausalLM(RWKV7Config(**sizes))
+        with pytest.raises(ValueError, match="got RWKV7Attention in RWKV7ForCausalLM.*GLAForCaus"):
+            replace_layers(model)
+        assert not any(isinstance(module, BedouinLayer) for module in model.modules())
 
 
 @pytest.mark.usefixtures("plain_activation")

@@ -390,6 +390,33 @@ class TestWeights:
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
 
+    def test_quantizers_leave_the_feedback_alone(self, tmp_path: Path) -> None:
+        """transformers' list of what they skip, which in float16 also names float32 modules."""
+        model = BedouinForCausalLM(make_config(num_heads=1)).eval()
+        from transformers.quantizers.base import HfQuantizer
+
+        skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        assert "y_proj" in skipped and "x_proj" not in skipped
+        model.save_pretrained(tmp_path)
+        loaded = BedouinForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+        kept = {n for n, p in loaded.named_parameters() if p.dtype == torch.float32}
+        assert kept == {f"model.layers.{i}.mixer.y_proj.weight" for i in range(2)}
+        ids = torch.randint(1, VOCAB, (2, 5))
+        expected = model(ids).logits
+        torch.testing.assert_close(loaded(ids).logits.float(), expected, rtol=1e-2, atol=1e-2)
+
+    def test_layers_on_disk_decode_as_in_memory(
+        self, model: BedouinForCausalLM, ids: Tensor, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("accelerate")
+        model.save_pretrained(tmp_path)
+        offload: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "disk"}
+        loaded = BedouinForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **offload)
+        assert all(p.is_meta for p in mixers(loaded)[0].parameters())
+        same(loaded(ids).logits, model(ids).logits)
+        options = {"max_new_tokens": 3, "do_sample": False}
+        assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
+
     def test_a_missing_part_is_initialized_and_the_rest_loaded(
         self, mixing: dict[str, Any], tmp_path: Path
     ) -> None:

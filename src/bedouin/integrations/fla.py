@@ -25,6 +25,9 @@ from bedouin.state import BedouinState
 Mode = Literal["chunk", "fused_recurrent"]
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
+_OTHER_CALLS = "CATDecoderAttention", "MomAttention", "RWKV7Attention", "YOCOCrossAttention"
+"""FLA's layers whose blocks exchange more, or less, with them than output, attentions and cache."""
+
 
 class BedouinLayer(nn.Module):
     """`bedouin.Bedouin` with the constructor, the call and the cache of FLA's layers.
@@ -141,9 +144,17 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
     Layers of softmax attention stay. The new ones have the device and dtype of the model, and are
     saved with it; what FLA's configuration says of layers does not change.
 
-    Raises ValueError for a model without such blocks.
+    Raises ValueError for a model without such blocks, or whose blocks need what their layers alone
+    return, as those of RWKV7 do, and ImportError without flash-linear-attention.
     """
-    from fla.layers.attn import Attention
+    try:
+        from fla.layers.attn import Attention
+    except ImportError as error:
+        raise ImportError(
+            "replace_layers needs flash-linear-attention: pip install "
+            f'"flash-linear-attention>=0.6,<0.7" ({error})',
+            name="fla",
+        ) from error
 
     blocks = [module for module in model.modules() if isinstance(_attn(module), nn.Module)]
     if not blocks:
@@ -151,6 +162,13 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
             f"model must have blocks with a layer `attn`, got {type(model).__name__}: use one of "
             "FLA's such as GLAForCausalLM, or bedouin.integrations.hf"
         )
+    for name in (type(_attn(block)).__name__ for block in blocks):
+        if name in _OTHER_CALLS:
+            raise ValueError(
+                f"model must have layers that return output, attentions and cache, got {name} in "
+                f"{type(model).__name__}, whose blocks need other values of it: use a model such "
+                "as GLAForCausalLM"
+            )
     for block in blocks:
         old = _attn(block)
         if isinstance(old, Attention):

@@ -23,7 +23,7 @@ from bedouin.convolved import Convolved, ConvolvedState, layer_state
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import NoMixing
-from bedouin.model import GatedMLP
+from bedouin.model import GatedMLP, find_method
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
 from bedouin.state import BedouinState
@@ -289,7 +289,7 @@ class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         kept = _cache_layer(cache, self.layer_idx)
         state = kept.state
         if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
-            output, state = self.mixer.step(x.squeeze(1), state)
+            output, state = find_method(self.mixer, "step")(x.squeeze(1), state)
             output = output.unsqueeze(1)
         else:
             packing = {"mask": mask, "seq_idx": seq_idx}
@@ -319,6 +319,8 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = False
+    # quantizers leave these modules alone: the solve needs the matrix of y_proj
+    _keep_in_fp32_modules = ["y_proj"]
     # the counter of random caps, which tools that save parameters alone leave out
     _keys_to_ignore_on_load_missing = [r"\._extra_state$"]
 

@@ -152,11 +152,18 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
     the layer_idx, device and dtype of the old ones, and the initialization that these models give
     to mixers; `options` are those of BedouinMixer. The model's configuration stays what it was.
 
-    Raises ValueError for a model without blocks.
+    Raises ValueError for a model without blocks, and ImportError without mamba-ssm.
     """
-    from mamba_ssm.models.mixer_seq_simple import _init_weights
-    from mamba_ssm.modules.block import Block
-    from mamba_ssm.modules.mha import MHA
+    try:
+        from mamba_ssm.models.mixer_seq_simple import _init_weights
+        from mamba_ssm.modules.block import Block
+        from mamba_ssm.modules.mha import MHA
+    except ImportError as error:
+        raise ImportError(
+            'replace_mixers needs mamba-ssm: pip install --no-build-isolation "mamba-ssm>=2.3,<3" '
+            f"({error})",
+            name="mamba_ssm",
+        ) from error
 
     blocks = [block for block in model.modules() if isinstance(block, Block)]
     if not blocks:
