@@ -1,6 +1,7 @@
 """bedouin.integrations.fla against the installed flash-linear-attention."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.integrations.fla import BedouinLayer, replace_layers
+from bedouin.solvers import Picard
 
 pytest.importorskip("transformers")
+from safetensors.torch import load_model  # noqa: E402
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("fla")
@@ -152,6 +156,19 @@ class TestModel:
         assert torch.equal(found[:1, 3:], model.generate(ids[:1], **options))
         unpadded = model.generate(padded[1:], attention_mask=mask[1:], **options)
         assert torch.equal(found[1:], unpadded)
+
+    def test_a_file_says_what_the_layers_are(self, tmp_path: Path) -> None:
+        solver = Picard(1e-3)
+        model, ids = make_model(**CONVOLVED, solver=solver).float(), torch.randint(1, VOCAB, (2, 6))
+        model.save_pretrained(tmp_path)
+        config = GLAConfig.from_pretrained(tmp_path)
+        found = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
+        load_model(found, tmp_path / "model.safetensors")
+        assert found.model.layers[0].attn.layer.layer.solver == solver
+        assert torch.equal(found.eval()(ids).logits, model(ids).logits)
+        assert found.config.bedouin_layers == config.bedouin_layers
+        with pytest.raises(ValueError, match=r"give \*\*config.bedouin_layers"):
+            replace_layers(GLAForCausalLM(config), d_state=4)
 
     @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
     def test_training(self, mixing: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
 from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.integrations.described import record
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
 
@@ -139,9 +140,16 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
     """`model`, one of FLA's, with a new `BedouinLayer` as the `attn` of each of its blocks.
 
     Layers of softmax attention stay. The new ones have the device and dtype of the model, and are
-    saved with it; what FLA's configuration says of layers does not change.
+    saved with it; what FLA's configuration says of layers does not change. `options`, those of
+    `BedouinLayer`, become `model.config.bedouin_layers`, which files contain: FLA's from_pretrained
+    would make layers of its own with random weights. Instead:
 
-    Raises ValueError for a model without such blocks.
+        config = GLAConfig.from_pretrained(folder)
+        model = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
+        safetensors.torch.load_model(model, folder + "/model.safetensors")
+
+    Raises ValueError for a model without such blocks, and for other options than its configuration
+    records.
     """
     from fla.layers.attn import Attention
 
@@ -151,6 +159,7 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
             f"model must have blocks with a layer `attn`, got {type(model).__name__}: use one of "
             "FLA's such as GLAForCausalLM, or bedouin.integrations.hf"
         )
+    options = record(model, "bedouin_layers", options)
     for block in blocks:
         old = _attn(block)
         if isinstance(old, Attention):

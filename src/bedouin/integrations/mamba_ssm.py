@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.integrations.described import record
 from bedouin.state import BedouinState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -150,9 +151,16 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
 
     `MixerModel` and `MambaLMHeadModel` can only make mixers that mamba-ssm knows. The new ones have
     the layer_idx, device and dtype of the old ones, and the initialization that these models give
-    to mixers; `options` are those of BedouinMixer. The model's configuration stays what it was.
+    to mixers. `options`, those of BedouinMixer, become `model.config.bedouin_mixers`, which files
+    contain: mamba-ssm's from_pretrained refuses such a file. Instead:
 
-    Raises ValueError for a model without blocks.
+        config = load_config_hf(folder)
+        options = config.pop("bedouin_mixers")
+        model = replace_mixers(MambaLMHeadModel(MambaConfig(**config)), **options)
+        model.load_state_dict(load_state_dict_hf(folder))
+
+    Raises ValueError for a model without blocks, and for other options than its configuration
+    records.
     """
     from mamba_ssm.models.mixer_seq_simple import _init_weights
     from mamba_ssm.modules.block import Block
@@ -164,6 +172,7 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
             f"model must contain blocks of mamba-ssm, got {type(model).__name__}: use a MixerModel "
             "or a MambaLMHeadModel"
         )
+    options = record(model, "bedouin_mixers", options)
     for block in blocks:
         if isinstance(block.mixer, MHA):
             continue

@@ -1,0 +1,80 @@
+"""Solvers, adjoints, caps and mixers as entries of a file of JSON, and back.
+
+describe("solver", Picard(1e-4))  # {"type": "Picard", "rtol": 1e-4, ...}
+"""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from bedouin import solvers
+from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, NoMixing
+from bedouin.solvers import Adjoint, Cap, Solver
+
+Described = Adjoint | Cap | ChannelMixer | Solver
+"""What is described by the name of its type and the arguments of its constructor, which are all
+attributes of the same names."""
+
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in (HouseholderProduct, LowRank, NoMixing)}
+for _name in solvers.__all__:
+    _kind = getattr(solvers, _name)
+    if inspect.isclass(_kind) and issubclass(_kind, Described) and not inspect.isabstract(_kind):
+        _TYPES[_name] = _kind
+
+
+def describe(name: str, value: Any) -> Any:
+    """An object as {"type": ..., and all options}; any other value as it is.
+
+    A dict is checked, and completed by the options that it leaves out. Raises TypeError for a type
+    that is not one of this library's, and what the type raises for its options.
+    """
+    value = restore(name, value)
+    if not isinstance(value, Described):
+        return value
+    kind = type(value)
+    # exactly: a subclass of another library could not be found by its name
+    if _TYPES.get(kind.__name__) is not kind:
+        raise TypeError(
+            f"{name} must be one of {', '.join(_TYPES)} to be saved, got {kind.__qualname__}: set "
+            f"{name} of the layers once the model is made"
+        )
+    options = inspect.signature(kind).parameters
+    found = {option: describe(f"{name}.{option}", getattr(value, option)) for option in options}
+    return {"type": kind.__name__, **found}
+
+
+def restore(name: str, value: Any) -> Any:
+    """The inverse of `describe`, for which options that a dict leaves out have their defaults.
+
+    Raises as `describe`.
+    """
+    if not isinstance(value, dict):
+        return value
+    options = {option: restore(f"{name}.{option}", v) for option, v in value.items()}
+    kind = options.pop("type", None)
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise TypeError(
+            f"{name} must be an object or a dict whose 'type' is one of {', '.join(_TYPES)}, got "
+            f"{value!r}"
+        )
+    return _TYPES[kind](**options)
+
+
+def record(model: nn.Module, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with objects in place of dicts, once `model.config.name` has them as dicts.
+
+    A file of the model then has them, too. Raises ValueError if a configuration, such as one from
+    a file, has others, and as `describe`.
+    """
+    described = {option: describe(option, value) for option, value in options.items()}
+    config = getattr(model, "config", None)
+    if config is not None:
+        recorded = getattr(config, name, described)
+        if recorded != described:
+            raise ValueError(
+                f"options must be those of model.config.{name}, {recorded}, got {described}: give "
+                f"**config.{name}, or delete it to replace the layers by others"
+            )
+        setattr(config, name, described)
+    return {option: restore(option, value) for option, value in described.items()}
