@@ -357,7 +357,7 @@ def test_exported_programs_take_and_return_states(kind: str) -> None:
 class Padded(StepOnState):
     """A chunk with padding, from a state to a state."""
 
-    def forward(self, x: Tensor, state: Any, mask: Tensor) -> Any:
+    def forward(self, x: Tensor, state: Any, mask: Tensor | None = None) -> Any:
         return self.layer(x, state, True, mask=mask)
 
 
@@ -445,7 +445,6 @@ def of_any_batch(state: Any) -> Any:
         ("heads", StepOnState),
         ("picard", Padded),
         ("paper", None),
-        ("one head", Padded),
         ("Convolved", None),
         ("Convolved", Padded),
         ("SequenceModel", InChunks),

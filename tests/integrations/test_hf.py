@@ -352,8 +352,8 @@ class TestConfig:
         same(model.model(ids).last_hidden_state, model.model.norm(x + layer(block.norm(x))))
 
     def test_a_file_without_the_newer_options_keeps_its_meaning(self, tmp_path: Path) -> None:
-        newer = ("conv_kernel", "use_conv_bias", "delta_from_x_init", "output", "bias")
-        newer += ("mixer", "solver", "adjoint", "max_steps", "backend", "on_unconverged")
+        newer = ["conv_kernel", "use_conv_bias", "delta_from_x_init", "output", "bias"]
+        newer += ["mixer", "solver", "adjoint", "max_steps", "backend", "on_unconverged"]
         old = {k: v for k, v in make_config(num_heads=2).to_dict().items() if k not in newer}
         (tmp_path / "config.json").write_text(json.dumps(old))
         mixer = transformers.AutoConfig.from_pretrained(tmp_path).make_mixer(0)
