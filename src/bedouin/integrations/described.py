@@ -33,8 +33,7 @@ def describe(name: str, value: Any) -> Any:
     if not isinstance(value, Described):
         return value
     kind = type(value)
-    # exactly: a subclass of another library could not be found by its name
-    if _TYPES.get(kind.__name__) is not kind:
+    if _is_foreign(value):
         raise TypeError(
             f"{name} must be one of {', '.join(_TYPES)} to be saved, got {kind.__qualname__}: set "
             f"{name} of the layers once the model is made"
@@ -61,20 +60,51 @@ def restore(name: str, value: Any) -> Any:
     return _TYPES[kind](**options)
 
 
-def record(model: nn.Module, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with objects in place of dicts, once `model.config.name` has them as dicts.
+def check_recorded(model: nn.Module, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with objects in place of dicts.
 
-    A file of the model then has them, too. Raises ValueError if a configuration, such as one from
-    a file, has others, and as `describe`.
+    Raises ValueError if `model.config.name` exists, as in a configuration from a file, and does not
+    describe them, and TypeError for dicts of other types.
     """
-    described = {option: describe(option, value) for option, value in options.items()}
+    described = _described(options)
+    recorded = getattr(getattr(model, "config", None), name, described)
+    if recorded != described:
+        raise ValueError(
+            f"options must be those of model.config.{name}, {recorded}, got {described}: give "
+            f"**config.{name}, or delete it to replace the layers by others"
+        )
+    return {
+        # a pair of a file is a list
+        option: tuple(value) if isinstance(value, list) else restore(option, value)
+        for option, value in options.items()
+    }
+
+
+def record(model: nn.Module, name: str, options: dict[str, Any]) -> None:
+    """Write `options` into `model.config.name`, and so into a file of the model.
+
+    Of an object of another library's type there is the name of the type, which `restore` refuses.
+    """
     config = getattr(model, "config", None)
     if config is not None:
-        recorded = getattr(config, name, described)
-        if recorded != described:
-            raise ValueError(
-                f"options must be those of model.config.{name}, {recorded}, got {described}: give "
-                f"**config.{name}, or delete it to replace the layers by others"
-            )
-        setattr(config, name, described)
-    return {option: restore(option, value) for option, value in described.items()}
+        setattr(config, name, _described(options))
+
+
+def _described(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` as a file of JSON has them."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, set | frozenset):
+            found[name] = sorted(value)
+        elif isinstance(value, tuple):
+            found[name] = list(value)
+        elif _is_foreign(value):
+            found[name] = {"type": type(value).__qualname__}
+        else:
+            found[name] = describe(name, value)
+    return found
+
+
+def _is_foreign(value: Any) -> bool:
+    # exactly: a subclass of another library could not be found by its name
+    return isinstance(value, Described) and _TYPES.get(type(value).__name__) is not type(value)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
 from bedouin.convolved import Convolved, ConvolvedState, layer_state
-from bedouin.integrations.described import record
+from bedouin.integrations.described import check_recorded, record
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
 
@@ -159,7 +159,7 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
             f"model must have blocks with a layer `attn`, got {type(model).__name__}: use one of "
             "FLA's such as GLAForCausalLM, or bedouin.integrations.hf"
         )
-    options = record(model, "bedouin_layers", options)
+    options = check_recorded(model, "bedouin_layers", options)
     for block in blocks:
         old = _attn(block)
         if isinstance(old, Attention):
@@ -168,6 +168,7 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
         sizes = {"hidden_size": old.hidden_size, "layer_idx": old.layer_idx}
         factory = {"device": like.device, "dtype": like.dtype}
         block.attn = BedouinLayer(**sizes, **factory, **options)
+    record(model, "bedouin_layers", options)
     return model
 
 

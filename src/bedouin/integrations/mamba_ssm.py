@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.convolved import Convolved, ConvolvedState, layer_state
-from bedouin.integrations.described import record
+from bedouin.integrations.described import check_recorded, record
 from bedouin.state import BedouinState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -172,7 +172,7 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
             f"model must contain blocks of mamba-ssm, got {type(model).__name__}: use a MixerModel "
             "or a MambaLMHeadModel"
         )
-    options = record(model, "bedouin_mixers", options)
+    options = check_recorded(model, "bedouin_mixers", options)
     for block in blocks:
         if isinstance(block.mixer, MHA):
             continue
@@ -182,6 +182,7 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
         residuals = 1 if block.mlp is None else 2
         mixer.apply(partial(_init_weights, n_layer=len(blocks), n_residuals_per_layer=residuals))
         block.mixer = mixer
+    record(model, "bedouin_mixers", options)
     return model
 
 
