@@ -219,7 +219,7 @@ class Convolved(nn.Module):
             options["mask"] = packing.real
             # padding follows the tokens, so that it changes only the window after them
             u, lengths = packing.take(x), packing.lengths if return_state else None
-        window = self.init_window(len(u)) if before is None else before.conv
+        window = self.init_window(u.shape[0]) if before is None else before.conv
         convolved, window = self.convolve(u, window, lengths)
         found = self.layer(convolved, **options)
         output = output_tensor(found)
@@ -257,7 +257,7 @@ class Convolved(nn.Module):
         step = self._method("step")
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
-        before = self.checked_state(state, len(x_t))
+        before = self.checked_state(state, x_t.shape[0])
         convolved, window = self.convolve(x_t.unsqueeze(1), before.conv)
         output, inner = step(convolved.squeeze(1), before.inner)
         return output, ConvolvedState(window, inner)
@@ -330,7 +330,7 @@ class Convolved(nn.Module):
         if state is None:
             return None
         if packing is None:
-            return self.checked_state(state, len(x))
+            return self.checked_state(state, x.shape[0])
         return packing.before(self.checked_state(state, packing.num_states), self.init_state(1))
 
     def _method(self, name: str) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import positive_int
-from bedouin.kernels.linear import apply_weight
+from bedouin.kernels.linear import apply_weight, reshape_whole
 from bedouin.state import BedouinState
 
 HEAD_DIM, LEAST_CHANNELS = 128, 512
@@ -45,8 +45,9 @@ def fold(
     """The channels of each head as a sample of its own."""
     if num_heads == 1:
         return v
+    b, t, d = v.shape
     by_channels: Tensor = v.unflatten(-1, (num_heads, -1))
-    return by_channels.movedim(-2, 0).flatten(0, 1)
+    return reshape_whole(by_channels.movedim(-2, 0), num_heads * b, t, d // num_heads)
 
 
 def fold_pair(
@@ -54,7 +55,11 @@ def fold_pair(
     num_heads: int,
 ) -> tuple[Tensor, Tensor]:  # (H b, t, p) each
     """`fold` of both halves of the channels, which several heads copy in one operation."""
-    first, second = v.chunk(2, -1) if num_heads == 1 else fold(v, 2 * num_heads).chunk(2)
+    if num_heads == 1:
+        first, second = v.chunk(2, -1)
+    else:
+        # not by chunk, because torch.export cannot halve a symbolic size
+        first, second = fold(v, 2 * num_heads).unflatten(0, (2, -1)).unbind()
     return first, second
 
 

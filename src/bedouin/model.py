@@ -283,7 +283,7 @@ class SequenceModel(nn.Module):
                 x = block(x, mask=real)
             return self._placed_logits(x, tokens, packing)
         if state is None:
-            state = self.init_state(len(ids))
+            state = self.init_state(ids.shape[0])
         elif packing is not None:
             pairs = zip(self._checked_states(state), self.init_state(1), strict=True)
             state = tuple(packing.before(*pair) for pair in pairs)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
 from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.integrations.described import check_recorded, record
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
 
@@ -142,10 +143,17 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
     """`model`, one of FLA's, with a new `BedouinLayer` as the `attn` of each of its blocks.
 
     Layers of softmax attention stay. The new ones have the device and dtype of the model, and are
-    saved with it; what FLA's configuration says of layers does not change.
+    saved with it; what FLA's configuration says of layers does not change. `options`, those of
+    `BedouinLayer`, become `model.config.bedouin_layers`, which files contain: FLA's from_pretrained
+    would make layers of its own with random weights. Instead:
+
+        config = GLAConfig.from_pretrained(folder)
+        model = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
+        safetensors.torch.load_model(model, folder + "/model.safetensors")
 
     Raises ValueError for a model without such blocks, or whose blocks need what their layers alone
-    return, as those of RWKV7 do, and ImportError without flash-linear-attention.
+    return, as those of RWKV7 do, and for other options than its configuration records; ImportError
+    without flash-linear-attention.
     """
     try:
         from fla.layers.attn import Attention
@@ -169,6 +177,7 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
                 f"{type(model).__name__}, whose blocks need other values of it: use a model such "
                 "as GLAForCausalLM"
             )
+    options = check_recorded(model, "bedouin_layers", options)
     for block in blocks:
         old = _attn(block)
         if isinstance(old, Attention):
@@ -177,6 +186,7 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
         sizes = {"hidden_size": old.hidden_size, "layer_idx": old.layer_idx}
         factory = {"device": like.device, "dtype": like.dtype}
         block.attn = BedouinLayer(**sizes, **factory, **options)
+    record(model, "bedouin_layers", options)
     return model
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.integrations.described import check_recorded, record
 from bedouin.state import BedouinState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -150,9 +151,16 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
 
     `MixerModel` and `MambaLMHeadModel` can only make mixers that mamba-ssm knows. The new ones have
     the layer_idx, device and dtype of the old ones, and the initialization that these models give
-    to mixers; `options` are those of BedouinMixer. The model's configuration stays what it was.
+    to mixers. `options`, those of BedouinMixer, become `model.config.bedouin_mixers`, which files
+    contain: mamba-ssm's from_pretrained refuses such a file. Instead:
 
-    Raises ValueError for a model without blocks, and ImportError without mamba-ssm.
+        config = load_config_hf(folder)
+        options = config.pop("bedouin_mixers")
+        model = replace_mixers(MambaLMHeadModel(MambaConfig(**config)), **options)
+        model.load_state_dict(load_state_dict_hf(folder))
+
+    Raises ValueError for a model without blocks, and for other options than its configuration
+    records; ImportError without mamba-ssm.
     """
     try:
         from mamba_ssm.models.mixer_seq_simple import _init_weights
@@ -171,6 +179,7 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
             f"model must contain blocks of mamba-ssm, got {type(model).__name__}: use a MixerModel "
             "or a MambaLMHeadModel"
         )
+    options = check_recorded(model, "bedouin_mixers", options)
     for block in blocks:
         if isinstance(block.mixer, MHA):
             continue
@@ -180,6 +189,7 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
         residuals = 1 if block.mlp is None else 2
         mixer.apply(partial(_init_weights, n_layer=len(blocks), n_residuals_per_layer=residuals))
         block.mixer = mixer
+    record(model, "bedouin_mixers", options)
     return model
 
 
