@@ -35,15 +35,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
 import tyro
 
 from benchmarks import agreement, cases, figure, table
 from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
+from common.device import choose_device
+from common.errors import UsageError
 
 Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]
 """The results of the comparisons made so far: None, or the message of a difference."""
@@ -77,8 +78,8 @@ class Config:
     """Only the exact sweep: with feedback, without it, and with heads."""
     tiny: bool = False
     """Toy sizes, to check that every row runs; the times are meaningless."""
-    device: str = "auto"
-    """cuda, cpu, or auto: the GPU if there is one."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where to measure; without a GPU rows of full size take minutes, and many fail: see --tiny."""
     precision: Precision = "bf16"
     """bf16: parameters and inputs; autocast: float32 parameters; float32."""
     repeats: int = 20
@@ -170,10 +171,7 @@ def chosen(config: Config) -> list[tuple[cases.Case, Shape]]:
 
 def make_context(config: Config) -> Context:
     """Device, sizes and speed of the machine."""
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = choose_device(config.device)
     sizes = {"m": 8, "n": 2, "k": 2} if config.tiny else {}
     setting = Setting(device, config.precision, **sizes)
     # a small product suffices if the speed of the machine is not used
@@ -291,4 +289,8 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Config, description=__doc__)))
+    try:
+        sys.exit(main(tyro.cli(Config, description=__doc__)))
+    except UsageError as error:
+        options = "--tiny --precision float32 --repeats 1"
+        sys.exit(f"error: {error}, with {options} to run every row at toy sizes")

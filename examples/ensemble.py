@@ -15,7 +15,8 @@ OUT/results.json contains for each of them the number of parameters, the accurac
 (`common/data.py`), the history of loss, accuracy, longest training length, smallest pivot of the
 local systems (`SolveStats.conditioning`; null for a baseline) and number of steps without an update
 because a gradient was not finite, and the step at which each seed first reached an accuracy of
-0.99, for all seeds, failed ones included; for copying also where in a string the errors are.
+0.99, for all seeds, failed ones included; for copying also where in a string the errors are. A seed
+has failed (`failed`) if it had no update in more than 1 % of its steps (`skipped`).
 --trackers logs history and accuracies of each model as a run of its own, when its point of the grid
 is done and in results.json: several of the trackers hold one run in a process.
 
@@ -25,6 +26,7 @@ Letters: s seeds, b batch, t time, v classes.
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -41,9 +43,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, Copying, token_accuracy
 from common.data import DRAWN_AHEAD, Data, metrics
+from common.device import choose_device
+from common.errors import UsageError
+from common.folder import refuse_to_replace
 from common.layers import count
 from common.positions import by_position
 from common.schedule import decay, slow_at_first
+from common.skipping import has_failed, skip_unless
 from common.study import GRID, PRESETS, Config, make_model, matched, model_seeds
 from common.trackers import log_run, tracked_scores
 
@@ -52,12 +58,13 @@ FED_WEIGHT = "y_proj.weight"
 Params = dict[str, Tensor]
 
 
+RESULTS = "results.json"
 EVAL_BATCH = 256
 """Test rows evaluated at once."""
 
 
 class Ensemble:
-    """A stack of models with AdamW, cosine schedule and per-model clipping."""
+    """A stack of models, each with an AdamW and clipping of its own, and their schedule."""
 
     def __init__(self, config: Config, point: dict[str, Any], data: Data, device: torch.device):
         self.config, self.point, self.data, self.device = config, point, data, device
@@ -65,13 +72,13 @@ class Ensemble:
         self.model = self.models[0]
         params, _ = stack_module_state(self.models)
         self.params: Params = {n: p.detach().clone() for n, p in params.items()}
-        for p in self.params.values():
-            p.grad = torch.zeros_like(p)
+        self.grads: Params = {n: torch.zeros_like(p) for n, p in self.params.items()}
         # without vmap each model reads its own slice, and is called as it is: cuDNN's LSTM does not
         # see parameters that functional_call replaces
         for i, model in enumerate(self.models):
             for n, parameter in model.named_parameters():
                 parameter.data = self.params[n][i]
+                parameter.grad = self.grads[n][i]
         warmup, steps = config.warmup, point["steps"]
 
         def factor(step: int) -> float:
@@ -86,24 +93,16 @@ class Ensemble:
         factors: list[Callable[[int], float]] = []
         for slow, skip in itertools.product((False, True), repeat=2):
             chosen = [
-                p
-                for n, p in self.params.items()
-                if (n in undecayed, n.endswith(FED_WEIGHT)) == (skip, slow)
+                n for n in self.params if (n in undecayed, n.endswith(FED_WEIGHT)) == (skip, slow)
             ]
             if chosen:
                 decayed = 0.0 if skip else config.weight_decay
-                # a captured step reads its rate from the device
+                # a captured step reads its rate from the device; the models share it
                 lr = torch.tensor(point["lr"], device=device)
-                groups.append({"params": chosen, "weight_decay": decayed, "lr": lr})
+                groups.append({"names": chosen, "weight_decay": decayed, "lr": lr})
                 factors.append(feedback_factor if slow else factor)
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            betas=config.betas,
-            capturable=device.type == "cuda",
-            # a single pass over large parameters
-            fused=device.type == "cuda" and not config.stacked,
-        )
-        self.schedule = LambdaLR(self.optimizer, factors)
+        self.optimizers = [self._optimizer(model, groups) for model in self.models]
+        self.schedule = LambdaLR(self.optimizers[0], factors)
         ahead = 1 if config.stacked else DRAWN_AHEAD
         self.batches = data.batches(point["batch_size"], point["steps"], ahead)
         self.tokens, self.labels = (part.clone() for part in next(self.batches))
@@ -119,6 +118,19 @@ class Ensemble:
     def _model(self, seed: int) -> SequenceModel:
         torch.manual_seed(seed)
         return make_model(self.config, self.point).to(self.device)
+
+    def _optimizer(
+        self, model: SequenceModel, groups: Sequence[dict[str, Any]]
+    ) -> torch.optim.AdamW:
+        """AdamW for one model, whose steps can be skipped without those of the others; `groups`
+        name their parameters."""
+        named = dict(model.named_parameters())
+        return torch.optim.AdamW(
+            [{**group, "params": [named[n] for n in group["names"]]} for group in groups],
+            betas=self.config.betas,
+            capturable=self.device.type == "cuda",
+            fused=True,
+        )
 
     def _loss(
         self,
@@ -201,12 +213,10 @@ class Ensemble:
         scale = (self.config.clip / (torch.sqrt(square) + 1e-6)).clamp(max=1.0)
         finite = torch.isfinite(square)
         for name, g in grads.items():
-            grad = self.params[name].grad
-            assert grad is not None
-            shape = (-1, *[1] * (g.dim() - 1))
-            # one step with a gradient that is not finite would end the training of its model
-            grad.copy_(torch.where(finite.view(shape), g * scale.view(shape), 0.0))
-        self.optimizer.step()
+            self.grads[name].copy_(g * scale.view(-1, *[1] * (g.dim() - 1)))
+        for optimizer, is_finite in zip(self.optimizers, finite.unbind(), strict=True):
+            skip_unless(is_finite, optimizer)
+            optimizer.step()
         self.loss_sum += loss.detach()
         self.correct_sum += correct
         self.skipped += ~finite
@@ -288,9 +298,10 @@ def _reset(ensemble: Ensemble, saved: Params) -> None:
     """Undo the warm-up steps in place."""
     for name, p in ensemble.params.items():
         p.copy_(saved[name])
-    for state in ensemble.optimizer.state.values():
-        for tensor in state.values():
-            tensor.zero_()
+    for optimizer in ensemble.optimizers:
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
     ensemble.log(0)
 
 
@@ -348,6 +359,11 @@ class Training:
         accuracy = {str(length): self.ensemble.accuracy(length) for length in lengths}
         seeds, history = range(self.config.seeds), self.history
         pivots = [[h["conditioning"][i] for h in history] for i in seeds]
+        # the history may end before the last step
+        skipped = [
+            n + sum(h["skipped"][i] for h in history)
+            for i, n in enumerate(self.ensemble.skipped.tolist())
+        ]
         row = {
             **{"point": self.point, "accuracy": accuracy, "seconds": seconds, "history": history},
             **{"parameters": self.size, "d_model": self.config.d_model},
@@ -355,6 +371,8 @@ class Training:
             "ms_per_step": 1e3 * seconds / self.point["steps"],
             "step_at_0.99": [first_at(history, i) for i in seeds],
             "smallest_conditioning": [min(p) if p and None not in p else None for p in pivots],
+            "skipped": skipped,
+            "failed": [has_failed(n, self.point["steps"]) for n in skipped],
         }
         if isinstance(self.data.task, Copying):
             row["positions"] = {str(length): self.ensemble.positions(length) for length in lengths}
@@ -374,7 +392,18 @@ def describe(row: dict[str, Any]) -> str:
     return (
         f"    {accuracy}\n    at 0.99: {row['step_at_0.99']}  conditioning: "
         f"{show(row['smallest_conditioning'])}  {row['seconds']:.0f} s, "
-        f"{row['ms_per_step']:.2f} ms a step"
+        f"{row['ms_per_step']:.2f} ms a step{failures(row)}"
+    )
+
+
+def failures(row: dict[str, Any]) -> str:
+    """A warning about the seeds of a row that failed, if any did."""
+    if not any(row["failed"]):
+        return ""
+    found = [f"{n} of model {i}" for i, n in enumerate(row["skipped"]) if row["failed"][i]]
+    return (
+        f"\n    FAILED: no update in {', '.join(found)} of {row['point']['steps']} steps, whose "
+        "gradients were not finite"
     )
 
 
@@ -407,11 +436,10 @@ def tracked_entries(row: dict[str, Any], i: int) -> list[tuple[int, dict[str, fl
 
 
 def main(config: Config) -> None:
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = choose_device(config.device)
     label = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    if not config.overwrite:
+        refuse_to_replace(config.out, RESULTS)
     config.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     points = [
@@ -431,7 +459,7 @@ def main(config: Config) -> None:
             "torch": torch.__version__,
             "rows": rows,
         }
-        (config.out / "results.json").write_text(json.dumps(report, default=str))
+        (config.out / RESULTS).write_text(json.dumps(report, default=str))
         for number, row in enumerate(found, len(rows) - len(found)):
             track(config, number, row, device)
 
@@ -446,4 +474,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
 
 
 if __name__ == "__main__":
-    main(parse())
+    try:
+        main(parse())
+    except UsageError as error:
+        sys.exit(f"error: {error}")

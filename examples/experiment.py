@@ -9,8 +9,8 @@
 
 The experiments are defined in examples/experiments/, one short file each. Each run writes
 OUT/EXPERIMENT/RUN.json. The list has, for every run, its command and, once it has been made, its
-device, its seconds and its seeds. `--summary` writes OUT/summary.json and OUT/both.png from the
-files of `words` and `copying`.
+device, its seconds and its seeds, with the number of those that failed. `--summary` writes
+OUT/summary.json and OUT/both.png from the files of `words` and `copying`.
 """
 
 import json
@@ -139,7 +139,10 @@ def make(experiment: Experiment, run: Run, config: Config) -> None:
     path, folder = result_path(config.out, experiment, run), run_folder(experiment, run)
     print(f"== {experiment.name} {run.name}", flush=True)
     AcceleratorState._reset_state()  # it keeps the precision of the last run
-    script([*run.arguments, *shlex.split(config.extra), "--out", str(folder)])
+    extra = shlex.split(config.extra)
+    # what an earlier try has left is replaced, unless it is to be continued
+    replacing = () if "--resume" in extra else ("--overwrite",)
+    script([*run.arguments, *extra, *replacing, "--out", str(folder)])
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / file, path)
 
@@ -207,11 +210,14 @@ def make_in_process(experiment: Experiment, run: Run, config: Config, device: st
 
 
 def seconds_and_seeds(content: dict[str, Any]) -> tuple[float, str]:
-    """Of a JSON file, in either of the formats."""
+    """Of a JSON file, in either of the formats; the seeds with the number of those that failed."""
     if "rows" not in content:
-        return content["seconds"], str(content["seed"])
+        seed = str(content["seed"])
+        return content["seconds"], f"{seed} (failed)" if content.get("failed") else seed
     first, number = content["config"].get("first_seed", 0), content["config"]["seeds"]
     seeds = " ".join(str(seed) for seed in range(first, first + number))
+    if failed := sum(sum(row.get("failed", ())) for row in content["rows"]):
+        seeds += f" ({failed} failed)"
     seconds = [row["seconds"] for row in content["rows"]]
     # points that were trained at the same time have the seconds of all
     together = content["config"].get("concurrent", False)

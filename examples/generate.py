@@ -25,6 +25,7 @@ from bedouin import Decoder, SequenceModel
 from bedouin.generation import Sampling
 from common.checkpoint import read_checkpoint
 from common.checks import check_ranges, naming_flags, whole
+from common.device import Device, choose_device
 from common.errors import UsageError
 from common.folder import CHECKPOINT
 from common.lm_options import LanguageConfig, build_language_model
@@ -49,8 +50,8 @@ class Config:
     """Draw from the fewest bytes that have this probability together."""
     seed: int = 0
     """Seed of the draws."""
-    device: str = "auto"
-    """cpu, cuda, or auto."""
+    device: Device = "auto"
+    """auto: the GPU if there is one."""
 
     def __post_init__(self) -> None:
         check_ranges(self, {"length": whole(1), "seed": whole(0)})
@@ -102,10 +103,7 @@ def stream_bytes(
 
 def main(config: Config) -> None:
     """Write the prompt and the text to the standard output, and the speed to the standard error."""
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = choose_device(config.device)
     model = load_model(config.run, device)
     generator = torch.Generator(device).manual_seed(config.seed)
     sampling = Sampling(config.temperature, config.top_k, config.top_p, generator)

@@ -44,6 +44,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     name = f"{point['input_scale']}, n {point['d_state']}, k {point['num_householder']}"
     if row.get("num_heads") is not None:  # of results since there are heads
         name += f", {row['num_heads']} heads"
+    if number := sum(row.get("failed", ())):
+        name += f" ({number} failed)"
     accuracy = [" ".join(f"{v:.2f}" for v in a["token"]) for a in row["accuracy"].values()]
     steps = " ".join("-" if s is None else str(s) for s in row["step_at_0.99"])
     pivots = " ".join("-" if c is None else f"{c:.2f}" for c in row["smallest_conditioning"])

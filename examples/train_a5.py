@@ -3,7 +3,8 @@
     python examples/train_a5.py                        # on a GPU if there is one, else on the CPU
     python examples/train_a5.py --preset cpu --seed 1 --out runs/a5-seed1
     python examples/train_a5.py --resume               # after Ctrl-C or a kill: continues
-    accelerate launch examples/train_a5.py             # several processes
+    accelerate launch examples/train_a5.py             # several GPUs
+    torchrun --nproc-per-node 2 examples/train_a5.py   # the same, also on CPUs
 
 The model is trained on products of one length and evaluated on longer ones. The table printed at
 the end, metrics.json and accuracy.png show the accuracy by length;

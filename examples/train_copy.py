@@ -1,9 +1,10 @@
 """Train one Bedouin layer to copy strings: the answer to "$owl|" is "owl.".
 
-    python examples/train_copy.py                      # on a GPU if there is one, else on the CPU
+    python examples/train_copy.py                       # on a GPU if there is one, else on the CPU
     python examples/train_copy.py --preset cpu --seed 1 --out runs/copy-seed1
-    python examples/train_copy.py --resume             # after Ctrl-C or a kill: continues
-    accelerate launch examples/train_copy.py           # several processes
+    python examples/train_copy.py --resume              # after Ctrl-C or a kill: continues
+    accelerate launch examples/train_copy.py            # several GPUs
+    torchrun --nproc-per-node 2 examples/train_copy.py  # the same, also on CPUs
 
 The model is trained on contexts packed with short strings and evaluated on single strings, up to
 twice as long. Answers are read by teacher-forced argmax. The table printed at the end, metrics.json

@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                             # on a GPU if there is one, else the CPU
     python examples/train_lm.py --preset cpu --out runs/lm  # a minute on two cores
+    python examples/train_lm.py --text book.txt             # or a folder
     python examples/train_lm.py --resume                    # after Ctrl-C or a kill: continues
     python examples/train_lm.py --mixer-layer mamba --match-parameters 25000000
     accelerate launch examples/train_lm.py                  # several GPUs (--shard: FSDP2)

@@ -139,7 +139,7 @@ def _check_version(backend: Backend) -> None:
         lowest = _dotted(LOWEST_TRITON)
         raise ValueError(
             f"backend={backend!r} on a CUDA device needs triton >= {lowest}, got {_TRITON}: "
-            "install the version that belongs to torch, with pip install 'bedouin[triton]', or "
+            f"install the version that belongs to torch, with pip install 'triton>={lowest}', or "
             "use backend='reference'"
         )
 
@@ -148,7 +148,7 @@ def _check_triton(device: torch.device, unsupported: str | None) -> None:
     if not _TRITON:
         raise ValueError(
             "backend='triton' needs the package triton: install it with pip install "
-            "'bedouin[triton]', or use backend='auto' or 'reference'"
+            "triton, or use backend='auto' or 'reference'"
         )
     _check_version("triton")
     if not is_cuda_device(device) and not interpreter_is_on():

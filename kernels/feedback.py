@@ -135,7 +135,8 @@ def shifted(
     y0: Tensor,  # (b, d)
 ) -> Tensor:  # (b, t, d)
     """y_{t-1} for every t, where y0 is the output before the first token."""
-    return torch.cat([y0.unsqueeze(1), y[:, :-1]], dim=1) if y.shape[1] else y
+    # joined before the last token is cut off, because torch.export would make a case of t - 1 = 1
+    return torch.cat([y0.unsqueeze(1), y], dim=1)[:, :-1]
 
 
 def with_feedback(

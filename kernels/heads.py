@@ -7,6 +7,8 @@ Letters: b samples, all heads' counted; H heads.
 
 from torch import Tensor
 
+from bedouin.kernels.linear import reshape_whole
+
 
 def count_heads(
     A: Tensor,  # (d, n) or (H, d, n)
@@ -37,7 +39,7 @@ def fold(
     # reshape, because unflatten and flatten have no batching rule for batched cotangents
     b, *between, d = v.shape
     by_channels = v.reshape(b, *between, num_heads, d // num_heads).movedim(-2, 0)
-    return by_channels.reshape(num_heads * b, *between, d // num_heads)
+    return reshape_whole(by_channels, num_heads * b, *between, d // num_heads)
 
 
 def unfold(
@@ -49,7 +51,7 @@ def unfold(
         return v
     folded, *between, p = v.shape
     by_samples = v.reshape(num_heads, folded // num_heads, *between, p).movedim(0, -2)
-    return by_samples.reshape(folded // num_heads, *between, num_heads * p)
+    return reshape_whole(by_samples, folded // num_heads, *between, num_heads * p)
 
 
 def per_sample(

@@ -40,7 +40,19 @@ def _by_head(
 ) -> Tensor:  # (b, ..., d)
     """v W in one batched product, with the W of the sample's head."""
     rows = v.reshape(W.shape[0], -1, W.shape[1])
-    return (rows @ W).reshape(*v.shape[:-1], W.shape[2])
+    return reshape_whole(rows @ W, *v.shape[:-1], W.shape[2])
+
+
+def reshape_whole(
+    v: Tensor,  # any shape
+    *shape: int,
+) -> Tensor:
+    """`v.reshape(shape)` for a tensor that is contiguous or has to be copied.
+
+    It goes by way of a single axis: the strides of symbolic sizes that are merged and then split
+    are otherwise minima, for which torch.export finds that they are wrong for a size of 0.
+    """
+    return v.reshape(-1).reshape(shape)
 
 
 def weight_gradient(

@@ -129,33 +129,24 @@ class IterativeSolver(Solver):
         if y.numel() == 0:
             return empty_solution(y0)
         steps = self._steps(f, y, y0.shape, unroll, watch)
-        try:
-            readable = self._run(steps, y, max_steps)
-        except KernelDoesNotFit as error:
-            answer(error, error.backend)
-            steps = _PlainSteps(self, f, y)
-            readable = self._run(steps, y, max_steps)
-        return _conclude(steps.progress, y0.shape, readable)
-
-    def _run(
-        self,
-        steps: Steps,
-        y: Tensor,  # (b, t, c)
-        max_steps: int,
-    ) -> bool:
-        """Advance until every sample is done; returns whether the outcome may be read."""
         # with so few steps an early stop saves less than the synchronization costs
         readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
-        check_every = CHECK_EVERY if y.is_cuda else 1
-        for i in range(max_steps):
-            steps.advance()
-            if readable and (i + 1) % check_every == 0 and steps.finished():
+        check_every, taken = CHECK_EVERY if y.is_cuda else 1, 0
+        while taken < max_steps:
+            try:
+                steps.advance()
+            except KernelDoesNotFit as error:
+                answer(error, error.backend)
+                steps, taken = _PlainSteps(self, f, y), 0
+                continue
+            taken += 1
+            if readable and taken % check_every == 0 and steps.finished():
                 break
         else:
             # y was updated after the last evaluation, so its own defect is not known yet
             if not self.returns_evaluation:
                 steps.certify()
-        return readable
+        return _conclude(steps.progress, y0.shape, readable)
 
     def _steps(
         self,

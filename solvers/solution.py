@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bedouin.kernels.backend import is_batched
 
@@ -256,13 +257,19 @@ def empty_solution(
     return Solution(y0.clone(), empty_stats(y0), Result.converged)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether `tensor` (any shape) holds numbers, unlike those of the meta device and of
+    FakeTensorMode."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def can_read_device(tensor: Tensor) -> bool:
     """Whether the host may read the values of `tensor` (any shape).
 
     Not under torch.compile, torch.func transforms or graph capture, not for batched cotangents, and
-    not on the meta device, which holds no values.
+    not where there are no values.
     """
-    if tensor.is_meta:
+    if not has_values(tensor):
         return False
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

@@ -22,6 +22,7 @@ from bedouin import (
     LowRank,
     NoMixing,
     SequenceModel,
+    baselines,
     compiled_map,
 )
 from bedouin.compiled_map import solver_scalars
@@ -351,6 +352,125 @@ def test_exported_programs_take_and_return_states(kind: str) -> None:
             output, state = run(x, before)
             assert type(state) is type(after)
             assert_close([output, *tree_leaves(state)], [expected, *tree_leaves(after)])
+
+
+class Padded(StepOnState):
+    """A chunk with padding, from a state to a state."""
+
+    def forward(self, x: Tensor, state: Any, mask: Tensor | None = None) -> Any:
+        return self.layer(x, state, True, mask=mask)
+
+
+VARYING: dict[str, Callable[[], nn.Module]] = {
+    "heads": lambda: Bedouin(3, d_state=2, num_heads=2, **FLOAT64),
+    "picard": lambda: Bedouin(3, num_heads=3, solver=Picard(), **SHORT, **FLOAT64),
+    "paper": lambda: Bedouin(3, num_heads=2, output="paper", **FLOAT64),
+    "one head": lambda: FixedPointRNN(3, **FLOAT64),
+    "Convolved": lambda: Convolved(Bedouin(3, num_heads=2, **FLOAT64), 3),
+    "Attention": lambda: baselines.Attention(4, num_heads=2, **FLOAT64),
+    "SequenceModel": lambda: SequenceModel(
+        5, 3, [Bedouin(3, num_heads=2, **FLOAT64), FixedPointRNN(3, num_heads=3, **FLOAT64)],
+        **FLOAT64,
+    ),
+}  # fmt: skip
+"""Layers for calls with several batch sizes and lengths. (No size is another one by chance: torch
+takes sizes that are equal in the first call for the same one.)"""
+
+
+def varying(kind: str, *sizes: tuple[int, int]) -> tuple[Any, list[tuple[Any, ...]]]:
+    """The layer, and for each size (b, t) an input, the state after another call, and a mask."""
+    layer, inputs = VARYING[kind]().eval().requires_grad_(False), []
+    for b, t in sizes:
+        x = torch.randn(b, t, 4).double() if kind == "Attention" else draw(kind, b, t)
+        _, state = layer(x.flip(1)[:, :4], return_state=True)
+        inputs.append((x, state, torch.rand(b, t) < 0.7))
+    return layer, inputs
+
+
+def arguments(module: nn.Module, x: Tensor, state: Any, mask: Tensor) -> tuple[Any, ...]:
+    """What `module`, a layer or one of the classes above, takes of them."""
+    if isinstance(module, Padded):
+        return x, state, mask
+    if isinstance(module, InChunks):
+        return x, state
+    return (x[:, 0], state) if isinstance(module, StepOnState) else (x,)
+
+
+# a compilation takes a second: every layer and every kind of call, not all pairs
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("heads", Padded),
+        ("picard", InChunks),
+        ("one head", StepOnState),
+        ("Convolved", Padded),
+        ("Attention", InChunks),
+        ("SequenceModel", InChunks),
+        ("SequenceModel", StepOnState),
+    ],
+)
+def test_one_graph_for_every_batch_size_and_length(kind: str, make: type[StepOnState]) -> None:
+    layer, inputs = varying(kind, (7, 11), (13, 9))
+    module = make(layer)
+    call = torch.compile(module, fullgraph=True, dynamic=True, backend="eager")
+    for i, of_size in enumerate(inputs):
+        given = arguments(module, *of_size)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            actual = tree_leaves(call(*given))
+        assert_close(actual, tree_leaves(module(*given)))
+
+
+def test_a_state_that_does_not_fit_is_refused_under_the_compiler_too() -> None:
+    layer, ((x, state, _),) = varying("heads", (7, 11))
+    call = torch.compile(InChunks(layer), dynamic=True, backend="eager")
+    with pytest.raises(ValueError, match=r"ssm must have shape \(7, 6, 2\), got \(5, 6, 2\)"):
+        call(x, state[:5])
+
+
+BATCH, LENGTH = torch.export.Dim("b"), torch.export.Dim("t")
+
+
+def of_any_batch(state: Any) -> Any:
+    """The shapes of a state of any number of samples."""
+    if isinstance(state, Tensor):
+        return {0: BATCH}
+    parts = [of_any_batch(part) for part in state]
+    return tuple(parts) if type(state) is tuple else parts
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("heads", None),
+        ("heads", StepOnState),
+        ("picard", Padded),
+        ("paper", None),
+        ("Convolved", None),
+        ("Convolved", Padded),
+        ("SequenceModel", InChunks),
+    ],
+)
+def test_an_exported_layer_takes_any_batch_size_and_length(
+    kind: str, make: type[StepOnState] | None
+) -> None:
+    layer, inputs = varying(kind, (3, 5), (2, 7), (1, 1))
+    module = layer if make is None else make(layer)
+    rows = {0: BATCH} if make is StepOnState else {0: BATCH, 1: LENGTH}
+    shapes = rows, of_any_batch(inputs[0][1]), rows
+    first = arguments(module, *inputs[0])
+    program = torch.export.export(module, first, dynamic_shapes=shapes[: len(first)]).module()
+    for of_size in inputs:
+        given = arguments(module, *of_size)
+        assert_close(tree_leaves(program(*given)), tree_leaves(module(*given)))
+
+
+@pytest.mark.parametrize("shape", [{0: BATCH}, {1: LENGTH}], ids=["batch", "length"])
+def test_an_exported_layer_of_several_heads_takes_one_size_that_varies(shape: Any) -> None:
+    layer, ((x, *_), *_) = varying("heads", (4, 5))
+    program = torch.export.export(layer, (x,), dynamic_shapes={"x": shape}).module()
+    for size in (1, 3):
+        part = x[:size] if 0 in shape else x[:, :size]
+        assert_close([program(part)], [layer(part)])
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

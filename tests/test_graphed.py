@@ -42,6 +42,18 @@ def test_an_unsuitable_sample() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", ["", "in_proj"])
+def test_hooks_are_refused_before_and_after_the_capture(name: str) -> None:
+    layer, x = make(), torch.randn(1, 2, 4)
+    call = layer.graphed(x)
+    layer.get_submodule(name).register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="a hook registered, after the capture"):
+        call(x)
+    with pytest.raises(ValueError, match=f"without hooks.*got some on {name or 'the layer'}: "):
+        layer.graphed(x)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_an_empty_sample_and_a_random_cap() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         make().graphed(torch.randn(0, 2, 4))

@@ -2,13 +2,22 @@
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel, param_groups
+from bedouin import (
+    Bedouin,
+    FixedPointRNN,
+    HouseholderProduct,
+    LowRank,
+    NoMixing,
+    SequenceModel,
+    param_groups,
+)
 from bedouin.baselines import Mamba
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import (
@@ -446,3 +455,37 @@ def test_it_fits_a_batch() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[0] > 0.5 and losses[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_householder": 1, "beta_max": 0.02}, {"mixer": LowRank(1)}, {"feedback": ()}],
+    ids=str,
+)
+def test_the_constructor_warns_of_singular_local_systems(options: dict[str, Any]) -> None:
+    message = "input_scale='delta' with .* use input_scale='bounded_delta', or mixer=NoMixing"
+    with pytest.warns(UserWarning, match=message) as found:
+        layer = Bedouin(4, input_scale="delta", **options)
+    assert [warning.filename for warning in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert same.input_scale == "delta"
+
+
+def test_the_constructor_does_not_warn_where_no_local_system_becomes_singular() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Bedouin(4)
+        Bedouin(4, input_scale="one_minus_decay")
+        Bedouin(4, input_scale="delta", mixer=NoMixing())
+        Bedouin(4, input_scale="delta", mixer=HouseholderProduct(10, beta_max=1e-3))
+        Bedouin(4, input_scale="delta", decay="griffin")  # Delta is below 1
+        Bedouin.from_paper(4)
+
+
+def test_a_model_warns_once_for_all_its_layers() -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        SequenceModel(5, 4, lambda _: Bedouin(4, input_scale="delta"), num_layers=3)
+    assert len(found) == 1

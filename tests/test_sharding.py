@@ -122,10 +122,14 @@ def check_a_layer_alone(device: str) -> None:
     plain = Bedouin(4, device=device, **FLOAT64)
     layer: Any = fully_shard(copy.deepcopy(plain), mesh=make_mesh(plain))
     x_t, state = torch.randn(2, 4, device=device, **FLOAT64), plain.init_state(2)
-    with pytest.raises(ValueError, match="got shards: FSDP gathers.*register_fsdp_forward_method"):
-        layer.step(x_t, state)
+    expected, _ = plain.step(x_t, state)
+    torch.testing.assert_close(layer.step(x_t, state)[0], expected)
     register_fsdp_forward_method(layer, "step")
-    torch.testing.assert_close(layer.step(x_t, state)[0], plain.step(x_t, state)[0])
+    torch.testing.assert_close(layer.step(x_t, state)[0], expected)
+    # the hooks of a module around the layer do not run in calls of the layer
+    around: Any = fully_shard(nn.Sequential(copy.deepcopy(plain)), mesh=make_mesh(plain))
+    with pytest.raises(ValueError, match="got shards: FSDP gathers.*register_fsdp_forward_method"):
+        around[0].step(x_t, state)
     # each projection a unit of its own, which gathers its weight when it is called
     parts = copy.deepcopy(plain)
     for name in ("in_proj", "x_proj", "y_proj", "out_proj"):

@@ -4,17 +4,20 @@ Letters: b batch, t time, m d_model, H heads, p inputs and r outputs of a projec
 """
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
-from bedouin import Bedouin, Decoder, FixedPointRNN
+from bedouin import Bedouin, Convolved, Decoder, FixedPointRNN
 from bedouin.heads import HeadLinear
 from bedouin.layer import FixedPointLayer
-from bedouin.solvers import OneStepAdjoint, Picard
+from bedouin.mixers import LowRank, WYForm
+from bedouin.solvers import Direct, FixedCap, Jacobi, OneStepAdjoint, Picard
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
 LAYERS: dict[str, Any] = {
@@ -24,6 +27,9 @@ LAYERS: dict[str, Any] = {
 }
 layers = pytest.mark.parametrize("kind", LAYERS)
 heads = pytest.mark.parametrize("num_heads", [1, 2])
+backends = pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
 NAMES = ("in_proj", "x_proj", "y_proj", "b_proj", "out_proj")
 
 
@@ -85,7 +91,7 @@ def results(layer: FixedPointLayer, x: Tensor) -> list[Tensor]:
     y_t, after = layer.step(x[:, 0], state)
     with torch.no_grad():
         decoded = Decoder(layer, len(x), state=state)(x[:, 0])
-    return [y, *state, y_t, *after, decoded]
+    return [y, *state.tensors, y_t, *after.tensors, decoded]
 
 
 def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -225,6 +231,7 @@ def test_hooks_on_y_proj_are_refused(kind: str) -> None:
         lambda norm: nn.RMSNorm(8, **FLOAT64),  # eps is then that of the dtype of the input
         lambda norm: nn.RMSNorm(8, 1e-5, elementwise_affine=False),
         lambda norm: norm.register_forward_hook(lambda *_: None) and norm,
+        lambda norm: norm.__dict__.update(forward=lambda v: v) or norm,
     ],
 )
 def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -> None:
@@ -239,33 +246,122 @@ def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -
     assert layer(x).isfinite().all()
 
 
-def test_a_model_that_accelerate_dispatches_is_the_same() -> None:
+OFFLOADED: dict[str, Any] = LAYERS | {
+    "Convolved": lambda **k: Convolved(Bedouin(4, d_state=2, **FLOAT64, **k)),
+}
+
+
+@pytest.mark.parametrize("kind", OFFLOADED)
+@heads
+def test_layers_that_accelerate_dispatches_or_offloads(kind: str, num_heads: int) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
-    layer, x = Bedouin(4, **FLOAT64), torch.randn(2, 3, 4, **FLOAT64)
-    before = layer(x)
+    accelerate = pytest.importorskip("accelerate")
+    layer, x = OFFLOADED[kind](num_heads=num_heads), torch.randn(2, 3, 4, **FLOAT64)
+    expected, first = results(layer, x), layer.step(x[:, 0], layer.init_state(2))
     hooks.attach_execution_device_hook(layer, "cpu")
-    assert layer.norm is not None and "forward" in vars(layer.norm)
-    assert_close([layer(x)], [before])
+    assert "forward" in vars(layer.get_submodule("layer" if kind == "Convolved" else "out_proj"))
+    assert_close(results(layer, x), expected)
+    hooks.remove_hook_from_module(layer, recurse=True)
+    accelerate.cpu_offload(layer, torch.device("cpu"))
+    assert all(p.is_meta for p in layer.parameters())
+    with torch.no_grad():
+        assert_close(results(layer, x), expected)
+        assert_close(tensors(layer.step(x[:, 0], layer.init_state(2))), tensors(first))
+    assert all(p.is_meta for p in layer.parameters())
 
 
 class Kept(nn.Module):
-    """A trained copy in place of a module, as PEFT's modules_to_save makes it."""
+    """Trained copies in place of a module, as PEFT's modules_to_save keeps them."""
+
+    disable_adapters = False
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.kept = copy.deepcopy(module)
-        self.weight, self.eps = self.kept.weight, self.kept.eps
-
-    def forward(self, v: Tensor) -> Any:
-        return self.kept(v)
+        self.original_module, self.active_adapters = module, ["default"]
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
 
 
-def test_a_copy_of_the_norm_is_accepted() -> None:
+def test_trained_copies_of_the_norm_are_in_use() -> None:
     layer, x = Bedouin(4, **FLOAT64), torch.randn(2, 3, 4, **FLOAT64)
     before = layer(x)
     assert layer.norm is not None
-    layer.norm = Kept(layer.norm)  # type: ignore[assignment]
+    kept: Any = Kept(layer.norm)
+    layer.norm = kept
+    with torch.no_grad():
+        kept.modules_to_save["default"].weight.mul_(2)
+    assert_close([layer(x)], [2 * before])
+    kept.disable_adapters = True
     assert_close([layer(x)], [before])
+    handle = kept.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="norm must be .* no hooks"):
+        layer(x)
+    handle.remove()
+    kept.disable_adapters, kept.modules_to_save["default"] = False, nn.LayerNorm(8, **FLOAT64)
+    with pytest.raises(TypeError, match="norm must be .*LayerNorm: hook"):
+        layer(x)
+
+
+@heads
+@pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
+def test_hooks_on_a_mixer_of_the_kernels_are_refused(solver: Any, num_heads: int) -> None:
+    layer = Bedouin(4, num_heads=num_heads, solver=solver, **FLOAT64)
+    x, state = torch.randn(2, 3, 4, **FLOAT64), layer.init_state(2)
+    handle = layer.mixer.register_forward_hook(no_reflection)
+    refused = pytest.raises(TypeError, match="mixer must have no hooks, got .*no_reflection.*hook")
+    with refused:
+        layer(x)
+    with refused:
+        layer.step(x[:, 0], state)
+    with refused:
+        Decoder(layer, 2)(x[:, 0])
+    handle.remove()
+    vars(layer.mixer)["forward"] = layer.mixer.forward
+    with pytest.raises(TypeError, match="mixer must have no hooks, got <bound method"):
+        layer(x)
+
+
+def no_reflection(module: nn.Module, inputs: tuple[Tensor, ...], form: WYForm) -> WYForm:
+    return WYForm(0 * form.e, form.U, 0 * form.M)
+
+
+@pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
+def test_hooks_on_another_mixer_act_with_every_solver(solver: Any) -> None:
+    torch.manual_seed(0)
+    layer = Bedouin(4, mixer=LowRank(), solver=solver, **FLOAT64)
+    torch.manual_seed(0)
+    unmixed = Bedouin(4, mixer=LowRank(), solver=Direct(), **FLOAT64)
+    mixer: Any = unmixed.mixer
+    mixer.forward = lambda raw: no_reflection(layer.mixer, (), LowRank()(raw))
+    x = torch.randn(2, 3, 4, **FLOAT64)
+    layer.mixer.register_forward_hook(no_reflection)
+    for ours, theirs in zip(results(layer, x), results(unmixed, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def tensors(found: Any) -> list[Tensor]:
+    """Those of a step: the output and the state."""
+    return [found[0], *found[1].tensors]
+
+
+def doubled(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return (2 * output[0], output[1]) if isinstance(output, tuple) else 2 * output
+
+
+@pytest.mark.parametrize("kind", OFFLOADED)
+@backends
+@torch.no_grad()
+def test_hooks_on_a_layer_run_in_steps_and_decoders(kind: str, backend: str) -> None:
+    layer, x = OFFLOADED[kind](), torch.randn(2, 3, 4, **FLOAT64)
+    layer.solve_options = replace(layer.solve_options, backend=backend)
+    state, decoder = layer.init_state(2), Decoder(layer, 2)
+    expected, after = layer.step(x[:, 0], state)
+    assert_close([decoder(x[:, 0])], [expected])
+    layer.register_forward_hook(doubled)
+    for _ in range(2):
+        y, found = layer.step(x[:, 0], state)
+        assert_close(tensors((y, found)), tensors((2 * expected, after)))
+    decoder.reset()
+    assert_close([decoder(x[:, 0])], [2 * expected])
 
 
 def test_a_parametrization_of_the_norm_counts() -> None:
@@ -291,6 +387,74 @@ def test_an_adapter_that_is_not_linear_is_refused() -> None:
     with pytest.raises(TypeError, match="y_proj must be linear in its input.*Squashed: use"):
         layer(x)
     assert layer.y_proj.training
+
+
+@pytest.mark.parametrize("solver", [Direct(), Picard()])
+@pytest.mark.parametrize("kind", OFFLOADED)
+@backends
+def test_fake_tensors_have_the_shapes_of_a_call(kind: str, solver: Any, backend: str) -> None:
+    with FakeTensorMode():
+        layer, x = OFFLOADED[kind](), torch.randn(2, 3, 4, **FLOAT64)
+        options: dict[str, Any] = {"solver": solver, "cap": FixedCap(2), "backend": backend}
+        layer.solve_options = replace(layer.solve_options, **options)
+        if kind == "FixedPointRNN":
+            wrap(layer)
+        found = results(layer, x)
+        found[0].sum().backward()
+    assert [v.shape for v in found] == [v.shape for v in results(OFFLOADED[kind](), randn(x))]
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+class Quantized(Tensor):
+    """A weight that only nn.functional.linear can read, as those of torchao."""
+
+    dense: Tensor
+
+    @staticmethod
+    def __new__(cls, dense: Tensor) -> "Quantized":
+        make: Any = Tensor._make_wrapper_subclass
+        made: Quantized = make(cls, dense.shape, dtype=dense.dtype)
+        made.dense = dense
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return func(args[0], args[1].dense)
+        if func is Tensor.detach:
+            return cls(args[0].dense)
+        otherwise: Any = super().__torch_function__
+        return otherwise(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of a quantized weight")
+
+
+@layers
+@torch.no_grad()
+def test_quantized_weights_are_read_in_calls(kind: str) -> None:
+    layer, x = LAYERS[kind](num_heads=1), torch.randn(2, 30, 4, **FLOAT64)
+    expected = results(layer, x)
+    for name in NAMES:
+        if getattr(layer, name, None) is not None:
+            module = getattr(layer, name)
+            module.weight = nn.Parameter(Quantized(module.weight), requires_grad=False)
+    assert_close(results(layer, x), expected)
+
+
+def randn(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, dtype=like.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", OFFLOADED)
+def test_recording_by_torch_jit_is_refused(kind: str) -> None:
+    layer, x = OFFLOADED[kind](), torch.randn(2, 3, 4, **FLOAT64)
+    trace: Any = torch.jit.trace
+    with pytest.raises(RuntimeError, match=r"cannot be recorded by .*: use torch\.compile or"):
+        trace(layer, x)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning")

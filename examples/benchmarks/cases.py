@@ -91,9 +91,10 @@ def _states(states: int) -> Case:
 
 
 def _delta(states: int) -> Case:
-    """The layer of the experiments, but for its convolution: feedback of Delta alone."""
+    """The layer of the experiments, but for its convolution: feedback of Delta alone, and
+    practically no reflection."""
     n = Setting.n * states
-    options: dict[str, Any] = {"feedback": ("delta",), "input_scale": "delta"}
+    options: dict[str, Any] = {"feedback": ("delta",), "input_scale": "delta", "beta_max": 1e-3}
     return Case(
         f"direct-delta-heads16-n{n}",
         f"Direct, feedback of Delta, k 1, n {n}, 16 heads of {D_MODEL // 8}",

@@ -22,13 +22,14 @@ _COUNTERS = {
 }
 _STATES = {
     **{"model": dict, "optimizer": dict, "schedule": dict},
-    **{"random": list, "loss_sum": Tensor, "config": dict},
+    **{"random": list, "loss_sum": Tensor, "skipped": Tensor, "config": dict},
 }
 _REMEDY = "start without --resume, or name another folder with --out"
 _MAY_CHANGE = frozenset(
     (
         "out",
         "resume",
+        "overwrite",
         "preset",
         "log_every",
         "checkpoint_every",
@@ -62,6 +63,7 @@ def save_checkpoint(job: Place, run: Run) -> None:
         "random": gather_object([_random_state(run)]),
         # that of all processes, each of which continues with it
         "loss_sum": job.accelerator.reduce(run.loss_sum.clone(), reduction="mean"),
+        "skipped": run.skipped,
         "config": plain_config(job.config),
         **{name: getattr(run, name) for name in _COUNTERS},
     }
@@ -128,6 +130,7 @@ def load_checkpoint(job: Place, run: Run) -> None:
         _load_states(job, run, (content["model"], content["optimizer"]))
         run.schedule.load_state_dict(content["schedule"])
         run.loss_sum.copy_(content["loss_sum"])
+        run.skipped.copy_(content["skipped"])
         _restore_random_state(run, content["random"][job.accelerator.process_index])
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
         reason = " ".join(str(error).split())

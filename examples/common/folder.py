@@ -1,5 +1,6 @@
 """The folder of the results, which is created and tested before training."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UsageError
 
@@ -28,6 +29,17 @@ def prepare_folder(folder: Path, accelerator: Accelerator) -> None:
     broadcast_object_list(obstacle)
     if obstacle[0] is not None:
         raise UsageError(f"--out must be a folder that can be written to, got {obstacle[0]}")
+
+
+def refuse_to_replace(folder: Path, *names: str) -> None:
+    """Raise UsageError if the folder has one of these files of an earlier run."""
+    found = [name for name in names if (folder / name).exists()]
+    if found:
+        resume = ", continue that run with --resume" if CHECKPOINT in found else ""
+        raise UsageError(
+            f"--out must be a folder without an earlier run, got {folder} with {found[0]}: name "
+            f"another one{resume}, or replace that run with --overwrite"
+        )
 
 
 def _obstacle(folder: Path) -> str | None:
@@ -70,7 +82,16 @@ def save_weights(
     for name, v in weights.items():
         if v.untyped_storage().nbytes() > v.numel() * v.element_size():
             weights[name] = v.clone()
+    write_weights(weights, path)
+
+
+def write_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write tensors with safetensors, which gives its files to their owner alone, and let the file
+    have the permissions of other new files."""
     save_file(weights, path, metadata={"format": "pt"})
+    mask = os.umask(0)  # there is no other way to read it
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def _reason(error: BaseException) -> str:

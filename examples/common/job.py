@@ -73,7 +73,10 @@ class Run:
     length: int
     """The longest training length, which a curriculum lets grow."""
     loss_sum: Tensor
-    """Sum () of the training losses since the last evaluation, on the device."""
+    """Sum () of the training losses since the last evaluation, without those of skipped steps, on
+    the device."""
+    skipped: Tensor
+    """The steps () since the last evaluation whose gradients were not finite, on the device."""
     loss_count: int = 0
     step: int = 0
     seconds: float = 0.0

@@ -14,10 +14,11 @@ class LanguageConfig(RunConfig):
     """Train a language model of bytes on files of text."""
 
     text: Path | None = None
-    """Folder of the text, with all folders below it; None: the source of Python's library, without
-    its tests. One file of 16, chosen by a hash of its name, is held out."""
-    pattern: str = "*.py"
-    """Names of the files in --text."""
+    """Folder of the text, with all folders below it, of which one file of 16, chosen by a hash of
+    its name, is held out; or one file, whose last sixteenth is held out. None: the source of
+    Python's library, without its tests."""
+    pattern: str | None = None
+    """Names of the files in the folder; None: all that are not hidden, or *.py without --text."""
     length: int = 1024
     """Tokens of a training row; documents in a row are kept apart."""
     batch_size: int = 64

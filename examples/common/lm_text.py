@@ -5,7 +5,6 @@ Letters: b batch, t time, n tokens of a corpus.
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,25 +83,33 @@ class Corpus:
         return tokens[None], labels[None], sizes.cumsum(0)
 
 
-def read_corpora(folder: Path | None, pattern: str) -> tuple[Corpus, Corpus]:
-    """The documents for training and those held out, which a hash of a file's name selects.
+def read_corpora(text: Path | None, pattern: str | None) -> tuple[Corpus, Corpus]:
+    """The documents for training and those held out, at least one, which a hash of a file's name
+    selects; of one file the last of HELD_OUT parts is held out.
 
-    folder: the text's; None: Python's standard library, without its tests.
-    Raises UsageError if there are no files for one of the two.
+    text: a file, or a folder; None: Python's standard library, without its tests. pattern: names
+        of the files in the folder; None: all that are not hidden, of the library the sources.
+    Raises UsageError if there is nothing for one of the two.
     """
-    root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-    parts: tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]] = ([], [])
-    for name, path in _files(root, pattern, whole=folder is not None):
-        digest = hashlib.sha256(name.encode()).digest()
-        parts[digest[0] % HELD_OUT == 0].append((digest, path.read_bytes()))
-    if not all(parts):
+    files = _read(text, pattern)
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    if len(files) == 1:
+        ((_, content),) = files
+        cut = len(content) - len(content) // HELD_OUT
+        parts = [content[:cut]], [content[cut:]]
+    else:
+        hashed = ((hashlib.sha256(name.encode()).digest(), content) for name, content in files)
+        # in the order of the hashes, so that the first ones are a random choice
+        for digest, content in sorted(hashed):
+            parts[digest[0] % HELD_OUT == 0].append(content)
+        if files and not parts[1]:
+            parts[1].append(parts[0].pop(0))
+    if not all(map(any, parts)):
+        where = "" if pattern is None else f" with --pattern {pattern!r}"
         raise UsageError(
-            f"--text must have files for training and held-out ones, got {len(parts[0])} and "
-            f"{len(parts[1])} with --pattern {pattern!r} in {root}: one of {HELD_OUT} is held out"
+            f"--text must have text to train with and to hold out, got {len(files)} files{where}"
         )
-    # in the order of the hashes, so that the first ones are a random choice
-    training, held_out = ([content for _, content in sorted(part)] for part in parts)
-    return make_corpus(training), make_corpus(held_out)
+    return make_corpus(parts[0]), make_corpus(parts[1])
 
 
 def make_corpus(documents: list[bytes]) -> Corpus:
@@ -117,9 +124,26 @@ def make_corpus(documents: list[bytes]) -> Corpus:
     return Corpus(torch.cat(pieces), lengths.cumsum(0))
 
 
-def _files(root: Path, pattern: str, *, whole: bool) -> Iterator[tuple[str, Path]]:
-    """The name below `root` and the path of every file, in the order of the names."""
-    found = ((path.relative_to(root), path) for path in root.rglob(pattern) if path.is_file())
-    for name, path in sorted(found):
-        if whole or not _NOT_LIBRARY & set(name.parts):
-            yield name.as_posix(), path
+def _read(text: Path | None, pattern: str | None) -> list[tuple[str, bytes]]:
+    """The names below `text` and the contents of all files. A file with several names, by links,
+    counts once, if possible by the name that is no link."""
+    if text is not None and text.is_file():
+        if pattern is not None:
+            raise UsageError(f"--pattern is for a folder, got the file {text}: leave it out")
+        return [(text.name, text.read_bytes())]
+    root = Path(sysconfig.get_path("stdlib")) if text is None else text
+    if not root.is_dir():
+        raise UsageError(f"--text must be a file or a folder, got {root}, which does not exist")
+    if pattern is None and text is None:
+        pattern = "*.py"
+    paths = {path.relative_to(root): path for path in root.rglob(pattern or "*") if path.is_file()}
+    seen, found = set(), []
+    for name in sorted(paths, key=lambda name: (paths[name].is_symlink(), name)):
+        hidden = pattern is None and any(part.startswith(".") for part in name.parts)
+        if hidden or (text is None and _NOT_LIBRARY & set(name.parts)):
+            continue
+        status = paths[name].stat()
+        if (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            found.append((name.as_posix(), paths[name].read_bytes()))
+    return found

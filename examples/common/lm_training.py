@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from einops import rearrange
-from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
@@ -23,7 +22,7 @@ from common.checkpoint import (
     whole_states,
 )
 from common.errors import UsageError
-from common.folder import METRICS, WEIGHTS, save_weights, writing
+from common.folder import METRICS, WEIGHTS, save_weights, write_weights, writing
 from common.interrupt import StopRequest
 from common.job import Place, Run
 from common.layers import count
@@ -38,8 +37,11 @@ from common.training import (
     carry_out,
     due,
     hidden,
+    mean_loss,
     open_place,
     prepare_run,
+    skipped_steps,
+    summary_line,
     update,
 )
 
@@ -60,7 +62,7 @@ def train(config: LanguageConfig) -> dict[str, Any]:
         UsageError: options that do not fit the text or the processes, a folder that cannot be
             written, or a checkpoint of another run.
         FileNotFoundError: nothing to resume.
-        FloatingPointError: the training loss is no longer finite.
+        FloatingPointError: the training loss or most gradients are no longer finite.
         Interrupted: Ctrl-C or SIGTERM, after the step was finished and a checkpoint written.
         OSError: a result could not be written.
     """
@@ -119,7 +121,7 @@ def train_steps(job: LanguageJob, run: Run, stop: StopRequest, started: float) -
             train_step(job, run)
             bar.update()
             if due(run, config.log_every, config):
-                bar.set_postfix({"loss": f"{float(run.loss_sum) / run.loss_count:.3f}"})
+                bar.set_postfix({"loss": f"{float(mean_loss(run)):.3f}"})
             if due(run, config.eval_every, config):
                 float(run.loss_sum)  # waits for the device
                 tokens = (run.step - first) * config.batch_size * config.length
@@ -141,6 +143,7 @@ def train_step(job: LanguageJob, run: Run) -> None:
     drawn = job.training.draw(config.batch_size, config.length, run.generator)
     shape = {"a": config.accumulate, "p": accelerator.num_processes}
     parts = rearrange(drawn, "(a p b) -> a p b", **shape)[:, accelerator.process_index]
+    total = torch.zeros((), device=accelerator.device)
     for index, part in enumerate(parts):
         tokens, labels, document = job.training.rows(part, config.length)
         is_last = index == config.accumulate - 1  # processes add up their gradients once
@@ -150,15 +153,15 @@ def train_step(job: LanguageJob, run: Run) -> None:
             logits = rearrange(logits.float(), "b t v -> (b t) v")
             loss = cross_entropy(logits, labels.flatten())
             accelerator.backward(loss / config.accumulate)
-        run.loss_sum += loss.detach() / config.accumulate
-    update(job, run)
+        total += loss.detach() / config.accumulate
+    update(job, run, total)
 
 
 def record(job: LanguageJob, run: Run, speed: float) -> str:
     """Evaluate and append to the history; returns a line to print.
 
     Raises:
-        FloatingPointError: the training loss is no longer finite.
+        FloatingPointError: the training loss or most gradients are no longer finite.
     """
     scores = evaluate(job, run, job.config.eval_bytes)
     found = {"bits_per_byte": scores, "tokens_per_second": {"training": speed}}
@@ -191,6 +194,7 @@ def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int
         "seconds": run.seconds,
         "seed": config.seed,
         "steps": run.step,
+        **skipped_steps(run),
         "parameters": parameters,
         "text": {
             "training_bytes": job.training.num_bytes,
@@ -211,12 +215,12 @@ def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int
     if job.accelerator.is_main_process:
         print(describe(scores))
         size = f"{parameters:,} parameters, d_model {config.d_model}"
-        print(f"{size}, {run.step} steps, {run.seconds:.0f} s, results in {job.folder}")
+        print(summary_line(run, size, job.folder))
         with writing(job.folder / METRICS):
             write_metrics(job.folder / METRICS, metrics)
         with writing(job.folder / WEIGHTS):
             if weights is None:
                 save_weights(model, job.folder / WEIGHTS)
             else:
-                save_file(weights, job.folder / WEIGHTS)
+                write_weights(weights, job.folder / WEIGHTS)
     return metrics

@@ -26,6 +26,7 @@ from common.layers import (
     SolverOptions,
     count,
     fixed_point_options,
+    make_bedouin,
     mixer_options,
 )
 from common.matching import matching_width
@@ -48,6 +49,8 @@ class RunConfig(SolverOptions, TrackerOptions):
     """Folder of the results; None is runs/TASK-seedSEED."""
     resume: bool = False
     """Continue from the checkpoint in the folder of the results."""
+    overwrite: bool = False
+    """Replace the run in the folder of the results, if there is one."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: the GPU if there is one; cpu: the CPU even then."""
     threads: int | None = None
@@ -124,6 +127,8 @@ class RunConfig(SolverOptions, TrackerOptions):
     def __post_init__(self) -> None:
         SolverOptions.__post_init__(self)
         TrackerOptions.__post_init__(self)
+        if self.resume and self.overwrite:
+            raise ValueError("--resume continues a run and --overwrite replaces it: give one")
         check_ranges(self, _RANGES, _OPTIONAL)
         self._check_default(_NOT_TAKEN.get(self.mixer_layer, ()))
         if self.mixer_layer not in BASELINES:
@@ -254,7 +259,7 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
             num_householder=config.num_householder,
             layer_idx=layer_idx,
         )
-    layer = Bedouin(
+    layer = make_bedouin(
         config.d_model,
         d_state=config.d_state,
         expand=config.expand,

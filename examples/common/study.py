@@ -1,15 +1,15 @@
 """Options of `ensemble.py`, and the layer and the model that they describe."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import tyro
 from torch import nn
 
 from bedouin import Bedouin, Convolved, SequenceModel
 from common.data import TaskOptions, make_task
+from common.device import Device
 from common.layers import (
     BASELINES,
     TAKES,
@@ -19,6 +19,7 @@ from common.layers import (
     copy_keys,
     count,
     fixed_point_options,
+    make_bedouin,
     mixer_options,
 )
 from common.matching import matching_width
@@ -109,7 +110,10 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Precision of the matrix products; the fixed point stays in float32 either way."""
     out: Path = Path("runs/ensemble")
     """Folder for results.json."""
-    device: Annotated[str, tyro.conf.arg(help="cpu, cuda, or auto")] = field(default="auto")
+    overwrite: bool = False
+    """Replace the results in that folder, if there are any."""
+    device: Device = "auto"
+    """auto: the GPU if there is one."""
 
     def __post_init__(self) -> None:
         TaskOptions.__post_init__(self)
@@ -185,7 +189,7 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     options |= mixer_options(options.pop("num_householder"), options.pop("beta_max"))
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
-    layer = Bedouin(config.d_model, on_unconverged="ignore", **options)
+    layer = make_bedouin(config.d_model, on_unconverged="ignore", **options)
     if point["key_init"] == "same":
         copy_keys(layer)
     width, heads = point["d_conv"], point["recall_heads"]

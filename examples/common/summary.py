@@ -11,7 +11,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
 
 Models = dict[str, dict[str, Any]]
-"""By model: lists over the seeds by metric, and its number of parameters."""
+"""By model: lists over the seeds by metric, and its number of parameters; where a seed failed, also
+which ones ("failed")."""
 
 METRICS = {
     "a5": ("words", {"sequence_128": ("128", "sequence"), "token_512": ("512", "token")}),
@@ -35,7 +36,10 @@ def read_task(results: Path, task: str) -> Models:
     for path in sorted((results / folder).glob(f"{task}-*.json")):
         (row,) = json.loads(path.read_text())["rows"]
         numbers = {key: row["accuracy"][n][name] for key, (n, name) in wanted.items()}
-        found[path.stem.removeprefix(f"{task}-")] = {**numbers, "parameters": row["parameters"]}
+        numbers["parameters"] = row["parameters"]
+        if any(row.get("failed", ())):
+            numbers["failed"] = row["failed"]
+        found[path.stem.removeprefix(f"{task}-")] = numbers
     return found
 
 
@@ -53,9 +57,12 @@ def with_better_forms(models: Models, key: str) -> Models:
 
 
 def read_both(a5: Models, copying: Models) -> Models:
-    """The models that were trained on A5 and on copying, with one number from each."""
+    """The models that were trained on A5 and on copying without a failed seed, with one number from
+    each."""
     found = {}
     for name in sorted(a5.keys() & copying.keys()):
+        if "failed" in a5[name] or "failed" in copying[name]:
+            continue
         found[name] = {
             "a5_sequence_128": a5[name]["sequence_128"],
             "copy_characters_100": copying[name]["characters_100"],

@@ -4,6 +4,7 @@ Letters: b batch, t time, v classes of the output.
 """
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -28,9 +29,18 @@ from common.checkpoint import (
     save_checkpoint,
 )
 from common.curriculum import first_length, next_length
-from common.errors import Interrupted
+from common.errors import Interrupted, UsageError
 from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
-from common.folder import FIGURE, METRICS, WEIGHTS, prepare_folder, save_weights, writing
+from common.folder import (
+    CHECKPOINT,
+    FIGURE,
+    METRICS,
+    WEIGHTS,
+    prepare_folder,
+    refuse_to_replace,
+    save_weights,
+    writing,
+)
 from common.interrupt import StopRequest
 from common.job import Job, Place, Problem, Run
 from common.layers import count
@@ -46,6 +56,7 @@ from common.report import (
     write_metrics,
 )
 from common.schedule import decay, slow_at_first
+from common.skipping import has_failed, skip_unless
 from common.trackers import close_trackers, tracked_config, tracked_scores
 
 JobT = TypeVar("JobT", bound=Place)
@@ -59,7 +70,7 @@ def train(problem: Problem, config: TrainConfig) -> dict[str, Any]:
         UsageError: a folder that cannot be written, or a checkpoint of another run.
         ValueError: --match-parameters below the size of the narrowest model.
         FileNotFoundError: nothing to resume.
-        FloatingPointError: the training loss is no longer finite.
+        FloatingPointError: the training loss or most gradients are no longer finite.
         Interrupted: Ctrl-C or SIGTERM, after the step was finished and a checkpoint written.
         OSError: a result could not be written.
     """
@@ -133,7 +144,8 @@ def start_job(problem: Problem, config: TrainConfig) -> Job:
     """Set threads and device, and create the folder of the results.
 
     Raises:
-        FileNotFoundError, UsageError: nothing to resume, or a folder that cannot be written.
+        FileNotFoundError, UsageError: nothing to resume, a folder that cannot be written or has
+            another run, or one process where several were to be started.
     """
     place = open_place(problem.name, config)
     return Job(problem=problem, config=config, accelerator=place.accelerator, folder=place.folder)
@@ -155,15 +167,27 @@ def open_place(
         project_dir=folder,
         **options,
     )
+    check_processes(accelerator)
     place = Place(config=config, accelerator=accelerator, folder=folder)
     if config.resume:
         check_resumable(place)
+    elif not config.overwrite:
+        refuse_to_replace(folder, CHECKPOINT, METRICS)
     prepare_folder(folder, accelerator)
-    if checkpoint_path(place).exists() and not config.resume:
-        accelerator.print(f"{folder} holds an earlier run: it is replaced (--resume continues it)")
     if config.trackers:
         accelerator.init_trackers(name, config=tracked_config(plain_config(config)))
     return place
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Raise UsageError if accelerate's launcher was to start several processes and started one: on
+    a CPU it leaves that to MPI, and only sets a port."""
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    if launched and "WORLD_SIZE" not in os.environ and accelerator.num_processes == 1:
+        raise UsageError(
+            "accelerate launch must start as many processes as --num_processes says, got 1, since "
+            "on a CPU it starts no more: use torchrun --nproc-per-node"
+        )
 
 
 def start_run(job: Job) -> Run:
@@ -175,12 +199,9 @@ def start_run(job: Job) -> Run:
 
 def prepare_run(job: Place, model: nn.Module, generator: Stream, length: int) -> Run:
     """A run of a model at step 0."""
-    device, config = job.accelerator.device, job.config
-    # torch's kernel for the whole update, which on a CPU takes a quarter of the time; sharded
-    # parameters have none
-    fused = device.type == "cpu" and job.accelerator.num_processes == 1
-    plain = build_optimizer(model.to(device), config, fused=fused)
-    schedule = build_schedule(plain, config)
+    device = job.accelerator.device
+    plain = build_optimizer(model.to(device), job.config)
+    schedule = build_schedule(plain, job.config)
     model, optimizer = job.accelerator.prepare(model, plain)
     return Run(
         model=model,
@@ -189,17 +210,15 @@ def prepare_run(job: Place, model: nn.Module, generator: Stream, length: int) ->
         generator=generator,
         length=length,
         loss_sum=torch.zeros((), device=device),
+        skipped=torch.zeros((), dtype=torch.int64, device=device),
     )
 
 
-def build_optimizer(
-    model: nn.Module, config: RunConfig, *, fused: bool = False
-) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
     """AdamW with W^y in groups of its own; parameters marked `_no_weight_decay`, biases and norms
-    are not decayed."""
+    are not decayed. It is fused, so that its steps can be skipped (`skip_unless`)."""
     groups = param_groups(model, config.weight_decay, separate_feedback=True)
-    # False would also choose a loop over the parameters, which takes longer on a GPU
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused or None)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: RunConfig) -> LambdaLR:
@@ -232,15 +251,26 @@ def train_step(job: Job, run: Run, batch: Batch) -> Tensor:  # (b, t, v)
     tokens = rearrange(logits, "b t v -> (b t) v")
     loss = cross_entropy(tokens, rearrange(batch.labels, "b t -> (b t)"))
     job.accelerator.backward(loss)
-    run.loss_sum += loss.detach()
-    update(job, run)
+    update(job, run, loss.detach())
     return logits.detach()
 
 
-def update(job: Place, run: Run) -> None:
-    """The optimizer's step with the gradients of a batch, and the next step's learning rate."""
-    job.accelerator.clip_grad_norm_(run.model.parameters(), job.config.clip)
+def update(
+    job: Place,
+    run: Run,
+    loss: Tensor,  # ()
+) -> None:
+    """The optimizer's step with the gradients of a batch and its loss, and the next step's learning
+    rate. Where the gradients are not finite, which all processes agree on, the step changes nothing
+    and its loss does not count."""
+    norm = job.accelerator.clip_grad_norm_(run.model.parameters(), job.config.clip)
+    if job.accelerator.is_fsdp2:
+        norm = norm.full_tensor()
+    finite = torch.isfinite(norm)
+    skip_unless(finite, run.optimizer.optimizer)
     run.optimizer.step()
+    run.skipped += ~finite
+    run.loss_sum += torch.where(finite, loss, 0.0)
     run.schedule.step()
     run.optimizer.zero_grad()
     run.loss_count += 1
@@ -257,7 +287,7 @@ def progress(
     evaluation."""
     solved = solve_scores(layer_stats(run.model, job.accelerator), job.accelerator)
     numbers = {
-        "loss": f"{float(run.loss_sum) / run.loss_count:.3f}",
+        "loss": f"{float(mean_loss(run)):.3f}",
         "accuracy": f"{float(job.problem.token_accuracy(logits, batch.labels)):.3f}",
     }
     if solved:
@@ -266,11 +296,16 @@ def progress(
     return numbers
 
 
+def mean_loss(run: Run) -> Tensor:  # ()
+    """The mean training loss since the last evaluation, of the steps that were not skipped."""
+    return run.loss_sum / (run.loss_count - run.skipped)
+
+
 def record(job: Job, run: Run, scores: Scores) -> str:
     """Append an evaluation to the history and decide about an early stop; returns a line to print.
 
     Raises:
-        FloatingPointError: the training loss is no longer finite.
+        FloatingPointError: the training loss or most gradients are no longer finite.
     """
     loss = add_entry(job, run, scores)
     if job.config.stop_at_accuracy is not None:
@@ -279,20 +314,44 @@ def record(job: Job, run: Run, scores: Scores) -> str:
 
 
 def add_entry(job: Place, run: Run, scores: Scores) -> float:
-    """Append the scores and the mean loss since the last entry to the history; returns the loss.
+    """Append the scores, and the mean loss and the number of skipped steps since the last entry, to
+    the history; returns the loss.
 
     Raises:
-        FloatingPointError: the training loss is no longer finite.
+        FloatingPointError: the training loss, or the gradients of most of these steps, are not
+            finite.
     """
-    mean = job.accelerator.reduce(run.loss_sum / run.loss_count, reduction="mean")
-    loss = float(mean)
+    skipped, remedy = int(run.skipped), "lower --lr, or use --input-scale bounded_delta"
+    if 2 * skipped > run.loss_count:
+        raise FloatingPointError(
+            f"the gradients of {skipped} of the {run.loss_count} steps before step {run.step} were "
+            f"not finite; {remedy}"
+        )
+    loss = float(job.accelerator.reduce(mean_loss(run), reduction="mean"))
     if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss became {loss} before step {run.step}; lower --lr")
-    run.history.append({"step": run.step, "loss": loss, **scores})
-    job.accelerator.log({"loss": loss, **tracked_scores(scores)}, step=run.step)
+        raise FloatingPointError(f"the loss became {loss} before step {run.step}; {remedy}")
+    run.history.append({"step": run.step, "loss": loss, "skipped": skipped, **scores})
+    job.accelerator.log({"loss": loss, "skipped": skipped, **tracked_scores(scores)}, step=run.step)
     run.loss_sum.zero_()
+    run.skipped.zero_()
     run.loss_count = 0
     return loss
+
+
+def skipped_steps(run: Run) -> dict[str, Any]:
+    """How many steps were skipped, and whether the run has therefore failed."""
+    skipped = sum(entry["skipped"] for entry in run.history)
+    return {"skipped": skipped, "failed": has_failed(skipped, run.step)}
+
+
+def summary_line(run: Run, size: str, folder: Path) -> str:
+    """The last line of a run: its size, steps, seconds and folder, and whether it failed."""
+    line, found = f"{size}, {run.step} steps, {run.seconds:.0f} s, results in {folder}", ""
+    if skipped_steps(run)["failed"]:
+        found = (
+            f"\nFAILED: {skipped_steps(run)['skipped']} steps had gradients that were not finite"
+        )
+    return line + found
 
 
 def announce(job: Place, bar: tqdm, line: str) -> None:
@@ -316,6 +375,7 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
         "seconds": run.seconds,
         "seed": job.config.seed,
         "steps": run.step,
+        **skipped_steps(run),
         "parameters": count(job.accelerator.unwrap_model(run.model)),
         "device": device_name(job.accelerator.device),
         "versions": versions(),
@@ -324,8 +384,7 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
     }
     if job.accelerator.is_main_process:
         print(table(scores, job.problem.accuracy_names))
-        size = f"{metrics['parameters']:,} parameters"
-        print(f"{size}, {run.step} steps, {run.seconds:.0f} s, results in {job.folder}")
+        print(summary_line(run, f"{metrics['parameters']:,} parameters", job.folder))
         write_results(job, run, metrics, scores)
     return metrics
 

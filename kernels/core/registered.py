@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bedouin.kernels.backend import is_batched, is_transformed, without_autocast
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors, DecayParameter
@@ -164,7 +165,9 @@ def _gradients(
     *unused: None,
 ) -> tuple[Tensor | None, ...]:
     cotangents, saved = (grad_hidden, grad_y, grad_h), ctx.saved_tensors
-    is_last, report = _is_last_use(*cotangents), ctx.report
+    # FakeTensorMode is to see the operation, which has a rule for it
+    is_last = not isinstance(saved[0], FakeTensor) and _is_last_use(*cotangents)
+    report = ctx.report
     reports = report is not None and not is_transformed()
     with _without_gradients(), without_autocast(saved[0].device):
         wanted = [*ctx.wanted, reports and report.wants_summary(saved[0])]

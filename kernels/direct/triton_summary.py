@@ -39,14 +39,15 @@ def summary_kernel(
     batch,
     t_end,
     TOLERANCE: tl.constexpr,
+    MAX_RESIDUAL: tl.constexpr,
     LARGEST: tl.constexpr,
     ACC: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """residual = max over t of defect_t / (max over s <= t of scale_s), and the smallest pivot.
 
-    A sample has converged if defect_t <= TOLERANCE times the largest scale or magnitude up to t,
-    for all t.
+    A sample has converged if for all t defect_t <= TOLERANCE times the largest scale or magnitude
+    up to t, and defect_t <= MAX_RESIDUAL times the largest scale up to t.
     """
     sample = tl.program_id(0)
     row = statistics_ptr + tl.cast(sample, tl.int64) * t_end

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from bedouin.kernels.feedback import normalize_feedback
+from bedouin.kernels.feedback import normalize_feedback, shifted
 from bedouin.kernels.heads import per_sample
 from bedouin.kernels.output.types import OutputOperands
 
@@ -47,6 +47,4 @@ def shifted_norm_reference(
 ) -> Tensor:  # (b, t, d), as y
     """RMSNorm of y_{t-1}, or y_{t-1} itself for eps None; y0 is the y before token 0."""
     first = torch.zeros_like(y[:, 0]) if y0 is None else y0
-    # joined before the last token is cut off, because torch.export would make a case of t - 1 = 1
-    before = torch.cat([first.unsqueeze(1), y], dim=1)[:, :-1]
-    return normalize_feedback(before, eps)
+    return normalize_feedback(shifted(y, first), eps)

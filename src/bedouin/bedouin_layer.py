@@ -34,6 +34,7 @@ from bedouin.parameterization import (
     householder_layout,
     log_rates,
     make_mixer,
+    warn_of_singular_systems,
 )
 from bedouin.parameters import (
     DELTA_RANGE,
@@ -84,8 +85,9 @@ class Bedouin(FixedPointLayer):
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
-            1 - |lambda|. With mamba decay and "delta" the gain is unbounded and local systems can
-            become singular in training; see SolveStats.conditioning.
+            1 - |lambda|. With mamba decay, "delta" and mixing, local systems can become singular in
+            training (SolveStats.conditioning), since Delta is unbounded: the constructor issues a
+            UserWarning, unless k beta_max <= 0.01, with which Delta would have to exceed 100.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
         erase: the largest beta^e = erase sigmoid(raw), in [0, 2], one number a head and token: the
             share of what the memory holds under the token's key B that it gives up before the token
@@ -198,6 +200,7 @@ class Bedouin(FixedPointLayer):
             device=device,
             dtype=dtype,
         )
+        warn_of_singular_systems(mixer, self.decay, self.input_scale)
         d, n, factory = self.d_inner, self.d_state, factory_options(device, dtype)
         name = "A_log" if decay == "mamba" else "omega"
         self.register_parameter(name, nn.Parameter(torch.empty(d, n, **factory)))

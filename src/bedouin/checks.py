@@ -44,8 +44,8 @@ def check_dtype(dtype: object) -> None:
 
 
 def check_batch_size(value: object) -> None:
-    """Raise ValueError unless `value` is an int of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    """Raise ValueError unless `value` is an int, or a symbolic one, of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 0:
         raise ValueError(f"batch_size must be an int >= 0, got {value!r}")
 
 

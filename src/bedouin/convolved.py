@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, w width of the convolution; l sequences in 
 or documents (bedouin.packing).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
 import torch
@@ -27,6 +27,7 @@ from bedouin.packing import Packing, Places, check_takes_mask, find_packing
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, Join, RecurrentState, check_field, check_kind
+from bedouin.wrapped import is_untouched, read_parameter
 
 
 class _ConvolvedFields(NamedTuple):
@@ -61,11 +62,53 @@ class ConvolvedState(RecurrentState, _ConvolvedFields):
         return self._of((convert(self.conv), self.inner._each(convert)))
 
 
-def layer_state(tensors: Iterable[Tensor]) -> BedouinState | ConvolvedState:
-    """The state whose `tensors` these are: a BedouinState, or one behind a convolution."""
-    *window, ssm, y = tensors
-    state = BedouinState(ssm, y)
-    return ConvolvedState(window[0], state) if window else state
+class StateParts(NamedTuple):
+    """The tensors of a layer's state with at most one convolution, which other libraries' caches
+    keep one by one."""
+
+    ssm: Tensor  # (b, d, n)
+    y: Tensor  # (b, d)
+    window: Tensor | None  # (b, w - 1, channels convolved)
+
+    @staticmethod
+    def of(state: BedouinState | ConvolvedState) -> "StateParts":
+        """The window is that of the convolution before the layer, or of the one inside of it."""
+        if isinstance(state, ConvolvedState):
+            return StateParts(state.inner.ssm, state.inner.y, state.conv)
+        return StateParts(state.ssm, state.y, state.conv)
+
+    def state(self, *, before: bool) -> BedouinState | ConvolvedState:
+        """The state; `before`: whether the convolution is before the layer."""
+        if before and self.window is not None:
+            return ConvolvedState(self.window, BedouinState(self.ssm, self.y))
+        return BedouinState(*self)
+
+    def where(
+        self,
+        mask: Tensor,  # (b,) or (b, 1) bool
+        other: "StateParts",
+    ) -> "StateParts":
+        """These parts where the mask is True, elsewhere those of `other`."""
+
+        def choose(ours: Tensor, theirs: Tensor) -> Tensor:
+            return torch.where(mask.view(-1, *(1,) * (ours.dim() - 1)), ours, theirs)
+
+        window = self.window
+        if window is not None and other.window is not None:
+            window = choose(window, other.window)
+        return StateParts(choose(self.ssm, other.ssm), choose(self.y, other.y), window)
+
+
+def layer_with_convolution(
+    layer: Callable[..., nn.Module], d_conv: int | None, bias: bool, **options: Any
+) -> nn.Module:
+    """A layer with a short convolution of width `d_conv`, made by `layer(**options)`: its own where
+    it projects from the input, else one before it. None: no convolution."""
+    if d_conv is None:
+        return layer(**options)
+    if options.get("projection") == "input":
+        return layer(d_conv=d_conv, **options)
+    return Convolved(layer(**options), d_conv, bias=bias)
 
 
 class Convolved(nn.Module):
@@ -173,6 +216,8 @@ class Convolved(nn.Module):
         x: Tensor,
         state: ConvolvedState | None = None,
         return_state: bool = False,
+        *,
+        one_token: bool = False,
         **places: Unpack[Places],
     ) -> Any: ...
 
@@ -185,15 +230,21 @@ class Convolved(nn.Module):
         mask: Tensor | None = None,  # (b, t)
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
         seq_idx: Tensor | None = None,  # (b, t)
+        one_token: bool = False,
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, ConvolvedState).
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
         single call, up to rounding. mask, cu_seqlens and seq_idx say which tokens of x are padding,
-        or where documents begin, as in `Bedouin`; the layer is called with a mask for them. Raises
-        TypeError for integer or foreign dtypes and for what the layer does not take, ValueError for
-        wrong shapes, devices and states, and the errors of the layer.
+        or where documents begin, as in `Bedouin`; the layer is called with a mask for them. With
+        one_token the call is a `step` of a layer with hooks, which torch runs in calls alone.
+
+        Raises TypeError for integer or foreign dtypes and for what the layer does not take,
+        ValueError for wrong shapes, devices and states, and the errors of the layer.
         """
+        if one_token:
+            given: Any = state  # None is refused
+            return self._one_token(x, given)
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
         before = self._incoming(state, x, packing)
@@ -210,7 +261,7 @@ class Convolved(nn.Module):
             options["mask"] = packing.real
             # padding follows the tokens, so that it changes only the window after them
             u, lengths = packing.take(x), packing.lengths if return_state else None
-        window = self.init_window(len(u)) if before is None else before.conv
+        window = self.init_window(u.shape[0]) if before is None else before.conv
         convolved, window = self.convolve(u, window, lengths)
         found = self.layer(convolved, **options)
         output = output_tensor(found)
@@ -233,11 +284,22 @@ class Convolved(nn.Module):
 
         A `Decoder` takes fewer launches on a GPU: its CUDA graph contains the convolution.
         """
+        if is_untouched(self):
+            return self._one_token(x_t, state)
+        # hooks run in calls alone
+        output, after = self(x_t, state, one_token=True)
+        return output, after
+
+    def _one_token(
+        self,
+        x_t: Tensor,  # (b, m)
+        state: ConvolvedState,
+    ) -> tuple[Tensor, ConvolvedState]:  # (b, m)
         self.check_input(x_t, rank=2)
         step = self._method("step")
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
-        before = self.checked_state(state, len(x_t))
+        before = self.checked_state(state, x_t.shape[0])
         convolved, window = self.convolve(x_t.unsqueeze(1), before.conv)
         output, inner = step(convolved.squeeze(1), before.inner)
         return output, ConvolvedState(window, inner)
@@ -280,8 +342,7 @@ class Convolved(nn.Module):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        assert self.conv.weight is not None
-        check_layer_input(x, rank, self.d_model, self.conv.weight)
+        check_layer_input(x, rank, self.d_model, read_parameter(self.conv, "weight"))
 
     def checked_state(self, state: Any, b: int) -> ConvolvedState:
         """`state` with a batch axis; TypeError or ValueError unless it is one of b samples. The
@@ -297,8 +358,7 @@ class Convolved(nn.Module):
     @property
     def _like(self) -> Tensor:
         """An empty tensor with the dtype and device of the window."""
-        weight = self.conv.weight
-        assert weight is not None
+        weight = read_parameter(self.conv, "weight")
         # no method of the weight makes it, since that of a sharded one makes shards
         return torch.empty(0, dtype=accumulator(weight.dtype), device=weight.device)
 
@@ -312,7 +372,7 @@ class Convolved(nn.Module):
         if state is None:
             return None
         if packing is None:
-            return self.checked_state(state, len(x))
+            return self.checked_state(state, x.shape[0])
         return packing.before(self.checked_state(state, packing.num_states), self.init_state(1))
 
     def _method(self, name: str) -> Callable[..., Any]:

@@ -175,7 +175,7 @@ class Diagnosis:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(
-                "Diagnosis.plot needs matplotlib: pip install bedouin[plot], or print the diagnosis"
+                "Diagnosis.plot needs matplotlib: pip install matplotlib, or print the diagnosis"
             ) from error
         figure = Figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(self.layer)

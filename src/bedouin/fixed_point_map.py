@@ -40,7 +40,13 @@ from bedouin.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.solvers.base import Steps
 from bedouin.solvers.convergence import relative_residual
-from bedouin.solvers.solution import BackwardStats, DeferredStats, SolveStats, can_read_device
+from bedouin.solvers.solution import (
+    BackwardStats,
+    DeferredStats,
+    SolveStats,
+    can_read_device,
+    has_values,
+)
 
 
 class ScanInputs(NamedTuple):
@@ -332,7 +338,10 @@ class StructuredMap(FixedPointMap):
         rule: IterationRule,
     ) -> Steps | None:
         """Steps in kernels, or None if these do not support the rule or this map, whose mixer must
-        be a HouseholderProduct. Raises ValueError if backend="triton" cannot run."""
+        be a HouseholderProduct, and for tensors without values. Raises ValueError if
+        backend="triton" cannot run."""
+        if not has_values(y):
+            return None
         values, backend = self.mixer_values, self.backend
         return fuse_iteration(
             *(self.operands, y, self.parameterization, values, rule),

@@ -17,6 +17,7 @@ from torch import Tensor
 from bedouin.kernels.backend import autocast_dtype, is_cuda_device
 from bedouin.replacement import ReplacementWatch
 from bedouin.saving import SavedLayer
+from bedouin.wrapped import is_untouched
 
 Run = Callable[..., Tensor]
 
@@ -137,6 +138,12 @@ class Graphed:
 
 def _check_capture(layer: Any, sample: Tensor) -> None:
     layer.check_input(sample, rank=3)
+    for name, module in layer.named_modules():
+        if not is_untouched(module):
+            raise ValueError(
+                f"graphed needs a layer without hooks, which a replay would not run, got some on "
+                f"{name or 'the layer'}: remove them, or call the layer itself"
+            )
     if not is_cuda_device(sample.device):
         no_cuda = "" if torch.version.cuda else " (this build of torch has no CUDA; install one)"
         raise ValueError(

@@ -44,7 +44,11 @@ def fold_pair(
     num_heads: int,
 ) -> tuple[Tensor, Tensor]:  # (H b, t, p) each
     """`fold` of both halves of the channels, which several heads copy in one operation."""
-    first, second = v.chunk(2, -1) if num_heads == 1 else fold(v, 2 * num_heads).chunk(2)
+    if num_heads == 1:
+        first, second = v.chunk(2, -1)
+    else:
+        # not by chunk, because torch.export cannot halve a symbolic size
+        first, second = fold(v, 2 * num_heads).unflatten(0, (2, -1)).unbind()
     return first, second
 
 

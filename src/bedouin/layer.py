@@ -68,7 +68,13 @@ from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.solvers.watch import StepRecorder
 from bedouin.state import BedouinState, StateSize, zero_state
-from bedouin.wrapped import effective_weight, is_plain
+from bedouin.wrapped import (
+    effective_weight,
+    is_plain,
+    is_untouched,
+    read_parameter,
+    refuse_mixer,
+)
 
 
 class FixedPointLayer(GraphedLayer, ABC):
@@ -396,6 +402,8 @@ class FixedPointLayer(GraphedLayer, ABC):
         x: Tensor,
         state: BedouinState | None = None,
         return_state: bool = False,
+        *,
+        one_token: bool = False,
         **places: Unpack[Places],
     ) -> Any: ...
 
@@ -408,6 +416,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         mask: Tensor | None = None,  # (b, t)
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
         seq_idx: Tensor | None = None,  # (b, t)
+        one_token: bool = False,
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
 
@@ -423,6 +432,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             for each document, in order. The host reads two numbers.
         A mask goes with either of the others. Padding is in no document then: a document continues
         after it, and its seq_idx may be anything. A row without real tokens is an empty document.
+        one_token: `step` of a layer with hooks, which torch runs in calls alone.
 
         Gradients of parameters are sums over samples: one that is not finite makes them NaN, even
         if the loss leaves it out.
@@ -430,6 +440,10 @@ class FixedPointLayer(GraphedLayer, ABC):
         Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
         devices and states, ConvergenceError if on_unconverged="raise".
         """
+        if one_token:
+            self.check_input(x, rank=2)
+            given: Any = state  # None is refused
+            return self._one_token(x, given)
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
         call = self._project(x, state, self.solve_options, packing)
@@ -448,31 +462,41 @@ class FixedPointLayer(GraphedLayer, ABC):
 
         If the mixer is not of the form (e, U, M), the layer's solver is used with its tolerance.
         On a GPU without gradients, a token is a replay of a CUDA graph (bedouin.decoding), which
-        the first call with a batch size and dtype captures. Raises the same errors as `forward`.
+        the first call with a batch size and dtype captures. Hooks on the layer run, as in a call.
+        Raises the same errors as `forward`.
         """
         replays = may_replay(self, x_t)
         if replays:
             found = self.graphs.replay(self, x_t, state)
             if found is not None:
                 return found
+        if not is_untouched(self):
+            # FSDP gathers parameters in hooks, and accelerate loads them in a `forward` of its own
+            output, after = self(x_t, state, one_token=True)
+            return output, after
         self.check_input(x_t, rank=2)
         if takes_fused_step(self, x_t):
             return (self.graphs.step if replays else fused_step)(self, x_t, state)
+        return self._one_token(x_t, state)
+
+    def _one_token(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
+        """`step` without a kernel for the token."""
         options = self.solve_options
         if self.is_structured:
             options = replace(options, solver=Direct())
         call = self._project(x_t.unsqueeze(1), state, options)
         with without_autocast(x_t.device):
             solution = options.solve(call.f, call.start, 1, self._caller())
-        output, new_state = self._output(call, solution.value, True)
-        assert new_state is not None
-        return output.squeeze(1), new_state
+        output, after = self._output(call, solution.value, True)
+        assert after is not None
+        return output.squeeze(1), after
 
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
         check_batch_size(batch_size)
-        dtype = accumulator(self.D.dtype)
-        return zero_state(batch_size, self.state_size, dtype, self.D.device)
+        like = read_parameter(self, "D")
+        dtype = accumulator(like.dtype)
+        return zero_state(batch_size, self.state_size, dtype, like.device)
 
     def _project(
         self,
@@ -482,6 +506,8 @@ class FixedPointLayer(GraphedLayer, ABC):
         packing: Packing | None = None,
     ) -> Call:
         """Everything before the solve: projections, weights, the map and the initial y."""
+        if not is_untouched(self.mixer) and self.layout() is not None:
+            refuse_mixer(self.mixer)
         self.deferred.flush()
         u = u if packing is None else packing.take(u)
         joins = self._joins_weights(u)
@@ -507,7 +533,11 @@ class FixedPointLayer(GraphedLayer, ABC):
         if self.conv is None:
             return projected, None
         if state is None:
-            window = self.init_window(len(projected))
+            dtype, shape = (
+                accumulator(projected.dtype),
+                (projected.shape[0], *self.conv.window_size),
+            )
+            window = projected.new_zeros(shape, dtype=dtype)
         else:
             assert state.conv is not None
             window = state.conv
@@ -521,13 +551,6 @@ class FixedPointLayer(GraphedLayer, ABC):
         acted = F.silu(acted).split(list(convolved.values()), -1)
         parts |= dict(zip(convolved, acted, strict=True))
         return torch.cat(list(parts.values()), -1), window
-
-    def init_window(self, batch_size: int) -> Tensor:
-        """The convolution's window before the first token (b, w - 1, c): zeros in at least
-        float32."""
-        assert self.conv is not None
-        dtype, shape = accumulator(self.D.dtype), (batch_size, *self.conv.window_size)
-        return torch.zeros(shape, dtype=dtype, device=self.D.device)
 
     def _separate(
         self,
@@ -577,7 +600,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         split = projected.split(list(sizes.values()), -1)
         parts = {name: fold(v, heads) for name, v in zip(sizes, split, strict=True)}
         raw = torch.cat([parts[name] for name in self.components], -1)
-        raw = raw + self._input_bias(len(projected)).to(raw.dtype)
+        raw = raw + self._input_bias(projected.shape[0]).to(raw.dtype)
         return parts["x"], raw, self._input_drive(parts), parts["gate"]
 
     def _input_bias(self, b: int) -> Tensor:  # (r,), or (H b, 1, r)
@@ -723,9 +746,17 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        if isinstance(x, Tensor) and x.dtype != self.D.dtype:
-            check_projection_dtype(x, self.D, self.in_proj)
-        check_layer_input(x, rank, self.d_model, self.D)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be recorded by torch.jit.trace, which knows neither "
+                "loops over tokens nor sizes: use torch.compile or torch.export, and "
+                "torch.onnx.export(..., dynamo=True) for ONNX"
+            )
+        # without the call where there is nothing to load
+        D = read_parameter(self, "D") if self.D.is_meta else self.D
+        if isinstance(x, Tensor) and x.dtype != D.dtype:
+            check_projection_dtype(x, D, self.in_proj)
+        check_layer_input(x, rank, self.d_model, D)
 
     def extra_repr(self) -> str:
         return (

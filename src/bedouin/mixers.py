@@ -226,7 +226,9 @@ def _small_matrices(
 ) -> Tensor:  # (..., n, p, p)
     """n matrices with their raw values scaled to a Frobenius norm below 1, which is a bound of the
     spectral norm."""
-    return unit(raw.unflatten(-1, (n, p * p)), 1 / (p * p)).unflatten(-1, (p, p))
+    rows: Tensor = raw.unflatten(-1, (n, p * p))
+    matrices: Tensor = unit(rows, 1 / (p * p)).unflatten(-1, (p, p))
+    return matrices
 
 
 class FactoredMixer(ChannelMixer):
@@ -288,7 +290,8 @@ class Kronecker(FactoredMixer):
         R, S = _small_matrices(of_R, 1, i).squeeze(-3), _small_matrices(of_S, 1, j).squeeze(-3)
         V = v.unflatten(-1, (i, j))
         left = R @ V
-        return (left + (V - left) @ S.mT).flatten(-2)
+        both: Tensor = left + (V - left) @ S.mT
+        return both.flatten(-2)
 
 
 class Monarch(FactoredMixer):

@@ -91,10 +91,10 @@ class Block(nn.Module):
         if run == "whole":
             return self._residual(x, _mixed(self.mixer, self.mixer(normed, **options), x))
         if run == "chunk":
-            _method(self.mixer, "init_state")
+            find_method(self.mixer, "init_state")
             output, state = self.mixer(normed, state=state, return_state=True, **options)
         else:
-            output, state = _method(self.mixer, "step")(normed, state)
+            output, state = find_method(self.mixer, "step")(normed, state)
         return self._residual(x, _mixed(self.mixer, output, x)), state
 
     def forward_state(
@@ -283,7 +283,7 @@ class SequenceModel(nn.Module):
                 x = block(x, mask=real)
             return self._placed_logits(x, tokens, packing)
         if state is None:
-            state = self.init_state(len(ids))
+            state = self.init_state(ids.shape[0])
         elif packing is not None:
             pairs = zip(self._checked_states(state), self.init_state(1), strict=True)
             state = tuple(packing.before(*pair) for pair in pairs)
@@ -332,7 +332,7 @@ class SequenceModel(nn.Module):
         Raises:
             TypeError: a mixer without `init_state`.
         """
-        return tuple(_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
+        return tuple(find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
     def step(
         self,
@@ -437,13 +437,14 @@ def _mixed(
     return tensor
 
 
-def _method(mixer: object, name: str) -> Callable[..., Any]:
+def find_method(mixer: object, name: str) -> Callable[..., Any]:
     """The method of a mixer. Raises TypeError if it has none of this name."""
     method = getattr(mixer, name, None)
     if not callable(method):
         raise TypeError(
             f"mixer {type(mixer).__name__} has no {name}(), which states and steps need: use a "
-            "layer that has it, such as bedouin.Bedouin, or call the model on whole sequences"
+            "layer that has it, such as bedouin.Bedouin, merge an adapter around the whole layer, "
+            "or call the model on whole sequences"
         )
     found: Callable[..., Any] = method
     return found

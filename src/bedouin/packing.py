@@ -106,7 +106,7 @@ class Packing:
     @property
     def num_states(self) -> int:
         """How many samples a state has before and after a call."""
-        return len(self.lengths if self.last is None else self.last)
+        return (self.lengths if self.last is None else self.last).shape[0]
 
     def padded_lengths(self, num_heads: int = 1) -> Tensor | None:  # (H l,)
         """The lengths of folded samples (bedouin.heads); None if there is no padding."""

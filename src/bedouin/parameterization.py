@@ -4,6 +4,7 @@ Letters: b batch, t time, d channels of a head, r raw values, f raw values with 
 """
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, RawLayout
+from bedouin.kernels.scan import InputScale
 from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameters import inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
@@ -34,6 +36,9 @@ RateScale = float | tuple[float, float]
 FEEDBACK_NORM_EPS = 1e-5
 GRIFFIN_RANGE = (0.9, 0.999)
 GRIFFIN_SHARPNESS = 8.0
+
+LARGE_DELTA = 100.0
+"""Delta = softplus(raw) is assumed to stay below this in training."""
 
 
 def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
@@ -160,6 +165,30 @@ def make_mixer(
     if not isinstance(mixer, ChannelMixer):
         raise TypeError(f"mixer must be a ChannelMixer such as LowRank(2), got {mixer!r}")
     return mixer
+
+
+def warn_of_singular_systems(mixer: ChannelMixer, decay: Decay, input_scale: InputScale) -> None:
+    """Issue a UserWarning, for the caller of a layer's constructor, if the layer's local systems
+    I - (B . C) diag(s) (I - Q) can become singular because s = Delta is unbounded.
+
+    |B . C| <= 1 and, for k reflections, |I - Q| <= k beta_max. They are therefore invertible as
+    long as Delta < 1 / (k beta_max), and nothing is said if that is at least `LARGE_DELTA`.
+    """
+    if input_scale != "delta" or decay != "mamba":
+        return
+    # NoMixing is the product of no reflections
+    if (
+        isinstance(mixer, HouseholderProduct)
+        and mixer.num_householder * mixer.beta_max * LARGE_DELTA <= 1
+    ):
+        return
+    warnings.warn(
+        f"input_scale='delta' with {type(mixer).__name__} can make local systems singular in "
+        "training, and gradients infinite or NaN (see stats.conditioning): use "
+        "input_scale='bounded_delta', or mixer=NoMixing()",
+        UserWarning,
+        stacklevel=4,  # this function, the constructor, its check of the options, the caller
+    )
 
 
 def householder_layout(

@@ -24,8 +24,7 @@ class ReplacementWatch:
     def __init__(self, layer: HasModules) -> None:
         self._submodules: list[tuple[dict[str, Any], str, object]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        _, *parts = layer.modules()
-        self._hooks = [hooks for part in parts for hooks in hooks_of(part)]
+        self._hooks = [hooks for module in layer.modules() for hooks in hooks_of(module)]
         for module in layer.modules():
             self._submodules += [(module._modules, *item) for item in module._modules.items()]
             for owner in (module._parameters, module._buffers):

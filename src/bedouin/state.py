@@ -249,8 +249,11 @@ def check_field(
 ) -> None:
     """Raise ValueError unless a tensor of a state has this shape, where None is any length, and
     the dtype and device of `like`."""
-    pairs = zip(tensor.shape, shape, strict=False)
-    if tensor.dim() != len(shape) or any(n not in (None, size) for size, n in pairs):
+    # compared one by one: torch.compile cannot look for a symbolic size in a tuple
+    fits = tensor.dim() == len(shape) and all(
+        n is None or n == size for size, n in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
         expected = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(
             f"{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one with "

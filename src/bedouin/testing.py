@@ -8,6 +8,7 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state.
 
 import copy
 import random
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -418,7 +419,11 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
         options["num_heads"] = rng.choice([h for h in range(1, d + 1) if d % h == 0])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.randint(0, 2**16))
-        layer: FixedPointLayer = kind(options.pop("d_model"), **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "input_scale='delta'", UserWarning
+            )  # drawn, not chosen
+            layer: FixedPointLayer = kind(options.pop("d_model"), **options)
     return layer
 
 

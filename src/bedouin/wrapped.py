@@ -7,7 +7,7 @@ differentiable and passes through parametrizations, adapters and gathered shards
 Letters: p inputs and r outputs of a projection, H heads.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bedouin.heads import HeadLinear
 from bedouin.kernels.linear import apply_weight
-from bedouin.solvers.solution import can_read_device
+from bedouin.solvers.solution import has_values
 
 Projection = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
@@ -25,9 +25,6 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _known_linear: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
 """Modules found to be linear, with the types of their parts at that time."""
 
-_known_norms: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
-"""The same for modules found to be an RMSNorm."""
-
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """The dictionaries of the forward and backward hooks on the module itself, which registering a
@@ -35,16 +32,15 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     return [getattr(module, name) for name in _HOOKS]
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a forward or backward hook is registered on the module itself."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return True
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
 def is_untouched(module: nn.Module) -> bool:
-    """Whether a call runs the `forward` of the module's class and nothing else."""
-    return _keeps_forward(module) and not has_hooks(module)
+    """Whether a call runs the `forward` of the module's class and nothing else.
+
+    Not with a hook on the module itself, nor with a `forward` that another library, as accelerate,
+    has set on the object.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return False
+    return not (module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -52,20 +48,43 @@ def is_plain(module: nn.Module) -> bool:
 
     It may have parametrizations, which compute `weight`, or be of a class that FSDP derived.
     """
-    return _is_linear_map(module) and not has_hooks(module)
+    return is_untouched(module) and _is_linear_map(module)
 
 
 def _is_linear_map(module: nn.Module) -> bool:
-    """Whether the module is plain apart from hooks."""
+    """Whether the module's class multiplies by `module.weight`, whatever hooks it has."""
     if not isinstance(module, (nn.Linear, HeadLinear)) or getattr(module, "bias", None) is not None:
         return False
-    own = type(module).forward in (nn.Linear.forward, HeadLinear.forward)
-    return own and _keeps_forward(module)
+    if type(module).forward not in (nn.Linear.forward, HeadLinear.forward):
+        return False
+    # a quantized tensor, as torchao's, multiplies vectors in a call, and is no matrix for kernels
+    kind = type(module._parameters.get("weight"))
+    return kind is nn.Parameter or kind.__module__.partition(".")[0] in ("builtins", "torch")
 
 
-def _keeps_forward(module: nn.Module) -> bool:
-    # accelerate and others replace `forward` on the object
-    return "forward" not in vars(module)
+def read_parameter(module: nn.Module, name: str) -> Tensor:
+    """The parameter of a module that need not be called, as a call would see it.
+
+    A module that accelerate offloads has its parameters on the meta device except in calls.
+    """
+    value: Tensor = getattr(module, name)
+    hook = vars(module).get("_hf_hook")
+    if hook is None or not value.is_meta:
+        return value
+    hook.pre_forward(module)
+    value = getattr(module, name)
+    hook.post_forward(module, ())
+    return value
+
+
+def refuse_mixer(mixer: nn.Module) -> NoReturn:
+    """Raise TypeError for a mixer with hooks that kernels compute without calling it."""
+    hooks = [hook for hooks in hooks_of(mixer) for hook in hooks.values()]
+    raise TypeError(
+        f"mixer must have no hooks, got {(*hooks, vars(mixer).get('forward'))[0]!r}: kernels "
+        f"compute a {type(mixer).__name__} without calling it; hook the layer, or derive a mixer "
+        "from bedouin.mixers.StructuredMixer, whose `forward` and hooks run"
+    )
 
 
 def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
@@ -76,38 +95,33 @@ def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
     """
     if norm is None:
         return None, 0.0
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "eps", None)
-    # `has_hooks` without the call, which costs the host time in every call of the layer
-    hooked = norm._forward_hooks or norm._forward_pre_hooks
-    hooked = hooked or norm._backward_hooks or norm._backward_pre_hooks
-    plain = isinstance(norm, nn.RMSNorm) and type(norm).forward is nn.RMSNorm.forward
-    if hooked or weight is None or eps is None or not (plain or _acts_as_norm(norm, weight, eps)):
-        kind = type(norm)
+    used: Any = norm if type(norm).forward is nn.RMSNorm.forward else _trained_copy(norm)
+    own, kind = vars(used), type(used)
+    # `is_untouched` without the call, which costs the host time in every call of the layer; the
+    # `forward` that accelerate sets on the object moves the input or loads the weight
+    hooked = used._forward_hooks or used._forward_pre_hooks
+    hooked = hooked or used._backward_hooks or used._backward_pre_hooks
+    hooked = hooked or ("forward" in own and "_hf_hook" not in own)
+    plain = isinstance(used, nn.RMSNorm) and kind.forward is nn.RMSNorm.forward
+    if hooked or not plain or used.weight is None or used.eps is None:
         raise TypeError(
             "norm must be an nn.RMSNorm with a weight, an eps and no hooks, because the output "
             f"stage computes it without calling the module, got {kind.__module__}."
-            f"{kind.__qualname__}: hook the layer or out_proj, or change the weight with "
-            "torch.nn.utils.parametrize"
+            f"{kind.__qualname__}: hook the layer or out_proj, change the weight with "
+            "torch.nn.utils.parametrize, or train a copy with PEFT's modules_to_save"
         )
-    return weight, eps
+    return read_parameter(used, "weight") if "_hf_hook" in own else used.weight, used.eps
 
 
-def _acts_as_norm(norm: nn.Module, weight: Tensor, eps: float) -> bool:
-    """Whether a module of another class, such as a copy that adapters train, is an RMSNorm.
-
-    The result is remembered as long as the module consists of the same types of modules. Where the
-    device cannot be read, the answer is yes; other calls make the check.
-    """
-    types = tuple(type(part) for part in norm.modules())
-    if not can_read_device(weight) or _known_norms.get(norm) == types:
-        return True
-    with torch.no_grad():
-        v = torch.linspace(-1, 2, weight.numel(), dtype=weight.dtype, device=weight.device)
-        expected = nn.functional.rms_norm(v, v.shape, weight, eps)
-        same = torch.allclose(norm(v), expected, rtol=1e-2, atol=1e-2)
-    if same:
-        _known_norms[norm] = types
-    return same
+def _trained_copy(norm: Any) -> Any:
+    """The module that is in use where PEFT's modules_to_save has put a wrapper; else `norm`."""
+    copies = getattr(norm, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict) or not is_untouched(norm):
+        return norm
+    active = norm.active_adapters
+    if norm.disable_adapters or not active or any(name not in copies for name in active):
+        return norm.original_module
+    return copies[active[0]]
 
 
 def apply_projection(
@@ -167,6 +181,9 @@ def _require_linear(name: str, module: nn.Module, inputs: int, num_heads: int) -
 
     The result is remembered as long as the module consists of the same types of modules.
     """
+    # accelerate's offload and FakeTensorMode leave no values to compute with
+    if not all(has_values(v) for v in (*module.parameters(), *module.buffers())):
+        return
     types = tuple(type(part) for part in module.modules())
     if _known_linear.get(module) == types or _is_linear_map(module):
         return

@@ -102,6 +102,42 @@ def test_adapters_learn_and_are_saved(tmp_path: Any, num_heads: int, options: An
     torch.testing.assert_close(loaded(tokens), adapted(tokens), rtol=1e-5, atol=1e-5)
 
 
+def test_a_trained_copy_of_the_norm_is_in_use() -> None:
+    model, tokens = make_model(Bedouin, 1), torch.randint(7, (2, 4))
+    plain = model(tokens)
+    adapted = adapt(model, target_modules=["in_proj"], modules_to_save=["norm"])
+    kept = [p for n, p in adapted.named_parameters() if "mixer.norm.modules_to_save" in n]
+    before = adapted(tokens)
+    before.square().mean().backward()
+    assert len(kept) == 1 and kept[0].grad is not None and kept[0].grad.any()
+    with torch.no_grad():
+        kept[0].mul_(2)
+    assert (adapted(tokens) - before).abs().max() > 1e-3
+    with adapted.disable_adapter():
+        torch.testing.assert_close(adapted(tokens), plain)
+
+
+def test_tuning_of_norms_is_refused_with_a_remedy() -> None:
+    wrap: Any = peft.get_peft_model
+    adapted = wrap(make_model(Bedouin, 1), peft.LNTuningConfig(target_modules=["norm"]))
+    with pytest.raises(TypeError, match="norm must be .*LNTuningLayer: .*PEFT's modules_to_save"):
+        adapted(torch.randint(7, (2, 4)))
+
+
+def test_an_adapter_around_the_whole_layer_trains_and_must_be_merged_for_steps() -> None:
+    model, tokens = make_model(Bedouin, 1), torch.randint(7, (2, 4))
+    adapted = adapt(model, target_modules=[], target_parameters=["A_log"])
+    logits = adapted(tokens)
+    logits.square().mean().backward()
+    adapters = [p for p in adapted.parameters() if p.requires_grad]
+    assert len(adapters) == 2 and all(p.grad is not None and p.grad.any() for p in adapters)
+    with pytest.raises(TypeError, match="ParamWrapper has no init_state.*merge an adapter around"):
+        model.init_state(2)
+    with torch.no_grad():
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(decode(merged, tokens), logits)
+
+
 def test_modules_of_heads_are_refused() -> None:
     """PEFT's adapters of modules know no weight with an axis of heads."""
     with pytest.raises(ValueError, match=r"HeadLinear\(num_heads=2.* is not supported"):

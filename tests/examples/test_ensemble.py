@@ -11,17 +11,21 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
+from torch import Tensor
 
 import ensemble
+from bedouin import Bedouin
 from bedouin.kernels.feedback import padded_rows
 from bedouin.tasks import IGNORE, Copying, ModularArithmetic, WordProblem, stream
 from bedouin.testing import assert_close
 from common import study, trackers
 from common.data import Data, metrics
+from common.errors import UsageError
 from common.layers import count
 from common.matching import WIDTH_STEP
 from common.positions import by_position
 from common.schedule import decay
+from common.skipping import has_failed
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
@@ -99,6 +103,9 @@ def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     assert row["ms_per_step"] == pytest.approx(1e3 * row["seconds"] / 4)
     assert [entry["step"] for entry in row["history"]] == [2, 4]
     assert "ms a step" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="got .*results.json: name another one, or .*--overwrite"):
+        ensemble.main(small(out=tmp_path, **grid))
+    ensemble.main(small(out=tmp_path, overwrite=True, **grid))
 
 
 def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
@@ -196,16 +203,91 @@ def test_a_tracker_that_is_not_installed_is_named() -> None:
         small(trackers=("paper",))
 
 
-def test_a_gradient_that_is_not_finite_changes_only_its_count() -> None:
-    one = ensemble.Ensemble(small(stacked=False, weight_decay=0.0), POINT, make_data(), CPU)
-    with torch.no_grad():
-        one.params["embedding.weight"][1].fill_(torch.nan)
-    before = {name: value.detach().clone() for name, value in one.params.items()}
-    one.step()
-    assert one.skipped.tolist() == [0, 1]
-    assert not torch.equal(one.params["embedding.weight"][0], before["embedding.weight"][0])
-    for name, value in before.items():
-        assert_close(name, one.params[name][1].detach().nan_to_num(), value[1].nan_to_num(), 0.0)
+def fail_at(
+    one: ensemble.Ensemble, number: int, model: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let a gradient of a model be NaN in the step of this number."""
+    gradients, steps = one._gradients, iter(range(100))
+
+    def failing() -> tuple[ensemble.Params, Tensor, Tensor, Tensor]:
+        found = gradients()
+        if next(steps) == number:
+            found[0]["head.weight"][model, 0] = torch.nan
+        return found
+
+    monkeypatch.setattr(one, "_gradients", failing)
+
+
+def state_of(one: ensemble.Ensemble, model: int) -> list[Tensor]:
+    """Copies of parameters, moments and step counts of a model."""
+    state = [v for values in one.optimizers[model].state.values() for v in values.values()]
+    return [v.clone() for v in (*(p[model] for p in one.params.values()), *state)]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_model_whose_gradient_is_not_finite_skips_its_step_alone(
+    stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, moments, step counts and weight decay; the other model does not notice, and the
+    failed one goes on as if it had not tried."""
+
+    def start(**changes: Any) -> ensemble.Ensemble:
+        changes = {"stacked": stacked, "weight_decay": 0.5, **changes}
+        return ensemble.Ensemble(small(**changes), POINT, make_data(**changes), CPU)
+
+    both, alone, failed = start(), start(seeds=1), start(seeds=1, first_seed=1)
+    fail_at(both, 1, 1, monkeypatch)
+    for number in range(4):
+        before = state_of(both, 1)
+        for one in (both, alone, failed):
+            one.refill()
+            if (one, number) != (failed, 1):
+                one.step()
+            one.schedule.step()
+        if number == 1:
+            assert all(map(torch.equal, state_of(both, 1), before))
+        assert all(map(torch.equal, state_of(both, 0), state_of(alone, 0)))
+        assert all(map(torch.equal, state_of(both, 1), state_of(failed, 0)))
+    assert both.skipped.tolist() == [0, 1]
+
+
+@pytest.mark.gpu
+def test_a_captured_step_skips_the_failed_model_alone() -> None:
+    device = torch.device("cuda")
+    config = small(stacked=False, device="cuda", weight_decay=0.5)
+    data = Data(config, study.model_seeds(config), device)
+    both = ensemble.Ensemble(config, POINT, data, device)
+    step, weight = ensemble.stepper(both), both.params["head.weight"]
+    right = weight[1, 0, 0].clone()
+    weight[1, 0, 0] = torch.nan
+    states = [state_of(both, model) for model in (0, 1)]
+    step()
+    assert not any(map(torch.equal, state_of(both, 0), states[0]))
+    pairs = zip(state_of(both, 1), states[1], strict=True)
+    assert all(torch.equal(new.nan_to_num(), old.nan_to_num()) for new, old in pairs)
+    weight[1, 0, 0] = right
+    step()
+    assert both.skipped.tolist() == [0, 1]
+    assert not torch.equal(state_of(both, 1)[-1], states[1][-1])
+
+
+def test_a_run_with_too_many_skipped_steps_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = {name: (value,) for name, value in POINT.items()}
+    config = small(stacked=False, out=tmp_path, log_every=3, **grid)
+    start = ensemble.Ensemble.__init__
+
+    def starting(one: ensemble.Ensemble, *args: Any) -> None:
+        start(one, *args)
+        fail_at(one, 3, 1, monkeypatch)  # after the last entry of the history
+
+    monkeypatch.setattr(ensemble.Ensemble, "__init__", starting)
+    ensemble.main(config)
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert row["skipped"] == [0, 1] and row["failed"] == [False, True]
+    assert "FAILED: no update in 1 of model 1 of 4 steps" in capsys.readouterr().out
+    assert not has_failed(10, 1000) and has_failed(11, 1000)
 
 
 def test_positions_of_errors_of_a_copied_string() -> None:
@@ -233,10 +315,9 @@ def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
     config = small(stacked=False, warmup=2)
     point = {**POINT, "feedback_lr_scale": 0.1, "feedback_lr_share": 0.5}
     one = ensemble.Ensemble(config, point, make_data(), CPU)
-    groups = one.optimizer.param_groups
-    fed = [
-        any(p is one.params["blocks.0.mixer.y_proj.weight"] for p in g["params"]) for g in groups
-    ]
+    groups, mixer = one.optimizers[1].param_groups, one.models[1].mixers[0]
+    assert isinstance(mixer, Bedouin) and mixer.y_proj is not None
+    fed = [any(p is mixer.y_proj.weight for p in g["params"]) for g in groups]
     assert sum(fed) == 1
     rates = [group["lr"] for group in groups]
     seen = []

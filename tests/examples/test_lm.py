@@ -107,8 +107,48 @@ def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
         for one, two in zip(without, (training_part, held_out), strict=True)
     ]
     assert sorted(changed) == [-1, 0]  # the other files are where they were
-    with pytest.raises(UsageError, match="--text must have files for training and held-out ones"):
+    with pytest.raises(UsageError, match=r"and to hold out, got 0 files with --pattern '\*.md'"):
         read_corpora(text, "*.md")
+
+
+def test_of_a_few_files_one_is_held_out(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+    assert [len(part.starts) for part in read_corpora(tmp_path, None)] == [1, 1]
+
+
+def test_the_last_part_of_one_file_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes(bytes(range(160)))
+    for text in (tmp_path / "book.txt", tmp_path):
+        training_part, held_out = read_corpora(text, None)
+        assert training_part.tokens.tolist() == [END, *range(150), END]
+        assert held_out.tokens.tolist() == [END, *range(150, 160), END]
+    with pytest.raises(UsageError, match="--pattern is for a folder, got the file .*leave it out"):
+        read_corpora(tmp_path / "book.txt", "*.txt")
+    with pytest.raises(UsageError, match="must be a file or a folder, got .*/none, which does not"):
+        read_corpora(tmp_path / "none", None)
+    (tmp_path / "book.txt").write_bytes(b"short")
+    with pytest.raises(UsageError, match="--text must have text to train with and to hold out"):
+        read_corpora(tmp_path / "book.txt", None)
+
+
+def test_a_folder_is_read_without_a_pattern_and_each_file_once(tmp_path: Path) -> None:
+    """Links to a file are no files of their own, and do not bring it into both parts."""
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hidden").write_text("no text")
+    sizes = 0
+    for i in range(40):
+        path = tmp_path / f"chapter{i}.{'txt' if i % 2 else 'md'}"
+        path.write_text("word " * (i + 1))
+        sizes += path.stat().st_size
+        for name in ("l", "link-"):
+            (tmp_path / f"{name}{i}").symlink_to(path)
+        (tmp_path / f"z{i}").hardlink_to(path)
+    parts = read_corpora(tmp_path, None)
+    assert sum(len(part.starts) for part in parts) == 40
+    assert sum(part.num_bytes for part in parts) == sizes
+    links = read_corpora(tmp_path, "l*")
+    assert sum(part.num_bytes for part in links) == sizes
 
 
 def test_the_library_is_read_without_its_tests(
@@ -120,7 +160,8 @@ def test_the_library_is_read_without_its_tests(
     for folder in ("test", "site-packages"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "more.py").write_text("y")
-    assert sum(corpus.num_bytes for corpus in read_corpora(None, "*.py")) == 40
+    (tmp_path / "notes.txt").write_text("z")
+    assert sum(corpus.num_bytes for corpus in read_corpora(None, None)) == 40
 
 
 class Uniform(nn.Module):
@@ -164,7 +205,7 @@ def test_every_layer_learns(changes: dict[str, Any], text: Path, tmp_path: Path)
     assert after < before < 8 and metrics["history"][1]["loss"] < metrics["history"][0]["loss"]
     assert metrics["bits_per_byte"].keys() == {"8", "24"} and metrics["tokens_per_second"] > 0
     assert metrics["parameters"] == size(config)
-    assert metrics["text"]["training_files"] + metrics["text"]["held_out_files"] == 40
+    assert metrics["text"]["training_files"] + metrics["text"]["held_out_files"] == 41
     weights = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == checkpoint(tmp_path)["model"].keys()
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,3 +251,19 @@ def test_model_is_a_function_of_the_seed() -> None:
 
     assert weights(3) == weights(3)
     assert weights(3) != weights(4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its name is valid")
+@pytest.mark.parametrize("name", ["bench", "ensemble", "generate"])
+def test_a_device_that_does_not_exist_is_an_error_of_the_flag(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(Path(train_a5.__file__).with_name(f"{name}.py"))
+    for device, message in (("gpu", "invalid choice 'gpu'"), ("cuda", "--device cuda needs a GPU")):
+        monkeypatch.setattr(sys, "argv", [script, "--device", device])
+        if name == "generate":
+            sys.argv += ["--run", "none"]
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(script, run_name="__main__")
+        text = str(stop.value.code) + capsys.readouterr().err
+        assert message in " ".join(text.replace("│", " ").split())

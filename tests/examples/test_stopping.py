@@ -361,7 +361,8 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(
 
 def test_trying_the_folder_leaves_its_files_alone(tmp_path: Path, finished: bytes) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(finished)
-    training.start_job(train_a5.word_problem(small(tmp_path)), small(tmp_path))
+    config = small(tmp_path, overwrite=True)
+    training.start_job(train_a5.word_problem(config), config)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
     assert (tmp_path / "checkpoint.pt").read_bytes() == finished
 
@@ -400,7 +401,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_previous_one(tmp_path: Path) 
     train_a5.main(small(tmp_path))
     before = (tmp_path / "checkpoint.pt").read_bytes()
     with largest_file(len(before) // 2), pytest.raises(OSError, match="File too large"):
-        train_a5.main(small(tmp_path))
+        train_a5.main(small(tmp_path, overwrite=True))
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     assert not (tmp_path / "checkpoint.tmp").exists()
 

@@ -22,9 +22,10 @@ from bedouin.solvers import ConvergenceWarning
 from bedouin.tasks import Batch, Stream, stream
 from common import training
 from common.checkpoint import plain_config
+from common.errors import UsageError
 from common.evaluation import stop_accuracy
 from common.folder import save_weights
-from common.job import Problem
+from common.job import Place, Problem, Run
 from common.options import TrainConfig, build_model, parse_config
 from common.schedule import Schedule, decay
 from common.trackers import tracked_config
@@ -93,6 +94,8 @@ def test_a5_writes_metrics_figure_and_weights(
     assert metrics["history"][0]["loss"] == pytest.approx(4.1, abs=1.0)
     assert metrics["versions"]["torch"] == torch.__version__ and "cpu" in metrics["device"]
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["metrics.json"]
     weights, saved = load_file(tmp_path / "model.safetensors"), checkpoint(tmp_path)["model"]
     assert weights.keys() == saved.keys()
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
@@ -169,10 +172,27 @@ def test_resume_with_other_options_names_the_option(tmp_path: Path) -> None:
         train_a5.main(a5_config(tmp_path, resume=True, lr=0.1))
 
 
-def test_starting_over_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_run_is_not_replaced_silently(tmp_path: Path) -> None:
     train_a5.main(a5_config(tmp_path, steps=1))
-    train_a5.main(a5_config(tmp_path, steps=1))
-    assert "holds an earlier run" in capsys.readouterr().out
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    message = "without an earlier run, got .*checkpoint.pt.* another one, .*--resume, .*--overwrite"
+    with pytest.raises(UsageError, match=message):
+        train_a5.main(a5_config(tmp_path, steps=1, seed=1))
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    train_a5.main(a5_config(tmp_path, steps=1, seed=1, overwrite=True))
+    assert read_metrics(tmp_path)["seed"] == 1
+    with pytest.raises(ValueError, match="--overwrite replaces it: give one"):
+        a5_config(tmp_path, resume=True, overwrite=True)
+
+
+def test_one_process_instead_of_several_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment is that of `accelerate launch --cpu --num_processes 2`."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UsageError, match="as --num_processes says, got 1, .*torchrun"):
+        train_a5.main(a5_config(tmp_path))
 
 
 def test_a_baseline_is_trained_without_statistics_of_a_solver(
@@ -225,7 +245,7 @@ def test_numbers_go_to_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run = training.start_run(job)
     run.step, run.loss_count = 7, 1
     training.record(job, run, {"accuracy": {"3": 0.5}, "num_steps": {}, "conditioning": {}})
-    assert seen == [(7, {"loss": 0.0, "accuracy/3": 0.5})]
+    assert seen == [(7, {"loss": 0.0, "skipped": 0, "accuracy/3": 0.5})]
     numbers = tracked_config(plain_config(config))
     assert numbers["lr"] == config.lr and numbers["eval_lengths"] == "[3, 5]"
 
@@ -253,9 +273,46 @@ def test_nonfinite_loss_stops_with_a_message(tmp_path: Path) -> None:
     config = a5_config(tmp_path, lr=1e30, warmup_steps=0)
     with (
         pytest.warns(ConvergenceWarning, match="not finite"),
-        pytest.raises(FloatingPointError, match="lower --lr"),
+        pytest.raises(FloatingPointError, match="2 of the 3 steps before step 3 .* lower --lr"),
     ):
         train_a5.main(config)
+
+
+def fail_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """Let a gradient be NaN in one step; returns copies of the run's state around its update."""
+    update, around = training.update, []
+
+    def state(run: Run) -> dict[str, torch.Tensor]:
+        moments = enumerate(run.optimizer.state.values())
+        named = {f"{name}{i}": v for i, values in moments for name, v in values.items()}
+        return {n: v.detach().clone() for n, v in {**run.model.state_dict(), **named}.items()}
+
+    def failing(job: Place, run: Run, loss: torch.Tensor) -> None:
+        if run.step != step:
+            return update(job, run, loss)
+        around.append(state(run))
+        next(run.model.parameters()).grad[0].fill_(torch.nan)  # type: ignore[index]
+        update(job, run, loss * torch.nan)
+        around.append(state(run))
+
+    monkeypatch.setattr(training, "update", failing)
+    return around
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters, moments and step counts, but not the learning rate; the run has failed, because
+    it is one of six steps."""
+    around = fail_at(2, monkeypatch)
+    train_a5.main(a5_config(tmp_path, weight_decay=0.5))
+    before, after = around
+    assert len(after) > 20 and all(torch.equal(after[name], before[name]) for name in after)
+    metrics = read_metrics(tmp_path)
+    assert (metrics["skipped"], metrics["failed"]) == (1, True)
+    assert [entry["skipped"] for entry in metrics["history"]] == [1, 0]
+    assert all(math.isfinite(entry["loss"]) for entry in metrics["history"])
+    assert "FAILED: 1 steps had gradients that were not finite" in capsys.readouterr().out
 
 
 def test_default_folder_is_named_after_task_and_seed(

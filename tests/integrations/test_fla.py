@@ -1,19 +1,24 @@
 """bedouin.integrations.fla against the installed flash-linear-attention."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from bedouin import LowRank
 from bedouin.integrations.fla import BedouinLayer, replace_layers
+from bedouin.solvers import Picard
 
 pytest.importorskip("transformers")
+from safetensors.torch import load_model  # noqa: E402
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("fla")
-    from fla.models import GLAConfig, GLAForCausalLM
+    from fla.models import GLAConfig, GLAForCausalLM, RWKV7Config, RWKV7ForCausalLM
     from fla.models.utils import Cache
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -131,6 +136,13 @@ class TestLayer:
         with pytest.raises(ValueError, match="blocks with a layer `attn`"):
             replace_layers(nn.Linear(2, 2))
 
+    def test_blocks_that_need_other_values_of_their_layers_are_refused(self) -> None:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
+        model = RWKV7ForCausalLM(RWKV7Config(**sizes))
+        with pytest.raises(ValueError, match="got RWKV7Attention in RWKV7ForCausalLM.*GLAForCaus"):
+            replace_layers(model)
+        assert not any(isinstance(module, BedouinLayer) for module in model.modules())
+
 
 @pytest.mark.usefixtures("plain_activation")
 class TestModel:
@@ -152,6 +164,39 @@ class TestModel:
         assert torch.equal(found[:1, 3:], model.generate(ids[:1], **options))
         unpadded = model.generate(padded[1:], attention_mask=mask[1:], **options)
         assert torch.equal(found[1:], unpadded)
+
+    def test_a_file_says_what_the_layers_are(self, tmp_path: Path) -> None:
+        solver, collections = Picard(1e-3), {"rate_scale": (1, 0.1), "feedback": {"C", "B"}}
+        model = make_model(**CONVOLVED, solver=solver, **collections).float()
+        ids = torch.randint(1, VOCAB, (2, 6))
+        model.save_pretrained(tmp_path)
+        config = GLAConfig.from_pretrained(tmp_path)
+        found = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
+        load_model(found, tmp_path / "model.safetensors")
+        assert found.model.layers[0].attn.layer.layer.solver == solver
+        assert torch.equal(found.eval()(ids).logits, model(ids).logits)
+        assert found.config.bedouin_layers == config.bedouin_layers
+        with pytest.raises(ValueError, match=r"give \*\*config.bedouin_layers"):
+            replace_layers(GLAForCausalLM(config), d_state=4)
+
+    def test_a_file_names_the_type_of_a_mixer_of_the_user(self, tmp_path: Path) -> None:
+        class Mine(LowRank):
+            pass
+
+        make_model(mixer=Mine(1)).save_pretrained(tmp_path)
+        config = GLAConfig.from_pretrained(tmp_path)
+        with pytest.raises(TypeError, match="mixer must be .*Mine"):
+            replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
+        options = config.bedouin_layers | {"mixer": Mine(1)}
+        model = replace_layers(GLAForCausalLM(config), **options)
+        assert type(model.model.layers[0].attn.layer.mixer) is Mine
+
+    def test_options_that_fail_are_not_recorded(self) -> None:
+        model = GLAForCausalLM(GLAConfig(hidden_size=8, num_hidden_layers=1, vocab_size=VOCAB))
+        with pytest.raises(ValueError, match="decay must be one of"):
+            replace_layers(model, decay="fast")
+        replace_layers(model)
+        assert model.config.bedouin_layers == {}
 
     @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
     def test_training(self, mixing: dict[str, Any]) -> None:

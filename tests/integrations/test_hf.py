@@ -1,6 +1,10 @@
 """bedouin.integrations.hf against the installed transformers and PEFT."""
 
+import copy
+import inspect
 import json
+import pickle
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,14 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from bedouin import Bedouin, Convolved, NoMixing  # noqa: E402
+from bedouin import Bedouin, Convolved, LowRank, NoMixing  # noqa: E402
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinCacheLayer,
     BedouinConfig,
     BedouinForCausalLM,
     BedouinModel,
 )
+from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, Picard  # noqa: E402
 
 # The warnings of other libraries are no failures of this one.
 pytestmark = [
@@ -347,7 +352,8 @@ class TestConfig:
         same(model.model(ids).last_hidden_state, model.model.norm(x + layer(block.norm(x))))
 
     def test_a_file_without_the_newer_options_keeps_its_meaning(self, tmp_path: Path) -> None:
-        newer = ("conv_kernel", "use_conv_bias", "delta_from_x_init", "output", "bias")
+        newer = ["conv_kernel", "use_conv_bias", "delta_from_x_init", "output", "bias"]
+        newer += ["mixer", "solver", "adjoint", "max_steps", "backend", "on_unconverged"]
         old = {k: v for k, v in make_config(num_heads=2).to_dict().items() if k not in newer}
         (tmp_path / "config.json").write_text(json.dumps(old))
         mixer = transformers.AutoConfig.from_pretrained(tmp_path).make_mixer(0)
@@ -356,9 +362,50 @@ class TestConfig:
         assert repr(mixer) == repr(expected)
         assert mixer.state_dict().keys() == expected.state_dict().keys()
 
+    def test_objects_survive_a_file(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {
+            "solver": Picard(1e-3, patience=2),
+            "adjoint": ImplicitAdjoint(Jacobi(1e-2)),
+            "max_steps": GammaCap(3.0, limit=7),
+            "mixer": LowRank(3),
+        }
+        names = {"backend": "reference", "on_unconverged": "ignore"}
+        config = make_config(**options, **names)
+        assert config.solver == {"type": "Picard", **vars(options["solver"])}
+        assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
+        BedouinForCausalLM(config).save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        layer = mixers(loaded)[1]
+        for name, value in (options | names).items():
+            assert repr(getattr(layer, name)) == repr(value), name
+        other = transformers.AutoConfig.from_pretrained(tmp_path, solver=Jacobi())
+        assert other.make_mixer(0).solver == Jacobi()
+
+    def test_a_file_may_leave_out_options_of_objects(self) -> None:
+        config = make_config(solver={"type": "Picard", "rtol": 1e-3})
+        assert config.make_mixer(0).solver == Picard(1e-3)
+
+    def test_objects_of_other_types(self) -> None:
+        class Other(Picard):
+            pass
+
+        with pytest.raises(TypeError, match="solver must be one of .* got .*Other"):
+            make_config(solver=Other())
+        with pytest.raises(TypeError, match="adjoint.solver must be an object .*'Newton'"):
+            make_config(adjoint={"type": "ImplicitAdjoint", "solver": {"type": "Newton"}})
+        with pytest.raises(TypeError, match="Picard has no option 'steps'"):
+            make_config(solver={"type": "Picard", "steps": 3})
+
+    def test_every_option_of_a_layer_is_one_of_the_configuration(self) -> None:
+        names = {field.name for field in fields(BedouinConfig)}
+        known = inspect.signature(Bedouin).parameters
+        for name in set(known) - {"layer_idx", "device"}:
+            assert BedouinConfig.attribute_map.get(name, name) in names, name
+
     @pytest.mark.parametrize(
         ("options", "name"),
         [
+            ({"mixer": LowRank(2), "num_householder": 1}, "num_householder must be 2 beside"),
             ({"num_householder": 0, "beta_max": 0.5}, "beta_max must be 1"),
             ({"use_conv_bias": False}, "use_conv_bias must be True"),
             ({"conv_kernel": 0}, "d_conv must be"),
@@ -370,10 +417,31 @@ class TestConfig:
             BedouinForCausalLM(make_config(**options))
 
     def test_names(self) -> None:
-        assert make_config(d_state=6).state_size == 6
+        assert BedouinConfig(vocab_size=VOCAB, d_state=6).state_size == 6
         assert make_config(d_conv=4).conv_kernel == 4
+        for name in ("n_layer", "n_layers", "num_layers"):
+            assert BedouinConfig(vocab_size=VOCAB, **{name: 3}).num_hidden_layers == 3
+            with pytest.raises(ValueError, match=f"{name} is another name of num_hidden_layers"):
+                make_config(**{name: 3})
+        assert make_config(nheads=2).make_mixer(0).num_heads == 2
         with pytest.raises(TypeError, match="did you mean 'num_householder'"):
             make_config(num_householders=2)
+
+    @pytest.mark.parametrize(
+        ("name", "remedy"),
+        [("d_inner", "give expand"), ("headdim", "give num_heads"), ("dt_rank", "no option")],
+    )
+    def test_options_of_other_layers_are_refused(self, name: str, remedy: str) -> None:
+        with pytest.raises(TypeError, match=f"{name}.*{remedy}|{remedy} '{name}'"):
+            make_config(**{name: 4})
+
+    def test_what_transformers_and_files_add_is_an_attribute(self) -> None:
+        config = make_config(attn_implementation="eager", num_labels=3, torch_dtype="float64")
+        assert config.num_labels == 3
+        file = config.to_dict() | {"of_another_tool": 1}
+        assert BedouinConfig.from_dict(file).of_another_tool == 1
+        with pytest.raises(TypeError, match="give expand"):
+            BedouinConfig.from_dict(file | {"d_inner": 16})
 
 
 class TestWeights:
@@ -389,6 +457,33 @@ class TestWeights:
         assert not any(report[name] for name in ("missing_keys", "unexpected_keys"))
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+
+    def test_quantizers_leave_the_feedback_alone(self, tmp_path: Path) -> None:
+        """transformers' list of what they skip, which in float16 also names float32 modules."""
+        model = BedouinForCausalLM(make_config(num_heads=1)).eval()
+        from transformers.quantizers.base import HfQuantizer
+
+        skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        assert "y_proj" in skipped and "x_proj" not in skipped
+        model.save_pretrained(tmp_path)
+        loaded = BedouinForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+        kept = {n for n, p in loaded.named_parameters() if p.dtype == torch.float32}
+        assert kept == {f"model.layers.{i}.mixer.y_proj.weight" for i in range(2)}
+        ids = torch.randint(1, VOCAB, (2, 5))
+        expected = model(ids).logits
+        torch.testing.assert_close(loaded(ids).logits.float(), expected, rtol=1e-2, atol=1e-2)
+
+    def test_layers_on_disk_decode_as_in_memory(
+        self, model: BedouinForCausalLM, ids: Tensor, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("accelerate")
+        model.save_pretrained(tmp_path)
+        offload: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "disk"}
+        loaded = BedouinForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **offload)
+        assert all(p.is_meta for p in mixers(loaded)[0].parameters())
+        same(loaded(ids).logits, model(ids).logits)
+        options = {"max_new_tokens": 3, "do_sample": False}
+        assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
 
     def test_a_missing_part_is_initialized_and_the_rest_loaded(
         self, mixing: dict[str, Any], tmp_path: Path

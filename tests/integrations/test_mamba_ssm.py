@@ -4,6 +4,7 @@ import sys
 import warnings
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from bedouin import Convolved
 from bedouin.integrations.mamba_ssm import BedouinMixer, replace_mixers
+from bedouin.solvers import Picard
 
 STUB = "selective_scan_cuda"
 missing = find_spec(STUB) is None
@@ -26,6 +28,7 @@ with warnings.catch_warnings():
     from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel, MixerModel
     from mamba_ssm.modules.block import Block
     from mamba_ssm.utils.generation import InferenceParams
+    from mamba_ssm.utils.hf import load_config_hf, load_state_dict_hf
 if missing:
     del sys.modules[STUB]
 
@@ -109,6 +112,18 @@ class TestModels:
             assert mixer.out_proj.weight.abs().max() <= 1 / (16 * 2) ** 0.5
             assert mixer.D._no_weight_decay and mixer.dt_bias._no_reinit
             assert mixer.dt_bias.abs().min() > 0
+
+    def test_a_file_says_what_the_mixers_are(self, tmp_path: Path) -> None:
+        model, ids = make_model(**CONVOLVED, solver=Picard(1e-3)), torch.randint(VOCAB, (2, 6))
+        model.save_pretrained(str(tmp_path))
+        with pytest.raises(TypeError, match="bedouin_mixers"):
+            MambaLMHeadModel.from_pretrained(str(tmp_path))
+        config = load_config_hf(str(tmp_path))
+        options = config.pop("bedouin_mixers")
+        found = replace_mixers(MambaLMHeadModel(MambaConfig(**config)), **options).double()
+        found.load_state_dict(load_state_dict_hf(str(tmp_path)))
+        assert torch.equal(found(ids).logits, model(ids).logits)
+        assert found.backbone.layers[1].mixer.layer.layer.solver == Picard(1e-3)
 
     def test_attention_is_kept(self) -> None:
         config = {"attn_layer_idx": [0], "attn_cfg": {"num_heads": 2}, **PLAIN}

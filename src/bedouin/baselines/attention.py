@@ -46,8 +46,9 @@ class AttentionState(RecurrentState, _AttentionFields):  # type: ignore[misc]
     @classmethod
     def _joined(cls, states: Sequence[Any], batched: bool, join: Join) -> Any:
         is_padded = [isinstance(state, PaddedAttentionState) for state in states]
-        sizes = {state.keys.shape[-3] for state in states if isinstance(state, CACHES)}
-        if any(is_padded) or len(sizes) > 1:
+        # not a set: torch.compile cannot hash symbolic sizes
+        sizes = [state.keys.shape[-3] for state in states if isinstance(state, CACHES)]
+        if any(is_padded) or any(size != sizes[0] for size in sizes):
             return PaddedAttentionState._joined(states, batched, join)
         return super()._joined(states, batched, join)
 
@@ -186,15 +187,19 @@ class Attention(Baseline[AttentionState]):
         keys = _append(state.keys, k.to(self.state_dtype), filled)
         values = _append(state.values, v.to(self.state_dtype), filled)
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
-        # is_causal aligns query 0 with key 0, so it is right only without earlier tokens
-        causal = s == 0 and t > 1
-        mask = _mask(t, s, filled, x.device) if filled is not None or (s and t > 1) else None
+        causal, mask = False, None
+        if filled is not None or (s and t > 1):
+            mask = _mask(t, s, filled, x.device)
+        elif t > 1:
+            # it aligns query 0 with key 0, so it is right only without earlier tokens
+            causal = True
         o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
         if filled is None and lengths is None:
             return output, AttentionState(window, owned(keys), owned(values))
-        before = state.keys.new_full((len(x),), s, dtype=torch.int64) if filled is None else filled
-        after = before + (t if lengths is None else lengths)
+        if filled is None:
+            filled = state.keys.new_full(x.shape[:1], s, dtype=torch.int64)
+        after = filled + (t if lengths is None else lengths)
         keys, values = (zero_outside(tokens_before(after, s + t), u) for u in (keys, values))
         return output, PaddedAttentionState(window, keys, values, after)
 

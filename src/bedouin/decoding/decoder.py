@@ -15,7 +15,7 @@ from bedouin.decoding.graphs import Captured, capture_layer, graph_key, is_decod
 from bedouin.decoding.parts import checked_state, is_buffered, solved_layer
 from bedouin.decoding.token import DecodedLayer, may_replay
 from bedouin.state import RecurrentState
-from bedouin.wrapped import has_hooks
+from bedouin.wrapped import is_untouched
 
 
 class DecodedModel(Protocol):
@@ -244,12 +244,12 @@ class ModelDecoder(Decoder):
             if not is_decoded(mixer) or not is_buffered(mixer, tokens):
                 return False
         # a replay calls no Python functions
-        return not any(has_hooks(module) for module in self.model.modules())
+        return all(is_untouched(module) for module in self.model.modules())
 
     def _is_hooked(self) -> bool:
         """Whether hooks, such as those with which FSDP gathers parameters, are to run in calls of
         the model or of its blocks."""
-        return any(has_hooks(module) for module in (self.model, *self.model.blocks))
+        return not all(is_untouched(module) for module in (self.model, *self.model.blocks))
 
 
 def _decode_layer(mixer: Any, state: Any, batch_size: int) -> "Decoder | _SteppedLayer":

@@ -17,7 +17,7 @@ from bedouin.decoding.token import (
     takes_fused_step,
 )
 from bedouin.state import BedouinState, check_state
-from bedouin.wrapped import has_hooks
+from bedouin.wrapped import is_untouched
 
 CHECK_EVERY = 32
 """Tokens between two asynchronous checks of whether all of them were solved."""
@@ -171,8 +171,7 @@ def is_buffered(
     if not takes_fused_step(solved, x_t) or (x_t.is_cuda and not may_replay(solved, x_t)):
         return False
     # a replay calls no Python functions
-    _, *parts = layer.modules()
-    return solved is layer or not any(has_hooks(part) for part in parts)
+    return solved is layer or all(is_untouched(module) for module in layer.modules())
 
 
 def checked_state(layer: Any, state: Any, b: int) -> Any:

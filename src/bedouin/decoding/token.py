@@ -40,10 +40,10 @@ from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.parameterization import OutputStage
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.solution import BackwardStats, SolveStats, join_parts
+from bedouin.solvers.solution import BackwardStats, SolveStats, has_values, join_parts
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, StateSize, check_state
-from bedouin.wrapped import apply_projection, has_hooks, is_plain, norm_parameters
+from bedouin.wrapped import apply_projection, is_plain, is_untouched, norm_parameters
 
 
 class DecodedLayer(Protocol):
@@ -235,7 +235,7 @@ def asks_for_fused_step(layer: DecodedLayer) -> bool:
 
 def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     """Whether `step` may take the fused path for x_t (b, m)."""
-    if not asks_for_fused_step(layer) or not len(x_t):
+    if not asks_for_fused_step(layer) or not len(x_t) or not has_values(x_t):
         return False
     if is_cuda_device(x_t.device):
         # with "triton", too: the plain path refuses what kernels cannot compute
@@ -245,9 +245,8 @@ def takes_fused_step(layer: DecodedLayer, x_t: Tensor) -> bool:
     if not supported or unsupported_step(layer) is not None:
         return False
     # last, since it looks at every module: a replay calls no Python functions, and those on y_proj
-    # are answered with an error
-    _, *parts = layer.modules()
-    return not any(has_hooks(part) for part in parts)
+    # and the mixer are answered with an error
+    return all(is_untouched(module) for module in layer.modules())
 
 
 def may_replay(layer: DecodedLayer, x_t: Tensor) -> bool:

@@ -5,7 +5,7 @@
 
     model = replace_layers(GLAForCausalLM(config), num_heads=8)
 
-Tested with flash-linear-attention 0.6 (pip install "bedouin[fla]"); `BedouinLayer` alone does not
+Tested with flash-linear-attention 0.6 (pip install ".[fla]"); `BedouinLayer` alone does not
 import it.
 
 Letters: b batch, t time, m hidden_size, d d_inner, n d_state, w conv_size.
@@ -18,12 +18,16 @@ from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
-from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.convolved import Convolved, ConvolvedState, StateParts, layer_with_convolution
+from bedouin.integrations.described import check_recorded, record
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
 
 Mode = Literal["chunk", "fused_recurrent"]
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_OTHER_CALLS = "CATDecoderAttention", "MomAttention", "RWKV7Attention", "YOCOCrossAttention"
+"""FLA's layers whose blocks exchange more, or less, with them than output, attentions and cache."""
 
 
 class BedouinLayer(nn.Module):
@@ -34,8 +38,9 @@ class BedouinLayer(nn.Module):
             past_key_values.
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
         use_short_conv, conv_size, conv_bias: whether a short convolution precedes the layer, and
-            its width and bias. In FLA's layers the queries, keys and values have one each; there,
-            too, the last two count only with the first.
+            its width and bias; with projection="input" it is the layer's own, over x, B and C and
+            without bias. In FLA's layers the queries, keys and values have one each; there, too,
+            the last two count only with the first.
         options: other options of `bedouin.Bedouin`, d_state and expand among them.
 
     Attribute `layer` is the Bedouin layer, or a `bedouin.Convolved` around it. Raises what they
@@ -57,9 +62,15 @@ class BedouinLayer(nn.Module):
         super().__init__()
         self.mode = one_of("mode", mode, get_args(Mode))
         self.hidden_size, self.layer_idx = hidden_size, layer_idx
-        layer = Bedouin(hidden_size, layer_idx=layer_idx, norm_eps=norm_eps, **options)
         check_bool("use_short_conv", use_short_conv)
-        self.layer: Any = Convolved(layer, conv_size, bias=conv_bias) if use_short_conv else layer
+        if use_short_conv and "d_conv" in options:
+            raise ValueError(
+                "d_conv and use_short_conv are both a short convolution: give one, got d_conv="
+                f"{options['d_conv']!r} and use_short_conv=True"
+            )
+        options |= {"d_model": hidden_size, "layer_idx": layer_idx, "norm_eps": norm_eps}
+        width = conv_size if use_short_conv else None
+        self.layer: Any = layer_with_convolution(Bedouin, width, conv_bias, **options)
 
     def forward(
         self,
@@ -94,10 +105,10 @@ class BedouinLayer(nn.Module):
             packing: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
             output, after = self.layer(hidden_states, state, True, **packing)
         if use_cache and past_key_values is not None:
-            *window, ssm, y = after.tensors
+            ssm, y, window = StateParts.of(after)
             past_key_values.update(
                 recurrent_state=(ssm, y),
-                conv_state=window[0] if window else None,
+                conv_state=window,
                 layer_idx=self.layer_idx,
                 offset=hidden_states.shape[1],
             )
@@ -113,10 +124,8 @@ class BedouinLayer(nn.Module):
         output, after = self.layer.step(x.squeeze(1), state)
         if mask is not None:
             output = torch.where(mask, output, 0.0)
-            after = layer_state(
-                torch.where(mask.view(-1, *(1,) * (old.dim() - 1)), new, old)
-                for old, new in zip(state.tensors, after.tensors, strict=True)
-            )
+            parts = StateParts.of(after).where(mask, StateParts.of(state))
+            after = parts.state(before=isinstance(state, ConvolvedState))
         return output.unsqueeze(1), after
 
     def _read(self, cache: Any) -> BedouinState | ConvolvedState | None:
@@ -131,19 +140,35 @@ class BedouinLayer(nn.Module):
         kept = cache[self.layer_idx] if len(cache) > self.layer_idx else None
         if kept is None or kept["recurrent_state"] is None:
             return None
-        window, state = kept["conv_state"], kept["recurrent_state"]
-        return layer_state(state if window is None else (window, *state))
+        ssm, y = kept["recurrent_state"]
+        parts = StateParts(ssm, y, kept["conv_state"])
+        return parts.state(before=isinstance(self.layer, Convolved))
 
 
 def replace_layers(model: ModelT, **options: Any) -> ModelT:
     """`model`, one of FLA's, with a new `BedouinLayer` as the `attn` of each of its blocks.
 
     Layers of softmax attention stay. The new ones have the device and dtype of the model, and are
-    saved with it; what FLA's configuration says of layers does not change.
+    saved with it; what FLA's configuration says of layers does not change. `options`, those of
+    `BedouinLayer`, become `model.config.bedouin_layers`, which files contain: FLA's from_pretrained
+    would make layers of its own with random weights. Instead:
 
-    Raises ValueError for a model without such blocks.
+        config = GLAConfig.from_pretrained(folder)
+        model = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
+        safetensors.torch.load_model(model, folder + "/model.safetensors")
+
+    Raises ValueError for a model without such blocks, or whose blocks need what their layers alone
+    return, as those of RWKV7 do, and for other options than its configuration records; ImportError
+    without flash-linear-attention.
     """
-    from fla.layers.attn import Attention
+    try:
+        from fla.layers.attn import Attention
+    except ImportError as error:
+        raise ImportError(
+            "replace_layers needs flash-linear-attention: pip install "
+            f'"flash-linear-attention>=0.6,<0.7" ({error})',
+            name="fla",
+        ) from error
 
     blocks = [module for module in model.modules() if isinstance(_attn(module), nn.Module)]
     if not blocks:
@@ -151,6 +176,14 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
             f"model must have blocks with a layer `attn`, got {type(model).__name__}: use one of "
             "FLA's such as GLAForCausalLM, or bedouin.integrations.hf"
         )
+    for name in (type(_attn(block)).__name__ for block in blocks):
+        if name in _OTHER_CALLS:
+            raise ValueError(
+                f"model must have layers that return output, attentions and cache, got {name} in "
+                f"{type(model).__name__}, whose blocks need other values of it: use a model such "
+                "as GLAForCausalLM"
+            )
+    options = check_recorded(model, "bedouin_layers", options)
     for block in blocks:
         old = _attn(block)
         if isinstance(old, Attention):
@@ -159,6 +192,7 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
         sizes = {"hidden_size": old.hidden_size, "layer_idx": old.layer_idx}
         factory = {"device": like.device, "dtype": like.dtype}
         block.attn = BedouinLayer(**sizes, **factory, **options)
+    record(model, "bedouin_layers", options)
     return model
 
 

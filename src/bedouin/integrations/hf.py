@@ -5,7 +5,7 @@
     model.generate(ids, max_new_tokens=20)
 
 The import registers them with AutoConfig, AutoModel and AutoModelForCausalLM. Requires
-transformers >= 5.16 (pip install "bedouin[hf]").
+transformers >= 5.16 (pip install ".[hf]" in a clone).
 
 Letters: b batch, t time, m hidden_size, d d_inner, n state_size, w conv_kernel, v vocab_size.
 """
@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.convolved import ConvolvedState, StateParts, layer_with_convolution
+from bedouin.integrations.described import describe, restore
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
-from bedouin.mixers import NoMixing
-from bedouin.model import GatedMLP
+from bedouin.mixers import ChannelMixer, NoMixing
+from bedouin.model import GatedMLP, find_method
 from bedouin.short_convolution import ShortConvolution
+from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import unknown_option
 from bedouin.state import BedouinState
 
@@ -39,13 +41,13 @@ try:
         LinearAttentionLayer,
     )
     from transformers.configuration_utils import PreTrainedConfig
-    from transformers.generation import GenerationMixin
+    from transformers.generation import GenerationConfig, GenerationMixin
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
     from transformers.modeling_utils import PreTrainedModel
 except ImportError as error:
     raise ImportError(
-        'bedouin.integrations.hf needs transformers >= 5.16: pip install "bedouin[hf]"',
+        'bedouin.integrations.hf needs transformers >= 5.16: pip install "transformers>=5.16,<6"',
         name="transformers",
     ) from error
 
@@ -56,13 +58,40 @@ _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_DOCUMENTS = ("seq_idx", "position_ids", "cu_seq_lens_q")
 """The arguments that say where documents of a prompt are."""
 
+_OPTIONS = [
+    name
+    for name in inspect.signature(Bedouin).parameters
+    if name not in ("d_model", "layer_idx", "device", "dtype")
+]
+"""The options of a layer, all of which are fields of `BedouinConfig`, or other names of them."""
+
+_OBJECTS = ("mixer", "solver", "adjoint", "max_steps")
+"""Those that may be objects, and are dicts in a configuration."""
+
+_OTHERWISE = {
+    "d_inner": "give expand, since d_inner = expand * hidden_size",
+    "head_dim": "give num_heads, since head_dim = expand * hidden_size / num_heads",
+    "headdim": "give num_heads, since headdim = expand * hidden_size / num_heads",
+    "d_intermediate": "give intermediate_size, which is None for no MLP",
+    "mlp_expand": "give intermediate_size, the hidden width itself",
+}
+"""Options of other layers and models, and what says the same here."""
+
+_OF_TRANSFORMERS = {
+    *GenerationConfig().to_dict(),
+    *("attn_implementation", "experts_implementation", "per_layer_config"),
+    *("auto_map", "quantization_config", "tokenizer_class"),
+}
+"""Names that transformers gives to configurations without a field for them."""
+
 _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     """The state of one layer in a `Cache`: h as recurrent state, y as convolution state of width 1.
 
-    Of a layer with a short convolution the window (b, m, w - 1) is a second convolution state.
+    Of a layer with a short convolution the window (b, channels, w - 1) is a second convolution
+    state.
     `DynamicCache(config=model.config)` consists of these layers. Unlike transformers' layers of
     linear attention it counts its tokens, which chunked prefill and continued generation need, and
     gradients flow through it from one call to the next. It is not compiled, and cannot be cropped.
@@ -78,25 +107,28 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         CacheLayerMixin.__init__(self)
         LinearAttentionLayer.__init__(self, number_of_states=2)
         self.num_tokens = 0
+        self.is_before_layer = False  # where the convolution is
 
     @property
     def state(self) -> BedouinState | ConvolvedState | None:
         """The state after the tokens so far; None before the first one."""
         if not self.has_previous_state[0]:
             return None
-        window = [self.conv_states[1].mT] if self.is_conv_states_initialized[1] else []
-        return layer_state((*window, self.recurrent_states[0], self.conv_states[0].squeeze(-1)))
+        window = self.conv_states[1].mT if self.is_conv_states_initialized[1] else None
+        parts = StateParts(self.recurrent_states[0], self.conv_states[0].squeeze(-1), window)
+        return parts.state(before=self.is_before_layer)
 
     def write(self, state: BedouinState | ConvolvedState, num_tokens: int) -> None:
         """Keep `state`, that after `num_tokens` more tokens."""
         # assigned, not copied: a graph of autograd may contain the previous tensors
-        *window, ssm, y = state.tensors
-        for conv in window:
-            self.conv_states[1], self.conv_kernel_size[1] = conv.mT, conv.shape[1]
+        ssm, y, window = StateParts.of(state)
+        self.is_before_layer = isinstance(state, ConvolvedState)
+        if window is not None:
+            self.conv_states[1], self.conv_kernel_size[1] = window.mT, window.shape[1]
         self.device, self.dtype = y.device, y.dtype
         self.recurrent_states[0], self.conv_states[0] = ssm, y.unsqueeze(-1)
         self.conv_kernel_size[0] = 1
-        self.is_conv_states_initialized = {0: True, 1: bool(window)}
+        self.is_conv_states_initialized = {0: True, 1: window is not None}
         self.is_recurrent_states_initialized[0] = True
         # of both, since `Cache` asks whether all have one
         self.has_previous_state = {0: True, 1: True}
@@ -144,26 +176,43 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
             feedback, feedback_norm, feedback_init, delta_from_x_init, rate_scale, output, bias:
             options of `bedouin.Bedouin`, where state_size is called d_state. With num_householder 0
-            the mixer is `NoMixing`, and beta_max is 1. Solvers are attributes of the layers.
+            the mixer is `NoMixing`, and beta_max is 1.
+        mixer, solver, adjoint, max_steps, backend, on_unconverged: options of `bedouin.Bedouin`,
+            too. Objects of this library's types become dicts such as {"type": "Picard", "rtol":
+            1e-4, ...}, which are saved; others raise TypeError. With a mixer, num_householder and
+            beta_max are their defaults.
+        erase, projection, feedback_scope: options of `bedouin.Bedouin`, too.
         conv_kernel, use_conv_bias: width and bias of a short convolution before each mixer, which
-            is then a `bedouin.Convolved`; None for no convolution.
+            is then a `bedouin.Convolved`; with projection="input" it is the layer's own, d_conv,
+            without bias. None for no convolution.
         rms_norm_eps: epsilon of every norm.
         initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
             have their own initialization.
         tie_word_embeddings: whether the head shares the embedding's weight.
         use_cache: whether calls in evaluation return a cache unless they say otherwise.
 
-    Other names are attributes, as in every configuration of transformers, but one that resembles an
-    option raises TypeError, and a value of another type transformers' StrictDataclassError. What
-    the mixers cannot take raises when a model is made.
+    The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
+    too. What a file contains beyond them are attributes, as in every configuration of transformers;
+    another name in a call raises TypeError, and so does one in a file that is an option of other
+    layers or resembles one of these. A value of another type raises transformers'
+    StrictDataclassError. What the mixers cannot take raises when a model is made.
     """
+
+    # A new option of Bedouin is a field here, whose default is what it means to be absent from a
+    # file. Files contain all fields.
 
     model_type = "bedouin"
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {
+        "conv_bias": "use_conv_bias",
         "d_conv": "conv_kernel",
         "d_model": "hidden_size",
         "d_state": "state_size",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "n_layer": "num_hidden_layers",
+        "n_layers": "num_hidden_layers",
+        "nheads": "num_heads",
+        "norm_eps": "rms_norm_eps",
         "num_layers": "num_hidden_layers",
     }
 
@@ -186,6 +235,15 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     rate_scale: int | float | list[int | float] | tuple[int | float, int | float] = 1.0
     output: str = "norm"
     bias: bool = True
+    mixer: ChannelMixer | dict[str, Any] | None = None
+    solver: Solver | dict[str, Any] | str = "auto"
+    adjoint: Adjoint | dict[str, Any] | None = None
+    max_steps: Cap | dict[str, Any] | int = 100
+    backend: str = "auto"
+    on_unconverged: str = "warn"
+    erase: int | float = 0.0
+    projection: str = "inner"
+    feedback_scope: str = "head"
     conv_kernel: int | None = None
     use_conv_bias: bool = True
     rms_norm_eps: float = 1e-5
@@ -197,16 +255,37 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **others: Any) -> None:
-        options = [field.name for field in fields(self)]
-        for name in others:
-            known = name in self.attribute_map or hasattr(type(self), name)
-            if not known and difflib.get_close_matches(name, options, n=1, cutoff=0.85):
-                raise TypeError(unknown_option("BedouinConfig", name, options))
+        from_file = self.transformers_version is not None
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, value in others.items():
+            target = self.attribute_map.get(name)
+            if target is None:
+                self._check_unknown(name, list(defaults), from_file)
+            elif getattr(self, target) not in (value, defaults[target]):
+                raise ValueError(
+                    f"{name} is another name of {target}: give one of them, got {value!r} and "
+                    f"{getattr(self, target)!r}"
+                )
+            else:
+                setattr(self, target, value)
         # lists, which tuples become in a file
         self.feedback = list(self.feedback)
         if isinstance(self.rate_scale, tuple):
             self.rate_scale = list(self.rate_scale)
         super().__post_init__(**others)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
+
+    def _check_unknown(self, name: str, options: list[str], from_file: bool) -> None:
+        """Raise TypeError for a name that is neither an option nor one that may be ignored."""
+        if name in _OTHERWISE:
+            raise TypeError(f"BedouinConfig has no option {name!r}: {_OTHERWISE[name]}")
+        if name.startswith("_") or hasattr(type(self), name) or name in _OF_TRANSFORMERS:
+            return
+        resembles = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
+        if resembles or not from_file:
+            raise TypeError(unknown_option("BedouinConfig", name, options))
 
     @property
     def layer_types(self) -> list[str]:
@@ -216,36 +295,36 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def validate_layer_type(self) -> None:
         """Nothing: transformers would admit its own types of layers only."""
 
-    def make_mixer(self, layer_idx: int) -> Bedouin | Convolved:
+    def make_mixer(self, layer_idx: int) -> nn.Module:
         """The layer that the options describe. Raises ValueError for options without effect, and
         what `Bedouin` and `Convolved` raise."""
-        options: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (
-                *("expand", "num_heads", "decay", "input_scale", "eigenvalues", "feedback"),
-                *("feedback_norm", "feedback_init", "delta_from_x_init", "output", "bias"),
-            )
-        }
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        options |= {name: restore(name, options[name]) for name in _OBJECTS}
         rates = self.rate_scale
         options["rate_scale"] = tuple(rates) if isinstance(rates, list) else rates
-        if self.num_householder == 0:
-            if self.beta_max != 1:
-                raise ValueError(
-                    f"beta_max must be 1 with num_householder=0, got {self.beta_max}: there are no "
-                    "reflections"
-                )
-            options["mixer"] = NoMixing()
+        reflections = {name: options.pop(name) for name in ("num_householder", "beta_max")}
+        if options["mixer"] is not None:
+            for name, value in reflections.items():
+                if value != getattr(BedouinConfig, name):
+                    raise ValueError(
+                        f"{name} must be {getattr(BedouinConfig, name)} beside a mixer, got "
+                        f"{value}: it is an option of the mixer"
+                    )
+        elif self.num_householder:
+            options |= reflections
+        elif self.beta_max != 1:
+            raise ValueError(
+                f"beta_max must be 1 with num_householder=0, got {self.beta_max}: there are no "
+                "reflections"
+            )
         else:
-            options |= {"num_householder": self.num_householder, "beta_max": self.beta_max}
-        sizes: dict[str, Any] = {"d_state": self.state_size, "norm_eps": self.rms_norm_eps}
-        layer = Bedouin(self.hidden_size, layer_idx=layer_idx, **sizes, **options)
-        if self.conv_kernel is not None:
-            return Convolved(layer, self.conv_kernel, bias=self.use_conv_bias)
-        if not self.use_conv_bias:
+            options["mixer"] = NoMixing()
+        if self.conv_kernel is None and not self.use_conv_bias:
             raise ValueError(
                 "use_conv_bias must be True with conv_kernel=None: there is no convolution"
             )
-        return layer
+        options |= {"d_model": self.hidden_size, "layer_idx": layer_idx}
+        return layer_with_convolution(Bedouin, self.conv_kernel, self.use_conv_bias, **options)
 
 
 class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -289,7 +368,7 @@ class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         kept = _cache_layer(cache, self.layer_idx)
         state = kept.state
         if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
-            output, state = self.mixer.step(x.squeeze(1), state)
+            output, state = find_method(self.mixer, "step")(x.squeeze(1), state)
             output = output.unsqueeze(1)
         else:
             packing = {"mask": mask, "seq_idx": seq_idx}
@@ -319,6 +398,8 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = False
+    # quantizers leave these modules alone: the solve needs the matrix of y_proj
+    _keep_in_fp32_modules = ["y_proj"]
     # the counter of random caps, which tools that save parameters alone leave out
     _keys_to_ignore_on_load_missing = [r"\._extra_state$"]
 

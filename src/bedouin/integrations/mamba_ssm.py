@@ -5,7 +5,7 @@
     model = replace_mixers(MambaLMHeadModel(config), d_state=32)
     model.generate(ids, max_length=100, cg=True)
 
-Tested with mamba-ssm 2.3 (pip install "bedouin[mamba]"); `BedouinMixer` alone does not import it.
+Tested with mamba-ssm 2.3 (pip install ".[mamba]"); `BedouinMixer` alone does not import it.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, w d_conv.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.convolved import Convolved, ConvolvedState, StateParts, layer_with_convolution
+from bedouin.integrations.described import check_recorded, record
 from bedouin.state import BedouinState
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -40,8 +41,8 @@ class BedouinMixer(nn.Module):
     Args:
         d_model, d_state, expand, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is
             required for calls with inference_params.
-        d_conv, conv_bias: width and bias of a short convolution before the layer; None for no
-            convolution, which feedback replaces.
+        d_conv, conv_bias: width and bias of a short convolution before the layer; with
+            projection="input" it is the layer's own, without bias. None for no convolution.
         options: other options of `bedouin.Bedouin`.
 
     Attribute `layer` is the Bedouin layer, or a `bedouin.Convolved` around it. Raises what they
@@ -65,8 +66,8 @@ class BedouinMixer(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "layer_idx": layer_idx}
         if d_conv is None and not conv_bias:
             raise ValueError("conv_bias must be True with d_conv=None: there is no convolution")
-        layer = Bedouin(d_model, d_state=d_state, expand=expand, **factory, **options)
-        self.layer: Any = layer if d_conv is None else Convolved(layer, d_conv, bias=conv_bias)
+        options |= {"d_model": d_model, "d_state": d_state, "expand": expand} | factory
+        self.layer: Any = layer_with_convolution(Bedouin, d_conv, conv_bias, **options)
         self.layer_idx = layer_idx
 
     def forward(
@@ -96,7 +97,7 @@ class BedouinMixer(nn.Module):
         is_first = inference_params.seqlen_offset == 0
         if not is_first and hidden_states.shape[1] == 1 and mask is None and seq_idx is None:
             return self.step(hidden_states, *states)[0]
-        before = None if is_first else _read(states)
+        before = None if is_first else self._read(states)
         output, after = self.layer(hidden_states, before, True, **packing)
         _write(states, after)
         return output
@@ -106,7 +107,7 @@ class BedouinMixer(nn.Module):
         hidden_states: Tensor,  # (b, 1, m)
         conv_state: Tensor,  # (b, d, 1)
         ssm_state: Tensor,  # (b, d, n)
-        *window: Tensor,  # (b, w - 1, m)
+        *window: Tensor,  # (b, w - 1, channels)
     ) -> tuple[Tensor, ...]:  # (b, 1, m) and the states
         """One token. The states are updated in place, and keep their addresses."""
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
@@ -115,7 +116,7 @@ class BedouinMixer(nn.Module):
                 "call the mixer for more than one token"
             )
         states = conv_state, ssm_state, *window
-        output, after = self.layer.step(hidden_states.squeeze(1), _read(states))
+        output, after = self.layer.step(hidden_states.squeeze(1), self._read(states))
         _write(states, after)
         return output.unsqueeze(1), *states
 
@@ -128,6 +129,13 @@ class BedouinMixer(nn.Module):
         float32, whatever dtype the model decodes in.
         """
         return _states(self.layer.init_state(batch_size))
+
+    def _read(self, states: States) -> BedouinState | ConvolvedState:
+        conv_state, ssm_state, *window = states
+        parts = StateParts(ssm_state, conv_state.squeeze(-1), window[0] if window else None)
+        state = parts.state(before=isinstance(self.layer, Convolved))
+        # autograd may save it, and `_write` overwrites it
+        return state.clone() if torch.is_grad_enabled() else state
 
     def _get_states_from_cache(self, params: InferenceParams, batch_size: int) -> States:
         """This layer's states of the batch at batch_size_offset, which are made if there are
@@ -150,13 +158,27 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
 
     `MixerModel` and `MambaLMHeadModel` can only make mixers that mamba-ssm knows. The new ones have
     the layer_idx, device and dtype of the old ones, and the initialization that these models give
-    to mixers; `options` are those of BedouinMixer. The model's configuration stays what it was.
+    to mixers. `options`, those of BedouinMixer, become `model.config.bedouin_mixers`, which files
+    contain: mamba-ssm's from_pretrained refuses such a file. Instead:
 
-    Raises ValueError for a model without blocks.
+        config = load_config_hf(folder)
+        options = config.pop("bedouin_mixers")
+        model = replace_mixers(MambaLMHeadModel(MambaConfig(**config)), **options)
+        model.load_state_dict(load_state_dict_hf(folder))
+
+    Raises ValueError for a model without blocks, and for other options than its configuration
+    records; ImportError without mamba-ssm.
     """
-    from mamba_ssm.models.mixer_seq_simple import _init_weights
-    from mamba_ssm.modules.block import Block
-    from mamba_ssm.modules.mha import MHA
+    try:
+        from mamba_ssm.models.mixer_seq_simple import _init_weights
+        from mamba_ssm.modules.block import Block
+        from mamba_ssm.modules.mha import MHA
+    except ImportError as error:
+        raise ImportError(
+            'replace_mixers needs mamba-ssm: pip install --no-build-isolation "mamba-ssm>=2.3,<3" '
+            f"({error})",
+            name="mamba_ssm",
+        ) from error
 
     blocks = [block for block in model.modules() if isinstance(block, Block)]
     if not blocks:
@@ -164,6 +186,7 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
             f"model must contain blocks of mamba-ssm, got {type(model).__name__}: use a MixerModel "
             "or a MambaLMHeadModel"
         )
+    options = check_recorded(model, "bedouin_mixers", options)
     for block in blocks:
         if isinstance(block.mixer, MHA):
             continue
@@ -173,19 +196,13 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
         residuals = 1 if block.mlp is None else 2
         mixer.apply(partial(_init_weights, n_layer=len(blocks), n_residuals_per_layer=residuals))
         block.mixer = mixer
+    record(model, "bedouin_mixers", options)
     return model
 
 
 def _states(state: BedouinState | ConvolvedState) -> States:
-    *window, ssm, y = state.tensors
-    return y.unsqueeze(-1), ssm, *window
-
-
-def _read(states: States) -> BedouinState | ConvolvedState:
-    conv_state, ssm_state, *window = states
-    state = layer_state((*window, ssm_state, conv_state.squeeze(-1)))
-    # autograd may save it, and `_write` overwrites it
-    return state.clone() if torch.is_grad_enabled() else state
+    ssm, y, window = StateParts.of(state)
+    return (y.unsqueeze(-1), ssm) if window is None else (y.unsqueeze(-1), ssm, window)
 
 
 @torch.no_grad()

@@ -1,0 +1,110 @@
+"""Solvers, adjoints, caps and mixers as entries of a file of JSON, and back.
+
+describe("solver", Picard(1e-4))  # {"type": "Picard", "rtol": 1e-4, ...}
+"""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from bedouin import solvers
+from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, NoMixing
+from bedouin.solvers import Adjoint, Cap, Solver
+
+Described = Adjoint | Cap | ChannelMixer | Solver
+"""What is described by the name of its type and the arguments of its constructor, which are all
+attributes of the same names."""
+
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in (HouseholderProduct, LowRank, NoMixing)}
+for _name in solvers.__all__:
+    _kind = getattr(solvers, _name)
+    if inspect.isclass(_kind) and issubclass(_kind, Described) and not inspect.isabstract(_kind):
+        _TYPES[_name] = _kind
+
+
+def describe(name: str, value: Any) -> Any:
+    """An object as {"type": ..., and all options}; any other value as it is.
+
+    A dict is checked, and completed by the options that it leaves out. Raises TypeError for a type
+    that is not one of this library's, and what the type raises for its options.
+    """
+    value = restore(name, value)
+    if not isinstance(value, Described):
+        return value
+    kind = type(value)
+    if _is_foreign(value):
+        raise TypeError(
+            f"{name} must be one of {', '.join(_TYPES)} to be saved, got {kind.__qualname__}: set "
+            f"{name} of the layers once the model is made"
+        )
+    options = inspect.signature(kind).parameters
+    found = {option: describe(f"{name}.{option}", getattr(value, option)) for option in options}
+    return {"type": kind.__name__, **found}
+
+
+def restore(name: str, value: Any) -> Any:
+    """The inverse of `describe`, for which options that a dict leaves out have their defaults.
+
+    Raises as `describe`.
+    """
+    if not isinstance(value, dict):
+        return value
+    options = {option: restore(f"{name}.{option}", v) for option, v in value.items()}
+    kind = options.pop("type", None)
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise TypeError(
+            f"{name} must be an object or a dict whose 'type' is one of {', '.join(_TYPES)}, got "
+            f"{value!r}"
+        )
+    return _TYPES[kind](**options)
+
+
+def check_recorded(model: nn.Module, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with objects in place of dicts.
+
+    Raises ValueError if `model.config.name` exists, as in a configuration from a file, and does not
+    describe them, and TypeError for dicts of other types.
+    """
+    described = _described(options)
+    recorded = getattr(getattr(model, "config", None), name, described)
+    if recorded != described:
+        raise ValueError(
+            f"options must be those of model.config.{name}, {recorded}, got {described}: give "
+            f"**config.{name}, or delete it to replace the layers by others"
+        )
+    return {
+        # a pair of a file is a list
+        option: tuple(value) if isinstance(value, list) else restore(option, value)
+        for option, value in options.items()
+    }
+
+
+def record(model: nn.Module, name: str, options: dict[str, Any]) -> None:
+    """Write `options` into `model.config.name`, and so into a file of the model.
+
+    Of an object of another library's type there is the name of the type, which `restore` refuses.
+    """
+    config = getattr(model, "config", None)
+    if config is not None:
+        setattr(config, name, _described(options))
+
+
+def _described(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` as a file of JSON has them."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, set | frozenset):
+            found[name] = sorted(value)
+        elif isinstance(value, tuple):
+            found[name] = list(value)
+        elif _is_foreign(value):
+            found[name] = {"type": type(value).__qualname__}
+        else:
+            found[name] = describe(name, value)
+    return found
+
+
+def _is_foreign(value: Any) -> bool:
+    # exactly: a subclass of another library could not be found by its name
+    return isinstance(value, Described) and _TYPES.get(type(value).__name__) is not type(value)
