@@ -100,15 +100,15 @@ class StateParts(NamedTuple):
 
 
 def layer_with_convolution(
-    layer: Callable[..., nn.Module], d_conv: int | None, bias: bool, **options: Any
+    make: Callable[..., nn.Module], options: dict[str, Any], d_conv: int | None, bias: bool
 ) -> nn.Module:
-    """A layer with a short convolution of width `d_conv`, made by `layer(**options)`: its own where
+    """A layer `make(**options)` with a short convolution of width `d_conv`: its own where
     it projects from the input, else one before it. None: no convolution."""
     if d_conv is None:
-        return layer(**options)
+        return make(**options)
     if options.get("projection") == "input":
-        return layer(d_conv=d_conv, **options)
-    return Convolved(layer(**options), d_conv, bias=bias)
+        return make(d_conv=d_conv, **options)
+    return Convolved(make(**options), d_conv, bias=bias)
 
 
 class Convolved(nn.Module):

@@ -33,7 +33,7 @@ class JoinedHeads:
         lengths = self.f.lengths
         if lengths is None:
             return None
-        b = len(lengths) // self.num_heads
+        b = lengths.shape[0] // self.num_heads
         return tokens_before(lengths[:b], self.f.operands.x.shape[1])
 
     def __call__(
@@ -59,7 +59,7 @@ class JoinedHeads:
         self,
         v: Tensor,  # (b', ...)
     ) -> Tensor:  # (H, b, ...)
-        return v.reshape(self.num_heads, len(v) // self.num_heads, *v.shape[1:])
+        return v.reshape(self.num_heads, v.shape[0] // self.num_heads, *v.shape[1:])
 
 
 class _StructuredHeads(JoinedHeads):

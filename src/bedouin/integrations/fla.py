@@ -70,7 +70,7 @@ class BedouinLayer(nn.Module):
             )
         options |= {"d_model": hidden_size, "layer_idx": layer_idx, "norm_eps": norm_eps}
         width = conv_size if use_short_conv else None
-        self.layer: Any = layer_with_convolution(Bedouin, width, conv_bias, **options)
+        self.layer: Any = layer_with_convolution(Bedouin, options, width, conv_bias)
 
     def forward(
         self,

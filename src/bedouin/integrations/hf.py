@@ -324,7 +324,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 "use_conv_bias must be True with conv_kernel=None: there is no convolution"
             )
         options |= {"d_model": self.hidden_size, "layer_idx": layer_idx}
-        return layer_with_convolution(Bedouin, self.conv_kernel, self.use_conv_bias, **options)
+        width = options.pop("d_conv")
+        return layer_with_convolution(Bedouin, options, width, self.use_conv_bias)
 
 
 class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]

@@ -67,7 +67,7 @@ class BedouinMixer(nn.Module):
         if d_conv is None and not conv_bias:
             raise ValueError("conv_bias must be True with d_conv=None: there is no convolution")
         options |= {"d_model": d_model, "d_state": d_state, "expand": expand} | factory
-        self.layer: Any = layer_with_convolution(Bedouin, d_conv, conv_bias, **options)
+        self.layer: Any = layer_with_convolution(Bedouin, options, d_conv, conv_bias)
         self.layer_idx = layer_idx
 
     def forward(
