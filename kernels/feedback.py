@@ -1,16 +1,20 @@
 """The feedback W^y norm(y_{t-1}) in plain torch, and its derivative.
 
-Letters: b batch, t time, d channels, r raw values, f those of them with feedback, the first, H
-heads (kernels/heads.py); leading axes are free.
+W^y reads the outputs of its head, or with H d columns those of all heads of the sample, each
+normalized by itself.
+
+Letters: b batch, t time, d channels of a head, r raw values, f those of them with feedback, the
+first, H heads (kernels/heads.py); leading axes are free.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.kernels.linear import apply_weight
+from bedouin.kernels.heads import fold, unfold
+from bedouin.kernels.linear import apply_transposed_weight, apply_weight, weight_gradient
 from bedouin.kernels.norms import inverse_norm
-from bedouin.kernels.operands import Operands
+from bedouin.kernels.operands import Operands, Parameterization
 
 
 def normalize_feedback(
@@ -36,22 +40,85 @@ def normalize_feedback_vjp(
 
 def project_feedback(
     y: Tensor,  # (b, ..., d)
-    W_y: Tensor,  # (f, d) or (H, f, d)
+    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
     eps: float | None,
 ) -> Tensor:  # (b, ..., f)
     """W^y norm(y): the product is computed in the dtype of W^y, the result has that of y."""
-    return apply_weight(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
+    return apply_feedback_weight(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
+
+
+def apply_feedback_weight(
+    normed: Tensor,  # (b, ..., d), in the dtype of W^y
+    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
+) -> Tensor:  # (b, ..., f)
+    """W^y norm(y)."""
+    if not reads_all_heads(W_y, normed.shape[-1]):
+        return apply_weight(normed, W_y)
+    H = len(W_y)
+    return fold(apply_weight(unfold(normed, H), W_y.flatten(0, 1)), H)
+
+
+def project_feedback_transposed(
+    grad: Tensor,  # (b, ..., f), the cotangent of W^y norm(y)
+    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
+    d: int,
+) -> Tensor:  # (b, ..., d)
+    """The cotangent of norm(y), computed in the dtype of W^y and returned in that of `grad`."""
+    low = grad.to(W_y.dtype)
+    if not reads_all_heads(W_y, d):
+        return apply_transposed_weight(low, W_y).to(grad.dtype)
+    H = len(W_y)
+    return fold(apply_transposed_weight(unfold(low, H), W_y.flatten(0, 1)), H).to(grad.dtype)
+
+
+def feedback_weight_gradient(
+    grad: Tensor,  # (b, t, f), the cotangent of W^y norm(y)
+    normed: Tensor,  # (b, t, d), norm(y)
+    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
+) -> Tensor:  # as W_y
+    """The gradient of W^y, computed in its dtype."""
+    grad, normed = grad.to(W_y.dtype), normed.to(W_y.dtype)
+    if not reads_all_heads(W_y, normed.shape[-1]):
+        return weight_gradient(grad, normed, W_y)
+    H = len(W_y)
+    joined = weight_gradient(unfold(grad, H), unfold(normed, H), W_y.flatten(0, 1))
+    return joined.reshape(W_y.shape)
+
+
+def reads_all_heads(
+    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
+    d: int,
+) -> bool:
+    """Whether W^y multiplies the channels of all heads of a sample."""
+    return W_y.shape[-1] != d
 
 
 def add_feedback(
+    x: Tensor,  # (..., d)
     raw: Tensor,  # (..., r), what x determines
-    fed: Tensor,  # (..., f)
-) -> Tensor:  # (..., r)
-    """The raw values of which the first have feedback."""
+    fed: Tensor,  # (..., f), or (..., f + d) with feeds_x
+    feeds_x: bool,
+) -> tuple[Tensor, Tensor]:  # (..., d), (..., r)
+    """x and raw with feedback: the raw values get the first of it, x the last."""
+    if feeds_x:
+        x, fed = x + fed[..., -x.shape[-1] :], fed[..., : -x.shape[-1]]
     f = fed.shape[-1]
     if f == raw.shape[-1]:
-        return raw + fed
-    return torch.cat([raw[..., :f] + fed, raw[..., f:]], -1)
+        return x, raw + fed
+    return x, torch.cat([raw[..., :f] + fed, raw[..., f:]], -1)
+
+
+def fed_cotangent(
+    grad_x: Tensor,  # (..., d)
+    grad_raw: Tensor,  # (..., r)
+    rows: int,
+    feeds_x: bool,
+) -> Tensor:  # (..., rows)
+    """The cotangent of what `add_feedback` adds, which has `rows` values for each token."""
+    # not an index, which batched cotangents refuse where it takes everything
+    if not feeds_x:
+        return grad_raw.narrow(-1, 0, rows)
+    return torch.cat([grad_raw.narrow(-1, 0, rows - grad_x.shape[-1]), grad_x], -1)
 
 
 def padded_rows(
@@ -72,14 +139,16 @@ def shifted(
     return torch.cat([y0.unsqueeze(1), y], dim=1)[:, :-1]
 
 
-def raw_with_feedback(
+def with_feedback(
     y: Tensor,  # (b, t, d)
     operands: Operands,
-    eps: float | None,
-) -> Tensor:  # (b, t, r)
-    """raw^x + W^y norm(y_{t-1}) of all tokens at once; `operands` as `Operands.wide` gives them."""
-    if operands.W_y is None or not y.shape[1]:
-        return operands.raw
-    assert operands.y0 is not None
-    fed = project_feedback(shifted(y, operands.y0), operands.W_y, eps)
-    return add_feedback(operands.raw, fed)
+    parameterization: Parameterization,
+) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, t, r)
+    """x and raw with feedback, x^ and raw^x + W^y norm(y_{t-1}), of all tokens at once; `operands`
+    as `Operands.wide` gives them."""
+    x, raw, W_y, _, _, y0 = operands
+    if W_y is None or not y.shape[1]:
+        return x, raw
+    assert y0 is not None
+    fed = project_feedback(shifted(y, y0), W_y, parameterization.feedback_norm_eps)
+    return add_feedback(x, raw, fed, parameterization.feeds_x)

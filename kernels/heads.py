@@ -7,6 +7,8 @@ Letters: b samples, all heads' counted; H heads.
 
 from torch import Tensor
 
+from bedouin.kernels.linear import reshape_whole
+
 
 def count_heads(
     A: Tensor,  # (d, n) or (H, d, n)
@@ -25,6 +27,31 @@ def check_heads(num_heads: int, b: int, source: str) -> None:
             f"{num_heads} heads, got {b} samples; give a multiple of {num_heads} samples, head by "
             f"head, or a tensor of one head"
         )
+
+
+def fold(
+    v: Tensor,  # (b, ..., H p)
+    num_heads: int,
+) -> Tensor:  # (H b, ..., p)
+    """The channels of each head as a sample of its own."""
+    if num_heads == 1:
+        return v
+    # reshape, because unflatten and flatten have no batching rule for batched cotangents
+    b, *between, d = v.shape
+    by_channels = v.reshape(b, *between, num_heads, d // num_heads).movedim(-2, 0)
+    return reshape_whole(by_channels, num_heads * b, *between, d // num_heads)
+
+
+def unfold(
+    v: Tensor,  # (H b, ..., p)
+    num_heads: int,
+) -> Tensor:  # (b, ..., H p)
+    """The inverse of `fold`."""
+    if num_heads == 1:
+        return v
+    folded, *between, p = v.shape
+    by_samples = v.reshape(num_heads, folded // num_heads, *between, p).movedim(0, -2)
+    return reshape_whole(by_samples, folded // num_heads, *between, num_heads * p)
 
 
 def per_sample(

@@ -5,7 +5,7 @@ them with feedback, H heads (kernels/heads.py).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
@@ -16,8 +16,15 @@ from bedouin.kernels.scan import Eigenvalues, InputScale
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
 """How Delta follows from its raw values; "softplus_of_minus" is softplus(-raw)."""
 
-Scalars = tuple[str, bool, int, float, str, str, float | None]
-"""activation, selective, num_householder, beta_max, input_scale, eigenvalues, feedback_norm_eps."""
+Scalars = tuple[str, bool, int, float, float, str, str, float | None, bool]
+"""The fields of `RawLayout`, then input_scale, eigenvalues, feedback_norm_eps and feeds_x."""
+
+SCALARS = (
+    "str activation, bool selective, int num_householder, float beta_max, float erase, "
+    "str input_scale, str eigenvalues, float? norm_eps, bool feeds_x"
+)
+"""`Scalars` in the schema of an operation."""
+NUM_SCALARS = 9
 
 
 class Operands(NamedTuple):
@@ -25,13 +32,15 @@ class Operands(NamedTuple):
 
     With several heads the batch is H groups of b/H samples: sample i belongs to head i // (b/H) and
     uses the W_y and the A of that head; d are the channels of a head. The first f raw values of a
-    token get feedback, 1 <= f <= r; the others are those of x alone.
+    token get feedback, f <= r; the others are those of x alone. Where `Parameterization.feeds_x`
+    says so, W_y has d more rows, whose product is added to x. A W_y with H d columns reads the
+    outputs of all heads of a sample.
     x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
     """
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r), the part that x determines
-    W_y: Tensor | None  # (f, d) or (H, f, d); None: no feedback
+    W_y: Tensor | None  # (f, d), (H, f, d) or (H, f, H d); None: no feedback
     A: Tensor  # (d, n) or (H, d, n)
     h0: Tensor | None  # (b, d, n), the memory before the first token; None: zeros
     y0: Tensor | None  # (b, d), the output before the first token; None: zeros
@@ -43,10 +52,11 @@ class Operands(NamedTuple):
         h0 = A.new_zeros(b, *A.mT.shape[-2:]).mT if self.h0 is None else self.h0
         return h0, A.new_zeros(b, A.shape[-2]) if self.y0 is None else self.y0
 
-    def check(self) -> None:
-        """Raise ValueError unless W_y has the heads of A and at most r rows, and each head as many
-        samples."""
-        A, W_y, r = self.A, self.W_y, self.raw.shape[-1]
+    def check(self, feeds_x: bool = False) -> None:
+        """Raise ValueError unless W_y has the heads of A, at most r rows, or r + d with feedback of
+        x, and the columns of one or of all heads, and each head as many samples."""
+        A, W_y, d = self.A, self.W_y, self.A.shape[-2]
+        r = self.raw.shape[-1] + (d if feeds_x else 0)
         if W_y is not None and W_y.shape[:-2] != A.shape[:-2]:
             shapes = f"{tuple(W_y.shape)} and {tuple(A.shape)}"
             raise ValueError(f"W_y and A must have the same heads as first axis, got {shapes}")
@@ -54,6 +64,12 @@ class Operands(NamedTuple):
             raise ValueError(
                 f"W_y must have from 1 to {r} rows, one for each of the first raw values that get "
                 f"feedback, got shape {tuple(W_y.shape)}; pass None for no feedback"
+            )
+        widths = (d, count_heads(A) * d)
+        if W_y is not None and W_y.shape[-1] not in widths:
+            raise ValueError(
+                f"W_y must have a column for each channel of a head or of all heads, {widths}, got "
+                f"shape {tuple(W_y.shape)}"
             )
         check_heads(count_heads(A), self.x.shape[0], "A")
 
@@ -63,12 +79,7 @@ class Operands(NamedTuple):
         return rows if rows.dim() == 2 else per_sample(rows, self.x.shape[0])
 
     def wide(self) -> "Operands":
-        """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors.
-
-        Raises ValueError if the batch is not one group of samples of the same size for each head,
-        or if W_y has other heads than A, no rows or more than r.
-        """
-        self.check()
+        """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors."""
         dtype = self.A.dtype
         x, raw = self.x.to(dtype), self.raw.to(dtype)
         return Operands(x, raw, self.W_y, self.A, *self.start())
@@ -80,9 +91,10 @@ class Coefficients(NamedTuple):
     delta: Tensor  # (..., d)
     B: Tensor  # (..., n)
     C: Tensor  # (..., n)
-    e: Tensor  # (..., 1) or (..., d)
+    e: Tensor  # (..., 1) or (..., d); (..., 0) for e = 0
     U: Tensor  # (..., k, d)
     M: Tensor  # (..., k, k)
+    erase: Tensor  # (..., 1), beta^e; (..., 0) where no memory is erased
 
 
 Bind = Callable[..., Coefficients]
@@ -93,19 +105,26 @@ Bind = Callable[..., Coefficients]
 class RawLayout:
     """How kernels compute the coefficients themselves, without a `Bind`: Householder form, e = 0.
 
-    Raw values of a token: [Delta d | B n | C n | u_1 .. u_k k d | alpha k], with Delta =
-    activation(raw), B, C and u_i made unit, beta = beta_max sigmoid(alpha); without `selective`
-    [Delta d | u k d | alpha k] and B = C = 1.
+    Raw values of a token: [Delta d | B n | C n | u_1 .. u_k k d | alpha k | beta^e 1], with Delta =
+    activation(raw), B, C and u_i made unit, beta = beta_max sigmoid(alpha) and beta^e = erase
+    sigmoid(raw), which `erase` 0 leaves out; without `selective` [Delta d | u k d | alpha k] and
+    B = C = 1.
     """
 
     activation: Activation
     selective: bool
     num_householder: int
     beta_max: float
+    erase: float = 0.0
+
+    def parts(self, d: int, n: int) -> list[int]:
+        """The sizes of Delta, of B and C if selective, of u, alpha and beta^e."""
+        k, memory = self.num_householder, [n, n] if self.selective else []
+        return [d, *memory, k * d, k, 1 if self.erase else 0]
 
     def size(self, d: int, n: int) -> int:
         """r: raw values a token."""
-        return d + (2 * n if self.selective else 0) + self.num_householder * (d + 1)
+        return sum(self.parts(d, n))
 
 
 @dataclass(frozen=True)
@@ -116,10 +135,12 @@ class Parameterization:
     input_scale: InputScale
     eigenvalues: Eigenvalues
     feedback_norm_eps: float | None  # None: W^y is applied to y itself
+    feeds_x: bool = field(default=False, kw_only=True)  # whether the last d rows of W^y are of x
 
     def diagonal(self, e: Tensor) -> Tensor | None:  # (..., 1) or (..., d)
-        """e, or None where the layout says that it is 0: its terms are then not computed."""
-        return e if self.layout is None else None
+        """e, or None where it is 0, as the layout or an empty axis says: its terms are then not
+        computed."""
+        return e if self.layout is None and e.shape[-1] else None
 
     def known_layout(self) -> RawLayout:
         """`layout` for code that cannot do without; ValueError where it is None."""
@@ -129,9 +150,9 @@ class Parameterization:
 
     def scalars(self) -> Scalars:
         """The fields one by one, since registered operations take no objects."""
-        layout = self.known_layout()
-        fields = (layout.activation, layout.selective, layout.num_householder, layout.beta_max)
-        return *fields, self.input_scale, self.eigenvalues, self.feedback_norm_eps
+        of = self.known_layout()
+        fields = (of.activation, of.selective, of.num_householder, of.beta_max, of.erase)
+        return *fields, self.input_scale, self.eigenvalues, self.feedback_norm_eps, self.feeds_x
 
     @staticmethod
     def from_scalars(
@@ -139,11 +160,26 @@ class Parameterization:
         selective: bool,
         num_householder: int,
         beta_max: float,
+        erase: float,
         input_scale: str,
         eigenvalues: str,
         feedback_norm_eps: float | None,
+        feeds_x: bool,
     ) -> "Parameterization":
         """The inverse of `scalars`."""
-        layout = RawLayout(cast(Activation, activation), selective, num_householder, beta_max)
+        kind = cast(Activation, activation)
+        layout = RawLayout(kind, selective, num_householder, beta_max, erase)
         scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-        return Parameterization(layout, *scales, feedback_norm_eps)
+        return Parameterization(layout, *scales, feedback_norm_eps, feeds_x=feeds_x)
+
+    def plain_only(self, operands: Operands) -> str | None:
+        """The first of its properties for which there are no Triton kernels, as a part of a
+        message; None if there is none."""
+        if self.layout is not None and self.layout.erase:
+            return "erase"
+        if self.feeds_x:
+            return "feedback of x"
+        W_y, A = operands.W_y, operands.A
+        if W_y is not None and W_y.shape[-1] != A.shape[-2]:
+            return "feedback_scope='layer'"
+        return None

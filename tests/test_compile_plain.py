@@ -522,8 +522,8 @@ def test_low_precision_is_that_of_eager_mode() -> None:
 # -- the operations themselves
 
 LAYOUT = RawLayout("softplus", True, 2, 1.0)
-FIELDS = ("softplus", True, 2, 1.0, "one_minus_decay", "full", 1e-5, True, 2)
-"""LAYOUT, input scale, eigenvalues, norm eps, plain and keep_every of an operation."""
+FIELDS = ("softplus", True, 2, 1.0, 0.0, "one_minus_decay", "full", 1e-5, False, True, 2)
+"""LAYOUT, input scale, eigenvalues, norm eps, feeds_x, plain and keep_every of an operation."""
 
 
 def operands(t: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -579,8 +579,11 @@ def test_opcheck_of_iterations(solver: Any, t: int) -> None:
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("eigenvalues", get_args(Eigenvalues))
 @pytest.mark.parametrize("input_scale", get_args(InputScale))
-def test_opcheck_of_the_scan(input_scale: str, eigenvalues: str, exclusive: bool) -> None:
-    shapes = [(2, 3, 2), (2, 3, 2), (2, 4), (2, 3, 4), (2, 3, 4), (2, 2, 4)]
+@pytest.mark.parametrize("erases", [False, True])
+def test_opcheck_of_the_scan(
+    erases: bool, input_scale: str, eigenvalues: str, exclusive: bool
+) -> None:
+    shapes = [(2, 3, 2), (2, 3, 2), (2, 4), (2, 3, 4), (2, 3, 4), (2, 2, 4), (2, 3, int(erases))]
     values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     values[1], values[2] = values[1].exp(), -values[2].exp()
     inputs = [v.requires_grad_() for v in values]

@@ -42,7 +42,10 @@ OPTIONS: list[Bad] = [
     ({"beta_max": True}, ValueError, "beta_max must be a finite number, got True"),
     ({"feedback_init": "0.1"}, ValueError, "feedback_init must be a finite number, got '0.1'"),
     ({"norm_eps": True}, ValueError, "norm_eps must be a finite number, got True"),
-    ({"d_conv": 4}, TypeError, "has no short convolution: feedback replaces it"),
+    ({"d_conv": 0}, ValueError, "d_conv must be at least 1, got 0"),
+    ({"d_conv": 4.0}, TypeError, "d_conv must be an int >= 1, got 4.0"),
+    ({"projection": "outer"}, ValueError,
+     "projection must be one of ('inner', 'input'), got 'outer'"),
     ({"num_householders": 2}, TypeError,
      "has no option 'num_householders'; did you mean 'num_householder'?"),
     ({"foo": 2}, TypeError, "has no option 'foo'. Valid: d_model, "),
@@ -50,7 +53,9 @@ OPTIONS: list[Bad] = [
     ({"expand": "2"}, ValueError, "expand must be a finite number, got '2'"),
     ({"expand": 0.1}, ValueError, "must be a whole number of channels, at least 1, got 0.1 * 4"),
     ({"expand": 1.3}, ValueError, "got 1.3 * 4 = 5.2: for 5 use expand=5 / 4"),
-    ({"num_householder": 0}, ValueError, "num_householder must be at least 1, got 0"),
+    ({"num_householder": -1}, ValueError, "num_householder must be at least 1, got -1"),
+    ({"num_householder": 0, "beta_max": 1.0}, ValueError,
+     "beta_max is that of reflections, of which num_householder=0 has none, got 1.0"),
     ({"num_householder": 1.5}, TypeError, "num_householder must be an int >= 1, got 1.5"),
     ({"beta_max": 0}, ValueError, "beta_max must lie in (0, 2], got 0"),
     ({"beta_max": 2.5}, ValueError, "beta_max must lie in (0, 2], got 2.5"),
@@ -133,8 +138,14 @@ def test_widths(layer: Any, d_model: Any, kind: type[Exception], message: str) -
 def test_unknown_options_name_the_class_and_list_the_valid() -> None:
     with raises(TypeError, "FixedPointRNN has no option 'd_state'"):
         FixedPointRNN(4, d_state=4)  # type: ignore[call-arg]
-    with raises(TypeError, "FixedPointRNN has no short convolution"):
-        FixedPointRNN(4, d_conv=4)  # type: ignore[call-arg]
+    with raises(TypeError, "FixedPointRNN has no option erase: its memory is one number a channel"):
+        FixedPointRNN(4, erase=1.0)  # type: ignore[call-arg]
+    with raises(TypeError, "FixedPointRNN has no option feedback_scope: Q_t depends on"):
+        FixedPointRNN(4, feedback_scope="layer")  # type: ignore[call-arg]
+    with raises(
+        TypeError, "feedback of FixedPointRNN can contain 'mixer' alone, got ('mixer', 'x')"
+    ):
+        FixedPointRNN(4, feedback=("mixer", "x"))
     with pytest.raises(TypeError, match="feedback_norm.*solver.*layer_idx.*dtype"):
         Bedouin(4, foo=1)  # type: ignore[call-arg]
 

@@ -330,7 +330,8 @@ def test_hooks_on_another_mixer_act_with_every_solver(solver: Any) -> None:
     layer = Bedouin(4, mixer=LowRank(), solver=solver, **FLOAT64)
     torch.manual_seed(0)
     unmixed = Bedouin(4, mixer=LowRank(), solver=Direct(), **FLOAT64)
-    unmixed.mixer.forward = lambda raw: no_reflection(layer.mixer, (), LowRank()(raw))
+    mixer: Any = unmixed.mixer
+    mixer.forward = lambda raw: no_reflection(layer.mixer, (), LowRank()(raw))
     x = torch.randn(2, 3, 4, **FLOAT64)
     layer.mixer.register_forward_hook(no_reflection)
     for ours, theirs in zip(results(layer, x), results(unmixed, x), strict=True):

@@ -21,7 +21,7 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.guard import Launching
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import padding
-from bedouin.kernels.operands import Parameterization
+from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Parameterization
 from bedouin.kernels.operation import operation
 
 if TYPE_CHECKING:
@@ -35,11 +35,7 @@ SAVED = (
     "Tensor y, Tensor raw, Tensor gate, Tensor normed, Tensor kept, Tensor A, Tensor low_W_x, "
     "Tensor low_W_y"
 )
-OPTIONS = (
-    "str activation, bool selective, int num_householder, float beta_max, str input_scale, "
-    "str eigenvalues, float? norm_eps, str decay_parameter, float sharpness, float eps, "
-    "int keep_every"
-)
+OPTIONS = f"{SCALARS}, str decay_parameter, float sharpness, float eps, int keep_every"
 
 
 INNER = slice(3, 10)
@@ -53,8 +49,8 @@ def flatten(options: CoreOptions) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=256, typed=True)
 def _options(*flat: Any) -> CoreOptions:
-    decay, *rest = flat[7:]
-    parameterization = Parameterization.from_scalars(*flat[:7])
+    decay, *rest = flat[NUM_SCALARS:]
+    parameterization = Parameterization.from_scalars(*flat[:NUM_SCALARS])
     return CoreOptions(parameterization, cast(DecayParameter, decay), *rest)
 
 

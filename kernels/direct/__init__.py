@@ -87,7 +87,7 @@ def direct_sweep(
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or on a CPU, for a
     sequence of at most CHUNK tokens, h at each of them.
     """
-    operands.check()
+    operands.check(parameterization.feeds_x)
     plain = choose_sweep(backend, operands, parameterization, bind_parameters) == "reference"
     if plain:
         arguments = (operands, parameterization, bind, bind_parameters, y_star, report)

@@ -14,7 +14,7 @@ from torch import Tensor
 from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
 from bedouin.kernels.direct.reference import Sweep, term_size
 from bedouin.kernels.direct.scratch import Scratch
-from bedouin.kernels.feedback import add_feedback, project_feedback, raw_with_feedback
+from bedouin.kernels.feedback import add_feedback, project_feedback, with_feedback
 from bedouin.kernels.householder import combine_rows, mix_channels
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 
@@ -65,6 +65,18 @@ def write_rows_(
     return scratch.add_(decayed, written)
 
 
+def erase_rows_(
+    scratch: Scratch,
+    decayed: Tensor,  # (..., n, d), a
+    B: Tensor,  # (..., n)
+    erase: Tensor,  # (..., 1) or (..., 0)
+) -> Tensor:  # (..., n, d)
+    """a' as `erase_memory` computes it, in the memory of `decayed`."""
+    if not erase.shape[-1]:
+        return decayed
+    return write_rows_(scratch, decayed, -erase.unsqueeze(-2), combine_rows(B, decayed), B)
+
+
 def gap_rows(
     decay: Tensor,  # (..., n, d), lambda
     B: Tensor,  # (..., n)
@@ -97,13 +109,13 @@ def forward_sweep(
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
             fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
-            raw_t = add_feedback(raw_t, fed)
-        delta, B, C, e, U, M = bind(raw_t, *bind_parameters)
+            x_t, raw_t = add_feedback(x_t, raw_t, fed, parameterization.feeds_x)
+        delta, B, C, e, U, M, erase = bind(raw_t, *bind_parameters)
         decay, s = discretize_rows(scratch, f"h{t % 2}", delta, A_rows, parameterization)
         diagonal = parameterization.diagonal(e)
         gap = None if diagonal is None else gap_rows(decay, B, C, parameterization)
         factors = factor_local(gain_rows(s, B, C), diagonal, U, M, gap)
-        decayed = scratch.mul_(decay, h)
+        decayed = erase_rows_(scratch, scratch.mul_(decay, h), B, erase)
         y = solve_local(combine_rows(C, decayed), factors, x_t)
         mixed = mix_channels(x_t, y, diagonal, U, M)
         h = write_rows_(scratch, decayed, s, mixed, B)
@@ -144,10 +156,10 @@ def memory_of(
 
     `operands` must be the result of `Operands.wide`.
     """
-    x, *_, h0, _ = operands
+    h0 = operands.h0
     assert h0 is not None
-    raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
-    delta, B, _, e, U, M = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
+    x, raw = with_feedback(y, operands, parameterization)
+    delta, B, _, e, U, M, erase = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
     h, kept, A_rows = h0.mT.contiguous(), [], operands.A_rows()
     scratch = Scratch(x)
     mixed = mix_channels(x, y, parameterization.diagonal(e), U, M)
@@ -155,5 +167,6 @@ def memory_of(
         if t % keep_every == 0:
             kept.append(scratch.keep(h))
         decay, s = discretize_rows(scratch, f"h{t % 2}", delta[:, t], A_rows, parameterization)
-        h = write_rows_(scratch, scratch.mul_(decay, h), s, mixed[:, t], B[:, t])
+        decayed = erase_rows_(scratch, scratch.mul_(decay, h), B[:, t], erase[:, t])
+        h = write_rows_(scratch, decayed, s, mixed[:, t], B[:, t])
     return h.mT, kept

@@ -55,12 +55,11 @@ def _split(
     sizes: tuple[int, ...],
     raw: Tensor,  # (..., r)
 ) -> tuple[Tensor, ...]:
-    """The raw values of Delta (..., d), of B and C (..., n) if selective, u (..., k, d) and alpha
-    (..., k); `sizes` is (d, n)."""
-    (d, n), k = sizes, layout.num_householder
-    memory = [n, n] if layout.selective else []
-    *before, u, alpha = raw.split([d, *memory, k * d, k], -1)
-    return *before, u.unflatten(-1, (k, d)), alpha
+    """The raw values of Delta (..., d), of B and C (..., n) if selective, u (..., k, d), alpha
+    (..., k) and beta^e (..., 1 or 0); `sizes` is (d, n)."""
+    d, n = sizes
+    *before, u, alpha, erase = raw.split(layout.parts(d, n), -1)
+    return *before, u.unflatten(-1, (layout.num_householder, d)), alpha, erase
 
 
 def _bind(
@@ -68,12 +67,13 @@ def _bind(
     sizes: tuple[int, ...],
     raw: Tensor,  # (..., r)
 ) -> Coefficients:
-    delta, *memory, u, alpha = _split(layout, sizes, raw)
+    delta, *memory, u, alpha, erase = _split(layout, sizes, raw)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in memory) if memory else (ones, ones)
     U = unit(u)
     T = wy_factor(U, layout.beta_max * torch.sigmoid(alpha))
-    return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T)
+    erase = layout.erase * torch.sigmoid(erase)
+    return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T, erase)
 
 
 def activate_delta(
@@ -93,7 +93,7 @@ def bind_vjp(
 ) -> Tensor:  # (b, r)
     """The cotangent of the raw values; e is constant."""
     d, n = cotangents.delta.shape[-1], cotangents.B.shape[-1]
-    delta, *memory, u, alpha = _split(layout, (d, n), raw)
+    delta, *memory, u, alpha, erase = _split(layout, (d, n), raw)
     gate = torch.sigmoid(alpha)
     grad_U, grad_beta = wy_factor_vjp(cotangents.M, unit(u), layout.beta_max * gate)
     parts = [cotangents.delta * activation_slope(layout, delta)]
@@ -103,6 +103,8 @@ def bind_vjp(
     # reshape, because flatten has no batching rule for batched cotangents
     parts.append(grad_u.reshape(*grad_u.shape[:-2], u.shape[-2] * d))
     parts.append(grad_beta * layout.beta_max * gate * (1 - gate))
+    gate = torch.sigmoid(erase)
+    parts.append(cotangents.erase * layout.erase * gate * (1 - gate))
     return torch.cat(parts, -1)
 
 

@@ -102,6 +102,8 @@ def _unsupported(
     layout = parameterization.layout
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return "this mixer (only HouseholderProduct)"
+    if (plain := parameterization.plain_only(operands)) is not None:
+        return plain
     d, n = A.shape[-2:]
     return unsupported_sizes(layout.num_householder, d, n, x.dtype, raw.dtype, A.dtype)
 

@@ -2,11 +2,15 @@
 
 Token t is solved from the memory h_{t-1} and the output y_{t-1} alone:
 
-    raw_t = raw^x_t + W^y norm(y_{t-1})              Delta, B, C, (e, U, M) = bind(raw_t)
-    p_t   = (lambda_t * h_{t-1}) C_t                 the output before token t is written to memory
+    raw_t = raw^x_t + W^y norm(y_{t-1})              Delta, B, C, (e, U, M), beta^e = bind(raw_t)
+    a_t   = lambda_t * h_{t-1}
+    a'_t  = a_t (I - beta^e_t B_t B_t^T)             the memory without what it held under the key B
+    p_t   = a'_t C_t                                 the output before token t is written to memory
     (I - diag(sigma_t)(I - Q_t)) y_t = p_t + sigma_t * Q_t x_t
-    h_t   = lambda_t * h_{t-1} + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
+    h_t   = a'_t + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
 
+a' is known before y_t, so that the local equation is the same with and without erase; so it is with
+feedback of x, where x_t + W^y_x norm(y_{t-1}) takes the place of x_t.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r size of raw. With
 feedback of the first raw values only, the others are raw^x.
 """
@@ -22,7 +26,7 @@ from bedouin.kernels.feedback import add_feedback, project_feedback
 from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Operands, Parameterization
-from bedouin.kernels.scan import contract, discretize
+from bedouin.kernels.scan import contract, discretize, erase_memory
 
 ROUNDING = 1e4
 """A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
@@ -111,6 +115,7 @@ def direct_sweep_reference(
 
     `bind` None: the coefficients are computed from the raw values as the layout describes.
     """
+    operands.check(parameterization.feeds_x)
     x, raw, W_y, A, h, y = operands.wide()
     assert h is not None and y is not None
     bind = choose_bind(bind, parameterization, A)
@@ -121,11 +126,11 @@ def direct_sweep_reference(
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
             fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
-            raw_t = add_feedback(raw_t, fed)
-        delta, B, C, e, U, M = bind(raw_t, *bind_parameters)
+            x_t, raw_t = add_feedback(x_t, raw_t, fed, parameterization.feeds_x)
+        delta, B, C, e, U, M, erase = bind(raw_t, *bind_parameters)
         decay, s = discretize(delta, A, parameterization.input_scale, parameterization.eigenvalues)
         sigma = input_gain(s, B, C)
-        decayed = decay * h
+        decayed = erase_memory(decay * h, B, erase)
         diagonal = parameterization.diagonal(e)
         gap = None if diagonal is None else gain_gap(decay, B, C, parameterization)
         factors = factor_local(sigma, diagonal, U, M, gap)
@@ -151,7 +156,7 @@ def _write_memory(
     mixed: Tensor,  # (..., d)
     B: Tensor,  # (..., n)
 ) -> Tensor:  # (..., d, n)
-    """h_t = decayed + (s * x~) B^T."""
+    """h_t = a' + (s * x~) B^T."""
     if s.shape[-1] > 1:
         return decayed + s * mixed.unsqueeze(-1) * B.unsqueeze(-2)
     return decayed + (s * mixed.unsqueeze(-1)) * B.unsqueeze(-2)

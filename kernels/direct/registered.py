@@ -38,7 +38,7 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
 from bedouin.kernels.one_reflection import added_values, with_reflection
-from bedouin.kernels.operands import Operands, Parameterization
+from bedouin.kernels.operands import NUM_SCALARS, Operands, Parameterization
 from bedouin.kernels.operation import operation
 
 MemoryResult = tuple[Tensor, Tensor, Tensor]
@@ -68,15 +68,18 @@ def sweep_operation(
     selective: bool,
     num_householder: int,
     beta_max: float,
+    erase: float,
     input_scale: str,
     eigenvalues: str,
     norm_eps: float | None,
+    feeds_x: bool,
     plain: bool,
     keep_every: int,
 ) -> SweepResult:
     operands = Operands(x, raw, W_y, A, h0, y0)
     options = Parameterization.from_scalars(
-        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
+        *(activation, selective, num_householder, beta_max, erase),
+        *(input_scale, eigenvalues, norm_eps, feeds_x),
     )
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
@@ -129,15 +132,18 @@ def memory_operation(
     selective: bool,
     num_householder: int,
     beta_max: float,
+    erase: float,
     input_scale: str,
     eigenvalues: str,
     norm_eps: float | None,
+    feeds_x: bool,
     plain: bool,
     keep_every: int,
 ) -> MemoryResult:
     operands = Operands(x, raw, W_y, A, h0, y0)
     options = Parameterization.from_scalars(
-        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
+        *(activation, selective, num_householder, beta_max, erase),
+        *(input_scale, eigenvalues, norm_eps, feeds_x),
     )
     y = y_star.clone(memory_format=torch.contiguous_format)
     if plain:
@@ -217,15 +223,18 @@ def _sweep_backward(
     selective: bool,
     num_householder: int,
     beta_max: float,
+    erase: float,
     input_scale: str,
     eigenvalues: str,
     norm_eps: float | None,
+    feeds_x: bool,
     plain: bool,
     keep_every: int,
 ) -> Gradients:
     operands = Operands(x, raw, W_y, A, h0, y0)
     options = Parameterization.from_scalars(
-        activation, selective, num_householder, beta_max, input_scale, eigenvalues, norm_eps
+        *(activation, selective, num_householder, beta_max, erase),
+        *(input_scale, eigenvalues, norm_eps, feeds_x),
     )
     kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
     r = raw.shape[2]
@@ -281,7 +290,8 @@ def _sweep_backward_fake(
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     num_householder, plain = options[2], options[-2]
     operands = Operands(x, raw, W_y, A, h0, y0)
-    if plain or takes_heads_together(operands, Parameterization.from_scalars(*options[:7])):
+    scalars = options[:NUM_SCALARS]
+    if plain or takes_heads_together(operands, Parameterization.from_scalars(*scalars)):
         rows = r
     else:
         rows = r + added_values(num_householder, d)
@@ -289,8 +299,8 @@ def _sweep_backward_fake(
     if W_y is None:
         grad_W_y = A.new_empty(0)
     else:
-        f = W_y.shape[-2]
-        grad_W_y = W_y.new_empty(*W_y.shape[:-2], f + padding(f), d)[..., :f, :]
+        *heads, f, columns = W_y.shape
+        grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)

@@ -4,7 +4,13 @@ With w_t the cotangent of F(y)_t, H_t that of h_t from the future, g_t that of y
 and the feedback of token t+1), the adjoint equation w = g + (dF/dy)^T w is block upper-triangular:
 
     (I - (I - Q_t)^T diag(sigma_t)) w_t = g_t + (I - Q_t)^T sum_n s_t H_t B_t
-    H_{t-1} = lambda_t * (H_t + C_t w_t^T)
+    A'_t    = H_t + C_t w_t^T                            the cotangent of h_t, and of a'_t
+    A_t     = A'_t (I - beta^e_t B_t B_t^T)              that of a_t = lambda_t * h_{t-1}
+    H_{t-1} = lambda_t * A_t
+
+With r = a_t B_t, which is erased, the cotangent of beta^e_t is -sum_d r * (A'_t B_t), and that of
+B_t gets -beta^e_t (A'_t^T r + a_t^T A'_t B_t). With feedback of x the cotangent of x_t goes through
+W^y to y_{t-1} as those of the raw values do.
 
 Everything that does not depend on the cotangents is computed for a chunk of tokens at once, and the
 gradient of W^y in one product after the loop. As in forward.py, h and H are stored as (b, n, d).
@@ -20,15 +26,24 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
-from bedouin.kernels.direct.forward import discretize_rows, gain_rows, gap_rows, write_rows_
+from bedouin.kernels.direct.forward import (
+    discretize_rows,
+    erase_rows_,
+    gain_rows,
+    gap_rows,
+    write_rows_,
+)
 from bedouin.kernels.direct.layout import bind_vjp, is_covered
 from bedouin.kernels.direct.local import LocalFactors, factor_local, solve_local_transposed
 from bedouin.kernels.direct.scratch import Scratch
 from bedouin.kernels.feedback import (
+    fed_cotangent,
+    feedback_weight_gradient,
     normalize_feedback,
     normalize_feedback_vjp,
-    raw_with_feedback,
+    project_feedback_transposed,
     shifted,
+    with_feedback,
 )
 from bedouin.kernels.heads import sum_samples
 from bedouin.kernels.householder import (
@@ -37,7 +52,6 @@ from bedouin.kernels.householder import (
     mix_channels,
     rows_dot,
 )
-from bedouin.kernels.linear import apply_transposed_weight, weight_gradient
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 
 ReportBackward = Callable[[Tensor, Tensor], None]
@@ -48,6 +62,7 @@ class SolvedSweep(NamedTuple):
     """A fixed point with all inputs of its solve, as the reverse sweep reads them."""
 
     y: Tensor  # (b, t, d)
+    full_x: Tensor  # (b, t, d), x with its feedback
     full_raw: Tensor  # (b, t, r), raw^x + W^y norm(y_{t-1})
     operands: Operands
     parameterization: Parameterization
@@ -69,10 +84,10 @@ class SolvedSweep(NamedTuple):
     ) -> "SolvedSweep":
         """`full_raw` is computed where the memory does not contain it."""
         if memory:
-            full_raw = memory[0].transpose(0, 1)
+            full_x, full_raw = operands.x, memory[0].transpose(0, 1)
         else:
-            full_raw = raw_with_feedback(y, operands, parameterization.feedback_norm_eps)
-        known = y, full_raw, operands, parameterization, bind, bind_parameters
+            full_x, full_raw = with_feedback(y, operands, parameterization)
+        known = y, full_x, full_raw, operands, parameterization, bind, bind_parameters
         return SolvedSweep(*known, memory, h)
 
     @property
@@ -103,7 +118,7 @@ def _prepare(
 ) -> _Chunk:
     """Recompute the memory of a chunk, and everything else that no cotangent enters."""
     options = solved.parameterization
-    x, y = solved.operands.x[:, tokens], solved.y[:, tokens]
+    x, y = solved.full_x[:, tokens], solved.y[:, tokens]
     c = solved.bind(solved.full_raw[:, tokens], *solved.bind_parameters)
     v, e = y - x, options.diagonal(c.e)
     mixed = mix_channels(x, y, e, c.U, c.M)
@@ -111,7 +126,8 @@ def _prepare(
     for i in range(x.shape[1]):
         decay, s = discretize_rows(scratch, f"h{i}", c.delta[:, i], A, options)
         gaps.append(None if e is None else gap_rows(decay, c.B[:, i], c.C[:, i], options))
-        hs.append(write_rows_(scratch, scratch.mul_(decay, hs[-1]), s, mixed[:, i], c.B[:, i]))
+        decayed = erase_rows_(scratch, scratch.mul_(decay, hs[-1]), c.B[:, i], c.erase[:, i])
+        hs.append(write_rows_(scratch, decayed, s, mixed[:, i], c.B[:, i]))
         sigmas.append(gain_rows(s, c.B[:, i], c.C[:, i]))
     sigma = torch.stack(sigmas, 1)
     known = [gap for gap in gaps if gap is not None]
@@ -166,6 +182,15 @@ def _reverse_token(
         B_H = B_H + (c.B * c.C).sum(-1, keepdim=True) * w
         grad_s = (B_H * mixed).unsqueeze(-2)
     grad_C = scratch.rows_dot(chunk.h[i + 1], w)
+    grad_erase = torch.zeros_like(c.erase)
+    if c.erase.shape[-1]:
+        decayed = decay * chunk.h[i]
+        erased, B_H = combine_rows(c.B, decayed), combine_rows(c.B, H)
+        grad_erase = -(erased * B_H).sum(-1, keepdim=True)
+        grad_erased = -c.erase * B_H
+        grad_B = grad_B - c.erase * scratch.rows_dot(H, erased)
+        grad_B = grad_B + scratch.rows_dot(decayed, grad_erased)
+        H = scratch.add_(H, scratch.product("outer", c.B.unsqueeze(-1), grad_erased.unsqueeze(-2)))
     grad_decay = scratch.product("grad", H, chunk.h[i])
     discretized = decay, s, c.delta, A
     grad_delta, grad_A = _discretize_vjp(grad_decay, grad_s, *discretized, options, scratch)
@@ -182,7 +207,7 @@ def _reverse_token(
     else:
         grad_e = (grad_mixed * v).sum_to_size(c.e.shape)
         grad_x = (1 - e) * grad_mixed - taken
-    coefficients = Coefficients(grad_delta, grad_B, grad_C, grad_e, grad_U, grad_M)
+    coefficients = Coefficients(grad_delta, grad_B, grad_C, grad_e, grad_U, grad_M, grad_erase)
     return _Cotangents(scratch.mul_(H, decay), grad_x, coefficients, grad_A, w, rhs)
 
 
@@ -310,9 +335,8 @@ def reverse_sweep(
             steps.append(step)
             H = step.H
             if W_y is not None:
-                # not an index, which batched cotangents refuse where it takes everything
-                grad_fed = grad_raw.narrow(-1, 0, W_y.shape[-2]).to(W_y.dtype)
-                grad_normed = apply_transposed_weight(grad_fed, W_y).to(grad_raw.dtype)
+                grad_fed = fed_cotangent(step.x, grad_raw, W_y.shape[-2], options.feeds_x)
+                grad_normed = project_feedback_transposed(grad_fed, W_y, x.shape[-1])
                 eps = options.feedback_norm_eps
                 grad_feedback = normalize_feedback_vjp(grad_normed, before[:, t], eps)
         totals.check(chunk, steps, options)
@@ -335,18 +359,9 @@ def _finish(
     if report is not None:
         report(torch.cat(totals.defect, 1).flip(1), torch.cat(totals.scale, 1).flip(1))
     grad_x, grad_raw = torch.stack(totals.x[::-1], 1), torch.stack(totals.raw[::-1], 1)
-    grad_W_y = feedback_weight_gradient(grad_raw, solved)
+    grad_W_y, options = None, solved.parameterization
+    if W_y is not None:
+        grad_fed = fed_cotangent(grad_x, grad_raw, W_y.shape[-2], options.feeds_x)
+        normed = normalize_feedback(solved.y_before, options.feedback_norm_eps)
+        grad_W_y = feedback_weight_gradient(grad_fed, normed, W_y)
     return (grad_x, grad_raw, grad_W_y, totals.A.mT, H.mT, grad_feedback, *totals.bind)
-
-
-def feedback_weight_gradient(
-    grad_raw: Tensor,  # (b, t, r), of all raw values
-    solved: SolvedSweep,
-) -> Tensor | None:  # as W_y
-    """The gradient of W_y."""
-    W_y = solved.operands.W_y
-    if W_y is None:
-        return None
-    normed = normalize_feedback(solved.y_before, solved.parameterization.feedback_norm_eps)
-    grad_fed = grad_raw.narrow(-1, 0, W_y.shape[-2]).to(W_y.dtype)
-    return weight_gradient(grad_fed, normed.to(W_y.dtype), W_y)

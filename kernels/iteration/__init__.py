@@ -39,7 +39,7 @@ def fuse_iteration(
     Raises ValueError where `backend="triton"` cannot run, or heads, W_y and batch do not fit. A
     step raises KernelDoesNotFit, with this `backend`, where a kernel does not fit the GPU.
     """
-    operands.check()
+    operands.check(parameterization.feeds_x)
     chosen = choose_iteration(backend, operands, y, parameterization, bind_parameters, rule)
     if chosen == "reference":
         return None

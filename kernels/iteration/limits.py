@@ -48,6 +48,8 @@ def _unsupported(
         return "adaptive damping (patience)"
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return "this mixer (only HouseholderProduct)"
+    if (plain := parameterization.plain_only(operands)) is not None:
+        return plain
     k = max(layout.num_householder, 1)  # `with_reflection`
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"

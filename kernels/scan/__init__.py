@@ -11,7 +11,12 @@ from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.scan.autograd import run_plain_scan, run_triton_scan
-from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
+from bedouin.kernels.scan.reference import (
+    contract,
+    discretize,
+    erase_memory,
+    selective_scan_reference,
+)
 from bedouin.kernels.scan.types import Eigenvalues, InputScale, ScanOperands, ScanOptions
 
 __all__ = [
@@ -19,6 +24,7 @@ __all__ = [
     "InputScale",
     "contract",
     "discretize",
+    "erase_memory",
     "selective_scan",
     "selective_scan_reference",
 ]
@@ -34,6 +40,7 @@ def selective_scan(
     h0: Tensor | None = None,  # (b, d, n)
     D: Tensor | None = None,  # (d,) or (H, d), as A
     *,
+    erase: Tensor | None = None,  # (b, t, 1)
     input_scale: InputScale = "delta",
     eigenvalues: Eigenvalues = "positive",
     exclusive: bool = False,
@@ -43,6 +50,8 @@ def selective_scan(
 
     lambda_t = exp(A delta_t) and s_t are computed inside (`discretize`). Returns y and the last h,
     both differentiable. With `exclusive`, y_t reads memory before token t is written.
+    With `erase` beta, (lambda_t * h_{t-1}) (I - beta_t B_t B_t^T) takes the place of the decayed
+    memory, for which there are no Triton kernels; B is to be of norm at most 1.
     Source: Mamba (arXiv 2312.00752), section 3; Fixed-Point RNNs (arXiv 2503.10799), section 5.
     With A (H, d, n) the batch is H groups of b/H samples, one group for each head: sample i uses
     A[i // (b/H)], and D in the same way.
@@ -56,7 +65,9 @@ def selective_scan(
     _check_shapes(x, delta, A, B, C, h0, D)
     check_choice("input_scale", input_scale, get_args(InputScale))
     check_choice("eigenvalues", eigenvalues, get_args(Eigenvalues))
-    implementation = choose_backend(backend, x.device, x.dtype)
+    check_shape("erase", erase, (*x.shape[:2], 1))
+    unsupported = None if erase is None else "erase"
+    implementation = choose_backend(backend, x.device, x.dtype, unsupported)
     if h0 is None:
         h0 = x.new_zeros(x.shape[0], *A.shape[-2:], dtype=accumulator(x.dtype))
     operands = ScanOperands(x, delta, A, B, C, h0, D)
@@ -64,11 +75,12 @@ def selective_scan(
     is_empty = not (x.numel() and A.numel())
     if implementation == "triton" and not is_empty:
         return run_triton_scan(operands, options)
+    erase = x.new_empty(*x.shape[:2], 0) if erase is None else erase
     if torch.compiler.is_compiling() and not is_empty:
-        y, h = run_plain_scan(operands, options)
+        y, h = run_plain_scan(operands, erase, options)
     else:
         y, h = selective_scan_reference(
-            *(x, delta, A, B, C, h0),
+            *(x, delta, A, B, C, h0, erase),
             input_scale=input_scale,
             eigenvalues=eigenvalues,
             exclusive=exclusive,

@@ -120,41 +120,43 @@ def run_triton_scan(operands: ScanOperands, options: ScanOptions) -> tuple[Tenso
 
 @operation(
     "plain_scan",
-    schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)",
+    schema=f"({TENSORS}, Tensor erase, {OPTIONS}) -> (Tensor, Tensor)",
 )
 def _plain_scan(*flat: Any) -> tuple[Tensor, Tensor]:
     """y (b, t, d) and the last h (b, d, n)."""
-    options = ScanOptions(*flat[6:])
-    y, h = selective_scan_reference(*flat[:6], **options._asdict())
+    options = ScanOptions(*flat[7:])
+    y, h = selective_scan_reference(*flat[:7], **options._asdict())
     return y.contiguous(), h.contiguous()
 
 
 @_plain_scan.register_fake
 def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
-    x, *_, h0 = flat[:6]
-    return _empty_like(x, h0)
+    return _empty_like(flat[0], flat[5])
 
 
 @operation(
     "plain_scan_backward",
-    schema=f"(Tensor grad_y, Tensor grad_h, {TENSORS}, {OPTIONS}) -> ({COTANGENTS})",
+    schema=(
+        f"(Tensor grad_y, Tensor grad_h, {TENSORS}, Tensor erase, {OPTIONS}) "
+        f"-> ({COTANGENTS}, Tensor)"
+    ),
 )
 def _plain_scan_backward(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    """Cotangents of x to h0 from those of y (b, t, d) and of the last h (b, d, n)."""
+    """Cotangents of x to h0 and erase from those of y (b, t, d) and of the last h (b, d, n)."""
     dtype = accumulator(flat[0].dtype)
-    read, last, *wide = (v.to(dtype) for v in (grad_y, grad_h, *flat[:6]))
-    grads = selective_scan_vjp(read, last, ScanOperands(*wide), ScanOptions(*flat[6:]))
-    return tuple(grad.to(v.dtype).contiguous() for grad, v in zip(grads, flat[:6], strict=True))
+    read, last, *wide, erase = (v.to(dtype) for v in (grad_y, grad_h, *flat[:7]))
+    grads = selective_scan_vjp(read, last, ScanOperands(*wide), erase, ScanOptions(*flat[7:]))
+    return tuple(grad.to(v.dtype).contiguous() for grad, v in zip(grads, flat[:7], strict=True))
 
 
 @_plain_scan_backward.register_fake
 def _plain_scan_backward_fake(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    return _empty_like(*flat[:6])
+    return _empty_like(*flat[:7])
 
 
 def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.options = inputs[6:]
+    ctx.save_for_backward(*inputs[:7])
+    ctx.options = inputs[7:]
 
 
 def _backward_plain(
@@ -171,12 +173,16 @@ def _backward_plain(
 _plain_scan.register_autograd(_backward_plain, setup_context=_save_plain)
 
 
-def run_plain_scan(operands: ScanOperands, options: ScanOptions) -> tuple[Tensor, Tensor]:
+def run_plain_scan(
+    operands: ScanOperands,
+    erase: Tensor,  # (b, t, 1) or (b, t, 0)
+    options: ScanOptions,
+) -> tuple[Tensor, Tensor]:
     """y (b, t, d) without D * x, and the last h (b, d, n). Once differentiable.
 
     No size may be 0.
     """
-    y, h = _plain_scan(*operands[:6], *options)
+    y, h = _plain_scan(*operands[:6], erase, *options)
     return y, h
 
 

@@ -79,6 +79,34 @@ def contract(
     return (h @ C.unsqueeze(-1)).squeeze(-1)
 
 
+def erase_memory(
+    decayed: Tensor,  # (..., d, n), a
+    B: Tensor,  # (..., n)
+    erase: Tensor,  # (..., 1), beta^e, or (..., 0)
+) -> Tensor:  # (..., d, n)
+    """a' = a - beta^e (a B) B^T, the memory without what it held under the key B; a itself where
+    nothing is erased."""
+    if not erase.shape[-1]:
+        return decayed
+    return decayed - (erase * contract(decayed, B)).unsqueeze(-1) * B.unsqueeze(-2)
+
+
+def erase_memory_vjp(
+    grad: Tensor,  # (..., d, n), the cotangent of a'
+    decayed: Tensor,  # (..., d, n), a
+    B: Tensor,  # (..., n)
+    erase: Tensor,  # (..., 1) or (..., 0)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangents of a (..., d, n), B (..., n) and beta^e (..., 1) or (..., 0)."""
+    if not erase.shape[-1]:
+        return grad, torch.zeros_like(B), torch.zeros_like(erase)
+    erased, along_B = contract(decayed, B), contract(grad, B)
+    grad_erased = -erase * along_B
+    grad_B = contract(decayed.mT, grad_erased) - erase * contract(grad.mT, erased)
+    grad_erase = -(erased * along_B).sum(-1, keepdim=True)
+    return grad + grad_erased.unsqueeze(-1) * B.unsqueeze(-2), grad_B, grad_erase
+
+
 def selective_scan_reference(
     x: Tensor,  # (b, t, d)
     delta: Tensor,  # (b, t, d)
@@ -86,25 +114,27 @@ def selective_scan_reference(
     B: Tensor,  # (b, t, n)
     C: Tensor,  # (b, t, n)
     h0: Tensor,  # (b, d, n)
+    erase: Tensor,  # (b, t, 1) or (b, t, 0)
     *,
     input_scale: InputScale,
     eigenvalues: Eigenvalues,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, d, n)
-    """The read-outs and the last h of h_t = lambda_t * h_{t-1} + (s_t * x_t) B_t^T.
+    """The read-outs and the last h of h_t = a'_t + (s_t * x_t) B_t^T, where a'_t is
+    lambda_t * h_{t-1} after `erase_memory`.
 
     The read-out is h_t C_t, or with `exclusive` that of the memory before token t is written,
-    p_t = (lambda_t * h_{t-1}) C_t. Computes in float32 or float64; y has the dtype of x, the last h
+    p_t = a'_t C_t. Computes in float32 or float64; y has the dtype of x, the last h
     that of h0.
     """
     dtype, y_dtype, h_dtype = accumulator(x.dtype), x.dtype, h0.dtype
-    x, delta, A, B, C, h = (v.to(dtype) for v in (x, delta, A, B, C, h0))
+    x, delta, A, B, C, h, erase = (v.to(dtype) for v in (x, delta, A, B, C, h0, erase))
     if A.dim() == 3:
         A = per_sample(A, x.shape[0])
     outputs = []
     for t in range(x.shape[1]):
         decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
-        decayed = decay * h
+        decayed = erase_memory(decay * h, B[:, t], erase[:, t])
         h = decayed + s * x[:, t].unsqueeze(-1) * B[:, t].unsqueeze(-2)
         outputs.append(contract(decayed if exclusive else h, C[:, t]))
     y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(x)
@@ -115,9 +145,10 @@ def selective_scan_vjp(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor,  # (b, d, n), of the last h
     operands: ScanOperands,  # of one dtype
+    erase: Tensor,  # (b, t, 1) or (b, t, 0)
     options: ScanOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of x, delta, A, B, C and h0, by the adjoint recurrence.
+) -> tuple[Tensor, ...]:
+    """Cotangents of x, delta, A, B, C, h0 and erase, by the adjoint recurrence.
 
     For use inside a registered operation, where autograd is off. The memories are recomputed, so
     only the operands have to be saved.
@@ -131,7 +162,7 @@ def selective_scan_vjp(
     for t in range(x.shape[1]):
         decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
         written = s * x[:, t].unsqueeze(-1) * B[:, t].unsqueeze(-2)
-        before.append(decay * before[-1] + written)
+        before.append(erase_memory(decay * before[-1], B[:, t], erase[:, t]) + written)
         scales.append((decay, s))
     g, grad_A, tokens = grad_h, torch.zeros_like(A), []
     for t in reversed(range(x.shape[1])):
@@ -139,19 +170,21 @@ def selective_scan_vjp(
         read = grad_y[:, t].unsqueeze(-1) * C[:, t].unsqueeze(-2)
         # the read-out depends on what the token writes unless it is exclusive
         G = g if exclusive else g + read
-        seen = decay * before[t] if exclusive else before[t + 1]
+        decayed = decay * before[t]
+        seen = erase_memory(decayed, B[:, t], erase[:, t]) if exclusive else before[t + 1]
         grad_C = (seen * grad_y[:, t].unsqueeze(-1)).sum(-2)
         grad_s = (G * drive * B_t).sum_to_size(s.shape)
-        g = g + read
+        g, grad_B, grad_erase = erase_memory_vjp(g + read, decayed, B[:, t], erase[:, t])
+        grad_B = grad_B + (G * s * drive).sum(-2)
         grad_delta, grad_A_t = discretize_vjp(
             g * before[t], grad_s, decay, delta[:, t], A, input_scale, eigenvalues
         )
         grad_A = grad_A + grad_A_t
-        tokens.append(((G * s * B_t).sum(-1), grad_delta, (G * s * drive).sum(-2), grad_C))
+        tokens.append(((G * s * B_t).sum(-1), grad_delta, grad_B, grad_C, grad_erase))
         g = g * decay
-    grad_x, grad_delta, grad_B, grad_C = (
+    grad_x, grad_delta, grad_B, grad_C, grad_erase = (
         torch.stack(values[::-1], 1) for values in zip(*tokens, strict=True)
     )
     if has_heads:
         grad_A = sum_samples(grad_A, heads)
-    return grad_x, grad_delta, grad_A, grad_B, grad_C, g
+    return grad_x, grad_delta, grad_A, grad_B, grad_C, g, grad_erase

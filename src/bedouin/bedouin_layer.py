@@ -18,18 +18,22 @@ from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer import FixedPointLayer
+from bedouin.layer_checks import inner_size
 from bedouin.mixers import ChannelMixer, HouseholderProduct
 from bedouin.parameterization import (
     GRIFFIN_SHARPNESS,
     Decay,
+    FeedbackScope,
     OutputStage,
+    Projection,
     RateScale,
+    SolveArguments,
+    X,
     check_rate_scale,
     griffin_omega,
     householder_layout,
     log_rates,
     make_mixer,
-    make_solve_options,
     warn_of_singular_systems,
 )
 from bedouin.parameters import (
@@ -43,6 +47,10 @@ from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.base import check_number
 from bedouin.solvers.reporting import OnUnconverged
 
+RECALL_HEAD, RECALL_RATES = 64, (8.0, 0.001)
+"""The channels of a head, and the factors on the decay rates of the first and the last head, of
+`Bedouin.recall`."""
+
 
 class Bedouin(FixedPointLayer):
     """A dense, selective RNN defined as the fixed point of channel mixing and a diagonal scan.
@@ -52,7 +60,8 @@ class Bedouin(FixedPointLayer):
 
         x, z = in_proj(u);  raw = W^x x_t + W^y norm(y_{t-1}), split into Delta, B, C, mixer, gate
         x~_t = Q_t (x_t - y_t) + y_t
-        h_t  = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T;   y_t = h_t C_t
+        a_t  = lambda_t * h_{t-1};   a'_t = a_t - beta^e_t (a_t B_t) B_t^T      with `erase`
+        h_t  = a'_t + (s_t * x~_t) B_t^T;   y_t = h_t C_t
         out  = out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t))
 
     Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
@@ -69,7 +78,7 @@ class Bedouin(FixedPointLayer):
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
             None: heads of 128 channels if d is a multiple of 128 and at least 512, else 1.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
-            beta_max), by default 2 and 1.0.
+            beta_max), by default 2 and 1.0; 0 reflections are NoMixing().
         mixer: HouseholderProduct(...), LowRank(...), NoMixing() or another ChannelMixer. Its
             parameters are used in the dtype of the solve, at least float32, and all heads share
             them.
@@ -80,8 +89,21 @@ class Bedouin(FixedPointLayer):
             training (SolveStats.conditioning), since Delta is unbounded: the constructor issues a
             UserWarning, unless k beta_max <= 0.01, with which Delta would have to exceed 100.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
-        feedback: which of "delta", "B", "C", "mixer" depend on y_{t-1}; () switches all feedback
-            off, also that of the gate.
+        erase: the largest beta^e = erase sigmoid(raw), in [0, 2], one number a head and token: the
+            share of what the memory holds under the token's key B that it gives up before the token
+            is written, as in the delta rule. Above 1 it may be negated. 0: none, and no raw value.
+        projection: "inner": the raw values and the gate are projected from x of the head, as in the
+            paper and in Mamba-1. "input": x, the raw values and the gate are one product of the
+            layer's input, `in_proj`, whose parts are in `projected_sizes`, as in Mamba-2; there is
+            then no z, and only Delta, alpha and beta^e have a bias, which is not decayed.
+        d_conv: the width of a causal convolution of each channel by itself, with SiLU, over x, or
+            with projection="input" over x, B and C; feedback is added after it. 1: SiLU alone.
+            None: neither.
+        feedback: which of "delta", "B", "C", "mixer", "erase" and "x" depend on y_{t-1}; ()
+            switches all feedback off, also that of the gate. "x": x_t + W^y norm(y_{t-1}) takes the
+            place of x_t in mixing and scan.
+        feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
+            heads, so that a sample's heads converge together.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         delta_from_x_init: factor on the weights from x to Delta at initialization. With 0, the
@@ -107,7 +129,7 @@ class Bedouin(FixedPointLayer):
     not fit.
     """
 
-    components = ("delta", "B", "C", "mixer")
+    components = ("delta", "B", "C", "mixer", "erase")
     has_fused_step = True
 
     A_log: nn.Parameter
@@ -127,9 +149,13 @@ class Bedouin(FixedPointLayer):
         decay: Decay = "mamba",
         input_scale: InputScale = "bounded_delta",
         eigenvalues: Eigenvalues = "positive",
+        erase: float = 0.0,
+        projection: Projection = "inner",
+        d_conv: int | None = None,
         feedback: Collection[str] = ("delta", "B", "C", "mixer"),
         feedback_norm: bool = True,
         feedback_init: float = 0.1,
+        feedback_scope: FeedbackScope = "head",
         norm_eps: float = 1e-5,
         solver: Solver | Literal["auto"] = "auto",
         adjoint: Adjoint | None = None,
@@ -149,6 +175,8 @@ class Bedouin(FixedPointLayer):
         self.delta_from_x_init = float(delta_from_x_init)
         check_rate_scale(rate_scale, self.decay)
         self.rate_scale = rate_scale
+        check_number("erase", erase, 0, 2, open_low=False)
+        self.erase = float(erase)
         mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,
@@ -161,12 +189,13 @@ class Bedouin(FixedPointLayer):
             feedback=feedback,
             feedback_norm=feedback_norm,
             feedback_init=feedback_init,
+            feedback_scope=feedback_scope,
+            d_conv=d_conv,
+            projection=projection,
             norm_eps=norm_eps,
             output=output,
             bias=bias,
-            solve_options=make_solve_options(
-                mixer, solver, adjoint, max_steps, on_unconverged, backend
-            ),
+            solve=SolveArguments(solver, adjoint, max_steps, on_unconverged, backend),
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,
@@ -176,6 +205,49 @@ class Bedouin(FixedPointLayer):
         name = "A_log" if decay == "mamba" else "omega"
         self.register_parameter(name, nn.Parameter(torch.empty(d, n, **factory)))
         self.reset_parameters()
+
+    @classmethod
+    def recall(
+        cls,
+        d_model: int,
+        *,
+        expand: float = 2,
+        num_heads: int | None = None,
+        num_householder: int | None = None,
+        mixer: ChannelMixer | None = None,
+        **options: Any,
+    ) -> Self:
+        """A layer that tracks a state and recalls what a sequence contains.
+
+        It has heads of 64 channels where these divide d (else one), 64 states, x, raw values and
+        gate projected from the input with a convolution of width 4, an erase of at most 1, feedback
+        of Delta and x, input scale Delta, and decay rates whose factor falls from 8 in the first
+        head to 0.001 in the last (one head: 0.1); Q = I. The other arguments are those of Bedouin;
+        one that is given replaces the value named here.
+        """
+        d = inner_size(expand, d_model)
+        if num_heads is None:
+            num_heads = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
+        if mixer is None and num_householder is None:
+            num_householder = 0
+        chosen: dict[str, Any] = {
+            "d_state": 64,
+            "projection": "input",
+            "d_conv": 4,
+            "erase": 1.0,
+            "feedback": ("delta", "x"),
+            "input_scale": "delta",
+        }
+        if options.get("decay", "mamba") == "mamba":
+            chosen["rate_scale"] = RECALL_RATES if num_heads > 1 else 0.1
+        return cls(
+            d_model,
+            expand=expand,
+            num_heads=num_heads,
+            num_householder=num_householder,
+            mixer=mixer,
+            **(chosen | options),
+        )
 
     @classmethod
     def from_paper(
@@ -213,6 +285,10 @@ class Bedouin(FixedPointLayer):
             "feedback_init": 1.0,
             "output": "paper",
             "bias": False,
+            "erase": 0.0,
+            "projection": "inner",
+            "d_conv": None,
+            "feedback_scope": "head",
         }
         for name in options:
             if name in fixed:
@@ -235,7 +311,10 @@ class Bedouin(FixedPointLayer):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         with torch.no_grad():
-            self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
+            if self.x_proj is None:
+                self.in_proj.weight[self.d_inner : 2 * self.d_inner].mul_(self.delta_from_x_init)
+            else:
+                self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
             if self.decay == "mamba":
                 sizes = self.d_state, self.num_heads, self.head_dim
                 self.A_log.copy_(log_rates(self.rate_scale, *sizes, self.D.device))
@@ -246,19 +325,47 @@ class Bedouin(FixedPointLayer):
 
     def _component_sizes(self) -> dict[str, int]:
         p, n = self.head_dim, self.d_state
-        return {"delta": p, "B": n, "C": n, "mixer": self.mixer.raw_size(p)}
+        erase = 1 if self.erase else 0
+        return {"delta": p, "B": n, "C": n, "mixer": self.mixer.raw_size(p), "erase": erase}
+
+    @property
+    def fed_names(self) -> tuple[str, ...]:
+        return *self.components, X
+
+    def _check_feedback(self) -> None:
+        if "erase" in self.feedback and not self.erase:
+            raise ValueError(
+                f'feedback of "erase" needs erase > 0, got erase={self.erase} and feedback='
+                f"{self.feedback}: give erase, or leave the name out"
+            )
+
+    @property
+    def _erases(self) -> bool:
+        return self.erase > 0
+
+    def _projected_names(self) -> tuple[str, ...]:
+        return "delta", "B", "C", "erase", "mixer"
+
+    def _convolved_sizes(self) -> dict[str, int]:
+        if self.projection == "inner":
+            return super()._convolved_sizes()
+        n = self.num_heads * self.d_state
+        return {"x": self.d_inner, "B": n, "C": n}
+
+    def _biased_sizes(self) -> dict[str, int]:
+        return super()._biased_sizes() | {"erase": 1 if self.erase else 0}
 
     def _split(
         self,
         raw: Tensor,  # (..., r)
     ) -> ScanInputs:
-        delta, B, C, mixer_raw = raw.split(list(self._sizes.values()), -1)
+        delta, B, C, mixer_raw, erase = raw.split(list(self._sizes.values()), -1)
         delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
-        return ScanInputs(delta, unit(B), unit(C), mixer_raw)
+        return ScanInputs(delta, unit(B), unit(C), mixer_raw, self.erase * torch.sigmoid(erase))
 
     def layout(self) -> RawLayout | None:
         activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
-        return householder_layout(self.mixer, activation, selective=True)
+        return householder_layout(self.mixer, activation, selective=True, erase=self.erase)
 
     def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
         if self.decay == "mamba":

@@ -123,7 +123,8 @@ def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -
 
 def known_options(init: InitT) -> InitT:
     """Decorator of a layer's constructor: an unknown option raises a TypeError that lists the valid
-    ones. The signature stays what it is for type checkers and help()."""
+    ones, or gives the reason that the class has in `absent_options`. The signature stays what it is
+    for type checkers and help()."""
     valid = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
@@ -131,11 +132,9 @@ def known_options(init: InitT) -> InitT:
         for name in options:
             if name not in valid:
                 owner = type(self).__name__
-                if name == "d_conv" and "feedback" in valid:
-                    raise TypeError(
-                        f"{owner} has no short convolution: feedback replaces it, or "
-                        "bedouin.Convolved(layer, d_conv) puts one before the layer"
-                    )
+                reason = getattr(type(self), "absent_options", {}).get(name)
+                if reason is not None:
+                    raise TypeError(f"{owner} has no option {name}: {reason}")
                 raise TypeError(unknown_option(owner, name, valid))
         init(self, *args, **options)
 

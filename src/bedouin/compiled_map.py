@@ -21,9 +21,9 @@ from bedouin.kernels.backend import Backend, is_transformed
 from bedouin.kernels.direct.layout import activate_delta, is_covered
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import unit
-from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization, RawLayout
 from bedouin.kernels.operation import operation
-from bedouin.mixers import ChannelMixer, StructuredMixer, householder_product
+from bedouin.mixers import householder_product
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint_solve import solve_adjoint
 from bedouin.solvers.iterate import IterativeSolver
@@ -35,9 +35,8 @@ SolverScalars = tuple[str, float, float, float, int | None, float, str]
 OPERANDS = "Tensor x, Tensor raw, Tensor? W_y, Tensor A, Tensor? h0, Tensor? y0, Tensor? lengths"
 """The arguments of an operation that `Operands` holds, and the lengths (b,) of the samples."""
 OPTIONS = (
-    "str activation, bool selective, int num_householder, float beta_max, str input_scale, "
-    "str eigenvalues, float? norm_eps, str kind, float rtol, float atol, float damping, "
-    "int? patience, float shrink, str stop_rule, int max_steps, str backend"
+    f"{SCALARS}, str kind, float rtol, float atol, float damping, int? patience, float shrink, "
+    "str stop_rule, int max_steps, str backend"
 )
 """Its arguments that are no tensors: the scalars of the map, those of the solver, and the rest."""
 
@@ -85,9 +84,9 @@ class CompiledMap(StructuredMap):
         return (*self.parameterization.scalars(), *options, max_steps, self.backend)
 
 
-def choose_map(mixer: ChannelMixer) -> type[FixedPointMap]:
-    """The map of a call of a layer with this mixer."""
-    if not isinstance(mixer, StructuredMixer):
+def choose_map(is_structured: bool) -> type[FixedPointMap]:
+    """The map of a call of a layer whose mixer has the form (e, U, M), or does not."""
+    if not is_structured:
         return FixedPointMap
     return CompiledMap if torch.compiler.is_compiling() else StructuredMap
 
@@ -124,12 +123,12 @@ def split_by_layout(
     raw: Tensor,  # (..., r)
 ) -> ScanInputs:
     """What a layer's `_split` returns."""
-    d, n = sizes
-    memory = [n, n] if layout.selective else []
-    delta, *BC, of_mixer = raw.split([d, *memory, layout.num_householder * (d + 1)], -1)
+    *first, u, alpha, last = layout.parts(*sizes)
+    delta, *BC, of_mixer, erase = raw.split([*first, u + alpha, last], -1)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in BC) if BC else (ones, ones)
-    return ScanInputs(activate_delta(layout, delta), B, C, of_mixer)
+    erase = layout.erase * torch.sigmoid(erase)
+    return ScanInputs(activate_delta(layout, delta), B, C, of_mixer, erase)
 
 
 def rebuild(
@@ -147,9 +146,11 @@ def rebuild(
 
 def _problem(flat: tuple[Any, ...]) -> tuple[StructuredMap, IterativeSolver, int]:
     """Map, solver and its most steps, from the arguments OPERANDS and OPTIONS."""
-    (max_steps, backend), options = flat[21:], Parameterization.from_scalars(*flat[7:14])
-    f = rebuild(Operands(*flat[:6]), flat[6], options, backend)
-    return f, solver_from_scalars(*flat[14:21]), max_steps
+    tensors, scalars, rest = flat[:7], flat[7 : 7 + NUM_SCALARS], flat[7 + NUM_SCALARS :]
+    *solver, max_steps, backend = rest
+    options = Parameterization.from_scalars(*scalars)
+    f = rebuild(Operands(*tensors[:6]), tensors[6], options, backend)
+    return f, solver_from_scalars(*solver), max_steps
 
 
 @operation(
@@ -177,7 +178,7 @@ def _iterate_fake(
     x: Tensor,  # (b, t, d)
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    b, kind = start.shape[0], options[13]
+    b, kind = start.shape[0], options[6 + NUM_SCALARS]
     y = start.new_empty(start.shape)
     steps, converged = (start.new_empty(b, dtype=dtype) for dtype in (torch.int64, torch.bool))
     return y, steps, start.new_empty(b), converged, start.new_empty(b if kind == "jacobi" else 0)

@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, w width of the convolution; l sequences in 
 or documents (bedouin.packing).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
 import torch
@@ -62,11 +62,53 @@ class ConvolvedState(RecurrentState, _ConvolvedFields):
         return self._of((convert(self.conv), self.inner._each(convert)))
 
 
-def layer_state(tensors: Iterable[Tensor]) -> BedouinState | ConvolvedState:
-    """The state whose `tensors` these are: a BedouinState, or one behind a convolution."""
-    *window, ssm, y = tensors
-    state = BedouinState(ssm, y)
-    return ConvolvedState(window[0], state) if window else state
+class StateParts(NamedTuple):
+    """The tensors of a layer's state with at most one convolution, which other libraries' caches
+    keep one by one."""
+
+    ssm: Tensor  # (b, d, n)
+    y: Tensor  # (b, d)
+    window: Tensor | None  # (b, w - 1, channels convolved)
+
+    @staticmethod
+    def of(state: BedouinState | ConvolvedState) -> "StateParts":
+        """The window is that of the convolution before the layer, or of the one inside of it."""
+        if isinstance(state, ConvolvedState):
+            return StateParts(state.inner.ssm, state.inner.y, state.conv)
+        return StateParts(state.ssm, state.y, state.conv)
+
+    def state(self, *, before: bool) -> BedouinState | ConvolvedState:
+        """The state; `before`: whether the convolution is before the layer."""
+        if before and self.window is not None:
+            return ConvolvedState(self.window, BedouinState(self.ssm, self.y))
+        return BedouinState(*self)
+
+    def where(
+        self,
+        mask: Tensor,  # (b,) or (b, 1) bool
+        other: "StateParts",
+    ) -> "StateParts":
+        """These parts where the mask is True, elsewhere those of `other`."""
+
+        def choose(ours: Tensor, theirs: Tensor) -> Tensor:
+            return torch.where(mask.view(-1, *(1,) * (ours.dim() - 1)), ours, theirs)
+
+        window = self.window
+        if window is not None and other.window is not None:
+            window = choose(window, other.window)
+        return StateParts(choose(self.ssm, other.ssm), choose(self.y, other.y), window)
+
+
+def layer_with_convolution(
+    make: Callable[..., nn.Module], options: dict[str, Any], d_conv: int | None, bias: bool
+) -> nn.Module:
+    """A layer `make(**options)` with a short convolution of width `d_conv`: its own where
+    it projects from the input, else one before it. None: no convolution."""
+    if d_conv is None:
+        return make(**options)
+    if options.get("projection") == "input":
+        return make(d_conv=d_conv, **options)
+    return Convolved(make(**options), d_conv, bias=bias)
 
 
 class Convolved(nn.Module):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from bedouin.fixed_point_map import FixedPointMap, StructuredMap, make_reporter
 from bedouin.gated_stage import GatedStage
-from bedouin.heads import HeadLinear, fold_state, unfold
+from bedouin.heads import HeadLinear, fold_state
+from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.backend import choose_backend, is_transformed
 from bedouin.kernels.core import CoreOptions, CoreRun, CoreTensors, core_operation, flatten
 from bedouin.kernels.decode import DecayKind
@@ -28,6 +29,7 @@ from bedouin.kernels.direct import (
     unsupported_sizes,
 )
 from bedouin.kernels.guard import KernelDoesNotFit, answer
+from bedouin.kernels.heads import unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.output import MAX_CHANNELS
@@ -54,6 +56,9 @@ class CoreLayer(Protocol):
     def components(self) -> tuple[str, ...]: ...
 
     @property
+    def unfused(self) -> str | None: ...
+
+    @property
     def feedback_norm_eps(self) -> float | None: ...
 
     backend: Any
@@ -64,7 +69,7 @@ class CoreLayer(Protocol):
     output: OutputStage
     mixer: ChannelMixer
     norm: nn.RMSNorm | None
-    x_proj: nn.Linear | HeadLinear
+    x_proj: Any
     y_proj: nn.Linear | HeadLinear | None
     dt_bias: nn.Parameter
     raw_bias: nn.Parameter | None
@@ -89,6 +94,8 @@ def takes_core(
         return False
     # exactly this class: a subclass may compute its coefficients in another way
     if not vars(type(layer)).get("has_fused_step", False) or layer.has_drive:
+        return False
+    if layer.unfused is not None:
         return False
     # its W^y has rows for the first components, without others between them
     if layer.feedback != layer.components[: len(layer.feedback)]:
@@ -176,7 +183,7 @@ class CoreMap:
         state: BedouinState | None,
         cast_to: torch.dtype | None,  # by autocast
         packing: Packing | None,
-        separate: Callable[[], tuple[FixedPointMap, Tensor, GatedStage]],
+        separate: Callable[[], tuple[FixedPointMap | JoinedHeads, Tensor, GatedStage]],
     ) -> None:
         """`separate` makes the map of the same call in separate operations, and more."""
         self._layer, self._projected = layer, projected
@@ -233,7 +240,8 @@ class CoreMap:
             W_x, W_y = W_x.to(self._dtype), None if W_y is None else W_y.to(self._dtype)
         weight, eps = norm_parameters(layer.norm)
         heads, p, n = layer.num_heads, layer.head_dim, layer.d_state
-        h0, y0 = (None, None) if self._before is None else self._before
+        before = self._before
+        h0, y0 = (None, None) if before is None else (before.ssm, before.y)
         tensors = CoreTensors(self._projected, W_x, W_y, parameter, D, weight, h0, y0)
         (b, t, _), feedback = self._projected.shape, W_y is not None
         if heads == 1:

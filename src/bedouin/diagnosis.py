@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from bedouin.convolved import Convolved
-from bedouin.heads import fold
+from bedouin.kernels.heads import fold
 from bedouin.layer import FixedPointLayer
-from bedouin.mixers import StructuredMixer
 from bedouin.solvers import (
     Anderson,
     Broyden,
@@ -289,7 +288,7 @@ def _run_solvers(
     rtol: float,
 ) -> tuple[SolverRun, ...]:
     """The layer's own solver, and all others that take its mixer."""
-    structured = isinstance(probe.mixer, StructuredMixer)
+    structured = probe.is_structured
     own: list[Solver] = [probe.solver]
     exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if structured else []
     others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]
@@ -333,7 +332,7 @@ def _contraction(
     x: Tensor,  # (b, t, m)
 ) -> float | None:
     """The largest spectral radius of a token's diag(sigma)(I - Q) at the fixed point."""
-    if not isinstance(probe.mixer, StructuredMixer):
+    if not probe.is_structured:
         return None
     found = find_fixed_point(probe, x, solver=Direct())
     f = getattr(found.f, "f", found.f)
@@ -356,7 +355,7 @@ def _compare_gradients(
 ) -> tuple[float, float]:
     """Bias and cosine of the gradients of all parameters by the layer's solver and adjoint."""
     chosen, solver = layer_gradients(probe, x), EXACT
-    if isinstance(probe.mixer, StructuredMixer):
+    if probe.is_structured:
         solver = Direct()
     probe.cap = FixedCap(10_000)
     reference = layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
@@ -404,7 +403,7 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
 def _advice_on_solvers(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     own, t = found.runs[0], found.shape[1]
     advice = []
-    exact = isinstance(layer.mixer, StructuredMixer)
+    exact = layer.is_structured
     if own.converged < 1:
         better = [run for run in found.runs[1:] if run.converged == 1]
         names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])

@@ -1,8 +1,8 @@
 """The map F of a layer on one input: y -> F(y), with the structure that solvers use.
 
-    raw_t = raw^x_t + W^y norm(y_{t-1})            Delta, B, C and Q from raw_t
+    raw_t = raw^x_t + W^y norm(y_{t-1})            Delta, B, C, Q and beta^e from raw_t
     x~_t  = Q_t (x_t - y_t) + y_t                  channel mixing
-    h_t   = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T
+    h_t   = (lambda_t * h_{t-1}) (I - beta^e_t B_t B_t^T) + (s_t * x~_t) B_t^T
     F(y)_t = h_t C_t
 
 Letters: b batch, t time, d channels, n state per channel, r raw values. A layer of several heads
@@ -29,7 +29,7 @@ from bedouin.kernels.direct import (
     solve_local,
     solve_local_transposed,
 )
-from bedouin.kernels.feedback import raw_with_feedback
+from bedouin.kernels.feedback import with_feedback
 from bedouin.kernels.guard import Launching, falls_back
 from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels
@@ -56,6 +56,7 @@ class ScanInputs(NamedTuple):
     B: Tensor  # (..., n)
     C: Tensor  # (..., n)
     mixer_raw: Tensor  # (..., raw size of the mixer)
+    erase: Tensor  # (..., 1), beta^e; (..., 0) where no memory is erased
 
 
 class FixedPointMap:
@@ -93,6 +94,7 @@ class FixedPointMap:
         if self._wide is None:
             # cached with its graph, because later calls may record gradients if the first does not
             with torch.enable_grad():
+                self.operands.check(self.parameterization.feeds_x)
                 self._wide = self.operands.wide()
         return self._wide
 
@@ -107,12 +109,13 @@ class FixedPointMap:
                 self._mixer_values = tuple(value.to(dtype) for _, value in named)
         return self._mixer_values
 
-    def raw(
+    def fed(
         self,
         y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, r)
-        """raw^x + W^y norm(y_{t-1}), where the y before the first token is that of the state."""
-        return raw_with_feedback(y, self.wide, self.parameterization.feedback_norm_eps)
+    ) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, t, r)
+        """x and the raw values with the feedback W^y norm(y_{t-1}), where the y before the first
+        token is that of the state."""
+        return with_feedback(y, self.wide, self.parameterization)
 
     def __call__(
         self,
@@ -142,8 +145,9 @@ class FixedPointMap:
         y: Tensor,  # (b, t, d)
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Tensors and options of the scan that yields F(y)."""
-        delta, B, C, mixer_raw = self.split(self.raw(y))
-        return self._scan_of(self._mix(mixer_raw, y), delta, B, C)
+        x, raw = self.fed(y)
+        delta, B, C, mixer_raw, erase = self.split(raw)
+        return self._scan_of(self._mix(mixer_raw, x, y), delta, B, C, erase)
 
     def _scan_of(
         self,
@@ -151,12 +155,14 @@ class FixedPointMap:
         delta: Tensor,  # (b, t, d)
         B: Tensor,  # (b, t, n)
         C: Tensor,  # (b, t, n)
+        erase: Tensor,  # (b, t, 1) or (b, t, 0)
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Tensors and options of a scan of `mixed`."""
         h0, _ = self.wide.start()
         options: dict[str, Any] = {
             "input_scale": self.parameterization.input_scale,
             "eigenvalues": self.parameterization.eigenvalues,
+            "erase": erase if erase.shape[-1] else None,
             "backend": self.backend,
         }
         return (mixed, delta, self.operands.A, B, C, h0), options
@@ -164,10 +170,10 @@ class FixedPointMap:
     def _mix(
         self,
         raw: Tensor,  # (b, t, raw size of the mixer)
+        x: Tensor,  # (b, t, d)
         y: Tensor,  # (b, t, d)
     ) -> Tensor:  # (b, t, d)
         """x~."""
-        x = self.wide.x
         if not self.mixer_values:
             return self.mixer.mix(raw, x, y)
         mixed: Tensor = _call(_Mix(self.mixer), self.mixer_values, raw, x, y)
@@ -225,10 +231,10 @@ class MixerBind:
         raw: Tensor,  # (..., r)
         *mixer_values: Tensor,  # any shapes
     ) -> Coefficients:
-        delta, B, C, mixer_raw = self.split(raw)
+        delta, B, C, mixer_raw, erase = self.split(raw)
         values = mixer_values
         form = _call(self.mixer, values, mixer_raw) if values else self.mixer(mixer_raw)
-        return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]))
+        return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), erase)
 
 
 @falls_back
@@ -285,9 +291,10 @@ class StructuredMap(FixedPointMap):
     def coefficients(
         self,
         y: Tensor,  # (b, t, d)
-    ) -> Coefficients:
-        """Delta, B, C, e, U, M of all tokens for the feedback that y gives."""
-        return self.bind(self.raw(y), *self.mixer_values)
+    ) -> tuple[Tensor, Coefficients]:  # (b, t, d)
+        """x and the coefficients of all tokens for the feedback that y gives."""
+        x, raw = self.fed(y)
+        return x, self.bind(raw, *self.mixer_values)
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
@@ -348,10 +355,9 @@ class StructuredMap(FixedPointMap):
     ) -> tuple[Tensor, Tensor]:
         """G(y) (b, t, d) and the smallest pivot (b,). G solves the local equation of each token,
         with its memory and its feedback computed from y."""
-        x = self.wide.x
-        delta, B, C, e, U, M = self.coefficients(y)
+        x, (delta, B, C, e, U, M, erase) = self.coefficients(y)
         diagonal = self.parameterization.diagonal(e)
-        tensors, options = self._scan_of(mix_channels(x, y, diagonal, U, M), delta, B, C)
+        tensors, options = self._scan_of(mix_channels(x, y, diagonal, U, M), delta, B, C, erase)
         p, _ = selective_scan(*tensors, exclusive=True, **options)
         sigma, gap = self._input_gain(delta, B, C)
         factors = factor_local(sigma, diagonal, U, M, gap)
@@ -366,7 +372,7 @@ class StructuredMap(FixedPointMap):
         """The functions w -> L^T w and r -> (I - L^T)^-1 r, L_t = diag(sigma_t)(I - Q_t), at
         y_star."""
         with torch.no_grad():
-            delta, B, C, e, U, M = self.coefficients(y_star)
+            _, (delta, B, C, e, U, M, _) = self.coefficients(y_star)
             diagonal = self.parameterization.diagonal(e)
             sigma, gap = self._input_gain(delta, B, C)
             factors = factor_local(sigma, diagonal, U, M, gap)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bedouin.heads import by_head
 from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.linear import apply_weight
+from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
 from bedouin.wrapped import norm_parameters
@@ -34,7 +34,7 @@ class GatedStage(NamedTuple):
     x: Tensor  # (b', t, p)
     z: Tensor | None  # (b', t, p)
     gate: Tensor | None  # (b', t, p), the part that x determines; None: z includes it
-    W_gate: Tensor | None  # (p, p) or (H, p, p)
+    W_gate: Tensor | None  # (p, p), (H, p, p) or (H, p, d)
     y0: Tensor | None  # (b', p)
     dtype: torch.dtype  # of the products and of the result
 
@@ -53,14 +53,14 @@ class GatedStage(NamedTuple):
         fed = None
         if self.W_gate is not None and y.shape[1]:
             eps, dtype = layer.feedback_norm_eps, self.W_gate.dtype
-            fed = apply_weight(
-                shifted_norm(y, self.y0, eps, dtype=dtype, backend=backend), self.W_gate
-            )
+            normed = shifted_norm(y, self.y0, eps, dtype=dtype, backend=backend)
+            fed = apply_feedback_weight(normed, self.W_gate)
         norm: dict[str, Any] = {}
         if weight is not None:
             norm = {"z": self.z, "weight": by_head(weight, layer.num_heads), "eps": norm_eps}
         gate, fed = (fed, None) if self.gate is None else (self.gate, fed)
-        assert gate is not None, "z includes the gate only with feedback"
+        if gate is None:
+            gate = torch.zeros_like(self.x)
         common: dict[str, Any] = {"dtype": self.dtype, "backend": backend}
         return gated_output(
             y, self.x, by_head(layer.D, layer.num_heads), gate, fed, **norm, **common

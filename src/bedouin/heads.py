@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import positive_int
-from bedouin.kernels.linear import apply_weight, reshape_whole
+from bedouin.kernels.heads import fold
+from bedouin.kernels.linear import apply_weight
 from bedouin.state import BedouinState
 
 HEAD_DIM, LEAST_CHANNELS = 128, 512
@@ -38,18 +39,6 @@ def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
     return num_heads
 
 
-def fold(
-    v: Tensor,  # (b, t, d)
-    num_heads: int,
-) -> Tensor:  # (H b, t, p)
-    """The channels of each head as a sample of its own."""
-    if num_heads == 1:
-        return v
-    b, t, d = v.shape
-    by_channels: Tensor = v.unflatten(-1, (num_heads, -1))
-    return reshape_whole(by_channels.movedim(-2, 0), num_heads * b, t, d // num_heads)
-
-
 def fold_pair(
     v: Tensor,  # (b, t, 2 d)
     num_heads: int,
@@ -63,17 +52,6 @@ def fold_pair(
     return first, second
 
 
-def unfold(
-    v: Tensor,  # (H b, t, p)
-    num_heads: int,
-) -> Tensor:  # (b, t, d)
-    """The inverse of `fold`."""
-    if num_heads == 1:
-        return v
-    by_samples: Tensor = v.unflatten(0, (num_heads, -1))
-    return by_samples.movedim(0, -2).flatten(-2)
-
-
 def by_head(
     v: Tensor,  # (d, ...)
     num_heads: int,
@@ -83,11 +61,14 @@ def by_head(
 
 
 def fold_state(state: BedouinState, num_heads: int) -> BedouinState:
-    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer."""
+    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer, whose
+    convolution is outside of the folded part."""
     if num_heads == 1:
         return state
-    ssm, y = (v.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 1) for v in state)
-    return BedouinState(ssm, y)
+    pair = state.ssm, state.y
+    return BedouinState(
+        *(v.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 1) for v in pair)
+    )
 
 
 def unfold_state(

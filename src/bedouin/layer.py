@@ -31,35 +31,34 @@ from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_ste
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs
 from bedouin.gated_stage import GatedStage
 from bedouin.graphed import GraphedLayer
-from bedouin.heads import (
-    by_head,
-    choose_num_heads,
-    fold,
-    fold_pair,
-    fold_state,
-    make_linear,
-    unfold,
-)
+from bedouin.heads import by_head, choose_num_heads, fold_pair, fold_state, make_linear
+from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.decode import DecayKind
+from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, check_projection_dtype, inner_size
 from bedouin.layer_state import Call, incoming_state, outgoing_state
-from bedouin.mixers import ChannelMixer, StructuredMixer
+from bedouin.mixers import ChannelMixer
 from bedouin.packing import Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     ChosenSolver,
+    FeedbackScope,
     MaxSteps,
     OutputStage,
+    Projection,
+    SolveArguments,
     SolveOption,
+    X,
     split_feedback_weight,
 )
 from bedouin.parameters import factory_options, mark
 from bedouin.projection import project_raw, split_projected
+from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.deferred import DeferredWarning
@@ -68,7 +67,7 @@ from bedouin.solvers.recompute import is_recomputation
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.solvers.watch import StepRecorder
-from bedouin.state import BedouinState, zero_state
+from bedouin.state import BedouinState, StateSize, zero_state
 from bedouin.wrapped import (
     effective_weight,
     is_plain,
@@ -99,6 +98,12 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     has_drive: ClassVar[bool] = False
     """Whether `drive` changes its argument."""
+
+    x_proj: Any
+    """W^x: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
+
+    conv: ShortConvolution | None
+    """The convolution of width d_conv; None without one."""
 
     _stats_have_graph: bool = False
     """Whether the call that `stats` describes recorded gradients."""
@@ -139,10 +144,13 @@ class FixedPointLayer(GraphedLayer, ABC):
         feedback: Collection[str],
         feedback_norm: bool,
         feedback_init: float,
+        feedback_scope: FeedbackScope,
+        d_conv: int | None,
+        projection: Projection,
         norm_eps: float,
         output: OutputStage,
         bias: bool,
-        solve_options: SolveOptions,
+        solve: SolveArguments,
         layer_idx: int | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -160,7 +168,9 @@ class FixedPointLayer(GraphedLayer, ABC):
         check_dtype(dtype)
         if isinstance(layer_idx, bool) or not isinstance(layer_idx, int | None):
             raise TypeError(f"layer_idx must be None or an int, got {layer_idx!r}")
-        self.feedback = ordered_subset("feedback", feedback, self.components)
+        self.feedback = ordered_subset("feedback", feedback, self.fed_names)
+        self.feedback_scope = one_of("feedback_scope", feedback_scope, get_args(FeedbackScope))
+        self.projection = one_of("projection", projection, get_args(Projection))
         self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
         self.output = one_of("output", output, get_args(OutputStage))
@@ -168,7 +178,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
         self.mixer, self.layer_idx = mixer, layer_idx
-        self.solve_options = solve_options
+        self.solve_options = solve.options(mixer, self.head_dim)
         self.stats = None
         self.draws = Draws()
         self.deferred = DeferredWarning()
@@ -177,13 +187,23 @@ class FixedPointLayer(GraphedLayer, ABC):
         d, p, heads = self.d_inner, self.head_dim, self.num_heads
         factory = factory_options(device, dtype)
         self._sizes = self._component_sizes()
-        r, fed = self.raw_size, sum(self._sizes[name] for name in self.feedback)
-        branches = 1 if output == "paper" else 2
-        self.in_proj = nn.Linear(d_model, branches * d, bias=False, **factory)
-        self.x_proj = make_linear(heads, p, r + p, **factory)
-        self.y_proj = make_linear(heads, p, fed + p, **factory) if self.feedback else None
+        self._check_feedback()
+        r, from_input = self.raw_size, self.projection == "input"
+        self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
+        self.x_proj = None if from_input else make_linear(heads, p, r + p, **factory)
+        self.y_proj = None
+        if self.feedback:
+            fed = sum(p if name == X else self._sizes[name] for name in self.feedback)
+            self.y_proj = make_linear(heads, self.fed_channels, fed + p, **factory)
+        self.conv = None
+        if d_conv is not None:
+            width = None if positive_int("d_conv", d_conv) == 1 else d_conv
+            size = sum(self._convolved_sizes().values())
+            self.conv = ShortConvolution(size, width, bias=not from_input, **factory)
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
-        self.raw_bias = nn.Parameter(torch.empty(heads * r, **factory)) if bias else None
+        biases = sum(self._biased_sizes().values()) if from_input else r
+        has_bias = bias and (biases > 0 or not from_input)
+        self.raw_bias = nn.Parameter(torch.empty(heads * biases, **factory)) if has_bias else None
         self.D = nn.Parameter(torch.empty(d, **factory))
         self.norm = nn.RMSNorm(d, eps=norm_eps, **factory) if output == "norm" else None
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
@@ -227,6 +247,71 @@ class FixedPointLayer(GraphedLayer, ABC):
         """The input of the mixer."""
         return x
 
+    # -- options
+
+    @property
+    def fed_names(self) -> tuple[str, ...]:
+        """The names that `feedback` may contain."""
+        return self.components
+
+    def _check_feedback(self) -> None:
+        """Raise ValueError for feedback of a component that the layer's options leave out."""
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the mixer has the form (e, U, M), which Direct, Jacobi and the exact adjoint
+        need."""
+        return self.mixer.is_structured(self.head_dim)
+
+    @property
+    def fed_channels(self) -> int:
+        """The channels of y_{t-1} that W^y of a head reads."""
+        return self.head_dim if self.feedback_scope == "head" else self.d_inner
+
+    @property
+    def unfused(self) -> str | None:
+        """The first option that the operations which compute several parts of a layer at once do
+        not cover; None if there is none. A convolution is one of `core_map`'s options."""
+        if self.projection == "input":
+            return "projection='input'"
+        if X in self.feedback:
+            return "feedback of x"
+        if self.feedback_scope == "layer" and self.num_heads > 1:
+            return "feedback_scope='layer'"
+        return "erase" if self._erases else None
+
+    @property
+    def _erases(self) -> bool:
+        """Whether the last raw value is that of beta^e."""
+        return False
+
+    @property
+    def projected_sizes(self) -> dict[str, int]:
+        """The parts of in_proj's output in their order: x and z, or with projection="input" x, the
+        raw values of all heads, and the gate."""
+        if self.projection == "inner":
+            return {"x": self.d_inner} | ({} if self.output == "paper" else {"z": self.d_inner})
+        raw = {name: self.num_heads * self._sizes[name] for name in self._projected_names()}
+        return {"x": self.d_inner, **raw, "gate": self.d_inner}
+
+    def _projected_names(self) -> tuple[str, ...]:
+        """The raw components in the order of in_proj's output."""
+        return self.components
+
+    def _convolved_sizes(self) -> dict[str, int]:
+        """The parts that the convolution acts on."""
+        return {"x": self.d_inner}
+
+    def _biased_sizes(self) -> dict[str, int]:
+        """With projection="input", how many values of a head have a bias, the last of their
+        component, in the order of the raw values; Delta's is dt_bias."""
+        return {"mixer": self.mixer.bias_size}
+
+    @property
+    def state_size(self) -> StateSize:
+        window = None if self.conv is None else self.conv.window_size
+        return StateSize(self.d_inner, self.d_state, window)
+
     # -- parameters
 
     @property
@@ -241,18 +326,22 @@ class FixedPointLayer(GraphedLayer, ABC):
     def parameterization(self) -> Parameterization:
         """The options of the map for its kernels."""
         scales = self.input_scale, self.eigenvalues
-        return Parameterization(self.layout(), *scales, self.feedback_norm_eps)
+        feeds_x = X in self.feedback
+        return Parameterization(self.layout(), *scales, self.feedback_norm_eps, feeds_x=feeds_x)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, except those of the mixer."""
         self._mark_parameters()
-        for module in (self.in_proj, self.x_proj, self.out_proj):
-            module.reset_parameters()
+        for module in (self.in_proj, self.x_proj, self.conv, self.out_proj):
+            if module is not None:
+                module.reset_parameters()
         with torch.no_grad():
             if self.y_proj is not None:
                 self.y_proj.reset_parameters()
                 self.y_proj.weight.mul_(self.feedback_init)
-            if self.raw_bias is not None:
+            if self.raw_bias is not None and self.projection == "input":
+                self.raw_bias.zero_()
+            elif self.raw_bias is not None:
                 bound = 1 / math.sqrt(self.head_dim)
                 self.raw_bias.uniform_(-bound, bound)
             self.D.fill_(1.0)
@@ -264,6 +353,9 @@ class FixedPointLayer(GraphedLayer, ABC):
         mark(self._parameters.get("dt_bias"), "_no_reinit")
         for name in ("D", "A_log", "omega"):
             mark(self._parameters.get(name), "_no_weight_decay")
+        if self.__dict__.get("projection") == "input":
+            for name in ("dt_bias", "raw_bias"):
+                mark(self._parameters.get(name), "_no_weight_decay")
 
     def _x_bias(self) -> Tensor:
         """The bias of W^x (r + p,) or (H, r + p), which begins with that of Delta and ends with the
@@ -274,13 +366,14 @@ class FixedPointLayer(GraphedLayer, ABC):
         return torch.cat([of_delta, by_head(self.raw_bias, self.num_heads)], -1)
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """W^y of the loop (f, p) or (H, f, p) and of the gate (p, p) or (H, p, p); None without
-        feedback, and for the loop if only components without raw values have it."""
+        """W^y of the loop (f, c) or (H, f, c) and of the gate (p, c) or (H, p, c), where c is p or
+        with feedback_scope="layer" d; None without feedback, and for the loop if only components
+        without raw values have it."""
         if self.y_proj is None:
             return None, None
-        p, heads = self.head_dim, self.num_heads
-        weight = effective_weight("y_proj", self.y_proj, p, self.D, heads)
-        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes)
+        weight = effective_weight("y_proj", self.y_proj, self.fed_channels, self.D, self.num_heads)
+        known = self.feedback, self._sizes, self.head_dim
+        return split_feedback_weight(weight.to(dtype), *known)
 
     # -- calls
 
@@ -389,7 +482,7 @@ class FixedPointLayer(GraphedLayer, ABC):
     def _one_token(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """`step` without a kernel for the token."""
         options = self.solve_options
-        if isinstance(self.mixer, StructuredMixer):
+        if self.is_structured:
             options = replace(options, solver=Direct())
         call = self._project(x_t.unsqueeze(1), state, options)
         with without_autocast(x_t.device):
@@ -403,7 +496,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         check_batch_size(batch_size)
         like = read_parameter(self, "D")
         dtype = accumulator(like.dtype)
-        return zero_state(batch_size, self.d_inner, self.d_state, dtype, like.device)
+        return zero_state(batch_size, self.state_size, dtype, like.device)
 
     def _project(
         self,
@@ -419,43 +512,115 @@ class FixedPointLayer(GraphedLayer, ABC):
         u = u if packing is None else packing.take(u)
         joins = self._joins_weights(u)
         projected = F.linear(u, self.in_proj.weight[: self.d_inner]) if joins else self.in_proj(u)
-        state = incoming_state(state, projected, (self.d_inner, self.d_state), packing)
+        state = incoming_state(state, projected, self.state_size, packing)
+        projected, window = self._convolve(projected, state, packing)
         cast_to = autocast_dtype(u)
         joined = u if joins else None
         separate = partial(self._separate, projected, joined, state, options, cast_to, packing)
         if not joins and takes_core(self, projected, options, cast_to):
             core = CoreMap(self, projected, state, cast_to, packing, separate)
-            return Call(core, core.start, None, state)
-        return Call(*separate(), state)
+            return Call(core, core.start, None, state, window)
+        return Call(*separate(), state, window)
+
+    def _convolve(
+        self,
+        projected: Tensor,  # (b, t, sum of projected_sizes)
+        state: BedouinState | None,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor | None]:  # as projected, (b, w - 1, c)
+        """SiLU(conv(v)) in place of the parts v that the convolution acts on, and its window after
+        the last token."""
+        if self.conv is None:
+            return projected, None
+        if state is None:
+            dtype, shape = (
+                accumulator(projected.dtype),
+                (projected.shape[0], *self.conv.window_size),
+            )
+            window = projected.new_zeros(shape, dtype=dtype)
+        else:
+            assert state.conv is not None
+            window = state.conv
+        if not projected.numel():
+            return projected, window
+        sizes, convolved = self.projected_sizes, self._convolved_sizes()
+        parts = dict(zip(sizes, projected.split(list(sizes.values()), -1), strict=True))
+        joined = torch.cat([parts[name] for name in convolved], -1)
+        lengths = None if packing is None else packing.padded_lengths()
+        acted, window = self.conv(joined, window, lengths)
+        acted = F.silu(acted).split(list(convolved.values()), -1)
+        parts |= dict(zip(convolved, acted, strict=True))
+        return torch.cat(list(parts.values()), -1), window
 
     def _separate(
         self,
-        projected: Tensor,  # (b, t, d or 2 d)
+        projected: Tensor,  # (b, t, sum of projected_sizes), or (b, t, d) with u
         u: Tensor | None,  # (b, t, m), if `projected` is x and its product with W^x is to be joined
         state: BedouinState | None,
         options: SolveOptions,
         cast_to: torch.dtype | None,  # by autocast
         packing: Packing | None = None,
-    ) -> tuple[FixedPointMap, Tensor, GatedStage]:
+    ) -> tuple[FixedPointMap | JoinedHeads, Tensor, GatedStage]:
         """The map, where its solve starts, and the output stage of a call in separate
         operations."""
-        heads, paired = self.num_heads, self.output == "norm" and u is None
-        x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
-        dtype, gemm_dtype = accumulator(x.dtype), cast_to or self.D.dtype
+        dtype, gemm_dtype = accumulator(projected.dtype), cast_to or self.D.dtype
         low = dtype if dtype == torch.float64 else gemm_dtype
-        gate: Tensor | None
-        if u is None:
-            raw, gate = self._project_x(x, low)
-        else:
+        drive, z, gate = None, None, None
+        if self.projection == "input":
+            x, raw, drive, z = self._split_projected(projected)
+            if self.output == "paper":
+                z, gate = None, z
+        elif u is not None:
+            x = fold(projected, self.num_heads)
             raw, gate, z = self._project_joined(u)
+        else:
+            paired, heads = self.output == "norm", self.num_heads
+            x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
+            raw, gate = self._project_x(x, low)
         with without_autocast(x.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
-            f = self._map(x, raw, W_y, state, packing)
+            f = self._map(x, raw, drive, W_y, state, packing)
+            stage = GatedStage(x, z, gate, W_gate, f.operands.y0, low)
+            if self.feedback_scope == "layer" and self.num_heads > 1:
+                joined = JoinedHeads(f, self.num_heads)
+                return joined, torch.zeros_like(unfold(x, self.num_heads), dtype=dtype), stage
             if isinstance(options.solver, Direct):
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
                 start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
-        return f, start, GatedStage(x, z, gate, W_gate, f.operands.y0, low)
+        return f, start, stage
+
+    def _split_projected(
+        self,
+        projected: Tensor,  # (b, t, sum of projected_sizes)
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """x (b', t, p), the raw values (b', t, r), the mixer's input (b', t, p) if it is not x, and
+        the gate (b', t, p), from one product of the input."""
+        sizes, heads = self.projected_sizes, self.num_heads
+        split = projected.split(list(sizes.values()), -1)
+        parts = {name: fold(v, heads) for name, v in zip(sizes, split, strict=True)}
+        raw = torch.cat([parts[name] for name in self.components], -1)
+        raw = raw + self._input_bias(projected.shape[0]).to(raw.dtype)
+        return parts["x"], raw, self._input_drive(parts), parts["gate"]
+
+    def _input_bias(self, b: int) -> Tensor:  # (r,), or (H b, 1, r)
+        """The bias of the raw values with projection="input"."""
+        heads, biased = self.num_heads, self._biased_sizes()
+        total = F.pad(by_head(self.dt_bias, heads), (0, self.raw_size - self.head_dim))
+        if self.raw_bias is not None:
+            values = by_head(self.raw_bias, heads).split(list(biased.values()), -1)
+            of = dict(zip(biased, values, strict=True))
+            none = total[..., :0]
+            padded = [
+                F.pad(of.get(name, none), (size - biased.get(name, 0), 0))
+                for name, size in self._sizes.items()
+            ]
+            total = total + torch.cat(padded, -1)
+        return total if heads == 1 else per_sample(total, heads * b).unsqueeze(1)
+
+    def _input_drive(self, parts: dict[str, Tensor]) -> Tensor | None:
+        """The mixer's input from the parts (b', t, ...) of the projection; None: x."""
+        return None
 
     def _project_x(
         self,
@@ -479,6 +644,8 @@ class FixedPointLayer(GraphedLayer, ABC):
         it does if m < d and there are many tokens; on a CPU, and not in low precision, where the
         rounded product of the weights would be less accurate."""
         if self.num_heads > 1 or u.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        if self.x_proj is None or self.conv is not None:
             return False
         rows, (m, d) = u.shape[:-1].numel(), (self.d_model, self.d_inner)
         if rows * (d - m) <= d * m:
@@ -512,26 +679,31 @@ class FixedPointLayer(GraphedLayer, ABC):
         self,
         x: Tensor,  # (b', t, p)
         raw: Tensor,  # (b', t, r)
-        W_y: Tensor | None,  # (f, p) or (H, f, p)
+        drive: Tensor | None,  # (b', t, p); None: that of x
+        W_y: Tensor | None,  # (f, c) or (H, f, c)
         state: BedouinState | None,  # of b samples
         packing: Packing | None = None,
     ) -> FixedPointMap:
         dtype = accumulator(x.dtype)
-        drive = self.drive(x.to(dtype)) if self.has_drive else x
+        if drive is None:
+            drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
-        before = (None, None) if state is None else fold_state(state, self.num_heads)
+        folded = None if state is None else fold_state(state, self.num_heads)
+        before = (None, None) if folded is None else (folded.ssm, folded.y)
         lengths = None if packing is None else packing.padded_lengths(self.num_heads)
         if lengths is not None:
-            raw = hold_memory(raw, lengths, self.head_dim, self._raw_without_delta)
+            closed, erases = self._raw_without_delta, self._erases
+            raw = hold_memory(raw, lengths, self.head_dim, closed, erases)
         operands = Operands(drive, raw, W_y, A, *before)
         options = self.parameterization(), self.mixer, self._split, self.backend
-        return choose_map(self.mixer)(operands, *options, lengths)
+        return choose_map(self.is_structured)(operands, *options, lengths)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
         record = partial(self._keep_stats, packing)
         watch = StepRecorder() if self.record_history else None
-        return Caller(name, self.deferred, draw, record, self.num_heads, watch)
+        parts = self.num_heads if self.feedback_scope == "head" else 1
+        return Caller(name, self.deferred, draw, record, parts, watch)
 
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
@@ -548,12 +720,14 @@ class FixedPointLayer(GraphedLayer, ABC):
     def _output(
         self,
         call: Call,
-        y: Tensor,  # (b', t, p), the fixed point
+        y: Tensor,  # (b', t, p), the fixed point, or (b, t, d) with feedback of all heads
         wants_state: bool,
     ) -> tuple[Tensor, BedouinState | None]:
         """The layer's output (b, t, m), and the state after the last token if wanted."""
         with without_autocast(y.device):
-            after = outgoing_state(call.state, call.f, y, self.num_heads) if wants_state else None
+            if isinstance(call.f, JoinedHeads):
+                y = fold(y, self.num_heads)
+            after = outgoing_state(call, y, self.num_heads) if wants_state else None
             if call.stage is None:
                 assert isinstance(call.f, CoreMap)
                 hidden = call.f.hidden
@@ -589,6 +763,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
             f"num_heads={self.num_heads}, "
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
-            f"feedback={self.feedback}, solver={self.solver}, "
+            f"feedback={self.feedback}, feedback_scope={self.feedback_scope!r}, "
+            f"projection={self.projection!r}, solver={self.solver}, "
             f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )

@@ -4,6 +4,7 @@ Q is never formed; a mixer multiplies by I - Q. Letters: d channels, k reflectio
 values; leading axes (...) are batch and time.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -14,11 +15,14 @@ from bedouin.checks import known_options, positive_int
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.solvers.base import check_number
 
+MAX_DENSE = 128
+"""Most channels of a head whose local system is solved as a dense one."""
+
 
 class WYForm(NamedTuple):
     """I - Q = diag(e) + U^T M U, the form that the exact solution of the local equation needs."""
 
-    e: Tensor  # (..., 1) or (..., d)
+    e: Tensor  # (..., 1) or (..., d); (..., 0) for e = 0
     U: Tensor  # (..., k, d), or for k = 0 with any number of columns, since raw values have no d
     M: Tensor  # (..., k, k)
 
@@ -34,12 +38,20 @@ class ChannelMixer(nn.Module, ABC):
     In a layer of several heads each head has a Q of its own channels: d is then the number of
     channels of a head, heads are part of the batch, and the mixer's parameters are shared by them.
     To add a mixer, derive from this class and write `raw_size` and `complement`, or derive from
-    `StructuredMixer`.
+    `StructuredMixer`. A mixer that also has a method `dense` is structured for heads of at most
+    128 channels, whose local systems are then solved as dense ones: a token costs O(d^3) operations
+    and O(d^2) memory, in plain PyTorch, instead of O(d k^2) and O(d k).
     """
 
     @abstractmethod
     def raw_size(self, d_inner: int) -> int:
         """The number r of raw values that a token needs for d_inner channels."""
+
+    @property
+    def bias_size(self) -> int:
+        """How many raw values of a token, the last ones, have a bias in a layer that projects them
+        from its input."""
+        return 0
 
     @abstractmethod
     def complement(
@@ -62,9 +74,33 @@ class ChannelMixer(nn.Module, ABC):
         """
         return x + self.complement(raw, y - x)
 
+    def dense(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> Tensor:  # (..., d, d)
+        """Q as a matrix."""
+        raise NotImplementedError(f"{type(self).__name__} declares no dense(raw)")
+
+    def is_structured(self, d_inner: int) -> bool:
+        """Whether `forward` returns a form (e, U, M) for d_inner channels, which `Direct`, `Jacobi`
+        and the exact adjoint need."""
+        return type(self).dense is not ChannelMixer.dense and d_inner <= MAX_DENSE
+
+    def forward(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> WYForm:
+        """(e, U, M) of the Q that `raw` parameterizes: e = 0, U = I and M = I - Q."""
+        Q = self.dense(raw)
+        identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device).expand_as(Q)
+        return WYForm(raw[..., :0], identity, identity - Q)
+
 
 class StructuredMixer(ChannelMixer):
     """A mixer with I - Q = diag(e) + U^T M U, which `Direct` and `Jacobi` need."""
+
+    def is_structured(self, d_inner: int) -> bool:
+        return True
 
     @abstractmethod
     def forward(
@@ -110,6 +146,10 @@ class HouseholderProduct(StructuredMixer):
 
     def raw_size(self, d_inner: int) -> int:
         return self.num_householder * (d_inner + 1)
+
+    @property
+    def bias_size(self) -> int:
+        return self.num_householder
 
     def forward(self, raw: Tensor) -> WYForm:
         k = self.num_householder
@@ -165,6 +205,10 @@ class LowRank(StructuredMixer):
     def raw_size(self, d_inner: int) -> int:
         return self.rank * (d_inner + 1)
 
+    @property
+    def bias_size(self) -> int:
+        return self.rank
+
     def forward(self, raw: Tensor) -> WYForm:
         k = self.rank
         u, alpha = raw[..., :-k], raw[..., -k:]
@@ -173,3 +217,101 @@ class LowRank(StructuredMixer):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}"
+
+
+def _small_matrices(
+    raw: Tensor,  # (..., n p p)
+    n: int,
+    p: int,
+) -> Tensor:  # (..., n, p, p)
+    """n matrices with their raw values scaled to a Frobenius norm below 1, which is a bound of the
+    spectral norm."""
+    rows: Tensor = raw.unflatten(-1, (n, p * p))
+    matrices: Tensor = unit(rows, 1 / (p * p)).unflatten(-1, (p, p))
+    return matrices
+
+
+class FactoredMixer(ChannelMixer):
+    """A Q made of small matrices I - R, where vectors of d = i j channels are matrices (i, j).
+
+    The R have norms below 1, so that every I - R and Q are invertible, and raw values of 0 give
+    Q = I. factors: i and j; None: the two factors of d that are nearest to each other, i <= j.
+
+    Raises TypeError for factors that are not a pair of ints, ValueError for factors below 1, and in
+    `raw_size` for a d that is not their product.
+    """
+
+    @known_options
+    def __init__(self, factors: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        if factors is not None:
+            if not isinstance(factors, tuple | list) or len(factors) != 2:
+                raise TypeError(f"factors must be None or a pair of ints, got {factors!r}")
+            factors = positive_int("factors", factors[0]), positive_int("factors", factors[1])
+        self.factors = factors
+
+    def split(self, d: int) -> tuple[int, int]:
+        """i and j, which are then fixed."""
+        if self.factors is None:
+            i = next(i for i in range(math.isqrt(d), 0, -1) if d % i == 0)
+            self.factors = i, d // i
+        i, j = self.factors
+        if i * j != d:
+            raise ValueError(
+                f"factors must have the product {d}, the channels of a head, got {self.factors}: "
+                "make a mixer of its own for each size of a head"
+            )
+        return i, j
+
+    def dense(self, raw: Tensor) -> Tensor:
+        assert self.factors is not None, "a layer asks for raw_size first"
+        i, j = self.factors
+        identity = torch.eye(i * j, dtype=raw.dtype, device=raw.device)
+        return (identity - self.complement(raw.unsqueeze(-2), identity)).mT
+
+    def extra_repr(self) -> str:
+        return f"factors={self.factors}"
+
+
+class Kronecker(FactoredMixer):
+    """Q = (I - R) x (I - S), a Kronecker product of matrices (i, i) and (j, j).
+
+    Raw values of a token: R, then S. `FactoredMixer` has the arguments and errors.
+    Source: arXiv 2503.10799, section 4; the bound of R and S is this library's choice.
+    """
+
+    def raw_size(self, d_inner: int) -> int:
+        i, j = self.split(d_inner)
+        return i * i + j * j
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        i, j = self.split(v.shape[-1])
+        of_R, of_S = raw.split([i * i, j * j], -1)
+        R, S = _small_matrices(of_R, 1, i).squeeze(-3), _small_matrices(of_S, 1, j).squeeze(-3)
+        V = v.unflatten(-1, (i, j))
+        left = R @ V
+        both: Tensor = left + (V - left) @ S.mT
+        return both.flatten(-2)
+
+
+class Monarch(FactoredMixer):
+    """Q = L R with block-diagonal factors: R mixes each column of the matrix (i, j) by an I - R_n
+    of its own, then L each row by an I - S_m of its own.
+
+    Raw values of a token: R_1 .. R_j (i, i), then S_1 .. S_i (j, j). `FactoredMixer` has the
+    arguments and errors.
+    Source: arXiv 2503.10799, section 4; arXiv 2204.00595; the bound of the R_n and S_m is this
+    library's choice.
+    """
+
+    def raw_size(self, d_inner: int) -> int:
+        i, j = self.split(d_inner)
+        return j * i * i + i * j * j
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        i, j = self.split(v.shape[-1])
+        of_R, of_S = raw.split([j * i * i, i * j * j], -1)
+        V = v.unflatten(-1, (i, j))
+        columns = torch.einsum("...jab,...bj->...aj", _small_matrices(of_R, j, i), V)
+        rows = torch.einsum("...iab,...ib->...ia", _small_matrices(of_S, i, j), V - columns)
+        return (columns + rows).flatten(-2)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bedouin.checks import check_tensor
 from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.linear import padding
-from bedouin.kernels.padding import closed_value
+from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
@@ -230,8 +230,10 @@ def hold_memory(
     lengths: Tensor,  # (l,)
     p: int,
     closed: float,
+    erases: bool,
 ) -> Tensor:  # (l, w, r)
-    """Raw values whose first p, those of Delta, are `closed` in the padding.
+    """Raw values whose first p, those of Delta, are `closed` in the padding, and with `erases` the
+    last, that of beta^e, so low that nothing is erased.
 
     With Delta = 0 the decay is 1 and the input scale 0, in every parameterization: the memory
     passes, and no gradient reaches the other raw values.
@@ -241,7 +243,11 @@ def hold_memory(
     r = raw.shape[-1]
     # rows that kernels read begin at aligned addresses, which spare columns keep
     spare = padding(r) if raw.stride(1) == r + padding(r) else 0
-    columns = delta, raw[..., p:], raw.new_zeros(*raw.shape[:2], spare)
+    rest = raw[..., p:]
+    if erases:
+        kept = torch.where(real, rest[..., -1:], closed_value(-CLOSED, raw.dtype))
+        rest = torch.cat([rest[..., :-1], kept], -1)
+    columns = delta, rest, raw.new_zeros(*raw.shape[:2], spare)
     return torch.cat(columns, -1)[..., :r]
 
 

@@ -6,7 +6,7 @@ Letters: b batch, t time, d channels of a head, r raw values, f raw values with 
 import math
 import warnings
 from dataclasses import replace
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import InputScale
-from bedouin.mixers import ChannelMixer, HouseholderProduct, NoMixing, StructuredMixer
+from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameters import inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
 from bedouin.solvers.caps import as_cap
@@ -24,6 +24,11 @@ from bedouin.solvers.solve import SolveOptions
 Decay = Literal["mamba", "griffin"]
 RNNDecay = Literal["sigmoid", "griffin"]
 OutputStage = Literal["norm", "paper"]
+Projection = Literal["inner", "input"]
+FeedbackScope = Literal["head", "layer"]
+
+X = "x"
+"""The name in `feedback` of the mixer's input, which is no raw value."""
 
 RateScale = float | tuple[float, float]
 """A factor on initial decay rates, or those of the first and the last head."""
@@ -36,7 +41,7 @@ LARGE_DELTA = 100.0
 """Delta = softplus(raw) is assumed to stay below this in training."""
 
 
-def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
+def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
 
     The choice depends on neither b, t nor the device. Times on H100s, of Jacobi from
@@ -49,7 +54,7 @@ def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
     9.2). It has a tolerance and its time depends on the weights, so request Jacobi explicitly.
     """
     if solver == "auto":
-        return Direct() if isinstance(mixer, StructuredMixer) else Picard()
+        return Direct() if is_structured else Picard()
     if not isinstance(solver, Solver):
         raise TypeError(
             f"solver must be 'auto' or a solver object such as Direct() or Picard(), got {solver!r}"
@@ -57,37 +62,42 @@ def choose_solver(solver: Solver | str, mixer: ChannelMixer) -> Solver:
     return solver
 
 
-def make_solve_options(
-    mixer: ChannelMixer,
-    solver: Solver | Literal["auto"],
-    adjoint: Adjoint | None,
-    max_steps: int | Cap,
-    on_unconverged: OnUnconverged,
-    backend: Backend,
-) -> SolveOptions:
-    """SolveOptions from the arguments of a layer's constructor; raises the same errors."""
-    cap = as_cap(max_steps)
-    options = SolveOptions(choose_solver(solver, mixer), adjoint, cap, on_unconverged, backend)
-    check_structure(mixer, options)
-    return options
+class SolveArguments(NamedTuple):
+    """Arguments of a layer's constructor."""
+
+    solver: Solver | Literal["auto"]
+    adjoint: Adjoint | None
+    max_steps: int | Cap
+    on_unconverged: OnUnconverged
+    backend: Backend
+
+    def options(self, mixer: ChannelMixer, head_dim: int) -> SolveOptions:
+        """SolveOptions; raises the errors of the constructor."""
+        structured = mixer.is_structured(head_dim)
+        chosen, cap = choose_solver(self.solver, structured), as_cap(self.max_steps)
+        options = SolveOptions(chosen, self.adjoint, cap, self.on_unconverged, self.backend)
+        check_structure(mixer, head_dim, options)
+        return options
 
 
-def check_structure(mixer: ChannelMixer, options: SolveOptions) -> None:
+def check_structure(mixer: ChannelMixer, head_dim: int, options: SolveOptions) -> None:
     """Raise TypeError if a solver needs the form (e, U, M), which the mixer does not have."""
-    if isinstance(mixer, StructuredMixer):
+    if mixer.is_structured(head_dim):
         return
     of_adjoint = getattr(options.adjoint, "solver", None)
     for name, solver in (("solver", options.solver), ("the adjoint's solver", of_adjoint)):
         if isinstance(solver, Direct | Jacobi):
             raise TypeError(
                 f"{name} must work without the form (e, U, M), which the mixer "
-                f"{type(mixer).__name__} does not have, got {solver}: use Picard, Anderson or "
-                "Broyden, or a StructuredMixer such as HouseholderProduct or LowRank"
+                f"{type(mixer).__name__} does not have for heads of {head_dim} channels, got "
+                f"{solver}: use Picard, Anderson or Broyden, a StructuredMixer such as "
+                f"HouseholderProduct or LowRank, or dense(raw) and heads of at most {MAX_DENSE}"
             )
 
 
 class _HasSolveOptions(Protocol):
     mixer: ChannelMixer
+    head_dim: int
     solve_options: SolveOptions
 
 
@@ -107,7 +117,7 @@ class SolveOption(Generic[ValueT]):
     def __set__(self, layer: _HasSolveOptions, value: ValueT) -> None:
         changes: dict[str, Any] = {self.name: value}
         options = replace(layer.solve_options, **changes)
-        check_structure(layer.mixer, options)
+        check_structure(layer.mixer, layer.head_dim, options)
         layer.solve_options = options
 
 
@@ -115,7 +125,7 @@ class ChosenSolver(SolveOption[Solver]):
     """The solver of a layer's `solve_options`, which may be set to "auto"."""
 
     def __set__(self, layer: _HasSolveOptions, value: Solver | Literal["auto"]) -> None:
-        super().__set__(layer, choose_solver(value, layer.mixer))
+        super().__set__(layer, choose_solver(value, layer.mixer.is_structured(layer.head_dim)))
 
 
 class MaxSteps:
@@ -131,12 +141,20 @@ class MaxSteps:
 def make_mixer(
     mixer: ChannelMixer | None, num_householder: int | None, beta_max: float | None
 ) -> ChannelMixer:
-    """`mixer`, or if it is None a HouseholderProduct, by default with 2 reflections and beta_max 1.
+    """`mixer`, or if it is None a HouseholderProduct, by default with 2 reflections and beta_max 1,
+    which for 0 reflections is NoMixing.
 
     Raises ValueError if both are given, TypeError if `mixer` is not a ChannelMixer.
     """
     if mixer is None:
         k = 2 if num_householder is None else num_householder
+        if k == 0 and not isinstance(k, bool):
+            if beta_max is not None:
+                raise ValueError(
+                    "beta_max is that of reflections, of which num_householder=0 has none, got "
+                    f"{beta_max!r}: leave it out"
+                )
+            return NoMixing()
         return HouseholderProduct(k, 1.0 if beta_max is None else beta_max)
     given = {"num_householder": num_householder, "beta_max": beta_max}
     for name, value in given.items():
@@ -174,40 +192,43 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: Decay, input_scale: Inp
 
 
 def householder_layout(
-    mixer: ChannelMixer, activation: Activation, *, selective: bool
+    mixer: ChannelMixer, activation: Activation, *, selective: bool, erase: float = 0.0
 ) -> RawLayout | None:
     """The layout of the raw values for kernels; None for mixers that the kernels do not support."""
     # exactly these classes: another subclass may read its raw values in another way
     if isinstance(mixer, HouseholderProduct) and type(mixer) in (HouseholderProduct, NoMixing):
-        return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max)
+        return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max, erase)
     return None
 
 
 def split_feedback_weight(
-    weight: Tensor,  # (s + d, d) or (H, s + d, d): the s rows of `feedback` and, last, of the gate
+    weight: Tensor,  # (s + p, c) or (H, s + p, c): the s rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
     sizes: dict[str, int],
+    p: int,
 ) -> tuple[Tensor | None, Tensor]:
-    """W^y of the loop (f, d) or (H, f, d) and W^y of the gate (d, d) or (H, d, d).
+    """W^y of the loop (f, c) or (H, f, c) and W^y of the gate (p, c) or (H, p, c); c is p, or the
+    channels of all heads.
 
     `sizes` are those of all components, in the order of the raw values. The f rows are those of the
-    components up to the last one with feedback, zero for the components in between without. The
-    first is None if `feedback` names components of size 0 alone.
+    components up to the last one with feedback, zero for the components in between without, and
+    then those of x if it is fed back. The first is None if `feedback` names components of size 0
+    alone.
     """
-    d, names = weight.shape[-1], tuple(sizes)
-    if not any(sizes[name] for name in feedback):
+    fed = {name: p if name == X else sizes[name] for name in feedback}
+    if not any(fed.values()):
         return None, weight
-    first = names[: names.index(feedback[-1]) + 1]
-    if feedback == first:
-        loop, gate = weight.split([sum(sizes[name] for name in feedback), d], -2)
-        return loop, gate
-    *fed, gate = weight.split([*(sizes[name] for name in feedback), d], -2)
-    rows = dict(zip(feedback, fed, strict=True))
+    *parts, gate = weight.split([*fed.values(), p], -2)
+    rows, names = dict(zip(fed, parts, strict=True)), tuple(sizes)
+    of_raw = [name for name in feedback if name != X]
+    first = names[: names.index(of_raw[-1]) + 1] if of_raw else ()
+    if tuple(of_raw) == first:
+        return weight.narrow(-2, 0, sum(fed.values())), gate
+    *heads, _, c = gate.shape
     blocks = [
-        rows[name] if name in rows else gate.new_zeros(*gate.shape[:-2], sizes[name], d)
-        for name in first
+        rows[name] if name in rows else gate.new_zeros(*heads, sizes[name], c) for name in first
     ]
-    return torch.cat(blocks, -2), gate
+    return torch.cat([*blocks, *(rows[name] for name in rows if name == X)], -2), gate
 
 
 def griffin_omega(

@@ -3,8 +3,8 @@
 Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.layer).
 """
 
-from collections.abc import Collection
-from typing import Literal, get_args
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
+from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.scan import Eigenvalues
@@ -23,11 +24,12 @@ from bedouin.mixers import ChannelMixer
 from bedouin.parameterization import (
     GRIFFIN_RANGE,
     GRIFFIN_SHARPNESS,
+    Projection,
     RNNDecay,
+    SolveArguments,
     griffin_omega,
     householder_layout,
     make_mixer,
-    make_solve_options,
 )
 from bedouin.parameters import at_least_float32, factory_options
 from bedouin.solvers import Adjoint, Cap, Solver
@@ -47,6 +49,9 @@ class FixedPointRNN(FixedPointLayer):
 
     Args:
         num_heads: as in Bedouin; each head has a W_b of its own.
+        projection: "inner", or "input": x, W_b x_t, the raw values and the gate are one product of
+            the layer's input (see Bedouin).
+        d_conv: the width of a causal convolution with SiLU over x; None: no convolution.
         decay: "sigmoid": lambda = sigmoid(W x_t); "griffin": lambda = exp(-8 softplus(omega)
             Delta), Delta = sigmoid(W x_t).
         feedback: ("mixer",), or () to switch feedback off.
@@ -55,8 +60,15 @@ class FixedPointRNN(FixedPointLayer):
     components = ("decay", "mixer")
     has_fused_step = True
     has_drive = True
+    absent_options: ClassVar[dict[str, str]] = {
+        "erase": "its memory is one number a channel and has no keys: use Bedouin",
+        "feedback_scope": "Q_t depends on the h_{t-1} of its own head alone: use Bedouin",
+    }
 
     omega: nn.Parameter
+
+    b_proj: Any
+    """W_b: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
 
     @known_options
     def __init__(
@@ -73,6 +85,8 @@ class FixedPointRNN(FixedPointLayer):
         feedback: Collection[str] = ("mixer",),
         feedback_norm: bool = True,
         feedback_init: float = 0.1,
+        projection: Projection = "inner",
+        d_conv: int | None = None,
         norm_eps: float = 1e-5,
         solver: Solver | Literal["auto"] = "auto",
         adjoint: Adjoint | None = None,
@@ -84,6 +98,13 @@ class FixedPointRNN(FixedPointLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.decay = one_of("decay", decay, get_args(RNNDecay))
+        if isinstance(feedback, Iterable):
+            feedback = tuple(feedback) if not isinstance(feedback, str | Mapping) else feedback
+            if any(name in ("erase", "x") for name in feedback):
+                raise TypeError(
+                    f"feedback of {type(self).__name__} can contain 'mixer' alone, got {feedback}: "
+                    "Q_t alone depends on h_{t-1}, as in the paper; use Bedouin"
+                )
         feedback = ordered_subset("feedback", feedback, ("mixer",))
         mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
@@ -97,25 +118,29 @@ class FixedPointRNN(FixedPointLayer):
             feedback=feedback,
             feedback_norm=feedback_norm,
             feedback_init=feedback_init,
+            feedback_scope="head",
+            d_conv=d_conv,
+            projection=projection,
             norm_eps=norm_eps,
             output="norm",
             bias=True,
-            solve_options=make_solve_options(
-                mixer, solver, adjoint, max_steps, on_unconverged, backend
-            ),
+            solve=SolveArguments(solver, adjoint, max_steps, on_unconverged, backend),
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,
         )
         d, factory = self.d_inner, factory_options(device, dtype)
-        self.b_proj = make_linear(self.num_heads, self.head_dim, self.head_dim, **factory)
+        self.b_proj = None
+        if projection == "inner":
+            self.b_proj = make_linear(self.num_heads, self.head_dim, self.head_dim, **factory)
         if decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, 1, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.b_proj.reset_parameters()
+        if self.b_proj is not None:
+            self.b_proj.reset_parameters()
         with torch.no_grad():
             if self.decay == "griffin":
                 self.omega.copy_(griffin_omega(self.omega))
@@ -136,7 +161,18 @@ class FixedPointRNN(FixedPointLayer):
         sigmoid = self.decay == "sigmoid"
         delta = F.softplus(-decay_raw) if sigmoid else torch.sigmoid(decay_raw)
         ones = torch.ones_like(raw[..., :1])
-        return ScanInputs(delta, ones, ones, mixer_raw)
+        return ScanInputs(delta, ones, ones, mixer_raw, raw[..., :0])
+
+    @property
+    def projected_sizes(self) -> dict[str, int]:
+        sizes = super().projected_sizes
+        if self.projection == "inner":
+            return sizes
+        return {"x": self.d_inner, "b": self.d_inner} | sizes
+
+    def _input_drive(self, parts: dict[str, Tensor]) -> Tensor:
+        dtype = accumulator(parts["x"].dtype)
+        return F.silu(parts["b"].to(dtype)) * parts["x"].to(dtype)
 
     def layout(self) -> RawLayout | None:
         activation: Activation = "softplus_of_minus" if self.decay == "sigmoid" else "sigmoid"
@@ -160,4 +196,5 @@ class FixedPointRNN(FixedPointLayer):
         self,
         x: Tensor,  # (b', t, p)
     ) -> Tensor:  # (b', t, p)
+        assert self.b_proj is not None
         return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x

@@ -1,4 +1,7 @@
-"""The recurrent states of layers. Letters: b batch, d d_inner, n d_state."""
+"""The recurrent states of layers.
+
+Letters: b batch, d d_inner, n d_state, w width of a convolution, c channels convolved.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -14,7 +17,8 @@ Join = Callable[[list[Tensor]], Tensor]
 
 
 class RecurrentState:
-    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
+    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...),
+    of which the last may be None.
 
     `torch.load` reads states with weights_only=True, and an exported program takes and returns
     them.
@@ -32,13 +36,22 @@ class RecurrentState:
 
     @property
     def _asdict(self) -> Callable[[], dict[str, Any]]:
-        """The method of named tuples.
+        """The method of named tuples, without a None.
 
         As a property it keeps torch from taking the class for one: exported programs index named
         tuples for their fields, where an index selects samples here.
         """
         named: Any = self
-        return lambda: dict(zip(named._fields, named, strict=True))
+        return lambda: dict(zip(named._fields, named, strict=False))
+
+    def __iter__(self) -> Iterator[Any]:
+        """The fields that are not None, so that `ssm, y = state` holds without a convolution."""
+        named: Any = self
+        return iter([v for name in named._fields if (v := getattr(named, name)) is not None])
+
+    def _replace(self, **changes: Any) -> Self:
+        """The state with other values of some fields."""
+        return self._of((self._asdict() | changes).values())
 
     def detach(self) -> Self:
         """The state without its gradient history, for truncated back-propagation through time."""
@@ -124,6 +137,11 @@ class RecurrentState:
 
     def _check_like(self, first: Self, user: str) -> None:
         batch_axes = 1 if self._is_batched() else 0
+        if len(self.tensors) != len(first.tensors):
+            raise ValueError(
+                f"{user} needs states of one layer, got one with {len(first.tensors)} and one with "
+                f"{len(self.tensors)} tensors"
+            )
         for ours, theirs in zip(self.tensors, first.tensors, strict=True):
             if ours.shape[batch_axes:] != theirs.shape[batch_axes:]:
                 raise ValueError(
@@ -136,9 +154,8 @@ class RecurrentState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The fields, one after the other."""
-        values: Any = self
-        return tuple(values)
+        """The fields, one after the other, without a None."""
+        return tuple(self)
 
     @classmethod
     def _of(cls, values: Iterable[Any]) -> Self:
@@ -158,7 +175,7 @@ def _register_node(kind: type[RecurrentState]) -> None:
         return list(state), None
 
     def flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(GetAttrKey(name), getattr(state, name)) for name in state._fields], None
+        return [(GetAttrKey(name), v) for name, v in state._asdict().items()], None
 
     register_pytree_node(
         kind,
@@ -174,28 +191,45 @@ if TYPE_CHECKING:
     class _BedouinFields:
         ssm: Tensor
         y: Tensor
+        conv: Tensor | None
 
-        def __init__(self, ssm: Tensor, y: Tensor) -> None: ...
+        def __init__(self, ssm: Tensor, y: Tensor, conv: Tensor | None = None) -> None: ...
         def __iter__(self) -> Iterator[Tensor]: ...
-        def _replace(self, *, ssm: Tensor = ..., y: Tensor = ...) -> "BedouinState": ...
+        def _replace(
+            self, *, ssm: Tensor = ..., y: Tensor = ..., conv: Tensor | None = ...
+        ) -> "BedouinState": ...
 
 else:
 
     class _BedouinFields(NamedTuple):
         ssm: Tensor  # (b, d, n), the memory h of the scan
         y: Tensor  # (b, d), the fixed point at the last token
+        conv: Tensor | None = None  # (b, w - 1, c), the last inputs of the layer's convolution
 
 
 class BedouinState(RecurrentState, _BedouinFields):
     """The recurrent state of a layer between two tokens, at least float32.
 
-    ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token.
+    ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token; conv:
+    (b, d_conv - 1, c), the last inputs of the layer's convolution, None for a layer without one.
     A state that a layer returns owns its memory: it keeps no other tensor alive, and writing into
     `state.detach()` in place affects neither the call that returned it nor its backward pass.
     """
 
     __slots__ = ()
-    axes = (2, 1)
+    axes = (2, 1, 2)
+
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[Tensor]: ...
+
+
+class StateSize(NamedTuple):
+    """The sizes of the state of one sample."""
+
+    d: int
+    n: int
+    window: tuple[int, int] | None = None  # w - 1, c; None: no convolution
 
 
 def check_kind(state: object, kind: type, otherwise: str = "") -> None:
@@ -235,7 +269,7 @@ def check_field(
         )
 
 
-def check_state(state: Any, b: int, d: int, n: int, like: Tensor) -> BedouinState:
+def check_state(state: Any, b: int, size: StateSize, like: Tensor) -> BedouinState:
     """`state` with a batch axis; a batch axis of 1 is added if it has none.
 
     like: a tensor of any shape with the dtype and device that the state must have.
@@ -244,17 +278,31 @@ def check_state(state: Any, b: int, d: int, n: int, like: Tensor) -> BedouinStat
     check_kind(state, BedouinState, " or BedouinState(ssm, y)")
     check_tensor("state.ssm", state.ssm, "(b, d, n)")
     check_tensor("state.y", state.y, "(b, d)")
+    if (state.conv is None) != (size.window is None):
+        expected = "None, since the layer has no convolution"
+        if size.window is not None:
+            expected = f"a tensor of shape {(b, *size.window)}, the window of the convolution"
+        got = "None" if state.conv is None else tuple(state.conv.shape)
+        raise ValueError(
+            f"state.conv must be {expected}, got {got}: make a state with init_state(batch_size)"
+        )
     if state.ssm.dim() == 2 and state.y.dim() == 1:
-        state = BedouinState(state.ssm.unsqueeze(0), state.y.unsqueeze(0))
-    check_field("state.ssm", state.ssm, (b, d, n), like)
-    check_field("state.y", state.y, (b, d), like)
+        state = state.stack([state])
+    check_field("state.ssm", state.ssm, (b, size.d, size.n), like)
+    check_field("state.y", state.y, (b, size.d), like)
+    if size.window is not None:
+        check_tensor("state.conv", state.conv, "(b, w - 1, c)")
+        check_field("state.conv", state.conv, (b, *size.window), like)
     checked: BedouinState = state
     return checked
 
 
 def zero_state(
-    b: int, d: int, n: int, dtype: torch.dtype, device: torch.device | None
+    b: int, size: StateSize, dtype: torch.dtype, device: torch.device | None
 ) -> BedouinState:
     """The state before the first token: zeros."""
-    ssm = torch.zeros(b, d, n, dtype=dtype, device=device)
-    return BedouinState(ssm, torch.zeros(b, d, dtype=dtype, device=device))
+    ssm = torch.zeros(b, size.d, size.n, dtype=dtype, device=device)
+    y, window = torch.zeros(b, size.d, dtype=dtype, device=device), None
+    if size.window is not None:
+        window = torch.zeros(b, *size.window, dtype=dtype, device=device)
+    return BedouinState(ssm, y, window)

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.heads import fold, unfold
+from bedouin.fixed_point_map import FixedPointMap
+from bedouin.joined_heads import JoinedHeads
+from bedouin.kernels.heads import unfold
 from bedouin.layer import FixedPointLayer
-from bedouin.mixers import HouseholderProduct, LowRank, NoMixing, StructuredMixer
+from bedouin.mixers import HouseholderProduct, LowRank, NoMixing
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.solvers import (
     Adjoint,
@@ -120,20 +122,6 @@ class _Recorder(Solver):
 
 
 @dataclass(frozen=True)
-class _UnfoldedMap:
-    """The map of a layer of several heads as a map of its samples."""
-
-    f: Map
-    num_heads: int
-
-    def __call__(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
-        return unfold(self.f(fold(y, self.num_heads)), self.num_heads)
-
-
-@dataclass(frozen=True)
 class FixedPoint:
     """A fixed point that a solver found, with its map."""
 
@@ -177,9 +165,11 @@ def find_fixed_point(
     probe = _with(layer, solver=recorder, on_unconverged="ignore")
     output = probe(x, state=state)
     f, solution = recorder.calls[-1]
+    if layer.num_heads == 1 or isinstance(f, JoinedHeads):
+        return FixedPoint(f, solution.value, output, solution.stats)
+    assert isinstance(f, FixedPointMap)
     heads, stats = layer.num_heads, join_parts(solution.stats, layer.num_heads)
-    f = f if heads == 1 else _UnfoldedMap(f, heads)
-    return FixedPoint(f, unfold(solution.value, heads), output, stats)
+    return FixedPoint(JoinedHeads(f, heads), unfold(solution.value, heads), output, stats)
 
 
 @torch.no_grad()
@@ -207,7 +197,7 @@ def measure_growth(
         raise ValueError(f"size must be positive, got {size}")
     probe = _with(layer, on_unconverged="ignore").double().eval()
     x = x.detach().double()
-    solver = Direct() if isinstance(probe.mixer, StructuredMixer) else probe.solver
+    solver = Direct() if probe.is_structured else probe.solver
     state = None if state is None else state.detach().to(torch.float64)
     if x.numel() == 0:
         return 1.0
@@ -263,15 +253,16 @@ def layer_gradients(
 ) -> dict[str, Tensor]:
     """Gradients of a random linear function of output and new state, by name.
 
-    The names are those of the parameters, "x", and, if a state is given, "state.ssm" and "state.y".
+    The names are those of the parameters, "x", and, if a state is given, "state.ssm", "state.y"
+    and, of a layer with a convolution, "state.conv".
     The function depends only on the shapes and `seed`. `adjoint` or `solver` None means the
     layer's own. Works on a copy; gradients and statistics of `layer` do not change.
     """
     probe = _with(layer, adjoint=adjoint or layer.adjoint, solver=solver or layer.solver)
     named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
     if state is not None:
-        state = BedouinState(*(s.detach().clone().requires_grad_() for s in state))
-        named |= {"state.ssm": state.ssm, "state.y": state.y}
+        state = BedouinState(*(s.detach().clone().requires_grad_() for s in state.tensors))
+        named |= {f"state.{name}": v for name, v in state._asdict().items()}
     loss = _random_functional(probe(named["x"], state=state, return_state=True), seed)
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
@@ -287,7 +278,7 @@ def _random_functional(
     """A random linear function of output and state, the same for the same shapes and seed."""
     generator = torch.Generator().manual_seed(seed)
     total = result[0].new_zeros(())
-    for value in (result[0], *result[1]):
+    for value in (result[0], *result[1].tensors):
         weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
         total = total + (weight.to(value) * value).sum().to(total.dtype)
     return total
@@ -348,17 +339,17 @@ def log_growth(
     state, by `Direct` if the mixer allows it.
     """
     probe = _with(layer, on_unconverged="ignore").double().eval()
-    probe.solver = Direct() if isinstance(probe.mixer, StructuredMixer) else Picard(rtol=1e-13)
-    x, b, (d, n) = x.detach().double(), len(x), (layer.d_inner, layer.d_state)
+    probe.solver = Direct() if probe.is_structured else Picard(rtol=1e-13)
+    x, b, one = x.detach().double(), len(x), probe.init_state(1)
     last = _flat_state(probe(x, return_state=True)[1]).norm(dim=1, keepdim=True)
     size = 1e-7 * torch.where(last.isfinite() & (last > 0), last, 1.0)
-    base = x.new_zeros(b, d * n + d)
+    base = _flat_state(one).repeat(b, 1)
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(num_directions, *base.shape, generator=generator, dtype=x.dtype).to(x)
     v, total, rows = v / v.norm(dim=2, keepdim=True), x.new_zeros(()), []
     for x_t in x.unbind(1):
         states = torch.cat([base, (base + size * v).flatten(0, 1)])
-        before = BedouinState(states[:, : d * n].unflatten(1, (d, n)), states[:, d * n :])
+        before = _state_like(one, states)
         after = _flat_state(probe.step(x_t.repeat(1 + num_directions, 1), before)[1])
         base, v = after[:b], (after[b:].unflatten(0, (-1, b)) - after[:b]) / size
         norm = v.norm(dim=2, keepdim=True)
@@ -368,8 +359,18 @@ def log_growth(
 
 
 def _flat_state(state: BedouinState) -> Tensor:
-    """(b, d n + d): memory and y of each sample."""
-    return torch.cat([state.ssm.flatten(1), state.y], 1)
+    """(b, numbers of a state): memory, y and window of each sample."""
+    return torch.cat([v.flatten(1) for v in state.tensors], 1)
+
+
+def _state_like(
+    one: BedouinState,
+    flat: Tensor,  # (b, numbers of a state)
+) -> BedouinState:
+    """The inverse of `_flat_state`, for states of the sizes that `one` has."""
+    parts = flat.split([v[0].numel() for v in one.tensors], 1)
+    pairs = zip(parts, one.tensors, strict=True)
+    return BedouinState(*(part.reshape(len(flat), *v.shape[1:]) for part, v in pairs))
 
 
 def lyapunov(

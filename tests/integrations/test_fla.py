@@ -26,7 +26,12 @@ pytestmark = pytest.mark.filterwarnings("default")
 VOCAB = 24
 
 CONVOLVED: dict[str, Any] = {"use_short_conv": True, "conv_size": 3, "num_heads": 2}
-MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED]
+FROM_INPUT: dict[str, Any] = {
+    "use_short_conv": True,
+    "projection": "input",
+    "feedback": ("delta", "x"),
+}
+MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED, FROM_INPUT]
 
 
 def make_model(**options: Any) -> GLAForCausalLM:
@@ -71,8 +76,8 @@ class TestLayer:
         assert cache.get_seq_length(0) == 6
         assert [tuple(s.shape) for s in cache[0]["recurrent_state"]] == [(2, 16, 4), (2, 16)]
         window = cache[0]["conv_state"]
-        assert (window is None) == (mixing is not CONVOLVED)
-        assert window is None or torch.equal(window, x[:, -2:])
+        assert (window is None) == ("use_short_conv" not in mixing)
+        assert mixing is not CONVOLVED or torch.equal(window, x[:, -2:])
 
     def test_the_cache_changes_with_use_cache_only(self, x: Tensor) -> None:
         layer, cache = make_layer(), Cache()

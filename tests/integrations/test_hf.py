@@ -15,6 +15,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
 from bedouin import Bedouin, Convolved, LowRank, NoMixing  # noqa: E402
+from bedouin.convolved import StateParts  # noqa: E402
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinCacheLayer,
     BedouinConfig,
@@ -42,13 +43,23 @@ CONVOLVED: dict[str, Any] = {
 }
 """A short convolution, memory spread over heads and no reflections."""
 
+FROM_INPUT: dict[str, Any] = {
+    "projection": "input",
+    "conv_kernel": 3,
+    "erase": 1.0,
+    "num_heads": 2,
+    "num_householder": 0,
+    "feedback": ["delta", "x"],
+}
+"""The options of `Bedouin.recall`, with the convolution inside of the layer."""
+
 
 def make_config(**options: Any) -> BedouinConfig:
     sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
     return BedouinConfig(**(sizes | {"pad_token_id": PAD, "intermediate_size": 12} | options))
 
 
-@pytest.fixture(params=[{}, CONVOLVED], ids=["defaults", "convolved"])
+@pytest.fixture(params=[{}, CONVOLVED, FROM_INPUT], ids=["defaults", "convolved", "input"])
 def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of the mixers."""
     found: dict[str, Any] = request.param
@@ -167,18 +178,24 @@ class TestGenerate:
 class TestCache:
     def test_layout(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         cache = model(ids).past_key_values
-        d = mixers(model)[0].init_state(1).tensors[-1].shape[1]
+        mixer = mixers(model)[0]
+        _, d, n = StateParts.of(mixer.init_state(1)).ssm.shape
         assert type(cache) is transformers.DynamicCache
-        assert cache.layers[1].recurrent_states[0].shape == (3, d, 4)
+        assert cache.layers[1].recurrent_states[0].shape == (3, d, n)
         assert cache.layers[1].conv_states[0].shape == (3, d, 1)
         window = cache.layers[1].conv_states[1]
         if model.config.conv_kernel is None:
             assert window is None
         else:
-            assert window.shape == (3, 8, 2)
-            embedded = model.model.embed_tokens(ids[:, -2:])
             block: Any = model.model.layers[0]
-            same(cache.layers[0].conv_states[1], block.norm(embedded).mT)
+            convolved = block.norm(model.model.embed_tokens(ids[:, -2:])).mT
+            if isinstance(mixer, Bedouin):
+                x, _, B, C, *_ = mixer.in_proj(convolved.mT).split(
+                    list(mixer.projected_sizes.values()), -1
+                )
+                convolved = torch.cat([x, B, C], -1).mT
+            assert window.shape == convolved.shape
+            same(cache.layers[0].conv_states[1], convolved)
         assert cache.has_previous_state() and not cache.is_compileable
         assert cache.get_seq_length() == 7 and cache.layers[0].get_max_length() == -1
         cache.reset()

@@ -40,7 +40,8 @@ PLAIN = {"fused_add_norm": False, "rms_norm": False}
 
 
 CONVOLVED: dict[str, Any] = {"d_conv": 3, "num_heads": 2}
-MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED]
+FROM_INPUT: dict[str, Any] = {"d_conv": 3, "projection": "input", "feedback": ("delta", "x")}
+MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED, FROM_INPUT]
 
 
 def make_model(**options: Any) -> MambaLMHeadModel:

@@ -37,14 +37,15 @@ def _split(raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def _householder(raw: Tensor) -> Coefficients:
     delta, B, C, U, alpha = _split(raw)
     T = wy_factor(U, torch.sigmoid(alpha))
-    return Coefficients(delta, B, C, torch.zeros_like(raw[..., :1]), U, T)
+    return Coefficients(delta, B, C, torch.zeros_like(raw[..., :1]), U, T, raw[..., :0])
 
 
 def _low_rank(raw: Tensor, strength: Tensor) -> Coefficients:
     """A bind with a parameter, and an e that differs from channel to channel."""
     delta, B, C, U, alpha = _split(raw)
     e = torch.sigmoid(strength * delta)
-    return Coefficients(delta, B, C, e, U, torch.diag_embed(-torch.sigmoid(alpha)))
+    M = torch.diag_embed(-torch.sigmoid(alpha))
+    return Coefficients(delta, B, C, e, U, M, raw[..., :0])
 
 
 @dataclass(frozen=True)
@@ -383,7 +384,8 @@ def _plain(raw: Tensor) -> Coefficients:
     U = torch.zeros_like(raw[..., :D]).unsqueeze(-2)
     U[..., 0, 1] = 1.0
     return Coefficients(
-        torch.ones_like(raw[..., :D]), B, B, torch.zeros_like(B[..., :1]), U, raw[..., :1, None]
+        *(torch.ones_like(raw[..., :D]), B, B, torch.zeros_like(B[..., :1])),
+        *(U, raw[..., :1, None], raw[..., :0]),
     )
 
 

@@ -80,7 +80,9 @@ class Setting:
         B, C = (unit(v) for v in BC) if BC else [torch.ones_like(raw[..., :1])] * 2
         U = unit(u.unflatten(-1, (k, d)))
         T = wy_factor(U, self.layout.beta_max * torch.sigmoid(alpha))
-        return Coefficients(self._activate(delta), B, C, torch.zeros_like(raw[..., :1]), U, T)
+        return Coefficients(
+            self._activate(delta), B, C, torch.zeros_like(raw[..., :1]), U, T, raw[..., :0]
+        )
 
     def _activate(self, raw: Tensor) -> Tensor:
         if self.layout.activation == "sigmoid":

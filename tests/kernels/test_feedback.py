@@ -4,6 +4,7 @@ Letters: b batch, t time, d channels, n state per channel, r raw values, f those
 feedback, H heads.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.feedback import padded_rows, raw_with_feedback
+from bedouin.kernels.feedback import padded_rows, with_feedback
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.testing import assert_close
 
@@ -95,7 +96,8 @@ def test_the_kernels(heads: int, dtype: torch.dtype) -> None:
 
 def test_the_raw_values_of_all_tokens() -> None:
     operands = draw(D, 1, torch.float64).wide()
-    raw = raw_with_feedback(operands.x, operands, None)
+    x, raw = with_feedback(operands.x, operands, replace(OPTIONS, feedback_norm_eps=None))
+    assert x is operands.x
     assert torch.equal(raw[..., D:], operands.raw[..., D:])
     assert not torch.isclose(raw[..., :D], operands.raw[..., :D]).any()
 

@@ -45,6 +45,8 @@ def takes_buffers(
         return False
     if is_batched(*cotangents) or torch.compiler.is_compiling():
         return False
+    if parameterization.plain_only(operands) is not None:
+        return False
     return is_covered(parameterization.layout, raw, operands.A, bind_parameters)
 
 

@@ -179,4 +179,4 @@ def checked_state(layer: Any, state: Any, b: int) -> Any:
     if isinstance(layer, Convolved):
         state = layer.checked_state(state, b)
         return state._replace(inner=checked_state(layer.layer, state.inner, b))
-    return check_state(state, b, layer.d_inner, layer.d_state, layer.init_state(0).y)
+    return check_state(state, b, layer.state_size, layer.init_state(0).y)

@@ -9,7 +9,7 @@ Letters: b batch, m d_model, d d_inner, n d_state, r raw values, H num_heads, p 
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.solution import BackwardStats, SolveStats, has_values, join_parts
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, check_state
+from bedouin.state import BedouinState, StateSize, check_state
 from bedouin.wrapped import apply_projection, is_plain, is_untouched, norm_parameters
 
 
@@ -61,7 +61,7 @@ class DecodedLayer(Protocol):
     solve_options: SolveOptions
 
     in_proj: nn.Linear
-    x_proj: nn.Linear | HeadLinear
+    x_proj: Any
     y_proj: nn.Linear | HeadLinear | None
     out_proj: nn.Linear
     norm: nn.RMSNorm | None
@@ -76,6 +76,15 @@ class DecodedLayer(Protocol):
 
     @property
     def components(self) -> tuple[str, ...]: ...
+
+    @property
+    def unfused(self) -> str | None: ...
+
+    @property
+    def conv(self) -> nn.Module | None: ...
+
+    @property
+    def state_size(self) -> StateSize: ...
 
     @property
     def feedback_norm_eps(self) -> float | None: ...
@@ -175,7 +184,7 @@ class Buffers:
     def load(self, state: BedouinState, norm_eps: float | None) -> None:
         """Copy a state in; raises TypeError or ValueError where it does not fit."""
         b, n, d = self.shape
-        state = check_state(state, b, d, n, self.like)
+        state = check_state(state, b, StateSize(d, n), self.like)
         self.h.copy_(state.ssm.mT)
         self.y.copy_(state.y)
         of_heads = self.y.unflatten(1, (self.num_heads, -1))
@@ -207,6 +216,8 @@ def unsupported_step(layer: DecodedLayer) -> str | None:
     """What the fused path does not cover, as a part of a message; None where it covers all."""
     if not vars(type(layer)).get("has_fused_step", False):
         return "subclasses"
+    if layer.unfused is not None or layer.conv is not None:
+        return layer.unfused or "d_conv"
     return unsupported_token(layer.head_dim, layer.d_state, layer.layout())
 
 

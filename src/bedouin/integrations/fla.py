@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
-from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.convolved import Convolved, ConvolvedState, StateParts, layer_with_convolution
 from bedouin.integrations.described import check_recorded, record
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
@@ -38,8 +38,9 @@ class BedouinLayer(nn.Module):
             past_key_values.
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
         use_short_conv, conv_size, conv_bias: whether a short convolution precedes the layer, and
-            its width and bias. In FLA's layers the queries, keys and values have one each; there,
-            too, the last two count only with the first.
+            its width and bias; with projection="input" it is the layer's own, over x, B and C and
+            without bias. In FLA's layers the queries, keys and values have one each; there, too,
+            the last two count only with the first.
         options: other options of `bedouin.Bedouin`, d_state and expand among them.
 
     Attribute `layer` is the Bedouin layer, or a `bedouin.Convolved` around it. Raises what they
@@ -61,9 +62,15 @@ class BedouinLayer(nn.Module):
         super().__init__()
         self.mode = one_of("mode", mode, get_args(Mode))
         self.hidden_size, self.layer_idx = hidden_size, layer_idx
-        layer = Bedouin(hidden_size, layer_idx=layer_idx, norm_eps=norm_eps, **options)
         check_bool("use_short_conv", use_short_conv)
-        self.layer: Any = Convolved(layer, conv_size, bias=conv_bias) if use_short_conv else layer
+        if use_short_conv and "d_conv" in options:
+            raise ValueError(
+                "d_conv and use_short_conv are both a short convolution: give one, got d_conv="
+                f"{options['d_conv']!r} and use_short_conv=True"
+            )
+        options |= {"d_model": hidden_size, "layer_idx": layer_idx, "norm_eps": norm_eps}
+        width = conv_size if use_short_conv else None
+        self.layer: Any = layer_with_convolution(Bedouin, options, width, conv_bias)
 
     def forward(
         self,
@@ -98,10 +105,10 @@ class BedouinLayer(nn.Module):
             packing: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
             output, after = self.layer(hidden_states, state, True, **packing)
         if use_cache and past_key_values is not None:
-            *window, ssm, y = after.tensors
+            ssm, y, window = StateParts.of(after)
             past_key_values.update(
                 recurrent_state=(ssm, y),
-                conv_state=window[0] if window else None,
+                conv_state=window,
                 layer_idx=self.layer_idx,
                 offset=hidden_states.shape[1],
             )
@@ -117,10 +124,8 @@ class BedouinLayer(nn.Module):
         output, after = self.layer.step(x.squeeze(1), state)
         if mask is not None:
             output = torch.where(mask, output, 0.0)
-            after = layer_state(
-                torch.where(mask.view(-1, *(1,) * (old.dim() - 1)), new, old)
-                for old, new in zip(state.tensors, after.tensors, strict=True)
-            )
+            parts = StateParts.of(after).where(mask, StateParts.of(state))
+            after = parts.state(before=isinstance(state, ConvolvedState))
         return output.unsqueeze(1), after
 
     def _read(self, cache: Any) -> BedouinState | ConvolvedState | None:
@@ -135,8 +140,9 @@ class BedouinLayer(nn.Module):
         kept = cache[self.layer_idx] if len(cache) > self.layer_idx else None
         if kept is None or kept["recurrent_state"] is None:
             return None
-        window, state = kept["conv_state"], kept["recurrent_state"]
-        return layer_state(state if window is None else (window, *state))
+        ssm, y = kept["recurrent_state"]
+        parts = StateParts(ssm, y, kept["conv_state"])
+        return parts.state(before=isinstance(self.layer, Convolved))
 
 
 def replace_layers(model: ModelT, **options: Any) -> ModelT:

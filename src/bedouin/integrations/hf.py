@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.convolved import ConvolvedState, StateParts, layer_with_convolution
 from bedouin.integrations.described import describe, restore
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
@@ -90,7 +90,8 @@ _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     """The state of one layer in a `Cache`: h as recurrent state, y as convolution state of width 1.
 
-    Of a layer with a short convolution the window (b, m, w - 1) is a second convolution state.
+    Of a layer with a short convolution the window (b, channels, w - 1) is a second convolution
+    state.
     `DynamicCache(config=model.config)` consists of these layers. Unlike transformers' layers of
     linear attention it counts its tokens, which chunked prefill and continued generation need, and
     gradients flow through it from one call to the next. It is not compiled, and cannot be cropped.
@@ -106,25 +107,28 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         CacheLayerMixin.__init__(self)
         LinearAttentionLayer.__init__(self, number_of_states=2)
         self.num_tokens = 0
+        self.is_before_layer = False  # where the convolution is
 
     @property
     def state(self) -> BedouinState | ConvolvedState | None:
         """The state after the tokens so far; None before the first one."""
         if not self.has_previous_state[0]:
             return None
-        window = [self.conv_states[1].mT] if self.is_conv_states_initialized[1] else []
-        return layer_state((*window, self.recurrent_states[0], self.conv_states[0].squeeze(-1)))
+        window = self.conv_states[1].mT if self.is_conv_states_initialized[1] else None
+        parts = StateParts(self.recurrent_states[0], self.conv_states[0].squeeze(-1), window)
+        return parts.state(before=self.is_before_layer)
 
     def write(self, state: BedouinState | ConvolvedState, num_tokens: int) -> None:
         """Keep `state`, that after `num_tokens` more tokens."""
         # assigned, not copied: a graph of autograd may contain the previous tensors
-        *window, ssm, y = state.tensors
-        for conv in window:
-            self.conv_states[1], self.conv_kernel_size[1] = conv.mT, conv.shape[1]
+        ssm, y, window = StateParts.of(state)
+        self.is_before_layer = isinstance(state, ConvolvedState)
+        if window is not None:
+            self.conv_states[1], self.conv_kernel_size[1] = window.mT, window.shape[1]
         self.device, self.dtype = y.device, y.dtype
         self.recurrent_states[0], self.conv_states[0] = ssm, y.unsqueeze(-1)
         self.conv_kernel_size[0] = 1
-        self.is_conv_states_initialized = {0: True, 1: bool(window)}
+        self.is_conv_states_initialized = {0: True, 1: window is not None}
         self.is_recurrent_states_initialized[0] = True
         # of both, since `Cache` asks whether all have one
         self.has_previous_state = {0: True, 1: True}
@@ -177,8 +181,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             too. Objects of this library's types become dicts such as {"type": "Picard", "rtol":
             1e-4, ...}, which are saved; others raise TypeError. With a mixer, num_householder and
             beta_max are their defaults.
+        erase, projection, feedback_scope: options of `bedouin.Bedouin`, too.
         conv_kernel, use_conv_bias: width and bias of a short convolution before each mixer, which
-            is then a `bedouin.Convolved`; None for no convolution.
+            is then a `bedouin.Convolved`; with projection="input" it is the layer's own, d_conv,
+            without bias. None for no convolution.
         rms_norm_eps: epsilon of every norm.
         initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
             have their own initialization.
@@ -235,6 +241,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     max_steps: Cap | dict[str, Any] | int = 100
     backend: str = "auto"
     on_unconverged: str = "warn"
+    erase: int | float = 0.0
+    projection: str = "inner"
+    feedback_scope: str = "head"
     conv_kernel: int | None = None
     use_conv_bias: bool = True
     rms_norm_eps: float = 1e-5
@@ -286,7 +295,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def validate_layer_type(self) -> None:
         """Nothing: transformers would admit its own types of layers only."""
 
-    def make_mixer(self, layer_idx: int) -> Bedouin | Convolved:
+    def make_mixer(self, layer_idx: int) -> nn.Module:
         """The layer that the options describe. Raises ValueError for options without effect, and
         what `Bedouin` and `Convolved` raise."""
         options = {name: getattr(self, name) for name in _OPTIONS}
@@ -310,14 +319,13 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             )
         else:
             options["mixer"] = NoMixing()
-        layer = Bedouin(self.hidden_size, layer_idx=layer_idx, **options)
-        if self.conv_kernel is not None:
-            return Convolved(layer, self.conv_kernel, bias=self.use_conv_bias)
-        if not self.use_conv_bias:
+        if self.conv_kernel is None and not self.use_conv_bias:
             raise ValueError(
                 "use_conv_bias must be True with conv_kernel=None: there is no convolution"
             )
-        return layer
+        options |= {"d_model": self.hidden_size, "layer_idx": layer_idx}
+        width = options.pop("d_conv")
+        return layer_with_convolution(Bedouin, options, width, self.use_conv_bias)
 
 
 class BedouinBlock(GradientCheckpointingLayer):  # type: ignore[misc]

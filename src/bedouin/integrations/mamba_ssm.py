@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.convolved import Convolved, ConvolvedState, layer_state
+from bedouin.convolved import Convolved, ConvolvedState, StateParts, layer_with_convolution
 from bedouin.integrations.described import check_recorded, record
 from bedouin.state import BedouinState
 
@@ -41,8 +41,8 @@ class BedouinMixer(nn.Module):
     Args:
         d_model, d_state, expand, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is
             required for calls with inference_params.
-        d_conv, conv_bias: width and bias of a short convolution before the layer; None for no
-            convolution, which feedback replaces.
+        d_conv, conv_bias: width and bias of a short convolution before the layer; with
+            projection="input" it is the layer's own, without bias. None for no convolution.
         options: other options of `bedouin.Bedouin`.
 
     Attribute `layer` is the Bedouin layer, or a `bedouin.Convolved` around it. Raises what they
@@ -66,8 +66,8 @@ class BedouinMixer(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "layer_idx": layer_idx}
         if d_conv is None and not conv_bias:
             raise ValueError("conv_bias must be True with d_conv=None: there is no convolution")
-        layer = Bedouin(d_model, d_state=d_state, expand=expand, **factory, **options)
-        self.layer: Any = layer if d_conv is None else Convolved(layer, d_conv, bias=conv_bias)
+        options |= {"d_model": d_model, "d_state": d_state, "expand": expand} | factory
+        self.layer: Any = layer_with_convolution(Bedouin, options, d_conv, conv_bias)
         self.layer_idx = layer_idx
 
     def forward(
@@ -97,7 +97,7 @@ class BedouinMixer(nn.Module):
         is_first = inference_params.seqlen_offset == 0
         if not is_first and hidden_states.shape[1] == 1 and mask is None and seq_idx is None:
             return self.step(hidden_states, *states)[0]
-        before = None if is_first else _read(states)
+        before = None if is_first else self._read(states)
         output, after = self.layer(hidden_states, before, True, **packing)
         _write(states, after)
         return output
@@ -107,7 +107,7 @@ class BedouinMixer(nn.Module):
         hidden_states: Tensor,  # (b, 1, m)
         conv_state: Tensor,  # (b, d, 1)
         ssm_state: Tensor,  # (b, d, n)
-        *window: Tensor,  # (b, w - 1, m)
+        *window: Tensor,  # (b, w - 1, channels)
     ) -> tuple[Tensor, ...]:  # (b, 1, m) and the states
         """One token. The states are updated in place, and keep their addresses."""
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
@@ -116,7 +116,7 @@ class BedouinMixer(nn.Module):
                 "call the mixer for more than one token"
             )
         states = conv_state, ssm_state, *window
-        output, after = self.layer.step(hidden_states.squeeze(1), _read(states))
+        output, after = self.layer.step(hidden_states.squeeze(1), self._read(states))
         _write(states, after)
         return output.unsqueeze(1), *states
 
@@ -129,6 +129,13 @@ class BedouinMixer(nn.Module):
         float32, whatever dtype the model decodes in.
         """
         return _states(self.layer.init_state(batch_size))
+
+    def _read(self, states: States) -> BedouinState | ConvolvedState:
+        conv_state, ssm_state, *window = states
+        parts = StateParts(ssm_state, conv_state.squeeze(-1), window[0] if window else None)
+        state = parts.state(before=isinstance(self.layer, Convolved))
+        # autograd may save it, and `_write` overwrites it
+        return state.clone() if torch.is_grad_enabled() else state
 
     def _get_states_from_cache(self, params: InferenceParams, batch_size: int) -> States:
         """This layer's states of the batch at batch_size_offset, which are made if there are
@@ -194,15 +201,8 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
 
 
 def _states(state: BedouinState | ConvolvedState) -> States:
-    *window, ssm, y = state.tensors
-    return y.unsqueeze(-1), ssm, *window
-
-
-def _read(states: States) -> BedouinState | ConvolvedState:
-    conv_state, ssm_state, *window = states
-    state = layer_state((*window, ssm_state, conv_state.squeeze(-1)))
-    # autograd may save it, and `_write` overwrites it
-    return state.clone() if torch.is_grad_enabled() else state
+    ssm, y, window = StateParts.of(state)
+    return (y.unsqueeze(-1), ssm) if window is None else (y.unsqueeze(-1), ssm, window)
 
 
 @torch.no_grad()
