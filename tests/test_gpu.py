@@ -36,6 +36,17 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (Bedouin, {"num_householder": 4, "beta_max": 2.0, "input_scale": "delta"}),
     (FixedPointRNN, {"num_householder": 1}),
     (Bedouin, {"num_heads": 4}),
+    (
+        Bedouin,
+        {
+            "projection": "input",
+            "d_conv": 3,
+            "erase": 1.0,
+            "feedback": ("delta", "x"),
+            "num_heads": 2,
+            "feedback_scope": "layer",
+        },
+    ),
 ]
 
 
@@ -60,6 +71,24 @@ def test_values_and_gradients_equal_those_of_the_cpu(
     y_gpu, grads_gpu = _gradients(copy.deepcopy(layer).cuda(), x.cuda())
     for ours, theirs in zip([y_gpu, *grads_gpu], [y, *grads], strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("options", [{"d_conv": 4}, {"projection": "input", "d_conv": 4}])
+def test_kernels_take_projections_and_convolutions(
+    options: dict[str, Any], num_heads: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = Bedouin(64, num_heads=num_heads, backend="triton", **options).to("cuda", dtype)
+    x = torch.randn(2, 100, 64, device="cuda", dtype=dtype)
+    y, grads = _gradients(layer, x)
+    layer.backend = "reference"
+    expected, references = _gradients(layer, x)
+    tolerance = 1e-3 if dtype == torch.float32 else 0.05
+    for ours, theirs in zip([y, *grads], [expected, *references], strict=True):
+        error = (ours - theirs).float().norm() / theirs.float().norm()
+        assert error < tolerance, error
 
 
 def test_torchdeq_solvers_run() -> None:
