@@ -56,15 +56,13 @@ class CoreLayer(Protocol):
     def components(self) -> tuple[str, ...]: ...
 
     @property
-    def unfused(self) -> str | None: ...
-
-    @property
     def feedback_norm_eps(self) -> float | None: ...
 
     backend: Any
     d_state: int
     num_heads: int
     head_dim: int
+    unfused: str | None
     feedback: tuple[str, ...]
     output: OutputStage
     mixer: ChannelMixer

@@ -99,6 +99,12 @@ class FixedPointLayer(GraphedLayer, ABC):
     has_drive: ClassVar[bool] = False
     """Whether `drive` changes its argument."""
 
+    unfused: str | None
+    """The first option that operations which compute several parts of a layer at once do not cover;
+    None if there is none."""
+
+    state_size: StateSize
+
     x_proj: Any
     """W^x: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
 
@@ -200,6 +206,8 @@ class FixedPointLayer(GraphedLayer, ABC):
             width = None if positive_int("d_conv", d_conv) == 1 else d_conv
             size = sum(self._convolved_sizes().values())
             self.conv = ShortConvolution(size, width, bias=not from_input, **factory)
+        window = None if self.conv is None else self.conv.window_size
+        self.state_size, self.unfused = StateSize(d, d_state, window), self._find_unfused()
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
         biases = sum(self._biased_sizes().values()) if from_input else r
         has_bias = bias and (biases > 0 or not from_input)
@@ -268,10 +276,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         """The channels of y_{t-1} that W^y of a head reads."""
         return self.head_dim if self.feedback_scope == "head" else self.d_inner
 
-    @property
-    def unfused(self) -> str | None:
-        """The first option that the operations which compute several parts of a layer at once do
-        not cover; None if there is none. A convolution is one of `core_map`'s options."""
+    def _find_unfused(self) -> str | None:
         if self.projection == "input":
             return "projection='input'"
         if X in self.feedback:
@@ -306,11 +311,6 @@ class FixedPointLayer(GraphedLayer, ABC):
         """With projection="input", how many values of a head have a bias, the last of their
         component, in the order of the raw values; Delta's is dt_bias."""
         return {"mixer": self.mixer.bias_size}
-
-    @property
-    def state_size(self) -> StateSize:
-        window = None if self.conv is None else self.conv.window_size
-        return StateSize(self.d_inner, self.d_state, window)
 
     # -- parameters
 
@@ -513,7 +513,9 @@ class FixedPointLayer(GraphedLayer, ABC):
         joins = self._joins_weights(u)
         projected = F.linear(u, self.in_proj.weight[: self.d_inner]) if joins else self.in_proj(u)
         state = incoming_state(state, projected, self.state_size, packing)
-        projected, window = self._convolve(projected, state, packing)
+        window = None
+        if self.conv is not None:
+            projected, window = self._convolve(self.conv, projected, state, packing)
         cast_to = autocast_dtype(u)
         joined = u if joins else None
         separate = partial(self._separate, projected, joined, state, options, cast_to, packing)
@@ -524,20 +526,16 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _convolve(
         self,
+        conv: ShortConvolution,
         projected: Tensor,  # (b, t, sum of projected_sizes)
         state: BedouinState | None,
         packing: Packing | None,
-    ) -> tuple[Tensor, Tensor | None]:  # as projected, (b, w - 1, c)
+    ) -> tuple[Tensor, Tensor]:  # as projected, (b, w - 1, c)
         """SiLU(conv(v)) in place of the parts v that the convolution acts on, and its window after
         the last token."""
-        if self.conv is None:
-            return projected, None
         if state is None:
-            dtype, shape = (
-                accumulator(projected.dtype),
-                (projected.shape[0], *self.conv.window_size),
-            )
-            window = projected.new_zeros(shape, dtype=dtype)
+            shape = projected.shape[0], *conv.window_size
+            window = projected.new_zeros(shape, dtype=accumulator(projected.dtype))
         else:
             assert state.conv is not None
             window = state.conv
@@ -547,7 +545,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         parts = dict(zip(sizes, projected.split(list(sizes.values()), -1), strict=True))
         joined = torch.cat([parts[name] for name in convolved], -1)
         lengths = None if packing is None else packing.padded_lengths()
-        acted, window = self.conv(joined, window, lengths)
+        acted, window = conv(joined, window, lengths)
         acted = F.silu(acted).split(list(convolved.values()), -1)
         parts |= dict(zip(convolved, acted, strict=True))
         return torch.cat(list(parts.values()), -1), window

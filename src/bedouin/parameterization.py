@@ -89,9 +89,9 @@ def check_structure(mixer: ChannelMixer, head_dim: int, options: SolveOptions) -
         if isinstance(solver, Direct | Jacobi):
             raise TypeError(
                 f"{name} must work without the form (e, U, M), which the mixer "
-                f"{type(mixer).__name__} does not have for heads of {head_dim} channels, got "
-                f"{solver}: use Picard, Anderson or Broyden, a StructuredMixer such as "
-                f"HouseholderProduct or LowRank, or dense(raw) and heads of at most {MAX_DENSE}"
+                f"{type(mixer).__name__} does not have, got {solver}: use Picard, Anderson or "
+                "Broyden, a StructuredMixer such as HouseholderProduct or LowRank, or a mixer with "
+                f"a method dense and heads of at most {MAX_DENSE} channels, got {head_dim}"
             )
 
 

@@ -98,9 +98,9 @@ class FixedPointRNN(FixedPointLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.decay = one_of("decay", decay, get_args(RNNDecay))
-        if isinstance(feedback, Iterable):
-            feedback = tuple(feedback) if not isinstance(feedback, str | Mapping) else feedback
-            if any(name in ("erase", "x") for name in feedback):
+        if isinstance(feedback, Iterable) and not isinstance(feedback, str | Mapping):
+            feedback = tuple(feedback)
+            if "x" in feedback or "erase" in feedback:
                 raise TypeError(
                     f"feedback of {type(self).__name__} can contain 'mixer' alone, got {feedback}: "
                     "Q_t alone depends on h_{t-1}, as in the paper; use Bedouin"

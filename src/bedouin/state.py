@@ -17,8 +17,7 @@ Join = Callable[[list[Tensor]], Tensor]
 
 
 class RecurrentState:
-    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...),
-    of which the last may be None.
+    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
 
     `torch.load` reads states with weights_only=True, and an exported program takes and returns
     them.
@@ -36,22 +35,13 @@ class RecurrentState:
 
     @property
     def _asdict(self) -> Callable[[], dict[str, Any]]:
-        """The method of named tuples, without a None.
+        """The method of named tuples.
 
         As a property it keeps torch from taking the class for one: exported programs index named
         tuples for their fields, where an index selects samples here.
         """
         named: Any = self
         return lambda: dict(zip(named._fields, named, strict=False))
-
-    def __iter__(self) -> Iterator[Any]:
-        """The fields that are not None, so that `ssm, y = state` holds without a convolution."""
-        named: Any = self
-        return iter([v for name in named._fields if (v := getattr(named, name)) is not None])
-
-    def _replace(self, **changes: Any) -> Self:
-        """The state with other values of some fields."""
-        return self._of((self._asdict() | changes).values())
 
     def detach(self) -> Self:
         """The state without its gradient history, for truncated back-propagation through time."""
@@ -154,8 +144,9 @@ class RecurrentState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The fields, one after the other, without a None."""
-        return tuple(self)
+        """The fields, one after the other."""
+        values: Any = self
+        return tuple(values)
 
     @classmethod
     def _of(cls, values: Iterable[Any]) -> Self:
@@ -194,10 +185,6 @@ if TYPE_CHECKING:
         conv: Tensor | None
 
         def __init__(self, ssm: Tensor, y: Tensor, conv: Tensor | None = None) -> None: ...
-        def __iter__(self) -> Iterator[Tensor]: ...
-        def _replace(
-            self, *, ssm: Tensor = ..., y: Tensor = ..., conv: Tensor | None = ...
-        ) -> "BedouinState": ...
 
 else:
 
@@ -219,9 +206,14 @@ class BedouinState(RecurrentState, _BedouinFields):
     __slots__ = ()
     axes = (2, 1, 2)
 
-    if TYPE_CHECKING:
+    def __iter__(self) -> Iterator[Tensor]:
+        """The tensors, so that `ssm, y = state` holds without a convolution."""
+        fields = (self.ssm, self.y, self.conv)
+        return iter([v for v in fields if v is not None])
 
-        def __iter__(self) -> Iterator[Tensor]: ...
+    def _replace(self, **changes: Any) -> Self:
+        """The state with other values of some fields."""
+        return self._of((self._asdict() | changes).values())
 
 
 class StateSize(NamedTuple):

@@ -213,6 +213,7 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
     heads, p = layer.num_heads, layer.head_dim
     part = copy.deepcopy(layer)
     part.num_heads, part.d_model, part.d_inner = 1, p, p
+    part.state_size = part.state_size._replace(d=p)
     eye = torch.eye(p).to(layer.D)
     for name, parameter in layer.named_parameters():
         module, _, leaf = name.rpartition(".")
@@ -438,11 +439,11 @@ WRONG: list[tuple[str, Callable[[Any], Any], type[Exception]]] = [
     ("adjoint", lambda c: setattr(c.layer, "adjoint", Direct()), TypeError),
     ("backend", lambda c: setattr(c.layer, "backend", "cuda"), ValueError),
     ("batch_size", lambda c: c.layer.init_state(-1), ValueError),
-    ("no short convolution", lambda c: kind(c)(4, d_conv=4), TypeError),
+    ("d_conv", lambda c: kind(c)(4, d_conv=0), ValueError),
     ("num_heads", lambda c: kind(c)(4, num_heads=3), ValueError),
     ("decay", lambda c: kind(c)(4, decay="exp"), ValueError),
     ("feedback", lambda c: kind(c)(4, feedback="mixer"), ValueError),
-    ("num_householder", lambda c: kind(c)(4, num_householder=0), ValueError),
+    ("num_householder", lambda c: kind(c)(4, num_householder=-1), ValueError),
     ("beta_max", lambda c: kind(c)(4, beta_max=2.5), ValueError),
     ("max_steps", lambda c: kind(c)(4, max_steps=0), ValueError),
 ]

@@ -56,6 +56,8 @@ class DecodedLayer(Protocol):
     d_state: int
     num_heads: int
     head_dim: int
+    unfused: str | None
+    state_size: StateSize
     feedback: tuple[str, ...]
     output: OutputStage
     solve_options: SolveOptions
@@ -78,13 +80,7 @@ class DecodedLayer(Protocol):
     def components(self) -> tuple[str, ...]: ...
 
     @property
-    def unfused(self) -> str | None: ...
-
-    @property
     def conv(self) -> nn.Module | None: ...
-
-    @property
-    def state_size(self) -> StateSize: ...
 
     @property
     def feedback_norm_eps(self) -> float | None: ...
