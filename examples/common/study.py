@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bedouin import Bedouin, Convolved, SequenceModel
+from bedouin import Bedouin, Convolved, Kronecker, Monarch, SequenceModel
 from common.data import TaskOptions, make_task
 from common.device import Device
 from common.layers import (
@@ -48,6 +48,8 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """That factor for the last head; those of the heads between are spaced geometrically. None:
     the same for all heads."""
     beta_max: tuple[float, ...] = (1.0,)
+    mixer: Literal["householder", "kronecker", "monarch"] = "householder"
+    """Q: a product of reflections, or one of the mixers whose local systems are dense."""
     feedback: tuple[str, ...] = ("delta+B+C+mixer",)
     """What depends on y_{t-1}, joined by "+"; "none" switches feedback off."""
     mixer_layer: Literal["bedouin"] | Baseline = "bedouin"
@@ -137,6 +139,8 @@ PAPER = Config(
 )
 PRESETS = {"small": Config(), "paper": PAPER}
 
+DENSE_MIXERS = {"kronecker": Kronecker, "monarch": Monarch}
+
 NEARLY_IDENTITY = 1e-3
 """beta_max with which reflections change nothing."""
 RECALL_RATE, RECALL_WIDTH = 0.01, 4
@@ -186,7 +190,17 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     if config.mixer_layer != "bedouin":
         return _baseline(config, point)
     options = {**layer_options(point), **fixed_point_options(config)}
-    options |= mixer_options(options.pop("num_householder"), options.pop("beta_max"))
+    reflections = options.pop("num_householder"), options.pop("beta_max")
+    dense = DENSE_MIXERS.get(config.mixer)
+    if dense is None:
+        options |= mixer_options(*reflections)
+    elif reflections[:1] != PRESETS[config.preset].num_householder:
+        raise ValueError(
+            f"num_householder must keep its default with --mixer {config.mixer}, which has no "
+            f"reflections, got {reflections[0]}"
+        )
+    else:
+        options["mixer"] = dense()
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
     layer = make_bedouin(config.d_model, on_unconverged="ignore", **options)

@@ -68,6 +68,18 @@ _SMALL_PARTS = {
     "full-eigenvalues": "--eigenvalues full",
 }
 
+_SMALL_MIXERS = {
+    "reflections-bounded": SMALL_REFLECTIONS,
+    "kronecker": "--mixer kronecker",
+    "monarch": "--mixer monarch",
+}
+_SMALL_BOUNDED = (
+    "--input-scale bounded_delta --feedback delta --d-conv 4 --d-state 16 --num-heads 4 "
+    "--rate-scale 8 --rate-scale-last 0.001"
+)
+"""The layer with mixers whose local systems are dense, which a bounded scale keeps regular; four
+heads, since a token costs the third power of their channels."""
+
 CONTROLS_SMALL = Experiment(
     "controls-small",
     "What does each part contribute to S3 and to parity, in a small layer on a CPU?",
@@ -79,5 +91,12 @@ CONTROLS_SMALL = Experiment(
             "lstm": "--mixer-layer lstm",
             "deltaproduct": f"{BASELINES['deltaproduct_l1']} --lr 4e-3",  # the rate chosen on A5
         }.items()
+    )
+    + tuple(
+        Run(
+            f"s3-{name}",
+            joined(SMALL, _SMALL_LENGTHS, "--group S3", REPORTED, _SMALL_BOUNDED, mixer),
+        )
+        for name, mixer in _SMALL_MIXERS.items()
     ),
 )
