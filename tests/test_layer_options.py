@@ -279,6 +279,17 @@ def test_the_parts_of_the_projection() -> None:
     assert make({"d_conv": 2}).conv.bias is not None  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("projection", ["inner", "input"])
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_little_is_erased_at_first(num_heads: int, projection: str) -> None:
+    layer = make({"projection": projection, "erase": 2.0, "num_heads": num_heads})
+    call = layer._project(torch.zeros(1, 1, M, dtype=torch.float64), None, layer.solve_options)
+    f: Any = call.f
+    assert_close(
+        "erase", f.split(f.operands.raw).erase, torch.full((num_heads, 1, 1), 0.0949), 1e-3
+    )
+
+
 def test_biases_of_the_projection_are_not_decayed() -> None:
     layer = make({"projection": "input", "erase": 1.0, "num_heads": 2})
     assert layer.raw_bias is not None and layer.raw_bias.shape == (2 * (2 + 1),)

@@ -1,5 +1,6 @@
 """Channel mixers: their matrices, and layers that use them."""
 
+import copy
 import random
 from typing import Any
 
@@ -9,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bedouin import Bedouin, ChannelMixer, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
+from bedouin import (
+    Bedouin,
+    ChannelMixer,
+    FixedPointRNN,
+    HouseholderProduct,
+    Kronecker,
+    LowRank,
+    Monarch,
+    NoMixing,
+)
 from bedouin.mixers import StructuredMixer, householder_product
 from bedouin.solvers import (
     Anderson,
@@ -22,7 +32,7 @@ from bedouin.solvers import (
     Solver,
     UnrolledAdjoint,
 )
-from bedouin.testing import assert_close, find_fixed_point, layer_gradients
+from bedouin.testing import assert_close, decode_gap, find_fixed_point, layer_gradients
 
 
 def matrix(mixer: ChannelMixer, raw: Tensor, d: int) -> Tensor:
@@ -57,6 +67,92 @@ def test_low_rank_is_its_definition(k: int, d: int, seed: int) -> None:
         u = u / (u.square().sum() + d * 1e-6).sqrt()
         Q = Q + torch.sigmoid(raw[k * d + i]) * torch.outer(u, u)
     assert_close("Q", matrix(mixer, raw, d), Q, 1e-13, atol=1e-14)
+
+
+def bounded(raw: Tensor) -> Tensor:
+    """I - R for the raw values (p, p) of R, whose norm is scaled to below 1."""
+    return torch.eye(len(raw), dtype=raw.dtype) - raw / (1 + raw.square().sum()).sqrt()
+
+
+@settings(max_examples=25)
+@given(st.sampled_from([(1, 5), (2, 3), (3, 2), (4, 4)]), st.integers(0, 999))
+def test_kronecker_and_monarch_are_their_definitions(factors: tuple[int, int], seed: int) -> None:
+    torch.manual_seed(seed)
+    (i, j), d = factors, factors[0] * factors[1]
+    raw = torch.randn(i * i + j * j, dtype=torch.float64)
+    A, B = (bounded(v) for v in (raw[: i * i].view(i, i), raw[i * i :].view(j, j)))
+    mixer = Kronecker(factors)
+    assert mixer.raw_size(d) == len(raw)
+    assert_close("Kronecker", matrix(mixer, raw, d), torch.kron(A, B), 1e-13, atol=1e-14)
+    assert_close("dense", mixer.dense(raw), torch.kron(A, B), 1e-13, atol=1e-14)
+
+    raw = torch.randn(j * i * i + i * j * j, dtype=torch.float64)
+    columns, rows = raw[: j * i * i].view(j, i, i), raw[j * i * i :].view(i, j, j)
+    R = torch.block_diag(*(bounded(v) for v in columns))
+    L = torch.block_diag(*(bounded(v) for v in rows))
+    order = torch.arange(d).view(i, j).T.flatten()  # columns of the matrix (i, j) one by one
+    P = torch.eye(d, dtype=torch.float64)[order]
+    monarch = Monarch(factors)
+    assert monarch.raw_size(d) == len(raw)
+    assert_close("Monarch", matrix(monarch, raw, d), L @ P.T @ R @ P, 1e-13, atol=1e-14)
+    assert_close("dense", monarch.dense(raw), L @ P.T @ R @ P, 1e-13, atol=1e-14)
+
+
+class Rotation(ChannelMixer):
+    """A mixer of a user's own that declares Q as a matrix: rotations of pairs of channels."""
+
+    def raw_size(self, d_inner: int) -> int:
+        return d_inner // 2
+
+    def dense(self, raw: Tensor) -> Tensor:
+        sine, cosine = raw.sin().unsqueeze(-1), raw.cos().unsqueeze(-1)
+        pairs = torch.cat([cosine, -sine, sine, cosine], -1).unflatten(-1, (2, 2))
+        d = 2 * raw.shape[-1]
+        blocks = torch.zeros(raw.shape[-1], d, 2, dtype=raw.dtype)
+        for i in range(len(blocks)):
+            blocks[i, 2 * i : 2 * i + 2] = torch.eye(2, dtype=raw.dtype)
+        Q: Tensor = (blocks @ pairs @ blocks.mT).sum(-3)
+        return Q
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        return v - (self.dense(raw) @ v.unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    "mixer", [Kronecker(), Monarch(), Rotation()], ids=lambda v: type(v).__name__
+)
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("feedback", [(), ("delta", "mixer")], ids=["open", "fed"])
+def test_dense_local_systems(mixer: Any, num_heads: int, feedback: tuple[str, ...]) -> None:
+    """Solved exactly, with the exact gradient, in the sweep, by Jacobi, and token by token."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_heads": num_heads, "feedback": feedback, "feedback_init": 1.0}
+    layer = Bedouin(4, d_state=3, mixer=copy.deepcopy(mixer), dtype=torch.float64, **options)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    y = layer(x)
+    assert layer.solver == Direct() and layer.stats is not None
+    assert bool(layer.stats.converged.all()) and layer.stats.conditioning is not None
+    expected = layer_gradients(layer, x, UnrolledAdjoint())
+    for name, grad in layer_gradients(layer, x).items():
+        assert_close(name, grad, expected[name], 1e-9, atol=1e-12)
+    assert decode_gap(layer, x) < 1e-12
+    for solver in (Jacobi(rtol=1e-13), Picard(rtol=1e-12)):
+        layer.solver = solver
+        assert_close(str(solver), layer(x), y, 1e-9)
+
+
+def test_dense_systems_are_those_of_small_heads() -> None:
+    """Larger ones are iterated, and of several sizes of heads each needs a mixer."""
+    wide = Bedouin(128, num_heads=1, mixer=Kronecker())
+    assert (
+        wide.solver == Picard() and Bedouin(128, num_heads=2, mixer=Kronecker()).solver == Direct()
+    )
+    with pytest.raises(TypeError, match="heads of at most 128 channels, got 256"):
+        wide.solver = Direct()
+    with pytest.raises(ValueError, match=r"factors must have the product 8, .*got \(2, 3\)"):
+        Bedouin(4, num_heads=1, mixer=Monarch((2, 3)))
+    with pytest.raises(TypeError, match="factors must be None or a pair of ints, got 4"):
+        Kronecker(4)  # type: ignore[arg-type]
 
 
 @settings(max_examples=25)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from bedouin.checks import known_options, one_of
 from bedouin.fixed_point_map import ScanInputs
+from bedouin.heads import by_head
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.householder import unit
@@ -46,6 +47,10 @@ from bedouin.parameters import (
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.base import check_number
 from bedouin.solvers.reporting import OnUnconverged
+
+ERASE_BIAS = -3.0
+"""The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
+well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
 
 RECALL_HEAD, RECALL_RATES = 64, (8.0, 0.001)
 """The channels of a head, and the factors on the decay rates of the first and the last head, of
@@ -91,7 +96,9 @@ class Bedouin(FixedPointLayer):
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
         erase: the largest beta^e = erase sigmoid(raw), in [0, 2], one number a head and token: the
             share of what the memory holds under the token's key B that it gives up before the token
-            is written, as in the delta rule. Above 1 it may be negated. 0: none, and no raw value.
+            is written, as in the delta rule. Above 1 it may be negated. It begins near 0.05 erase.
+            0: none, and no raw value. There are no Triton kernels for it yet, nor for feedback of x
+            and feedback_scope="layer": these run in plain PyTorch on a GPU, too.
         projection: "inner": the raw values and the gate are projected from x of the head, as in the
             paper and in Mamba-1. "input": x, the raw values and the gate are one product of the
             layer's input, `in_proj`, whose parts are in `projected_sizes`, as in Mamba-2; there is
@@ -315,6 +322,10 @@ class Bedouin(FixedPointLayer):
                 self.in_proj.weight[self.d_inner : 2 * self.d_inner].mul_(self.delta_from_x_init)
             else:
                 self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
+            if self.erase and self.raw_bias is not None:
+                # the last raw value; with x_proj the gate's biases follow
+                last = -1 if self.x_proj is None else -1 - self.head_dim
+                by_head(self.raw_bias, self.num_heads)[..., last] = ERASE_BIAS
             if self.decay == "mamba":
                 sizes = self.d_state, self.num_heads, self.head_dim
                 self.A_log.copy_(log_rates(self.rate_scale, *sizes, self.D.device))
