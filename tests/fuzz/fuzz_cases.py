@@ -13,9 +13,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, NoMixing
+from bedouin import Bedouin, BedouinState, FixedPointRNN, Kronecker, Monarch, NoMixing
 from bedouin.layer import FixedPointLayer
-from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, StructuredMixer
+from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -110,8 +110,11 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
         "num_heads": one(*(h for h in range(1, d + 1) if d % h == 0)),
         "mixer": one(
             HouseholderProduct(1, 0.5), HouseholderProduct(2), HouseholderProduct(4),
-            HouseholderProduct(2, 2.0), NoMixing(), LowRank(1), LowRank(3), Diagonal(),
+            HouseholderProduct(2, 2.0), NoMixing(), LowRank(1), LowRank(3), Kronecker(), Monarch(),
+            Diagonal(),
         ),
+        "projection": one("inner", "input"),
+        "d_conv": one(None, None, 1, 3),
         "eigenvalues": one("positive", "full"),
         "feedback_norm": one(True, False),
         "feedback_init": one(0.1, 0.0, 1.0),
@@ -121,14 +124,17 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
     }  # fmt: skip
     if kind is FixedPointRNN:
         return options | {"decay": one("sigmoid", "griffin"), "feedback": one(("mixer",), ())}
-    subsets = st.lists(st.sampled_from(["delta", "B", "C", "mixer"]), unique=True)
-    decay = one("mamba", "griffin")
+    erase = one(0.0, 0.0, 1.0, 2.0)
+    names = ["delta", "B", "C", "mixer", "x", *(["erase"] if erase else [])]
+    subsets, decay = st.lists(st.sampled_from(names), unique=True), one("mamba", "griffin")
     return options | {
         "d_state": one(1, 2, 5),
         "decay": decay,
         "rate_scale": one(1.0, 0.1, (2.0, 0.5)) if decay == "mamba" else 1.0,
         "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
+        "erase": erase,
         "feedback": tuple(draw(subsets)),
+        "feedback_scope": one("head", "head", "layer"),
         "output": one("norm", "paper"),
         "bias": one(True, False),
         "delta_from_x_init": one(1.0, 0.0),
@@ -146,7 +152,7 @@ def fits(mixer: ChannelMixer, solver: Solver, adjoint: Adjoint | None) -> bool:
     """Whether the constructor takes these: Direct and Jacobi need a structured mixer."""
     by = adjoint.solver if isinstance(adjoint, ImplicitAdjoint) else None
     needs = isinstance(solver, Direct | Jacobi) or isinstance(by, Direct | Jacobi)
-    return isinstance(mixer, StructuredMixer) or not needs
+    return mixer.is_structured(1) or not needs
 
 
 @st.composite
@@ -228,5 +234,7 @@ def sample(state: BedouinState | None, i: int) -> Any:
 
 
 def compare(case: Case, names: str, found: Any, expected: Any, error: float) -> None:
-    for name, a, e in zip(names.split(), found, expected, strict=True):
+    # a state has a window if the layer has a convolution
+    named = [*names.split(), "conv"][: len(found)]
+    for name, a, e in zip(named, found, expected, strict=True):
         assert_close(name, a, e, error, ATOL[case.dtype])

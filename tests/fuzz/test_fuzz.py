@@ -17,6 +17,7 @@ from fuzz_cases import (
     ATOL,
     CASES,
     FEW,
+    ROUNDING,
     TOLERANCE,
     Case,
     Draw,
@@ -25,6 +26,7 @@ from fuzz_cases import (
     compare,
     digits,
     draw_solver,
+    fits,
     random_state,
     sample,
 )
@@ -35,7 +37,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bedouin import BedouinState
 from bedouin.layer import FixedPointLayer
-from bedouin.mixers import StructuredMixer
 from bedouin.solvers import (
     ConvergenceError,
     Direct,
@@ -73,7 +74,9 @@ def law_shapes_and_gradients(case: Case, draw: Draw) -> None:
     total = output.double().sum() + state.ssm.double().sum() + state.y.double().sum()
     total.backward()
     backward = stats.backward
-    if good.all() and (backward is None or bool(backward.converged.all())):
+    # in float16 cotangents of raw values may overflow, and a convolution adds them up
+    overflows = case.dtype == torch.float16 and layer.conv is not None
+    if good.all() and (backward is None or bool(backward.converged.all())) and not overflows:
         # the gradient of a solve that has not converged may overflow, and says so
         limit = torch.finfo(x.dtype).max
         for name, value in {"x": x, **dict(layer.named_parameters())}.items():
@@ -187,6 +190,8 @@ def law_steps(case: Case, draw: Draw) -> None:
 def law_heads(case: Case, draw: Draw) -> None:
     """The fixed point of H heads is that of H layers of one head on the slices."""
     layer = case.layer
+    by_head = layer.projection == "inner" and layer.feedback_scope == "head"
+    hypothesis.assume(by_head and layer.conv is None)
     whole = find_fixed_point(layer, case.x, state=case.state)
     heads, p = layer.num_heads, layer.head_dim
     u = torch.nn.functional.linear(case.x, layer.in_proj.weight)
@@ -245,7 +250,7 @@ def law_neighbours(case: Case, draw: Draw) -> None:
 def law_solvers(case: Case, draw: Draw) -> None:
     """Every solver that converges finds the fixed point of the direct sweep."""
     found = find_fixed_point(case.layer, case.x, state=case.state)
-    reference = Direct() if isinstance(case.layer.mixer, StructuredMixer) else Picard(rtol=1e-14)
+    reference = Direct() if case.layer.is_structured else Picard(rtol=1e-14)
     exact = find_fixed_point(case.layer, case.x, state=case.state, solver=reference)
     error = digits(case, case.x, found.stats, exact.stats)
     assert_close("fixed point", found.y, exact.y, error, 1e-3 * ATOL[case.dtype])
@@ -254,7 +259,7 @@ def law_solvers(case: Case, draw: Draw) -> None:
 def law_gradients(case: Case, draw: Draw) -> None:
     """An implicit gradient is that of the unrolled exact solve."""
     layer = case.layer
-    hypothesis.assume(case.dtype == torch.float64 and isinstance(layer.mixer, StructuredMixer))
+    hypothesis.assume(case.dtype == torch.float64 and layer.is_structured)
     hypothesis.assume(layer.adjoint is None or isinstance(layer.adjoint, ImplicitAdjoint))
     _, _, stats = call(case, case.x, case.state)
     error = digits(case, case.x, stats)
@@ -342,7 +347,13 @@ def law_isolation(case: Case, draw: Draw) -> None:
     others = torch.arange(b) != i
     assert torch.equal(layer.stats.converged[others], stats.converged[others])
     (grad,) = torch.autograd.grad(found[others].double().sum(), x)
-    if stats.converged[others].all():
+    # an iterative solver may find a fixed point of a singular local system, whose adjoint has none
+    pivots = None
+    if layer.is_structured:
+        exact = find_fixed_point(layer, case.x, solver=Direct(), state=case.state)
+        pivots = exact.stats.conditioning
+    is_regular = pivots is None or bool((pivots[others] > ROUNDING[case.dtype]).all())
+    if is_regular and stats.converged[others].all():
         assert not grad[others].isnan().any()
     error = digits(case, case.x, stats)
     assert_close("others", found[others], healthy[others], error, ATOL[case.dtype])
@@ -404,7 +415,9 @@ def law_copies(case: Case, draw: Draw) -> None:
     output, _, _ = call(case, case.x, case.state)
     count = layer.draws.count
     other = copy.deepcopy(layer)
-    other.solver = draw_solver(draw, case.dtype)
+    solver = draw_solver(draw, case.dtype)
+    hypothesis.assume(fits(layer.mixer, solver, layer.adjoint))
+    other.solver = solver
     other.load_state_dict(layer.state_dict(), strict=True)
     other.solver = layer.solver
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), other):
