@@ -378,6 +378,9 @@ class Bedouin(FixedPointLayer):
         activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
         return householder_layout(self.mixer, activation, selective=True, erase=self.erase)
 
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", erase={self.erase}" if self.erase else "")
+
     def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
         if self.decay == "mamba":
             return "exp", 1.0, self.A_log

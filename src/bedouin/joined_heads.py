@@ -1,6 +1,7 @@
 """The map of a layer whose heads read the outputs of all heads (feedback_scope="layer").
 
-Its iterates have all d channels of a sample, because the heads of a sample converge together.
+Its iterates have all d channels of a sample, because the heads of a sample converge together. Under
+torch.compile its iterative solves run outside of the graph.
 
 Letters: b batch, t time, p channels of a head, H heads, d = H p; b' = H b folded samples.
 """

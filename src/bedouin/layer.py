@@ -104,6 +104,7 @@ class FixedPointLayer(GraphedLayer, ABC):
     None if there is none."""
 
     state_size: StateSize
+    """The sizes of the state of one sample."""
 
     x_proj: Any
     """W^x: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
@@ -277,6 +278,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         return self.head_dim if self.feedback_scope == "head" else self.d_inner
 
     def _find_unfused(self) -> str | None:
+        """What `unfused` says."""
         if self.projection == "input":
             return "projection='input'"
         if X in self.feedback:
