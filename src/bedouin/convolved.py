@@ -102,8 +102,11 @@ class StateParts(NamedTuple):
 def layer_with_convolution(
     make: Callable[..., nn.Module], options: dict[str, Any], d_conv: int | None, bias: bool
 ) -> nn.Module:
-    """A layer `make(**options)` with a short convolution of width `d_conv`: its own where
-    it projects from the input, else one before it. None: no convolution."""
+    """`make(**options)` with a short convolution of width `d_conv`; None: without one.
+
+    A layer with projection="input" gets the option d_conv, another one is put into `Convolved`, to
+    which alone `bias` applies.
+    """
     if d_conv is None:
         return make(**options)
     if options.get("projection") == "input":
