@@ -99,8 +99,8 @@ def add_feedback(
     fed: Tensor,  # (..., f), or (..., f + d) with feeds_x
     feeds_x: bool,
 ) -> tuple[Tensor, Tensor]:  # (..., d), (..., r)
-    """x and raw with feedback. With `feeds_x` the last d entries of `fed` are added to x; the others
-    are added to the first raw values."""
+    """x and raw with feedback. With `feeds_x` the last d entries of `fed` are added to x; the
+    others are added to the first raw values."""
     if feeds_x:
         x, fed = x + fed[..., -x.shape[-1] :], fed[..., : -x.shape[-1]]
     f = fed.shape[-1]
