@@ -315,8 +315,9 @@ def test_the_vector_state(num_heads: int, decay: Any, projection: Any) -> None:
 
 def test_recall_and_what_replaces_its_options() -> None:
     layer = Bedouin.recall(64)
-    assert (layer.num_heads, layer.head_dim, layer.d_state) == (2, 64, 64)
+    assert (layer.num_heads, layer.head_dim, layer.d_state) == (2, 64, 32)
     assert layer.feedback == ("delta", "x") and layer.mixer.raw_size(64) == 0
+    assert layer.rate_scale == (1.0, 0.01)
     assert Bedouin.recall(24).num_heads == 1 and Bedouin.recall(24).rate_scale == 0.1
     assert isinstance(Bedouin.recall(64, mixer=LowRank(1)).mixer, LowRank)
     other = Bedouin.recall(64, num_householder=1, erase=0.0, d_conv=None, decay="griffin")

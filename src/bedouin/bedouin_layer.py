@@ -52,9 +52,9 @@ ERASE_BIAS = -3.0
 """The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
 well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
 
-RECALL_HEAD, RECALL_RATES = 64, (8.0, 0.001)
+RECALL_HEAD, RECALL_RATES = 64, (1.0, 0.01)
 """The channels of a head, and the factors on the decay rates of the first and the last head, of
-`Bedouin.recall`."""
+`Bedouin.recall`, chosen by the trials (examples/results/README.md)."""
 
 
 class Bedouin(FixedPointLayer):
@@ -226,11 +226,12 @@ class Bedouin(FixedPointLayer):
     ) -> Self:
         """A layer that tracks a state and recalls what a sequence contains.
 
-        It has heads of 64 channels where these divide d (else one), 64 states, x, raw values and
+        It has heads of 64 channels where these divide d (else one), 32 states, x, raw values and
         gate projected from the input with a convolution of width 4, an erase of at most 1, feedback
-        of Delta and x, input scale Delta, and decay rates whose factor falls from 8 in the first
-        head to 0.001 in the last (one head: 0.1); Q = I. The other arguments are those of Bedouin;
-        one that is given replaces the value named here.
+        of Delta and x, input scale Delta, and decay rates whose factor falls from 1 in the first
+        head to 0.01 in the last (one head: 0.1); Q = I. The trials behind it: examples/results/
+        README.md, "Trials of the layer that tracks and recalls". The other arguments are those of
+        Bedouin; one that is given replaces the value named here.
         """
         d = inner_size(expand, d_model)
         if num_heads is None:
@@ -238,7 +239,7 @@ class Bedouin(FixedPointLayer):
         if mixer is None and num_householder is None:
             num_householder = 0
         chosen: dict[str, Any] = {
-            "d_state": 64,
+            "d_state": 32,
             "projection": "input",
             "d_conv": 4,
             "erase": 1.0,
