@@ -28,6 +28,7 @@ from bedouin.kernels.direct.local import (
     solve_local,
     solve_local_transposed,
 )
+from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.direct.reference import (
     MAX_RESIDUAL,
     ROUNDING,
@@ -88,7 +89,8 @@ def direct_sweep(
     sequence of at most CHUNK tokens, h at each of them.
     """
     operands.check(parameterization.feeds_x)
-    plain = choose_sweep(backend, operands, parameterization, bind_parameters) == "reference"
+    call = backend, operands, parameterization, bind_parameters
+    plain = choose_sweep(*call, is_solved=y_star is not None) == "reference"
     if plain:
         arguments = (operands, parameterization, bind, bind_parameters, y_star, report)
         if not torch.compiler.is_compiling():
@@ -100,6 +102,9 @@ def direct_sweep(
             return uncompiled_sweep(*arguments)
     together = is_small_head(operands.A)
     keep_every = CHUNK if plain else choose_chunk(operands, together=together)
+    if not plain and takes_phases(operands, parameterization):
+        wants_gradient = any(v is not None and v.requires_grad for v in operands)
+        keep_every = CHUNK if torch.is_grad_enabled() and wants_gradient else 0
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:
         y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars)

@@ -161,7 +161,7 @@ def allocate_sweep(
             normed[:, :1] = normalize_feedback(y0, eps).unsqueeze(1)
         r = raw.shape[2]
         W_y = padded_rows(W_y, rows_with_feedback(W_y.shape[-2], d, r) if together else r)
-    first = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, _exponents(A)
+    first = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, exponents(A)
     return SweepBuffers(*first, h, kept, y, normed, A.new_empty(4, b, t_end))
 
 
@@ -229,7 +229,7 @@ def collect_gradients(
         if grad_normed is not None:
             grad_y0 = normalize_feedback_vjp(grad_normed.sum(0), y0, eps)
     if W_y is not None:
-        past, f = _normed_past(y, operands, W_y, parameterization), W_y.shape[-2]
+        past, f = normed_past(y, operands, W_y, parameterization), W_y.shape[-2]
         # some more columns, so that the product is aligned
         rows = grads.raw[..., : f + padding(f)].to(W_y.dtype)
         grad_W_y = weight_gradient(rows, past, W_y)[..., :f, :]
@@ -248,7 +248,7 @@ def _solved_buffers(
     # all samples share one memory of zeros
     first = A.new_zeros(n, d).expand(b, n, d) if h0 is None else h0.mT.contiguous()
     rows = last_axis_contiguous(x), y, last_axis_contiguous(raw)
-    return SolvedBuffers(*rows, fed, _exponents(A), first, kept)
+    return SolvedBuffers(*rows, fed, exponents(A), first, kept)
 
 
 def _first_memory(
@@ -265,7 +265,7 @@ def state_major(
     return h.mT.clone(memory_format=torch.contiguous_format)
 
 
-def _normed_past(
+def normed_past(
     y: Tensor,  # (b, t, d)
     operands: Operands,
     W_y: Tensor,  # (f, d) or (H, f, d)
@@ -289,10 +289,10 @@ def _feedback(
     """W^y norm(y_{t-1}), with zeros from column f on."""
     r = operands.raw.shape[2]
     rows = padded_rows(W_y, r + padding(r))
-    return apply_weight(_normed_past(y, operands, W_y, parameterization), rows)
+    return apply_weight(normed_past(y, operands, W_y, parameterization), rows)
 
 
-def _exponents(
+def exponents(
     A: Tensor,  # (d, n) or (H, d, n)
 ) -> Tensor:  # (n, d) or (H, n, d)
     """log2(e) A, with which the decay is 2^(log2(e) A Delta)."""

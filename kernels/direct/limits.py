@@ -10,6 +10,7 @@ from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
+from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
@@ -85,9 +86,17 @@ def choose_sweep(
     operands: Operands,
     parameterization: Parameterization,
     bind_parameters: tuple[Tensor, ...] = (),  # any shapes
+    *,
+    is_solved: bool = False,  # whether y is known, and only its memory and gradient are wanted
 ) -> Implementation:
-    """The implementation of a sweep; raises as `choose_backend` does."""
+    """The implementation of a sweep; raises as `choose_backend` does.
+
+    "auto" does not choose the phases (kernels/direct/phases): these have run in Triton's
+    interpreter, but not on a GPU yet.
+    """
     unsupported = _unsupported(operands, parameterization, bind_parameters)
+    if backend == "triton" and not is_solved and takes_phases(operands, parameterization):
+        unsupported = None
     return choose_backend(backend, operands.x.device, operands.x.dtype, unsupported)
 
 

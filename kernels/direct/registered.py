@@ -28,6 +28,8 @@ from bedouin.kernels.direct.buffers import (
 )
 from bedouin.kernels.direct.heads.blocks import rows_with_feedback
 from bedouin.kernels.direct.limits import takes_heads_together
+from bedouin.kernels.direct.phases.limits import sizes_of, takes_phases
+from bedouin.kernels.direct.phases.operation import phase_reverse, phase_sweep
 from bedouin.kernels.direct.plain import (
     plain_memory,
     plain_reverse,
@@ -84,6 +86,9 @@ def sweep_operation(
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
+    if takes_phases(operands, options):
+        y, h, kept, statistics = phase_sweep(operands, options, keeps=keep_every > 0)
+        return y, h, kept, statistics, *summarize(statistics)
     together = takes_heads_together(operands, options)
     if not together:
         operands, options = with_reflection(operands, options)
@@ -116,7 +121,9 @@ def _sweep_fake(
 ) -> SweepResult:
     b, t, d = x.shape
     summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
-    return A.new_empty(b, t, d), *_memory_like(x, A, *options[-2:]), A.new_empty(4, b, t), *summary
+    operands = Operands(x, raw, W_y, A, h0, y0)
+    memory = _memory_like(operands, options)
+    return A.new_empty(b, t, d), *memory, A.new_empty(4, b, t), *summary
 
 
 @operation("direct_sweep_known")
@@ -169,18 +176,18 @@ def _memory_fake(
     y0: Tensor | None,  # (b, d)
     *options: Any,
 ) -> MemoryResult:
-    return y_star.new_empty(y_star.shape), *_memory_like(x, A, *options[-2:])
+    return y_star.new_empty(y_star.shape), *_memory_like(Operands(x, raw, W_y, A, h0, y0), options)
 
 
-def _memory_like(
-    x: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    plain: bool,
-    keep_every: int,
-) -> tuple[Tensor, Tensor]:
+def _memory_like(operands: Operands, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
-    (b, t, d), n = x.shape, A.shape[-1]
-    return A.new_empty(b, n, d).mT, A.new_empty(b, _slots(t, plain, keep_every) * n * d)
+    A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
+    *scalars, plain, keep_every = options
+    if plain or not takes_phases(operands, how := Parameterization.from_scalars(*scalars)):
+        kept = _slots(t, plain, keep_every) * n * d
+    else:
+        kept = sizes_of(operands, how).kept if keep_every else 0
+    return A.new_empty(b, n, d).mT, A.new_empty(b, kept)
 
 
 def _slots(t: int, plain: bool, keep_every: int) -> int:
@@ -236,9 +243,12 @@ def _sweep_backward(
         *(activation, selective, num_householder, beta_max, erase),
         *(input_scale, eigenvalues, norm_eps, feeds_x),
     )
-    kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
     r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
+        if not plain and takes_phases(operands, options):
+            known = grad_y, grad_h, y, kept
+            return phase_reverse(known, operands, options, wants_y0=wants_y0)
+        kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
             given = (grad_y, grad_h, y, kept, operands, options)
             return plain_reverse(*given, keep_every, wants_y0=wants_y0)
@@ -290,8 +300,9 @@ def _sweep_backward_fake(
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     num_householder, plain = options[2], options[-2]
     operands = Operands(x, raw, W_y, A, h0, y0)
-    scalars = options[:NUM_SCALARS]
-    if plain or takes_heads_together(operands, Parameterization.from_scalars(*scalars)):
+    how = Parameterization.from_scalars(*options[:NUM_SCALARS])
+    phases = not plain and takes_phases(operands, how)
+    if plain or phases or takes_heads_together(operands, how):
         rows = r
     else:
         rows = r + added_values(num_householder, d)
@@ -300,7 +311,8 @@ def _sweep_backward_fake(
         grad_W_y = A.new_empty(0)
     else:
         *heads, f, columns = W_y.shape
-        grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
+        more = 0 if phases else padding(f)
+        grad_W_y = W_y.new_empty(*heads, f + more, columns)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)

@@ -1,0 +1,191 @@
+"""Layouts, packed values and small functions of the phases.
+
+A program of S and R is one sample of one head. Its memory h is a tuple of V tensors (NR, P, NL) for
+state n = (nr NL + nl) V + v of channel p: Triton puts NL and 32 / NL channels on the lanes of a
+warp, the next channels on the warps, and NR into registers. A sum over the states is then a sum in a
+thread and log2(NL) shuffles, without a barrier. B and C are read as words of V values.
+
+The compiler would choose other layouts from the addresses of large loads and stores, and a tie
+between two orders is broken differently in Triton 3.6 and 3.9. So these addresses contain a factor
+`one` that it does not know, and carry hints (`tl.max_contiguous`) that only order the axes: with
+`tl.multiple_of` 1 every access is still of single values. The hints stand at each access because an
+argument of a function does not keep them. Vectors of channels are stored by (P, NL) addresses of
+which one lane is active: those of (P,) would cost a barrier each.
+
+Letters: P channels, N states, both rounded up to powers of two.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.elementary import exp2
+
+
+@triton.jit
+def high(word):
+    """The float32 whose upper half is the lower half of an int32."""
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def word_of_two(a, b, FAST: tl.constexpr):
+    """Two float32 rounded to bfloat16, as the lower and the upper half of an int32."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = (a.to(tl.int32, bitcast=True) + 32768) >> 16
+        return (low & 65535) | ((b.to(tl.int32, bitcast=True) + 32768) & -65536)
+
+
+@triton.jit
+def nearest_word(a, b):
+    """An int32 whose lower half is a in bfloat16, and which is itself, as a float32, the nearest to
+    b that this leaves: reading b takes no instruction."""
+    low = ((a.to(tl.int32, bitcast=True) + 32768) >> 16) & 65535
+    return ((b.to(tl.int32, bitcast=True) - low + 32768) & -65536) | low
+
+
+@triton.jit
+def join_words(low, high_):
+    """Two int32 in an int64."""
+    return (low.to(tl.int64) & 4294967295) | (high_.to(tl.int64) << 32)
+
+
+@triton.jit
+def unpack(word, V: tl.constexpr, NEAREST: tl.constexpr):
+    """The V = 2 float32 or 4 bfloat16 of an int64; NEAREST: of words that `nearest_word` made."""
+    low, high_ = word.to(tl.int32), (word >> 32).to(tl.int32)
+    if V == 2:
+        out = (low.to(tl.float32, bitcast=True), high_.to(tl.float32, bitcast=True))
+    elif NEAREST:
+        out = (
+            high(low), low.to(tl.float32, bitcast=True),
+            high(high_), high_.to(tl.float32, bitcast=True),
+        )  # fmt: skip
+    else:
+        out = (
+            high(low), (low & -65536).to(tl.float32, bitcast=True),
+            high(high_), (high_ & -65536).to(tl.float32, bitcast=True),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def pack(v, V: tl.constexpr, FAST: tl.constexpr):
+    """V float32 in an int64, as bfloat16 if V = 4."""
+    if V == 2:
+        low, high_ = v[0].to(tl.int32, bitcast=True), v[1].to(tl.int32, bitcast=True)
+    else:
+        low, high_ = word_of_two(v[0], v[1], FAST), word_of_two(v[2], v[3], FAST)
+    return join_words(low, high_)
+
+
+@triton.jit
+def slope_of(delta, ACTIVATION: tl.constexpr):
+    """The derivative of Delta by its raw value, from Delta."""
+    if ACTIVATION == "sigmoid":
+        return delta * (1.0 - delta)
+    else:
+        # 1 - exp(-Delta), by its series where that difference cancels
+        series = delta * (1.0 - delta * (0.5 - delta * (1.0 / 6 - delta / 24)))
+        found = tl.where(delta < 0.03125, series, 1.0 - tl.exp(-delta))
+        return found if ACTIVATION == "softplus" else -found
+
+
+@triton.jit
+def decay_of(exponent, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda, from log2(e) A Delta."""
+    power = exp2(exponent, FAST)
+    return 2.0 * power - 1.0 if FULL else power
+
+
+@triton.jit
+def reach_of(decay, FULL: tl.constexpr):
+    """The derivative of lambda by A Delta."""
+    return decay + 1.0 if FULL else decay
+
+
+@triton.jit
+def zeros_of(P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr):
+    """The memory of zeros."""
+    out = ()
+    for _ in tl.static_range(V):
+        out = out + (tl.zeros((N // (NL * V), P, NL), tl.float32),)
+    return out
+
+
+@triton.jit
+def load_states(
+    ptr,  # (n, d)
+    one, d: tl.constexpr, n: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """A or a memory, zeros beyond its d channels and n states."""
+    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P) * one, tl.arange(0, NL) * one
+    out = ()
+    for v in tl.static_range(V):
+        state = ((nr * NL)[:, None, None] + nl[None, None, :]) * V + v
+        at = tl.multiple_of(
+            tl.max_contiguous(ptr + (state * d + p[None, :, None]), [1, 2, 4]), [1, 1, 1]
+        )
+        out = out + (tl.load(at, mask=(state < n) & (p[None, :, None] < d), other=0.0),)
+    return out
+
+
+@triton.jit
+def store_states(
+    ptr,  # (n, d)
+    h, one, d: tl.constexpr, n: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_states`."""
+    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P) * one, tl.arange(0, NL) * one
+    for v in tl.static_range(V):
+        state = ((nr * NL)[:, None, None] + nl[None, None, :]) * V + v
+        at = tl.multiple_of(
+            tl.max_contiguous(ptr + (state * d + p[None, :, None]), [1, 2, 4]), [1, 1, 1]
+        )
+        tl.store(at, h[v], mask=(state < n) & (p[None, :, None] < d))
+
+
+@triton.jit
+def places_of_states(one, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr):
+    """The places (NR, P, NL) of a part of the memory in memory that only the phases read."""
+    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P) * one, tl.arange(0, NL) * one
+    return (nr * (P * NL))[:, None, None] + p[None, :, None] * NL + nl[None, None, :]
+
+
+@triton.jit
+def places_of_channels(one, P: tl.constexpr, NL: tl.constexpr):
+    """The channels (P, NL), and of each which lane stores it."""
+    p, nl = tl.arange(0, P) * one, tl.arange(0, NL) * one
+    # zeros, which the compiler does not know, keep the second axis
+    at = p[:, None] + (tl.arange(0, NL) * (one - 1))[None, :]
+    return at, tl.broadcast_to((nl == 0)[None, :], (P, NL))
+
+
+@triton.jit
+def put(ptr, v, places, lane, P: tl.constexpr, NL: tl.constexpr):
+    """Store a vector (P,)."""
+    at = tl.multiple_of(tl.max_contiguous(ptr + places, [2, 4]), [1, 1])
+    tl.store(at, tl.broadcast_to(v[:, None], (P, NL)), mask=lane)
+
+
+@triton.jit
+def row_of(ptr, p, d: tl.constexpr, P: tl.constexpr):
+    """A vector of d channels as float32 (P,)."""
+    if d == P:
+        return tl.load(ptr + p).to(tl.float32)
+    else:
+        return tl.load(ptr + p, mask=p < d, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def over_states(v):
+    """The sum of (NR, P, NL) over the states, (P,)."""
+    return tl.sum(tl.sum(v, 0), 1)

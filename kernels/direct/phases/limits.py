@@ -1,0 +1,79 @@
+"""Which sweeps the phases take; does not import Triton.
+
+Letters: b folded samples, t time, d channels of a head, n state per channel; P and N: d and n
+rounded up to powers of two.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from bedouin.kernels.direct.buffers import CHUNK
+from bedouin.kernels.feedback import reads_all_heads
+from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.operands import Operands, Parameterization
+
+MAX_CHANNELS = 64
+"""Most channels of a head: W^y of Delta and of x is in the registers of one program."""
+
+MAX_STATES = 64
+"""Most states of a channel: its memory and the cotangent of that are, too."""
+
+
+def fed_vectors(operands: Operands, options: Parameterization) -> tuple[bool, bool]:
+    """Whether y_{t-1} is fed back to Delta and to x."""
+    if operands.W_y is None:
+        return False, False
+    rows = operands.W_y.shape[-2] - (operands.x.shape[-1] if options.feeds_x else 0)
+    return rows > 0, options.feeds_x
+
+
+def takes_phases(operands: Operands, options: Parameterization) -> bool:
+    """Whether the phases compute this call: heads of at most MAX_CHANNELS channels, without
+    reflections, and with feedback of nothing but Delta and x; only where the other kernels do not,
+    with erase or feedback of x."""
+    if options.plain_only(operands) is None:
+        return False
+    layout, (d, n), W_y = options.layout, operands.A.shape[-2:], operands.W_y
+    if layout is None or not layout.selective or layout.num_householder:
+        return False
+    if d > MAX_CHANNELS or n > MAX_STATES or options.input_scale == "one_minus_decay":
+        return False
+    if torch.float64 in (operands.x.dtype, operands.A.dtype):
+        return False
+    if W_y is None:
+        return True
+    rows = W_y.shape[-2] - (d if options.feeds_x else 0)
+    return rows in (0, d) and not reads_all_heads(W_y, d)
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call."""
+
+    b: int
+    t: int
+    d: int
+    n: int
+    P: int
+    N: int
+    V: int  # values of a word: 4 bfloat16 or 2 float32
+    rows: int  # vectors that phase S keeps of a token
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.t, CHUNK)
+
+    @property
+    def kept(self) -> int:
+        """What phase S keeps of a sample: vectors of each token, h of each chunk, 1 / rms."""
+        return self.t * (self.rows * self.P + 1) + self.chunks * self.P * self.N
+
+
+def sizes_of(operands: Operands, options: Parameterization) -> Sizes:
+    """The sizes of a call that `takes_phases`."""
+    (b, t, d), n = operands.x.shape, operands.A.shape[-1]
+    P, N = (max(16, next_power_of_two(size)) for size in (d, n))
+    rows = 4 + sum(fed_vectors(operands, options)) + (options.known_layout().erase > 0)
+    return Sizes(b, t, d, n, P, N, 4 if operands.x.dtype == torch.bfloat16 else 2, rows)
+
+

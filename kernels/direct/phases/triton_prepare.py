@@ -1,0 +1,131 @@
+"""Phase P: what the raw values of B, C and beta^e alone determine; and its adjoint.
+
+Letters: b folded samples, t time, d channels of a head, n state per channel, r raw values,
+s tokens of a program; N: n rounded up to a power of two.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.elementary import sigmoid
+from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.direct.phases.device import high, nearest_word
+
+
+@triton.jit
+def _halves(row, j, inside, n: tl.constexpr, EPS: tl.constexpr):
+    """The even and the odd values (s, N / 2) of a unit vector of n raw values."""
+    even = tl.load(row[:, None] + 2 * j, mask=inside & (2 * j < n), other=0.0).to(tl.float32)
+    odd = tl.load(row[:, None] + 2 * j + 1, mask=inside & (2 * j + 1 < n), other=0.0)
+    odd = odd.to(tl.float32)
+    inverse = inverse_norm(tl.sum(even * even + odd * odd, 1), n * EPS)[:, None]
+    return even * inverse, odd * inverse
+
+
+@triton.jit
+def _store_words(ptr, token, j, inside, even, odd, N: tl.constexpr, LOW: tl.constexpr):
+    """Write a vector as the words that `unpack` reads; returns the values that they hold."""
+    if LOW:
+        word = nearest_word(even, odd)
+        tl.store(ptr + token[:, None] * (N // 2) + j, word, mask=inside)
+        even, odd = high(word), word.to(tl.float32, bitcast=True)
+    else:
+        at = ptr + token[:, None] * N + 2 * j
+        tl.store(at, even.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(at + 1, odd.to(tl.int32, bitcast=True), mask=inside)
+    return even, odd
+
+
+@triton.jit(do_not_specialize=["count", "t_end"])
+def prepare_kernel(
+    raw_ptr,  # (b, t, r), [Delta d | B n | C n | beta^e]
+    B_ptr,  # (b, t, words), int32, written
+    C_ptr,  # likewise
+    scalars_ptr,  # (b, t, 2), written: B C and beta^e
+    count,  # b t
+    t_end,
+    raw_stride_b,
+    raw_stride_t,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    LOW: tl.constexpr,  # words of two bfloat16 instead of a float32
+    ERASE_MAX: tl.constexpr,
+    EPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    here, j = token < count, tl.arange(0, N // 2)[None, :]
+    inside = here[:, None] & (j < N)
+    row = raw_ptr + token // t_end * raw_stride_b + token % t_end * raw_stride_t
+    even, odd = _halves(row + d, j, inside, n, EPS)
+    B = _store_words(B_ptr, token, j, inside, even, odd, N, LOW)
+    even, odd = _halves(row + d + n, j, inside, n, EPS)
+    C = _store_words(C_ptr, token, j, inside, even, odd, N, LOW)
+    tl.store(scalars_ptr + token * 2, tl.sum(B[0] * C[0] + B[1] * C[1], 1), mask=here)
+    if ERASE_MAX > 0:
+        raw = tl.load(row + d + 2 * n, mask=here, other=0.0).to(tl.float32)
+        tl.store(scalars_ptr + token * 2 + 1, ERASE_MAX * sigmoid(raw), mask=here)
+
+
+@triton.jit
+def _unit_vjp(row, grad_row, state, inside, EPS: tl.constexpr, n: tl.constexpr):
+    """The cotangent of a raw vector (s, N) from that of its unit vector."""
+    raw = tl.load(row[:, None] + state, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_row[:, None] + state, mask=inside, other=0.0)
+    inverse = inverse_norm(tl.sum(raw * raw, 1), n * EPS)[:, None]
+    unit = raw * inverse
+    return inverse * (grad - unit * tl.sum(unit * grad, 1)[:, None])
+
+
+@triton.jit(do_not_specialize=["count", "t_end"])
+def finish_kernel(
+    raw_ptr,  # (b, t, r)
+    fed_ptr,  # (b, t, 2, d), the cotangents of raw Delta and of x
+    grad_B_ptr,  # (b, t, N)
+    grad_C_ptr,  # (b, t, N)
+    kept_ptr,  # (b, t, ROWS, P), whose last row is r = a B
+    adjoint_ptr,  # (b, t, 2, P), whose last row is the cotangent of `written`
+    grad_raw_ptr,  # (b, t, WIDE), written, zeros from r on, fewer than 64
+    count,  # b t
+    t_end,
+    raw_stride_b,
+    raw_stride_t,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ERASE_MAX: tl.constexpr,
+    EPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    here, p, state = token < count, tl.arange(0, P)[None, :], tl.arange(0, N)[None, :]
+    row = raw_ptr + token // t_end * raw_stride_b + token % t_end * raw_stride_t
+    to = grad_raw_ptr + token[:, None] * WIDE
+    dtype = grad_raw_ptr.dtype.element_ty
+    channels = here[:, None] & (p < d)
+    of_delta = tl.load(fed_ptr + token[:, None] * (2 * d) + p, mask=channels, other=0.0)
+    tl.store(to + p, of_delta.to(dtype), mask=channels)
+    states = here[:, None] & (state < n)
+    grad = _unit_vjp(row + d, grad_B_ptr + token * N, state, states, EPS, n)
+    tl.store(to + d + state, grad.to(dtype), mask=states)
+    grad = _unit_vjp(row + d + n, grad_C_ptr + token * N, state, states, EPS, n)
+    tl.store(to + d + n + state, grad.to(dtype), mask=states)
+    SIZE: tl.constexpr = d + 2 * n + (1 if ERASE_MAX > 0 else 0)
+    if ERASE_MAX > 0:
+        at = kept_ptr + token[:, None] * (ROWS * P) + (ROWS - 1) * P + p
+        erased = tl.load(at, mask=channels, other=0.0)
+        at = adjoint_ptr + token[:, None] * (2 * P) + P + p
+        of_erased = tl.load(at, mask=channels, other=0.0)
+        share = sigmoid(tl.load(row + d + 2 * n, mask=here, other=0.0).to(tl.float32))
+        grad = -ERASE_MAX * tl.sum(erased * of_erased, 1) * share * (1 - share)
+        tl.store(grad_raw_ptr + token * WIDE + d + 2 * n, grad.to(dtype), mask=here)
+    rest = SIZE + tl.arange(0, 64)[None, :]
+    zeros = tl.zeros([TOKENS, 64], tl.float32).to(dtype)
+    tl.store(to + rest, zeros, mask=here[:, None] & (rest < WIDE))

@@ -1,0 +1,251 @@
+"""Phase R: the reverse sweep, of what the next earlier token waits for.
+
+With H the cotangent of h_t that token t + 1 sends, w that of y_t, and q = A d a / d(A Delta):
+
+    B_H = H B,  written_ = B_H + (B C) w                             the cotangent of `written`
+    raw_ = g B_H + act' ln 2 sum_n H q + read w                      g and read: kept by phase S
+    x_ = s written_
+    w_{t-1} = grad_{t-1} + the adjoint of norm of W^y^T (raw_, x_)
+    H_{t-1} = lambda * (H + w C^T - beta^e written_ B^T)
+
+The chain is w -> raw_, x_ -> one product with W^y -> w; sums over states with H run beside it. q is
+computed for a chunk of tokens from its first h, without any sum, and kept in scratch memory of which
+every thread reads what it wrote. The norm's adjoint subtracts norm(y) <raw_, W^y norm(y)> / d, whose
+inner product is a further row of the product.
+Letters as in `triton_sweep.py`.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.direct.phases.device import (
+    decay_of,
+    load_states,
+    over_states,
+    pack,
+    places_of_channels,
+    places_of_states,
+    put,
+    reach_of,
+    row_of,
+    slope_of,
+    store_states,
+    unpack,
+)
+
+
+@triton.jit
+def load_transposed(
+    ptr,  # (FEEDS d, d)
+    one, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """W^y by outputs, (P / NL, SLOTS, P, NL) for output jr NL + jl of input p; slot s belongs to fed
+    vector s % FEEDS."""
+    jr, slot = tl.arange(0, P // NL), tl.arange(0, SLOTS)
+    p, jl = tl.arange(0, P) * one, tl.arange(0, NL) * one
+    of_output = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
+    at = of_output * d + (slot % FEEDS * (d * d))[None, :, None, None] + p[None, None, :, None]
+    at = tl.multiple_of(tl.max_contiguous(ptr + at, [1, 1, 2, 4]), [1, 1, 1, 1])
+    inside = (of_output < d) & (p[None, None, :, None] < d)
+    return tl.load(at, mask=inside & (slot >= 0)[None, :, None, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_kept(
+    row,  # (ROWS, P) of a token
+    y_ptr,  # (d,), the output before the token
+    p, d: tl.constexpr, P: tl.constexpr, OF_DELTA: tl.constexpr, OF_X: tl.constexpr,
+):  # fmt: skip
+    """Delta, g, read, and what was fed, of a token."""
+    fed = ()
+    for i in tl.static_range(OF_DELTA + OF_X):
+        fed = fed + (tl.load(row + (4 + i) * P + p),)
+    return tl.load(row + p), tl.load(row + 2 * P + p), tl.load(row + 3 * P + p), fed
+
+
+@triton.jit(do_not_specialize=["one", "t_end", "per_head"])
+def reverse_kernel(
+    grad_y_ptr,  # (b, t, d)
+    y_ptr,  # (b, t, d)
+    y0_ptr,  # (b, d)
+    kept_ptr,  # (b, t, ROWS, P)
+    inverse_ptr,  # (b, t)
+    scalars_ptr,  # (b, t, 2): B C and beta^e
+    B_ptr,  # (b, t, N / V), words
+    C_ptr,  # likewise
+    W_ptr,  # (H, FEEDS d, d), W^y
+    A_ptr,  # (H, n, d), log2(e) A
+    states_ptr,  # (b, ceil(t / KEEP), N P)
+    scratch_ptr,  # (b, KEEP, N P / V), int64
+    H_ptr,  # (b, n, d), in place
+    edges_ptr,  # (b, ceil(t / KEEP), N P), written: H after the last token of each chunk
+    adjoint_ptr,  # (b, t, 2, P), written: w and the cotangent of `written`
+    fed_ptr,  # (b, t, 2, d), written: the cotangents of raw Delta and of x
+    grad_y0_ptr,  # (b, d), written
+    per_head,
+    t_end,
+    one,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    NL: tl.constexpr,
+    V: tl.constexpr,
+    KEEP: tl.constexpr,
+    OF_DELTA: tl.constexpr,
+    OF_X: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    ERASE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """All tokens of a sample of a head, from the last to the first."""
+    FEEDS: tl.constexpr = OF_DELTA + OF_X
+    ROWS: tl.constexpr = 4 + FEEDS + ERASE
+    SLOTS: tl.constexpr = FEEDS * (2 if NORM else 1)
+    WORDS: tl.constexpr = N // V
+    SIZE: tl.constexpr = P * N
+    sample = tl.program_id(0).to(tl.int64)
+    head = sample // per_head
+    p = tl.arange(0, P)
+    words = (tl.arange(0, WORDS // NL) * NL)[:, None] + tl.arange(0, NL)[None, :]
+    A = load_states(A_ptr + head * n * d, one, d, n, P, N, NL, V)
+    places = places_of_states(one, P, N, NL, V)
+    channels, lane = places_of_channels(one, P, NL)
+    inside = lane & (channels < d)
+    if FEEDS > 0:
+        W = load_transposed(W_ptr + head * FEEDS * d * d, one, d, P, NL, FEEDS, SLOTS)
+    H = load_states(H_ptr + sample * n * d, one, d, n, P, N, NL, V)
+    chunks = tl.cdiv(t_end, KEEP)
+    scratch = scratch_ptr + sample * KEEP * (SIZE // V)
+    first = sample * t_end
+    w = row_of(grad_y_ptr + (first + t_end - 1) * d, p, d, P)
+    for c in range(0, chunks):
+        chunk = chunks - 1 - c
+        start = chunk * KEEP
+        count = tl.minimum(KEEP, t_end - start)
+        slot = (sample * chunks + chunk) * SIZE
+        h = ()
+        for v in tl.static_range(V):
+            at = states_ptr + slot + v * (SIZE // V) + places
+            h = h + (tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])),)
+            at = edges_ptr + slot + v * (SIZE // V) + places
+            tl.store(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]), H[v])
+        # loaded anew for each chunk: values that pass through the results of an inner loop would
+        # keep the layout of their load, and cost a barrier each
+        token = first + start + count - 1
+        row = kept_ptr + token * (ROWS * P)
+        delta, g, read, fed = load_kept(row, y_ptr, p, d, P, OF_DELTA, OF_X)
+        B_C, beta = tl.load(scalars_ptr + token * 2), tl.load(scalars_ptr + token * 2 + 1)
+        inverse = tl.load(inverse_ptr + token)
+        B_words = tl.load(B_ptr + token * WORDS + words)
+        C_words = tl.load(C_ptr + token * WORDS + words)
+        of_replay = first + start
+        row = kept_ptr + of_replay * (ROWS * P)
+        delta_replay, written = tl.load(row + p), tl.load(row + P + p)
+        B_replay = tl.load(B_ptr + of_replay * WORDS + words)
+        for i in range(0, count):
+            later = first + tl.minimum(start + i + 1, t_end - 1)
+            row = kept_ptr + later * (ROWS * P)
+            delta_next, written_next = tl.load(row + p), tl.load(row + P + p)
+            B_next = tl.load(B_ptr + later * WORDS + words)
+            B = unpack(B_replay, V, True)
+            q = ()
+            after = ()
+            for v in tl.static_range(V):
+                decay = decay_of(A[v] * delta_replay[None, :, None], FULL, FAST)
+                a = decay * h[v]
+                q = q + (A[v] * (reach_of(decay, FULL) * h[v] if FULL else a),)
+                after = after + (a + written[None, :, None] * B[v][:, None, :],)
+            h = after
+            at = scratch + i * (SIZE // V) + places
+            at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
+            tl.store(at, pack(q, V, FAST))
+            delta_replay, written, B_replay = delta_next, written_next, B_next
+        tl.debug_barrier()
+        at = scratch + (count - 1) * (SIZE // V) + places
+        q_words = tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]))
+        for i in range(0, count):
+            left = count - 1 - i
+            earlier = first + tl.maximum(start + left - 1, 0)
+            at = scratch + tl.maximum(left - 1, 0) * (SIZE // V) + places
+            q_next = tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]))
+            row = kept_ptr + earlier * (ROWS * P)
+            delta_next, g_next, read_next, fed_next = load_kept(row, y_ptr, p, d, P, OF_DELTA, OF_X)
+            B_C_next = tl.load(scalars_ptr + earlier * 2)
+            beta_next = tl.load(scalars_ptr + earlier * 2 + 1)
+            inverse_next = tl.load(inverse_ptr + earlier)
+            B_next = tl.load(B_ptr + earlier * WORDS + words)
+            C_next = tl.load(C_ptr + earlier * WORDS + words)
+            # before the first token there is y0, whose cotangent is that of its norm alone
+            at_start = start + left == 0
+            real = p < tl.where(at_start, 0, d)
+            w_next = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
+            if (FEEDS > 0) and NORM:
+                y = tl.load(y_ptr + earlier * d + p, mask=real, other=0.0)
+                y += tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
+            B, C, q = unpack(B_words, V, True), unpack(C_words, V, True), unpack(q_words, V, False)
+            H_B = tl.zeros((WORDS // NL, P, NL), tl.float32)
+            H_q = H_B
+            for v in tl.static_range(V):
+                H_B += H[v] * B[v][:, None, :]
+                H_q += H[v] * q[v]
+            H_B = over_states(H_B)
+            of_written = H_B + B_C * w
+            of_raw = g * H_B + slope_of(delta, ACTIVATION) * LN2 * over_states(H_q) + read * w
+            of_x = fast_scale(delta, INPUT_SCALE, FAST) * of_written
+            put(adjoint_ptr + token * (2 * P), w, channels, lane, P, NL)
+            put(adjoint_ptr + token * (2 * P) + P, of_written, channels, lane, P, NL)
+            put(fed_ptr + token * (2 * d), of_raw, channels, inside, P, NL)
+            put(fed_ptr + token * (2 * d) + d, of_x, channels, inside, P, NL)
+            after = ()
+            for v in tl.static_range(V):
+                of_h = H[v] + w[None, :, None] * C[v][:, None, :]
+                if ERASE:
+                    of_h -= (beta * of_written)[None, :, None] * B[v][:, None, :]
+                after = after + (of_h * decay_of(A[v] * delta[None, :, None], FULL, FAST),)
+            H = after
+            w = w_next
+            if FEEDS > 0:
+                if OF_DELTA and OF_X:
+                    rows = tl.join(of_raw, of_x)
+                    if NORM:
+                        rows = tl.join(
+                            tl.join(of_raw, of_raw * fed[0]), tl.join(of_x, of_x * fed[1])
+                        )
+                else:
+                    rows = of_raw if OF_DELTA else of_x
+                    if NORM:
+                        rows = tl.join(rows, rows * fed[0])
+                rows = tl.permute(tl.reshape(rows, (P // NL, NL, SLOTS)), (0, 2, 1))[:, :, None, :]
+                weights = W
+                if NORM:
+                    is_weight = (tl.arange(0, SLOTS) < FEEDS)[None, :, None, None]
+                    weights = tl.where(is_weight, W, -(y * (inverse / d))[None, None, :, None])
+                fed_back = tl.sum(tl.sum(tl.sum(weights * rows, 0), 0), 1)
+                w += fed_back * inverse if NORM else fed_back
+            delta, g, read, fed, B_C, beta = (
+                delta_next,
+                g_next,
+                read_next,
+                fed_next,
+                B_C_next,
+                beta_next,
+            )
+            inverse, B_words, C_words, q_words, token = (
+                inverse_next,
+                B_next,
+                C_next,
+                q_next,
+                earlier,
+            )
+    put(grad_y0_ptr + sample * d, w, channels, inside, P, NL)
+    store_states(H_ptr + sample * n * d, H, one, d, n, P, N, NL, V)

@@ -1,0 +1,198 @@
+"""Phase S: the exact sweep over the tokens.
+
+    raw = raw^x + W^y norm(y_{t-1}),  x^ = x + W^y norm(y_{t-1})     (those of both that are fed)
+    a = lambda * h,  r = a B,  written = s x^ - beta^e r             (DESIGN of erase: delta rule)
+    y = a C + (B C) written,  h = a + written B^T
+
+Letters: b folded samples, t time, d channels of a head, n state per channel, P and N both rounded up
+to powers of two; V, NL as in `device.py`.
+"""
+# The kernels are written in the language of Triton, which has no types for mypy.
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.activations import fast_activate
+from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.direct.phases.device import (
+    decay_of,
+    load_states,
+    over_states,
+    places_of_channels,
+    places_of_states,
+    put,
+    reach_of,
+    row_of,
+    slope_of,
+    store_states,
+    unpack,
+)
+
+
+@triton.jit
+def load_weights(
+    ptr,  # (d, d)
+    one, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
+):  # fmt: skip
+    """W^y of one fed vector, (P / NL, P, NL) for input ir NL + il of output p."""
+    ir, p, il = tl.arange(0, P // NL), tl.arange(0, P) * one, tl.arange(0, NL) * one
+    of_input = (ir * NL)[:, None, None] + il[None, None, :]
+    at = tl.multiple_of(
+        tl.max_contiguous(ptr + (p[None, :, None] * d + of_input), [1, 2, 4]), [1, 1, 1]
+    )
+    return tl.load(at, mask=(p[None, :, None] < d) & (of_input < d), other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["one", "t_end", "per_head"])
+def sweep_kernel(
+    x_ptr,  # (b, t, d)
+    raw_ptr,  # (b, t, r), of which the first d are those of Delta
+    scalars_ptr,  # (b, t, 2): B C and beta^e
+    B_ptr,  # (b, t, N / V), words
+    C_ptr,  # likewise
+    W_ptr,  # (H, FEEDS d, d), W^y
+    A_ptr,  # (H, n, d), log2(e) A
+    y0_ptr,  # (b, d)
+    h_ptr,  # (b, n, d), in place
+    y_ptr,  # (b, t, d)
+    kept_ptr,  # (b, t, ROWS, P), written with KEEP
+    inverse_ptr,  # (b, t), likewise: 1 / rms of y_{t-1}
+    states_ptr,  # (b, ceil(t / KEEP), N P), likewise: h before tokens 0, KEEP, 2 KEEP, ...
+    per_head,  # samples of a head, b / H
+    t_end,
+    one,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    NL: tl.constexpr,
+    V: tl.constexpr,
+    KEEP: tl.constexpr,  # tokens between two kept h; 0: nothing is kept
+    OF_DELTA: tl.constexpr,  # what is fed back
+    OF_X: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INPUT_SCALE: tl.constexpr,
+    FULL: tl.constexpr,
+    ERASE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """All tokens of a sample of a head."""
+    FEEDS: tl.constexpr = OF_DELTA + OF_X
+    ROWS: tl.constexpr = 4 + FEEDS + ERASE
+    WORDS: tl.constexpr = N // V
+    SIZE: tl.constexpr = P * N
+    sample = tl.program_id(0).to(tl.int64)
+    head = sample // per_head
+    p = tl.arange(0, P)
+    words = (tl.arange(0, WORDS // NL) * NL)[:, None] + tl.arange(0, NL)[None, :]
+    A = load_states(A_ptr + head * n * d, one, d, n, P, N, NL, V)
+    places = places_of_states(one, P, N, NL, V)
+    channels, lane = places_of_channels(one, P, NL)
+    W_at = W_ptr + head * FEEDS * d * d
+    if OF_DELTA:
+        W_delta = load_weights(W_at, one, d, P, NL)
+    if OF_X:
+        W_x = load_weights(W_at + OF_DELTA * d * d, one, d, P, NL)
+    h = load_states(h_ptr + sample * n * d, one, d, n, P, N, NL, V)
+    y = row_of(y0_ptr + sample * d, p, d, P)
+    token = sample * t_end
+    x_at, raw_at = x_ptr + sample * x_stride_b, raw_ptr + sample * raw_stride_b
+    x, raw = row_of(x_at, p, d, P), row_of(raw_at, p, d, P)
+    B_C = tl.load(scalars_ptr + token * 2)
+    beta = tl.load(scalars_ptr + token * 2 + 1)
+    B_words = tl.load(B_ptr + token * WORDS + words)
+    C_words = tl.load(C_ptr + token * WORDS + words)
+    for t in range(0, t_end):
+        # loads of a token are issued while the one before it is computed
+        step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
+        later = sample * t_end + step
+        x_next = row_of(x_at + step * x_stride_t, p, d, P)
+        raw_next = row_of(raw_at + step * raw_stride_t, p, d, P)
+        B_C_next = tl.load(scalars_ptr + later * 2)
+        beta_next = tl.load(scalars_ptr + later * 2 + 1)
+        B_next = tl.load(B_ptr + later * WORDS + words)
+        C_next = tl.load(C_ptr + later * WORDS + words)
+        if KEEP > 0:
+            if t % KEEP == 0:
+                slot = sample * tl.cdiv(t_end, KEEP) + t // KEEP
+                for v in tl.static_range(V):
+                    at = states_ptr + slot * SIZE + v * (SIZE // V) + places
+                    at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
+                    tl.store(at, h[v])
+        if FEEDS > 0:
+            before = tl.reshape(y, (P // NL, NL))[:, None, :]
+            inverse = tl.zeros((P,), tl.float32) + 1.0
+            if NORM:
+                # by each thread for its channel: a sum of the whole block would cost barriers
+                square = over_states(tl.broadcast_to(before * before, (P // NL, P, NL)))
+                inverse = inverse_norm(square / d, NORM_EPS)
+            if OF_DELTA:
+                fed_raw = over_states(W_delta * before) * inverse
+                raw += fed_raw
+            if OF_X:
+                fed_x = over_states(W_x * before) * inverse
+                x += fed_x
+        delta = fast_activate(raw, ACTIVATION, FAST)
+        s = fast_scale(delta, INPUT_SCALE, FAST)
+        B, C = unpack(B_words, V, True), unpack(C_words, V, True)
+        decayed = ()
+        r = tl.zeros((WORDS // NL, P, NL), tl.float32)
+        q = r
+        # d a / d Delta = ln 2 A reach h, read out by B and C
+        of_B = r
+        of_C = r
+        for v in tl.static_range(V):
+            decay = decay_of(A[v] * delta[None, :, None], FULL, FAST)
+            a = decay * h[v]
+            decayed = decayed + (a,)
+            if ERASE:
+                r += a * B[v][:, None, :]
+            q += a * C[v][:, None, :]
+            if KEEP > 0:
+                slope = A[v] * (reach_of(decay, FULL) * h[v] if FULL else a)
+                if ERASE:
+                    of_B += slope * B[v][:, None, :]
+                of_C += slope * C[v][:, None, :]
+        written = s * x
+        if ERASE:
+            erased = over_states(r)
+            written -= beta * erased
+        y = over_states(q) + B_C * written
+        h = ()
+        for v in tl.static_range(V):
+            h = h + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
+        token = sample * t_end + t
+        put(y_ptr + token * d, y, channels, lane & (channels < d), P, NL)
+        if KEEP > 0:
+            of_raw = slope_of(delta, ACTIVATION)
+            g = x / ((1.0 + delta) * (1.0 + delta)) if INPUT_SCALE == "bounded_delta" else x
+            if ERASE:
+                g -= LN2 * beta * over_states(of_B)
+            g = of_raw * g
+            row = kept_ptr + token * (ROWS * P)
+            put(row, delta, channels, lane, P, NL)
+            put(row + P, written, channels, lane, P, NL)
+            put(row + 2 * P, g, channels, lane, P, NL)
+            read = B_C * g + of_raw * LN2 * over_states(of_C)
+            put(row + 3 * P, read, channels, lane, P, NL)
+            if OF_DELTA:
+                put(row + 4 * P, fed_raw, channels, lane, P, NL)
+            if OF_X:
+                put(row + (4 + OF_DELTA) * P, fed_x, channels, lane, P, NL)
+            if ERASE:
+                put(row + (4 + FEEDS) * P, erased, channels, lane, P, NL)
+            if FEEDS > 0:
+                first = lane & (channels == 0)
+                put(inverse_ptr + token - channels, inverse, channels, first, P, NL)
+        x, raw, B_C, beta, B_words, C_words = x_next, raw_next, B_C_next, beta_next, B_next, C_next
+    store_states(h_ptr + sample * n * d, h, one, d, n, P, N, NL, V)
