@@ -246,8 +246,7 @@ def _sweep_backward(
     r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
         if not plain and takes_phases(operands, options):
-            known = grad_y, grad_h, y, kept
-            return phase_reverse(known, operands, options, wants_y0=wants_y0)
+            return phase_reverse((grad_y, grad_h, y, kept), operands, options, wants_y0=wants_y0)
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
             given = (grad_y, grad_h, y, kept, operands, options)

@@ -2,8 +2,8 @@
 
 A program of S and R is one sample of one head. Its memory h is a tuple of V tensors (NR, P, NL) for
 state n = (nr NL + nl) V + v of channel p: Triton puts NL and 32 / NL channels on the lanes of a
-warp, the next channels on the warps, and NR into registers. A sum over the states is then a sum in a
-thread and log2(NL) shuffles, without a barrier. B and C are read as words of V values.
+warp, the next channels on the warps, and NR into registers. A sum over the states is then a sum in
+a thread and log2(NL) shuffles, without a barrier. B and C are read as words of V values.
 
 The compiler would choose other layouts from the addresses of large loads and stores, and a tie
 between two orders is broken differently in Triton 3.6 and 3.9. So these addresses contain a factor

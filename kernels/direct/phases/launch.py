@@ -21,7 +21,7 @@ from bedouin.kernels.direct.phases.triton_sweep import sweep_kernel
 from bedouin.kernels.direct.triton_constants import layout_of
 from bedouin.kernels.direct.triton_plan import multiprocessors
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.launch import ceil_div, last_axis_contiguous, next_power_of_two
+from bedouin.kernels.launch import ceil_div, last_axis_contiguous
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.plans import AFRESH, KEPT_CONSTANTS, Constants, How, PlannedKernel
@@ -34,6 +34,9 @@ TOKENS = 16
 
 PROGRAMS = 2
 """Programs of phase G for each multiprocessor, at least."""
+
+COMPILER = {"num_stages": 1, "enable_fp_fusion": True}
+"""Options of every launch; Triton's default for the latter changes with its version."""
 
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
@@ -63,7 +66,7 @@ class _Inputs(NamedTuple):
         B, C = A.new_empty(2, b, t, sizes.N * 2 // sizes.V, dtype=torch.int32).unbind()
         scalars = A.new_empty(b, t, 2)
         numbers = b * t, t, *raw.stride()[:2]
-        how = _grid(b * t), numbers, _prepare_constants(sizes[2:6], sizes.V, options)
+        how = _grid(b * t), numbers, prepare_constants(sizes[2:6], sizes.V, options)
         AFRESH.launch(PREPARE, None, (raw, B, C, scalars), lambda: how)
         W = A if W_y is None else W_y.contiguous()
         y0 = A.new_zeros(b, d) if y0 is None else y0.contiguous()
@@ -100,7 +103,7 @@ def launch_sweep(
     h = A.new_zeros(b, n, d) if h0 is None else state_major(h0)
     y, kept = A.new_empty(b, t, d), A.new_empty(b, sizes.kept if keeps else 0)
     parts = _Kept.of(kept, sizes) if keeps else _Kept(y, y, y)
-    constants = _sweep_constants(sizes[2:], fed_vectors(operands, options), options, keeps)
+    constants = sweep_constants(sizes[2:], fed_vectors(operands, options), options, keeps)
     strides = *inputs.x.stride()[:2], *inputs.raw.stride()[:2]
 
     def how() -> How:
@@ -124,6 +127,16 @@ class Gradients(NamedTuple):
     scale: Tensor  # (b, t), the largest |w| of each token
 
 
+class _Solved(NamedTuple):
+    """What phase R leaves to the other phases."""
+
+    edges: Tensor  # (b, chunks, N P), H after the last token of each chunk
+    adjoint: Tensor  # (b, t, 2, P), w and the cotangent of `written`
+    fed: Tensor  # (b, t, 2 d), the cotangents of raw Delta and of x
+    H: Tensor  # (b, n, d), of h0
+    y0: Tensor  # (b, d)
+
+
 def launch_reverse(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
@@ -134,58 +147,83 @@ def launch_reverse(
 ) -> Gradients:
     """Phases P, R and G, and the adjoint of P."""
     sizes = sizes_of(operands, options)
-    b, t, d, n, P, N, V, rows = sizes
     inputs, parts = _Inputs.of(operands, options, sizes), _Kept.of(kept, sizes)
-    A = inputs.A
-    H = A.new_zeros(b, n, d) if grad_h is None else state_major(grad_h)
-    edges, adjoint = A.new_empty(b, sizes.chunks, N * P), A.new_empty(b, t, 2, P)
-    fed, y0 = operands.x.new_empty(b, t, 2 * d), A.new_empty(b, d)
-    scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
+    H = inputs.A.new_zeros(sizes.b, sizes.n, sizes.d) if grad_h is None else state_major(grad_h)
     both = fed_vectors(operands, options)
-    constants = _reverse_constants(sizes[2:7], both, options)
-    words = inputs.scalars, inputs.B, inputs.C
-    tensors = (
-        *(grad_y.contiguous(), y, inputs.y0, parts.rows, parts.inverse, *words, inputs.W, A),
-        *(parts.states, scratch, H, edges, adjoint, fed, y0),
-    )
+    constants = reverse_constants(sizes[2:7], both, options)
+    solved = _reverse(grad_y.contiguous(), H, y, inputs, parts, sizes, constants)
+    grad_B, grad_C, grad_A = _gradients(inputs, parts, solved, sizes, options)
+    r = inputs.raw.shape[2]
+    grad_raw = inputs.raw.new_empty(sizes.b, sizes.t, r + padding(r))
+    adjoint, fed, tokens = solved.adjoint, solved.fed, sizes.b * sizes.t
+    tensors = inputs.raw, fed, grad_B, grad_C, parts.rows, adjoint, grad_raw
+    numbers = tokens, sizes.t, *inputs.raw.stride()[:2]
+
+    def how() -> How:
+        return _grid(tokens), numbers, finish_constants(sizes[2:], grad_raw.shape[2], options)
+
+    AFRESH.launch(FINISH, None, tensors, how)
+    scale = torch.linalg.vector_norm(adjoint[:, :, 0], math.inf, -1)
+    return Gradients(fed[..., sizes.d :], grad_raw, fed, grad_A, solved.H, solved.y0, scale)
+
+
+def _reverse(
+    grad_y: Tensor,  # (b, t, d)
+    H: Tensor,  # (b, n, d), of the last h, overwritten by that of h0
+    y: Tensor,  # (b, t, d)
+    inputs: _Inputs,
+    parts: _Kept,
+    sizes: Sizes,
+    constants: Constants,
+) -> _Solved:
+    """Phase R."""
+    b, t, d, _, P, N, V, _ = sizes
+    A, chunks = inputs.A, sizes.chunks
+    edges, adjoint = A.new_empty(b, chunks, N * P), A.new_empty(b, t, 2, P)
+    solved = _Solved(edges, adjoint, inputs.x.new_empty(b, t, 2 * d), H, A.new_empty(b, d))
+    scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
+    known = grad_y, y, inputs.y0, parts.rows, parts.inverse, inputs.scalars, inputs.B, inputs.C
+    results = scratch, H, edges, adjoint, solved.fed, solved.y0
+    tensors = *known, inputs.W, A, parts.states, *results
     AFRESH.launch(REVERSE, None, tensors, lambda: ((b,), (inputs.per_head, t, 1), constants))
-    grad_B, grad_C = A.new_empty(2, b, t, N).unbind()
-    wanted = ceil_div(PROGRAMS * (1 if interpreter_is_on() else multiprocessors(A.device)), b)
-    each = ceil_div(sizes.chunks, min(wanted, sizes.chunks))
+    return solved
+
+
+def _gradients(
+    inputs: _Inputs, parts: _Kept, solved: _Solved, sizes: Sizes, options: Parameterization
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Phase G: the gradients of the unit B and C (b, t, N), and of A for each sample (b, n, d)."""
+    b, t, d, n, P, N, V, _ = sizes
+    A = inputs.A
+    units = 1 if interpreter_is_on() else multiprocessors(A.device)
+    each = ceil_div(sizes.chunks, min(ceil_div(PROGRAMS * units, b), sizes.chunks))
     splits = ceil_div(sizes.chunks, each)
-    grad_A = A.new_empty(b, splits, n, d)
     kind = torch.int32 if V == 4 else torch.int64
     scratch = A.new_empty(b, splits, CHUNK, N * P // 2, dtype=kind)
-    pairs = parts.rows.view(torch.int64), adjoint.view(torch.int64), inputs.scalars
-    values = inputs.B.view(torch.int32), inputs.C.view(torch.int32)
-    tensors = (*(*pairs, *values, A, parts.states, edges, scratch, grad_B, grad_C, grad_A),)
-    numbers = inputs.per_head, t, 1, each
-    AFRESH.launch(
-        GRADIENTS,
-        None,
-        tensors,
-        lambda: ((b, splits), numbers, _gradient_constants(sizes[2:], options)),
-    )
-    r = inputs.raw.shape[2]
-    grad_raw = inputs.raw.new_empty(b, t, r + padding(r))
-    tensors = inputs.raw, fed, grad_B, grad_C, parts.rows, adjoint, grad_raw
-    strides = b * t, t, *inputs.raw.stride()[:2]
-    AFRESH.launch(
-        FINISH,
-        None,
-        tensors,
-        lambda: (_grid(b * t), strides, _finish_constants(sizes[2:], grad_raw.shape[2], options)),
-    )
-    scale = torch.linalg.vector_norm(adjoint[:, :, 0], math.inf, -1)
-    return Gradients(fed[..., d:], grad_raw, fed, grad_A.sum(1), H, y0, scale)
+    grad_B, grad_C = A.new_empty(2, b, t, N).unbind()
+    grad_A = A.new_empty(b, splits, n, d)
+    pairs = parts.rows.view(torch.int64), solved.adjoint.view(torch.int64), inputs.scalars
+    values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
+    tensors = *pairs, *values, parts.states, solved.edges, scratch, grad_B, grad_C, grad_A
+
+    def how() -> How:
+        numbers = inputs.per_head, t, 1, each
+        return (b, splits), numbers, gradient_constants(sizes[2:], options)
+
+    AFRESH.launch(GRADIENTS, None, tensors, how)
+    return grad_B, grad_C, grad_A.sum(1)
 
 
 def _grid(tokens: int) -> tuple[int]:
     return (ceil_div(tokens, TOKENS),)
 
 
-def _common(d: int, n: int, P: int, N: int, V: int, options: Parameterization) -> dict[str, Any]:
+def _common(
+    sizes: tuple[int, ...],  # d, n, P, N, V
+    options: Parameterization,
+) -> dict[str, Any]:
     """Constants of phases S and R."""
+    d, n, P, N, V = sizes
     layout, lanes = layout_of(options), min(LANES, N // V)
     return {
         **{"d": d, "n": n, "P": P, "N": N, "NL": lanes, "V": V},
@@ -197,12 +235,12 @@ def _common(d: int, n: int, P: int, N: int, V: int, options: Parameterization) -
         "FAST": not interpreter_is_on(),
         # a thread has one channel
         "num_warps": max(1, P * lanes // 32),
-        "num_stages": 1,
+        **COMPILER,
     }
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _prepare_constants(
+def prepare_constants(
     sizes: tuple[int, ...],  # d, n, P, N
     V: int,
     options: Parameterization,
@@ -210,12 +248,20 @@ def _prepare_constants(
     d, n, _, N = sizes
     erase = layout_of(options).erase
     return Constants(
-        d=d, n=n, N=N, LOW=V == 4, ERASE_MAX=erase, EPS=UNIT_EPS, TOKENS=TOKENS, num_warps=4
+        d=d,
+        n=n,
+        N=N,
+        LOW=V == 4,
+        ERASE_MAX=erase,
+        EPS=UNIT_EPS,
+        TOKENS=TOKENS,
+        num_warps=4,
+        **COMPILER,
     )
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _sweep_constants(
+def sweep_constants(
     sizes: tuple[int, ...],  # d, n, P, N, V, rows
     fed: tuple[bool, bool],
     options: Parameterization,
@@ -227,26 +273,26 @@ def _sweep_constants(
         OF_DELTA=int(fed[0]),
         OF_X=int(fed[1]),
         NORM_EPS=0.0 if eps is None else eps,
-        **_common(*sizes[:5], options),
+        **_common(sizes[:5], options),
     )
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _reverse_constants(
+def reverse_constants(
     sizes: tuple[int, ...],  # d, n, P, N, V
     fed: tuple[bool, bool],
     options: Parameterization,
 ) -> Constants:
-    return Constants(KEEP=CHUNK, OF_DELTA=int(fed[0]), OF_X=int(fed[1]), **_common(*sizes, options))
+    return Constants(KEEP=CHUNK, OF_DELTA=int(fed[0]), OF_X=int(fed[1]), **_common(sizes, options))
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _gradient_constants(
+def gradient_constants(
     sizes: tuple[int, ...],  # d, n, P, N, V, rows
     options: Parameterization,
 ) -> Constants:
-    common = _common(*sizes[:5], options)
-    kept = ("d", "n", "P", "N", "NL", "V", "FULL", "ERASE", "FAST", "num_stages")
+    common = _common(sizes[:5], options)
+    kept = ("d", "n", "P", "N", "NL", "V", "FULL", "ERASE", "FAST", *COMPILER)
     return Constants(
         KEEP=CHUNK,
         ROWS=sizes[5],
@@ -257,7 +303,7 @@ def _gradient_constants(
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _finish_constants(
+def finish_constants(
     sizes: tuple[int, ...],  # d, n, P, N, V, rows
     wide: int,
     options: Parameterization,
@@ -268,4 +314,5 @@ def _finish_constants(
         ERASE_MAX=layout_of(options).erase,
         EPS=UNIT_EPS,
         num_warps=4,
+        **COMPILER,
     )

@@ -75,5 +75,3 @@ def sizes_of(operands: Operands, options: Parameterization) -> Sizes:
     P, N = (max(16, next_power_of_two(size)) for size in (d, n))
     rows = 4 + sum(fed_vectors(operands, options)) + (options.known_layout().erase > 0)
     return Sizes(b, t, d, n, P, N, 4 if operands.x.dtype == torch.bfloat16 else 2, rows)
-
-

@@ -1,10 +1,11 @@
 """Phase G: the gradients of A, B and C, of many chunks of tokens at once.
 
 From h and its cotangent at the edges of a chunk, which phases S and R have kept, as the backward
-pass of an ordinary scan. With dH = H + w C^T the cotangent of h_t and `erased` = -beta^e `of_written`
-that of r:
+pass of an ordinary scan. With dH = H + w C^T the cotangent of h_t, and `erased` that of r, which is
+-beta^e times that of `written`:
 
-    B_ = dH^T written + a^T erased,   C_ = h_t^T w,   A_ += (dH + erased B^T) * Delta d lambda h_{t-1}
+    B_ = dH^T written + a^T erased,   C_ = h_t^T w,
+    A_ += (dH + erased B^T) * Delta (d lambda / d (A Delta)) h_{t-1}
 
 A program has a sample of a head and some chunks. Its memory is a tuple of two tensors (PR, N, PL)
 for channel (pr PL + pl) 2 + u: sums over channels are sums in a thread and log2(PL) shuffles.
@@ -12,7 +13,7 @@ Letters as in `triton_sweep.py`.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
@@ -115,10 +116,10 @@ def gradient_kernel(
         h = ()
         H = ()
         for u in tl.static_range(2):
-            at = slot + (channel + u) * NL + kept_at[None, :, None]
-            from_states = tl.max_contiguous(states_ptr + at, [1, 2, 4])
+            edge = slot + (channel + u) * NL + kept_at[None, :, None]
+            from_states = tl.max_contiguous(states_ptr + edge, [1, 2, 4])
             h = h + (tl.load(tl.multiple_of(from_states, [1, 1, 1])),)
-            from_edges = tl.max_contiguous(edges_ptr + at, [1, 2, 4])
+            from_edges = tl.max_contiguous(edges_ptr + edge, [1, 2, 4])
             H = H + (tl.load(tl.multiple_of(from_edges, [1, 1, 1])),)
         for i in range(0, count):
             token = sample * t_end + start + i
@@ -126,13 +127,13 @@ def gradient_kernel(
             delta = unpack(tl.load(row + words), 2, False)
             written = unpack(tl.load(row + HALF + words), 2, False)
             B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
-            at = scratch + i * (SIZE // 2) + places
-            at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
+            to = scratch + i * (SIZE // 2) + places
+            to = tl.multiple_of(tl.max_contiguous(to, [1, 2, 4]), [1, 1, 1])
             if V == 4:
-                tl.store(at, word_of_two(h[0], h[1], FAST))
+                tl.store(to, word_of_two(h[0], h[1], FAST))
             else:
                 bits = h[0].to(tl.int32, bitcast=True), h[1].to(tl.int32, bitcast=True)
-                tl.store(at, join_words(bits[0], bits[1]))
+                tl.store(to, join_words(bits[0], bits[1]))
             after = ()
             for u in tl.static_range(2):
                 decay = decay_of(A[u] * delta[u][:, None, :], FULL, FAST)
@@ -149,12 +150,12 @@ def gradient_kernel(
             beta = tl.load(scalars_ptr + token * 2 + 1)
             B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
             C = load_values(C_ptr + token * INTS, state, V)[None, :, None]
-            at = scratch + left * (SIZE // 2) + places
-            before = tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]))
+            kept_h = scratch + left * (SIZE // 2) + places
+            word = tl.load(tl.multiple_of(tl.max_contiguous(kept_h, [1, 2, 4]), [1, 1, 1]))
             if V == 4:
-                before = (high(before), (before & -65536).to(tl.float32, bitcast=True))
+                before = (high(word), (word & -65536).to(tl.float32, bitcast=True))
             else:
-                before = unpack(before, 2, False)
+                before = unpack(word, 2, False)
             grad_B = tl.zeros((PR, N, PL), tl.float32)
             grad_C = grad_B
             earlier = ()

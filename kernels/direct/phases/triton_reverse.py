@@ -9,9 +9,9 @@ With H the cotangent of h_t that token t + 1 sends, w that of y_t, and q = A d a
     H_{t-1} = lambda * (H + w C^T - beta^e written_ B^T)
 
 The chain is w -> raw_, x_ -> one product with W^y -> w; sums over states with H run beside it. q is
-computed for a chunk of tokens from its first h, without any sum, and kept in scratch memory of which
-every thread reads what it wrote. The norm's adjoint subtracts norm(y) <raw_, W^y norm(y)> / d, whose
-inner product is a further row of the product.
+computed for a chunk of tokens from its first h, without any sum, and kept in scratch memory: every
+thread reads what it wrote. The norm's adjoint subtracts norm(y) <raw_, W^y norm(y)> / d,
+whose inner product is a further row of the product.
 Letters as in `triton_sweep.py`.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -45,8 +45,8 @@ def load_transposed(
     one, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """W^y by outputs, (P / NL, SLOTS, P, NL) for output jr NL + jl of input p; slot s belongs to fed
-    vector s % FEEDS."""
+    """W^y by outputs, (P / NL, SLOTS, P, NL) for output jr NL + jl of input p; slot s belongs to
+    the fed vector s % FEEDS."""
     jr, slot = tl.arange(0, P // NL), tl.arange(0, SLOTS)
     p, jl = tl.arange(0, P) * one, tl.arange(0, NL) * one
     of_output = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
@@ -166,18 +166,18 @@ def reverse_kernel(
                 q = q + (A[v] * (reach_of(decay, FULL) * h[v] if FULL else a),)
                 after = after + (a + written[None, :, None] * B[v][:, None, :],)
             h = after
-            at = scratch + i * (SIZE // V) + places
-            at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
-            tl.store(at, pack(q, V, FAST))
+            q_at = scratch + i * (SIZE // V) + places
+            q_at = tl.multiple_of(tl.max_contiguous(q_at, [1, 2, 4]), [1, 1, 1])
+            tl.store(q_at, pack(q, V, FAST))
             delta_replay, written, B_replay = delta_next, written_next, B_next
         tl.debug_barrier()
-        at = scratch + (count - 1) * (SIZE // V) + places
-        q_words = tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]))
+        q_at = scratch + (count - 1) * (SIZE // V) + places
+        q_words = tl.load(tl.multiple_of(tl.max_contiguous(q_at, [1, 2, 4]), [1, 1, 1]))
         for i in range(0, count):
             left = count - 1 - i
             earlier = first + tl.maximum(start + left - 1, 0)
-            at = scratch + tl.maximum(left - 1, 0) * (SIZE // V) + places
-            q_next = tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]))
+            q_at = scratch + tl.maximum(left - 1, 0) * (SIZE // V) + places
+            q_next = tl.load(tl.multiple_of(tl.max_contiguous(q_at, [1, 2, 4]), [1, 1, 1]))
             row = kept_ptr + earlier * (ROWS * P)
             delta_next, g_next, read_next, fed_next = load_kept(row, y_ptr, p, d, P, OF_DELTA, OF_X)
             B_C_next = tl.load(scalars_ptr + earlier * 2)

@@ -1,11 +1,11 @@
 """Phase S: the exact sweep over the tokens.
 
     raw = raw^x + W^y norm(y_{t-1}),  x^ = x + W^y norm(y_{t-1})     (those of both that are fed)
-    a = lambda * h,  r = a B,  written = s x^ - beta^e r             (DESIGN of erase: delta rule)
+    a = lambda * h,  r = a B,  written = s x^ - beta^e r             (the delta rule's erase)
     y = a C + (B C) written,  h = a + written B^T
 
-Letters: b folded samples, t time, d channels of a head, n state per channel, P and N both rounded up
-to powers of two; V, NL as in `device.py`.
+Letters: b folded samples, t time, d channels of a head, n state per channel, P and N both rounded
+up to powers of two; V, NL as in `device.py`.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.

@@ -1,0 +1,212 @@
+"""The phases of the exact sweep in Triton against plain PyTorch: values and all gradients.
+
+With TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU; without it the
+tests need a CUDA device.
+Letters: b samples of a head, t time, p channels of a head, n state per channel, r raw values,
+H heads.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin
+from bedouin.kernels.backend import Backend, interpreter_is_on
+from bedouin.kernels.direct import direct_sweep
+from bedouin.kernels.direct.phases.limits import takes_phases
+from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
+from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.testing import assert_close
+
+DEVICE = "cpu" if interpreter_is_on() else "cuda"
+needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
+
+# of the largest value; compiled, exponentials and quotients in float32 are approximations. In
+# bfloat16 cotangents of x and raw are rounded, and B, C and q are kept in it.
+TOLERANCE = {
+    torch.float32: 5e-6 if interpreter_is_on() else 5e-4,
+    torch.float16: 2e-3,
+    torch.bfloat16: 3e-2,
+}
+NAMES = ("x", "raw", "W_y", "A", "h0", "y0")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and options of a sweep; `dtype` is that of x, raw and W_y."""
+
+    heads: int = 2
+    b: int = 1
+    t: int = 5
+    p: int = 16
+    n: int = 8
+    fed: str = "dx"
+    erase: float = 1.0
+    activation: Activation = "softplus"
+    input_scale: InputScale = "delta"
+    eigenvalues: Eigenvalues = "positive"
+    norm_eps: float | None = 1e-5
+    starts: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def options(self) -> Parameterization:
+        layout = RawLayout(self.activation, True, 0, 1.0, self.erase)
+        scales = self.input_scale, self.eigenvalues, self.norm_eps
+        return Parameterization(layout, *scales, feeds_x="x" in self.fed)
+
+    def operands(self, device: str = DEVICE) -> Operands:
+        generator = torch.Generator().manual_seed(self.b + 10 * self.t)
+
+        def draw(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        H, b, t, p, n = self.heads, self.heads * self.b, self.t, self.p, self.n
+        x, raw = draw(b, t, p), draw(b, t, self.options().known_layout().size(p, n))
+        W_y = 0.5 * p**-0.5 * draw(H, len(self.fed) * p, p) if self.fed else None
+        A, wide = -draw(H, p, n, dtype=torch.float32).exp(), torch.float32
+        if H == 1:
+            A, W_y = A[0], None if W_y is None else W_y[0]
+        start = (draw(b, p, n, dtype=wide), draw(b, p, dtype=wide)) if self.starts else (None, None)
+        return Operands(x, raw, W_y, A, *start)
+
+
+def run(case: Case, backend: Backend, operands: Operands | None = None) -> dict[str, Tensor]:
+    """Values, statistics and the gradients of a linear function of y and h; those of the reference
+    in float64."""
+    given = case.operands() if operands is None else operands
+    wide = torch.float64 if backend == "reference" else None
+    leaves = [None if v is None else v.detach().to(wide or v.dtype) for v in given]
+    named = {k: v.requires_grad_() for k, v in zip(NAMES, leaves, strict=True) if v is not None}
+    reports: list[Tensor] = []
+    sweep = direct_sweep(
+        Operands(*leaves),  # type: ignore[arg-type]
+        case.options(),
+        report=lambda *report: reports.extend(report),
+        backend=backend,
+    )
+    generator = torch.Generator().manual_seed(2)
+    outputs = sweep.y, sweep.h
+    weights = [torch.randn(v.shape, generator=generator).to(v) for v in outputs]
+    grads = torch.autograd.grad(outputs, list(named.values()), weights, materialize_grads=True)
+    found = {"y": sweep.y, "h": sweep.h, "scale": sweep.scale}
+    if reports:
+        found["scale of w"] = reports[1]
+    return found | {f"gradient of {name}": v for name, v in zip(named, grads, strict=True)}
+
+
+def check(case: Case, operands: Operands | None = None) -> None:
+    """The kernels against plain torch."""
+    given = case.operands() if operands is None else operands
+    assert takes_phases(given, case.options())
+    actual, expected = run(case, "triton", given), run(case, "reference", given)
+    for name, theirs in expected.items():
+        # also of cotangents of size 1, where those of a norm of few channels cancel
+        tolerance = TOLERANCE[case.dtype]
+        assert_close(name, actual[name].to(theirs.dtype), theirs, tolerance, atol=tolerance)
+
+
+CASES = [
+    Case(),
+    Case(heads=1, t=1, p=1, n=1),
+    Case(heads=1, b=3, t=2, p=7, n=5, fed="d", erase=0.5, eigenvalues="full"),
+    Case(fed="x", erase=0.0, activation="sigmoid", input_scale="bounded_delta"),
+    Case(fed="", erase=2.0, t=3, activation="softplus_of_minus", eigenvalues="full"),
+    Case(norm_eps=None, starts=False, input_scale="bounded_delta"),
+    Case(fed="d", norm_eps=None, t=2, n=17),
+    Case(fed="x", norm_eps=None, p=20, t=2, starts=False),
+    # more tokens than a chunk has, and many more states than a warp has lanes for
+    Case(heads=1, t=18),
+    Case(heads=1, t=33, p=3, n=2, eigenvalues="full", erase=0.3),
+    Case(heads=1, t=2, p=64, n=64),
+    Case(heads=1, t=2, p=33, n=40, fed="x"),
+    Case(heads=3, b=2, t=4, dtype=torch.bfloat16),
+    Case(heads=1, t=17, p=24, n=18, dtype=torch.bfloat16, fed="d", eigenvalues="full"),
+    Case(heads=1, t=2, p=64, n=64, dtype=torch.bfloat16),
+    Case(t=3, n=4, dtype=torch.float16, starts=False),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(case: Case) -> None:
+    check(case)
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", [(0, 3), (1, 0)])
+def test_without_tokens(shape: tuple[int, int]) -> None:
+    check(Case(b=shape[0], t=shape[1]))
+
+
+@needs_triton
+def test_operands_that_are_not_contiguous() -> None:
+    case = Case(b=2, t=3)
+    x, raw, W_y, A, h0, y0 = case.operands()
+    assert W_y is not None and h0 is not None and y0 is not None
+    strided = [torch.stack([v, v], -1)[..., 0] for v in (x, raw, y0)]
+    turned = [v.mT.contiguous().mT for v in (W_y, A, h0)]
+    check(case, Operands(strided[0], strided[1], turned[0], turned[1], turned[2], strided[2]))
+
+
+@needs_triton
+def test_a_sample_alone_is_the_same() -> None:
+    case = Case(heads=1, b=3, t=20)
+    whole = run(case, "triton")
+    x, raw, W_y, A, h0, y0 = case.operands()
+    assert h0 is not None and y0 is not None
+    alone = direct_sweep(
+        Operands(x[1:2], raw[1:2], W_y, A, h0[1:2], y0[1:2]), case.options(), backend="triton"
+    )
+    assert torch.equal(alone.y[0], whole["y"][1]) and torch.equal(alone.h[0], whole["h"][1])
+
+
+@needs_triton
+def test_a_token_that_is_not_finite_is_reported_by_its_own_sample() -> None:
+    case = Case(heads=1, b=3, t=4)
+    operands = case.operands()
+    operands.x[1, 2, 3] = float("nan")
+    sweep = direct_sweep(operands, case.options(), backend="triton")
+    assert sweep.converged is not None
+    assert sweep.converged.tolist() == [True, False, True]
+    assert sweep.y[1, :2].isfinite().all() and sweep.y[[0, 2]].isfinite().all()
+
+
+@needs_triton
+def test_without_a_gradient_nothing_is_kept() -> None:
+    case = Case(t=18)
+    with torch.no_grad():
+        sweep = direct_sweep(case.operands(), case.options(), backend="triton")
+    assert_close("y", sweep.y, run(case, "triton")["y"].detach(), 1e-6)
+
+
+def test_what_they_do_not_take() -> None:
+    assert not takes_phases(*other(input_scale="one_minus_decay"))
+    assert not takes_phases(*other(p=65)) and not takes_phases(*other(n=65))
+    # without erase and feedback of x there are other kernels
+    assert not takes_phases(*other(fed="d", erase=0.0))
+
+
+def other(**changes: Any) -> tuple[Operands, Parameterization]:
+    case = replace(Case(), **changes)
+    return case.operands("cpu"), case.options()
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer(dtype: torch.dtype) -> None:
+    layers = [Bedouin.recall(8, d_state=4, num_heads=2, backend=b) for b in ("triton", "reference")]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(2, 19, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for layer, wide in zip(layers, (dtype, torch.float64), strict=True):
+        layer.to(DEVICE, wide)
+        given = x.detach().to(DEVICE, wide, copy=True).requires_grad_()
+        y, state = layer(given, return_state=True)
+        y.square().sum().backward()
+        assert given.grad is not None
+        found.append([y, *state, given.grad, *(v.grad for v in layer.parameters())])
+    for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        assert_close(f"{i}", ours.to(theirs.dtype), theirs, TOLERANCE[dtype], atol=TOLERANCE[dtype])
