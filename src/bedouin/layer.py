@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, get_args, overload
 
 import torch
@@ -39,6 +40,8 @@ from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
+from bedouin.kernels.projection import GATE, Part, split_projection
+from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, check_projection_dtype, inner_size
 from bedouin.layer_state import Call, incoming_state, outgoing_state
@@ -517,7 +520,10 @@ class FixedPointLayer(GraphedLayer, ABC):
         state = incoming_state(state, projected, self.state_size, packing)
         window = None
         if self.conv is not None:
-            projected, window = self._convolve(self.conv, projected, state, packing)
+            if self._splits_at_once(projected):
+                window = self._last_window(self.conv, projected, state, packing)
+            else:
+                projected, window = self._convolve(self.conv, projected, state, packing)
         cast_to = autocast_dtype(u)
         joined = u if joins else None
         separate = partial(self._separate, projected, joined, state, options, cast_to, packing)
@@ -535,12 +541,7 @@ class FixedPointLayer(GraphedLayer, ABC):
     ) -> tuple[Tensor, Tensor]:  # as projected, (b, w - 1, c)
         """SiLU(conv(v)) in place of the parts v that the convolution acts on, and its window after
         the last token."""
-        if state is None:
-            shape = projected.shape[0], *conv.window_size
-            window = projected.new_zeros(shape, dtype=accumulator(projected.dtype))
-        else:
-            assert state.conv is not None
-            window = state.conv
+        window = _window(conv, projected, state)
         if not projected.numel():
             return projected, window
         sizes, convolved = self.projected_sizes, self._convolved_sizes()
@@ -551,6 +552,49 @@ class FixedPointLayer(GraphedLayer, ABC):
         acted = F.silu(acted).split(list(convolved.values()), -1)
         parts |= dict(zip(convolved, acted, strict=True))
         return torch.cat(list(parts.values()), -1), window
+
+    def _splits_at_once(
+        self,
+        projected: Tensor,  # (b, t, sum of projected_sizes)
+    ) -> bool:
+        """Whether a kernel convolves, splits and folds the projected input in one pass."""
+        if self.projection != "input" or self.has_drive or not projected.numel():
+            return False
+        if self.conv is not None and not is_untouched(self.conv):
+            return False
+        device, dtype = projected.device, projected.dtype
+        is_triton = choose_backend(self.backend, device, dtype) == "triton"
+        return is_triton and dtype != torch.float64
+
+    def _last_window(
+        self,
+        conv: ShortConvolution,
+        projected: Tensor,  # (b, t, sum of projected_sizes)
+        state: BedouinState | None,
+        packing: Packing | None,
+    ) -> Tensor:  # (b, w - 1, c)
+        """The convolution's window after the last token."""
+        window = _window(conv, projected, state)
+        count, lengths = window.shape[1], None if packing is None else packing.padded_lengths()
+        if lengths is None:
+            last = self._convolved(projected[:, max(0, projected.shape[1] - count) :])
+            joined = torch.cat([window, last.to(window.dtype)], 1)
+            # a copy: a view would keep more than it shows
+            return joined[:, joined.shape[1] - count :].clone()
+        places = (lengths.unsqueeze(1) + torch.arange(-count, 0, device=window.device)).unsqueeze(2)
+        columns = places.clamp(min=0).expand(-1, -1, projected.shape[2])
+        found = self._convolved(projected.gather(1, columns)).to(window.dtype)
+        before = window.gather(1, (places + count).clamp(max=count - 1).expand(window.shape))
+        return torch.where(places < 0, before, found)
+
+    def _convolved(
+        self,
+        projected: Tensor,  # (b, t, sum of projected_sizes)
+    ) -> Tensor:  # (b, t, c)
+        """The parts that the convolution acts on, side by side."""
+        sizes = self.projected_sizes
+        parts = dict(zip(sizes, projected.split(list(sizes.values()), -1), strict=True))
+        return torch.cat([parts[name] for name in self._convolved_sizes()], -1)
 
     def _separate(
         self,
@@ -567,7 +611,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         low = dtype if dtype == torch.float64 else gemm_dtype
         drive, z, gate = None, None, None
         if self.projection == "input":
-            x, raw, drive, z = self._split_projected(projected)
+            x, raw, drive, z = self._split_projected(projected, state)
             if self.output == "paper":
                 z, gate = None, z
         elif u is not None:
@@ -593,17 +637,39 @@ class FixedPointLayer(GraphedLayer, ABC):
     def _split_projected(
         self,
         projected: Tensor,  # (b, t, sum of projected_sizes)
+        state: BedouinState | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """x (b', t, p), the raw values (b', t, r), the mixer's input (b', t, p) if it is not x, and
-        the gate (b', t, p), from one product of the input."""
+        the gate (b', t, p), from one product of the input, whose parts have been convolved unless
+        `_splits_at_once`."""
         sizes, heads = self.projected_sizes, self.num_heads
+        if self._splits_at_once(projected):
+            weight, window = None if self.conv is None else self.conv.weight, None
+            if self.conv is not None and weight is not None:
+                window = _window(self.conv, projected, state).float()
+            bias = self._input_bias().reshape(heads, -1)
+            x, raw, gate = split_projection(projected, bias, weight, window, self._parts())
+            return x, raw, None, gate
         split = projected.split(list(sizes.values()), -1)
         parts = {name: fold(v, heads) for name, v in zip(sizes, split, strict=True)}
         raw = torch.cat([parts[name] for name in self.components], -1)
-        raw = raw + self._input_bias(projected.shape[0]).to(raw.dtype)
+        bias = self._input_bias().to(raw.dtype)
+        if heads > 1:
+            bias = per_sample(bias, heads * projected.shape[0]).unsqueeze(1)
+        raw = raw + bias
         return parts["x"], raw, self._input_drive(parts), parts["gate"]
 
-    def _input_bias(self, b: int) -> Tensor:  # (r,), or (H b, 1, r)
+    def _parts(self) -> tuple[Part, ...]:
+        """The parts of the projected input, for `split_projection`."""
+        places = dict(zip(self._sizes, accumulate(self._sizes.values(), initial=0), strict=False))
+        places |= {"x": X_PART, "gate": GATE}
+        convolved = {} if self.conv is None else self._convolved_sizes()
+        sizes = self.projected_sizes.items()
+        return tuple(
+            Part(size // self.num_heads, places[name], name in convolved) for name, size in sizes
+        )
+
+    def _input_bias(self) -> Tensor:  # (r,) or (H, r)
         """The bias of the raw values with projection="input"."""
         heads, biased = self.num_heads, self._biased_sizes()
         total = F.pad(by_head(self.dt_bias, heads), (0, self.raw_size - self.head_dim))
@@ -616,7 +682,7 @@ class FixedPointLayer(GraphedLayer, ABC):
                 for name, size in self._sizes.items()
             ]
             total = total + torch.cat(padded, -1)
-        return total if heads == 1 else per_sample(total, heads * b).unsqueeze(1)
+        return total
 
     def _input_drive(self, parts: dict[str, Tensor]) -> Tensor | None:
         """The mixer's input from the parts (b', t, ...) of the projection; None: x."""
@@ -767,3 +833,16 @@ class FixedPointLayer(GraphedLayer, ABC):
             f"projection={self.projection!r}, solver={self.solver}, "
             f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )
+
+
+def _window(
+    conv: ShortConvolution,
+    projected: Tensor,  # (b, t, any size)
+    state: BedouinState | None,
+) -> Tensor:  # (b, w - 1, c)
+    """The inputs of the convolution before the first token."""
+    if state is None:
+        shape = projected.shape[0], *conv.window_size
+        return projected.new_zeros(shape, dtype=accumulator(projected.dtype))
+    assert state.conv is not None
+    return state.conv

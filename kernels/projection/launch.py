@@ -1,0 +1,125 @@
+"""Launches of the split of the projected input.
+
+Letters: b batch, t time, p channels of a head, r raw values of a head, c convolved channels,
+w width of the convolution, H heads; b' = H b folded samples (kernels/heads.py).
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.launch import ceil_div, last_axis_contiguous, next_power_of_two
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+from bedouin.kernels.projection.parts import GATE, Part, Parts, X
+from bedouin.kernels.projection.triton_kernels import split_backward_kernel, split_kernel
+
+TILE = 1024
+"""Values of a program's tile, for parts of at most so many values."""
+
+PROGRAMS = 16
+"""Most programs of the backward for a sample, a part and a head: as many partial sums."""
+
+SPLIT, SPLIT_BACKWARD = PlannedKernel(split_kernel), PlannedKernel(split_backward_kernel)
+
+
+def launch_split(
+    projected: Tensor,  # (b, t, columns)
+    bias: Tensor,  # (H, r)
+    weight: Tensor | None,  # (c, w)
+    window: Tensor | None,  # (b, w - 1, c)
+    flat: tuple[int, ...],
+    results: tuple[Tensor, Tensor, Tensor],  # x, raw and gate, written
+) -> None:
+    """x, the raw values and the gate of each head."""
+    (b, t, _), H = projected.shape, len(bias)
+    projected, parts = last_axis_contiguous(projected), Parts.of(flat, H)
+    weight, window = (None if v is None else v.contiguous() for v in (weight, window))
+    bias = bias.contiguous()
+    for part, column, channel in parts.placed:
+        source, to = projected[..., column:], _of_part(results, part)
+        constants = _constants(part, 0 if weight is None else weight.shape[1])
+        given = bias[:, max(part.place, 0) :], *_of_channels(weight, window, part, channel, bias)
+
+        strides = *source.stride()[:2], bias.stride(0), *to.stride()[:2]
+        grid = ceil_div(t, constants["TOKENS"]), H, b
+        SPLIT.launch(grid, (source, *given, to), (t, H, part.size, parts.c, *strides), constants)
+
+
+def launch_split_backward(
+    grads: tuple[Tensor, Tensor, Tensor],  # of x, raw and gate
+    projected: Tensor,  # (b, t, columns)
+    weight: Tensor | None,  # (c, w)
+    window: Tensor | None,  # (b, w - 1, c)
+    flat: tuple[int, ...],
+    H: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the projected input, the bias (H, r), the weight (c, w) and the window;
+    float32 but for the first, empty where there is none."""
+    (b, t, columns), parts = projected.shape, Parts.of(flat, H)
+    w = 1 if weight is None else weight.shape[1]
+    projected = last_axis_contiguous(projected)
+    weight, window = (None if v is None else v.contiguous() for v in (weight, window))
+    grads = tuple(last_axis_contiguous(v) for v in grads)  # type: ignore[assignment]
+    grad_projected = projected.new_empty(b, t, columns)
+    wide = projected.new_empty(0, dtype=torch.float32)
+    grad_bias = wide.new_zeros(b * PROGRAMS, H, parts.r)
+    grad_weight = wide.new_zeros(b * PROGRAMS if weight is not None else 0, w, parts.c)
+    grad_window = wide.new_empty(b, w - 1, parts.c)
+    for part, column, channel in parts.placed:
+        source, grad = projected[..., column:], _of_part(grads, part)
+        constants = _constants(part, 0 if weight is None else w)
+        tokens = constants["TOKENS"]
+        tiles = ceil_div(ceil_div(t, tokens), PROGRAMS)
+        sums = grad_bias[..., max(part.place, 0) :], grad_weight[..., channel:]
+        written = grad_projected[..., column:], grad_window[..., channel:], *sums
+        given = source, *_of_channels(weight, window, part, channel, source), grad, *written
+
+        strides = *source.stride()[:2], *grad.stride()[:2], *grad_projected.stride()[:2]
+        numbers = t, H, tiles, part.size, parts.c, *strides, H * parts.r, parts.r
+        SPLIT_BACKWARD.launch((ceil_div(t, tiles * tokens), H, b), given, numbers, constants)
+    if weight is None:
+        return grad_projected, grad_bias.sum(0), wide.new_empty(0, parts.c), grad_window[:0]
+    return grad_projected, grad_bias.sum(0), grad_weight.sum(0).mT.contiguous(), grad_window
+
+
+def _of_part(
+    results: tuple[Tensor, Tensor, Tensor],  # x, raw and gate, or their gradients
+    part: Part,
+) -> Tensor:  # (b', t, at least the part's size)
+    """Where a part is."""
+    x, raw, gate = results
+    return {X: x, GATE: gate}[part.place] if part.place < 0 else raw[..., part.place :]
+
+
+def _of_channels(
+    weight: Tensor | None,  # (c, w)
+    window: Tensor | None,  # (b, w - 1, c)
+    part: Part,
+    channel: int,
+    other: Tensor,  # stands for what is not read
+) -> tuple[Tensor, Tensor]:
+    """Weight and window from the part's first channel on."""
+    if weight is None or window is None or not part.convolved:
+        return other, other
+    return weight[channel:], window[..., channel:]
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _constants(
+    part: Part,
+    width: int,  # 0: no convolution
+) -> Constants:
+    block = next_power_of_two(part.size)
+    weighted = part.convolved and width > 0
+    return Constants(
+        WIDTH=width if weighted else 1,
+        WEIGHTED=weighted,
+        ACTIVATED=part.convolved,
+        BIASED=part.place >= 0,
+        BLOCK=block,
+        TOKENS=max(16, TILE // block),
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )

@@ -1,0 +1,56 @@
+"""The parts of the projected input.
+
+Letters: p channels of a head, r raw values of a head, c convolved channels, H heads.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+X, GATE = -1, -2
+"""The places of x and of the gate, beside those of parts of the raw values."""
+
+
+class Part(NamedTuple):
+    """A part of the projected input: H times `size` columns after those of the part before it."""
+
+    size: int
+    place: int  # X, GATE, or where it begins in the raw values of a head
+    convolved: bool
+
+
+class Placed(NamedTuple):
+    """A part, its first column, and its first convolved channel."""
+
+    part: Part
+    column: int
+    channel: int
+
+
+class Parts(NamedTuple):
+    """All parts of a layer's projected input."""
+
+    placed: tuple[Placed, ...]
+    p: int
+    r: int
+    c: int
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(flat: tuple[int, ...], num_heads: int) -> "Parts":
+        """From the fields of all parts one after the other."""
+        triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        parts = [Part(size, place, bool(convolved)) for size, place, convolved in triples]
+        placed = tuple(_place(parts, num_heads))
+        p = next(part.size for part in parts if part.place == X)
+        r = sum(part.size for part in parts if part.place >= 0)
+        c = num_heads * sum(part.size for part in parts if part.convolved)
+        return Parts(placed, p, r, c)
+
+
+def _place(parts: list[Part], num_heads: int) -> Iterator[Placed]:
+    column, channel = 0, 0
+    for part in parts:
+        yield Placed(part, column, channel)
+        column += num_heads * part.size
+        channel += num_heads * part.size if part.convolved else 0
