@@ -197,6 +197,26 @@ def test_an_iterative_adjoint_is_in_the_graph() -> None:
     assert_close(results(call, layer, x, "train"), results(run, layer, x, "train"))
 
 
+@pytest.mark.parametrize("solver", [Jacobi(1e-13), Picard(1e-13)], ids=["jacobi", "picard"])
+@pytest.mark.parametrize("iterates_back", [False, True])
+def test_joined_heads_are_in_the_graph(solver: Any, iterates_back: bool) -> None:
+    """Their samples have the statistics of eager mode, so they converge with all of their heads."""
+    options: dict[str, Any] = {"num_heads": 2, "feedback_scope": "layer", "solver": solver}
+    adjoint = ImplicitAdjoint(solver) if iterates_back else None
+    layer: Any = prepared("Bedouin", "train", {**options, "adjoint": adjoint})
+    x, mask = draw("Bedouin", t=5), torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
+
+    def run(x: Tensor) -> Tensor:
+        output: Tensor = layer(x, mask=mask)
+        return output
+
+    expected, stats = results(run, layer, x, "train"), layer.stats
+    call = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert_close(results(call, layer, x, "train"), expected)
+    assert layer.stats.num_steps.tolist() == stats.num_steps.tolist()
+    assert layer.stats.converged.all() and len(layer.stats.residual) == len(x)
+
+
 def test_a_short_iteration_with_another_mixer_is_one_graph() -> None:
     options = {"mixer": LowRank(1), "solver": Picard(), "adjoint": OneStepAdjoint()}
     layer = prepared("Bedouin", "train", options | SHORT)

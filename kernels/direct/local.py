@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.elimination import factorize, substitute
-from bedouin.kernels.householder import combine_rows, rows_dot
+from bedouin.kernels.householder import combine_rows, rows_dot, times
 
 
 class LocalFactors(NamedTuple):
@@ -140,8 +140,7 @@ def _compose(
 ) -> tuple[Tensor, Tensor]:
     """y and U^T M w, both (..., d), from the unknowns w and z."""
     k = factors.U.shape[-2]
-    a = (factors.M @ unknowns[..., :k].unsqueeze(-1)).squeeze(-1)
-    moved = combine_rows(a, factors.U)
+    moved = combine_rows(times(factors.M, unknowns[..., :k]), factors.U)
     y = r + factors.gain * moved
     return y if factors.at is None else y.scatter(-1, factors.at, unknowns[..., k:]), moved
 
@@ -165,7 +164,7 @@ def solve_local_transposed(
 ) -> Tensor:  # (..., d)
     """w with (I - (I - Q)^T diag(sigma)) w = rhs (..., d)."""
     U, M, at = factors.U, factors.M, factors.at
-    right = (M.mT @ rows_dot(U, factors.gain * rhs).unsqueeze(-1)).squeeze(-1)
+    right = times(M.mT, rows_dot(U, factors.gain * rhs))
     if at is None:
         return rhs + combine_rows(_lu_solve(right, factors, adjoint=True), U)
     solved = _lu_solve(torch.cat([right, rhs.gather(-1, at)], -1), factors, adjoint=True)

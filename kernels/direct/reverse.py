@@ -51,6 +51,7 @@ from bedouin.kernels.householder import (
     combine_rows,
     mix_channels,
     rows_dot,
+    times,
 )
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 
@@ -196,8 +197,7 @@ def _reverse_token(
     grad_delta, grad_A = _discretize_vjp(grad_decay, grad_s, *discretized, options, scratch)
 
     U_g = rows_dot(c.U, grad_mixed)
-    M_U_v = (c.M @ chunk.U_v[:, i].unsqueeze(-1)).squeeze(-1)
-    M_U_g = (c.M.mT @ U_g.unsqueeze(-1)).squeeze(-1)
+    M_U_v, M_U_g = times(c.M, chunk.U_v[:, i]), times(c.M.mT, U_g)
     v = chunk.v[:, i]
     grad_U = M_U_v.unsqueeze(-1) * grad_mixed.unsqueeze(-2) + M_U_g.unsqueeze(-1) * v.unsqueeze(-2)
     grad_M = U_g.unsqueeze(-1) * chunk.U_v[:, i].unsqueeze(-2)

@@ -55,6 +55,14 @@ def combine_rows(
     return (a.unsqueeze(-2) @ rows).squeeze(-2)
 
 
+def times(
+    M: Tensor,  # (..., k, k)
+    v: Tensor,  # (..., k)
+) -> Tensor:  # (..., k)
+    """M v, in the layout of `combine_rows`."""
+    return combine_rows(v, M.mT)
+
+
 def wy_factor(
     U: Tensor,  # (..., k, d) unit rows
     beta: Tensor,  # (..., k)
@@ -114,8 +122,7 @@ def apply_complement(
     M: Tensor,  # (..., k, k)
 ) -> Tensor:  # (..., d)
     """(I - Q) v = e * v + U^T M U v."""
-    a = (M @ rows_dot(U, v).unsqueeze(-1)).squeeze(-1)
-    moved = combine_rows(a, U)
+    moved = combine_rows(times(M, rows_dot(U, v)), U)
     return moved if e is None else e * v + moved
 
 

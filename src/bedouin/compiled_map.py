@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
+from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.backend import Backend, is_transformed
 from bedouin.kernels.direct.layout import activate_delta, is_covered
 from bedouin.kernels.double_backward import refuse_second_derivative
@@ -47,7 +48,7 @@ class CompiledMap(StructuredMap):
     def solve_in_graph(
         self,
         solver: Solver,
-        y0: Tensor,  # (b, t, d)
+        y0: Tensor,  # (b, t, d), or of joined heads
         max_steps: int,
     ) -> Solution | None:
         """The solve as an operation; None if it can be none."""
@@ -63,16 +64,16 @@ class CompiledMap(StructuredMap):
     def attach_in_graph(
         self,
         solver: Solver,
-        y_star: Tensor,  # (b, t, d)
+        y_star: Tensor,  # (b, t, d), or of joined heads
         max_steps: int,
-    ) -> Tensor | None:  # (b, t, d)
+    ) -> Tensor | None:  # as y_star
         """y_star with the gradient that the solver finds, in an operation; None if it can be
         none."""
         scalars = self._scalars(solver, max_steps)
         if scalars is None:
             return None
         detached = [None if v is None else v.detach() for v in (*self.operands, self.lengths)]
-        value: Tensor = implicit(self(y_star), y_star, *detached, *scalars)
+        value: Tensor = implicit(_of_width(self, y_star)(y_star), y_star, *detached, *scalars)
         return value
 
     def _scalars(self, solver: Solver, max_steps: int) -> tuple[Any, ...] | None:
@@ -144,13 +145,25 @@ def rebuild(
     return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths)
 
 
-def _problem(flat: tuple[Any, ...]) -> tuple[StructuredMap, IterativeSolver, int]:
-    """Map, solver and its most steps, from the arguments OPERANDS and OPTIONS."""
+def _of_width(
+    f: StructuredMap,
+    y: Tensor,  # (b, t, H d)
+) -> StructuredMap | JoinedHeads:
+    """The map that takes y: `f` for its d channels, with its heads joined for those of all H."""
+    num_heads = y.shape[-1] // f.operands.x.shape[-1]
+    return f if num_heads == 1 else JoinedHeads(f, num_heads)
+
+
+def _problem(
+    y: Tensor,  # (b, t, d), or of joined heads
+    flat: tuple[Any, ...],
+) -> tuple[StructuredMap | JoinedHeads, IterativeSolver, int]:
+    """Map of y, solver and its most steps, from the arguments OPERANDS and OPTIONS."""
     tensors, scalars, rest = flat[:7], flat[7 : 7 + NUM_SCALARS], flat[7 + NUM_SCALARS :]
     *solver, max_steps, backend = rest
     options = Parameterization.from_scalars(*scalars)
     f = rebuild(Operands(*tensors[:6]), tensors[6], options, backend)
-    return f, solver_from_scalars(*solver), max_steps
+    return _of_width(f, y), solver_from_scalars(*solver), max_steps
 
 
 @operation(
@@ -163,7 +176,7 @@ def iterate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fixed point, and of its statistics num_steps, residual, converged and the smallest pivot,
     (b,) each, the last one empty for Picard."""
-    f, solver, max_steps = _problem(flat)
+    f, solver, max_steps = _problem(start, flat)
     with torch.no_grad(), torch.autocast(start.device.type, enabled=False):
         solution = solver.solve(f, start, max_steps=max_steps, time_dim=1, unroll=False)
     stats, pivot = solution.stats, solution.stats.conditioning
@@ -191,7 +204,7 @@ def iterate_adjoint(
     *flat: Any,
 ) -> Tensor:
     """w = J^T w + grad, with J = dF/dy at y_star."""
-    f, solver, max_steps = _problem(flat)
+    f, solver, max_steps = _problem(y_star, flat)
     with torch.autocast(grad.device.type, enabled=False), recording():
         y = y_star.detach().clone().requires_grad_()
         tracked = f(y)

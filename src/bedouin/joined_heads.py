@@ -1,7 +1,6 @@
 """The map of a layer whose heads read the outputs of all heads (feedback_scope="layer").
 
-Its iterates have all d channels of a sample, because the heads of a sample converge together. Under
-torch.compile its iterative solves run outside of the graph.
+Its iterates have all d channels of a sample, because the heads of a sample converge together.
 
 Letters: b batch, t time, p channels of a head, H heads, d = H p; b' = H b folded samples.
 """
@@ -14,7 +13,9 @@ from bedouin.fixed_point_map import FixedPointMap, StructuredMap
 from bedouin.kernels.direct import Sweep
 from bedouin.kernels.heads import fold, unfold
 from bedouin.packing import tokens_before
-from bedouin.solvers.solution import BackwardStats
+from bedouin.solvers import Solver
+from bedouin.solvers.base import GraphMap
+from bedouin.solvers.solution import BackwardStats, Solution
 
 
 class JoinedHeads:
@@ -22,8 +23,9 @@ class JoinedHeads:
 
     def __new__(cls, f: FixedPointMap, num_heads: int) -> "JoinedHeads":
         # solvers ask a map for the methods that they need
-        kind = _StructuredHeads if isinstance(f, StructuredMap) else cls
-        return super().__new__(kind)
+        if isinstance(f, GraphMap):
+            return super().__new__(_GraphHeads)
+        return super().__new__(_StructuredHeads if isinstance(f, StructuredMap) else cls)
 
     def __init__(self, f: FixedPointMap, num_heads: int) -> None:
         self.f, self.num_heads = f, num_heads
@@ -102,3 +104,25 @@ class _StructuredHeads(JoinedHeads):
             return lambda v: self._unfolded(function(self._folded(v)))
 
         return tuple(joined(f) for f in self.f.block_transpose(self._folded(y_star)))
+
+
+class _GraphHeads(_StructuredHeads):
+    """Traced by torch.compile: the operations of `f` join its heads for a y of their width."""
+
+    def solve_in_graph(
+        self,
+        solver: Solver,
+        y0: Tensor,  # (b, t, d)
+        max_steps: int,
+    ) -> Solution | None:
+        assert isinstance(self.f, GraphMap)
+        return self.f.solve_in_graph(solver, y0, max_steps)
+
+    def attach_in_graph(
+        self,
+        solver: Solver,
+        y_star: Tensor,  # (b, t, d)
+        max_steps: int,
+    ) -> Tensor | None:  # (b, t, d)
+        assert isinstance(self.f, GraphMap)
+        return self.f.attach_in_graph(solver, y_star, max_steps)

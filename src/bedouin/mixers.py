@@ -232,10 +232,12 @@ def _small_matrices(
 
 
 class FactoredMixer(ChannelMixer):
-    """A Q made of small matrices I - R, where vectors of d = i j channels are matrices (i, j).
+    """A Q made of small matrices, where vectors of d = i j channels are matrices (i, j).
 
-    The R have norms below 1, so that every I - R and Q are invertible, and raw values of 0 give
-    Q = I. factors: i and j; None: the two factors of d that are nearest to each other, i <= j.
+    Q mixes each column by an I - R (i, i), then each row by an I - S (j, j). The R and S have norms
+    below 1, so that Q is invertible, and raw values of 0 give Q = I. Raw values of a token: all R,
+    then all S. factors: i and j; None: the two factors of d that are nearest to each other, i <= j.
+    Source: arXiv 2503.10799, section 4; the bound of R and S is this library's choice.
 
     Raises TypeError for factors that are not a pair of ints, ValueError for factors below 1, and in
     `raw_size` for a d that is not their product.
@@ -263,55 +265,60 @@ class FactoredMixer(ChannelMixer):
             )
         return i, j
 
+    @abstractmethod
+    def counts(self, i: int, j: int) -> tuple[int, int]:
+        """How many R there are, 1 or j, and how many S, 1 or i."""
+
+    def raw_size(self, d_inner: int) -> int:
+        i, j = self.split(d_inner)
+        of_R, of_S = self.counts(i, j)
+        return of_R * i * i + of_S * j * j
+
+    def matrices(
+        self,
+        raw: Tensor,  # (..., r)
+        d: int,
+    ) -> tuple[Tensor, Tensor]:
+        """R (..., 1 or j, i, i) and S (..., 1 or i, j, j)."""
+        i, j = self.split(d)
+        of_R, of_S = self.counts(i, j)
+        R, S = raw.split([of_R * i * i, of_S * j * j], -1)
+        return _small_matrices(R, of_R, i), _small_matrices(S, of_S, j)
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        R, S = self.matrices(raw, v.shape[-1])
+        V = v.unflatten(-1, self.split(v.shape[-1]))
+        columns = torch.einsum("...jab,...bj->...aj", R, V)
+        rows = torch.einsum("...iab,...ib->...ia", S, V - columns)
+        return (columns + rows).flatten(-2)
+
     def dense(self, raw: Tensor) -> Tensor:
         assert self.factors is not None, "a layer asks for raw_size first"
-        i, j = self.factors
-        identity = torch.eye(i * j, dtype=raw.dtype, device=raw.device)
-        return (identity - self.complement(raw.unsqueeze(-2), identity)).mT
+        R, S = self.matrices(raw, math.prod(self.factors))
+        columns, rows = (torch.eye(v.shape[-1], dtype=v.dtype, device=v.device) - v for v in (R, S))
+        # Q[a j + n, b j + m] = (I - R_m)[a, b] (I - S_a)[n, m], as (..., a, n, b, m)
+        Q: Tensor = columns.movedim(-3, -1).unsqueeze(-3) * rows.unsqueeze(-2)
+        return Q.flatten(-4, -3).flatten(-2)
 
     def extra_repr(self) -> str:
         return f"factors={self.factors}"
 
 
 class Kronecker(FactoredMixer):
-    """Q = (I - R) x (I - S), a Kronecker product of matrices (i, i) and (j, j).
+    """Q = (I - R) x (I - S), a Kronecker product: all columns share one R, and all rows one S.
 
-    Raw values of a token: R, then S. `FactoredMixer` has the arguments and errors.
-    Source: arXiv 2503.10799, section 4; the bound of R and S is this library's choice.
+    `FactoredMixer` has the arguments and errors.
     """
 
-    def raw_size(self, d_inner: int) -> int:
-        i, j = self.split(d_inner)
-        return i * i + j * j
-
-    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
-        i, j = self.split(v.shape[-1])
-        of_R, of_S = raw.split([i * i, j * j], -1)
-        R, S = _small_matrices(of_R, 1, i).squeeze(-3), _small_matrices(of_S, 1, j).squeeze(-3)
-        V = v.unflatten(-1, (i, j))
-        left = R @ V
-        both: Tensor = left + (V - left) @ S.mT
-        return both.flatten(-2)
+    def counts(self, i: int, j: int) -> tuple[int, int]:
+        return 1, 1
 
 
 class Monarch(FactoredMixer):
-    """Q = L R with block-diagonal factors: R mixes each column of the matrix (i, j) by an I - R_n
-    of its own, then L each row by an I - S_m of its own.
+    """A product of two block-diagonal factors: each column has an R of its own, each row an S.
 
-    Raw values of a token: R_1 .. R_j (i, i), then S_1 .. S_i (j, j). `FactoredMixer` has the
-    arguments and errors.
-    Source: arXiv 2503.10799, section 4; arXiv 2204.00595; the bound of the R_n and S_m is this
-    library's choice.
+    `FactoredMixer` has the arguments and errors. Source: arXiv 2204.00595.
     """
 
-    def raw_size(self, d_inner: int) -> int:
-        i, j = self.split(d_inner)
-        return j * i * i + i * j * j
-
-    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
-        i, j = self.split(v.shape[-1])
-        of_R, of_S = raw.split([j * i * i, i * j * j], -1)
-        V = v.unflatten(-1, (i, j))
-        columns = torch.einsum("...jab,...bj->...aj", _small_matrices(of_R, j, i), V)
-        rows = torch.einsum("...iab,...ib->...ia", _small_matrices(of_S, i, j), V - columns)
-        return (columns + rows).flatten(-2)
+    def counts(self, i: int, j: int) -> tuple[int, int]:
+        return j, i
