@@ -562,9 +562,8 @@ class FixedPointLayer(GraphedLayer, ABC):
             return False
         if self.conv is not None and not is_untouched(self.conv):
             return False
-        device, dtype = projected.device, projected.dtype
-        is_triton = choose_backend(self.backend, device, dtype) == "triton"
-        return is_triton and dtype != torch.float64
+        # not with "auto": the kernel has run in Triton's interpreter, but not on a GPU yet
+        return self.backend == "triton" and projected.dtype != torch.float64
 
     def _last_window(
         self,

@@ -1,0 +1,107 @@
+"""The split of the projected input in Triton, in layers with projection="input", against the same
+layers in plain PyTorch: values and all gradients.
+
+With TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU; without it the
+tests need a CUDA device.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.projection.parts import GATE, X, Parts
+from bedouin.state import BedouinState
+from bedouin.testing import assert_close
+
+DEVICE = "cpu" if interpreter_is_on() else "cuda"
+needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
+TOLERANCE = {torch.float32: 1e-5 if interpreter_is_on() else 1e-3, torch.bfloat16: 5e-2}
+
+
+def state_of(layer: Bedouin, b: int) -> BedouinState:
+    zeros = layer.init_state(b)
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(v.shape, generator=generator).to(v).requires_grad_() for v in zeros]
+    return BedouinState(*drawn)
+
+
+def run(
+    layer: Bedouin,
+    x: Tensor,  # (b, t, m)
+    *,
+    starts: bool,
+    mask: Tensor | None,  # (b, t)
+) -> list[Tensor]:
+    """Output, state after it, and the gradients of x, the state before it and all parameters."""
+    dtype = layer.D.dtype
+    given = x.detach().to(DEVICE, dtype, copy=True).requires_grad_()
+    state = state_of(layer, len(x)) if starts else None
+    y, after = layer(given, state=state, mask=mask, return_state=True)
+    sum(v.double().square().sum() for v in (y, *after)).backward()
+    leaves = [given, *([] if state is None else state), *layer.parameters()]
+    return [y, *after, *(v.grad for v in leaves if v.grad is not None)]
+
+
+def check(
+    shape: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    starts: bool = True,
+    lengths: tuple[int, ...] | None = None,
+    **options: Any,
+) -> None:
+    sizes: dict[str, Any] = {"num_heads": 2, "d_state": 4} | options
+    ours, theirs = (Bedouin.recall(6, backend=b, **sizes) for b in ("triton", "reference"))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(*shape, 6, generator=torch.Generator().manual_seed(0))
+    mask = None
+    if lengths is not None:
+        ends = torch.tensor(lengths, device=DEVICE).unsqueeze(1)
+        mask = torch.arange(shape[1], device=DEVICE) < ends
+    how: dict[str, Any] = {"starts": starts, "mask": mask}
+    found = run(ours.to(DEVICE, dtype), x, **how)
+    expected = run(theirs.to(DEVICE, torch.float64), x, **how)
+    assert len(found) == len(expected)
+    tolerance = TOLERANCE[dtype]
+    for i, (a, e) in enumerate(zip(found, expected, strict=True)):
+        assert_close(f"{i}", a.to(e.dtype), e, tolerance, atol=tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize("d_conv", [None, 1, 3, 4])
+def test_every_width(d_conv: int | None) -> None:
+    check((2, 18), d_conv=d_conv)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 1), {}),
+        ((3, 2), {"starts": False}),
+        ((2, 5), {"num_heads": 1, "erase": 0.0}),
+        ((2, 5), {"num_heads": 3, "d_state": 3, "feedback": ()}),
+        ((2, 19), {"lengths": (19, 2)}),
+        ((3, 5), {"lengths": (1, 5, 3), "starts": False, "d_conv": 2}),
+        ((2, 3), {"num_householder": 2, "input_scale": "bounded_delta", "feedback": ("delta",)}),
+        ((2, 17), {"dtype": torch.bfloat16}),
+    ],
+    ids=str,
+)
+def test_every_option(shape: tuple[int, int], options: dict[str, Any]) -> None:
+    if options.get("num_householder"):
+        # the kernels of heads with reflections do not erase
+        options = options | {"erase": 0.0}
+    check(shape, **options)
+
+
+def test_places() -> None:
+    flat = (8, X, 1, 8, 0, 0, 4, 8, 1, 8, GATE, 0)
+    parts = Parts.of(flat, 2)
+    assert (parts.p, parts.r, parts.c) == (8, 12, 24)
+    assert [placed.column for placed in parts.placed] == [0, 16, 32, 40]
+    assert [p.channel for p in parts.placed if p.part.convolved] == [0, 16]
