@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bedouin import Bedouin
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.projection.parts import GATE, X, Parts
+from bedouin.kernels.projection.parts import GATE, Parts, X
 from bedouin.state import BedouinState
 from bedouin.testing import assert_close
 
