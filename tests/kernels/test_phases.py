@@ -45,6 +45,8 @@ class Case:
     n: int = 8
     fed: str = "dx"
     erase: float = 1.0
+    k: int = 0
+    beta_max: float = 1.0
     activation: Activation = "softplus"
     input_scale: InputScale = "delta"
     eigenvalues: Eigenvalues = "positive"
@@ -53,7 +55,7 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def options(self) -> Parameterization:
-        layout = RawLayout(self.activation, True, 0, 1.0, self.erase)
+        layout = RawLayout(self.activation, True, self.k, self.beta_max, self.erase)
         scales = self.input_scale, self.eigenvalues, self.norm_eps
         return Parameterization(layout, *scales, feeds_x="x" in self.fed)
 
@@ -91,9 +93,12 @@ def run(case: Case, backend: Backend, operands: Operands | None = None) -> dict[
     outputs = sweep.y, sweep.h
     weights = [torch.randn(v.shape, generator=generator).to(v) for v in outputs]
     grads = torch.autograd.grad(outputs, list(named.values()), weights, materialize_grads=True)
-    found = {"y": sweep.y, "h": sweep.h, "scale": sweep.scale}
+    found = {"y": sweep.y, "h": sweep.h, "scale": sweep.scale, "pivot": sweep.pivot}
     if reports:
         found["scale of w"] = reports[1]
+    if sweep.y.numel():
+        residual = max(sweep.defect.max() / sweep.scale.max(), reports[0].max() / reports[1].max())
+        assert residual <= (1e-14 if wide else 1e-5)
     return found | {f"gradient of {name}": v for name, v in zip(named, grads, strict=True)}
 
 
@@ -126,6 +131,14 @@ CASES = [
     Case(heads=1, t=17, p=24, n=18, dtype=torch.bfloat16, fed="d", eigenvalues="full"),
     Case(heads=1, t=2, p=64, n=64, dtype=torch.bfloat16),
     Case(t=3, n=4, dtype=torch.float16, starts=False),
+    # a state without a partner in its word
+    Case(t=4, n=5, dtype=torch.bfloat16),
+    Case(heads=1, t=18, k=1, input_scale="bounded_delta"),
+    Case(t=3, p=12, n=5, k=2, input_scale="bounded_delta", b=2),
+    Case(heads=1, t=3, n=5, k=3, fed="d", beta_max=2.0, eigenvalues="full"),
+    Case(heads=1, t=3, k=4, fed="x", norm_eps=None, activation="sigmoid", starts=False),
+    Case(heads=1, t=3, p=24, k=2, fed="", input_scale="bounded_delta"),
+    Case(heads=1, t=17, n=5, k=2, dtype=torch.bfloat16, input_scale="bounded_delta"),
 ]
 
 
@@ -164,8 +177,9 @@ def test_a_sample_alone_is_the_same() -> None:
 
 
 @needs_triton
-def test_a_token_that_is_not_finite_is_reported_by_its_own_sample() -> None:
-    case = Case(heads=1, b=3, t=4)
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_token_that_is_not_finite_is_reported_by_its_own_sample(k: int) -> None:
+    case = Case(heads=1, b=3, t=4, k=k, input_scale="bounded_delta")
     operands = case.operands()
     operands.x[1, 2, 3] = float("nan")
     sweep = direct_sweep(operands, case.options(), backend="triton")
@@ -175,16 +189,19 @@ def test_a_token_that_is_not_finite_is_reported_by_its_own_sample() -> None:
 
 
 @needs_triton
-def test_without_a_gradient_nothing_is_kept() -> None:
-    case = Case(t=18)
+@pytest.mark.parametrize("k", [0, 2])
+def test_without_a_gradient(k: int) -> None:
+    case = Case(t=18, k=k, input_scale="bounded_delta")
     with torch.no_grad():
         sweep = direct_sweep(case.operands(), case.options(), backend="triton")
     assert_close("y", sweep.y, run(case, "triton")["y"].detach(), 1e-6)
+    assert sweep.converged is not None and sweep.converged.all()
 
 
 def test_what_they_do_not_take() -> None:
     assert not takes_phases(*other(input_scale="one_minus_decay"))
     assert not takes_phases(*other(p=65)) and not takes_phases(*other(n=65))
+    assert not takes_phases(*other(k=5))
     # without erase and feedback of x there are other kernels
     assert not takes_phases(*other(fed="d", erase=0.0))
 
@@ -195,9 +212,11 @@ def other(**changes: Any) -> tuple[Operands, Parameterization]:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer(dtype: torch.dtype) -> None:
-    layers = [Bedouin.recall(8, d_state=4, num_heads=2, backend=b) for b in ("triton", "reference")]
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_a_layer(dtype: torch.dtype, k: int) -> None:
+    options: dict[str, Any] = {"d_state": 4, "num_heads": 2, "num_householder": k}
+    options["input_scale"] = "bounded_delta" if k else "delta"
+    layers = [Bedouin.recall(8, backend=b, **options) for b in ("triton", "reference")]
     layers[1].load_state_dict(layers[0].state_dict())
     x = torch.randn(2, 19, 8, generator=torch.Generator().manual_seed(0))
     found = []

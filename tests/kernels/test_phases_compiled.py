@@ -17,22 +17,24 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.phases.launch import (
-    gradient_constants,
-    reverse_constants,
-    sweep_constants,
+    FINISH_REFLECTIONS,
+    GRADIENTS,
+    PREPARE_REFLECTIONS,
+    REVERSE,
+    STATISTICS,
+    SWEEP,
+    How,
+    constants_of,
 )
 from bedouin.kernels.direct.phases.limits import Sizes
-from bedouin.kernels.direct.phases.triton_gradients import gradient_kernel
-from bedouin.kernels.direct.phases.triton_reverse import reverse_kernel
-from bedouin.kernels.direct.phases.triton_sweep import sweep_kernel
 from bedouin.kernels.operands import Parameterization, RawLayout
+from bedouin.kernels.plans import PlannedKernel
 
 pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter compiles nothing")
 
-OPTIONS = Parameterization(
-    RawLayout("softplus", True, 0, 1.0, 1.0), "delta", "positive", 1e-5, feeds_x=True
-)
 PAIRS = {"kept_ptr": "i64", "adjoint_ptr": "i64", "B_ptr": "i32", "C_ptr": "i32"}
+WORDS = {"B_ptr": "i64", "C_ptr": "i64", "scratch_ptr": "i64"}
+LOW = ("x_ptr", "raw_ptr", "W_ptr", "fed_ptr", "grad_raw_ptr")
 
 
 def compiled(
@@ -59,23 +61,14 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
 
 
-def kernels(V: int, size: int) -> dict[str, tuple[Any, Any, dict[str, str]]]:
-    """Kernel, constants and dtypes of each phase, for heads of `size` channels and states."""
-    sizes = Sizes(1, 1, size, size, size, size, V, 7)
-    low = "bf16" if V == 4 else "fp32"
-    words = {"B_ptr": "i64", "C_ptr": "i64", "scratch_ptr": "i64"}
-    pairs = PAIRS | {"scratch_ptr": "i32" if V == 4 else "i64"}
-    forward = words | {"x_ptr": low, "raw_ptr": low, "W_ptr": low}
-    both = True, True
-    return {
-        "sweep": (sweep_kernel, sweep_constants(sizes[2:], both, OPTIONS, True), forward),
-        "reverse": (
-            reverse_kernel,
-            reverse_constants(sizes[2:7], both, OPTIONS),
-            words | {"W_ptr": low, "fed_ptr": low},
-        ),
-        "gradients": (gradient_kernel, gradient_constants(sizes[2:], OPTIONS), pairs),
-    }
+def launched(kernel: PlannedKernel, V: int, size: int, k: int, capability: int) -> CompiledKernel:
+    """A kernel of the phases, for heads of `size` channels and states with k reflections."""
+    layout = RawLayout("softplus", True, k, 1.0, 1.0)
+    options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=True)
+    how = How(Sizes(1, 1, size, size, size, size, V, 7, k)[2:], (True, True), options)
+    types = PAIRS | {"scratch_ptr": "i32" if V == 4 else "i64"} if kernel is GRADIENTS else WORDS
+    types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
+    return compiled(kernel.kernel, constants_of(kernel, how), types, capability)
 
 
 def spilled(kernel: CompiledKernel) -> int:
@@ -92,18 +85,26 @@ def spilled(kernel: CompiledKernel) -> int:
 
 
 @pytest.mark.parametrize("V", [4, 2])
-@pytest.mark.parametrize(("name", "barriers"), [("sweep", 2), ("reverse", 3), ("gradients", 2)])
-def test_barriers_and_registers(name: str, barriers: int, V: int) -> None:
+@pytest.mark.parametrize(("kernel", "barriers"), [(SWEEP, 2), (REVERSE, 3), (GRADIENTS, 2)])
+def test_barriers_and_registers(kernel: PlannedKernel, barriers: int, V: int) -> None:
     """Two a token where a token's values cross the warps, and those of a chunk: one between the
     replay and the tokens of R and G, and one after the tokens of G."""
-    kernel = compiled(*kernels(V, 64)[name], capability=90)
-    assert kernel.asm["ptx"].count("bar.sync") <= barriers
-    assert spilled(kernel) == 0
+    found = launched(kernel, V, 64, 0, 90)
+    assert found.asm["ptx"].count("bar.sync") <= barriers
+    assert spilled(found) == 0
+
+
+REFLECTIONS = PREPARE_REFLECTIONS, STATISTICS, FINISH_REFLECTIONS
+
+
+@pytest.mark.parametrize("kernel", [SWEEP, REVERSE, *REFLECTIONS])
+def test_reflections(kernel: PlannedKernel) -> None:
+    assert spilled(launched(kernel, 4, 64, 2, 90)) <= 64
 
 
 @pytest.mark.parametrize("capability", [80, 89])
-@pytest.mark.parametrize("name", ["sweep", "reverse", "gradients"])
-def test_other_gpus(name: str, capability: int) -> None:
-    kernel = compiled(*kernels(4, 64)[name], capability=capability)
-    assert kernel.metadata.shared <= 4096
-    assert spilled(kernel) <= 64
+@pytest.mark.parametrize("kernel", [SWEEP, REVERSE, GRADIENTS])
+def test_other_gpus(kernel: PlannedKernel, capability: int) -> None:
+    found = launched(kernel, 4, 64, 0, capability)
+    assert found.metadata.shared <= 4096
+    assert spilled(found) <= 64

@@ -2,5 +2,5 @@
 
 P prepares what a token's raw values alone determine, S sweeps over the tokens, R is the reverse
 sweep and computes only what the next earlier token waits for, G the remaining gradients of all
-chunks of tokens at once. Here k = 0: no reflections, so that y_t = p_t + sigma_t x_t.
+chunks of tokens at once.
 """

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import exp2
+from bedouin.kernels.device.reflections import load_tuple
 
 
 @triton.jit
@@ -47,7 +48,10 @@ def nearest_word(a, b):
     """An int32 whose lower half is a in bfloat16, and which is itself, as a float32, the nearest to
     b that this leaves: reading b takes no instruction."""
     low = ((a.to(tl.int32, bitcast=True) + 32768) >> 16) & 65535
-    return ((b.to(tl.int32, bitcast=True) - low + 32768) & -65536) | low
+    bits = b.to(tl.int32, bitcast=True)
+    # of the magnitude: a difference below 0 would become NaN where b is nearly 0
+    upper = tl.maximum((bits & 2147483647) - low + 32768, 0) & -65536
+    return (bits & -2147483648) | upper | low
 
 
 @triton.jit
@@ -183,6 +187,20 @@ def row_of(ptr, p, d: tl.constexpr, P: tl.constexpr):
         return tl.load(ptr + p).to(tl.float32)
     else:
         return tl.load(ptr + p, mask=p < d, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_reflections(
+    u_ptr,  # (K, d), raw
+    scalars_ptr,  # of a token: two others, 1 / |u| (K,), T, G, beta (K,)
+    p, d: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The unit vectors of the reflections and T, packed, as tuples; empty without reflections."""
+    u = ()
+    for i in tl.static_range(K):
+        inverse = tl.load(scalars_ptr + 2 + i)
+        u = u + (row_of(u_ptr + i * d, p, d, P) * inverse,)
+    return u, load_tuple(scalars_ptr + 2 + K, K * (K + 1) // 2)
 
 
 @triton.jit

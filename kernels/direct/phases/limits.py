@@ -16,6 +16,8 @@ from bedouin.kernels.operands import Operands, Parameterization
 MAX_CHANNELS = 64
 """Most channels of a head: W^y of Delta and of x is in the registers of one program."""
 
+MAX_REFLECTIONS = 4
+
 MAX_STATES = 64
 """Most states of a channel: its memory and the cotangent of that are, too."""
 
@@ -29,13 +31,13 @@ def fed_vectors(operands: Operands, options: Parameterization) -> tuple[bool, bo
 
 
 def takes_phases(operands: Operands, options: Parameterization) -> bool:
-    """Whether the phases compute this call: heads of at most MAX_CHANNELS channels, without
-    reflections, and with feedback of nothing but Delta and x; only where the other kernels do not,
-    with erase or feedback of x."""
+    """Whether the phases compute this call: heads of at most MAX_CHANNELS channels and
+    MAX_REFLECTIONS reflections, with feedback of nothing but Delta and x; only where the other
+    kernels do not, with erase or feedback of x."""
     if options.plain_only(operands) is None:
         return False
     layout, (d, n), W_y = options.layout, operands.A.shape[-2:], operands.W_y
-    if layout is None or not layout.selective or layout.num_householder:
+    if layout is None or not layout.selective or layout.num_householder > MAX_REFLECTIONS:
         return False
     if d > MAX_CHANNELS or n > MAX_STATES or options.input_scale == "one_minus_decay":
         return False
@@ -58,6 +60,7 @@ class Sizes(NamedTuple):
     N: int
     V: int  # values of a word: 4 bfloat16 or 2 float32
     rows: int  # vectors that phase S keeps of a token
+    k: int
 
     @property
     def chunks(self) -> int:
@@ -65,13 +68,25 @@ class Sizes(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """What phase S keeps of a sample: vectors of each token, h of each chunk, 1 / rms."""
-        return self.t * (self.rows * self.P + 1) + self.chunks * self.P * self.N
+        """What phase S keeps of a sample: vectors of each token, h of each chunk, 1 / rms, and the
+        solutions of the local equation."""
+        return self.t * (self.rows * self.P + 1 + self.solved) + self.chunks * self.P * self.N
+
+    @property
+    def solved(self) -> int:
+        """Numbers of a token's local equation: e, its smallest pivot, S."""
+        return self.k + 1 + self.k * (self.k + 1) // 2 if self.k else 0
+
+    @property
+    def scalars(self) -> int:
+        """Numbers of a token from phase P: B C, beta^e, and 1 / |u|, T, G and beta."""
+        return 2 + self.k * (self.k + 3)
 
 
 def sizes_of(operands: Operands, options: Parameterization) -> Sizes:
     """The sizes of a call that `takes_phases`."""
     (b, t, d), n = operands.x.shape, operands.A.shape[-1]
     P, N = (max(16, next_power_of_two(size)) for size in (d, n))
-    rows = 4 + sum(fed_vectors(operands, options)) + (options.known_layout().erase > 0)
-    return Sizes(b, t, d, n, P, N, 4 if operands.x.dtype == torch.bfloat16 else 2, rows)
+    layout, V = options.known_layout(), 4 if operands.x.dtype == torch.bfloat16 else 2
+    rows = 4 + sum(fed_vectors(operands, options)) + (layout.erase > 0)
+    return Sizes(b, t, d, n, P, N, V, rows, layout.num_householder)

@@ -17,23 +17,17 @@ def phase_sweep(
     operands: Operands, options: Parameterization, *, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y (b, t, d), the last h (b, d, n), what is kept for the gradient, and the statistics
-    (4, b, t): defect, scale, magnitude, pivot.
-
-    Without reflections y is explicit and pivots are 1: the defect is 0, or NaN where y is not
-    finite.
-    """
+    (4, b, t): defect, scale, magnitude, pivot."""
     x, A = operands.x, operands.A
     if x.numel():
         from bedouin.kernels.direct.phases.launch import launch_sweep
 
-        y, h, kept = launch_sweep(operands, options, keeps=keeps)
-    else:
-        y, h0 = A.new_empty(x.shape), operands.h0
-        h = A.new_zeros(len(x), *A.mT.shape[-2:]) if h0 is None else state_major(h0)
-        kept = A.new_empty(len(x), sizes_of(operands, options).kept if keeps else 0)
-    scale = torch.linalg.vector_norm(y, torch.inf, -1)
-    statistics = torch.stack([0 * scale, scale, scale, torch.ones_like(scale)])
-    return y, h.mT, kept, statistics
+        y, h, kept, statistics = launch_sweep(operands, options, keeps=keeps)
+        return y, h.mT, kept, statistics
+    y, h0 = A.new_empty(x.shape), operands.h0
+    h = A.new_zeros(len(x), *A.mT.shape[-2:]) if h0 is None else state_major(h0)
+    kept = A.new_empty(len(x), sizes_of(operands, options).kept if keeps else 0)
+    return y, h.mT, kept, A.new_empty(4, *x.shape[:2])
 
 
 def phase_reverse(
@@ -44,7 +38,7 @@ def phase_reverse(
     wants_y0: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, raw, W_y (empty without feedback), A, h0, y0 (empty if not wanted), and
-    the statistics (2, b, t) of the adjoint equation, whose defect is 0 as that of `phase_sweep`."""
+    the statistics (2, b, t) of the adjoint equation: defect and scale."""
     x, raw, W_y, A, _, _ = operands
     d, r = x.shape[2], raw.shape[2]
     if not x.numel():
@@ -60,8 +54,7 @@ def phase_reverse(
         grad_W_y = weight_gradient(rows.to(W_y.dtype), past, W_y)
     grad_A = grads.A.unflatten(0, (-1, len(x) // (len(A) if A.dim() == 3 else 1))).sum(1)
     grad_A = (grad_A if A.dim() == 3 else grad_A.squeeze(0)).mT
-    statistics = torch.stack([0 * grads.scale, grads.scale])
-    last = grads.h0.mT, grads.y0[: None if wants_y0 else 0], statistics
+    last = grads.h0.mT, grads.y0[: None if wants_y0 else 0], grads.statistics
     return grads.x.contiguous(), grads.raw[..., :r], grad_W_y, grad_A, *last
 
 

@@ -59,7 +59,7 @@ def load_rows(
 def gradient_kernel(
     kept_ptr,  # (b, t, ROWS, P / 2), int64
     adjoint_ptr,  # (b, t, 2, P / 2), int64
-    scalars_ptr,  # (b, t, 2): B C and beta^e
+    scalars_ptr,  # (b, t, SCALARS): B C, beta^e and others
     B_ptr,  # (b, t, N / V 2), int32
     C_ptr,  # likewise
     A_ptr,  # (H, n, d), log2(e) A
@@ -82,6 +82,7 @@ def gradient_kernel(
     V: tl.constexpr,
     KEEP: tl.constexpr,
     ROWS: tl.constexpr,
+    SCALARS: tl.constexpr,
     FULL: tl.constexpr,
     ERASE: tl.constexpr,
     FAST: tl.constexpr,
@@ -147,7 +148,7 @@ def gradient_kernel(
             delta, written, w, of_written = load_rows(rows[0], rows[1], words, P)
             delta, written = unpack(delta, 2, False), unpack(written, 2, False)
             w, of_written = unpack(w, 2, False), unpack(of_written, 2, False)
-            beta = tl.load(scalars_ptr + token * 2 + 1)
+            beta = tl.load(scalars_ptr + token * SCALARS + 1)
             B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
             C = load_values(C_ptr + token * INTS, state, V)[None, :, None]
             kept_h = scratch + left * (SIZE // 2) + places

@@ -44,7 +44,7 @@ def prepare_kernel(
     raw_ptr,  # (b, t, r), [Delta d | B n | C n | beta^e]
     B_ptr,  # (b, t, words), int32, written
     C_ptr,  # likewise
-    scalars_ptr,  # (b, t, 2), written: B C and beta^e
+    scalars_ptr,  # (b, t, SCALARS), of which the first two are written: B C and beta^e
     count,  # b t
     t_end,
     raw_stride_b,
@@ -53,7 +53,9 @@ def prepare_kernel(
     n: tl.constexpr,
     N: tl.constexpr,
     LOW: tl.constexpr,  # words of two bfloat16 instead of a float32
+    ERASE_AT: tl.constexpr,  # where the raw value of beta^e is
     ERASE_MAX: tl.constexpr,
+    SCALARS: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -65,10 +67,10 @@ def prepare_kernel(
     B = _store_words(B_ptr, token, j, inside, even, odd, N, LOW)
     even, odd = _halves(row + d + n, j, inside, n, EPS)
     C = _store_words(C_ptr, token, j, inside, even, odd, N, LOW)
-    tl.store(scalars_ptr + token * 2, tl.sum(B[0] * C[0] + B[1] * C[1], 1), mask=here)
+    tl.store(scalars_ptr + token * SCALARS, tl.sum(B[0] * C[0] + B[1] * C[1], 1), mask=here)
     if ERASE_MAX > 0:
-        raw = tl.load(row + d + 2 * n, mask=here, other=0.0).to(tl.float32)
-        tl.store(scalars_ptr + token * 2 + 1, ERASE_MAX * sigmoid(raw), mask=here)
+        raw = tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32)
+        tl.store(scalars_ptr + token * SCALARS + 1, ERASE_MAX * sigmoid(raw), mask=here)
 
 
 @triton.jit
@@ -89,7 +91,7 @@ def finish_kernel(
     grad_C_ptr,  # (b, t, N)
     kept_ptr,  # (b, t, ROWS, P), whose last row is r = a B
     adjoint_ptr,  # (b, t, 2, P), whose last row is the cotangent of `written`
-    grad_raw_ptr,  # (b, t, WIDE), written, zeros from r on, fewer than 64
+    grad_raw_ptr,  # (b, t, WIDE), written but for reflections, zeros from r on, fewer than 64
     count,  # b t
     t_end,
     raw_stride_b,
@@ -100,6 +102,7 @@ def finish_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
+    ERASE_AT: tl.constexpr,
     ERASE_MAX: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -117,15 +120,15 @@ def finish_kernel(
     tl.store(to + d + state, grad.to(dtype), mask=states)
     grad = _unit_vjp(row + d + n, grad_C_ptr + token * N, state, states, EPS, n)
     tl.store(to + d + n + state, grad.to(dtype), mask=states)
-    SIZE: tl.constexpr = d + 2 * n + (1 if ERASE_MAX > 0 else 0)
+    SIZE: tl.constexpr = ERASE_AT + (1 if ERASE_MAX > 0 else 0)
     if ERASE_MAX > 0:
         at = kept_ptr + token[:, None] * (ROWS * P) + (ROWS - 1) * P + p
         erased = tl.load(at, mask=channels, other=0.0)
         at = adjoint_ptr + token[:, None] * (2 * P) + P + p
         of_erased = tl.load(at, mask=channels, other=0.0)
-        share = sigmoid(tl.load(row + d + 2 * n, mask=here, other=0.0).to(tl.float32))
+        share = sigmoid(tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32))
         grad = -ERASE_MAX * tl.sum(erased * of_erased, 1) * share * (1 - share)
-        tl.store(grad_raw_ptr + token * WIDE + d + 2 * n, grad.to(dtype), mask=here)
+        tl.store(grad_raw_ptr + token * WIDE + ERASE_AT, grad.to(dtype), mask=here)
     rest = SIZE + tl.arange(0, 64)[None, :]
     zeros = tl.zeros([TOKENS, 64], tl.float32).to(dtype)
     tl.store(to + rest, zeros, mask=here[:, None] & (rest < WIDE))

@@ -8,6 +8,9 @@ With H the cotangent of h_t that token t + 1 sends, w that of y_t, and q = A d a
     w_{t-1} = grad_{t-1} + the adjoint of norm of W^y^T (raw_, x_)
     H_{t-1} = lambda * (H + w C^T - beta^e written_ B^T)
 
+With reflections w is g + U^T f for the cotangent g of y_t, (I - S T)^T f = T^T U (s H B + sigma g),
+and x_ loses U^T f, since T^T U (s written_) = f.
+
 The chain is w -> raw_, x_ -> one product with W^y -> w; sums over states with H run beside it. q is
 computed for a chunk of tokens from its first h, without any sum, and kept in scratch memory: every
 thread reads what it wrote. The norm's adjoint subtracts norm(y) <raw_, W^y norm(y)> / d,
@@ -23,8 +26,19 @@ import triton.language as tl
 
 from bedouin.kernels.device.discretize import fast_scale
 from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.device.reflections import (
+    combine,
+    eliminate,
+    load_tuple,
+    local_system,
+    rows_times,
+    store_tuple,
+    sums,
+    upper_transposed_times,
+)
 from bedouin.kernels.direct.phases.device import (
     decay_of,
+    load_reflections,
     load_states,
     over_states,
     pack,
@@ -74,9 +88,11 @@ def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
     y0_ptr,  # (b, d)
+    raw_ptr,  # (b, t, r), of which the reflections are read
+    solved_ptr,  # (b, t, K + 1 + PAIRS), from phase S
     kept_ptr,  # (b, t, ROWS, P)
     inverse_ptr,  # (b, t)
-    scalars_ptr,  # (b, t, 2): B C and beta^e
+    scalars_ptr,  # (b, t, SCALARS)
     B_ptr,  # (b, t, N / V), words
     C_ptr,  # likewise
     W_ptr,  # (H, FEEDS d, d), W^y
@@ -87,16 +103,20 @@ def reverse_kernel(
     edges_ptr,  # (b, ceil(t / KEEP), N P), written: H after the last token of each chunk
     adjoint_ptr,  # (b, t, 2, P), written: w and the cotangent of `written`
     fed_ptr,  # (b, t, 2, d), written: the cotangents of raw Delta and of x
+    f_ptr,  # (b, t, K), written
     grad_y0_ptr,  # (b, d), written
     per_head,
     t_end,
     one,
+    raw_stride_b,
+    raw_stride_t,
     d: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     NL: tl.constexpr,
     V: tl.constexpr,
+    K: tl.constexpr,
     KEEP: tl.constexpr,
     OF_DELTA: tl.constexpr,
     OF_X: tl.constexpr,
@@ -113,6 +133,9 @@ def reverse_kernel(
     SLOTS: tl.constexpr = FEEDS * (2 if NORM else 1)
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    SCALARS: tl.constexpr = 2 + 2 * (K + PAIRS)
+    raw_at = raw_ptr + tl.program_id(0).to(tl.int64) * raw_stride_b + d + 2 * n
     sample = tl.program_id(0).to(tl.int64)
     head = sample // per_head
     p = tl.arange(0, P)
@@ -144,7 +167,12 @@ def reverse_kernel(
         token = first + start + count - 1
         row = kept_ptr + token * (ROWS * P)
         delta, g, read, fed = load_kept(row, y_ptr, p, d, P, OF_DELTA, OF_X)
-        B_C, beta = tl.load(scalars_ptr + token * 2), tl.load(scalars_ptr + token * 2 + 1)
+        scalars = scalars_ptr + token * SCALARS
+        B_C, beta = tl.load(scalars), tl.load(scalars + 1)
+        u, T = load_reflections(
+            raw_at + (start + count - 1).to(tl.int64) * raw_stride_t, scalars, p, d, P, K
+        )
+        S = load_tuple(solved_ptr + token * (K + 1 + PAIRS) + K + 1, PAIRS)
         inverse = tl.load(inverse_ptr + token)
         B_words = tl.load(B_ptr + token * WORDS + words)
         C_words = tl.load(C_ptr + token * WORDS + words)
@@ -180,8 +208,11 @@ def reverse_kernel(
             q_next = tl.load(tl.multiple_of(tl.max_contiguous(q_at, [1, 2, 4]), [1, 1, 1]))
             row = kept_ptr + earlier * (ROWS * P)
             delta_next, g_next, read_next, fed_next = load_kept(row, y_ptr, p, d, P, OF_DELTA, OF_X)
-            B_C_next = tl.load(scalars_ptr + earlier * 2)
-            beta_next = tl.load(scalars_ptr + earlier * 2 + 1)
+            scalars = scalars_ptr + earlier * SCALARS
+            B_C_next, beta_next = tl.load(scalars), tl.load(scalars + 1)
+            step = tl.maximum(start + left - 1, 0).to(tl.int64)
+            u_next, T_next = load_reflections(raw_at + step * raw_stride_t, scalars, p, d, P, K)
+            S_next = load_tuple(solved_ptr + earlier * (K + 1 + PAIRS) + K + 1, PAIRS)
             inverse_next = tl.load(inverse_ptr + earlier)
             B_next = tl.load(B_ptr + earlier * WORDS + words)
             C_next = tl.load(C_ptr + earlier * WORDS + words)
@@ -199,9 +230,19 @@ def reverse_kernel(
                 H_B += H[v] * B[v][:, None, :]
                 H_q += H[v] * q[v]
             H_B = over_states(H_B)
+            s = fast_scale(delta, INPUT_SCALE, FAST)
+            if K > 0:
+                dots = sums(rows_times(u, s * (H_B + B_C * w), K))
+                right = upper_transposed_times(T, dots, K)
+                f, _ = eliminate(local_system(S, T, True, K), right, K, 1, True, FAST)
+                store_tuple(f_ptr + token * K, f, K)
+                turned = combine(f, u, K)
+                w += turned
             of_written = H_B + B_C * w
             of_raw = g * H_B + slope_of(delta, ACTIVATION) * LN2 * over_states(H_q) + read * w
-            of_x = fast_scale(delta, INPUT_SCALE, FAST) * of_written
+            of_x = s * of_written
+            if K > 0:
+                of_x -= turned
             put(adjoint_ptr + token * (2 * P), w, channels, lane, P, NL)
             put(adjoint_ptr + token * (2 * P) + P, of_written, channels, lane, P, NL)
             put(fed_ptr + token * (2 * d), of_raw, channels, inside, P, NL)
@@ -240,6 +281,7 @@ def reverse_kernel(
                 B_C_next,
                 beta_next,
             )
+            u, T, S = u_next, T_next, S_next
             inverse, B_words, C_words, q_words, token = (
                 inverse_next,
                 B_next,

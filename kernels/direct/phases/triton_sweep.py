@@ -4,6 +4,9 @@
     a = lambda * h,  r = a B,  written = s x^ - beta^e r             (the delta rule's erase)
     y = a C + (B C) written,  h = a + written B^T
 
+With reflections x~ = x^ + U^T e takes the place of x^ in `written`: with S = U diag(sigma) U^T and
+the y above, (I - S T) z = U (y - x^), e = T z, and sigma U^T e is added to y.
+
 Letters: b folded samples, t time, d channels of a head, n state per channel, P and N both rounded
 up to powers of two; V, NL as in `device.py`.
 """
@@ -18,8 +21,19 @@ from bedouin.kernels.device.activations import fast_activate
 from bedouin.kernels.device.discretize import fast_scale
 from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.reflections import (
+    combine,
+    eliminate,
+    local_system,
+    products,
+    rows_times,
+    store_tuple,
+    sums,
+    upper_times,
+)
 from bedouin.kernels.direct.phases.device import (
     decay_of,
+    load_reflections,
     load_states,
     over_states,
     places_of_channels,
@@ -51,7 +65,7 @@ def load_weights(
 def sweep_kernel(
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), of which the first d are those of Delta
-    scalars_ptr,  # (b, t, 2): B C and beta^e
+    scalars_ptr,  # (b, t, SCALARS): B C and beta^e, then those of `load_reflections`
     B_ptr,  # (b, t, N / V), words
     C_ptr,  # likewise
     W_ptr,  # (H, FEEDS d, d), W^y
@@ -62,6 +76,7 @@ def sweep_kernel(
     kept_ptr,  # (b, t, ROWS, P), written with KEEP
     inverse_ptr,  # (b, t), likewise: 1 / rms of y_{t-1}
     states_ptr,  # (b, ceil(t / KEEP), N P), likewise: h before tokens 0, KEEP, 2 KEEP, ...
+    solved_ptr,  # (b, t, K + 1 + PAIRS), written: e, the smallest pivot, and S
     per_head,  # samples of a head, b / H
     t_end,
     one,
@@ -75,7 +90,9 @@ def sweep_kernel(
     N: tl.constexpr,
     NL: tl.constexpr,
     V: tl.constexpr,
-    KEEP: tl.constexpr,  # tokens between two kept h; 0: nothing is kept
+    K: tl.constexpr,
+    KEEP: tl.constexpr,  # tokens between two kept h; 0: none is kept
+    KEEP_ROWS: tl.constexpr,  # whether the vectors of each token are kept
     OF_DELTA: tl.constexpr,  # what is fed back
     OF_X: tl.constexpr,
     NORM: tl.constexpr,
@@ -91,6 +108,9 @@ def sweep_kernel(
     ROWS: tl.constexpr = 4 + FEEDS + ERASE
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    SCALARS: tl.constexpr = 2 + 2 * (K + PAIRS)
+    u_at: tl.constexpr = d + 2 * n
     sample = tl.program_id(0).to(tl.int64)
     head = sample // per_head
     p = tl.arange(0, P)
@@ -108,8 +128,9 @@ def sweep_kernel(
     token = sample * t_end
     x_at, raw_at = x_ptr + sample * x_stride_b, raw_ptr + sample * raw_stride_b
     x, raw = row_of(x_at, p, d, P), row_of(raw_at, p, d, P)
-    B_C = tl.load(scalars_ptr + token * 2)
-    beta = tl.load(scalars_ptr + token * 2 + 1)
+    B_C = tl.load(scalars_ptr + token * SCALARS)
+    beta = tl.load(scalars_ptr + token * SCALARS + 1)
+    u, T = load_reflections(raw_at + u_at, scalars_ptr + token * SCALARS, p, d, P, K)
     B_words = tl.load(B_ptr + token * WORDS + words)
     C_words = tl.load(C_ptr + token * WORDS + words)
     for t in range(0, t_end):
@@ -118,8 +139,11 @@ def sweep_kernel(
         later = sample * t_end + step
         x_next = row_of(x_at + step * x_stride_t, p, d, P)
         raw_next = row_of(raw_at + step * raw_stride_t, p, d, P)
-        B_C_next = tl.load(scalars_ptr + later * 2)
-        beta_next = tl.load(scalars_ptr + later * 2 + 1)
+        B_C_next = tl.load(scalars_ptr + later * SCALARS)
+        beta_next = tl.load(scalars_ptr + later * SCALARS + 1)
+        u_next, T_next = load_reflections(
+            raw_at + step * raw_stride_t + u_at, scalars_ptr + later * SCALARS, p, d, P, K
+        )
         B_next = tl.load(B_ptr + later * WORDS + words)
         C_next = tl.load(C_ptr + later * WORDS + words)
         if KEEP > 0:
@@ -158,7 +182,7 @@ def sweep_kernel(
             if ERASE:
                 r += a * B[v][:, None, :]
             q += a * C[v][:, None, :]
-            if KEEP > 0:
+            if KEEP_ROWS:
                 slope = A[v] * (reach_of(decay, FULL) * h[v] if FULL else a)
                 if ERASE:
                     of_B += slope * B[v][:, None, :]
@@ -168,14 +192,28 @@ def sweep_kernel(
             erased = over_states(r)
             written -= beta * erased
         y = over_states(q) + B_C * written
+        token = sample * t_end + t
+        mixed = x
+        if K > 0:
+            sigma = s * B_C
+            dots = products(rows_times(u, sigma, K), u, K) + rows_times(u, y - x, K)
+            dots = sums(dots)
+            S = dots[0:PAIRS]
+            z, pivot = eliminate(local_system(S, T, False, K), dots[PAIRS:], K, 1, True, FAST)
+            e = upper_times(T, z, K)
+            added = combine(e, u, K)
+            mixed += added
+            written += s * added
+            y += sigma * added
+            to = solved_ptr + token * (K + 1 + PAIRS)
+            store_tuple(to, e + (pivot,) + S, K + 1 + PAIRS)
         h = ()
         for v in tl.static_range(V):
             h = h + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
-        token = sample * t_end + t
         put(y_ptr + token * d, y, channels, lane & (channels < d), P, NL)
-        if KEEP > 0:
+        if KEEP_ROWS:
             of_raw = slope_of(delta, ACTIVATION)
-            g = x / ((1.0 + delta) * (1.0 + delta)) if INPUT_SCALE == "bounded_delta" else x
+            g = mixed / ((1.0 + delta) * (1.0 + delta)) if INPUT_SCALE == "bounded_delta" else mixed
             if ERASE:
                 g -= LN2 * beta * over_states(of_B)
             g = of_raw * g
@@ -195,4 +233,5 @@ def sweep_kernel(
                 first = lane & (channels == 0)
                 put(inverse_ptr + token - channels, inverse, channels, first, P, NL)
         x, raw, B_C, beta, B_words, C_words = x_next, raw_next, B_C_next, beta_next, B_next, C_next
+        u, T = u_next, T_next
     store_states(h_ptr + sample * n * d, h, one, d, n, P, N, NL, V)
