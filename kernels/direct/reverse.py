@@ -83,9 +83,11 @@ class SolvedSweep(NamedTuple):
         memory: tuple[Tensor, ...] = (),
         h: Tensor | None = None,  # (b, d, n)
     ) -> "SolvedSweep":
-        """`full_raw` is computed where the memory does not contain it."""
+        """`full_x` and `full_raw` are computed where the memory does not contain them."""
         if memory:
-            full_x, full_raw = operands.x, memory[0].transpose(0, 1)
+            r, full = operands.raw.shape[-1], memory[0].transpose(0, 1)
+            full_x = full[..., r:] if parameterization.feeds_x else operands.x
+            full_raw = full[..., :r]
         else:
             full_x, full_raw = with_feedback(y, operands, parameterization)
         known = y, full_x, full_raw, operands, parameterization, bind, bind_parameters

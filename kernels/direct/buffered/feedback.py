@@ -1,14 +1,17 @@
 """The feedback of one token, raw^x + W^y norm(y), in memory that is allocated once.
 
-Letters: b batch, t time, d channels, f raw values with feedback, H heads (kernels/heads.py), whose
-samples are an axis of their own here: (H, b / H, ...) stands for (b, ...) where W^y has heads.
+Letters: b batch, t time, d channels, f raw values with feedback, F rows of W^y, f or with feedback
+of x f + d, H heads (kernels/heads.py), whose samples are an axis of their own here: (H, b / H, ...)
+stands for (b, ...) where W^y has heads.
 """
 
 import torch
 from torch import Tensor
 
+from bedouin.kernels.feedback import feedback_weight_gradient, reads_all_heads
 from bedouin.kernels.linear import weight_gradient
 from bedouin.kernels.norms import overflow_to_nan_
+from bedouin.kernels.operands import Parameterization
 
 
 class Feedback:
@@ -16,21 +19,28 @@ class Feedback:
 
     def __init__(
         self,
-        W_y: Tensor,  # (f, d) or (H, f, d)
-        eps: float | None,
+        W_y: Tensor,  # (F, d), (H, F, d) or (H, F, H d)
+        options: Parameterization,
         like: Tensor,  # (b, 1, d)
     ) -> None:
         """`like` gives the shape and the dtype of y."""
-        b, _, d = like.shape
-        self.W_y, self.W_columns, self.num_heads = W_y, W_y.mT, W_y.shape[:-2].numel()
-        self.has_heads, self.has_norm = W_y.dim() == 3, eps is not None
+        (b, _, d), (H, F) = like.shape, (W_y.shape[:-2].numel(), W_y.shape[-2])
+        eps, self.feeds_x = options.feedback_norm_eps, options.feeds_x
+        self.num_heads, self.has_heads, self.has_norm = H, W_y.dim() == 3, eps is not None
         self.vector, self.normed = like.new_empty(b, 1, d), like.new_empty(b, 1, d)
         self.vector_by_head, self.normed_by_head = map(self.by_head, (self.vector, self.normed))
         self.norm, self.eps = like.new_empty(b, 1, 1), like.new_full((1, 1, 1), eps or 0.0)
-        self.is_low = W_y.dtype != like.dtype
-        if self.is_low:
-            self.low_vector = self.by_head(W_y.new_empty(b, 1, d))
-            self.low_raw = self.by_head(W_y.new_empty(b, 1, W_y.shape[-2]))
+        joined = reads_all_heads(W_y, d)
+        self.copies = joined or self.feeds_x or W_y.dtype != like.dtype
+        self.W_y = W_y.flatten(0, 1) if joined else W_y
+        self.W_columns = self.W_y.mT
+        if joined:
+            self.own_vector, self.own_raw = (W_y.new_empty(b // H, H * v) for v in (d, F))
+            own = self.own_vector, self.own_raw
+            self.own_parts = [v.unflatten(-1, (H, -1)).transpose(0, 1) for v in own]
+        elif self.copies:
+            self.own_vector, self.own_raw = (self.by_head(W_y.new_empty(b, 1, v)) for v in (d, F))
+            self.own_parts = [self.own_vector, self.own_raw]
 
     def by_head(
         self,
@@ -44,8 +54,9 @@ class Feedback:
         self,
         y: Tensor,  # (b, 1, d)
         raw: Tensor,  # (b, f) or (H, b / H, f), overwritten
+        x: Tensor,  # (b, d) or (H, b / H, d), with feedback of x overwritten
     ) -> None:
-        """raw^x + W^y norm(y)."""
+        """raw^x + W^y norm(y), and x^."""
         if self.has_norm:
             norm = torch.linalg.vector_norm(y, 2, -1, True, out=self.norm)
             torch.addcmul(self.eps, norm, norm, value=1 / y.shape[-1], out=norm)
@@ -53,10 +64,13 @@ class Feedback:
             torch.mul(y, norm, out=self.normed)
         else:
             self.normed.copy_(y)
-        if self.is_low:
-            self.low_vector.copy_(self.normed_by_head)
-            torch.matmul(self.low_vector, self.W_columns, out=self.low_raw)
-            raw.add_(self.low_raw)
+        if self.copies:
+            vector_by_head, fed = self.own_parts
+            vector_by_head.copy_(self.normed_by_head)
+            torch.matmul(self.own_vector, self.W_columns, out=self.own_raw)
+            raw.add_(fed[..., : raw.shape[-1]])
+            if self.feeds_x:
+                x.add_(fed[..., raw.shape[-1] :])
         elif self.has_heads:
             raw.baddbmm_(self.normed_by_head, self.W_columns)
         else:
@@ -64,13 +78,14 @@ class Feedback:
 
     def transpose(
         self,
-        grad_raw: Tensor,  # (b, f) or (H, b / H, f)
+        grad_raw: Tensor,  # (b, F) or (H, b / H, F)
     ) -> Tensor:  # (b, 1, d), valid until the next call
         """The cotangent of norm(y)."""
-        if self.is_low:
-            self.low_raw.copy_(grad_raw)
-            torch.matmul(self.low_raw, self.W_y, out=self.low_vector)
-            self.vector_by_head.copy_(self.low_vector)
+        if self.copies:
+            vector_by_head, fed = self.own_parts
+            fed.copy_(grad_raw)
+            torch.matmul(self.own_raw, self.W_y, out=self.own_vector)
+            self.vector_by_head.copy_(vector_by_head)
         else:
             torch.matmul(grad_raw, self.W_y, out=self.vector_by_head)
         return self.vector
@@ -117,10 +132,13 @@ class NormedTokens:
 
     def weight_gradient(
         self,
-        grad_raw: Tensor,  # (t, b, f)
-        W_y: Tensor,  # (f, d) or (H, f, d)
+        grad_raw: Tensor,  # (t, b, F)
+        W_y: Tensor,  # (F, d), (H, F, d) or (H, F, H d)
     ) -> Tensor:  # as W_y
         """The gradient of W^y."""
+        if reads_all_heads(W_y, self.normed.shape[-1]):
+            by_sample = grad_raw.transpose(0, 1), self.normed.transpose(0, 1)
+            return feedback_weight_gradient(*by_sample, W_y)
         rows, normed = grad_raw.to(W_y.dtype), self.normed.to(W_y.dtype)
         if W_y.dim() == 3:
             rows, normed = (v.unflatten(1, (len(W_y), -1)).transpose(0, 1) for v in (rows, normed))

@@ -20,7 +20,7 @@ from bedouin.kernels.direct.buffered.rows import (
     RowMaker,
     Rows,
     by_token,
-    only_delta_is_fed,
+    count_fed,
     split_tokens,
 )
 from bedouin.kernels.direct.buffered.trace import Mixed, Trace
@@ -33,7 +33,7 @@ class _Tokens(NamedTuple):
     """Buffers for tokens that are solved one after the other."""
 
     rows: Rows
-    x: Tensor  # (i, 1, d)
+    x: Tensor  # (i, 1, d), with its feedback
     p: Tensor  # (i, 1, d), what memory reads before the token is written
     y: Tensor  # (i, 1, d)
 
@@ -63,7 +63,8 @@ class _Step:
         self.is_full = maker.options.eigenvalues == "full"
         self.power = like.new_empty(b, n, d)
         self.scale = like.new_empty(b, n, d) if maker.coupled else None
-        self.vector = like.new_empty(b, 1, d)
+        self.vector, self.reads = like.new_empty(b, 1, d), like.new_empty(b, 2, d)
+        self.along_B, self.along_C = self.reads[:, :1], self.reads[:, 1:]
         self.numbers, self.e = like.new_empty(b, 1, k), like.new_empty(b, 1, k)
 
     def solve(
@@ -81,7 +82,13 @@ class _Step:
         if self.is_full:
             power.mul_(2).sub_(1)
         torch.mul(power, h, out=memory)
-        torch.bmm(rows.C, memory, out=p)
+        if self.maker.erases:
+            torch.bmm(rows.units, memory, out=self.reads)
+            torch.mul(self.along_B, rows.erase, out=rows.erased)
+            BC = rows.BC if scale is None else rows.BC.sum(-1, keepdim=True)
+            torch.addcmul(self.along_C, rows.erased, BC, value=-1, out=p)
+        else:
+            torch.bmm(rows.C, memory, out=p)
         if self.maker.k:
             torch.addcmul(p, rows.sigma, x, out=vector).sub_(x)
             right = torch.bmm(vector, rows.U_columns, out=self.numbers).mul_(beta)
@@ -91,9 +98,12 @@ class _Step:
             mixed = x
         torch.addcmul(p, rows.sigma, mixed, out=y)
         if scale is None:
-            memory.addcmul_(rows.B_column, torch.mul(mixed, rows.s, out=vector))
+            written = torch.mul(mixed, rows.s, out=vector)
         else:
-            memory.addcmul_(scale.mul_(mixed), rows.B_column)
+            written = scale.mul_(mixed)
+        if self.maker.erases:
+            written.sub_(rows.erased)
+        memory.addcmul_(written, rows.B_column)
 
 
 class _Judge:
@@ -106,7 +116,7 @@ class _Judge:
 
     def __call__(
         self,
-        tokens: _Tokens,  # of i rows at most; x is overwritten
+        tokens: _Tokens,  # of i rows at most
         again: Mixed,  # of as many rows, overwritten
     ) -> Tensor:  # (4, i)
         rows, x, p, y = tokens
@@ -118,9 +128,10 @@ class _Judge:
             pivot = LU.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
         else:
             pivot = x.new_ones(len(x))
-        torch.addcmul(p, rows.sigma, again.mixed, out=F)
         # s is not negative
-        sizes = x.abs_().add_(torch.abs(again.mixed, out=size)).mul_(rows.s).amax(-1)
+        torch.abs(x, out=F).add_(torch.abs(again.mixed, out=size))
+        sizes = F.mul_(rows.s).amax(-1)
+        torch.addcmul(p, rows.sigma, again.mixed, out=F)
         scale = torch.abs(F, out=size).amax(-1)
         pivots = torch.fmin(pivot, self.maker.one).unsqueeze(-1)
         return torch.cat([F.sub_(y).abs_().amax(-1), scale, sizes, pivots], -1).T
@@ -132,13 +143,14 @@ def allocate_memory(
     keep_every: int,
 ) -> tuple[Tensor, ...]:
     """Memory for what the adjoint of `buffered_sweep` reads: for a sequence of a single chunk the
-    tensors of a `Trace`; for a longer one the raw values that include the feedback (t, b, r), if
-    there is feedback."""
+    tensors of a `Trace`; for a longer one the raw values that include the feedback (t, b, r), or
+    with feedback of x (t, b, r + d), if there is feedback."""
     (b, t_end, r), (d, n) = operands.raw.shape, operands.A.shape[-2:]
     if t_end <= keep_every:
         maker = RowMaker((d, n), parameterization, operands.x)
         return Trace.allocate(maker, t_end, b, n).tensors()
-    return () if operands.W_y is None else (operands.raw.new_empty(t_end, b, r),)
+    width = r + d if parameterization.feeds_x else r
+    return () if operands.W_y is None else (operands.raw.new_empty(t_end, b, width),)
 
 
 def buffered_sweep(
@@ -152,15 +164,18 @@ def buffered_sweep(
     overwritten; with that of a single chunk no h is kept."""
     x, raw, W_y, A, h0, y0 = operands
     assert h0 is not None and y0 is not None
-    (b, t_end, d), n = x.shape, A.shape[-1]
+    (b, t_end, d), r, n = x.shape, raw.shape[-1], A.shape[-1]
     maker = RowMaker((d, n), parameterization, x)
     count = min(keep_every, t_end)
     new = x.new_empty
     trace = Trace.of(memory) if len(memory) > 1 else None
     full_raw = memory[0] if len(memory) == 1 else None
-    rows = maker.rows_of(maker.allocate(count * b) if trace is None else trace.rows)
-    chunk = _Tokens(rows, *(new(count * b, 1, d) for _ in range(3)))
-    ahead = only_delta_is_fed(operands)
+    row_memory = maker.allocate(count * b) if trace is None else trace.rows
+    own_x = row_memory.raw[..., r:] if parameterization.feeds_x else new(count * b, 1, d)
+    others = own_x, new(count * b, 1, d), new(count * b, 1, d)
+    chunk = _Tokens(maker.rows_of(row_memory), *others)
+    f = count_fed(operands, parameterization)
+    ahead = f <= d
     shares = trace is None and count > 1 and not ahead
     shared = maker.rows_of(maker.allocate(b)) if shares else None
     tokens, judge = chunk.tokens(b, shared), _Judge(maker, count * b)
@@ -174,8 +189,8 @@ def buffered_sweep(
         h, memories = h.contiguous(), [new(b, n, d), new(b, n, d)]
     step = _Step(maker, operands.A_rows(), h)
     if W_y is not None:
-        feedback, f = Feedback(W_y, parameterization.feedback_norm_eps, y), W_y.shape[-2]
-        fed = [feedback.by_head(token.rows.raw[..., :f]) for token in tokens]
+        feedback = Feedback(W_y, parameterization, y)
+        fed = [tuple(map(feedback.by_head, (v.rows.raw[..., :f], v.x))) for v in tokens]
     ys, found = new(b, t_end, d), []
     for start in range(0, t_end, keep_every):
         stop = min(start + keep_every, t_end)
@@ -187,21 +202,24 @@ def buffered_sweep(
         if ahead:
             by_token(now.rows.raw, b).copy_(raw[:, start:stop])
             maker.fill_directions(now.rows)
-            if W_y is None:
+            if not f:
                 maker.fill_gains(now.rows)
         for i in range(stop - start):
             token = tokens[i]
             if not ahead:
                 token.rows.raw.copy_(raw[:, start + i : start + i + 1])
             if W_y is not None:
-                feedback.add(y, fed[i])
-                (maker.fill_gains if ahead else maker.fill)(token.rows)
+                feedback.add(y, *fed[i])
+                if f:
+                    (maker.fill_gains if ahead else maker.fill)(token.rows)
                 if full_raw is not None:
-                    full_raw[start + i].copy_(token.rows.raw.squeeze(1))
+                    full_raw[start + i, :, :r].copy_(token.rows.raw.squeeze(1))
             # a trace has memory for each token; otherwise two take turns
             after = memories[i + 1] if trace is not None else memories[(start + i) % 2]
             step.solve(token, betas[i], h, after)
             h, y = after, token.y
+        if full_raw is not None and parameterization.feeds_x:
+            full_raw[start:stop, :, r:].copy_(now.x.view(-1, b, d))
         ys[:, start:stop] = by_token(now.y, b)
         found.append(judge(now, again.first(len(now.x))).unflatten(1, (stop - start, b)))
     defect, scale, size, pivots = torch.cat(found, 1).mT.contiguous()

@@ -6,9 +6,14 @@ x~_t, all that couples the channels is again k numbers, q (maps.py):
     m = s * (H B) + sigma * g;    q = E^-T U m;    z = U^T (beta * q)
     w = g + z;    m <- m + sigma * z;    H <- H + C w^T
 
+With erase, h = a + B (s * x~ - beta^e B a)^T for a = lambda * h_{t-1}. There the last H is the
+cotangent of h, and with v = -beta^e B H, which is that of B a, follow those of B and of a:
+
+    H (s * x~ - beta^e B a) + a v;    H <- H + B v^T
+
 Everything that does not depend on cotangents is computed for a chunk of tokens at once; so are the
-cotangents of B, C, u and alpha, if these have no feedback. As in forward.py, h and H are stored as
-(b, n, d).
+cotangents of B, C, u, alpha and beta^e, if these have no feedback. As in forward.py, h and H are
+stored as (b, n, d).
 
 Letters: b batch, t time, i rows of a chunk (token by token), d channels, n state per channel,
 k reflections, k' values of the maps (maps.py), r raw values, H heads (kernels/heads.py).
@@ -26,8 +31,8 @@ from bedouin.kernels.direct.buffered.rows import (
     RowMaker,
     Rows,
     by_token,
+    count_fed,
     first_rows,
-    only_delta_is_fed,
     split_tokens,
 )
 from bedouin.kernels.direct.buffered.trace import Trace
@@ -52,7 +57,9 @@ class _Known(NamedTuple):
     U: Tensor  # (i, k, d)
     U_columns: Tensor  # (i, d, k)
     mixed: Tensor  # (i, 1, d)
-    written: Tensor  # (i, d, 1), s * mixed, or for "one_minus_decay" mixed
+    written: Tensor  # (i, d, 1), s * mixed - erased, or for "one_minus_decay" mixed
+    erase: Tensor  # (i, 1, 1), of `Rows`, as the next
+    erased: Tensor  # (i, 1, d)
     maps: Tensor  # (i, k, k')
     constant: Tensor  # (i, 1, k')
     slope: Tensor  # (i, 1, d), of the activation of Delta
@@ -69,6 +76,7 @@ class _Known(NamedTuple):
     of_B: Tensor  # (i, n, 1), the cotangents of B and C
     of_C: Tensor  # (i, n, 1)
     pair: Tensor  # (i, 2, n), a view of both
+    of_erase: Tensor  # (i, 1, 1), the cotangent of log(beta^e); or (i, 1, 0)
 
     def first(self, count: int) -> "_Known":
         """Views of the first rows."""
@@ -104,6 +112,8 @@ def _allocate(
         U_columns=rows.U_columns,
         mixed=mixed,
         written=written.mT,
+        erase=rows.erase,
+        erased=rows.erased,
         maps=new(i, k, map_width(k)),
         constant=new(i, 1, map_width(k)),
         slope=new(i, 1, d),
@@ -120,6 +130,7 @@ def _allocate(
         of_B=pair[0],
         of_C=pair[1],
         pair=pair.squeeze(-1).transpose(0, 1),
+        of_erase=new(i, 1, int(maker.erases)),
     )
 
 
@@ -138,6 +149,8 @@ def _fill_known(
     known.slope.copy_(activation_slope(maker.layout, rows.raw_delta))
     if known.of_reads is not None:
         torch.mul(known.mixed, rows.s, out=known.written.mT)
+        if maker.erases:
+            known.written.mT.sub_(rows.erased)
         torch.mul(known.mixed, known.slope, out=known.of_reads)
         if maker.options.input_scale == "bounded_delta":
             known.of_reads.div_(torch.add(rows.delta, maker.one).square_())
@@ -167,6 +180,7 @@ class _Step:
         self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
         new = H.new_empty
         self.reads, self.spare, self.numbers = new(b, 1, d), new(b, 1, d), new(b, 1, k)
+        self.of_erased = new(b, 1, d)
 
     def turn_to(self, j: int) -> None:
         """Go to the token j of the chunk."""
@@ -195,10 +209,21 @@ class _Step:
             written = torch.mul(known.mixed, known.s, out=self.spare)
         else:
             written = torch.mul(self.scale, known.mixed, out=self.product)
-        torch.mul(before, self.power, out=after)
-        if self.other is not None:
-            after.mul_(2).sub_(before)
+        self._decay(before, after)
+        if self.maker.erases:
+            torch.bmm(known.B, after, out=known.erased)
+            written.sub_(known.erased.mul_(known.erase))
         after.addcmul_(written, known.B_column)
+
+    def _decay(
+        self,
+        before: Tensor,  # (b, n, d)
+        out: Tensor,  # (b, n, d)
+    ) -> None:
+        """lambda * before."""
+        torch.mul(before, self.power, out=out)
+        if self.other is not None:
+            out.mul_(2).sub_(before)
 
     def read(self, known: _Known) -> None:
         """B H of the token that is the next to run; for "one_minus_decay" that follows later."""
@@ -238,7 +263,35 @@ class _Step:
             # in this order: with the transposed memory the products take up to three times as long
             torch.bmm(scaled, known.written, out=known.of_B)
             torch.bmm(after, known.w_column, out=known.of_C)
+        if scale is None:
+            # B H, with the H to which C w^T has been added
+            reads.addcmul_(known.BC, w)
+        if self.maker.erases:
+            self._through_erase(known, before)
         self._through_decay(known, earlier, before, grad_delta)
+
+    def _through_erase(
+        self,
+        known: _Known,
+        before: Tensor,  # (b, n, d)
+    ) -> None:
+        """The cotangents of beta^e, and of B as a key that is erased; makes H that of a. The scale
+        of "one_minus_decay" is overwritten: `_through_decay` corrects what it computes from H."""
+        if self.scale is not None:
+            torch.bmm(known.B, self.H, out=self.reads)
+        torch.bmm(known.erased, self.reads.mT, out=known.of_erase).neg_()
+        torch.mul(self.reads, known.erase, out=self.of_erased).neg_()
+        if self.maker.layout.selective:
+            if self.scale is not None:
+                known.of_B.baddbmm_(self.H, known.erased.mT, alpha=-1)
+            self._decay(before, self.product)
+            known.of_B.baddbmm_(self.product, self.of_erased.mT)
+        if self.scale is None:
+            self.H.addcmul_(known.B_column, self.of_erased)
+            return
+        lost = torch.mul(known.B_column, self.of_erased, out=self.scale)
+        self.H.add_(lost)
+        lost.mul_(self.power if self.other is None else torch.mul(self.power, 2, out=self.other))
 
     def _through_decay(
         self,
@@ -261,7 +314,11 @@ class _Step:
             torch.mul(known.B_column, known.mixed, out=product)
             if self.other is not None:
                 product.mul_(self.power.sub_(0.5).sign_())
+            if self.maker.erases:
+                self.scale.mul_(product)
             torch.sub(before, product, out=product).mul_(moved)
+            if self.maker.erases:
+                product.add_(self.scale)
         if self.other is not None:
             torch.sub(moved, H, out=H)
         reads, self.reads, self.spare = self.reads, self.spare, self.reads
@@ -273,8 +330,7 @@ class _Step:
         torch.sum(product.mul_(self.A), -2, keepdim=True, out=grad)
         grad.mul_(known.slope)
         if known.of_reads is not None:
-            # the sum over n of B H, with the H to which C w^T has been added
-            grad.addcmul_(known.of_reads, reads.addcmul_(known.BC, known.w))
+            grad.addcmul_(known.of_reads, reads)
 
 
 def _finish_rows(
@@ -282,15 +338,20 @@ def _finish_rows(
     known: _Known,
     grad_raw: Tensor,  # (i, 1, r), overwritten except for Delta
 ) -> None:
-    """The cotangents of the raw values of B, C, u and alpha, for rows that `_Step.run` has seen."""
-    _, grad_memory, grad_u, grad_alpha = maker.split(grad_raw)
+    """The cotangents of the raw values of B, C, u, alpha and beta^e, for rows that `_Step.run` has
+    seen."""
+    _, grad_memory, grad_u, grad_alpha, grad_erase = maker.split(grad_raw)
     if grad_memory is not None:
         # as in `unit_vjp`
         pair, units = known.pair, known.units
         along = (pair * units).sum(-1, keepdim=True)
         torch.mul(pair.addcmul_(units, along, value=-1), known.memory_norms, out=grad_memory)
-    grad_u.copy_(torch.bmm(known.found_u, known.factor))
-    grad_alpha.copy_(known.found_alpha)
+    if maker.k:
+        grad_u.copy_(torch.bmm(known.found_u, known.factor))
+        grad_alpha.copy_(known.found_alpha)
+    if maker.erases:
+        # times 1 - sigmoid(raw)
+        torch.mul(known.of_erase, 1 - known.erase / maker.layout.erase, out=grad_erase)
 
 
 def _check(
@@ -313,8 +374,9 @@ def buffered_reverse(
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
     """The result of `reverse_sweep` in kernels/direct/reverse.py, where `takes_buffers` says so."""
-    x, _, W_y, A, _, y0 = solved.operands
+    _, _, W_y, A, _, y0 = solved.operands
     assert y0 is not None
+    x = solved.full_x
     (b, t_end, d), n = x.shape, A.shape[-1]
     options, A_rows = solved.parameterization, solved.operands.A_rows()
     maker = RowMaker((d, n), options, x)
@@ -324,9 +386,13 @@ def buffered_reverse(
     grad_raw = x.new_empty(t_end, b, solved.full_raw.shape[-1])
     grad_raws = grad_raw.unsqueeze(2).unbind(0)
     grad_deltas = grad_raw[..., :d].unsqueeze(2).unbind(0)
-    ahead = only_delta_is_fed(solved.operands)
+    f = count_fed(solved.operands, options)
+    ahead = f <= d
+    # the cotangent of what feedback is added to
+    grad_fed = x.new_empty(t_end, b, f + d) if options.feeds_x else grad_raw[..., :f]
+    grad_feds = grad_fed.unsqueeze(2).unbind(0)
     if W_y is not None:
-        feedback, f = Feedback(W_y, options.feedback_norm_eps, g), W_y.shape[-2]
+        feedback = Feedback(W_y, options, g)
         normed = NormedTokens(solved.y, y0, options.feedback_norm_eps)
     grad_x, statistics = torch.empty_like(x), x.new_empty(2, b, t_end)
     count = min(keep_every, t_end)
@@ -367,7 +433,10 @@ def buffered_reverse(
             if W_y is None:
                 g.copy_(grad_ys[t - 1])
             else:
-                grad = feedback.transpose(feedback.by_head(grad_raws[t][..., :f]))
+                if options.feeds_x:
+                    grad_feds[t][..., :f].copy_(grad_raws[t][..., :f])
+                    torch.sub(each[j].m, each[j].z, out=grad_feds[t][..., f:])
+                grad = feedback.transpose(feedback.by_head(grad_feds[t]))
                 normed.add_cotangent(t, grad, grad_ys[t - 1], g)
         if ahead:
             _finish_rows(maker, known, grad_raw[tokens].view(i, 1, -1))
@@ -377,6 +446,6 @@ def buffered_reverse(
         report(*statistics)
     if W_y is None:
         g.zero_()
-    grad_W_y = None if W_y is None else normed.weight_gradient(grad_raw[..., :f], W_y)
+    grad_W_y = None if W_y is None else normed.weight_gradient(grad_fed, W_y)
     grad_A = sum_samples(step.grad_A, count_heads(A)).mT.reshape(A.shape)
     return grad_x, grad_raw.transpose(0, 1), grad_W_y, grad_A, step.H.mT, g.squeeze(1)

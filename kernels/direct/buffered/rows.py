@@ -10,6 +10,9 @@ so that the k numbers e are all that couples the channels. E has the determinant
 I - S T of kernels/direct/local.py, whose pivots the statistics report. For k > 1 its inverse is
 computed in float64, so that in float32 e is as accurate as after an elimination with pivots.
 
+With a = lambda * h_{t-1}, p is a C, and with erase a C - beta^e (B C) a B, where beta^e a B is
+called erased. With feedback of x, x is x^ here and in the modules beside this one.
+
 Letters: i rows, one for each token of each sample, token by token; b batch, d channels, n state per
 channel, k reflections, r raw values. Vectors have an axis of size 1, so that no call needs a view.
 """
@@ -45,21 +48,21 @@ def takes_buffers(
         return False
     if is_batched(*cotangents) or torch.compiler.is_compiling():
         return False
-    if parameterization.plain_only(operands) is not None:
-        return False
     return is_covered(parameterization.layout, raw, operands.A, bind_parameters)
 
 
-def only_delta_is_fed(operands: Operands) -> bool:
-    """Whether B, C, u and alpha depend on x alone."""
-    W_y = operands.W_y
-    return W_y is None or W_y.shape[-2] <= operands.A.shape[-2]
+def count_fed(operands: Operands, options: Parameterization) -> int:
+    """f, raw values with feedback: at most d, if those of B, C, u, alpha and beta^e depend on x
+    alone."""
+    if operands.W_y is None:
+        return 0
+    return operands.W_y.shape[-2] - (operands.A.shape[-2] if options.feeds_x else 0)
 
 
 class RowMemory(NamedTuple):
     """Tensors of i rows that share no memory, from which `Rows` are views."""
 
-    raw: Tensor  # (i, 1, r)
+    raw: Tensor  # (i, 1, r), or with feedback of x (i, 1, r + d): then x^ is the end of it
     delta: Tensor  # (i, 1, d)
     s: Tensor  # (i, 1, d), empty where the input scale is Delta
     norms: Tensor  # (i, 2 + k, 1)
@@ -71,6 +74,8 @@ class RowMemory(NamedTuple):
     gate: Tensor  # (i, k, 1)
     beta: Tensor  # (i, k, 1), empty where beta_max is 1
     inverse: Tensor  # (i, k, k)
+    erase: Tensor  # (i, 1, 1), as the next empty where nothing is erased
+    erased: Tensor  # (i, 1, d)
 
 
 class Rows(NamedTuple):
@@ -81,6 +86,7 @@ class Rows(NamedTuple):
     raw_memory: Tensor | None  # (i, 2, n), a view of raw: B and C; None if these are 1
     raw_u: Tensor  # (i, k, d), a view of raw
     raw_alpha: Tensor  # (i, k, 1), a view of raw
+    raw_erase: Tensor  # (i, 1, 1 or 0), a view of raw
     delta: Tensor  # (i, 1, d)
     s: Tensor  # (i, 1, d), the input scale; for "one_minus_decay" its largest value over n
     inverse_norms: Tensor  # (i, 2 + k, 1), of B, C and u
@@ -104,6 +110,8 @@ class Rows(NamedTuple):
     E: Tensor  # (i, k, k)
     inverse: Tensor  # (i, k, k), of E
     inverse_columns: Tensor  # (i, k, k), a view of inverse, transposed
+    erase: Tensor  # (i, 1, 1), beta^e; (i, 1, 0) where nothing is erased
+    erased: Tensor  # (i, 1, d), which the sweep computes; or (i, 1, 0)
 
     def first(self, count: int) -> "Rows":
         """Views of the first rows."""
@@ -162,6 +170,7 @@ class RowMaker:
         (self.d, self.n), self.options = sizes, options
         self.layout: RawLayout = options.known_layout()
         self.coupled = options.input_scale == "one_minus_decay"
+        self.erases = self.layout.erase > 0
         self.like, self.k = like, self.layout.num_householder
         lengths = [[self.n]] * 2 + [[self.d]] * self.k
         self.norm_eps = UNIT_EPS * like.new_tensor(lengths)
@@ -175,26 +184,23 @@ class RowMaker:
     def split(
         self,
         raw: Tensor,  # (i, 1, r)
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
         """Views of the raw values of Delta (i, 1, d), of B and C (i, 2, n), None if these are 1,
-        of u (i, k, d) and of alpha (i, k, 1)."""
+        of u (i, k, d), of alpha (i, k, 1) and of beta^e (i, 1, 1 or 0)."""
         d, n, k = self.d, self.n, self.k
-        selective = self.layout.selective
-        delta, *memory, u, alpha = raw.split([d, *[2 * n] * selective, k * d, k], -1)
-        pair = memory[0].squeeze(1).unflatten(-1, (2, n)) if selective else None
-        return delta, pair, u.squeeze(1).unflatten(-1, (k, d)), alpha.mT
+        memory = [2 * n] * self.layout.selective
+        delta, *pairs, u, alpha, erase = raw.split([d, *memory, k * d, k, int(self.erases)], -1)
+        pair = pairs[0].squeeze(1).unflatten(-1, (2, n)) if pairs else None
+        return delta, pair, u.squeeze(1).unflatten(-1, (k, d)), alpha.mT, erase
 
-    def allocate(
-        self,
-        i: int,
-        raw: Tensor | None = None,  # (i, 1, r)
-    ) -> RowMemory:
-        """New memory, except for raw values that are given."""
+    def allocate(self, i: int) -> RowMemory:
+        """New memory."""
         d, n, k = self.d, self.n, self.k
         new, selective = self.like.new_empty, self.layout.selective
+        r = self.layout.size(d, n) + (d if self.options.feeds_x else 0)
         norms = new(i, 2 + k, 1) if selective else self.like.new_ones(i, 2 + k, 1)
         return RowMemory(
-            raw=new(i, 1, self.layout.size(d, n)) if raw is None else raw,
+            raw=new(i, 1, r),
             delta=new(i, 1, d),
             s=new(0) if self.options.input_scale == "delta" else new(i, 1, d),
             norms=norms,
@@ -206,13 +212,16 @@ class RowMaker:
             gate=new(i, k, 1),
             beta=new(0) if self.layout.beta_max == 1 else new(i, k, 1),
             inverse=new(i, k, k),
+            erase=new(i, 1, int(self.erases)),
+            erased=new(i, 1, d if self.erases else 0),
         )
 
     def rows_of(self, memory: RowMemory) -> Rows:
         """Views of the memory, with new memory for what only `fill` and the statistics read."""
         d, k = self.d, self.k
-        raw, delta, s, norms, units, BC, sigma, U, dots, gate, beta, inverse = memory
-        raw_delta, raw_memory, raw_u, raw_alpha = self.split(raw)
+        raw, delta, s, norms, units, BC, sigma, U, dots, gate, beta, inverse, *erasing = memory
+        raw = raw[..., : self.layout.size(d, self.n)]
+        raw_delta, raw_memory, raw_u, raw_alpha, raw_erase = self.split(raw)
         new, i = self.like.new_empty, len(raw)
         B, C = units[:, :1], units[:, 1:]
         return Rows(
@@ -221,6 +230,7 @@ class RowMaker:
             raw_memory=raw_memory,
             raw_u=raw_u,
             raw_alpha=raw_alpha,
+            raw_erase=raw_erase,
             delta=delta,
             s=s if s.numel() else delta,
             inverse_norms=norms,
@@ -244,6 +254,8 @@ class RowMaker:
             E=new(i, k, k),
             inverse=inverse,
             inverse_columns=inverse.mT,
+            erase=erasing[0],
+            erased=erasing[1],
         )
 
     def fill(self, rows: Rows) -> None:
@@ -252,7 +264,7 @@ class RowMaker:
         self.fill_gains(rows)
 
     def fill_directions(self, rows: Rows) -> None:
-        """What does not depend on Delta: B, C, u, beta, and their products."""
+        """What does not depend on Delta: B, C, u, beta, their products, and beta^e."""
         if rows.raw_memory is not None:
             torch.linalg.vector_norm(rows.raw_memory, 2, -1, True, out=rows.memory_norms)
         if self.k:
@@ -264,11 +276,13 @@ class RowMaker:
         if self.k:
             torch.mul(rows.raw_u, rows.u_norms, out=rows.U)
             torch.sigmoid(rows.raw_alpha, out=rows.gate)
-        if self.k and self.layout.beta_max != 1:
-            torch.mul(rows.gate, self.layout.beta_max, out=rows.beta)
-        torch.bmm(rows.U, rows.U_columns, out=rows.dots)
-        torch.mul(rows.dots, self.above, out=rows.upper)
-        torch.addcmul(self.identity, rows.upper, rows.beta, out=rows.upper)
+            if self.layout.beta_max != 1:
+                torch.mul(rows.gate, self.layout.beta_max, out=rows.beta)
+            torch.bmm(rows.U, rows.U_columns, out=rows.dots)
+            torch.mul(rows.dots, self.above, out=rows.upper)
+            torch.addcmul(self.identity, rows.upper, rows.beta, out=rows.upper)
+        if self.erases:
+            torch.sigmoid(rows.raw_erase, out=rows.erase).mul_(self.layout.erase)
         if self.coupled:
             torch.mul(rows.B, rows.C, out=rows.BC)
         else:

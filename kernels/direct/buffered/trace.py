@@ -56,7 +56,7 @@ class Trace(NamedTuple):
         return Trace(maker.allocate(c * b), Mixed.allocate(maker, c * b), h)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors one by one; the first are the raw values, as (c, b, r)."""
+        """All tensors one by one; the first are the raw values, as (c, b, r or r + d)."""
         raw, *others = self.rows
         return raw.view(*self.h.shape[:2], -1), *others, *self.mixed, self.h
 
