@@ -35,7 +35,7 @@ help:
 	@echo "make a5      train on the A5 word problem        (options: make a5 ARGS=\"--seed 1\")"
 	@echo "make copy    train on copying                    (options: as above)"
 	@echo "make lm      train a language model of bytes     (options: as above)"
-	@echo "make bench   times against the floors, on a GPU  (options: make bench ARGS=--quick)"
+	@echo "make bench   times of the layers, on a GPU       (options: make bench ARGS=--quick)"
 	@echo "make experiments  list the experiments, their commands and their run times"
 	@echo "make test    run the tests                       (options: make test ARGS=\"-m 'not slow'\")"
 	@echo "make fuzz    thousands of random cases           (FUZZ_CASES=5000)"
@@ -68,7 +68,7 @@ lm: $(STAMP)
 	$(KEEP_PAGES) $(ENV_PYTHON) examples/train_lm.py $(ARGS)
 
 bench: $(STAMP)
-	$(ENV_PYTHON) examples/bench.py $(ARGS)
+	$(ENV_PYTHON) examples/bench.py --speed examples/results/speed.json $(ARGS)
 
 experiments: $(STAMP)
 	$(ENV_PYTHON) examples/experiment.py $(ARGS)

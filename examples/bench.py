@@ -7,6 +7,7 @@
     python examples/bench.py --rows direct-heads16 lstm --shapes 1x256 16x256 128x256 16x1024 \\
         --figure runs/bench/times.png
     python examples/bench.py --warm --rows direct       # only fill the compiler's cache
+    python examples/bench.py --speed examples/results/speed.json     # what `make bench` does
     python examples/bench.py --device cpu --tiny --precision float32 --repeats 1    # without a GPU
 
 Before a row is timed, its fast path is compared with the plain reference, in float32 and in the
@@ -21,6 +22,13 @@ a CUDA graph of the same call. Peak memory ("GiB") is torch.cuda.max_memory_allo
 including parameters, input and gradients; "kept GiB" is what a forward pass leaves allocated for
 its backward pass, including its output. The floor is the larger of bytes / copy bandwidth and
 flops / GEMM rate, both measured at the start (benchmarks/cost.py defines bytes and flops).
+
+`--speed` writes a list with layer, shape, graph_ms and eager_ms (forward + backward), forward_ms
+(captured where possible), peak_gib and first_call_s for each row of a layer in cases.SPEED, by
+default of all of these. A row without a time has null there and the reason under "error".
+first_call_s are the seconds of one forward + backward in a new process with an empty compiler's
+cache, without imports, measured after all rows in `--processes` processes side by side. The file
+examples/results/speed.json is only written by whole runs on a GPU.
 
 A row that fails is reported with its message, and the other rows are still measured; the exit
 status is then 1.
@@ -39,12 +47,15 @@ from typing import Any, Literal
 
 import tyro
 
-from benchmarks import agreement, cases, figure, table
+from benchmarks import agreement, cases, figure, speed, table
 from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
 from common.device import choose_device
 from common.errors import UsageError
+
+RECORDED = Path(__file__).resolve().parent / "results" / "speed.json"
+"""The times of the layers that are in the repository."""
 
 Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]
 """The results of the comparisons made so far: None, or the message of a difference."""
@@ -94,6 +105,12 @@ class Config:
     """Seconds of measuring after which a row is aborted."""
     prepare_limit: float = 240.0
     """Seconds after which a comparison of a row, or its first run, is aborted; both compile."""
+    speed: Path | None = None
+    """Also measure first calls, and write the times of the layers in cases.SPEED, see above."""
+    processes: int = 4
+    """New processes side by side for first calls."""
+    first_call: bool = False
+    """Only print the seconds of the first call of a row of cases.SPEED, in this process."""
     out: Path = Path("runs/bench/results.json")
     """The numbers of all rows."""
     readme: Path | None = None
@@ -105,6 +122,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+        if self.processes < 1:
+            raise ValueError(f"processes must be at least 1, got {self.processes}")
+        if self.first_call and not set(self.rows) <= set(cases.SPEED):
+            raise ValueError(f"first_call takes rows among {tuple(cases.SPEED)}, got {self.rows}")
         if self.quick and self.rows:
             raise ValueError("quick chooses the rows: give it or rows, not both")
 
@@ -118,7 +139,10 @@ def main(config: Config) -> int:
         return 0
     if config.warm:
         return warm(config)
+    if config.first_call:
+        return first_call(config)
     started = time.perf_counter()
+    path = speed_path(config)
     context = make_context(config)
     limits = Limits(config.prepare_limit, config.row_limit, config.budget)
     rows: list[table.Row] = []
@@ -133,8 +157,44 @@ def main(config: Config) -> int:
         write(config.out, report)
     print(table.text_targets(rows))
     draw(config, rows)
+    if path is not None:
+        speed.add_first_calls(rows, first_call_command(config), config.processes, limits.prepare)
+        write(config.out, report)
+        write(path, speed.entries(rows))
+        for row in rows:
+            if reason := row["numbers"].get("first_call_failed"):
+                print(f"{row['case']} {row['shape']}, first call: {reason}")
     print(f"{time.perf_counter() - started:.0f} s, numbers in {config.out}")
-    return int(any(row["status"] == "failed" for row in rows))
+    failed = (row["status"] == "failed" or "first_call_failed" in row["numbers"] for row in rows)
+    return int(any(failed))
+
+
+def speed_path(config: Config) -> Path | None:
+    """Where the times of the layers go; None, with a message, for the recorded file if they are not
+    those of a whole run on a GPU."""
+    whole = ("device", "precision", "tiny", "quick", "rows", "shapes", "graph")
+    changed = [name for name in whole if getattr(config, name) != getattr(Config, name)]
+    if config.speed is None or config.speed.resolve() != RECORDED or not changed:
+        return config.speed
+    given = ", ".join(f"--{name}" for name in changed)
+    print(f"{config.speed} is not written, because of {given}: give another --speed")
+    return None
+
+
+def first_call_command(config: Config) -> list[str]:
+    """The command that prints the seconds of a first call, without its row and shape."""
+    options = ["--device", config.device, "--precision", config.precision]
+    tiny = ["--tiny"] if config.tiny else []
+    return [sys.executable, __file__, "--first-call", *options, *tiny]
+
+
+def first_call(config: Config) -> int:
+    """Print the seconds of the first call of every chosen row; returns the exit status."""
+    context = replace(make_context(config), first_call=True)
+    for case, shape in chosen(config):
+        adapted = replace(context, setting=case.adapt(context.setting))
+        print(case.measure(adapted, shape)["first_call_s"])
+    return 0
 
 
 def draw(config: Config, rows: list[table.Row]) -> None:
@@ -149,7 +209,7 @@ def warm(config: Config) -> int:
     agreed: Agreed = {}
     failed = False
     for case, shape in chosen(config):
-        if case.missing() is not None:
+        if case.missing(context.setting.device) is not None:
             continue
         adapted = replace(context, setting=case.adapt(context.setting))
         try:
@@ -166,7 +226,8 @@ def warm(config: Config) -> int:
 def chosen(config: Config) -> list[tuple[cases.Case, Shape]]:
     """The cases to measure with their shapes, in order."""
     shapes = config.shapes or (cases.TINY if config.tiny else ())
-    return cases.select(cases.QUICK if config.quick else config.rows, shapes)
+    named = config.rows or (tuple(cases.SPEED) if config.speed or config.first_call else ())
+    return cases.select(cases.QUICK if config.quick else named, shapes)
 
 
 def make_context(config: Config) -> Context:
@@ -175,7 +236,7 @@ def make_context(config: Config) -> Context:
     sizes = {"m": 8, "n": 2, "k": 2} if config.tiny else {}
     setting = Setting(device, config.precision, **sizes)
     # a small product suffices if the speed of the machine is not used
-    size = 8192 if device.type == "cuda" and not config.warm else 256
+    size = 8192 if device.type == "cuda" and not (config.warm or config.first_call) else 256
     machine = measure_machine(device, setting.gemm_dtype, size)
     return Context(setting, machine, config.repeats, config.graph)
 
@@ -201,7 +262,7 @@ def run_row(
     """Measure one row; an error of the row is recorded and not raised."""
     context = replace(context, setting=case.adapt(context.setting))
     row: table.Row = {"case": case.name, "title": case.title, "shape": shape.label, "numbers": {}}
-    reason = case.missing()
+    reason = case.missing(context.setting.device)
     if reason is None and limits.left <= 0:
         reason = "the time budget is spent"
     if reason is not None:
@@ -282,7 +343,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def write(path: Path, report: dict[str, Any]) -> None:
+def write(path: Path, report: dict[str, Any] | list[Numbers]) -> None:
     """Write the report as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -47,6 +47,11 @@ def direct_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
     _layer_agrees(setting, shape, Direct(), gradients=True, **options)
 
 
+def recall_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
+    """The sweep of `Bedouin.recall`."""
+    _layer_agrees(setting, shape, Direct(), gradients=True, recall=True, **options)
+
+
 def linear_agrees(setting: Setting, shape: Shape) -> None:
     """The sweep without feedback."""
     direct_agrees(setting, shape, feedback=())
@@ -119,11 +124,12 @@ def _layer_agrees(
     solver: Solver,
     *,
     gradients: bool,
+    recall: bool = False,
     cu_seqlens: Tensor | None = None,  # (documents + 1,)
     **options: Any,
 ) -> None:
     tolerance = _tolerance(setting)
-    layer = setting.layer(solver=solver, **options)
+    layer = (setting.recall if recall else setting.layer)(solver=solver, **options)
     reference = copy.deepcopy(layer).float()
     reference.solver, reference.backend = Direct(), "reference"
     torch.manual_seed(1)
@@ -148,7 +154,8 @@ def _results(
     found = {"output": output.detach()}
     if gradients:
         weight = torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output)
-        named = {"x": x, "x_proj": layer.x_proj.weight}
+        first = "in_proj" if layer.x_proj is None else "x_proj"
+        named = {"x": x, first: getattr(layer, first).weight}
         if layer.y_proj is not None:
             named["y_proj"] = layer.y_proj.weight
         grads = torch.autograd.grad(output, list(named.values()), weight.to(output.dtype))

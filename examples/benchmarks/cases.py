@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
 from benchmarks import agreement, special, subjects
 from benchmarks import packed as documents
@@ -13,6 +15,7 @@ from benchmarks.setting import Setting, Shape
 
 Measure = Callable[[Context, Shape], Numbers]
 Agreement = Callable[[Setting, Shape], None]
+Missing = Callable[[torch.device], str | None]
 
 EVERY = ("128x16", "64x256", "16x1024", "8x4096")
 TINY = ("2x4", "3x6")
@@ -20,7 +23,7 @@ D_MODEL = Setting.m
 """The width of the run; titles name the sizes that follow from it, which toy sizes differ from."""
 
 
-def _always() -> str | None:
+def _always(device: torch.device) -> str | None:
     return None
 
 
@@ -33,8 +36,8 @@ class Case:
     measure: Measure
     shapes: tuple[str, ...] = EVERY
     agrees: Agreement | None = None
-    missing: Callable[[], str | None] = _always
-    """Returns why it cannot be measured on this machine, or None if it can."""
+    missing: Missing = _always
+    """Returns why it cannot be measured on this device, or None if it can."""
     most_repeats: int | None = None
     """The largest number of timed calls, for slow rows that are only there for comparison."""
     compiles: bool = False
@@ -47,12 +50,14 @@ class Case:
     """The d_state of the run is multiplied by this."""
     fewer: int = 1
     """The number of reflections of the run is divided by this."""
+    mixes: bool = True
+    """Whether there are reflections."""
 
     def adapt(self, setting: Setting) -> Setting:
         """The sizes of the run with the heads, the width, the states and the reflections of this
         row."""
         width, n, k = setting.m // self.narrower, setting.n * self.states, setting.k // self.fewer
-        return replace(setting, h=self.heads, m=width, n=n, k=max(1, k))
+        return replace(setting, h=self.heads, m=width, n=n, k=max(1, k) * self.mixes)
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
@@ -103,6 +108,22 @@ def _delta(states: int) -> Case:
         heads=16,
         states=states,
         fewer=4,
+    )
+
+
+def _recall(
+    suffix: str, title: str, *, states: int, missing: Missing = _always, **options: Any
+) -> Case:
+    """The layer that tracks and recalls, as `Bedouin.recall` makes it but for the states."""
+    return Case(
+        f"recall{suffix}",
+        f"Bedouin.recall{title}, n {Setting.n * states}",
+        _subject(partial(subjects.recall, **options)),
+        agrees=partial(agreement.recall_agrees, **options),
+        heads=16,
+        states=states,
+        mixes=False,
+        missing=missing,
     )
 
 
@@ -176,6 +197,15 @@ CASES = (
     _states(2),
     _states(4),
     _delta(4),
+    _recall("", "", states=4),
+    _recall(
+        "-wide",
+        ", feedback of all heads",
+        states=4,
+        feedback_scope="layer",
+        missing=subjects.wide_is_missing,
+    ),
+    _recall("-chosen", "", states=2),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
@@ -262,6 +292,18 @@ CASES = (
     ),
 )
 """In the order of measurement, the most important first, since the time budget may run out."""
+
+SPEED = {
+    "direct": "1 head",
+    "direct-heads8": "8 heads",
+    "direct-heads16": "16 heads",
+    "recall": "recall",
+    "recall-wide": "wide",
+    "recall-chosen": "chosen",
+    "direct-no-feedback": "no feedback",
+    "lstm": "lstm",
+}
+"""The rows of --speed, each with the name of its layer there."""
 
 QUICK = ("direct", "direct-no-feedback", "direct-heads8", "direct-heads16")
 

@@ -3,9 +3,10 @@
 Heads: a head's raw values are projected from its own p of the d channels, so that the weights of
 x and of y have (r + d) * p entries each.
 
-Bytes: every product, the sweep, the scan and the output stage read their operands once and write
-their results once; weights count once per pass. Flops: dense products only. A backward pass counts
-as two forward passes. Letters as in setting.py; e is the number of bytes of a value.
+Bytes: every product, the convolution, the sweep, the scan and the output stage read their operands
+once and write their results once; weights count once per pass. Flops: dense products only. A
+backward pass counts as two forward passes. Letters as in setting.py; e is the number of bytes of a
+value.
 """
 
 from benchmarks.setting import Setting, Shape
@@ -25,6 +26,22 @@ def layer_cost(setting: Setting, shape: Shape, *, fed: int | None, backward: boo
     gate = 0 if fed is None else (FLOAT32_BYTES + e) * d
     output_stage = FLOAT32_BYTES * d + 4 * e * d
     a_token = e * products + sweep + gate + output_stage
+    forward = Cost(e * weights + a_token * shape.tokens, 2.0 * weights * shape.tokens)
+    return forward * 3 if backward else forward
+
+
+def recall_cost(setting: Setting, shape: Shape, *, read: int, backward: bool) -> Cost:
+    """The layer of `Bedouin.recall`: one product of its input for x, raw values and gate, of which
+    x, B and C are convolved; feedback of Delta and x from `read` channels of y; no mixing."""
+    m, d, h, e = setting.m, setting.d, setting.h, setting.gemm_dtype.itemsize
+    convolved = d + 2 * h * setting.n
+    projected = convolved + 2 * d + h  # with Delta, the gate, and beta^e of each head
+    weights = m * projected + 3 * d * read + d * m
+    products = (m + projected) + (d + m)
+    sweep = e * (projected - d) + FLOAT32_BYTES * d
+    gate = (FLOAT32_BYTES + e) * d
+    output_stage = FLOAT32_BYTES * d + 3 * e * d
+    a_token = e * (products + 2 * convolved) + sweep + gate + output_stage
     forward = Cost(e * weights + a_token * shape.tokens, 2.0 * weights * shape.tokens)
     return forward * 3 if backward else forward
 

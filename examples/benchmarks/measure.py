@@ -3,14 +3,19 @@
 Letters: b batch, t time, m d_model.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import walk_packages
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bedouin import kernels
 from benchmarks.setting import Setting, Shape
 from benchmarks.timing import (
     Cost,
@@ -37,6 +42,8 @@ class Context:
     repeats: int
     """Number of timed calls. 0: every call is made once, and the times are NaN."""
     graph: bool
+    first_call: bool = False
+    """Only measure the first call of this process."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +67,36 @@ class Subject:
 def measure_subject(context: Context, make: Callable[[], Subject]) -> Numbers:
     """Forward (no_grad) and forward + backward (gradients of inputs and parameters), in ms."""
     subject = make()
+    if context.first_call:
+        return {"first_call_s": _first_call_s(context.setting, subject)}
     numbers = _eager(context, subject)
     if context.graph and subject.has_graph and context.setting.device.type == "cuda":
         release_memory()
         numbers |= _captured(context, make)
     numbers |= _achieved(context.machine, subject, numbers)
     return numbers | subject.observe()
+
+
+def _first_call_s(setting: Setting, subject: Subject) -> float:
+    """Seconds of one forward + backward, without the imports of Triton, the kernels and torch."""
+    if find_spec("triton") is not None:
+        for module in walk_packages(kernels.__path__, f"{kernels.__name__}."):
+            import_module(module.name)
+    leaf = setting.randn(1).requires_grad_()
+    torch.autograd.grad(leaf * leaf, leaf, torch.ones_like(leaf))  # imports a part of torch
+    inputs = subject.draw()
+    _wait(setting.device)
+    started = time.perf_counter()
+    with setting.autocast():
+        output = subject.function(*inputs)
+    torch.autograd.grad(output, [*inputs, *subject.parameters], torch.ones_like(output))
+    _wait(setting.device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _eager(context: Context, subject: Subject) -> Numbers:

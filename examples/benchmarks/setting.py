@@ -5,6 +5,7 @@ a head, r raw values.
 """
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin
+from bedouin.kernels.backend import interpreter_is_on, is_cuda_device
 
 Precision = Literal["bf16", "autocast", "float32"]
 
@@ -81,10 +83,21 @@ class Setting:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def layer(self, **options: Any) -> Bedouin:
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Triton kernels can run."""
+        return is_cuda_device(self.device) or interpreter_is_on()
+
+    def recall(self, **options: Any) -> Bedouin:
+        """`Bedouin.recall` of these sizes, with kernels wherever these can run: "auto" would take
+        plain PyTorch."""
+        backend = "triton" if self.has_kernels else "auto"
+        return self.layer(make=Bedouin.recall, **({"backend": backend} | options))
+
+    def layer(self, *, make: Callable[..., Bedouin] = Bedouin, **options: Any) -> Bedouin:
         """One layer of these sizes from a fixed seed, which never checks its convergence."""
         torch.manual_seed(0)
-        return Bedouin(
+        return make(
             self.m,
             d_state=self.n,
             expand=self.expand,

@@ -4,6 +4,7 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, k reflections.
 """
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +24,7 @@ from bedouin.solvers import (
     OneStepAdjoint,
     Picard,
 )
-from benchmarks.cost import layer_cost, lstm_cost, scan_cost
+from benchmarks.cost import layer_cost, lstm_cost, recall_cost, scan_cost
 from benchmarks.measure import Numbers, Subject, inputs_of
 from benchmarks.setting import Setting, Shape
 from benchmarks.timing import Cost
@@ -38,6 +39,17 @@ LINEAR_RTOL = 1e-5
 def direct(setting: Setting, shape: Shape, **options: Any) -> Subject:
     """The layer with its default solver: exact sweep, exact gradient."""
     return _layer_subject(setting, shape, setting.layer(**options), sequential=True)
+
+
+def recall(setting: Setting, shape: Shape, **options: Any) -> Subject:
+    """The layer of `Bedouin.recall` with its default solver."""
+    return _layer_subject(setting, shape, setting.recall(**options), sequential=True)
+
+
+def wide_is_missing(device: torch.device) -> str | None:
+    """Why feedback of all heads cannot be measured in a minute."""
+    is_slow = Setting(device).has_kernels
+    return "no kernels for feedback of all heads; plain PyTorch takes minutes" if is_slow else None
 
 
 def direct_recomputed(setting: Setting, shape: Shape) -> Subject:
@@ -82,13 +94,16 @@ def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[B
 
 
 def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:
-    fed = fed_values(setting, layer)
+    if layer.projection == "input":
+        cost = partial(recall_cost, read=layer.fed_channels)
+    else:
+        cost = partial(layer_cost, fed=fed_values(setting, layer))
     return Subject(
         layer,
         inputs_of(setting, shape),
         tuple(layer.parameters()),
-        layer_cost(setting, shape, fed=fed, backward=False),
-        layer_cost(setting, shape, fed=fed, backward=True),
+        cost(setting, shape, backward=False),
+        cost(setting, shape, backward=True),
         sequential_steps=shape.t if sequential else 0,
         observe=lambda: solve_numbers(layer),
     )
@@ -167,7 +182,7 @@ def mamba_scan(setting: Setting, shape: Shape) -> Subject:
     return Subject(selective_scan_fn, draw, (), forward, both)
 
 
-def mamba_is_missing() -> str | None:
+def mamba_is_missing(device: torch.device) -> str | None:
     """Why mamba-ssm's scan cannot be measured."""
     for module in ("mamba_ssm", "selective_scan_cuda"):
         if find_spec(module) is None:
@@ -206,6 +221,6 @@ def gated_delta_product(setting: Setting, shape: Shape) -> Subject:
     return Subject(function, draw, (), cost, cost * 3)
 
 
-def fla_is_missing() -> str | None:
+def fla_is_missing(device: torch.device) -> str | None:
     """Why flash-linear-attention cannot be measured."""
     return None if find_spec("fla") is not None else "fla is not installed"

@@ -29,6 +29,7 @@ EXTRA = (
     *("over_padded", "over_unmasked", "padded_both_ms", "unmasked_both_ms", "padded_tokens"),
     *("times_floor", "forward_eager_ms", "repeats", "graph_breaks", "residual", "num_steps"),
     *("graph_forward_ms_failed", "graph_both_ms_failed"),
+    *("first_call_s", "first_call_failed"),
 )
 
 

@@ -11,7 +11,8 @@ import torch
 
 import bench
 from bedouin import Bedouin
-from benchmarks import agreement, cases, figure, special, table
+from bedouin.kernels.backend import interpreter_is_on
+from benchmarks import agreement, cases, figure, special, speed, subjects, table
 from benchmarks.cost import iteration_cost, layer_cost, scan_cost
 from benchmarks.measure import Context, Numbers, best_ms
 from benchmarks.setting import Setting, Shape
@@ -129,6 +130,94 @@ def test_a_row_is_prepared_by_one_run_that_is_not_timed(tmp_path: Path) -> None:
     assert seen == [(0, False)]
 
 
+KEYS = ("layer", "shape", "graph_ms", "eager_ms", "forward_ms", "peak_gib", "first_call_s")
+
+
+def test_speed_lists_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_first_call", lambda command, limit: {"first_call_s": 1.5})
+    path = tmp_path / "speed.json"
+    assert bench.main(toy(tmp_path, speed=path)) == 0
+    found = json.loads(path.read_text())
+    assert all(tuple(entry) == KEYS and entry["first_call_s"] == 1.5 for entry in found)
+    assert all(entry["eager_ms"] > 0 and entry["forward_ms"] > 0 for entry in found)
+    assert {(entry["shape"], entry["graph_ms"], entry["peak_gib"]) for entry in found} == {
+        ("2x4", None, None)
+    }
+    assert [entry["layer"] for entry in found] == [
+        *("1 head", "8 heads", "16 heads", "recall", "wide", "chosen", "no feedback", "lstm")
+    ]
+
+
+def test_speed_says_why_a_time_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "speed.json"
+    failing = toy(tmp_path, rows=("scan", "lstm"), speed=path, prepare_limit=1e-5)
+    assert bench.main(failing) == 1
+    [entry] = json.loads(path.read_text())
+    assert [entry[key] for key in KEYS] == ["lstm", "2x4", *[None] * 5]
+    assert entry["error"] == "reason: TimeoutError: gave up after 0 s"
+    numbers = {"both_ms": 3.0, "graph_forward_ms": 1.0, "forward_ms": 2.0}
+    row = {"case": "direct", "shape": "2x4", "status": "measured", "numbers": numbers}
+    numbers["graph_both_ms_failed"] = "RuntimeError: x"  # type: ignore[assignment]
+    [entry] = speed.entries([row])
+    assert (entry["graph_ms"], entry["eager_ms"], entry["forward_ms"]) == (None, 3.0, 1.0)
+    assert entry["error"] == "graph_both_ms_failed: RuntimeError: x"
+
+
+def test_a_first_call_is_that_of_a_new_process(tmp_path: Path) -> None:
+    command = bench.first_call_command(toy(tmp_path))
+    row: table.Row = {"case": "lstm", "shape": "2x4", "status": "measured", "numbers": {}}
+    wrong: table.Row = {**row, "shape": "2", "numbers": {}}
+    speed.add_first_calls([row, wrong], command, 2, 120)
+    assert 0 < row["numbers"]["first_call_s"] < 60
+    assert "BATCHxTIME" in wrong["numbers"]["first_call_failed"]
+    speed.add_first_calls([wrong], command, 1, 0.01)
+    assert wrong["numbers"]["first_call_failed"] == "gave up after 0 s"
+
+
+def test_only_a_whole_run_on_a_gpu_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = bench.RECORDED
+    assert bench.speed_path(bench.Config(speed=recorded)) == recorded
+    assert bench.speed_path(toy(tmp_path, speed=recorded)) is None
+    assert "because of --device, --precision, --tiny, --shapes" in capsys.readouterr().out
+    assert bench.speed_path(bench.Config(speed=recorded, rows=("lstm",))) is None
+    assert bench.speed_path(toy(tmp_path, speed=tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("recall", {"d_state": 64}),
+        ("recall-wide", {"d_state": 64, "feedback_scope": "layer"}),
+        ("recall-chosen", {}),
+    ],
+)
+def test_the_rows_of_recall_are_its_layers(name: str, options: dict[str, Any]) -> None:
+    case = next(case for case in cases.CASES if case.name == name)
+    setting, shape = case.adapt(Setting(CPU, "float32")), Shape(64, 256)
+    scope = {key: value for key, value in options.items() if key == "feedback_scope"}
+    layer = setting.recall(**scope)
+    torch.manual_seed(0)
+    expected = Bedouin.recall(512, **options)
+    assert repr(layer) == repr(expected)
+    for key, value in expected.state_dict().items():
+        assert torch.equal(layer.state_dict()[key], value)
+    weights = sum(p.numel() for name, p in layer.named_parameters() if "proj" in name)
+    cost = subjects.recall(setting, shape, **scope).forward_cost
+    assert cost.flops == 2 * shape.tokens * weights
+    # the convolution alone reads and writes x, B and C
+    assert cost.bytes > 2 * 4 * shape.tokens * (1024 + 32 * setting.n)
+
+
+@pytest.mark.interpreter
+def test_the_rows_of_recall_run_in_kernels() -> None:
+    assert interpreter_is_on() and subjects.wide_is_missing(CPU) is not None
+    setting = Setting(CPU, "float32", m=8, n=4, k=0, h=2)
+    assert setting.recall().backend == "triton"
+    agreement.recall_agrees(setting, Shape(1, 3))
+
+
 def test_warm_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(toy(tmp_path, rows=("direct", "decode"), warm=True)) == 0
     captured = capsys.readouterr()
@@ -174,6 +263,10 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         bench.main(toy(tmp_path, shapes=("64,256",)))
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         toy(tmp_path, repeats=0)
+    with pytest.raises(ValueError, match="processes must be at least 1, got 0"):
+        toy(tmp_path, processes=0)
+    with pytest.raises(ValueError, match="first_call takes rows among"):
+        toy(tmp_path, first_call=True, rows=("scan",))
     with pytest.raises(ValueError, match="quick chooses the rows"):
         toy(tmp_path, quick=True, rows=("direct",))
 
