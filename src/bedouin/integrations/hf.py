@@ -5,7 +5,7 @@
     model.generate(ids, max_new_tokens=20)
 
 The import registers them with AutoConfig, AutoModel and AutoModelForCausalLM. Requires
-transformers >= 5.16 (pip install ".[hf]" in a clone).
+transformers 5.16 to 5.23 (pip install ".[hf]" in a clone).
 
 Letters: b batch, t time, m hidden_size, d d_inner, n state_size, w conv_kernel, v vocab_size.
 """
@@ -30,6 +30,8 @@ from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import unknown_option
 from bedouin.state import BedouinState
 
+_NEEDED = 'transformers 5.16 to 5.23: pip install "transformers>=5.16,<5.24"'
+
 try:
     from huggingface_hub.dataclasses import strict
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -46,10 +48,10 @@ try:
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
     from transformers.modeling_utils import PreTrainedModel
 except ImportError as error:
-    raise ImportError(
-        'bedouin.integrations.hf needs transformers >= 5.16: pip install "transformers>=5.16,<6"',
-        name="transformers",
-    ) from error
+    raise ImportError(f"bedouin.integrations.hf needs {_NEEDED}", name="transformers") from error
+if "past_key_values" not in [field.name for field in fields(BaseModelOutputWithPast)]:
+    # transformers 5.24 calls it `cache`, in the arguments of models and of `generate`, too
+    raise ImportError(f"bedouin.integrations.hf needs {_NEEDED}", name="transformers")
 
 _LAYER_TYPE = "bedouin"
 _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
