@@ -209,7 +209,7 @@ def test_iterations_in_a_graph(solver: Any) -> None:
     ("options", "reason"),
     [
         ({"erase": 1.0}, "erase"),
-        ({"feedback": ("x",)}, "feedback of x"),
+        ({"feedback": ("B", "x")}, "feedback of x"),
         ({"num_heads": 2, "feedback_scope": "layer"}, "feedback_scope='layer'"),
     ],
     ids=str,
