@@ -129,6 +129,9 @@ def test_empty_input_leaves_the_state(kind: Kind, shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16(kind: Kind, autocast: bool) -> None:
     layer = kind(8, dtype=torch.float64)
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if isinstance(layer, LSTM) and autocast and not has_bfloat16:
+        pytest.skip("torch.nn.LSTM fails under autocast on a CPU without bfloat16 instructions")
     layer.to(torch.float32 if autocast else torch.bfloat16)
     exact = copy.deepcopy(layer).to(torch.float64)
     x = torch.randn(2, 6, 8).to(next(layer.parameters()).dtype)
