@@ -21,7 +21,6 @@ Letters: P channels, N states, both rounded up to powers of two.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import exp2
 from bedouin.kernels.device.reflections import load_tuple
 
 
@@ -102,25 +101,9 @@ def slope_of(delta, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def decay_of(exponent, FULL: tl.constexpr, FAST: tl.constexpr):
-    """lambda, from log2(e) A Delta."""
-    power = exp2(exponent, FAST)
-    return 2.0 * power - 1.0 if FULL else power
-
-
-@triton.jit
 def reach_of(decay, FULL: tl.constexpr):
     """The derivative of lambda by A Delta."""
     return decay + 1.0 if FULL else decay
-
-
-@triton.jit
-def zeros_of(P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr):
-    """The memory of zeros."""
-    out = ()
-    for _ in tl.static_range(V):
-        out = out + (tl.zeros((N // (NL * V), P, NL), tl.float32),)
-    return out
 
 
 @triton.jit

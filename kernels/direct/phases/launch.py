@@ -77,11 +77,13 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
         **{"FULL": options.eigenvalues == "full", "FAST": not interpreter_is_on()},
-        **{"ERASE": int(layout.erase > 0), "ERASE_MAX": layout.erase, "ERASE_AT": r - 1},
+        **{
+            "ERASE": int(layout.erase > 0),
+            "ERASE_MAX": layout.erase,
+            "ERASE_AT": r - (layout.erase > 0),
+        },
         **{"BETA_MAX": layout.beta_max, "SCALARS": 2 + k * (k + 3), "WIDE": r + padding(r)},
     }
-    if not layout.erase:
-        every["ERASE_AT"] = r
     # in phases S and R a thread has one channel, and in phase G one state
     warps = {SWEEP: P * lanes // 32, REVERSE: P * lanes // 32, GRADIENTS: N * CHANNEL_LANES // 64}
     by_token = kernel in (STATISTICS, FINISH_REFLECTIONS)

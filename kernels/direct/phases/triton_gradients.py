@@ -18,8 +18,8 @@ Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.discretize import build_decay
 from bedouin.kernels.direct.phases.device import (
-    decay_of,
     high,
     join_words,
     over_states,
@@ -137,7 +137,7 @@ def gradient_kernel(
                 tl.store(to, join_words(bits[0], bits[1]))
             after = ()
             for u in tl.static_range(2):
-                decay = decay_of(A[u] * delta[u][:, None, :], FULL, FAST)
+                decay = build_decay(A[u] * delta[u][:, None, :], FULL, FAST)
                 after = after + (decay * h[u] + written[u][:, None, :] * B,)
             h = after
         tl.debug_barrier()
@@ -164,7 +164,7 @@ def gradient_kernel(
             for u in tl.static_range(2):
                 of_w, by = w[u][:, None, :], written[u][:, None, :]
                 delta_u = delta[u][:, None, :]
-                decay = decay_of(A[u] * delta_u, FULL, FAST)
+                decay = build_decay(A[u] * delta_u, FULL, FAST)
                 a = decay * before[u]
                 of_h = H[u] + of_w * C
                 grad_B += of_h * by

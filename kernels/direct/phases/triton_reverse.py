@@ -24,7 +24,7 @@ Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.discretize import build_decay, fast_scale
 from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.device.reflections import (
     combine,
@@ -37,7 +37,6 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.direct.phases.device import (
-    decay_of,
     load_reflections,
     load_states,
     over_states,
@@ -73,8 +72,7 @@ def load_transposed(
 @triton.jit
 def load_kept(
     row,  # (ROWS, P) of a token
-    y_ptr,  # (d,), the output before the token
-    p, d: tl.constexpr, P: tl.constexpr, OF_DELTA: tl.constexpr, OF_X: tl.constexpr,
+    p, P: tl.constexpr, OF_DELTA: tl.constexpr, OF_X: tl.constexpr,
 ):  # fmt: skip
     """Delta, g, read, and what was fed, of a token."""
     fed = ()
@@ -166,7 +164,7 @@ def reverse_kernel(
         # keep the layout of their load, and cost a barrier each
         token = first + start + count - 1
         row = kept_ptr + token * (ROWS * P)
-        delta, g, read, fed = load_kept(row, y_ptr, p, d, P, OF_DELTA, OF_X)
+        delta, g, read, fed = load_kept(row, p, P, OF_DELTA, OF_X)
         scalars = scalars_ptr + token * SCALARS
         B_C, beta = tl.load(scalars), tl.load(scalars + 1)
         u, T = load_reflections(
@@ -189,7 +187,7 @@ def reverse_kernel(
             q = ()
             after = ()
             for v in tl.static_range(V):
-                decay = decay_of(A[v] * delta_replay[None, :, None], FULL, FAST)
+                decay = build_decay(A[v] * delta_replay[None, :, None], FULL, FAST)
                 a = decay * h[v]
                 q = q + (A[v] * (reach_of(decay, FULL) * h[v] if FULL else a),)
                 after = after + (a + written[None, :, None] * B[v][:, None, :],)
@@ -207,7 +205,7 @@ def reverse_kernel(
             q_at = scratch + tl.maximum(left - 1, 0) * (SIZE // V) + places
             q_next = tl.load(tl.multiple_of(tl.max_contiguous(q_at, [1, 2, 4]), [1, 1, 1]))
             row = kept_ptr + earlier * (ROWS * P)
-            delta_next, g_next, read_next, fed_next = load_kept(row, y_ptr, p, d, P, OF_DELTA, OF_X)
+            delta_next, g_next, read_next, fed_next = load_kept(row, p, P, OF_DELTA, OF_X)
             scalars = scalars_ptr + earlier * SCALARS
             B_C_next, beta_next = tl.load(scalars), tl.load(scalars + 1)
             step = tl.maximum(start + left - 1, 0).to(tl.int64)
@@ -252,7 +250,7 @@ def reverse_kernel(
                 of_h = H[v] + w[None, :, None] * C[v][:, None, :]
                 if ERASE:
                     of_h -= (beta * of_written)[None, :, None] * B[v][:, None, :]
-                after = after + (of_h * decay_of(A[v] * delta[None, :, None], FULL, FAST),)
+                after = after + (of_h * build_decay(A[v] * delta[None, :, None], FULL, FAST),)
             H = after
             w = w_next
             if FEEDS > 0:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import fast_activate
-from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.discretize import build_decay, fast_scale
 from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.device.reflections import (
@@ -32,7 +32,6 @@ from bedouin.kernels.device.reflections import (
     upper_times,
 )
 from bedouin.kernels.direct.phases.device import (
-    decay_of,
     load_reflections,
     load_states,
     over_states,
@@ -176,7 +175,7 @@ def sweep_kernel(
         of_B = r
         of_C = r
         for v in tl.static_range(V):
-            decay = decay_of(A[v] * delta[None, :, None], FULL, FAST)
+            decay = build_decay(A[v] * delta[None, :, None], FULL, FAST)
             a = decay * h[v]
             decayed = decayed + (a,)
             if ERASE:
