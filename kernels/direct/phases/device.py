@@ -23,6 +23,9 @@ import triton.language as tl
 
 from bedouin.kernels.device.reflections import load_tuple
 
+SECTOR = tl.constexpr(32)
+"""Bytes that a load brings from memory into the second-level cache at least."""
+
 
 @triton.jit
 def high(word):
@@ -148,6 +151,36 @@ def places_of_states(one, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V:
 
 
 @triton.jit
+def load_words(ptr, places):
+    """The words at places (NR, P, NL), in the layout of the memory."""
+    at = ptr + places
+    return tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]))
+
+
+@triton.jit
+def store_words(ptr, places, word):
+    """The inverse of `load_words`."""
+    at = ptr + places
+    tl.store(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]), word)
+
+
+@triton.jit
+def load_places(ptr, places, SIZE: tl.constexpr, V: tl.constexpr):
+    """A memory of SIZE values from memory that only the phases read."""
+    out = ()
+    for v in tl.static_range(V):
+        out = out + (load_words(ptr + v * (SIZE // V), places),)
+    return out
+
+
+@triton.jit
+def store_places(ptr, h, places, SIZE: tl.constexpr, V: tl.constexpr):
+    """The inverse of `load_places`."""
+    for v in tl.static_range(V):
+        store_words(ptr + v * (SIZE // V), places, h[v])
+
+
+@triton.jit
 def places_of_channels(one, P: tl.constexpr, NL: tl.constexpr):
     """The channels (P, NL), and of each which lane stores it."""
     p, nl = tl.arange(0, P) * one, tl.arange(0, NL) * one
@@ -190,3 +223,22 @@ def load_reflections(
 def over_states(v):
     """The sum of (NR, P, NL) over the states, (P,)."""
     return tl.sum(tl.sum(v, 0), 1)
+
+
+@triton.jit
+def prefetch(
+    ptr,  # to the first of `count` values
+    offsets, count: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Ask for `count` values at each of some offsets, so that later loads find them in the
+    second-level cache."""
+    if FAST:
+        EVERY: tl.constexpr = SECTOR * 8 // ptr.dtype.element_ty.primitive_bitwidth
+        sectors: tl.constexpr = (count + EVERY - 1) // EVERY
+        SECTORS: tl.constexpr = triton.next_power_of_2(sectors)
+        sector = tl.minimum(tl.arange(0, SECTORS), sectors - 1) * EVERY
+        at = ptr + (offsets[:, None] + sector[None, :])
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

@@ -36,11 +36,17 @@ channels."""
 CHANNEL_LANES = 8
 """Lanes of a warp that share the channels of a state in phase G."""
 
+STATES = 32
+"""States of a program of phase G: small programs, so that several share a multiprocessor."""
+
 TOKENS = 16
 """Tokens of a program of phase P and of its adjoint."""
 
-PROGRAMS = 2
+PROGRAMS = 8
 """Programs of phase G for each multiprocessor, at least."""
+
+REGISTERS = 168
+"""Most registers of a thread of phase G, so that a multiprocessor runs three programs at once."""
 
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
@@ -72,6 +78,7 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
         **{"NL": lanes, "PL": CHANNEL_LANES, "TOKENS": TOKENS, "EPS": UNIT_EPS},
+        **{"S": min(N, STATES)},
         **{"KEEP": CHUNK if keeps else 0, "KEEP_ROWS": keeps or k > 0},
         **{"OF_DELTA": int(of_delta), "OF_X": int(of_x), "FEEDS": of_delta + of_x},
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
@@ -85,11 +92,13 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
         **{"BETA_MAX": layout.beta_max, "SCALARS": 2 + k * (k + 3), "WIDE": r + padding(r)},
     }
     # in phases S and R a thread has one channel, and in phase G one state
-    warps = {SWEEP: P * lanes // 32, REVERSE: P * lanes // 32, GRADIENTS: N * CHANNEL_LANES // 64}
+    warps = {SWEEP: P * lanes // 32, REVERSE: P * lanes // 32, GRADIENTS: min(N, STATES) * CHANNEL_LANES // 64}
     by_token = kernel in (STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     # Triton's default for the fusion of operations changes with its version
     launch = {"num_stages": 1, "enable_fp_fusion": True}
+    if kernel is GRADIENTS:
+        launch["maxnreg"] = REGISTERS
     return Constants(num_warps=max(1, warps.get(kernel, 1 if by_token else 4)), **chosen, **launch)
 
 
@@ -265,7 +274,9 @@ def _gradients(
     b, t, d, n, P, N, V, _, _ = sizes
     A = inputs.A
     units = 1 if interpreter_is_on() else multiprocessors(A.device)
-    each = ceil_div(sizes.chunks, min(ceil_div(PROGRAMS * units, b), sizes.chunks))
+    of_states = ceil_div(N, STATES)
+    wanted = ceil_div(PROGRAMS * units, b * of_states)
+    each = ceil_div(sizes.chunks, min(wanted, sizes.chunks))
     splits = ceil_div(sizes.chunks, each)
     kind = torch.int32 if V == 4 else torch.int64
     scratch = A.new_empty(b, splits, CHUNK, N * P // 2, dtype=kind)
@@ -275,7 +286,7 @@ def _gradients(
     values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
     tensors = *pairs, *values, parts.states, solved.edges, scratch, grad_B, grad_C, grad_A
     numbers = inputs.per_head, t, 1, each
-    GRADIENTS.launch((b, splits), tensors, numbers, constants_of(GRADIENTS, how))
+    GRADIENTS.launch((b, splits, of_states), tensors, numbers, constants_of(GRADIENTS, how))
     return grad_B, grad_C, grad_A.sum(1)
 
 

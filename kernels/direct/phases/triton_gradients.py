@@ -24,6 +24,7 @@ from bedouin.kernels.direct.phases.device import (
     join_words,
     over_states,
     places_of_channels,
+    prefetch,
     put,
     reach_of,
     unpack,
@@ -45,14 +46,9 @@ def load_values(
 
 
 @triton.jit
-def load_rows(
-    kept_row, adjoint_row,  # pointers to int64, two float32 each
-    words, P: tl.constexpr,
-):  # fmt: skip
-    """Delta, written, w and the cotangent of `written`, as words."""
-    HALF: tl.constexpr = P // 2
-    delta, written = tl.load(kept_row + words), tl.load(kept_row + HALF + words)
-    return delta, written, tl.load(adjoint_row + words), tl.load(adjoint_row + HALF + words)
+def load_pair(ptr, words, HALF: tl.constexpr):
+    """Two vectors of a token that lie side by side, as words of two float32."""
+    return tl.load(ptr + words), tl.load(ptr + HALF + words)
 
 
 @triton.jit(do_not_specialize=["one", "t_end", "per_head", "per_program"])
@@ -65,10 +61,10 @@ def gradient_kernel(
     A_ptr,  # (H, n, d), log2(e) A
     states_ptr,  # (b, ceil(t / KEEP), N P)
     edges_ptr,  # likewise
-    scratch_ptr,  # (b, programs of a sample, KEEP, N P / 2), int64, or int32 for V = 4
+    scratch_ptr,  # (programs, KEEP, S P / 2), int64, or int32 for V = 4
     grad_B_ptr,  # (b, t, N), written
     grad_C_ptr,  # (b, t, N), written
-    grad_A_ptr,  # (b, programs of a sample, n, d), written
+    grad_A_ptr,  # (b, splits, n, d), written
     per_head,
     t_end,
     one,
@@ -77,6 +73,7 @@ def gradient_kernel(
     n: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
+    S: tl.constexpr,  # states of a program
     PL: tl.constexpr,
     NL: tl.constexpr,  # of the kept memory
     V: tl.constexpr,
@@ -87,20 +84,22 @@ def gradient_kernel(
     ERASE: tl.constexpr,
     FAST: tl.constexpr,
 ):
+    """Some chunks of a sample of a head, and S of the states."""
     PR: tl.constexpr = P // (PL * 2)
     SIZE: tl.constexpr = P * N
     HALF: tl.constexpr = P // 2
     INTS: tl.constexpr = N // V * 2  # int32 words of B
-    sample, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sample, split, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     head, own = sample // per_head, sample * tl.num_programs(1) + split
     chunks = tl.cdiv(t_end, KEEP)
-    state, pr, pl = tl.arange(0, N), tl.arange(0, PR), tl.arange(0, PL)
+    state, pr, pl = part * S + tl.arange(0, S), tl.arange(0, PR), tl.arange(0, PL)
     words = (pr * PL)[:, None] + pl[None, :]
-    hidden, lane_of = state * one, pl * one
-    states, lane = places_of_channels(one, N, PL)
+    inner, lane_of = tl.arange(0, S) * one, pl * one
+    hidden = part * S + inner
+    states, lane = places_of_channels(one, S, PL)
     channel = ((pr * PL)[:, None, None] + lane_of[None, None, :]) * 2
     kept_at = hidden % V * (SIZE // V) + hidden // (V * NL) * (P * NL) + hidden // V % NL
-    places = (pr * (N * PL))[:, None, None] + hidden[None, :, None] * PL + lane_of[None, None, :]
+    places = (pr * (S * PL))[:, None, None] + inner[None, :, None] * PL + lane_of[None, None, :]
     A = ()
     grad_A = ()
     for u in tl.static_range(2):
@@ -108,12 +107,20 @@ def gradient_kernel(
         at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
         inside = (hidden[None, :, None] < n) & (channel + u < d)
         A = A + (tl.load(at, mask=inside, other=0.0),)
-        grad_A = grad_A + (tl.zeros((PR, N, PL), tl.float32),)
-    scratch = scratch_ptr + own * KEEP * (SIZE // 2)
+        grad_A = grad_A + (tl.zeros((PR, S, PL), tl.float32),)
+    scratch = scratch_ptr + (own * tl.num_programs(2) + part) * KEEP * (S * HALF)
     for chunk in range(split * per_program, tl.minimum(split * per_program + per_program, chunks)):
-        start = chunk * KEEP
-        count = tl.minimum(KEEP, t_end - start)
+        # the first chunk may be shorter than the others
+        end = t_end - (chunks - 1 - chunk) * KEEP
+        start = tl.maximum(end - KEEP, 0)
+        first = sample * t_end + start
+        count = end - start
         slot = (sample * chunks + chunk) * SIZE
+        ahead = sample * t_end + tl.minimum(end + tl.arange(0, KEEP), t_end - 1)
+        prefetch(kept_ptr, ahead * (ROWS * HALF), 2 * HALF, FAST)
+        prefetch(adjoint_ptr, ahead * (2 * HALF), 2 * HALF, FAST)
+        prefetch(B_ptr, ahead * INTS, INTS, FAST)
+        prefetch(C_ptr, ahead * INTS, INTS, FAST)
         h = ()
         H = ()
         for u in tl.static_range(2):
@@ -122,13 +129,15 @@ def gradient_kernel(
             h = h + (tl.load(tl.multiple_of(from_states, [1, 1, 1])),)
             from_edges = tl.max_contiguous(edges_ptr + edge, [1, 2, 4])
             H = H + (tl.load(tl.multiple_of(from_edges, [1, 1, 1])),)
+        delta_words, written_words = load_pair(kept_ptr + first * (ROWS * HALF), words, HALF)
+        B_replay = load_values(B_ptr + first * INTS, state, V)
         for i in range(0, count):
-            token = sample * t_end + start + i
-            row = kept_ptr + token * (ROWS * HALF)
-            delta = unpack(tl.load(row + words), 2, False)
-            written = unpack(tl.load(row + HALF + words), 2, False)
-            B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
-            to = scratch + i * (SIZE // 2) + places
+            # loads of a token are issued while the one before it is computed
+            later = first + tl.minimum(i + 1, count - 1)
+            delta_next, written_next = load_pair(kept_ptr + later * (ROWS * HALF), words, HALF)
+            B_next = load_values(B_ptr + later * INTS, state, V)
+            delta, written = unpack(delta_words, 2, False), unpack(written_words, 2, False)
+            to = scratch + i * (S * HALF) + places
             to = tl.multiple_of(tl.max_contiguous(to, [1, 2, 4]), [1, 1, 1])
             if V == 4:
                 tl.store(to, word_of_two(h[0], h[1], FAST))
@@ -138,26 +147,27 @@ def gradient_kernel(
             after = ()
             for u in tl.static_range(2):
                 decay = build_decay(A[u] * delta[u][:, None, :], FULL, FAST)
-                after = after + (decay * h[u] + written[u][:, None, :] * B,)
+                after = after + (decay * h[u] + written[u][:, None, :] * B_replay[None, :, None],)
             h = after
+            delta_words, written_words, B_replay = delta_next, written_next, B_next
         tl.debug_barrier()
         for i in range(0, count):
             left = count - 1 - i
-            token = sample * t_end + start + left
-            rows = kept_ptr + token * (ROWS * HALF), adjoint_ptr + token * (2 * HALF)
-            delta, written, w, of_written = load_rows(rows[0], rows[1], words, P)
+            token = first + left
+            kept_h = scratch + left * (S * HALF) + places
+            word = tl.load(tl.multiple_of(tl.max_contiguous(kept_h, [1, 2, 4]), [1, 1, 1]))
+            delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, HALF)
+            w, of_written = load_pair(adjoint_ptr + token * (2 * HALF), words, HALF)
             delta, written = unpack(delta, 2, False), unpack(written, 2, False)
             w, of_written = unpack(w, 2, False), unpack(of_written, 2, False)
             beta = tl.load(scalars_ptr + token * SCALARS + 1)
             B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
             C = load_values(C_ptr + token * INTS, state, V)[None, :, None]
-            kept_h = scratch + left * (SIZE // 2) + places
-            word = tl.load(tl.multiple_of(tl.max_contiguous(kept_h, [1, 2, 4]), [1, 1, 1]))
             if V == 4:
                 before = (high(word), (word & -65536).to(tl.float32, bitcast=True))
             else:
                 before = unpack(word, 2, False)
-            grad_B = tl.zeros((PR, N, PL), tl.float32)
+            grad_B = tl.zeros((PR, S, PL), tl.float32)
             grad_C = grad_B
             earlier = ()
             sums = ()
@@ -177,8 +187,8 @@ def gradient_kernel(
                 sums = sums + (grad_A[u] + of_h * reached * delta_u,)
                 earlier = earlier + (of_h * decay,)
             H, grad_A = earlier, sums
-            put(grad_B_ptr + token * N, over_states(grad_B), states, lane, N, PL)
-            put(grad_C_ptr + token * N, over_states(grad_C), states, lane, N, PL)
+            put(grad_B_ptr + token * N + part * S, over_states(grad_B), states, lane, S, PL)
+            put(grad_C_ptr + token * N + part * S, over_states(grad_C), states, lane, S, PL)
         tl.debug_barrier()
     for u in tl.static_range(2):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + u)

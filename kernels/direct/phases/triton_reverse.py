@@ -13,8 +13,10 @@ and x_ loses U^T f, since T^T U (s written_) = f.
 
 The chain is w -> raw_, x_ -> one product with W^y -> w; sums over states with H run beside it. q is
 computed for a chunk of tokens from its first h, without any sum, and kept in scratch memory: every
-thread reads what it wrote. The norm's adjoint subtracts norm(y) <raw_, W^y norm(y)> / d,
-whose inner product is a further row of the product.
+thread reads what it wrote. This replay of a chunk runs beside the tokens of the next later chunk,
+one token of each in turns, since the chain alone leaves most of the multiprocessor idle. The norm's
+adjoint subtracts norm(y) <raw_, W^y norm(y)> / d, whose inner product is a further row of the
+product.
 Letters as in `triton_sweep.py`.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -37,8 +39,10 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.direct.phases.device import (
+    load_places,
     load_reflections,
     load_states,
+    load_words,
     over_states,
     pack,
     places_of_channels,
@@ -47,7 +51,9 @@ from bedouin.kernels.direct.phases.device import (
     reach_of,
     row_of,
     slope_of,
+    store_places,
     store_states,
+    store_words,
     unpack,
 )
 
@@ -79,6 +85,57 @@ def load_kept(
     for i in tl.static_range(OF_DELTA + OF_X):
         fed = fed + (tl.load(row + (4 + i) * P + p),)
     return tl.load(row + p), tl.load(row + 2 * P + p), tl.load(row + 3 * P + p), fed
+
+
+@triton.jit
+def replay(
+    h, A,  # tuples of V parts
+    delta, written,  # (P,)
+    B,
+    V: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """h_t and q from h_{t-1}."""
+    q = ()
+    after = ()
+    for v in tl.static_range(V):
+        decay = build_decay(A[v] * delta[None, :, None], FULL, FAST)
+        a = decay * h[v]
+        q = q + (A[v] * (reach_of(decay, FULL) * h[v] if FULL else a),)
+        after = after + (a + written[None, :, None] * B[v][:, None, :],)
+    return after, q
+
+
+@triton.jit
+def place_of(i, turned, KEEP: tl.constexpr):
+    """The place of a chunk's token i in scratch memory."""
+    return tl.where(turned == 1, KEEP - 1 - i, i)
+
+
+@triton.jit
+def with_memory(
+    H, B, q,  # tuples of V parts
+    V: tl.constexpr,
+):  # fmt: skip
+    """The sums over states of H with B and with q, each (P,)."""
+    H_B = H[0] * B[0][:, None, :]
+    H_q = H[0] * q[0]
+    for v in tl.static_range(1, V):
+        H_B += H[v] * B[v][:, None, :]
+        H_q += H[v] * q[v]
+    return over_states(H_B), over_states(H_q)
+
+
+@triton.jit
+def load_replayed(
+    kept_ptr, B_ptr,
+    token, real, words, p, P: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Delta, written and B of a token that is replayed; zeros, which leave h as it is, unless it is
+    `real`."""
+    row = kept_ptr + token * (ROWS * P)
+    delta = tl.load(row + p, mask=p < tl.where(real, P, 0), other=0.0)
+    written = tl.load(row + P + p, mask=p < tl.where(real, P, 0), other=0.0)
+    return delta, written, tl.load(B_ptr + token * WORDS + words)
 
 
 @triton.jit(do_not_specialize=["one", "t_end", "per_head"])
@@ -148,144 +205,128 @@ def reverse_kernel(
     chunks = tl.cdiv(t_end, KEEP)
     scratch = scratch_ptr + sample * KEEP * (SIZE // V)
     first = sample * t_end
-    w = row_of(grad_y_ptr + (first + t_end - 1) * d, p, d, P)
-    for c in range(0, chunks):
-        chunk = chunks - 1 - c
-        start = chunk * KEEP
-        count = tl.minimum(KEEP, t_end - start)
-        slot = (sample * chunks + chunk) * SIZE
-        h = ()
-        for v in tl.static_range(V):
-            at = states_ptr + slot + v * (SIZE // V) + places
-            h = h + (tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])),)
-            at = edges_ptr + slot + v * (SIZE // V) + places
-            tl.store(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]), H[v])
-        # loaded anew for each chunk: values that pass through the results of an inner loop would
-        # keep the layout of their load, and cost a barrier each
-        token = first + start + count - 1
-        row = kept_ptr + token * (ROWS * P)
-        delta, g, read, fed = load_kept(row, p, P, OF_DELTA, OF_X)
-        scalars = scalars_ptr + token * SCALARS
-        B_C, beta = tl.load(scalars), tl.load(scalars + 1)
-        u, T = load_reflections(
-            raw_at + (start + count - 1).to(tl.int64) * raw_stride_t, scalars, p, d, P, K
+    token = first + t_end - 1
+    w = row_of(grad_y_ptr + token * d, p, d, P)
+    # Chunks are counted from the end, so that the first may be shorter than the others: tokens
+    # before it are replayed as tokens that change nothing.
+    start = t_end - KEEP
+    h = load_places(states_ptr + (sample * chunks + chunks - 1) * SIZE, places, SIZE, V)
+    for i in range(tl.maximum(-start, 0), KEEP):
+        delta, written, B_words = load_replayed(
+            kept_ptr, B_ptr, first + start + i, True, words, p, P, ROWS, WORDS
         )
-        S = load_tuple(solved_ptr + token * (K + 1 + PAIRS) + K + 1, PAIRS)
-        inverse = tl.load(inverse_ptr + token)
-        B_words = tl.load(B_ptr + token * WORDS + words)
-        C_words = tl.load(C_ptr + token * WORDS + words)
-        of_replay = first + start
-        row = kept_ptr + of_replay * (ROWS * P)
-        delta_replay, written = tl.load(row + p), tl.load(row + P + p)
-        B_replay = tl.load(B_ptr + of_replay * WORDS + words)
-        for i in range(0, count):
-            later = first + tl.minimum(start + i + 1, t_end - 1)
-            row = kept_ptr + later * (ROWS * P)
-            delta_next, written_next = tl.load(row + p), tl.load(row + P + p)
-            B_next = tl.load(B_ptr + later * WORDS + words)
-            B = unpack(B_replay, V, True)
-            q = ()
-            after = ()
-            for v in tl.static_range(V):
-                decay = build_decay(A[v] * delta_replay[None, :, None], FULL, FAST)
-                a = decay * h[v]
-                q = q + (A[v] * (reach_of(decay, FULL) * h[v] if FULL else a),)
-                after = after + (a + written[None, :, None] * B[v][:, None, :],)
-            h = after
-            q_at = scratch + i * (SIZE // V) + places
-            q_at = tl.multiple_of(tl.max_contiguous(q_at, [1, 2, 4]), [1, 1, 1])
-            tl.store(q_at, pack(q, V, FAST))
-            delta_replay, written, B_replay = delta_next, written_next, B_next
-        tl.debug_barrier()
-        q_at = scratch + (count - 1) * (SIZE // V) + places
-        q_words = tl.load(tl.multiple_of(tl.max_contiguous(q_at, [1, 2, 4]), [1, 1, 1]))
-        for i in range(0, count):
-            left = count - 1 - i
-            earlier = first + tl.maximum(start + left - 1, 0)
-            q_at = scratch + tl.maximum(left - 1, 0) * (SIZE // V) + places
-            q_next = tl.load(tl.multiple_of(tl.max_contiguous(q_at, [1, 2, 4]), [1, 1, 1]))
-            row = kept_ptr + earlier * (ROWS * P)
-            delta_next, g_next, read_next, fed_next = load_kept(row, p, P, OF_DELTA, OF_X)
-            scalars = scalars_ptr + earlier * SCALARS
-            B_C_next, beta_next = tl.load(scalars), tl.load(scalars + 1)
-            step = tl.maximum(start + left - 1, 0).to(tl.int64)
-            u_next, T_next = load_reflections(raw_at + step * raw_stride_t, scalars, p, d, P, K)
-            S_next = load_tuple(solved_ptr + earlier * (K + 1 + PAIRS) + K + 1, PAIRS)
-            inverse_next = tl.load(inverse_ptr + earlier)
-            B_next = tl.load(B_ptr + earlier * WORDS + words)
-            C_next = tl.load(C_ptr + earlier * WORDS + words)
-            # before the first token there is y0, whose cotangent is that of its norm alone
-            at_start = start + left == 0
-            real = p < tl.where(at_start, 0, d)
-            w_next = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
-            if (FEEDS > 0) and NORM:
-                y = tl.load(y_ptr + earlier * d + p, mask=real, other=0.0)
-                y += tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
-            B, C, q = unpack(B_words, V, True), unpack(C_words, V, True), unpack(q_words, V, False)
-            H_B = tl.zeros((WORDS // NL, P, NL), tl.float32)
-            H_q = H_B
-            for v in tl.static_range(V):
-                H_B += H[v] * B[v][:, None, :]
-                H_q += H[v] * q[v]
-            H_B = over_states(H_B)
-            s = fast_scale(delta, INPUT_SCALE, FAST)
-            if K > 0:
-                dots = sums(rows_times(u, s * (H_B + B_C * w), K))
-                right = upper_transposed_times(T, dots, K)
-                f, _ = eliminate(local_system(S, T, True, K), right, K, 1, True, FAST)
-                store_tuple(f_ptr + token * K, f, K)
-                turned = combine(f, u, K)
-                w += turned
-            of_written = H_B + B_C * w
-            of_raw = g * H_B + slope_of(delta, ACTIVATION) * LN2 * over_states(H_q) + read * w
-            of_x = s * of_written
-            if K > 0:
-                of_x -= turned
-            put(adjoint_ptr + token * (2 * P), w, channels, lane, P, NL)
-            put(adjoint_ptr + token * (2 * P) + P, of_written, channels, lane, P, NL)
-            put(fed_ptr + token * (2 * d), of_raw, channels, inside, P, NL)
-            put(fed_ptr + token * (2 * d) + d, of_x, channels, inside, P, NL)
-            after = ()
-            for v in tl.static_range(V):
-                of_h = H[v] + w[None, :, None] * C[v][:, None, :]
-                if ERASE:
-                    of_h -= (beta * of_written)[None, :, None] * B[v][:, None, :]
-                after = after + (of_h * build_decay(A[v] * delta[None, :, None], FULL, FAST),)
-            H = after
-            w = w_next
-            if FEEDS > 0:
-                if OF_DELTA and OF_X:
-                    rows = tl.join(of_raw, of_x)
-                    if NORM:
-                        rows = tl.join(
-                            tl.join(of_raw, of_raw * fed[0]), tl.join(of_x, of_x * fed[1])
-                        )
-                else:
-                    rows = of_raw if OF_DELTA else of_x
-                    if NORM:
-                        rows = tl.join(rows, rows * fed[0])
-                rows = tl.permute(tl.reshape(rows, (P // NL, NL, SLOTS)), (0, 2, 1))[:, :, None, :]
-                weights = W
+        h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
+        store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))
+    row = kept_ptr + token * (ROWS * P)
+    delta, g, read, fed = load_kept(row, p, P, OF_DELTA, OF_X)
+    scalars = scalars_ptr + token * SCALARS
+    B_C, beta = tl.load(scalars), tl.load(scalars + 1)
+    u, T = load_reflections(raw_at + (t_end - 1).to(tl.int64) * raw_stride_t, scalars, p, d, P, K)
+    S = load_tuple(solved_ptr + token * (K + 1 + PAIRS) + K + 1, PAIRS)
+    inverse = tl.load(inverse_ptr + token)
+    B_words = tl.load(B_ptr + token * WORDS + words)
+    C_words = tl.load(C_ptr + token * WORDS + words)
+    tl.debug_barrier()
+    q_words = load_words(scratch + (KEEP - 1) * (SIZE // V), places)
+    H_B, H_q = with_memory(H, unpack(B_words, V, True), unpack(q_words, V, False), V)
+    # the replay is one token ahead of the place in its chunk that the sweep has in its own
+    h = load_places(states_ptr + (sample * chunks + tl.maximum(chunks - 2, 0)) * SIZE, places, SIZE, V)
+    replayed = first + tl.maximum(start - KEEP, 0)
+    delta_replay, written, B_replay = load_replayed(
+        kept_ptr, B_ptr, replayed, start >= KEEP, words, p, P, ROWS, WORDS
+    )
+    h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
+    store_words(scratch + (KEEP - 1) * (SIZE // V), places, pack(q, V, FAST))
+    replayed = start - KEEP + 1
+    delta_replay, written, B_replay = load_replayed(
+        kept_ptr, B_ptr, first + tl.maximum(replayed, 0), replayed >= 0, words, p, P, ROWS, WORDS
+    )
+    for step in range(0, t_end):
+        token = first + t_end - 1 - step
+        earlier = tl.maximum(token - 1, first)
+        i = step % KEEP
+        # A chunk's tokens are in scratch memory in their order and in the reverse order, in turns:
+        # each replayed token takes the place of the one that was read just before.
+        next_step = step + 1
+        turned = next_step // KEEP % 2
+        place = scratch + place_of(KEEP - 1 - next_step % KEEP, turned, KEEP) * (SIZE // V)
+        q_words = load_words(place, places)
+        row = kept_ptr + earlier * (ROWS * P)
+        delta_next, g_next, read_next, fed_next = load_kept(row, p, P, OF_DELTA, OF_X)
+        scalars = scalars_ptr + earlier * SCALARS
+        B_C_next, beta_next = tl.load(scalars), tl.load(scalars + 1)
+        u_next, T_next = load_reflections(
+            raw_at + (earlier - first) * raw_stride_t, scalars, p, d, P, K
+        )
+        S_next = load_tuple(solved_ptr + earlier * (K + 1 + PAIRS) + K + 1, PAIRS)
+        inverse_next = tl.load(inverse_ptr + earlier)
+        B_next = tl.load(B_ptr + earlier * WORDS + words)
+        C_next = tl.load(C_ptr + earlier * WORDS + words)
+        # before the first token there is y0, whose cotangent is that of its norm alone
+        at_start = token == first
+        real = p < tl.where(at_start, 0, d)
+        w_next = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
+        if (FEEDS > 0) and NORM:
+            y = tl.load(y_ptr + earlier * d + p, mask=real, other=0.0)
+            y += tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
+        replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
+        delta_later, written_later, B_later = load_replayed(
+            kept_ptr, B_ptr, first + tl.maximum(replayed, 0), replayed >= 0, words, p, P, ROWS, WORDS
+        )
+        if next_step % KEEP == 0:
+            of_replay = tl.maximum(chunks - 2 - next_step // KEEP, 0)
+            h = load_places(states_ptr + (sample * chunks + of_replay) * SIZE, places, SIZE, V)
+        if i == 0:
+            slot = (sample + 1) * chunks - 1 - step // KEEP
+            store_places(edges_ptr + slot * SIZE, H, places, SIZE, V)
+        B, C = unpack(B_words, V, True), unpack(C_words, V, True)
+        s = fast_scale(delta, INPUT_SCALE, FAST)
+        if K > 0:
+            dots = sums(rows_times(u, s * (H_B + B_C * w), K))
+            right = upper_transposed_times(T, dots, K)
+            f, _ = eliminate(local_system(S, T, True, K), right, K, 1, True, FAST)
+            store_tuple(f_ptr + token * K, f, K)
+            added = combine(f, u, K)
+            w += added
+        of_written = H_B + B_C * w
+        of_raw = g * H_B + slope_of(delta, ACTIVATION) * LN2 * H_q + read * w
+        of_x = s * of_written
+        if K > 0:
+            of_x -= added
+        put(adjoint_ptr + token * (2 * P), w, channels, lane, P, NL)
+        put(adjoint_ptr + token * (2 * P) + P, of_written, channels, lane, P, NL)
+        put(fed_ptr + token * (2 * d), of_raw, channels, inside, P, NL)
+        put(fed_ptr + token * (2 * d) + d, of_x, channels, inside, P, NL)
+        if FEEDS > 0:
+            if OF_DELTA and OF_X:
+                rows = tl.join(of_raw, of_x)
                 if NORM:
-                    is_weight = (tl.arange(0, SLOTS) < FEEDS)[None, :, None, None]
-                    weights = tl.where(is_weight, W, -(y * (inverse / d))[None, None, :, None])
-                fed_back = tl.sum(tl.sum(tl.sum(weights * rows, 0), 0), 1)
-                w += fed_back * inverse if NORM else fed_back
-            delta, g, read, fed, B_C, beta = (
-                delta_next,
-                g_next,
-                read_next,
-                fed_next,
-                B_C_next,
-                beta_next,
-            )
-            u, T, S = u_next, T_next, S_next
-            inverse, B_words, C_words, q_words, token = (
-                inverse_next,
-                B_next,
-                C_next,
-                q_next,
-                earlier,
-            )
+                    rows = tl.join(tl.join(of_raw, of_raw * fed[0]), tl.join(of_x, of_x * fed[1]))
+            else:
+                rows = of_raw if OF_DELTA else of_x
+                if NORM:
+                    rows = tl.join(rows, rows * fed[0])
+            rows = tl.permute(tl.reshape(rows, (P // NL, NL, SLOTS)), (0, 2, 1))[:, :, None, :]
+            weights = W
+            if NORM:
+                is_weight = (tl.arange(0, SLOTS) < FEEDS)[None, :, None, None]
+                weights = tl.where(is_weight, W, -(y * (inverse / d))[None, None, :, None])
+            fed_back = tl.sum(tl.sum(tl.sum(weights * rows, 0), 0), 1)
+            w_next += fed_back * inverse if NORM else fed_back
+        # beside this product, for which the earlier token waits
+        after = ()
+        for v in tl.static_range(V):
+            of_h = H[v] + w[None, :, None] * C[v][:, None, :]
+            if ERASE:
+                of_h -= (beta * of_written)[None, :, None] * B[v][:, None, :]
+            after = after + (of_h * build_decay(A[v] * delta[None, :, None], FULL, FAST),)
+        H = after
+        H_B, H_q = with_memory(H, unpack(B_next, V, True), unpack(q_words, V, False), V)
+        h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
+        store_words(place, places, pack(q, V, FAST))
+        delta_replay, written, B_replay = delta_later, written_later, B_later
+        w, delta, g, read, fed = w_next, delta_next, g_next, read_next, fed_next
+        B_C, beta, inverse, u, T, S = B_C_next, beta_next, inverse_next, u_next, T_next, S_next
+        B_words, C_words = B_next, C_next
     put(grad_y0_ptr + sample * d, w, channels, inside, P, NL)
     store_states(H_ptr + sample * n * d, H, one, d, n, P, N, NL, V)

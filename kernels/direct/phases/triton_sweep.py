@@ -41,6 +41,7 @@ from bedouin.kernels.direct.phases.device import (
     reach_of,
     row_of,
     slope_of,
+    store_places,
     store_states,
     unpack,
 )
@@ -60,6 +61,27 @@ def load_weights(
     return tl.load(at, mask=(p[None, :, None] < d) & (of_input < d), other=0.0).to(tl.float32)
 
 
+@triton.jit
+def feed_back(
+    y,  # (P,)
+    W,  # one `load_weights` for each fed vector
+    d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr,
+    NORM: tl.constexpr, NORM_EPS: tl.constexpr,
+):  # fmt: skip
+    """W^y norm(y) of the fed vectors, a tuple of (P,), and 1 / rms of y, of which each thread has
+    that of its channel."""
+    before = tl.reshape(y, (P // NL, NL))[:, None, :]
+    inverse = tl.zeros((P,), tl.float32) + 1.0
+    if NORM:
+        # by each thread for its channel: a sum of the whole block would cost barriers
+        square = over_states(tl.broadcast_to(before * before, (P // NL, P, NL)))
+        inverse = inverse_norm(square / d, NORM_EPS)
+    fed = ()
+    for i in tl.static_range(FEEDS):
+        fed = fed + (over_states(W[i] * before) * inverse,)
+    return fed, inverse
+
+
 @triton.jit(do_not_specialize=["one", "t_end", "per_head"])
 def sweep_kernel(
     x_ptr,  # (b, t, d)
@@ -74,7 +96,7 @@ def sweep_kernel(
     y_ptr,  # (b, t, d)
     kept_ptr,  # (b, t, ROWS, P), written with KEEP
     inverse_ptr,  # (b, t), likewise: 1 / rms of y_{t-1}
-    states_ptr,  # (b, ceil(t / KEEP), N P), likewise: h before tokens 0, KEEP, 2 KEEP, ...
+    states_ptr,  # (b, ceil(t / KEEP), N P), likewise: h before each chunk; the first may be shorter
     solved_ptr,  # (b, t, K + 1 + PAIRS), written: e, the smallest pivot, and S
     per_head,  # samples of a head, b / H
     t_end,
@@ -118,10 +140,9 @@ def sweep_kernel(
     places = places_of_states(one, P, N, NL, V)
     channels, lane = places_of_channels(one, P, NL)
     W_at = W_ptr + head * FEEDS * d * d
-    if OF_DELTA:
-        W_delta = load_weights(W_at, one, d, P, NL)
-    if OF_X:
-        W_x = load_weights(W_at + OF_DELTA * d * d, one, d, P, NL)
+    W = ()
+    for i in tl.static_range(FEEDS):
+        W = W + (load_weights(W_at + i * d * d, one, d, P, NL),)
     h = load_states(h_ptr + sample * n * d, one, d, n, P, N, NL, V)
     y = row_of(y0_ptr + sample * d, p, d, P)
     token = sample * t_end
@@ -132,6 +153,10 @@ def sweep_kernel(
     u, T = load_reflections(raw_at + u_at, scalars_ptr + token * SCALARS, p, d, P, K)
     B_words = tl.load(B_ptr + token * WORDS + words)
     C_words = tl.load(C_ptr + token * WORDS + words)
+    fed = ()
+    inverse = y
+    if FEEDS > 0:
+        fed, inverse = feed_back(y, W, d, P, NL, FEEDS, NORM, NORM_EPS)
     for t in range(0, t_end):
         # loads of a token are issued while the one before it is computed
         step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
@@ -146,46 +171,25 @@ def sweep_kernel(
         B_next = tl.load(B_ptr + later * WORDS + words)
         C_next = tl.load(C_ptr + later * WORDS + words)
         if KEEP > 0:
-            if t % KEEP == 0:
-                slot = sample * tl.cdiv(t_end, KEEP) + t // KEEP
-                for v in tl.static_range(V):
-                    at = states_ptr + slot * SIZE + v * (SIZE // V) + places
-                    at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
-                    tl.store(at, h[v])
-        if FEEDS > 0:
-            before = tl.reshape(y, (P // NL, NL))[:, None, :]
-            inverse = tl.zeros((P,), tl.float32) + 1.0
-            if NORM:
-                # by each thread for its channel: a sum of the whole block would cost barriers
-                square = over_states(tl.broadcast_to(before * before, (P // NL, P, NL)))
-                inverse = inverse_norm(square / d, NORM_EPS)
-            if OF_DELTA:
-                fed_raw = over_states(W_delta * before) * inverse
-                raw += fed_raw
-            if OF_X:
-                fed_x = over_states(W_x * before) * inverse
-                x += fed_x
+            if (t == 0) | ((t_end - t) % KEEP == 0):
+                slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
+                store_places(states_ptr + slot * SIZE, h, places, SIZE, V)
+        if OF_DELTA:
+            raw += fed[0]
+        if OF_X:
+            x += fed[OF_DELTA]
         delta = fast_activate(raw, ACTIVATION, FAST)
         s = fast_scale(delta, INPUT_SCALE, FAST)
         B, C = unpack(B_words, V, True), unpack(C_words, V, True)
         decayed = ()
         r = tl.zeros((WORDS // NL, P, NL), tl.float32)
         q = r
-        # d a / d Delta = ln 2 A reach h, read out by B and C
-        of_B = r
-        of_C = r
         for v in tl.static_range(V):
-            decay = build_decay(A[v] * delta[None, :, None], FULL, FAST)
-            a = decay * h[v]
+            a = build_decay(A[v] * delta[None, :, None], FULL, FAST) * h[v]
             decayed = decayed + (a,)
             if ERASE:
                 r += a * B[v][:, None, :]
             q += a * C[v][:, None, :]
-            if KEEP_ROWS:
-                slope = A[v] * (reach_of(decay, FULL) * h[v] if FULL else a)
-                if ERASE:
-                    of_B += slope * B[v][:, None, :]
-                of_C += slope * C[v][:, None, :]
         written = s * x
         if ERASE:
             erased = over_states(r)
@@ -206,10 +210,25 @@ def sweep_kernel(
             y += sigma * added
             to = solved_ptr + token * (K + 1 + PAIRS)
             store_tuple(to, e + (pivot,) + S, K + 1 + PAIRS)
-        h = ()
-        for v in tl.static_range(V):
-            h = h + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
+        # the next token waits for this product, and for nothing below
+        fed_next = ()
+        inverse_next = inverse
+        if FEEDS > 0:
+            fed_next, inverse_next = feed_back(y, W, d, P, NL, FEEDS, NORM, NORM_EPS)
         put(y_ptr + token * d, y, channels, lane & (channels < d), P, NL)
+        if KEEP_ROWS:
+            # d a / d Delta = ln 2 A reach h, read out by B and C
+            of_B = tl.zeros((WORDS // NL, P, NL), tl.float32)
+            of_C = of_B
+            for v in tl.static_range(V):
+                slope = A[v] * (decayed[v] + h[v] if FULL else decayed[v])
+                if ERASE:
+                    of_B += slope * B[v][:, None, :]
+                of_C += slope * C[v][:, None, :]
+        after = ()
+        for v in tl.static_range(V):
+            after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
+        h = after
         if KEEP_ROWS:
             of_raw = slope_of(delta, ACTIVATION)
             g = mixed / ((1.0 + delta) * (1.0 + delta)) if INPUT_SCALE == "bounded_delta" else mixed
@@ -222,15 +241,14 @@ def sweep_kernel(
             put(row + 2 * P, g, channels, lane, P, NL)
             read = B_C * g + of_raw * LN2 * over_states(of_C)
             put(row + 3 * P, read, channels, lane, P, NL)
-            if OF_DELTA:
-                put(row + 4 * P, fed_raw, channels, lane, P, NL)
-            if OF_X:
-                put(row + (4 + OF_DELTA) * P, fed_x, channels, lane, P, NL)
+            for i in tl.static_range(FEEDS):
+                put(row + (4 + i) * P, fed[i], channels, lane, P, NL)
             if ERASE:
                 put(row + (4 + FEEDS) * P, erased, channels, lane, P, NL)
             if FEEDS > 0:
-                first = lane & (channels == 0)
-                put(inverse_ptr + token - channels, inverse, channels, first, P, NL)
+                only = lane & (channels == 0)
+                put(inverse_ptr + token - channels, inverse, channels, only, P, NL)
+        fed, inverse = fed_next, inverse_next
         x, raw, B_C, beta, B_words, C_words = x_next, raw_next, B_C_next, beta_next, B_next, C_next
         u, T = u_next, T_next
     store_states(h_ptr + sample * n * d, h, one, d, n, P, N, NL, V)
