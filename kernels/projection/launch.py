@@ -17,8 +17,11 @@ from bedouin.kernels.projection.triton_kernels import split_backward_kernel, spl
 TILE = 1024
 """Values of a program's tile, for parts of at most so many values."""
 
-PROGRAMS = 16
+MOST_SPLITS = 16
 """Most programs of the backward for a sample, a part and a head: as many partial sums."""
+
+PROGRAMS = 2048
+"""Programs of the backward of a part that fill a GPU; more of them only leave more partial sums."""
 
 SPLIT, SPLIT_BACKWARD = PlannedKernel(split_kernel), PlannedKernel(split_backward_kernel)
 
@@ -63,14 +66,15 @@ def launch_split_backward(
     grads = tuple(last_axis_contiguous(v) for v in grads)  # type: ignore[assignment]
     grad_projected = projected.new_empty(b, t, columns)
     wide = projected.new_empty(0, dtype=torch.float32)
-    grad_bias = wide.new_zeros(b * PROGRAMS, H, parts.r)
-    grad_weight = wide.new_zeros(b * PROGRAMS if weight is not None else 0, w, parts.c)
+    splits = min(MOST_SPLITS, ceil_div(PROGRAMS, max(1, b * H)))
+    grad_bias = wide.new_zeros(b * splits, H, parts.r)
+    grad_weight = wide.new_zeros(b * splits if weight is not None else 0, w, parts.c)
     grad_window = wide.new_empty(b, w - 1, parts.c)
     for part, column, channel in parts.placed:
         source, grad = projected[..., column:], _of_part(grads, part)
         constants = _constants(part, 0 if weight is None else w)
         tokens = constants["TOKENS"]
-        tiles = ceil_div(ceil_div(t, tokens), PROGRAMS)
+        tiles = ceil_div(ceil_div(t, tokens), splits)
         sums = grad_bias[..., max(part.place, 0) :], grad_weight[..., channel:]
         written = grad_projected[..., column:], grad_window[..., channel:], *sums
         given = source, *_of_channels(weight, window, part, channel, source), grad, *written

@@ -116,11 +116,6 @@ def gradient_kernel(
         first = sample * t_end + start
         count = end - start
         slot = (sample * chunks + chunk) * SIZE
-        ahead = sample * t_end + tl.minimum(end + tl.arange(0, KEEP), t_end - 1)
-        prefetch(kept_ptr, ahead * (ROWS * HALF), 2 * HALF, FAST)
-        prefetch(adjoint_ptr, ahead * (2 * HALF), 2 * HALF, FAST)
-        prefetch(B_ptr, ahead * INTS, INTS, FAST)
-        prefetch(C_ptr, ahead * INTS, INTS, FAST)
         h = ()
         H = ()
         for u in tl.static_range(2):
@@ -129,10 +124,10 @@ def gradient_kernel(
             h = h + (tl.load(tl.multiple_of(from_states, [1, 1, 1])),)
             from_edges = tl.max_contiguous(edges_ptr + edge, [1, 2, 4])
             H = H + (tl.load(tl.multiple_of(from_edges, [1, 1, 1])),)
+        # loads of a token are issued while the one before it is computed
         delta_words, written_words = load_pair(kept_ptr + first * (ROWS * HALF), words, HALF)
         B_replay = load_values(B_ptr + first * INTS, state, V)
         for i in range(0, count):
-            # loads of a token are issued while the one before it is computed
             later = first + tl.minimum(i + 1, count - 1)
             delta_next, written_next = load_pair(kept_ptr + later * (ROWS * HALF), words, HALF)
             B_next = load_values(B_ptr + later * INTS, state, V)
@@ -151,15 +146,24 @@ def gradient_kernel(
             h = after
             delta_words, written_words, B_replay = delta_next, written_next, B_next
         tl.debug_barrier()
+        kept_h = scratch + (count - 1) * (S * HALF) + places
+        word = tl.load(tl.multiple_of(tl.max_contiguous(kept_h, [1, 2, 4]), [1, 1, 1]))
+        w_words, of_written_words = load_pair(
+            adjoint_ptr + (first + count - 1) * (2 * HALF), words, HALF
+        )
         for i in range(0, count):
             left = count - 1 - i
             token = first + left
-            kept_h = scratch + left * (S * HALF) + places
-            word = tl.load(tl.multiple_of(tl.max_contiguous(kept_h, [1, 2, 4]), [1, 1, 1]))
+            before_it = tl.maximum(left - 1, 0)
+            kept_h = scratch + before_it * (S * HALF) + places
+            next_word = tl.load(tl.multiple_of(tl.max_contiguous(kept_h, [1, 2, 4]), [1, 1, 1]))
+            w_next, of_written_next = load_pair(
+                adjoint_ptr + (first + before_it) * (2 * HALF), words, HALF
+            )
+            # these are in the first-level cache
             delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, HALF)
-            w, of_written = load_pair(adjoint_ptr + token * (2 * HALF), words, HALF)
             delta, written = unpack(delta, 2, False), unpack(written, 2, False)
-            w, of_written = unpack(w, 2, False), unpack(of_written, 2, False)
+            w, of_written = unpack(w_words, 2, False), unpack(of_written_words, 2, False)
             beta = tl.load(scalars_ptr + token * SCALARS + 1)
             B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
             C = load_values(C_ptr + token * INTS, state, V)[None, :, None]
@@ -189,6 +193,7 @@ def gradient_kernel(
             H, grad_A = earlier, sums
             put(grad_B_ptr + token * N + part * S, over_states(grad_B), states, lane, S, PL)
             put(grad_C_ptr + token * N + part * S, over_states(grad_C), states, lane, S, PL)
+            word, w_words, of_written_words = next_word, w_next, of_written_next
         tl.debug_barrier()
     for u in tl.static_range(2):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + u)
