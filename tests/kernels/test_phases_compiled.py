@@ -66,7 +66,7 @@ def launched(kernel: PlannedKernel, V: int, size: int, k: int, capability: int) 
     layout = RawLayout("softplus", True, k, 1.0, 1.0)
     options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=True)
     how = How(Sizes(1, 1, size, size, size, size, V, 7, k)[2:], (True, True), options)
-    types = PAIRS | {"scratch_ptr": "i32" if V == 4 else "i64"} if kernel is GRADIENTS else WORDS
+    types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
     return compiled(kernel.kernel, constants_of(kernel, how), types, capability)
 

@@ -39,6 +39,9 @@ CHANNEL_LANES = 8
 STATES = 32
 """States of a program of phase G: small programs, so that several share a multiprocessor."""
 
+GROUP = 4
+"""Tokens whose memory phase G has in registers at once; a divisor of CHUNK."""
+
 TOKENS = 16
 """Tokens of a program of phase P and of its adjoint."""
 
@@ -78,7 +81,7 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
         **{"NL": lanes, "PL": CHANNEL_LANES, "TOKENS": TOKENS, "EPS": UNIT_EPS},
-        **{"S": min(N, STATES)},
+        **{"S": min(N, STATES), "SUB": GROUP},
         **{"KEEP": CHUNK if keeps else 0, "KEEP_ROWS": keeps or k > 0},
         **{"OF_DELTA": int(of_delta), "OF_X": int(of_x), "FEEDS": of_delta + of_x},
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
@@ -271,15 +274,14 @@ def _gradients(
     inputs: _Inputs, parts: _Kept, solved: _Solved, sizes: Sizes, how: How
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Phase G: the gradients of the unit B and C (b, t, N), and of A for each sample (b, n, d)."""
-    b, t, d, n, P, N, V, _, _ = sizes
+    b, t, d, n, P, N = sizes[:6]
     A = inputs.A
     units = 1 if interpreter_is_on() else multiprocessors(A.device)
     of_states = ceil_div(N, STATES)
     wanted = ceil_div(PROGRAMS * units, b * of_states)
     each = ceil_div(sizes.chunks, min(wanted, sizes.chunks))
     splits = ceil_div(sizes.chunks, each)
-    kind = torch.int32 if V == 4 else torch.int64
-    scratch = A.new_empty(b, splits, CHUNK, N * P // 2, dtype=kind)
+    scratch = A.new_empty(b, splits, CHUNK // GROUP, N * P)
     grad_B, grad_C = A.new_empty(2, b, t, N).unbind()
     grad_A = A.new_empty(b, splits, n, d)
     pairs = parts.rows.view(torch.int64), solved.adjoint.view(torch.int64), inputs.scalars

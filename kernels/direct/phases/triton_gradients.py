@@ -20,15 +20,11 @@ import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_decay
 from bedouin.kernels.direct.phases.device import (
-    high,
-    join_words,
     over_states,
     places_of_channels,
-    prefetch,
     put,
     reach_of,
     unpack,
-    word_of_two,
 )
 
 
@@ -46,9 +42,52 @@ def load_values(
 
 
 @triton.jit
-def load_pair(ptr, words, HALF: tl.constexpr):
-    """Two vectors of a token that lie side by side, as words of two float32."""
-    return tl.load(ptr + words), tl.load(ptr + HALF + words)
+def load_pair(
+    ptr,  # words of two float32
+    words, real, HALF: tl.constexpr,
+):  # fmt: skip
+    """Two vectors of a token that lie side by side, each a tuple of two (PR, PL); zeros unless the
+    token is `real`."""
+    here = words < tl.where(real, HALF, 0)
+    one = tl.load(ptr + words, mask=here, other=0)
+    other = tl.load(ptr + HALF + words, mask=here, other=0)
+    return unpack(one, 2, False), unpack(other, 2, False)
+
+
+@triton.jit
+def replay_pair(
+    h, A, kept_ptr, B_ptr,
+    first, t, words, state,
+    HALF: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
+    FULL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """h_t from h_{t-1}; h_{t-1} for t < 0."""
+    token = first + tl.maximum(t, 0)
+    delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, t >= 0, HALF)
+    B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
+    after = ()
+    for u in tl.static_range(2):
+        decay = build_decay(A[u] * delta[u][:, None, :], FULL, FAST)
+        after = after + (decay * h[u] + written[u][:, None, :] * B,)
+    return after
+
+
+@triton.jit
+def store_group(ptr, places, h, SIZE: tl.constexpr):
+    """Write a memory (PR, S, PL) of SIZE values to scratch memory."""
+    for u in tl.static_range(2):
+        at = ptr + u * (SIZE // 2) + places
+        tl.store(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]), h[u])
+
+
+@triton.jit
+def load_group(ptr, places, SIZE: tl.constexpr):
+    """The inverse of `store_group`."""
+    h = ()
+    for u in tl.static_range(2):
+        at = ptr + u * (SIZE // 2) + places
+        h = h + (tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])),)
+    return h
 
 
 @triton.jit(do_not_specialize=["one", "t_end", "per_head", "per_program"])
@@ -61,7 +100,7 @@ def gradient_kernel(
     A_ptr,  # (H, n, d), log2(e) A
     states_ptr,  # (b, ceil(t / KEEP), N P)
     edges_ptr,  # likewise
-    scratch_ptr,  # (programs, KEEP, S P / 2), int64, or int32 for V = 4
+    scratch_ptr,  # (programs, KEEP / SUB, S P)
     grad_B_ptr,  # (b, t, N), written
     grad_C_ptr,  # (b, t, N), written
     grad_A_ptr,  # (b, splits, n, d), written
@@ -78,6 +117,7 @@ def gradient_kernel(
     NL: tl.constexpr,  # of the kept memory
     V: tl.constexpr,
     KEEP: tl.constexpr,
+    SUB: tl.constexpr,  # tokens whose h are in registers
     ROWS: tl.constexpr,
     SCALARS: tl.constexpr,
     FULL: tl.constexpr,
@@ -108,13 +148,12 @@ def gradient_kernel(
         inside = (hidden[None, :, None] < n) & (channel + u < d)
         A = A + (tl.load(at, mask=inside, other=0.0),)
         grad_A = grad_A + (tl.zeros((PR, S, PL), tl.float32),)
-    scratch = scratch_ptr + (own * tl.num_programs(2) + part) * KEEP * (S * HALF)
+    scratch = scratch_ptr + (own * tl.num_programs(2) + part) * (KEEP // SUB) * (S * P)
+    first = sample * t_end
     for chunk in range(split * per_program, tl.minimum(split * per_program + per_program, chunks)):
-        # the first chunk may be shorter than the others
-        end = t_end - (chunks - 1 - chunk) * KEEP
-        start = tl.maximum(end - KEEP, 0)
-        first = sample * t_end + start
-        count = end - start
+        # Chunks are counted from the end, so that the first may be shorter than the others: rows
+        # before it are read as zeros, which change nothing.
+        start = t_end - (chunks - chunk) * KEEP
         slot = (sample * chunks + chunk) * SIZE
         h = ()
         H = ()
@@ -124,77 +163,57 @@ def gradient_kernel(
             h = h + (tl.load(tl.multiple_of(from_states, [1, 1, 1])),)
             from_edges = tl.max_contiguous(edges_ptr + edge, [1, 2, 4])
             H = H + (tl.load(tl.multiple_of(from_edges, [1, 1, 1])),)
-        # loads of a token are issued while the one before it is computed
-        delta_words, written_words = load_pair(kept_ptr + first * (ROWS * HALF), words, HALF)
-        B_replay = load_values(B_ptr + first * INTS, state, V)
-        for i in range(0, count):
-            later = first + tl.minimum(i + 1, count - 1)
-            delta_next, written_next = load_pair(kept_ptr + later * (ROWS * HALF), words, HALF)
-            B_next = load_values(B_ptr + later * INTS, state, V)
-            delta, written = unpack(delta_words, 2, False), unpack(written_words, 2, False)
-            to = scratch + i * (S * HALF) + places
-            to = tl.multiple_of(tl.max_contiguous(to, [1, 2, 4]), [1, 1, 1])
-            if V == 4:
-                tl.store(to, word_of_two(h[0], h[1], FAST))
-            else:
-                bits = h[0].to(tl.int32, bitcast=True), h[1].to(tl.int32, bitcast=True)
-                tl.store(to, join_words(bits[0], bits[1]))
-            after = ()
-            for u in tl.static_range(2):
-                decay = build_decay(A[u] * delta[u][:, None, :], FULL, FAST)
-                after = after + (decay * h[u] + written[u][:, None, :] * B_replay[None, :, None],)
-            h = after
-            delta_words, written_words, B_replay = delta_next, written_next, B_next
-        tl.debug_barrier()
-        kept_h = scratch + (count - 1) * (S * HALF) + places
-        word = tl.load(tl.multiple_of(tl.max_contiguous(kept_h, [1, 2, 4]), [1, 1, 1]))
-        w_words, of_written_words = load_pair(
-            adjoint_ptr + (first + count - 1) * (2 * HALF), words, HALF
-        )
-        for i in range(0, count):
-            left = count - 1 - i
-            token = first + left
-            before_it = tl.maximum(left - 1, 0)
-            kept_h = scratch + before_it * (S * HALF) + places
-            next_word = tl.load(tl.multiple_of(tl.max_contiguous(kept_h, [1, 2, 4]), [1, 1, 1]))
-            w_next, of_written_next = load_pair(
-                adjoint_ptr + (first + before_it) * (2 * HALF), words, HALF
-            )
-            # these are in the first-level cache
-            delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, HALF)
-            delta, written = unpack(delta, 2, False), unpack(written, 2, False)
-            w, of_written = unpack(w_words, 2, False), unpack(of_written_words, 2, False)
-            beta = tl.load(scalars_ptr + token * SCALARS + 1)
-            B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
-            C = load_values(C_ptr + token * INTS, state, V)[None, :, None]
-            if V == 4:
-                before = (high(word), (word & -65536).to(tl.float32, bitcast=True))
-            else:
-                before = unpack(word, 2, False)
-            grad_B = tl.zeros((PR, S, PL), tl.float32)
-            grad_C = grad_B
-            earlier = ()
-            sums = ()
-            for u in tl.static_range(2):
-                of_w, by = w[u][:, None, :], written[u][:, None, :]
-                delta_u = delta[u][:, None, :]
-                decay = build_decay(A[u] * delta_u, FULL, FAST)
-                a = decay * before[u]
-                of_h = H[u] + of_w * C
-                grad_B += of_h * by
-                grad_C += (a + by * B) * of_w
-                if ERASE:
-                    of_r = of_written[u][:, None, :] * -beta
-                    grad_B += a * of_r
-                    of_h += of_r * B
-                reached = reach_of(decay, FULL) * before[u] if FULL else a
-                sums = sums + (grad_A[u] + of_h * reached * delta_u,)
-                earlier = earlier + (of_h * decay,)
-            H, grad_A = earlier, sums
-            put(grad_B_ptr + token * N + part * S, over_states(grad_B), states, lane, S, PL)
-            put(grad_C_ptr + token * N + part * S, over_states(grad_C), states, lane, S, PL)
-            word, w_words, of_written_words = next_word, w_next, of_written_next
-        tl.debug_barrier()
+        for group in range(0, KEEP // SUB):
+            store_group(scratch + group * (S * P), places, h, S * P)
+            for i in tl.static_range(SUB):
+                t = start + group * SUB + i
+                h = replay_pair(
+                    h, A, kept_ptr, B_ptr, first, t, words, state,
+                    HALF, ROWS, INTS, V, FULL, FAST,
+                )  # fmt: skip
+        for turn in range(0, KEEP // SUB):
+            group = KEEP // SUB - 1 - turn
+            h = load_group(scratch + group * (S * P), places, S * P)
+            history = (h,)
+            for i in tl.static_range(SUB - 1):
+                t = start + group * SUB + i
+                h = replay_pair(
+                    h, A, kept_ptr, B_ptr, first, t, words, state,
+                    HALF, ROWS, INTS, V, FULL, FAST,
+                )  # fmt: skip
+                history = history + (h,)
+            for i in tl.static_range(SUB):
+                t = start + group * SUB + SUB - 1 - i
+                token = first + tl.maximum(t, 0)
+                delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, t >= 0, HALF)
+                w, of_written = load_pair(adjoint_ptr + token * (2 * HALF), words, t >= 0, HALF)
+                beta = tl.load(scalars_ptr + token * SCALARS + 1)
+                B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
+                C = load_values(C_ptr + token * INTS, state, V)[None, :, None]
+                grad_B = tl.zeros((PR, S, PL), tl.float32)
+                grad_C = grad_B
+                earlier = ()
+                sums = ()
+                for u in tl.static_range(2):
+                    before = history[SUB - 1 - i][u]
+                    of_w, by = w[u][:, None, :], written[u][:, None, :]
+                    delta_u = delta[u][:, None, :]
+                    decay = build_decay(A[u] * delta_u, FULL, FAST)
+                    a = decay * before
+                    of_h = H[u] + of_w * C
+                    grad_B += of_h * by
+                    grad_C += (a + by * B) * of_w
+                    if ERASE:
+                        of_r = of_written[u][:, None, :] * -beta
+                        grad_B += a * of_r
+                        of_h += of_r * B
+                    reached = reach_of(decay, FULL) * before if FULL else a
+                    sums = sums + (grad_A[u] + of_h * reached * delta_u,)
+                    earlier = earlier + (of_h * decay,)
+                H, grad_A = earlier, sums
+                only = lane & (states < tl.where(t >= 0, S, 0))
+                put(grad_B_ptr + token * N + part * S, over_states(grad_B), states, only, S, PL)
+                put(grad_C_ptr + token * N + part * S, over_states(grad_C), states, only, S, PL)
     for u in tl.static_range(2):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + u)
         at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
