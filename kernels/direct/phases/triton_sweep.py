@@ -12,7 +12,7 @@ up to powers of two; V, NL as in `device.py`.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
@@ -38,7 +38,6 @@ from bedouin.kernels.direct.phases.device import (
     places_of_channels,
     places_of_states,
     put,
-    reach_of,
     row_of,
     slope_of,
     store_places,
