@@ -91,7 +91,7 @@ def spilled(kernel: CompiledKernel) -> int:
         (SWEEP, 2, 2, 0),
         (REVERSE, 4, 3, 0),
         # words of float32 are twice as many; what is spilled are W^y and A, which nothing writes
-        (REVERSE, 2, 3, 256),
+        (REVERSE, 2, 3, 288),
         # what the other of two inner loops reads
         (GRADIENTS, 4, 0, 128),
         (GRADIENTS, 2, 0, 128),
