@@ -3,12 +3,21 @@
 Letters: p channels of a head, r raw values of a head, c convolved channels, H heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from bedouin.kernels.launch import next_power_of_two
+
 X, GATE = -1, -2
 """The places of x and of the gate, beside those of parts of the raw values."""
+
+MAX_VALUES = 1024
+"""Most values of a part, rounded up to a power of two, times the width of its convolution: a
+program holds 16 tokens of them, and of more, many would be spilled."""
+
+MAX_SAMPLES = 65535
+"""Most samples: of a CUDA grid along its third axis."""
 
 
 class Part(NamedTuple):
@@ -17,6 +26,16 @@ class Part(NamedTuple):
     size: int
     place: int  # X, GATE, or where it begins in the raw values of a head
     convolved: bool
+
+
+def takes_split(
+    parts: Iterable[Part],
+    width: int,  # of the convolution
+    samples: int,
+) -> bool:
+    """Whether the kernel of the split is made for such parts."""
+    widths = [next_power_of_two(size) * (width if acts else 1) for size, _, acts in parts]
+    return max(widths) <= MAX_VALUES and samples <= MAX_SAMPLES
 
 
 class Placed(NamedTuple):

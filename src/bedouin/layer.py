@@ -40,7 +40,7 @@ from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
-from bedouin.kernels.projection import GATE, Part, split_projection
+from bedouin.kernels.projection import GATE, Part, split_projection, takes_split
 from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, check_projection_dtype, inner_size
@@ -562,8 +562,11 @@ class FixedPointLayer(GraphedLayer, ABC):
             return False
         if self.conv is not None and not is_untouched(self.conv):
             return False
-        # not with "auto": the kernel has run in Triton's interpreter, but not on a GPU yet
-        return self.backend == "triton" and projected.dtype != torch.float64
+        device, dtype = projected.device, projected.dtype
+        if dtype == torch.float64 or choose_backend(self.backend, device, dtype) != "triton":
+            return False
+        width = 1 if self.conv is None else self.conv.width or 1
+        return takes_split(self._parts(), width, len(projected))
 
     def _last_window(
         self,

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from bedouin import Bedouin
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.projection.parts import GATE, Parts, X
+from bedouin.kernels.projection.parts import (
+    GATE,
+    MAX_SAMPLES,
+    MAX_VALUES,
+    Part,
+    Parts,
+    X,
+    takes_split,
+)
 from bedouin.state import BedouinState
 from bedouin.testing import assert_close
 
@@ -97,6 +105,28 @@ def test_every_option(shape: tuple[int, int], options: dict[str, Any]) -> None:
         # the kernels of heads with reflections do not erase
         options = options | {"erase": 0.0}
     check(shape, **options)
+
+
+@needs_triton
+def test_parts_too_wide_for_the_kernel() -> None:
+    check((1, 3), d_conv=MAX_VALUES)
+
+
+def test_which_parts_the_kernel_takes() -> None:
+    parts = Part(256, X, True), Part(MAX_VALUES, 0, False)
+    assert takes_split(parts, 4, MAX_SAMPLES)
+    assert not takes_split(parts, 5, 1) and not takes_split(parts, 4, MAX_SAMPLES + 1)
+    assert not takes_split([*parts, Part(MAX_VALUES + 1, 0, False)], 1, 1)
+
+
+def test_auto_takes_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Bedouin.recall(6)
+    projected = layer.in_proj(torch.randn(1, 2, 6))
+    assert not layer._splits_at_once(projected)
+    monkeypatch.setattr("bedouin.kernels.backend.is_cuda_device", lambda device: True)
+    monkeypatch.setattr("bedouin.kernels.backend._TRITON", "3.6.0")
+    monkeypatch.setattr("bedouin.kernels.backend._IS_OLD", False)
+    assert layer._splits_at_once(projected) and not layer._splits_at_once(projected.double())
 
 
 def test_places() -> None:
