@@ -173,8 +173,8 @@ class Parameterization:
         return Parameterization(layout, *scales, feedback_norm_eps, feeds_x=feeds_x)
 
     def plain_only(self, operands: Operands) -> str | None:
-        """The first of its properties for which there are no Triton kernels, as a part of a
-        message; None if there is none."""
+        """The first of its properties for which there are no Triton kernels, or only those of
+        kernels/direct/phases, as a part of a message; None if there is none."""
         if self.layout is not None and self.layout.erase:
             return "erase"
         if self.feeds_x:

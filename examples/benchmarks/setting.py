@@ -89,8 +89,8 @@ class Setting:
         return is_cuda_device(self.device) or interpreter_is_on()
 
     def recall(self, **options: Any) -> Bedouin:
-        """`Bedouin.recall` of these sizes, with kernels wherever these can run: "auto" would take
-        plain PyTorch."""
+        """`Bedouin.recall` of these sizes, which raises if it cannot run in kernels where there are
+        any: "auto" would take plain PyTorch."""
         backend = "triton" if self.has_kernels else "auto"
         return self.layer(make=Bedouin.recall, **({"backend": backend} | options))
 

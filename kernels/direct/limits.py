@@ -10,7 +10,7 @@ from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.phases.limits import takes_phases
+from bedouin.kernels.direct.phases.limits import describe_limits, takes_phases
 from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
@@ -89,14 +89,9 @@ def choose_sweep(
     *,
     is_solved: bool = False,  # whether y is known, and only its memory and gradient are wanted
 ) -> Implementation:
-    """The implementation of a sweep; raises as `choose_backend` does.
-
-    "auto" does not choose the phases (kernels/direct/phases): these have run in Triton's
-    interpreter, but not on a GPU yet.
-    """
-    unsupported = _unsupported(operands, parameterization, bind_parameters)
-    if backend == "triton" and not is_solved and takes_phases(operands, parameterization):
-        unsupported = None
+    """The implementation of a sweep; raises as `choose_backend` does."""
+    given = operands, parameterization, bind_parameters
+    unsupported = _unsupported(*given, is_solved=is_solved)
     return choose_backend(backend, operands.x.device, operands.x.dtype, unsupported)
 
 
@@ -104,6 +99,8 @@ def _unsupported(
     operands: Operands,
     parameterization: Parameterization,
     bind_parameters: tuple[Tensor, ...],  # any shapes
+    *,
+    is_solved: bool,
 ) -> str | None:
     """The first property that the kernels do not support, as part of an error message; None if they
     support the call."""
@@ -111,8 +108,10 @@ def _unsupported(
     layout = parameterization.layout
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return "this mixer (only HouseholderProduct)"
+    if not is_solved and takes_phases(operands, parameterization):
+        return None
     if (plain := parameterization.plain_only(operands)) is not None:
-        return plain
+        return f"{plain} {describe_limits()}" if layout.erase or parameterization.feeds_x else plain
     d, n = A.shape[-2:]
     return unsupported_sizes(layout.num_householder, d, n, x.dtype, raw.dtype, A.dtype)
 

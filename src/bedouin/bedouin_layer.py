@@ -97,10 +97,10 @@ class Bedouin(FixedPointLayer):
         erase: the largest beta^e = erase sigmoid(raw), in [0, 2], one number a head and token: the
             share of what the memory holds under the token's key B that it gives up before the token
             is written, as in the delta rule. Above 1 it may be negated. It begins near 0.05 erase.
-            0: none, and no raw value. It runs in plain PyTorch on a GPU, too, as do feedback of x
-            and feedback_scope="layer", unless backend="triton" is given: with that the exact sweep
-            has kernels for erase and feedback of x (heads of at most 64 channels and 64 states,
-            k <= 4, no feedback of B, C and the mixer), which have not run on a GPU yet.
+            0: none, and no raw value. Kernels for erase and for feedback of x are those of the
+            exact sweep of heads with at most 64 channels and 64 states, k <= 4, another input scale
+            than "one_minus_decay" and feedback of nothing but Delta and x; other layers with these
+            options, and those with feedback_scope="layer", run in plain PyTorch on a GPU, too.
         projection: "inner": the raw values and the gate are projected from x of the head, as in the
             paper and in Mamba-1. "input": x, the raw values and the gate are one product of the
             layer's input, `in_proj`, whose parts are in `projected_sizes`, as in Mamba-2; there is

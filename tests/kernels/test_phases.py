@@ -16,6 +16,7 @@ from torch import Tensor
 from bedouin import Bedouin
 from bedouin.kernels.backend import Backend, interpreter_is_on
 from bedouin.kernels.direct import direct_sweep
+from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
@@ -204,6 +205,71 @@ def test_what_they_do_not_take() -> None:
     assert not takes_phases(*other(k=5))
     # without erase and feedback of x there are other kernels
     assert not takes_phases(*other(fed="d", erase=0.0))
+    given, options = other(fed="d")
+    assert given.W_y is not None and takes_phases(given, options)
+    assert not takes_phases(given._replace(W_y=given.W_y[:, :-1]), options)
+    assert not takes_phases(given._replace(A=given.A.double()), options)
+    assert not takes_phases(given._replace(x=given.x.double()), options)
+
+
+def test_auto_takes_them_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bedouin.kernels.backend.is_cuda_device", lambda device: True)
+    monkeypatch.setattr("bedouin.kernels.backend._TRITON", "3.6.0")
+    monkeypatch.setattr("bedouin.kernels.backend._IS_OLD", False)
+    assert choose_sweep("auto", *other()) == choose_sweep("auto", *other(fed="x")) == "triton"
+    assert choose_sweep("auto", *other(p=65)) == choose_sweep("auto", *other(n=65)) == "reference"
+    # they solve: for a y that is given there are other kernels, but none for erase
+    assert choose_sweep("auto", *other(), is_solved=True) == "reference"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("inputs", "weights"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
+    case = Case(fed="d", k=1, t=2, n=1, p=7, starts=False, input_scale="bounded_delta")
+    given = case.operands()
+    assert given.W_y is not None
+    x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
+    check(replace(case, dtype=torch.bfloat16), given._replace(x=x, raw=raw, W_y=W_y))
+
+
+@needs_triton
+def test_opcheck() -> None:
+    """Of the solve and of its gradient."""
+    case = Case(b=1, t=3, n=2, k=1, input_scale="bounded_delta")
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    ops, fields = torch.ops.bedouin, (*case.options().scalars(), False, 16)
+    values: Any = case.operands()
+    operands = [v.detach().requires_grad_() for v in values]
+    for keep_every in (0, 16):
+        given = (*operands, *fields[:-1], keep_every)
+        torch.library.opcheck(ops.direct_sweep, given, test_utils=utils)
+    y, h, kept, *_ = ops.direct_sweep(*values, *fields)
+    backward = (y.clone(), h.clone(), y, kept, *values, True, *fields)
+    torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
+
+
+@needs_triton
+def test_a_compiled_function_is_one_graph_with_the_same_results() -> None:
+    case = Case(t=3, k=1, input_scale="bounded_delta")
+
+    def solve(*given: Tensor) -> tuple[Tensor, Tensor]:
+        sweep = direct_sweep(Operands(*given), case.options(), backend="triton")
+        return sweep.y, sweep.h
+
+    found = []
+    for function in (torch.compile(solve, fullgraph=True, backend="aot_eager"), solve):
+        leaves = [v.detach().requires_grad_() for v in case.operands() if v is not None]
+        y, h = function(*leaves)
+        found.append([y, h, *torch.autograd.grad(y.square().sum() + h.sum(), leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def other(**changes: Any) -> tuple[Operands, Parameterization]:

@@ -31,22 +31,31 @@ def fed_vectors(operands: Operands, options: Parameterization) -> tuple[bool, bo
 
 
 def takes_phases(operands: Operands, options: Parameterization) -> bool:
-    """Whether the phases compute this call: heads of at most MAX_CHANNELS channels and
-    MAX_REFLECTIONS reflections, with feedback of nothing but Delta and x; only where the other
-    kernels do not, with erase or feedback of x."""
-    if options.plain_only(operands) is None:
-        return False
+    """Whether the phases solve this call: heads of at most MAX_CHANNELS channels and
+    MAX_REFLECTIONS reflections, with feedback of nothing but all of Delta and x; only where the
+    other kernels do not, with erase or feedback of x."""
     layout, (d, n), W_y = options.layout, operands.A.shape[-2:], operands.W_y
-    if layout is None or not layout.selective or layout.num_householder > MAX_REFLECTIONS:
+    if options.plain_only(operands) is None or layout is None or not layout.selective:
         return False
-    if d > MAX_CHANNELS or n > MAX_STATES or options.input_scale == "one_minus_decay":
+    if d > MAX_CHANNELS or n > MAX_STATES or layout.num_householder > MAX_REFLECTIONS:
         return False
-    if torch.float64 in (operands.x.dtype, operands.A.dtype):
+    if options.input_scale == "one_minus_decay" or operands.A.dtype != torch.float32:
+        return False
+    if torch.float64 in (operands.x.dtype, operands.raw.dtype):
         return False
     if W_y is None:
         return True
     rows = W_y.shape[-2] - (d if options.feeds_x else 0)
     return rows in (0, d) and not reads_all_heads(W_y, d)
+
+
+def describe_limits() -> str:
+    """What `takes_phases` asks of erase and feedback of x, as a part of an error message."""
+    return (
+        f"but in the exact sweep of heads with at most {MAX_CHANNELS} channels, {MAX_STATES} "
+        f"states and {MAX_REFLECTIONS} reflections, which feed back y to Delta and x alone, with "
+        "another input scale than 'one_minus_decay'"
+    )
 
 
 class Sizes(NamedTuple):
