@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Installed first and by itself: from the open range in pyproject.toml pip may take another build.
 TORCH  ?= torch==2.13.0
-# The adapter supports 5.16 to 5.23: 5.24 has another name for the cache, in calls and in outputs.
-TRANSFORMERS ?= transformers>=5.16,<5.24
+TRANSFORMERS ?= transformers>=5.16,<6
 MAMBA  ?= mamba-ssm==2.3.2.post1
 ARGS   ?=
 

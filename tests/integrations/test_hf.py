@@ -244,6 +244,13 @@ class TestCache:
         options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
         assert torch.equal(found, model.generate(ids, num_beams=2, **options))
 
+    def test_the_cache_has_two_names(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        first, last = (model.model(ids[:, :4]).past_key_values for _ in range(2))
+        found = model(ids[:, 4:], past_key_values=first).logits
+        assert torch.equal(found, model(ids[:, 4:], cache=last).logits)
+        with pytest.raises(ValueError, match="give one of them"):
+            model(ids, past_key_values=first, cache=last)
+
     def test_another_cache_is_refused(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         with pytest.raises(TypeError, match="DynamicCache\\(config=model.config\\)"):
             model(ids, past_key_values=transformers.DynamicCache())

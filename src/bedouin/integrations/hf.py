@@ -5,7 +5,7 @@
     model.generate(ids, max_new_tokens=20)
 
 The import registers them with AutoConfig, AutoModel and AutoModelForCausalLM. Requires
-transformers 5.16 to 5.23 (pip install ".[hf]" in a clone).
+transformers 5.16 or newer (pip install ".[hf]" in a clone).
 
 Letters: b batch, t time, m hidden_size, d d_inner, n state_size, w conv_kernel, v vocab_size.
 """
@@ -30,7 +30,7 @@ from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import unknown_option
 from bedouin.state import BedouinState
 
-_NEEDED = 'transformers 5.16 to 5.23: pip install "transformers>=5.16,<5.24"'
+_NEEDED = 'transformers 5.16 or newer: pip install "transformers>=5.16,<6"'
 
 try:
     from huggingface_hub.dataclasses import strict
@@ -49,9 +49,11 @@ try:
     from transformers.modeling_utils import PreTrainedModel
 except ImportError as error:
     raise ImportError(f"bedouin.integrations.hf needs {_NEEDED}", name="transformers") from error
-if "past_key_values" not in [field.name for field in fields(BaseModelOutputWithPast)]:
-    # transformers 5.24 calls it `cache`, in the arguments of models and of `generate`, too
-    raise ImportError(f"bedouin.integrations.hf needs {_NEEDED}", name="transformers")
+
+_IS_RENAMED = "cache" in [field.name for field in fields(BaseModelOutputWithPast)]
+_CACHE = "cache" if _IS_RENAMED else "past_key_values"
+"""The name of the cache in outputs and in what `generate` passes, which transformers 5.24 has
+changed. `forward` takes both."""
 
 _LAYER_TYPE = "bedouin"
 _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -204,7 +206,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     # file. Files contain all fields.
 
     model_type = "bedouin"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [_CACHE]
     attribute_map = {
         "conv_bias": "use_conv_bias",
         "d_conv": "conv_kernel",
@@ -445,14 +447,16 @@ class BedouinModel(BedouinPreTrainedModel):
         seq_idx: Tensor | None = None,  # (b, t)
         position_ids: Tensor | None = None,  # (b, t)
         cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
+        cache: Cache | None = None,
         **lengths: Any,
     ) -> Any:
         """`BaseModelOutputWithPast`, or with return_dict=False a tuple.
 
         attention_mask: True or 1 for real tokens, padding anywhere; with a cache it may also cover
             the tokens before, as generate's does.
-        past_key_values: `DynamicCache(config=model.config)`, which is updated in place; None: a new
-            one if use_cache. In training, use_cache is False unless it is given.
+        past_key_values, cache: `DynamicCache(config=model.config)` by one of its names, which is
+            updated in place; None: a new one if use_cache. In training, use_cache is False unless
+            it is given.
         seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
             describes them, the first that is given counting. A document starts where seq_idx
             changes or position_ids is 0. The cache holds the state after a row's last document.
@@ -460,7 +464,7 @@ class BedouinModel(BedouinPreTrainedModel):
             describe documents, as in transformers, whose generate passes both.
 
         Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
-        attention_mask of another shape, and what the layers raise.
+        two caches, for attention_mask of another shape, and what the layers raise.
         """
         _check_names(lengths)
         if self._choose(output_attentions, "output_attentions"):
@@ -470,7 +474,7 @@ class BedouinModel(BedouinPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = row_mask(attention_mask, x)
         seq_idx = _documents(x, mask, seq_idx, cu_seq_lens_q, position_ids)
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._cache(_one_of(past_key_values, cache), use_cache)
         wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
         hidden: list[Tensor] = []
         for layer in self.layers:
@@ -529,6 +533,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         seq_idx: Tensor | None = None,  # (b, t)
         position_ids: Tensor | None = None,  # (b, t)
         cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
+        cache: Cache | None = None,
         **others: Any,
     ) -> Any:
         """`CausalLMOutputWithPast`, or with return_dict=False a tuple.
@@ -544,7 +549,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
             input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            past_key_values=_one_of(past_key_values, cache),
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -559,7 +564,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         if labels is not None:
             sizes = {"vocab_size": self.config.vocab_size}
             loss = self.loss_function(logits=logits, labels=labels, **sizes, **for_loss)
-        past, hidden = found.past_key_values, found.hidden_states
+        past, hidden = getattr(found, _CACHE), found.hidden_states
         output = CausalLMOutputWithPast(loss, logits, past, hidden)
         return output if return_dict else output.to_tuple()
 
@@ -575,7 +580,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         here that embeddings and, by `kwargs`, the arguments of `forward` are admitted."""
         given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
-        if kwargs.get("past_key_values") is not None and not is_first_iteration:
+        if kwargs.get(_CACHE) is not None and not is_first_iteration:
             # a token after the prompt is real and in its last document: `step` decodes it
             for name in ("attention_mask", *_OF_DOCUMENTS):
                 inputs.pop(name, None)
@@ -583,6 +588,13 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
 
     def _prepare_position_ids_for_generation(self, *args: Any, **options: Any) -> None:
         """None: positions that a caller does not give would be read as those of a document."""
+
+
+def _one_of(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache, which has two names."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("past_key_values and cache are names of the same: give one of them")
+    return cache if past_key_values is None else past_key_values
 
 
 def _check_names(given: dict[str, Any]) -> None:
