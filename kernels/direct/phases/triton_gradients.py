@@ -7,8 +7,10 @@ pass of an ordinary scan. With dH = H + w C^T the cotangent of h_t, and `erased`
     B_ = dH^T written + a^T erased,   C_ = h_t^T w,
     A_ += (dH + erased B^T) * Delta (d lambda / d (A Delta)) h_{t-1}
 
-A program has a sample of a head and some chunks. Its memory is a tuple of two tensors (PR, N, PL)
-for channel (pr PL + pl) 2 + u: sums over channels are sums in a thread and log2(PL) shuffles.
+A program has a sample of a head, some chunks and S of the states. It goes through a chunk once to
+keep h before every SUB tokens in scratch memory, and then back, SUB tokens at a time, whose h fit
+its registers. Its memory is a tuple of two tensors (PR, S, PL) for channel (pr PL + pl) 2 + u: sums
+over channels are sums in a thread and log2(PL) shuffles.
 Letters as in `triton_sweep.py`.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
