@@ -152,10 +152,12 @@ def test_compiled_layers_take_lengths_that_vary() -> None:
     torch.compiler.reset()
     layer = DeltaProduct(16, num_heads=2, dtype=torch.float64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for t in (8, 40):  # of the second, the last chunk is filled up
+    for t, stance in ((40, "default"), (50, "fail_on_recompile")):  # the last chunk is filled up
         x = torch.randn(2, t, 16, dtype=torch.float64, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 1)
         leaves = [x, *layer.parameters()]
-        outputs = compiled(x), layer(x)
+        with torch.compiler.set_stance(stance):
+            outputs = compiled(x), layer(x)
         gradients = [torch.autograd.grad(y.sum(), leaves) for y in outputs]
         torch.testing.assert_close(*outputs)
         torch.testing.assert_close(*gradients)
