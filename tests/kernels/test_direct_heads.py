@@ -279,8 +279,8 @@ def test_fewer_samples_of_more_states(
     "case",
     [
         Case(b=1, t=5, p=2, n=2, k=1),
-        Case(b=3, t=6, p=3, n=17, k=1, fed=3, input_scale="one_minus_decay"),
-        Case(b=2, t=7, p=33, n=5, k=0, starts=False),
+        Case(heads=1, b=3, t=4, p=3, n=17, k=1, fed=3, input_scale="one_minus_decay"),
+        Case(b=2, t=5, p=33, n=5, k=0, starts=False),
     ],
     ids=str,
 )

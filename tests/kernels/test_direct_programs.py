@@ -96,7 +96,7 @@ def concurrent_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (3, 2, 3, 6, 2, True, False),
         (6, 2, 3, 6, 2, True, False),
         (8, 2, 7, 6, 2, True, True),  # four chunks, the last one short
-        (10, 2, 5, 40, 2, True, True),
+        (10, 2, 3, 40, 2, True, True),
         (8, 2, 2, 6, 2, True, True),
     ],
 )

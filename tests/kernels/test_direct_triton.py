@@ -257,8 +257,8 @@ def test_awkward_sizes(d: int, n: int) -> None:
     [
         (257, 1, 1, "one_minus_decay", "positive", None, True),
         (300, 16, 2, "one_minus_decay", "full", 1e-5, False),
-        (512, 5, 4, "delta", "full", 1e-5, True),
-        (600, 3, 8, "bounded_delta", "positive", None, False),
+        (260, 5, 4, "delta", "full", 1e-5, True),
+        (516, 3, 8, "bounded_delta", "positive", None, False),
     ],
 )
 def test_warps_that_hold_128_channels_each(
@@ -311,9 +311,8 @@ def test_warps_that_hold_fewer_channels_with_many_states(
 
 
 @needs_triton
-@pytest.mark.parametrize("low", [None, torch.bfloat16])
-def test_many_states_in_low_precision(low: torch.dtype | None) -> None:
-    setting = Setting(b=2, t=3, d=256, n=32, dtype=torch.float32, low=low)
+def test_many_states_in_low_precision() -> None:
+    setting = Setting(b=2, t=2, d=256, n=32, dtype=torch.float32, low=torch.bfloat16)
     _assert_like_the_plain_sweep(setting)
 
 
@@ -356,8 +355,8 @@ def test_every_form_of_the_kernels(b: int, persistent: bool) -> None:
 @pytest.mark.parametrize(
     ("b", "d", "n", "scale", "eigenvalues", "persistent"),
     [
-        (1, 512, 64, "bounded_delta", "positive", True),
-        (2, 300, 40, "one_minus_decay", "positive", True),
+        (1, 260, 64, "bounded_delta", "positive", True),
+        (1, 260, 40, "one_minus_decay", "positive", True),
         (1, 257, 63, "one_minus_decay", "full", False),
         (2, 260, 33, "delta", "full", True),
         (1, 130, 70, "delta", "positive", True),
@@ -380,9 +379,8 @@ def test_a_memory_of_half_of_the_registers(
 
 
 @needs_triton
-@pytest.mark.parametrize("low", [None, torch.bfloat16])
-def test_a_memory_of_half_of_the_registers_in_low_precision(low: torch.dtype | None) -> None:
-    setting = Setting(b=1, t=2, d=512, n=64, dtype=torch.float32, low=low)
+def test_a_memory_of_half_of_the_registers_in_low_precision() -> None:
+    setting = Setting(b=1, t=2, d=512, n=64, dtype=torch.float32, low=torch.bfloat16)
     _assert_like_the_plain_sweep(setting)
 
 

@@ -82,7 +82,19 @@ def check(
 @needs_triton
 @pytest.mark.parametrize("d_conv", [None, 1, 3, 4])
 def test_every_width(d_conv: int | None) -> None:
-    check((2, 18), d_conv=d_conv)
+    check((2, 5), d_conv=d_conv)
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 16])
+def test_tokens_in_several_tiles(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 tokens each, one after the other in a program of the backward, and one in each."""
+    launch = pytest.importorskip("bedouin.kernels.projection.launch")
+    monkeypatch.setattr(launch, "TILE", 1)
+    monkeypatch.setattr(launch, "MOST_SPLITS", splits)
+    launch._constants.cache_clear()
+    check((1, 18), num_heads=1, d_state=2, feedback=(), erase=0.0)
+    launch._constants.cache_clear()
 
 
 @needs_triton
@@ -93,10 +105,10 @@ def test_every_width(d_conv: int | None) -> None:
         ((3, 2), {"starts": False}),
         ((2, 5), {"num_heads": 1, "erase": 0.0}),
         ((2, 5), {"num_heads": 3, "d_state": 3, "feedback": ()}),
-        ((2, 19), {"lengths": (19, 2)}),
+        ((2, 5), {"lengths": (5, 2)}),
         ((3, 5), {"lengths": (1, 5, 3), "starts": False, "d_conv": 2}),
         ((2, 3), {"num_householder": 2, "input_scale": "bounded_delta", "feedback": ("delta",)}),
-        ((2, 17), {"dtype": torch.bfloat16}),
+        ((2, 5), {"dtype": torch.bfloat16}),
     ],
     ids=str,
 )
