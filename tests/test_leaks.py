@@ -33,7 +33,7 @@ PAIRS: list[tuple[Solver, Adjoint | None]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def few_objects() -> Iterator[None]:
     """Hides from the collector what exists already, of which there is a lot after other tests."""
     gc.collect()

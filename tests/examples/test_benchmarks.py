@@ -39,13 +39,13 @@ def toy(out: Path, **changes: Any) -> bench.Config:
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding a few tokens shows that its rows run."""
     monkeypatch.setattr(special, "TOKENS", 4)
+    # what other tests have left takes longer to search than the rows take
+    monkeypatch.setattr("gc.collect", lambda: 0)
 
 
 def test_every_row_is_measured_or_says_why_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # what other tests have left takes longer to search than the rows take
-    monkeypatch.setattr("gc.collect", lambda: 0)
     assert bench.main(toy(tmp_path, rows=INTERPRETED)) == 0
     report = json.loads((tmp_path / "r.json").read_text())
     status = {row["case"]: row["status"] for row in report["rows"]}
