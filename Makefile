@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Installed first and by itself: from the open range in pyproject.toml pip may take another build.
 TORCH  ?= torch==2.13.0
+# 5.16 is the lowest version that the adapter supports.
 TRANSFORMERS ?= transformers>=5.16,<6
 MAMBA  ?= mamba-ssm==2.3.2.post1
 ARGS   ?=

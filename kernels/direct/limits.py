@@ -90,8 +90,7 @@ def choose_sweep(
     is_solved: bool = False,  # whether y is known, and only its memory and gradient are wanted
 ) -> Implementation:
     """The implementation of a sweep; raises as `choose_backend` does."""
-    given = operands, parameterization, bind_parameters
-    unsupported = _unsupported(*given, is_solved=is_solved)
+    unsupported = _unsupported(operands, parameterization, bind_parameters, is_solved=is_solved)
     return choose_backend(backend, operands.x.device, operands.x.dtype, unsupported)
 
 

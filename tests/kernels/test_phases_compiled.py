@@ -90,9 +90,9 @@ def spilled(kernel: CompiledKernel) -> int:
         (SWEEP, 4, 2, 0),
         (SWEEP, 2, 2, 0),
         (REVERSE, 4, 3, 0),
-        # words of float32 are twice as many; what is spilled are W^y and A, which nothing writes
+        # a thread has at most 255 registers, and float32 needs twice as many words as bfloat16
         (REVERSE, 2, 3, 288),
-        # what the other of two inner loops reads
+        # and here it has the h of four tokens
         (GRADIENTS, 4, 0, 128),
         (GRADIENTS, 2, 0, 128),
     ],
