@@ -33,6 +33,8 @@ COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 
 NO_MIXING: dict[str, Any] = {"mixer": NoMixing(), "num_householder": None}
+# with other input scales feedback of Delta alone is the phases', outside of the core
+DELTA: dict[str, Any] = {"feedback": ("delta",), "input_scale": "one_minus_decay"}
 VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "default": (False, {}),
     "a state": (True, {}),
@@ -45,12 +47,12 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "heads without feedback": (False, {"num_heads": 2, "feedback": (), "decay": "griffin"}),
     "Delta": (True, {"feedback": ("delta",)}),
     "Delta, B": (False, {"feedback": ("delta", "B"), "d_state": 2, "bias": False}),
-    "heads, Delta": (True, {"num_heads": 2, "feedback": ("delta",), "num_householder": 2}),
+    "heads, Delta": (True, {"num_heads": 2, "num_householder": 2, **DELTA}),
     "heads, Delta, B, C": (False, {"num_heads": 2, "feedback": ("delta", "B", "C")}),
     "heads, no reflections": (True, {"num_heads": 2, **NO_MIXING}),
     "heads, Delta, no reflections": (
         False,
-        {"num_heads": 2, "feedback": ("delta",), "d_state": 2, **NO_MIXING},
+        {"num_heads": 2, "d_state": 2, **DELTA, **NO_MIXING},
     ),
     "heads, paper": (True, {"num_heads": 3, "output": "paper", "feedback_norm": False}),
 }
@@ -180,12 +182,12 @@ def test_heads_against_the_reference(feedback: tuple[str, ...], device: str) -> 
 
 
 @devices
-@pytest.mark.parametrize("feedback", [("delta", "B", "C", "mixer"), ("delta",)])
+@pytest.mark.parametrize("options", [{}, DELTA], ids=["all", "Delta"])
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_low_precision(
-    num_heads: int, feedback: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
+    num_heads: int, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = make(device, torch.float32, num_heads=num_heads, feedback=feedback)
+    layer = make(device, torch.float32, num_heads=num_heads, **options)
     x = torch.randn(1, 2, 2, device=device, requires_grad=True)
     # not bfloat16, to which Triton's interpreter truncates instead of rounding
     with torch.autocast(device, torch.float16):
@@ -439,25 +441,33 @@ def test_the_number_of_launches(
     # one of forward is the number of steps of the statistics, and four join those of the heads;
     # without feedback the coefficients and the statistics have launches of their own
     most = {1: (10 if feedback else 11, 22), 2: (14 if feedback else 15, 22)}[num_heads]
-    if len(feedback) == 2 or (feedback == ("delta",) and num_heads == 1):
+    if len(feedback) == 2:
         # W^y is padded with rows of zeros, in both directions
         most = most[0] + 2, most[1] + 2
-    assert len(forward.names) <= most[0], forward.names
-    assert len(backward.names) <= most[1], backward.names
     pairs = {1: ("sweep_kernel", "reverse_kernel"), 2: ("head_sweep_kernel", "reverse_head_kernel")}
     first, last = pairs[num_heads] if feedback else ("walk_kernel", "walk_kernel")
+    if feedback == ("delta",):
+        # the phases, in operations of their own
+        most, (first, last) = {1: (20, 47), 2: (27, 51)}[num_heads], pairs[1]
+    assert len(forward.names) <= most[0], forward.names
+    assert len(backward.names) <= most[1], backward.names
     assert first in forward.names and last in backward.names
 
 
 @pytest.mark.interpreter
-def test_the_number_of_launches_without_reflections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of heads whose Delta alone has feedback."""
-    options: dict[str, Any] = {"num_heads": 2, "feedback": ("delta",), "backend": "triton"}
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, (14, 21)), ({"feedback": ("delta",)}, (30, 47))]
+)
+def test_the_number_of_launches_without_reflections(
+    options: dict[str, Any], most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of heads, in the core and in the phases."""
+    options = {"num_heads": 2, "backend": "triton", **options}
     x = torch.randn(40, 16, 64, requires_grad=True)
     layer = Bedouin(64, mixer=NoMixing(), on_unconverged="ignore", **options)
     forward, backward = launches_of(layer, x, monkeypatch)
-    assert len(forward.names) <= 14, forward.names
-    assert len(backward.names) <= 26, backward.names
+    assert len(forward.names) <= most[0], forward.names
+    assert len(backward.names) <= most[1], backward.names
 
 
 @pytest.mark.interpreter
@@ -505,7 +515,11 @@ def test_a_backward_pass_that_keeps_the_graph_changes_nothing(device: str) -> No
         # the kernels of several heads compute in float32
         (False, {"num_heads": 2}),
         (True, {"feedback": ("delta", "B", "C")}),
-        (True, {"feedback": ("delta",), "num_heads": 2, "dtype": torch.float32}),
+        # the phases take feedback of Delta alone, but not every option
+        (False, {"feedback": ("delta",), "dtype": torch.float32}),
+        (False, {"feedback": ("delta",), "num_heads": 2, "dtype": torch.float32}),
+        (True, {"num_heads": 2, "dtype": torch.float32, **DELTA}),
+        (True, {"feedback": ("delta",)}),
         (False, {"feedback": ("B", "C")}),
         (False, {"feedback": ("delta", "C")}),
         (True, {"num_heads": 2, "dtype": torch.float32, **NO_MIXING}),

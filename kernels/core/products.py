@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.core.types import CoreSizes
-from bedouin.kernels.direct.heads.blocks import rows_with_feedback
 from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
 
@@ -68,10 +67,7 @@ def loop_rows(
     sizes: CoreSizes,
 ) -> Tensor | None:
     """W^y of the raw values with as many rows as the kernels of the sweep read, zeros from f on."""
-    if W_y is None:
-        return None
-    rows = sizes.r if sizes.H == 1 else rows_with_feedback(sizes.f, sizes.p, sizes.r)
-    return padded_rows(W_y[..., : sizes.f, :], rows)
+    return None if W_y is None else padded_rows(W_y[..., : sizes.f, :], sizes.r)
 
 
 def project(

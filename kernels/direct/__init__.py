@@ -28,7 +28,7 @@ from bedouin.kernels.direct.local import (
     solve_local,
     solve_local_transposed,
 )
-from bedouin.kernels.direct.phases.limits import takes_phases
+from bedouin.kernels.direct.phases.limits import fits_phases, takes_phases
 from bedouin.kernels.direct.reference import (
     MAX_RESIDUAL,
     ROUNDING,
@@ -53,6 +53,7 @@ __all__ = [
     "direct_sweep",
     "direct_sweep_reference",
     "factor_local",
+    "fits_phases",
     "gain_gap",
     "holds_head",
     "input_gain",
@@ -102,7 +103,7 @@ def direct_sweep(
             return uncompiled_sweep(*arguments)
     together = is_small_head(operands.A)
     keep_every = CHUNK if plain else choose_chunk(operands, together=together)
-    if not plain and takes_phases(operands, parameterization):
+    if y_star is None and not plain and takes_phases(operands, parameterization):
         wants_gradient = any(v is not None and v.requires_grad for v in operands)
         keep_every = CHUNK if torch.is_grad_enabled() and wants_gradient else 0
     scalars = (*parameterization.scalars(), plain, keep_every)

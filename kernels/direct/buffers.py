@@ -1,8 +1,7 @@
 """Allocation of the buffers of the sweep and the reverse sweep in Triton; does not import Triton.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values, f those of them with
-feedback, H heads (kernels/heads.py). The kernels read r rows of W^y, the last r - f zero; those of
-heads read d rows if f <= d.
+feedback, H heads (kernels/heads.py). The kernels read r rows of W^y, the last r - f zero.
 """
 
 import math
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.heads.blocks import rows_with_feedback
 from bedouin.kernels.feedback import normalize_feedback, normalize_feedback_vjp, padded_rows
 from bedouin.kernels.heads import count_heads, sum_samples
 from bedouin.kernels.launch import last_axis_contiguous
@@ -30,7 +28,7 @@ class SweepBuffers(NamedTuple):
 
     x: Tensor  # (b, t, d), or for the kernel of several heads (H, b / H, t, d)
     raw: Tensor  # (b, t, r)
-    W_y: Tensor | None  # (r, d) or (H, r, d); for the kernel of several heads also (H, d, d)
+    W_y: Tensor | None  # (r, d) or (H, r, d)
     A: Tensor  # (n, d) or (H, n, d), log2(e) A
     h: Tensor  # (b, n, d), the first memory, overwritten by the last
     kept: Tensor  # (b, `count_kept`, n, d)
@@ -159,8 +157,7 @@ def allocate_sweep(
         else:
             eps = parameterization.feedback_norm_eps
             normed[:, :1] = normalize_feedback(y0, eps).unsqueeze(1)
-        r = raw.shape[2]
-        W_y = padded_rows(W_y, rows_with_feedback(W_y.shape[-2], d, r) if together else r)
+        W_y = padded_rows(W_y, raw.shape[2])
     first = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, exponents(A)
     return SweepBuffers(*first, h, kept, y, normed, A.new_empty(4, b, t_end))
 

@@ -57,14 +57,12 @@ def takes_heads_together(
     if W_y is None or A.dim() == 2:
         return False
     layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
-    f = W_y.shape[-2]
-    return holds_head(d, n, f, layout, A.dtype, W_y.dtype, A.device, shared_memory)
+    return holds_head(d, n, layout, A.dtype, W_y.dtype, A.device, shared_memory)
 
 
 def holds_head(
     d: int,
     n: int,
-    f: int,  # raw values with feedback
     layout: RawLayout,
     dtype: torch.dtype,  # of A
     of_W_y: torch.dtype,
@@ -75,7 +73,7 @@ def holds_head(
     `shared_memory` as in `takes_heads_together`."""
     if not _is_small(d, n, dtype):
         return False
-    blocks = head_blocks(d, n, layout.num_householder, layout.selective, only_delta=f <= d)
+    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
     if shared_memory is None:
         shared_memory = Device.of(device).shared_memory
     return blocks.rows * blocks.channels * of_W_y.itemsize + HEAD_SCRATCH <= shared_memory

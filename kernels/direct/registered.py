@@ -26,7 +26,6 @@ from bedouin.kernels.direct.buffers import (
     join_samples,
     split_weights,
 )
-from bedouin.kernels.direct.heads.blocks import rows_with_feedback
 from bedouin.kernels.direct.limits import takes_heads_together
 from bedouin.kernels.direct.phases.limits import sizes_of, takes_phases
 from bedouin.kernels.direct.phases.operation import phase_reverse, phase_sweep
@@ -122,7 +121,7 @@ def _sweep_fake(
     b, t, d = x.shape
     summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
     operands = Operands(x, raw, W_y, A, h0, y0)
-    memory = _memory_like(operands, options)
+    memory = _memory_like(operands, options, solves=True)
     return A.new_empty(b, t, d), *memory, A.new_empty(4, b, t), *summary
 
 
@@ -176,17 +175,21 @@ def _memory_fake(
     y0: Tensor | None,  # (b, d)
     *options: Any,
 ) -> MemoryResult:
-    return y_star.new_empty(y_star.shape), *_memory_like(Operands(x, raw, W_y, A, h0, y0), options)
+    memory = _memory_like(Operands(x, raw, W_y, A, h0, y0), options, solves=False)
+    return y_star.new_empty(y_star.shape), *memory
 
 
-def _memory_like(operands: Operands, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _memory_like(
+    operands: Operands, options: tuple[Any, ...], *, solves: bool
+) -> tuple[Tensor, Tensor]:
     """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
     A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
     *scalars, plain, keep_every = options
-    if plain or not takes_phases(operands, how := Parameterization.from_scalars(*scalars)):
-        kept = _slots(t, plain, keep_every) * n * d
-    else:
+    how = Parameterization.from_scalars(*scalars)
+    if solves and not plain and takes_phases(operands, how):
         kept = sizes_of(operands, how).kept if keep_every else 0
+    else:
+        kept = _slots(t, plain, keep_every) * n * d
     return A.new_empty(b, n, d).mT, A.new_empty(b, kept)
 
 
@@ -237,6 +240,7 @@ def _sweep_backward(
     feeds_x: bool,
     plain: bool,
     keep_every: int,
+    solved: bool = True,  # by `sweep_operation`, else y was given; graphs in caches do not say
 ) -> Gradients:
     operands = Operands(x, raw, W_y, A, h0, y0)
     options = Parameterization.from_scalars(
@@ -245,7 +249,7 @@ def _sweep_backward(
     )
     r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
-        if not plain and takes_phases(operands, options):
+        if solved and not plain and takes_phases(operands, options):
             return phase_reverse((grad_y, grad_h, y, kept), operands, options, wants_y0=wants_y0)
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
@@ -256,22 +260,20 @@ def _sweep_backward(
             operands, options = with_reflection(operands, options)
         buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
         grad_normed, statistics = None, grads.statistics
+        rows = None if W_y is None else padded_rows(W_y, operands.raw.shape[2])
         if y.numel() and together:
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
-            assert W_y is not None
-            f, d = W_y.shape[-2:]
-            rows = padded_rows(W_y, rows_with_feedback(f, d, operands.raw.shape[2]))
+            assert rows is not None
             grad_normed = launch_head_reverse(buffers, grads, rows, options, keep_every)
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
             known = buffers.heads()
             parts = grads.heads(len(known))
-            rows_of = None if W_y is None else padded_rows(W_y, operands.raw.shape[2])
             found = [
                 launch_reverse(*part, options, keep_every)
-                for part in zip(known, parts, split_weights(rows_of, len(known)), strict=True)
+                for part in zip(known, parts, split_weights(rows, len(known)), strict=True)
             ]
             grad_normed = join_samples(found, 1)
             statistics = join_samples([part.statistics for part in parts], 1)
@@ -297,10 +299,10 @@ def _sweep_backward_fake(
     *options: Any,
 ) -> Gradients:
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    num_householder, plain = options[2], options[-2]
+    num_householder, (plain, _, *solved) = options[2], options[NUM_SCALARS:]
     operands = Operands(x, raw, W_y, A, h0, y0)
     how = Parameterization.from_scalars(*options[:NUM_SCALARS])
-    phases = not plain and takes_phases(operands, how)
+    phases = all(solved) and not plain and takes_phases(operands, how)
     if plain or phases or takes_heads_together(operands, how):
         rows = r
     else:
@@ -322,6 +324,8 @@ def _save(
     operands: tuple[Any, ...],
     scalars: tuple[Any, ...],
     output: MemoryResult | SweepResult,
+    *,
+    solved: bool,
     wants_y0: bool,
 ) -> None:
     y, _, *others = output
@@ -329,17 +333,19 @@ def _save(
     ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
     ctx.save_for_backward(y, others[0], *operands)
     # the gradient of y0 needs a matrix product that most calls can omit
-    ctx.wants_y0 = wants_y0
+    ctx.solved, ctx.wants_y0 = solved, wants_y0
     ctx.scalars = scalars
     ctx.report = None
 
 
 def _save_sweep(ctx: Any, inputs: tuple[Any, ...], output: SweepResult) -> None:
-    _save(ctx, inputs[:6], inputs[6:], output, ctx.needs_input_grad[5])
+    needs_y0 = ctx.needs_input_grad[5]
+    _save(ctx, inputs[:6], inputs[6:], output, solved=True, wants_y0=needs_y0)
 
 
 def _save_memory(ctx: Any, inputs: tuple[Any, ...], output: MemoryResult) -> None:
-    _save(ctx, inputs[1:7], inputs[7:], output, ctx.needs_input_grad[6])
+    needs_y0 = ctx.needs_input_grad[6]
+    _save(ctx, inputs[1:7], inputs[7:], output, solved=False, wants_y0=needs_y0)
 
 
 def _gradients(
@@ -351,7 +357,8 @@ def _gradients(
     y, _, _, _, W_y, _, h0, _ = saved = ctx.saved_tensors
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     with torch.no_grad():
-        *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, ctx.wants_y0, *ctx.scalars)
+        scalars = ctx.wants_y0, *ctx.scalars, ctx.solved
+        *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *scalars)
     if ctx.report is not None and y.shape[1] and not is_transformed():
         ctx.report(*statistics.unbind())
     wanted = (True, True, W_y is not None, True, h0 is not None, ctx.wants_y0)

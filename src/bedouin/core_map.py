@@ -25,6 +25,7 @@ from bedouin.kernels.direct import (
     Sweep,
     choose_chunk_of,
     choose_chunk_of_heads,
+    fits_phases,
     holds_head,
     unsupported_sizes,
 )
@@ -116,10 +117,13 @@ def takes_core(
         return False
     if choose_backend(options.backend, device, dtype, unsupported) != "triton":
         return False
+    if len(layer.feedback) == 1 and fits_phases(p, n, wide, layer.parameterization()):
+        # feedback of Delta alone: the sweep of the phases is an operation of its own
+        return False
     if layer.num_heads == 1 or y_proj is None:
         # these kernels take at least one reflection
         return layout.num_householder > 0
-    return holds_head(p, n, y_proj.weight.shape[-2] - p, layout, wide, dtype, device)
+    return holds_head(p, n, layout, wide, dtype, device)
 
 
 class CoreSweep(NamedTuple):

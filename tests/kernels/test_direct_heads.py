@@ -193,11 +193,9 @@ CASES = [
     Case(heads=3, b=1, t=2, p=5, n=9, k=1, activation="softplus_of_minus", norm_eps=None),
     Case(b=1, t=2, p=33, n=1, k=3, selective=False, norm_eps=None, low=torch.bfloat16),
     Case(b=1, t=2, k=2, input_scale="one_minus_decay", feedback=False, low=torch.bfloat16),
-    # feedback of Delta, of some of it, and of Delta and some of B
-    Case(b=1, t=3, p=7, n=3, k=0, fed=7, norm_eps=None),
-    Case(b=3, t=2, p=5, n=1, k=1, fed=5, low=torch.bfloat16),
+    # feedback of Delta, of some of it, and of Delta and some of B, which the phases do not take
     Case(heads=3, b=1, t=2, p=9, n=16, k=2, fed=4, activation="sigmoid", starts=False),
-    Case(heads=1, b=2, t=3, p=17, n=64, k=1, fed=17),
+    Case(b=1, t=3, p=7, n=3, k=5, fed=7, norm_eps=None, low=torch.bfloat16),
     Case(heads=1, b=1, t=2, p=17, n=33, k=0, fed=17, input_scale="one_minus_decay"),
     Case(b=1, t=2, k=1, fed=9, starts=False),
     Case(b=1, t=2, p=4, n=1, k=3, selective=False, fed=4, input_scale="delta"),
@@ -228,9 +226,7 @@ def test_every_option(case: Case) -> None:
         (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 2),
         (Case(b=9, t=2, n=1, k=1), 8, 1),
         (Case(heads=1, b=1, t=2, p=33, n=34, k=1), 1, 2),
-        (Case(heads=1, b=1, t=3, p=33, n=40, k=1, fed=33, low=torch.bfloat16), 1, 2),
-        (Case(heads=1, b=3, t=2, p=20, n=3, k=2, fed=20), 2, 2),
-        (Case(heads=1, b=3, t=3, p=20, n=3, k=0, fed=20, norm_eps=None), 2, 2),
+        (Case(heads=1, b=3, t=3, p=20, n=3, k=0, norm_eps=None), 2, 2),
         (Case(heads=1, b=2, t=3, p=33, n=2, k=0), 2, 4),
     ],
     ids=str,
@@ -252,25 +248,14 @@ def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("channels", "states", "samples", "of_delta"),
-    [
-        (64, 16, 8, 8),
-        (64, 32, 8, 8),
-        (64, 33, 4, 2),
-        (128, 16, 4, 4),
-        (128, 64, 2, 1),
-        (32, 64, 8, 4),
-    ],
+    ("channels", "states", "samples"),
+    [(64, 16, 8), (64, 32, 8), (64, 33, 4), (128, 16, 4), (128, 64, 2), (32, 64, 8)],
 )
-def test_fewer_samples_of_more_states(
-    channels: int, states: int, samples: int, of_delta: int
-) -> None:
-    """Fewer still if Delta alone has feedback."""
+def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
     from bedouin.kernels.direct.heads.launch import choose_samples
 
     A = torch.empty(8, states, channels, device=DEVICE)
     assert choose_samples(4096, A) == samples
-    assert choose_samples(4096, A, only_delta=True) == of_delta
 
 
 @needs_triton
@@ -279,7 +264,7 @@ def test_fewer_samples_of_more_states(
     "case",
     [
         Case(b=1, t=5, p=2, n=2, k=1),
-        Case(heads=1, b=3, t=4, p=3, n=17, k=1, fed=3, input_scale="one_minus_decay"),
+        Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="one_minus_decay"),
         Case(b=2, t=5, p=33, n=5, k=0, starts=False),
     ],
     ids=str,
@@ -311,8 +296,7 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
         (Case(p=128, n=64, k=4, low=torch.bfloat16), True),
         (Case(p=128, n=32, k=5, low=torch.bfloat16), True),
         (Case(p=128, n=64, k=5, low=torch.bfloat16), False),
-        (Case(p=128, n=64, k=5, fed=128), True),
-        (Case(p=128, n=64, k=5, fed=129), False),
+        (Case(p=128, n=64, k=5, fed=128), False),
         (Case(p=128, n=16, k=8), False),
         (Case(p=128, n=16, k=4, feedback=False), False),
         (Case(p=129, n=1), False),
@@ -392,11 +376,8 @@ def test_a_given_fixed_point(low: torch.dtype | None, feedback: bool) -> None:
         (torch.float16, torch.float16),
     ],
 )
-@pytest.mark.parametrize("fed", [None, 7])
-def test_dtypes_of_inputs_and_weights(
-    fed: int | None, inputs: torch.dtype, weights: torch.dtype
-) -> None:
-    case = Case(b=1, t=2, n=1, k=1, fed=fed, starts=False)
+def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
+    case = Case(b=1, t=2, n=1, k=1, starts=False)
     given = case.operands()
     assert given.W_y is not None
     x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
@@ -511,19 +492,7 @@ def test_every_number_of_samples_and_their_parts_compiled(p: int, samples: int, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
-@pytest.mark.parametrize("input_scale", SCALES)
-@pytest.mark.parametrize(
-    ("p", "n", "k"), [(64, 64, 1), (64, 64, 0), (64, 16, 2), (100, 17, 0), (33, 40, 1), (16, 1, 0)]
-)
-def test_feedback_of_delta_compiled(
-    p: int, n: int, k: int, input_scale: InputScale, low: torch.dtype | None
-) -> None:
-    check(Case(heads=3, b=5, t=35, p=p, n=n, k=k, fed=p, input_scale=input_scale, low=low))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("low", [None, torch.bfloat16])
-@pytest.mark.parametrize("k", [0, 1])
-def test_many_heads_with_feedback_of_delta(k: int, low: torch.dtype | None) -> None:
-    """In programs of several samples, whose channels are in parts."""
-    check(Case(heads=16, b=64, t=16, p=64, n=64, k=k, fed=64, starts=False, low=low))
+@pytest.mark.parametrize(("p", "n", "k"), [(64, 64, 1), (64, 64, 0), (100, 17, 0), (33, 40, 1)])
+def test_feedback_of_delta_compiled(p: int, n: int, k: int, low: torch.dtype | None) -> None:
+    """With an input scale that the phases do not take."""
+    check(Case(heads=3, b=5, t=35, p=p, n=n, k=k, fed=p, input_scale="one_minus_decay", low=low))

@@ -6,7 +6,9 @@ Letters: b samples of a head, t time, p channels of a head, n state per channel,
 H heads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ TOLERANCE = {
     torch.bfloat16: 3e-2,
 }
 NAMES = ("x", "raw", "W_y", "A", "h0", "y0")
+BACKENDS: tuple[Backend, ...] = ("triton", "reference")
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,9 @@ CASES = [
     Case(fed="", erase=2.0, t=3, activation="softplus_of_minus", eigenvalues="full"),
     Case(norm_eps=None, starts=False, input_scale="bounded_delta"),
     Case(fed="d", norm_eps=None, t=2, n=17),
+    Case(fed="d", erase=0.0, t=3, p=7, n=3, norm_eps=None, input_scale="bounded_delta"),
+    Case(heads=1, b=2, fed="d", erase=0.0, t=18, p=17, n=64, k=1, input_scale="bounded_delta"),
+    Case(b=3, fed="d", erase=0.0, t=2, p=5, n=1, k=1, dtype=torch.bfloat16, starts=False),
     Case(fed="x", norm_eps=None, p=20, t=2, starts=False),
     # more tokens than a chunk has, and many more states than a warp has lanes for
     Case(heads=1, t=18),
@@ -199,27 +205,52 @@ def test_without_a_gradient(k: int) -> None:
     assert sweep.converged is not None and sweep.converged.all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("p", "n", "k"), [(64, 64, 1), (64, 64, 0), (64, 16, 2), (33, 40, 1), (16, 1, 0)]
+)
+def test_many_samples_compiled(p: int, n: int, k: int, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"input_scale": "bounded_delta", "fed": "d", "erase": 0.0}
+    check(Case(heads=16, b=20, t=35, p=p, n=n, k=k, dtype=dtype, starts=False, **options))
+
+
 def test_what_they_do_not_take() -> None:
     assert not takes_phases(*other(input_scale="one_minus_decay"))
     assert not takes_phases(*other(p=65)) and not takes_phases(*other(n=65))
     assert not takes_phases(*other(k=5))
-    # without erase and feedback of x there are other kernels
-    assert not takes_phases(*other(fed="d", erase=0.0))
-    given, options = other(fed="d")
+    given, options = other(fed="d", erase=0.0)
     assert given.W_y is not None and takes_phases(given, options)
     assert not takes_phases(given._replace(W_y=given.W_y[:, :-1]), options)
     assert not takes_phases(given._replace(A=given.A.double()), options)
     assert not takes_phases(given._replace(x=given.x.double()), options)
+    # those of kernels/direct/open_loop
+    assert not takes_phases(*other(fed="", erase=0.0))
 
 
 def test_auto_takes_them_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bedouin.kernels.backend.is_cuda_device", lambda device: True)
     monkeypatch.setattr("bedouin.kernels.backend._TRITON", "3.6.0")
     monkeypatch.setattr("bedouin.kernels.backend._IS_OLD", False)
-    assert choose_sweep("auto", *other()) == choose_sweep("auto", *other(fed="x")) == "triton"
+    assert choose_sweep("auto", *other()) == choose_sweep("auto", *other(fed="d")) == "triton"
     assert choose_sweep("auto", *other(p=65)) == choose_sweep("auto", *other(n=65)) == "reference"
     # they solve: for a y that is given there are other kernels, but none for erase
     assert choose_sweep("auto", *other(), is_solved=True) == "reference"
+    assert choose_sweep("auto", *other(fed="d", erase=0.0), is_solved=True) == "triton"
+
+
+@needs_triton
+def test_a_given_y_has_its_gradient_from_other_kernels() -> None:
+    case = Case(fed="d", erase=0.0, k=1, t=3, input_scale="bounded_delta")
+    y_star = run(case, "reference")["y"].detach().float()
+    found = []
+    for backend in BACKENDS:
+        leaves = [v.detach().requires_grad_() for v in case.operands() if v is not None]
+        y = direct_sweep(Operands(*leaves), case.options(), y_star=y_star, backend=backend).y
+        assert torch.equal(y, y_star)
+        found.append(torch.autograd.grad(y.square().sum(), leaves))
+    for name, ours, theirs in zip(NAMES, *found, strict=True):
+        assert_close(name, ours, theirs, TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype])
 
 
 @needs_triton
@@ -232,7 +263,7 @@ def test_auto_takes_them_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
-    case = Case(fed="d", k=1, t=2, n=1, p=7, starts=False, input_scale="bounded_delta")
+    case = Case(fed="d", erase=0.0, k=1, t=2, n=1, p=7, starts=False, input_scale="bounded_delta")
     given = case.operands()
     assert given.W_y is not None
     x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
@@ -241,8 +272,8 @@ def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype)
 
 @needs_triton
 def test_opcheck() -> None:
-    """Of the solve and of its gradient."""
-    case = Case(b=1, t=3, n=2, k=1, input_scale="bounded_delta")
+    """Of the solve, of its gradient, and of the gradient of a y that was given."""
+    case = Case(b=1, t=3, n=2, k=1, fed="d", erase=0.0, input_scale="bounded_delta")
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     ops, fields = torch.ops.bedouin, (*case.options().scalars(), False, 16)
     values: Any = case.operands()
@@ -251,13 +282,16 @@ def test_opcheck() -> None:
         given = (*operands, *fields[:-1], keep_every)
         torch.library.opcheck(ops.direct_sweep, given, test_utils=utils)
     y, h, kept, *_ = ops.direct_sweep(*values, *fields)
-    backward = (y.clone(), h.clone(), y, kept, *values, True, *fields)
-    torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
+    torch.library.opcheck(ops.direct_sweep_known, (y.clone(), *operands, *fields), test_utils=utils)
+    known = ops.direct_sweep_known(y, *values, *fields)[2]
+    for solved, memories in ((True, kept), (False, known)):
+        backward = (y.clone(), h.clone(), y, memories, *values, True, *fields, solved)
+        torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
 
 
 @needs_triton
 def test_a_compiled_function_is_one_graph_with_the_same_results() -> None:
-    case = Case(t=3, k=1, input_scale="bounded_delta")
+    case = Case(fed="d", erase=0.0, t=3, k=1, input_scale="bounded_delta")
 
     def solve(*given: Tensor) -> tuple[Tensor, Tensor]:
         sweep = direct_sweep(Operands(*given), case.options(), backend="triton")
@@ -278,11 +312,12 @@ def other(**changes: Any) -> tuple[Operands, Parameterization]:
 
 
 @needs_triton
+@pytest.mark.parametrize("make", [Bedouin.recall, partial(Bedouin, feedback=("delta",))])
 @pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 1), (torch.bfloat16, 0)])
-def test_a_layer(dtype: torch.dtype, k: int) -> None:
+def test_a_layer(dtype: torch.dtype, k: int, make: Callable[..., Bedouin]) -> None:
     options: dict[str, Any] = {"d_state": 4, "num_heads": 2, "num_householder": k}
     options["input_scale"] = "bounded_delta" if k else "delta"
-    layers = [Bedouin.recall(8, backend=b, **options) for b in ("triton", "reference")]
+    layers = [make(8, backend=b, **options) for b in BACKENDS]
     layers[1].load_state_dict(layers[0].state_dict())
     x = torch.randn(2, 19, 8, generator=torch.Generator().manual_seed(0))
     found = []

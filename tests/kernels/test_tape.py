@@ -107,7 +107,7 @@ def results(
     ("options", "with_state", "cast", "times", "real"),
     [
         ({"num_householder": 1}, False, True, 2, 2),
-        ({"feedback": ("delta",), "bias": False}, True, False, 1, 1),
+        ({"feedback": ("delta", "B"), "bias": False}, True, False, 1, 1),
         ({"num_heads": 2, "expand": 4}, True, True, 1, 2),
         ({"output": "paper", "feedback_norm": False}, False, False, 1, 2),
     ],

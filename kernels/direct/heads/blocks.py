@@ -21,14 +21,7 @@ class HeadBlocks(NamedTuple):
     rows: int  # of W^y in shared memory, of the sweep that holds more of them
 
 
-def rows_with_feedback(f: int, d: int, r: int) -> int:
-    """How many rows of W^y the kernels of heads read where the first f of r have feedback: all, or
-    those of Delta alone."""
-    return d if f <= d else r
-
-
-def head_blocks(d: int, n: int, k: int, selective: bool, *, only_delta: bool = False) -> HeadBlocks:
-    """`only_delta`: W^y has rows for Delta alone."""
+def head_blocks(d: int, n: int, k: int, selective: bool) -> HeadBlocks:
     channels, states = max(16, next_power_of_two(d)), next_power_of_two(n)
     both = 2 * n if selective else 0
     # one tile for B, C and alpha, unless that would almost double a large one
@@ -36,5 +29,5 @@ def head_blocks(d: int, n: int, k: int, selective: bool, *, only_delta: bool = F
     small = max(16, next_power_of_two(both if apart else both + k))
     alpha = 16 if small < both + k else 0
     reverse = max(2 * states, min(32, channels)) + REVERSE_ALPHA if selective else REVERSE_ALPHA
-    rows = channels if only_delta else (k + 1) * channels + max(small + alpha, reverse)
+    rows = (k + 1) * channels + max(small + alpha, reverse)
     return HeadBlocks(channels, states, small, alpha, rows)

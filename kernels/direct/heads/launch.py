@@ -59,18 +59,8 @@ LANES = 32
 MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
-STATES_ALONE = 32
-"""With more states per channel, and feedback of Delta alone, a program has half as many samples as
-MEMORIES allow, and half as many warps: a multiprocessor then runs two programs, one of which
-computes while the other waits at a barrier. With more feedback W^y may leave no shared memory for
-two."""
-
 BLOCK_STATES = 16
 """Most states that a sweep takes at once: the values of more would not fit registers."""
-
-FEWER_STATES = 8
-"""The same for the reverse sweep where a warp does not hold A and h, if Delta alone has feedback.
-With more feedback a product takes states in tiles of at least BLOCK_STATES without waste."""
 
 MOST_HELD = 1024
 """Most values of A, and of h of the next token, that a warp of the reverse sweep holds."""
@@ -96,7 +86,7 @@ def launch_head_sweep(
     assert W_y is not None
     b, t_end, d = y.shape
     if samples is None:
-        samples = choose_samples(b, A, only_delta=_is_of_delta(W_y, A))
+        samples = choose_samples(b, A)
     S = samples
     programs, W = _programs(b, A, S), _whole_rows(W_y)
 
@@ -151,7 +141,7 @@ def _sweep_constants(
 def launch_head_reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor,  # (H, r, d), W^y, or (H, d, d) if Delta alone has feedback
+    W: Tensor,  # (H, r, d), W^y
     options: Parameterization,
     keep_every: int,
     samples: int | None = None,
@@ -166,7 +156,7 @@ def launch_head_reverse(
     n = known.A.shape[1]
     size = _tokens_at_once(known.y, n, keep_every, options)
     if samples is None:
-        samples = choose_samples(b, known.A, only_delta=_is_of_delta(W, known.A))
+        samples = choose_samples(b, known.A)
     S = samples
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, max(1, keep_every - 1), n, d)
@@ -209,7 +199,7 @@ def _tokens_at_once(
 def _reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor,  # (H, r, d) or (H, d, d)
+    W: Tensor,  # (H, r, d)
     mixed: Tensor,  # (b, count or more, d)
     local: Tensor,  # (b, count or more, WIDTH)
     replayed: Tensor,  # (b, KEEP - 1, n, d), overwritten
@@ -265,7 +255,6 @@ def _reverse_constants(
     """The constants of `reverse_head_kernel`."""
     common, blocks = _common_constants(A, W, options, samples, parts, tf32), _blocks(A, options)
     holds = blocks.channels // common["PARTS"] * blocks.states <= MOST_HELD
-    at_once = BLOCK_STATES if holds or not common["ONLY_DELTA"] else FEWER_STATES
     return Constants(
         K=layout_of(options).num_householder,
         KEEP=keep_every,
@@ -273,26 +262,17 @@ def _reverse_constants(
         NORM=options.feedback_norm_eps is not None,
         # a few more than the scalars, whose groups begin at multiples of 4
         BLOCK_L=next_power_of_two(scalars + 16),
-        N=min(at_once, blocks.states),
-        REPLAY_N=min(BLOCK_STATES, blocks.states),
+        N=min(BLOCK_STATES, blocks.states),
         HOLD=holds,
         **common,
     )
 
 
 def _whole_rows(
-    W: Tensor,  # (H, r, d) or (H, d, d)
+    W: Tensor,  # (H, r, d)
 ) -> Tensor:  # as W
     """W, copied unless the matrices of the heads are contiguous, at any distance."""
     return W if W.stride()[1:] == (W.shape[2], 1) else W.contiguous()
-
-
-def _is_of_delta(
-    W: Tensor | Like,  # (H, r, d) or (H, d, d)
-    A: Tensor | Like,  # (H, n, d)
-) -> bool:
-    """Whether W has rows for Delta alone."""
-    return bool(W.shape[1] == A.shape[2])
 
 
 def _programs(
@@ -330,7 +310,6 @@ def _common_constants(
         "PRECISION": product["PRECISION"],
         "DOT": product["DOT"],
         "ROUND": _rounding(W),
-        "ONLY_DELTA": _is_of_delta(W, A),
         "num_warps": samples * parts,
         "num_stages": 1,
         "maxnreg": MAX_REGISTERS,
@@ -347,20 +326,15 @@ def _rounding(W: Like) -> tl.dtype:
 def choose_samples(
     b: int,
     A: Tensor,  # (H, n, d)
-    *,
-    only_delta: bool = False,
 ) -> int:
     """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
-    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES and
-    STATES_ALONE allow. `only_delta`: Delta alone has feedback.
+    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES allow.
 
     A token takes a program about as long for one sample as for several, up to that.
     """
     heads, n, d = A.shape
     most = WARPS if d <= 64 else WARPS // 2
     most = min(most, MEMORIES // (next_power_of_two(n) * next_power_of_two(d)))
-    if only_delta and n > STATES_ALONE:
-        most //= 2
     units = 4 if interpreter_is_on() else multiprocessors(A.device)
     samples = 2
     while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:

@@ -53,7 +53,7 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     store_blocks,
     total_of,
 )
-from bedouin.kernels.direct.heads.triton_weights import load_delta_weights, load_weights
+from bedouin.kernels.direct.heads.triton_weights import load_weights
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def finish_token(
 def head_sweep_kernel(
     x_ptr,  # (H, b / H, t, d)
     raw_ptr,  # (b, t, r)
-    W_ptr,  # (H, r, d), W^y, or (H, d, d) with ONLY_DELTA
+    W_ptr,  # (H, r, d), W^y
     A_ptr,  # (H, n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
@@ -187,7 +187,6 @@ def head_sweep_kernel(
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
     JOINED: tl.constexpr,
-    ONLY_DELTA: tl.constexpr,  # the raw values of Delta alone have feedback
 ):
     """All tokens of S samples of one head."""
     ROWS: tl.constexpr = S * PARTS
@@ -203,10 +202,7 @@ def head_sweep_kernel(
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     W_at = W_ptr + head * W_stride_h
-    if ONLY_DELTA:
-        W = (load_delta_weights(W_at, d, BLOCK_D, DOT),)
-    else:
-        W = load_weights(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
+    W = load_weights(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
     first_at = normed_ptr + sample[:, None] * normed_stride_b + cols
     v = tl.load(first_at, mask=in_row, other=0.0)
     BLOCKS: tl.constexpr = (n + N - 1) // N
@@ -276,20 +272,16 @@ def head_sweep_kernel(
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
-        if not ONLY_DELTA:
-            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+        values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
         # in turn in two places, so that one barrier a token is enough
         tl.store(now[:, None] + small, values, mask=in_small)
         if ALPHA > 0:
             alpha = small_next[1].to(tl.float32)
-            if not ONLY_DELTA:
-                more = rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS)
-                alpha += more.to(ROUND).to(tl.float32)
+            more = rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS)
+            alpha += more.to(ROUND).to(tl.float32)
             tl.store(now[:, None] + STATES + alphas, alpha, mask=alphas < K)
         delta += rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
-        if ONLY_DELTA:
-            pass
-        elif JOINED:
+        if JOINED:
             joined = join_rows(u, ROWS, K, D)
             joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
             u = split_rows(joined, ROWS, K, D)

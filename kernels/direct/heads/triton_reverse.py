@@ -68,7 +68,6 @@ from bedouin.kernels.direct.heads.triton_replay import (
 )
 from bedouin.kernels.direct.heads.triton_weights import (
     BLOCK_ALPHA,
-    load_transposed_delta_weights,
     load_transposed_weights,
     state_columns,
 )
@@ -83,24 +82,13 @@ def in_tiles(
     delta, u,  # rows (s, d)
     states,  # of each block, (s, .)
     alpha,  # (s, .)
-    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr, ONLY_DELTA: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
-    """The raw values of a token that have feedback in tiles, each a factor of one product.
+    """The raw values of a token in tiles, each a factor of one product.
 
     Rows of one width are interleaved, since a change of layout for each product takes two barriers,
     but no more than two of d channels, since a product is one chain of accumulations.
     """
-    if ONLY_DELTA:
-        tiles = (delta,)
-    else:
-        tiles = all_in_tiles(delta, u, states, alpha, K, PARTS, SELECTIVE)
-    return tiles
-
-
-@triton.jit
-def all_in_tiles(
-    delta, u, states, alpha, K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr
-):  # fmt: skip
     ROWS: tl.constexpr = delta.shape[0]
     D: tl.constexpr = delta.shape[1]
     alpha = part_of(alpha, PARTS)
@@ -146,7 +134,6 @@ def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, FED: tl.constexpr,
-    ONLY_DELTA: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, and their feedback."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
@@ -158,7 +145,7 @@ def load_token(
     for i in tl.static_range(K + 1):
         at = (0 if i == 0 else u_at + (i - 1) * d) + cols
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
-        if FED and (i == 0 or not ONLY_DELTA):
+        if FED:
             fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
     return x, y, g, mixed, raw, fed
 
@@ -170,7 +157,7 @@ def reverse_head_kernel(
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r or more), added to raw if FED
-    W_ptr,  # (H, r, d), W^y, or (H, d, d) with ONLY_DELTA
+    W_ptr,  # (H, r, d), W^y
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
     local_ptr,  # (b, count, WIDTH)
@@ -207,7 +194,6 @@ def reverse_head_kernel(
     S: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
-    REPLAY_N: tl.constexpr,  # states that are replayed at once
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -221,7 +207,6 @@ def reverse_head_kernel(
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
-    ONLY_DELTA: tl.constexpr,  # the raw values of Delta alone have feedback
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
 ):
     """The adjoint of `count` tokens of S samples of one head, the last first."""
@@ -248,10 +233,7 @@ def reverse_head_kernel(
         A = load_blocks(A_at, in_row, d, n, ROWS, D, N, False)
     # the cotangents of the raw values of the token after these
     W_at = W_ptr + head * W_stride_h
-    if ONLY_DELTA:
-        W = (load_transposed_delta_weights(W_at, d, BLOCK_D, DOT),)
-    else:
-        W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+    W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
     after = (sample * t_end + start + count) * r
     more = here & (0 * local + start + count < t_end)  # whether there is such a token
     known = more[:, None] & in_row
@@ -270,9 +252,7 @@ def reverse_head_kernel(
     known = more[:, None] & (alphas < K)[None, :]
     at = after[:, None] + (u_at + K * d) + alphas[None, :]
     alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-    grads = in_tiles(
-        delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE, ONLY_DELTA
-    )
+    grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
     h0_row = h0_ptr + sample * h0_stride_b
     kept_row = kept_ptr + sample * slots * (n * d)
     last_chunk = (start + count - 1) // KEEP
@@ -295,7 +275,7 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + last_of_count * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        cols, in_row, d, u_at, K, FED, ONLY_DELTA,
+        cols, in_row, d, u_at, K, FED,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -329,8 +309,8 @@ def reverse_head_kernel(
                 replayed_row, in_chunk + 1, mixed_row + first * d,
                 raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
                 local_row + first * WIDTH + SIZE, raw_stride_t, fed_stride_t, WIDTH,
-                A_at, cols, in_row, inside, d, n, ROWS, D, REPLAY_N, FED, ACTIVATION, INPUT_SCALE,
-                FULL, FAST,
+                A_at, cols, in_row, inside, d, n, ROWS, D, N, FED, ACTIVATION, INPUT_SCALE, FULL,
+                FAST,
             )  # fmt: skip
             if first > 0:
                 i_before = first - KEEP
@@ -369,7 +349,7 @@ def reverse_head_kernel(
         delta = fast_activate(raw_delta, ACTIVATION, FAST)
         u = ()
         for i in tl.static_range(K):
-            if FED and not ONLY_DELTA:
+            if FED:
                 u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
             else:
                 u = u + (raw[i + 1].to(tl.float32),)
@@ -427,7 +407,7 @@ def reverse_head_kernel(
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K, FED, ONLY_DELTA,
+            fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K, FED,
         )  # fmt: skip
         w = g
         applied = g
@@ -547,8 +527,8 @@ def reverse_head_kernel(
                 rounded = rounded + (to_states.to(ROUND),)
             states = rounded
         grads = in_tiles(
-            to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE, ONLY_DELTA
-        )
+            to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
+        )  # fmt: skip
     at = sample[:, None] * (n * d) + cols
     store_blocks(H_ptr + at, H, inside, d, n, ROWS, D, N)
     store_blocks(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)

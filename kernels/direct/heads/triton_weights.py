@@ -16,16 +16,6 @@ BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 
 
 @triton.jit
-def load_delta_weights(
-    W_ptr, d: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr
-):  # fmt: skip
-    """The rows of W^y for Delta, the first of `load_weights`, (d, d)."""
-    rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
-    inside = (rows < d)[:, None] & (cols < d)[None, :]
-    return tl.load(W_ptr + rows[:, None] * d + cols[None, :], mask=inside, other=0.0).to(DOT)
-
-
-@triton.jit
 def load_weights(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
@@ -36,7 +26,8 @@ def load_weights(
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
     inside = (rows < d)[:, None] & (cols < d)[None, :]
-    tiles = (load_delta_weights(W_ptr, d, BLOCK_D, DOT),)
+    at = rows[:, None] * d + cols[None, :]
+    tiles = (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
     if JOINED:
         rows = tl.arange(0, K * BLOCK_D)
         at = (d + STATES + rows % K * d + rows // K)[:, None] * d + cols[None, :]
@@ -88,15 +79,6 @@ def load_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_transposed_delta_weights(
-    W_ptr, d: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr
-):  # fmt: skip
-    """The columns of (W^y)^T for Delta, (d, d)."""
-    cols = tl.arange(0, BLOCK_D)
-    return load_columns(W_ptr, cols, cols < d, d, BLOCK_D).to(DOT)
-
-
-@triton.jit
 def small_columns(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
     """The numbers of the raw values B, C and alpha, interleaved, and whether there are such."""
     i = at // 2
@@ -126,7 +108,7 @@ def load_transposed_weights(
         given = ((pairs % 2 == 0) & (pairs // 2 < d)) | ((pairs % 2 == 1) & given)
         tiles = (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
     else:
-        tiles = (load_transposed_delta_weights(W_ptr, d, BLOCK_D, DOT),)
+        tiles = (load_columns(W_ptr, cols, cols < d, d, BLOCK_D).to(DOT),)
         if WIDTH == BLOCK_ALPHA:
             numbers, given = small_columns(tl.arange(0, 2 * BLOCK_ALPHA), d, n, K, N)
             tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)

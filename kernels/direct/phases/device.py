@@ -10,7 +10,7 @@ between two orders is broken differently in Triton 3.6 and 3.9. So these address
 `one` that it does not know, and carry hints (`tl.max_contiguous`) that only order the axes: with
 `tl.multiple_of` 1 every access is still of single values. The hints stand at each access because an
 argument of a function does not keep them. Vectors of channels are stored by (P, NL) addresses of
-which one lane is active: those of (P,) would cost a barrier each.
+which all lanes of a channel store the same: those of (P,) would cost a barrier each.
 
 Letters: P channels, N states, both rounded up to powers of two.
 """
@@ -120,7 +120,10 @@ def load_states(
         at = tl.multiple_of(
             tl.max_contiguous(ptr + (state * d + p[None, :, None]), [1, 2, 4]), [1, 1, 1]
         )
-        out = out + (tl.load(at, mask=(state < n) & (p[None, :, None] < d), other=0.0),)
+        if d == P and n == N:
+            out = out + (tl.load(at),)
+        else:
+            out = out + (tl.load(at, mask=(state < n) & (p[None, :, None] < d), other=0.0),)
     return out
 
 
@@ -137,7 +140,10 @@ def store_states(
         at = tl.multiple_of(
             tl.max_contiguous(ptr + (state * d + p[None, :, None]), [1, 2, 4]), [1, 1, 1]
         )
-        tl.store(at, h[v], mask=(state < n) & (p[None, :, None] < d))
+        if d == P and n == N:
+            tl.store(at, h[v])
+        else:
+            tl.store(at, h[v], mask=(state < n) & (p[None, :, None] < d))
 
 
 @triton.jit
@@ -179,18 +185,22 @@ def store_places(ptr, h, places, SIZE: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def places_of_channels(one, P: tl.constexpr, NL: tl.constexpr):
-    """The channels (P, NL), and of each which lane stores it."""
+    """The channels (P, NL)."""
     p, nl = tl.arange(0, P) * one, tl.arange(0, NL) * one
     # zeros, which the compiler does not know, keep the second axis
-    at = p[:, None] + (tl.arange(0, NL) * (one - 1))[None, :]
-    return at, tl.broadcast_to((nl == 0)[None, :], (P, NL))
+    return p[:, None] + (nl * (one - 1))[None, :]
 
 
 @triton.jit
-def put(ptr, v, places, lane, P: tl.constexpr, NL: tl.constexpr):
-    """Store a vector (P,)."""
+def put(ptr, v, places, inside, ALL: tl.constexpr, P: tl.constexpr, NL: tl.constexpr):
+    """Store a vector (P,), `inside` or ALL of it. All lanes that have a value store it, in one
+    access: the branch of a single lane costs more."""
     at = tl.multiple_of(tl.max_contiguous(ptr + places, [2, 4]), [1, 1])
-    tl.store(at, tl.broadcast_to(v[:, None], (P, NL)), mask=lane)
+    value = tl.broadcast_to(v[:, None], (P, NL))
+    if ALL:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=inside)
 
 
 @triton.jit

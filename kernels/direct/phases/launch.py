@@ -33,7 +33,7 @@ LANES = 4
 """Lanes of a warp that share the states of a channel in phases S and R; the others have other
 channels. With at most 32 states half as many, so that two programs share a multiprocessor."""
 
-CHANNEL_LANES = 8
+CHANNEL_LANES = 16
 """Lanes of a warp that share the channels of a state in phase G."""
 
 STATES = 32
@@ -78,7 +78,7 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
-        **{"NL": lanes, "PL": CHANNEL_LANES, "TOKENS": TOKENS, "EPS": UNIT_EPS},
+        **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
         **{"S": min(N, STATES), "SUB": GROUP},
         **{"KEEP": CHUNK if keeps else 0, "KEEP_ROWS": keeps or k > 0},
         **{"OF_DELTA": int(of_delta), "OF_X": int(of_x), "FEEDS": of_delta + of_x},
@@ -92,8 +92,8 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
         },
         **{"BETA_MAX": layout.beta_max, "SCALARS": 2 + k * (k + 3), "WIDE": r + padding(r)},
     }
-    # a thread has one channel in phases S and R, and eight of two states in phase G
-    of_channels, of_states = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 64
+    # a thread has one channel in phases S and R, and four of four states in phase G
+    of_channels, of_states = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
     warps = {SWEEP: of_channels, REVERSE: of_channels, GRADIENTS: of_states}
     by_token = kernel in (STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}

@@ -31,22 +31,28 @@ def fed_vectors(operands: Operands, options: Parameterization) -> tuple[bool, bo
 
 
 def takes_phases(operands: Operands, options: Parameterization) -> bool:
-    """Whether the phases solve this call: heads of at most MAX_CHANNELS channels and
-    MAX_REFLECTIONS reflections, with feedback of nothing but all of Delta and x; only where the
-    other kernels do not, with erase or feedback of x."""
-    layout, (d, n), W_y = options.layout, operands.A.shape[-2:], operands.W_y
-    if options.plain_only(operands) is None or layout is None or not layout.selective:
-        return False
-    if d > MAX_CHANNELS or n > MAX_STATES or layout.num_householder > MAX_REFLECTIONS:
-        return False
-    if options.input_scale == "one_minus_decay" or operands.A.dtype != torch.float32:
+    """Whether the phases solve this call: `fits_phases`, with feedback of nothing but all of Delta
+    and x. Without feedback they take calls with erase alone: the others need no sweep over the
+    tokens (kernels/direct/open_loop)."""
+    (d, n), W_y, layout = operands.A.shape[-2:], operands.W_y, options.layout
+    if layout is None or not fits_phases(d, n, operands.A.dtype, options):
         return False
     if torch.float64 in (operands.x.dtype, operands.raw.dtype):
         return False
     if W_y is None:
-        return True
+        return layout.erase > 0
     rows = W_y.shape[-2] - (d if options.feeds_x else 0)
     return rows in (0, d) and not reads_all_heads(W_y, d)
+
+
+def fits_phases(d: int, n: int, dtype: torch.dtype, options: Parameterization) -> bool:
+    """Whether the phases hold heads of d channels with n states; `dtype` is that of A."""
+    layout = options.layout
+    if layout is None or not layout.selective or layout.num_householder > MAX_REFLECTIONS:
+        return False
+    if d > MAX_CHANNELS or n > MAX_STATES or options.input_scale == "one_minus_decay":
+        return False
+    return dtype == torch.float32
 
 
 def describe_limits() -> str:

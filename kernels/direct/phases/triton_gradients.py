@@ -22,10 +22,13 @@ import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_decay
 from bedouin.kernels.direct.phases.device import (
+    load_places,
+    load_words,
     over_states,
     places_of_channels,
     put,
     reach_of,
+    store_places,
     unpack,
 )
 
@@ -57,39 +60,47 @@ def load_pair(
 
 
 @triton.jit
-def replay_pair(
-    h, A, kept_ptr, B_ptr,
+def load_replayed(
+    kept_ptr, B_ptr,
     first, t, words, state,
     HALF: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
-    FULL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """h_t from h_{t-1}; h_{t-1} for t < 0."""
+    """Delta, written and B of a token; zeros, which leave h as it is, for t < 0."""
     token = first + tl.maximum(t, 0)
     delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, t >= 0, HALF)
-    B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
+    return delta, written, load_values(B_ptr + token * INTS, state, V)
+
+
+@triton.jit
+def load_token(
+    kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr,
+    first, t, words, state,
+    HALF: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr,
+    V: tl.constexpr,
+):  # fmt: skip
+    """Delta, written, w, the cotangent of `written`, beta^e, B and C of a token; without vectors
+    for t < 0."""
+    token = first + tl.maximum(t, 0)
+    delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, t >= 0, HALF)
+    w, of_written = load_pair(adjoint_ptr + token * (2 * HALF), words, t >= 0, HALF)
+    beta = tl.load(scalars_ptr + token * SCALARS + 1)
+    B = load_values(B_ptr + token * INTS, state, V)
+    return delta, written, w, of_written, beta, B, load_values(C_ptr + token * INTS, state, V)
+
+
+@triton.jit
+def replay_pair(
+    h, A,
+    row,  # of `load_replayed`
+    FULL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """h_t from h_{t-1}."""
+    delta, written, B = row
     after = ()
     for u in tl.static_range(2):
         decay = build_decay(A[u] * delta[u][:, None, :], FULL, FAST)
-        after = after + (decay * h[u] + written[u][:, None, :] * B,)
+        after = after + (decay * h[u] + written[u][:, None, :] * B[None, :, None],)
     return after
-
-
-@triton.jit
-def store_group(ptr, places, h, SIZE: tl.constexpr):
-    """Write a memory (PR, S, PL) of SIZE values to scratch memory."""
-    for u in tl.static_range(2):
-        at = ptr + u * (SIZE // 2) + places
-        tl.store(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]), h[u])
-
-
-@triton.jit
-def load_group(ptr, places, SIZE: tl.constexpr):
-    """The inverse of `store_group`."""
-    h = ()
-    for u in tl.static_range(2):
-        at = ptr + u * (SIZE // 2) + places
-        h = h + (tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])),)
-    return h
 
 
 @triton.jit(do_not_specialize=["one", "t_end", "per_head", "per_program"])
@@ -100,7 +111,7 @@ def gradient_kernel(
     B_ptr,  # (b, t, N / V 2), int32
     C_ptr,  # likewise
     A_ptr,  # (H, n, d), log2(e) A
-    states_ptr,  # (b, ceil(t / KEEP), N P)
+    states_ptr,  # (b, ceil(t / KEEP), N, P)
     edges_ptr,  # likewise
     scratch_ptr,  # (programs, KEEP / SUB, S P)
     grad_B_ptr,  # (b, t, N), written
@@ -116,7 +127,6 @@ def gradient_kernel(
     N: tl.constexpr,
     S: tl.constexpr,  # states of a program
     PL: tl.constexpr,
-    NL: tl.constexpr,  # of the kept memory
     V: tl.constexpr,
     KEEP: tl.constexpr,
     SUB: tl.constexpr,  # tokens whose h are in registers
@@ -138,9 +148,8 @@ def gradient_kernel(
     words = (pr * PL)[:, None] + pl[None, :]
     inner, lane_of = tl.arange(0, S) * one, pl * one
     hidden = part * S + inner
-    states, lane = places_of_channels(one, S, PL)
+    states = places_of_channels(one, S, PL)
     channel = ((pr * PL)[:, None, None] + lane_of[None, None, :]) * 2
-    kept_at = hidden % V * (SIZE // V) + hidden // (V * NL) * (P * NL) + hidden // V % NL
     places = (pr * (S * PL))[:, None, None] + inner[None, :, None] * PL + lane_of[None, None, :]
     A = ()
     grad_A = ()
@@ -160,41 +169,41 @@ def gradient_kernel(
         h = ()
         H = ()
         for u in tl.static_range(2):
-            edge = slot + (channel + u) * NL + kept_at[None, :, None]
-            from_states = tl.max_contiguous(states_ptr + edge, [1, 2, 4])
-            h = h + (tl.load(tl.multiple_of(from_states, [1, 1, 1])),)
-            from_edges = tl.max_contiguous(edges_ptr + edge, [1, 2, 4])
-            H = H + (tl.load(tl.multiple_of(from_edges, [1, 1, 1])),)
+            edge = slot + hidden[None, :, None] * P + (channel + u)
+            h, H = h + (load_words(states_ptr, edge),), H + (load_words(edges_ptr, edge),)
+        # loads of a token are issued while another one is computed
+        row = load_replayed(kept_ptr, B_ptr, first, start, words, state, HALF, ROWS, INTS, V)
         for group in range(0, KEEP // SUB):
-            store_group(scratch + group * (S * P), places, h, S * P)
+            store_places(scratch + group * (S * P), h, places, S * P, 2)
             for i in tl.static_range(SUB):
-                t = start + group * SUB + i
-                h = replay_pair(
-                    h, A, kept_ptr, B_ptr, first, t, words, state,
-                    HALF, ROWS, INTS, V, FULL, FAST,
-                )  # fmt: skip
+                t = tl.minimum(start + group * SUB + i + 1, t_end - 1)
+                after = load_replayed(kept_ptr, B_ptr, first, t, words, state, HALF, ROWS, INTS, V)
+                h = replay_pair(h, A, row, FULL, FAST)
+                row = after
+        token = load_token(
+            kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, start + KEEP - 1, words, state,
+            HALF, ROWS, INTS, SCALARS, V,
+        )  # fmt: skip
         for turn in range(0, KEEP // SUB):
             group = KEEP // SUB - 1 - turn
-            h = load_group(scratch + group * (S * P), places, S * P)
+            h = load_places(scratch + group * (S * P), places, S * P, 2)
             history = (h,)
             for i in tl.static_range(SUB - 1):
                 t = start + group * SUB + i
-                h = replay_pair(
-                    h, A, kept_ptr, B_ptr, first, t, words, state,
-                    HALF, ROWS, INTS, V, FULL, FAST,
-                )  # fmt: skip
+                row = load_replayed(kept_ptr, B_ptr, first, t, words, state, HALF, ROWS, INTS, V)
+                h = replay_pair(h, A, row, FULL, FAST)
                 history = history + (h,)
             for i in tl.static_range(SUB):
                 t = start + group * SUB + SUB - 1 - i
-                token = first + tl.maximum(t, 0)
-                delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, t >= 0, HALF)
-                w, of_written = load_pair(adjoint_ptr + token * (2 * HALF), words, t >= 0, HALF)
-                beta = tl.load(scalars_ptr + token * SCALARS + 1)
-                B = load_values(B_ptr + token * INTS, state, V)[None, :, None]
-                C = load_values(C_ptr + token * INTS, state, V)[None, :, None]
+                earlier = load_token(
+                    kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, t - 1, words, state,
+                    HALF, ROWS, INTS, SCALARS, V,
+                )  # fmt: skip
+                delta, written, w, of_written, beta, B, C = token
+                B, C = B[None, :, None], C[None, :, None]
                 grad_B = tl.zeros((PR, S, PL), tl.float32)
                 grad_C = grad_B
-                earlier = ()
+                before_it = ()
                 sums = ()
                 for u in tl.static_range(2):
                     before = history[SUB - 1 - i][u]
@@ -211,11 +220,13 @@ def gradient_kernel(
                         of_h += of_r * B
                     reached = reach_of(decay, FULL) * before if FULL else a
                     sums = sums + (grad_A[u] + of_h * reached * delta_u,)
-                    earlier = earlier + (of_h * decay,)
-                H, grad_A = earlier, sums
-                only = lane & (states < tl.where(t >= 0, S, 0))
-                put(grad_B_ptr + token * N + part * S, over_states(grad_B), states, only, S, PL)
-                put(grad_C_ptr + token * N + part * S, over_states(grad_C), states, only, S, PL)
+                    before_it = before_it + (of_h * decay,)
+                H, grad_A = before_it, sums
+                to = (first + tl.maximum(t, 0)) * N + part * S
+                real = states < tl.where(t >= 0, S, 0)
+                put(grad_B_ptr + to, over_states(grad_B), states, real, False, S, PL)
+                put(grad_C_ptr + to, over_states(grad_C), states, real, False, S, PL)
+                token = earlier
     for u in tl.static_range(2):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + u)
         at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])

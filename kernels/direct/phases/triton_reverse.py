@@ -39,7 +39,6 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.direct.phases.device import (
-    load_places,
     load_reflections,
     load_states,
     load_words,
@@ -51,7 +50,6 @@ from bedouin.kernels.direct.phases.device import (
     reach_of,
     row_of,
     slope_of,
-    store_places,
     store_states,
     store_words,
     unpack,
@@ -106,9 +104,12 @@ def replay(
 
 
 @triton.jit
-def place_of(i, turned, KEEP: tl.constexpr):
-    """The place of a chunk's token i in scratch memory."""
-    return tl.where(turned == 1, KEEP - 1 - i, i)
+def place_of(scratch, step, size: tl.constexpr, KEEP: tl.constexpr):
+    """Where q of the token of a step is in scratch memory, and where a token that is replayed for a
+    later chunk then takes its place: chunks are there in their order and in the reverse order, in
+    turns."""
+    i = KEEP - 1 - step % KEEP
+    return scratch + tl.where(step // KEEP % 2 == 1, KEEP - 1 - i, i) * size
 
 
 @triton.jit
@@ -143,17 +144,19 @@ def load_past(
     grad_y_ptr, y_ptr, y0_ptr,
     sample, token, first, p, d: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The cotangent of y before a token but for what is fed back, and that y (with NORM)."""
+    """The cotangent of y before a token but for what is fed back, and that y in two parts, of which
+    one is 0: their sum would wait for the loads."""
     # before the first token there is y0, whose cotangent is that of its norm alone
     at_start = token <= first
     earlier = tl.maximum(token - 1, first)
     real = p < tl.where(at_start, 0, d)
     w = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
     y = w
+    start = w
     if NORM:
         y = tl.load(y_ptr + earlier * d + p, mask=real, other=0.0)
-        y += tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
-    return w, y
+        start = tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
+    return w, y, start
 
 
 @triton.jit(do_not_specialize=["one", "t_end", "per_head"])
@@ -170,10 +173,10 @@ def reverse_kernel(
     C_ptr,  # likewise
     W_ptr,  # (H, FEEDS d, d), W^y
     A_ptr,  # (H, n, d), log2(e) A
-    states_ptr,  # (b, ceil(t / KEEP), N P)
+    states_ptr,  # (b, ceil(t / KEEP), N, P)
     scratch_ptr,  # (b, KEEP, N P / V), int64
     H_ptr,  # (b, n, d), in place
-    edges_ptr,  # (b, ceil(t / KEEP), N P), written: H after the last token of each chunk
+    edges_ptr,  # (b, ceil(t / KEEP), N, P), written: H after the last token of each chunk
     adjoint_ptr,  # (b, t, 2, P), written: w and the cotangent of `written`
     fed_ptr,  # (b, t, 2, d), written: the cotangents of raw Delta and of x
     f_ptr,  # (b, t, K), written
@@ -215,8 +218,8 @@ def reverse_kernel(
     words = (tl.arange(0, WORDS // NL) * NL)[:, None] + tl.arange(0, NL)[None, :]
     A = load_states(A_ptr + head * n * d, one, d, n, P, N, NL, V)
     places = places_of_states(one, P, N, NL, V)
-    channels, lane = places_of_channels(one, P, NL)
-    inside = lane & (channels < d)
+    channels = places_of_channels(one, P, NL)
+    inside = channels < d
     if FEEDS > 0:
         W = load_transposed(W_ptr + head * FEEDS * d * d, one, d, P, NL, FEEDS, SLOTS)
     H = load_states(H_ptr + sample * n * d, one, d, n, P, N, NL, V)
@@ -228,7 +231,7 @@ def reverse_kernel(
     # Chunks are counted from the end, so that the first may be shorter than the others: tokens
     # before it are replayed as tokens that change nothing.
     start = t_end - KEEP
-    h = load_places(states_ptr + (sample * chunks + chunks - 1) * SIZE, places, SIZE, V)
+    h = load_states(states_ptr + (sample * chunks + chunks - 1) * SIZE, one, P, N, P, N, NL, V)
     for i in range(tl.maximum(-start, 0), KEEP):
         delta, written, B_words = load_replayed(
             kept_ptr, B_ptr, first + start + i, True, words, p, P, ROWS, WORDS
@@ -249,30 +252,25 @@ def reverse_kernel(
     H_B, H_q = with_memory(H, unpack(B_words, V, True), unpack(q_words, V, False), V)
     # the replay is one token ahead of the place in its chunk that the sweep has in its own
     slot = sample * chunks + tl.maximum(chunks - 2, 0)
-    h = load_places(states_ptr + slot * SIZE, places, SIZE, V)
+    h = load_states(states_ptr + slot * SIZE, one, P, N, P, N, NL, V)
     replayed = first + tl.maximum(start - KEEP, 0)
     delta_replay, written, B_replay = load_replayed(
         kept_ptr, B_ptr, replayed, start >= KEEP, words, p, P, ROWS, WORDS
     )
     h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
     store_words(scratch + (KEEP - 1) * (SIZE // V), places, pack(q, V, FAST))
+    q_words = load_words(place_of(scratch, 1, SIZE // V, KEEP), places)
     replayed = start - KEEP + 1
     delta_replay, written, B_replay = load_replayed(
         kept_ptr, B_ptr, first + tl.maximum(replayed, 0), replayed >= 0, words, p, P, ROWS, WORDS
     )
-    w_next, y = load_past(
+    w_next, y, y_start = load_past(
         grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, d, (FEEDS > 0) and NORM
     )
     for step in range(0, t_end):
         token = first + t_end - 1 - step
         earlier = tl.maximum(token - 1, first)
-        i = step % KEEP
-        # A chunk's tokens are in scratch memory in their order and in the reverse order, in turns:
-        # each replayed token takes the place of the one that was read just before.
         next_step = step + 1
-        turned = next_step // KEEP % 2
-        place = scratch + place_of(KEEP - 1 - next_step % KEEP, turned, KEEP) * (SIZE // V)
-        q_words = load_words(place, places)
         row = kept_ptr + earlier * (ROWS * P)
         delta_next, g_next, read_next, fed_next = load_kept(row, p, P, OF_DELTA, OF_X)
         scalars = scalars_ptr + earlier * SCALARS
@@ -284,7 +282,7 @@ def reverse_kernel(
         inverse_next = tl.load(inverse_ptr + earlier)
         B_next = tl.load(B_ptr + earlier * WORDS + words)
         C_next = tl.load(C_ptr + earlier * WORDS + words)
-        w_later, y_later = load_past(
+        w_later, y_later, start_later = load_past(
             grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, d, (FEEDS > 0) and NORM
         )
         replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
@@ -294,10 +292,12 @@ def reverse_kernel(
         )
         if next_step % KEEP == 0:
             of_replay = tl.maximum(chunks - 2 - next_step // KEEP, 0)
-            h = load_places(states_ptr + (sample * chunks + of_replay) * SIZE, places, SIZE, V)
-        if i == 0:
+            h = load_states(
+                states_ptr + (sample * chunks + of_replay) * SIZE, one, P, N, P, N, NL, V
+            )
+        if step % KEEP == 0:
             slot = (sample + 1) * chunks - 1 - step // KEEP
-            store_places(edges_ptr + slot * SIZE, H, places, SIZE, V)
+            store_states(edges_ptr + slot * SIZE, H, one, P, N, P, N, NL, V)
         B, C = unpack(B_words, V, True), unpack(C_words, V, True)
         s = fast_scale(delta, INPUT_SCALE, FAST)
         if K > 0:
@@ -312,10 +312,10 @@ def reverse_kernel(
         of_x = s * of_written
         if K > 0:
             of_x -= added
-        put(adjoint_ptr + token * (2 * P), w, channels, lane, P, NL)
-        put(adjoint_ptr + token * (2 * P) + P, of_written, channels, lane, P, NL)
-        put(fed_ptr + token * (2 * d), of_raw, channels, inside, P, NL)
-        put(fed_ptr + token * (2 * d) + d, of_x, channels, inside, P, NL)
+        put(adjoint_ptr + token * (2 * P), w, channels, inside, True, P, NL)
+        put(adjoint_ptr + token * (2 * P) + P, of_written, channels, inside, True, P, NL)
+        put(fed_ptr + token * (2 * d), of_raw, channels, inside, d == P, P, NL)
+        put(fed_ptr + token * (2 * d) + d, of_x, channels, inside, d == P, P, NL)
         if FEEDS > 0:
             if OF_DELTA and OF_X:
                 rows = tl.join(of_raw, of_x)
@@ -329,7 +329,9 @@ def reverse_kernel(
             weights = W
             if NORM:
                 is_weight = (tl.arange(0, SLOTS) < FEEDS)[None, :, None, None]
-                weights = tl.where(is_weight, W, -(y * (inverse / d))[None, None, :, None])
+                weights = tl.where(
+                    is_weight, W, -((y + y_start) * (inverse / d))[None, None, :, None]
+                )
             fed_back = tl.sum(tl.sum(tl.sum(weights * rows, 0), 0), 1)
             w_next += fed_back * inverse if NORM else fed_back
         # beside this product, for which the earlier token waits
@@ -342,11 +344,12 @@ def reverse_kernel(
         H = after
         H_B, H_q = with_memory(H, unpack(B_next, V, True), unpack(q_words, V, False), V)
         h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
-        store_words(place, places, pack(q, V, FAST))
+        store_words(place_of(scratch, next_step, SIZE // V, KEEP), places, pack(q, V, FAST))
+        q_words = load_words(place_of(scratch, step + 2, SIZE // V, KEEP), places)
         delta_replay, written, B_replay = delta_later, written_later, B_later
-        w, w_next, y = w_next, w_later, y_later
+        w, w_next, y, y_start = w_next, w_later, y_later, start_later
         delta, g, read, fed = delta_next, g_next, read_next, fed_next
         B_C, beta, inverse, u, T, S = B_C_next, beta_next, inverse_next, u_next, T_next, S_next
         B_words, C_words = B_next, C_next
-    put(grad_y0_ptr + sample * d, w, channels, inside, P, NL)
+    put(grad_y0_ptr + sample * d, w, channels, inside, d == P, P, NL)
     store_states(H_ptr + sample * n * d, H, one, d, n, P, N, NL, V)

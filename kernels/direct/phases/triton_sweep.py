@@ -36,11 +36,9 @@ from bedouin.kernels.direct.phases.device import (
     load_states,
     over_states,
     places_of_channels,
-    places_of_states,
     put,
     row_of,
     slope_of,
-    store_places,
     store_states,
     unpack,
 )
@@ -95,7 +93,7 @@ def sweep_kernel(
     y_ptr,  # (b, t, d)
     kept_ptr,  # (b, t, ROWS, P), written with KEEP
     inverse_ptr,  # (b, t), likewise: 1 / rms of y_{t-1}
-    states_ptr,  # (b, ceil(t / KEEP), N P), likewise: h before each chunk; the first may be shorter
+    states_ptr,  # (b, ceil(t / KEEP), N, P), likewise: h before each chunk
     solved_ptr,  # (b, t, K + 1 + PAIRS), written: e, the smallest pivot, and S
     per_head,  # samples of a head, b / H
     t_end,
@@ -136,8 +134,8 @@ def sweep_kernel(
     p = tl.arange(0, P)
     words = (tl.arange(0, WORDS // NL) * NL)[:, None] + tl.arange(0, NL)[None, :]
     A = load_states(A_ptr + head * n * d, one, d, n, P, N, NL, V)
-    places = places_of_states(one, P, N, NL, V)
-    channels, lane = places_of_channels(one, P, NL)
+    channels = places_of_channels(one, P, NL)
+    inside = channels < d
     W_at = W_ptr + head * FEEDS * d * d
     W = ()
     for i in tl.static_range(FEEDS):
@@ -172,7 +170,7 @@ def sweep_kernel(
         if KEEP > 0:
             if (t == 0) | ((t_end - t) % KEEP == 0):
                 slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
-                store_places(states_ptr + slot * SIZE, h, places, SIZE, V)
+                store_states(states_ptr + slot * SIZE, h, one, P, N, P, N, NL, V)
         if OF_DELTA:
             raw += fed[0]
         if OF_X:
@@ -214,7 +212,7 @@ def sweep_kernel(
         inverse_next = inverse
         if FEEDS > 0:
             fed_next, inverse_next = feed_back(y, W, d, P, NL, FEEDS, NORM, NORM_EPS)
-        put(y_ptr + token * d, y, channels, lane & (channels < d), P, NL)
+        put(y_ptr + token * d, y, channels, inside, d == P, P, NL)
         if KEEP_ROWS:
             # d a / d Delta = ln 2 A reach h, read out by B and C
             of_B = tl.zeros((WORDS // NL, P, NL), tl.float32)
@@ -235,18 +233,18 @@ def sweep_kernel(
                 g -= LN2 * beta * over_states(of_B)
             g = of_raw * g
             row = kept_ptr + token * (ROWS * P)
-            put(row, delta, channels, lane, P, NL)
-            put(row + P, written, channels, lane, P, NL)
-            put(row + 2 * P, g, channels, lane, P, NL)
+            put(row, delta, channels, inside, True, P, NL)
+            put(row + P, written, channels, inside, True, P, NL)
+            put(row + 2 * P, g, channels, inside, True, P, NL)
             read = B_C * g + of_raw * LN2 * over_states(of_C)
-            put(row + 3 * P, read, channels, lane, P, NL)
+            put(row + 3 * P, read, channels, inside, True, P, NL)
             for i in tl.static_range(FEEDS):
-                put(row + (4 + i) * P, fed[i], channels, lane, P, NL)
+                put(row + (4 + i) * P, fed[i], channels, inside, True, P, NL)
             if ERASE:
-                put(row + (4 + FEEDS) * P, erased, channels, lane, P, NL)
+                put(row + (4 + FEEDS) * P, erased, channels, inside, True, P, NL)
             if FEEDS > 0:
-                only = lane & (channels == 0)
-                put(inverse_ptr + token - channels, inverse, channels, only, P, NL)
+                # all channels have the same
+                put(inverse_ptr + token, inverse, channels * (1 - one), inside, True, P, NL)
         fed, inverse = fed_next, inverse_next
         x, raw, B_C, beta, B_words, C_words = x_next, raw_next, B_C_next, beta_next, B_next, C_next
         u, T = u_next, T_next
