@@ -17,7 +17,7 @@ from torch import Tensor
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank, NoMixing
 from bedouin.decoding.graphs import MAX_GRAPHS, StepGraphs, graph_key
 from bedouin.decoding.parts import CHECK_EVERY, is_buffered
-from bedouin.decoding.token import takes_fused_step
+from bedouin.decoding.token import takes_graph
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning, Picard
@@ -37,6 +37,11 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (Bedouin, {"num_heads": 2, "mixer": NoMixing(), "feedback": ("delta",)}),
     (FixedPointRNN, {"mixer": NoMixing()}),
 ]
+# whose kernels take no float64
+RECALL: dict[str, Any] = {
+    **{"num_heads": 2, "projection": "input", "d_conv": 4, "num_householder": 0},
+    **{"feedback": ("delta", "x"), "erase": 1.0},
+}
 gpu = pytest.mark.gpu
 backends = pytest.mark.parametrize(
     "backend", ["auto", pytest.param("triton", marks=pytest.mark.interpreter)]
@@ -55,12 +60,12 @@ def tokens(t: int = 5, b: int = 3, **options: Any) -> Tensor:
 
 
 def assert_same(state: BedouinState, expected: BedouinState, rtol: float = 1e-12) -> None:
-    assert_close("ssm", state.ssm, expected.ssm, rtol)
-    assert_close("y", state.y, expected.y, rtol)
+    for name, value, other in zip(("ssm", "y", "conv"), state, expected, strict=False):
+        assert_close(name, value, other, rtol)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind, options", VARIANTS)
+@pytest.mark.parametrize("kind, options", [*VARIANTS, (Bedouin, RECALL)])
 def test_captured_steps_equal_plain_steps(kind: type[Bedouin], options: dict[str, Any]) -> None:
     layer, graphs, x = make(kind, **options), StepGraphs(), tokens()
     state = plain_state = layer.init_state(3)
@@ -97,7 +102,7 @@ def test_nothing_returned_changes_later_and_old_states_branch() -> None:
 
 
 @torch.no_grad()
-def test_statistics_are_cut_out_when_they_are_asked_for_and_copy() -> None:
+def test_statistics_own_their_memory_and_copy() -> None:
     layer, graphs, x = make(), StepGraphs(), tokens()
     _, state = graphs.step(layer, x[:, 0], layer.init_state(3))
     stats = layer.stats
@@ -297,12 +302,12 @@ def test_failed_tokens_are_reported_when_they_are_checked() -> None:
             graphs.step(layer, x_t, layer.init_state(3))
 
 
-def test_where_steps_are_not_fused() -> None:
+def test_where_no_graph_is_captured() -> None:
     x = torch.randn(2, 6, dtype=torch.float64)
     with torch.no_grad():
-        assert not takes_fused_step(make(), x) and not is_buffered(make(), x)
-    assert not takes_fused_step(make(backend="triton"), x)  # gradients are on
-    assert not takes_fused_step(make(backend="reference"), x)
+        assert not takes_graph(make(), x) and not is_buffered(make(), x)
+    assert not takes_graph(make(backend="triton"), x)  # gradients are on
+    assert not takes_graph(make(backend="reference"), x)
 
 
 @pytest.mark.interpreter
@@ -310,16 +315,30 @@ def test_where_steps_are_not_fused() -> None:
 @pytest.mark.parametrize("kind, options", VARIANTS)
 def test_interpreted_steps_equal_plain_steps(kind: type[Bedouin], options: dict[str, Any]) -> None:
     options = {name: value for name, value in options.items() if name != "solver"}
-    plain, x = make(kind, backend="reference", **options), tokens(t=3)
-    fused = make(kind, backend="triton", **options)
-    fused.load_state_dict(plain.state_dict())
-    assert interpreter_is_on() and takes_fused_step(fused, x[:, 0])
-    state, expected_state = fused.init_state(3), plain.init_state(3)
+    assert_interpreted_steps(kind, options, torch.float64, 1e-10)
+
+
+@pytest.mark.interpreter
+@torch.no_grad()
+def test_interpreted_steps_of_a_layer_that_erases_equal_plain_steps() -> None:
+    assert_interpreted_steps(Bedouin, RECALL, torch.float32, 1e-4)
+
+
+def assert_interpreted_steps(
+    kind: type[Bedouin], options: dict[str, Any], dtype: torch.dtype, rtol: float
+) -> None:
+    plain, x = make(kind, backend="reference", dtype=dtype, **options), tokens(t=3, dtype=dtype)
+    layer = make(kind, backend="triton", dtype=dtype, **options)
+    layer.load_state_dict(plain.state_dict())
+    assert interpreter_is_on() and takes_graph(layer, x[:, 0])
+    state, expected_state = layer.init_state(3), plain.init_state(3)
+    decoder = Decoder(layer, 3)
     for t in range(3):
-        y_t, state = fused.step(x[:, t], state)
+        y_t, state = layer.step(x[:, t], state)
         expected, expected_state = plain.step(x[:, t], expected_state)
-        assert_close("output", y_t, expected, 1e-10)
-        assert_same(state, expected_state, 1e-10)
+        assert_close("output", y_t, expected, rtol)
+        assert_close("decoder", decoder(x[:, t]), expected, rtol)
+        assert_same(state, expected_state, rtol)
 
 
 # -- on a GPU
@@ -333,7 +352,7 @@ def _on_gpu(kind: type[Bedouin], dtype: torch.dtype, **options: Any) -> FixedPoi
 
 
 @gpu
-@pytest.mark.parametrize("kind, options", VARIANTS)
+@pytest.mark.parametrize("kind, options", [*VARIANTS, (Bedouin, RECALL)])
 @pytest.mark.parametrize("dtype, autocast", LOW)
 @pytest.mark.parametrize("b", [1, 5])
 def test_graph_equals_forward(

@@ -28,7 +28,7 @@ from bedouin.checks import (
 )
 from bedouin.compiled_map import choose_map
 from bedouin.core_map import CoreMap, takes_core
-from bedouin.decoding import StepGraphs, fused_step, may_replay, takes_fused_step
+from bedouin.decoding import StepGraphs, may_replay, takes_graph
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs
 from bedouin.gated_stage import GatedStage
 from bedouin.graphed import GraphedLayer
@@ -480,21 +480,31 @@ class FixedPointLayer(GraphedLayer, ABC):
             output, after = self(x_t, state, one_token=True)
             return output, after
         self.check_input(x_t, rank=2)
-        if takes_fused_step(self, x_t):
-            return (self.graphs.step if replays else fused_step)(self, x_t, state)
-        return self._one_token(x_t, state)
+        if replays and takes_graph(self, x_t):
+            return self.graphs.step(self, x_t, state)
+        output, after, _ = self._one_token(x_t, state, self.solve_options, self._caller())
+        return output, after
 
-    def _one_token(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
-        """`step` without a kernel for the token."""
-        options = self.solve_options
+    def solve_token(
+        self, x_t: Tensor, state: BedouinState
+    ) -> tuple[Tensor, BedouinState, SolveStats]:
+        """`step` without a report on its outcome, which is the third result."""
+        parts = self.num_heads if self.feedback_scope == "head" else 1
+        caller = Caller(type(self).__name__, self.deferred, num_parts=parts)
+        options = replace(self.solve_options, on_unconverged="ignore")
+        return self._one_token(x_t, state, options, caller)
+
+    def _one_token(
+        self, x_t: Tensor, state: BedouinState, options: SolveOptions, caller: Caller
+    ) -> tuple[Tensor, BedouinState, SolveStats]:
         if self.is_structured:
             options = replace(options, solver=Direct())
         call = self._project(x_t.unsqueeze(1), state, options)
         with without_autocast(x_t.device):
-            solution = options.solve(call.f, call.start, 1, self._caller())
+            solution = options.solve(call.f, call.start, 1, caller)
         output, after = self._output(call, solution.value, True)
         assert after is not None
-        return output.squeeze(1), after
+        return output.squeeze(1), after, solution.stats
 
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""

@@ -9,13 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bedouin.convolved import Convolved, ConvolvedState
-from bedouin.decoding.token import (
-    DecodedLayer,
-    advance,
-    make_buffers,
-    may_replay,
-    takes_fused_step,
-)
+from bedouin.decoding.token import Buffers, DecodedLayer, advance, may_replay, takes_graph
 from bedouin.state import BedouinState, check_state
 from bedouin.wrapped import is_untouched
 
@@ -63,9 +57,10 @@ class FixedPointPart:
         layer: DecodedLayer,
         like: Tensor,  # (b, ...)
     ) -> None:
-        self.buffers = make_buffers(layer, like)
+        self.buffers = Buffers(layer, len(like))
         self._tokens = 0
-        self._last: tuple[Tensor, Tensor, int] | None = None  # ssm, y, version of ssm
+        # with its version, which all of it shares
+        self._last: tuple[BedouinState, int] | None = None
 
     def advance(
         self,
@@ -76,15 +71,16 @@ class FixedPointPart:
         return advance(layer, u, self.buffers)
 
     def start(self) -> None:
-        self.buffers.all_converged.fill_(1)
+        self.buffers.all_converged.fill_(True)
 
     def load(self, layer: DecodedLayer, state: BedouinState) -> None:
         """Copy a state into the buffers, unless it is the unchanged state of the last token."""
         last = self._last
         if last is not None and isinstance(state, BedouinState):
-            if state.ssm is last[0] and state.y is last[1] and last[0]._version == last[2]:
+            same = zip(state, last[0], strict=False)
+            if all(v is before for v, before in same) and state.ssm._version == last[1]:
                 return
-        self.buffers.load(state, layer.feedback_norm_eps)
+        self.buffers.load(state)
 
     def begin(self, layer: DecodedLayer) -> None:
         layer.deferred.flush()
@@ -101,7 +97,7 @@ class FixedPointPart:
 
     def copies(self, layer: DecodedLayer) -> BedouinState:
         state, vars(layer)["stats"] = self.buffers.copies()
-        self._last = state.ssm, state.y, state.ssm._version
+        self._last = state, state.ssm._version
         return state
 
 
@@ -168,7 +164,7 @@ def is_buffered(
     On a CPU only in Triton's interpreter, which captures nothing.
     """
     solved: DecodedLayer = solved_layer(layer)
-    if not takes_fused_step(solved, x_t) or (x_t.is_cuda and not may_replay(solved, x_t)):
+    if not takes_graph(solved, x_t) or (x_t.is_cuda and not may_replay(solved, x_t)):
         return False
     # a replay calls no Python functions
     return solved is layer or all(is_untouched(module) for module in layer.modules())
