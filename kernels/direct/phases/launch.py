@@ -14,11 +14,15 @@ from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.buffers import CHUNK, exponents, state_major
 from bedouin.kernels.direct.phases.limits import Sizes, fed_vectors, sizes_of
 from bedouin.kernels.direct.phases.triton_gradients import gradient_kernel
-from bedouin.kernels.direct.phases.triton_prepare import finish_kernel, prepare_kernel
+from bedouin.kernels.direct.phases.triton_prepare import (
+    finish_kernel,
+    prepare_kernel,
+    statistics_kernel,
+)
 from bedouin.kernels.direct.phases.triton_reflections import (
     finish_reflections_kernel,
     prepare_reflections_kernel,
-    statistics_kernel,
+    solved_statistics_kernel,
 )
 from bedouin.kernels.direct.phases.triton_reverse import reverse_kernel
 from bedouin.kernels.direct.phases.triton_sweep import sweep_kernel
@@ -51,8 +55,9 @@ PROGRAMS = 8
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
 )
-PREPARE_REFLECTIONS, STATISTICS, FINISH_REFLECTIONS = map(
-    PlannedKernel, (prepare_reflections_kernel, statistics_kernel, finish_reflections_kernel)
+STATISTICS = PlannedKernel(statistics_kernel)
+PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS = map(
+    PlannedKernel, (prepare_reflections_kernel, solved_statistics_kernel, finish_reflections_kernel)
 )
 
 
@@ -95,7 +100,7 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     # a thread has one channel in phases S and R, and four of four states in phase G
     of_channels, of_states = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
     warps = {SWEEP: of_channels, REVERSE: of_channels, GRADIENTS: of_states}
-    by_token = kernel in (STATISTICS, FINISH_REFLECTIONS)
+    by_token = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     # Triton's default for the fusion of operations changes with its version
     launch = {"num_stages": 1, "enable_fp_fusion": True}
@@ -179,11 +184,11 @@ def launch_sweep(
     if sizes.k:
         solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, parts.rows, statistics
         numbers = b * t, t, *inputs.strides
-        STATISTICS.launch((b * t,), solved, numbers, constants_of(STATISTICS, how))
+        constants = constants_of(SOLVED_STATISTICS, how)
+        SOLVED_STATISTICS.launch((b * t,), solved, numbers, constants)
     else:
-        # y is explicit: no defect, but NaN where it is not finite
-        statistics[1:3] = torch.linalg.vector_norm(y, torch.inf, -1)
-        statistics[0], statistics[3] = 0 * statistics[1], 1.0
+        constants = constants_of(STATISTICS, how)
+        STATISTICS.launch(_by_tokens(sizes), (y, statistics), (b * t,), constants)
     return y, h, kept if keeps else kept[:, :0], statistics
 
 

@@ -1,4 +1,4 @@
-"""Phase P: what the raw values of B, C and beta^e alone determine; and its adjoint.
+"""Phase P: what the raw values of B, C and beta^e alone determine; its adjoint; and statistics.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, r raw values,
 s tokens of a program; N: n rounded up to a power of two.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import sigmoid
-from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.norms import inverse_norm, max_norm
 from bedouin.kernels.direct.phases.device import high, nearest_word
 
 
@@ -71,6 +71,27 @@ def prepare_kernel(
     if ERASE_MAX > 0:
         raw = tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32)
         tl.store(scalars_ptr + token * SCALARS + 1, ERASE_MAX * sigmoid(raw), mask=here)
+
+
+@triton.jit(do_not_specialize=["count"])
+def statistics_kernel(
+    y_ptr,  # (b, t, d)
+    statistics_ptr,  # (4, b, t), written: defect, scale, magnitude, pivot
+    count,  # b t
+    d: tl.constexpr,
+    P: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The statistics of tokens without reflections, whose y is explicit: no defect, but NaN where
+    y is not finite."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    here, p = token < count, tl.arange(0, P)[None, :]
+    y = tl.load(y_ptr + token[:, None] * d + p, mask=here[:, None] & (p < d), other=0.0)
+    size, row = max_norm(y, 1), tl.cast(count, tl.int64)
+    tl.store(statistics_ptr + token, 0 * size, mask=here)
+    tl.store(statistics_ptr + row + token, size, mask=here)
+    tl.store(statistics_ptr + 2 * row + token, size, mask=here)
+    tl.store(statistics_ptr + 3 * row + token, tl.full([TOKENS], 1.0, tl.float32), mask=here)
 
 
 @triton.jit

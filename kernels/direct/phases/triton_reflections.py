@@ -84,7 +84,7 @@ def _fixed_point(
 
 
 @triton.jit(do_not_specialize=["t_end", "count"])
-def statistics_kernel(
+def solved_statistics_kernel(
     x_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
