@@ -119,10 +119,7 @@ class _SweepOperands(TorchDispatchMode):
 
 
 @devices
-def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bedouin.layer.takes_core", lambda *args: False)
+def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     layer, _ = pair(Bedouin, device, torch.bfloat16)
     x = torch.randn(2, 2, 6).bfloat16().to(device)
     with _SweepOperands() as operands:
