@@ -53,22 +53,15 @@ class Operation:
         backward: Callable[..., Any],
         *,
         setup_context: Callable[..., None],
-        inner: slice = slice(0),
     ) -> None:
-        """Give the operation a gradient, as `torch.library.register_autograd` does.
-
-        `inner` are outputs that the backward pass alone reads: in eager mode with a gradient a call
-        does not return them, and `backward` gets no cotangents of them there.
-        """
+        """Give the operation a gradient, as `torch.library.register_autograd` does."""
         name, below = self.overload.name().removesuffix(".default"), self._below_autograd
         torch.library.register_autograd(name, backward, setup_context=setup_context)
-
-        is_whole = inner == slice(0)
 
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = below(*inputs)
             setup_context(ctx, inputs, output)
-            return output if is_whole else (*output[: inner.start], *output[inner.stop :])
+            return output
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._eager = type(name.partition("::")[2], (torch.autograd.Function,), methods)

@@ -10,8 +10,7 @@ versions of Triton that nobody has tried. Settings such as TRITON_DEBUG are read
 launch.
 """
 
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -91,13 +90,12 @@ class PlannedKernel:
         tensors: tuple[Tensor, ...],  # any shapes
         integers: tuple[int | None, ...],
         constants: Constants,
-    ) -> _Plan | None:
-        """Launch on the current device and stream. Returns the plan of launches like this one on
-        this device for tensors that are aligned as Triton prefers it; None if there is none yet."""
+    ) -> None:
+        """Launch on the current device and stream."""
         kernel = self.kernel
         if not _KNOWN or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
             kernel[grid](*tensors, *integers, **constants)
-            return None
+            return
         addresses = [tensor.data_ptr() for tensor in tensors]
         active = driver.active
         device = active.get_current_device()
@@ -112,7 +110,7 @@ class PlannedKernel:
         if plan is None:
             plan = self._find(grid, tensors, seen)
             if plan is None:
-                return None
+                return
         x, y, z = (*grid, 1, 1)[:3]
         stream = active.get_current_stream(device)
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -122,7 +120,6 @@ class PlannedKernel:
             # no metadata and no hooks: chains of hooks that are empty would be called, too
             given = plan.function, plan.metadata, None, None, None
             plan.run(x, y, z, stream, *given, *addresses, *integers, *plan.last)
-        return plan if aligned is None else None
 
     def _find(
         self,
@@ -152,126 +149,6 @@ class PlannedKernel:
                 self._seen.clear()
             self._plans[key] = _Plan(compiled, tuple(constants[name] for name in names))
         return None
-
-
-How = tuple[tuple[int, ...], tuple[int | None, ...], Constants]
-"""Grid, integers and constants of a launch."""
-
-
-class KnownLaunch:
-    """A launch, and its plan on a device once it has one."""
-
-    __slots__ = ("constants", "device", "grid", "integers", "plan", "rest", "sizes")
-
-    def __init__(
-        self, grid: tuple[int, ...], integers: tuple[int | None, ...], constants: Constants
-    ):
-        self.grid, self.integers, self.constants = grid, integers, constants
-        self.sizes = (*grid, 1, 1)[:3]
-        self.plan: _Plan | None = None
-        self.device: int | None = None
-        self.rest: tuple[Any, ...] = ()
-
-
-KnownLaunches = dict[Hashable, Any]
-"""Launches, and other values, that calls of one kind have in common. Calls of one kind agree in all
-that a launch depends on but the addresses of tensors: shapes, strides, dtypes, devices, options and
-settings."""
-
-ValueT = TypeVar("ValueT")
-
-
-class Observer(Protocol):
-    """What sees the launches of a call."""
-
-    def launched(
-        self, kernel: PlannedKernel, known: KnownLaunch, tensors: tuple[Tensor, ...]
-    ) -> None:
-        """A launch with a plan, of aligned tensors."""
-
-    def refuse(self) -> None:
-        """The call launches kernels that are not reported."""
-
-
-class Launcher:
-    """Launches the kernels of one call, on the device and stream that are current in it.
-
-    What a launch of a known kind depends on is computed once, by the first call of the kind.
-    `is_planned`: whether all launches so far had plans and aligned tensors.
-    """
-
-    __slots__ = ("_device", "_known", "_observer", "_stream", "is_planned")
-
-    def __init__(
-        self, known: KnownLaunches | None = None, observer: Observer | None = None
-    ) -> None:
-        """`known`: that of the call's kind; None: nothing is remembered."""
-        self._known, self._observer = known, observer
-        self.is_planned = True
-        self._device: int | None = None
-        self._stream: Any = None
-
-    def launch(
-        self,
-        kernel: PlannedKernel,
-        name: Hashable,
-        tensors: tuple[Tensor, ...],  # any shapes
-        how: Callable[[], How],
-    ) -> None:
-        """Launch the kernel; `name` distinguishes the launches of a kernel in a call, and `how` is
-        called if this one is not known."""
-        if self._known is None:
-            grid, integers, constants = how()
-            kernel.launch(grid, tensors, integers, constants)
-            return
-        key = kernel, name
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = KnownLaunch(*how())
-        plan = known.plan
-        if plan is not None and self._is_current(known.device) and not kernel.kernel.pre_run_hooks:
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            if not any([address % ALIGNMENT for address in addresses]):
-                given = plan.function, plan.metadata, None, None, None
-                plan.run(*known.sizes, self._stream, *given, *addresses, *known.rest)
-                if self._observer is not None:
-                    self._observer.launched(kernel, known, tensors)
-                return
-        self.is_planned = False
-        plan = kernel.launch(known.grid, tensors, known.integers, known.constants)
-        if plan is not None:
-            known.device = driver.active.get_current_device()
-            known.rest = (*known.integers, *plan.last)
-            # last, because another thread may read it
-            known.plan = plan
-
-    def goes_around(self) -> None:
-        """The call launches a kernel by itself, not by this object."""
-        if self._observer is not None:
-            self._observer.refuse()
-
-    def once(self, name: str, compute: Callable[[], ValueT]) -> ValueT:
-        """The value of `compute`, which is the same for all calls of the kind and no tensor."""
-        if self._known is None:
-            return compute()
-        if name not in self._known:
-            self._known[name] = compute()
-        found: ValueT = self._known[name]
-        return found
-
-    def _is_current(self, device: int | None) -> bool:
-        """Whether the device is the current one, and no hook wants to see launches."""
-        if self._device is None:
-            active, runtime = driver.active, knobs.runtime
-            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-                return False
-            current = active.get_current_device()
-            self._device, self._stream = current, active.get_current_stream(current)
-        return device == self._device
-
-
-AFRESH = Launcher()
-"""A launcher that computes what a launch depends on each time."""
 
 
 def _is_free(kernel: Any, name: str) -> bool:

@@ -126,7 +126,7 @@ class ImplicitAdjoint(Adjoint):
         cell = solution.stats._backward
         # a compiled graph returns the cell as an output and cannot call a listener
         if exact is not None and not torch.compiler.is_compiling():
-            cell.listen(problem.reporting.sweep, problem.reporting.reads_sweep)
+            cell.listen(problem.reporting.sweep)
         if not torch.is_grad_enabled() or (exact is not None and is_swept):
             return solution
         if exact is not None:

@@ -52,15 +52,11 @@ class Reporting:
 
     def sweep(self, cell: BackwardStats) -> None:
         """Report an exact adjoint, whose statistics `cell` computes when they are first read."""
-        if not self.reads_sweep():
+        if self.policy == "ignore" or self.warnings.is_pending(self._adjoint_subject):
             return
         stats = cell.stats
         assert stats is not None
         self._report(stats, Result.unknown, self._adjoint_subject, None)
-
-    def reads_sweep(self) -> bool:
-        """Whether `sweep` reads statistics now."""
-        return self.policy != "ignore" and not self.warnings.is_pending(self._adjoint_subject)
 
     @property
     def _adjoint_subject(self) -> str:

@@ -66,10 +66,9 @@ class BackwardStats:
         self._stats: SolveStats | None = None
         self._pending: Callable[[], SolveStats] | None = None
         self._listener: Callable[[BackwardStats], None] | None = None
-        self._reads: Callable[[], bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_stats": self.stats, "_pending": None, "_listener": None, "_reads": None}
+        return {"_stats": self.stats, "_pending": None, "_listener": None}
 
     @property
     def stats(self) -> "SolveStats | None":
@@ -82,16 +81,9 @@ class BackwardStats:
     def stats(self, stats: "SolveStats") -> None:
         self._stats, self._pending = join_parts(stats, self.num_parts), None
 
-    def listen(
-        self, listener: "Callable[[BackwardStats], None]", reads: "Callable[[], bool]"
-    ) -> None:
-        """Call `listener` with this cell whenever statistics are deferred; `reads` returns whether
-        it would read them now."""
-        self._listener, self._reads = listener, reads
-
-    def is_read_at_once(self) -> bool:
-        """Whether statistics that are deferred now would be computed now."""
-        return self._reads is not None and self._reads()
+    def listen(self, listener: "Callable[[BackwardStats], None]") -> None:
+        """Call `listener` with this cell whenever statistics are deferred."""
+        self._listener = listener
 
     def defer(self, compute: "Callable[[], SolveStats]") -> None:
         """Let `compute` return the statistics when they are first read; it runs at most once."""

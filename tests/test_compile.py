@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
-from bedouin.core_map import takes_core
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Direct, ImplicitAdjoint, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, find_fixed_point
@@ -40,11 +39,6 @@ def fresh_compiler() -> None:
 @pytest.fixture(autouse=True)
 def separate_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager calls consist of the operations of a graph, so that their rounding is the same."""
-
-    def takes(*args: Any) -> bool:
-        return torch.compiler.is_compiling() and takes_core(*args)
-
-    monkeypatch.setattr("bedouin.layer.takes_core", takes)
     monkeypatch.setattr("bedouin.gated_stage.takes_one_function", lambda _: False)
     monkeypatch.setattr(FixedPointLayer, "_joins_weights", lambda *_: False)
 

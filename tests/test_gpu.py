@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN, LowRank
-from bedouin.kernels import tape
-from bedouin.kernels.core import kinds
 from bedouin.solvers import (
     Anderson,
     ConvergenceError,
@@ -118,80 +116,6 @@ def test_forward_and_backward_can_be_captured(solver: Solver, num_heads: int) ->
     graph.replay()
     for ours, theirs in zip([y, *grads], [expected, *expected_grads], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def _calls(
-    layer: Bedouin, xs: list[Tensor], monkeypatch: pytest.MonkeyPatch, *, records: bool
-) -> list[list[Tensor]]:
-    """Results and gradients of a call for each x: on the main stream and on another one in turn,
-    with and without autocast, and with a second backward pass."""
-    monkeypatch.setattr(tape, "RECORDS", records)
-    monkeypatch.setattr(kinds, "_KINDS", {})
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
-    found: list[list[Tensor]] = []
-    for i, x in enumerate(xs):
-        stream = streams[i % 2]
-        stream.wait_stream(streams[1 - i % 2])
-        cast = torch.autocast("cuda", torch.bfloat16, enabled=i % 4 > 1)
-        with torch.cuda.stream(stream), cast:
-            y, state = layer(x, return_state=True)
-            weights = torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)
-            total = (y * weights).sum() + state.y.sum() + state.ssm.square().sum()
-            parameters = list(layer.parameters())
-            first = torch.autograd.grad(total, parameters, retain_graph=True)
-            second = torch.autograd.grad(total, parameters)
-            total = total.detach()
-            # memory that was freed too early gets other values
-            junk = [torch.full_like(x, float("nan")) for _ in range(8)]
-            found.append([y.detach().clone(), *(v.detach().clone() for v in (*first, *second))])
-            del junk, y, state, first, second
-    torch.cuda.synchronize()
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.parametrize("num_heads", [1, 4])
-def test_calls_that_play_a_tape(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients, also of the last use of what is saved, are those of the ordinary
-    code."""
-    torch.manual_seed(0)
-    layer = Bedouin(64, num_heads=num_heads, device="cuda")
-    xs = [torch.randn(3, 33, 64, device="cuda") for _ in range(20)]
-    expected = _calls(layer, xs, monkeypatch, records=False)
-    found = _calls(layer, xs, monkeypatch, records=True)
-    # forward and two backward passes, with and without autocast; in float32 the reverse sweep of
-    # one head takes a launch and a product for each token, which nothing records
-    plays = [kind._tape is not None for kind in kinds._KINDS.values()]
-    assert sum(plays) >= (4 if num_heads == 1 else 6)
-    for ours, theirs in zip(found, expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
-
-
-@pytest.mark.parametrize("before", [2, 3, 4])
-def test_capture_of_a_call_that_records_or_plays(
-    before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After so many calls of the kind."""
-    monkeypatch.setattr(kinds, "_KINDS", {})
-    torch.manual_seed(0)
-    layer, x = Bedouin(64, device="cuda"), torch.randn(3, 33, 64, device="cuda")
-    expected, expected_grads = _gradients(layer, x)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(before - 1):
-            _gradients(layer, x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, grads = _gradients(layer, x)
-    # calls between capture and replay, which take no memory of the graph
-    again = [_gradients(layer, torch.randn_like(x)) for _ in range(3)]
-    graph.replay()
-    for ours, theirs in zip([y, *grads], [expected, *expected_grads], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert len(again) == 3
 
 
 # torch runs the graphed backward on another stream than the capture, and it warms up with

@@ -1,6 +1,4 @@
-"""What an eager call costs the host, and that known launches are those that would be computed.
-
-Counted are Python calls and operations of torch.
+"""What an eager call costs the host: Python calls and operations of torch.
 
 Triton runs with a driver that only names a GPU, and with kernels that record instead of running, so
 that the numbers of a call are meaningless and its path is that of a GPU.
@@ -10,7 +8,7 @@ Letters: b batch, t time, m d_model.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,7 @@ import pytest
 import torch
 import triton
 from tests.kernels.test_plans import Driver
-from tests.test_core import Inside, Live
+from tests.test_layer_launches import Inside
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -28,18 +26,14 @@ import bedouin.solvers.reporting
 from bedouin import Bedouin
 from bedouin.kernels import backend, plans
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.core import kinds
 from bedouin.kernels.direct import triton_plan
 from bedouin.kernels.direct.triton_constants import uses_tf32
 from bedouin.kernels.direct.triton_plan import Device
-from bedouin.kernels.plans import Launcher
-from bedouin.kernels.tape import Compute, Kind
-from bedouin.state import BedouinState
 
 pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter launches by itself")
 
-CALLS = 5
-"""Calls of a kind that compile kernels, make plans and record a tape, before one that plays it."""
+CALLS = 2
+"""Calls of a kind that compile kernels and make plans, before one whose launches are planned."""
 
 Launch = tuple[str, tuple[Any, ...]]
 """The name of a kernel and, without addresses, what it is launched with."""
@@ -79,7 +73,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     # nothing that another test has launched, and nothing of these tests for others
-    monkeypatch.setattr(kinds, "_KINDS", {})
     for kernel in _planned():
         monkeypatch.setattr(kernel, "_plans", {})
         monkeypatch.setattr(kernel, "_seen", {})
@@ -91,9 +84,10 @@ def _planned() -> list[Any]:
     """All kernels with plans, whose modules a call imports."""
     import gc
 
-    import bedouin.kernels.core.backward
-    import bedouin.kernels.core.forward
-    import bedouin.kernels.direct.triton_summary  # noqa: F401
+    import bedouin.kernels.direct.heads.launch
+    import bedouin.kernels.direct.triton_launch
+    import bedouin.kernels.direct.triton_summary
+    import bedouin.kernels.output.launch  # noqa: F401
 
     return [v for v in gc.get_objects() if type(v) is plans.PlannedKernel]
 
@@ -102,19 +96,13 @@ def _empty_caches(kernel: Any) -> Any:
     return type(kernel.device_caches)(kernel.device_caches.default_factory)
 
 
-def make(num_heads: int, **options: Any) -> Bedouin:
-    layer = Bedouin(16 * num_heads, num_heads=num_heads, num_householder=4, **options)
-    return layer.requires_grad_()
-
-
 def step(
     layer: Bedouin,
     x: Tensor,  # (b, t, m)
-    **options: Any,
 ) -> None:
     layer.zero_grad()
     x.grad = None
-    layer(x, **options).sum().backward()
+    layer(x).sum().backward()
 
 
 def count_calls(run: Callable[[], None]) -> int:
@@ -145,13 +133,14 @@ class Operations(Inside):
 
 @pytest.mark.parametrize(
     ("num_heads", "cast", "most_calls", "most_operations"),
-    [(1, False, 163, 117), (1, True, 163, 124), (2, False, 180, 127)],
+    [(1, False, 560, 210), (1, True, 545, 220), (2, False, 570, 290)],
 )
 def test_a_call_and_its_backward_pass(
     num_heads: int, cast: bool, most_calls: int, most_operations: int, launches: list[Launch]
 ) -> None:
     """After the first calls of a kind; the bounds are a little more than the numbers found."""
-    layer, x = make(num_heads), torch.randn(2, 4, 16 * num_heads, requires_grad=True)
+    layer = Bedouin(16 * num_heads, num_heads=num_heads, num_householder=4)
+    x = torch.randn(2, 4, 16 * num_heads, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         run = partial(step, layer, x)
         for _ in range(CALLS):
@@ -162,112 +151,6 @@ def test_a_call_and_its_backward_pass(
         with count:
             run()
     assert calls <= most_calls and count.count <= most_operations
-
-
-class Computing(Kind):
-    """A kind that remembers nothing."""
-
-    def run(self, given: Sequence[Tensor | None], compute: Compute) -> tuple[Tensor, ...]:
-        return compute(Launcher())
-
-
-@pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("feedback", [True, False])
-def test_known_launches_are_those_that_would_be_computed(
-    feedback: bool, num_heads: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For calls of several kinds in turn, which differ in what launches depend on."""
-    options: dict[str, Any] = {} if feedback else {"feedback": ()}
-    layer, other = make(num_heads, **options), make(num_heads, **options, beta_max=1.5)
-    m = 16 * num_heads
-    wide = torch.randn(3, 7, 2 * m)
-    state = BedouinState(*(torch.randn_like(v) for v in layer.init_state(2)))
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    runs: list[Callable[[], None]] = []
-    for of, shape in ((layer, (2, 5)), (other, (2, 5)), (layer, (3, 5)), (layer, (2, 40))):
-        runs.append(partial(step, of, torch.randn(*shape, m, requires_grad=True)))
-    x = torch.randn(2, 5, m, requires_grad=True)
-    runs.append(partial(step, layer, x, state=state))
-    runs.append(partial(step, layer, x, mask=mask))
-    runs.append(partial(step, layer, wide[..., m:].requires_grad_()))
-
-    def last_state() -> None:
-        out, last = layer(x, return_state=True)
-        (out.sum() + last.ssm.sum() + last.y.sum()).backward()
-
-    def again() -> None:
-        total = layer(x).mT.square().sum()
-        total.backward(retain_graph=True)
-        total.backward()
-
-    def without() -> None:
-        with torch.no_grad():
-            layer(x)
-
-    def frozen() -> None:
-        layer.x_proj.requires_grad_(False)
-        layer.dt_bias.requires_grad_(False)
-        step(layer, x)
-        layer.requires_grad_()
-
-    def misaligned() -> None:
-        layer.D.data = torch.randn(layer.D.numel() + 1)[1:]
-        step(layer, x)
-
-    runs += [last_state, again, without, frozen, misaligned]
-
-    def record() -> list[Launch]:
-        launches.clear()
-        for run in runs:
-            run()
-        return list(launches)
-
-    for _ in range(CALLS):
-        known = record()
-    monkeypatch.setattr(kinds, "Kind", Computing)
-    monkeypatch.setattr(kinds, "_KINDS", {})
-    for _ in range(2):
-        computed = record()
-    assert len(known) > 10 * len(runs) and known == computed
-
-
-def test_a_known_launch_sees_hooks(launches: list[Launch]) -> None:
-    layer, x = make(1), torch.randn(2, 3, 16, requires_grad=True)
-    for _ in range(CALLS):
-        step(layer, x)
-    launches.clear()
-    step(layer, x)
-    seen: list[Any] = []
-    hooks = triton.knobs.runtime.launch_enter_hook
-    hooks.add(seen.append)
-    try:
-        step(layer, x)
-    finally:
-        hooks.remove(seen.append)
-    assert launches[: len(launches) // 2] == launches[len(launches) // 2 :]
-
-
-@pytest.mark.parametrize("num_heads", [1, 2])
-def test_the_most_memory_at_a_time(
-    num_heads: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tape of a backward pass takes no more than the ordinary code, though what kernels alone
-    use shares allocations."""
-    layer, x = make(num_heads), torch.randn(40, 16, 16 * num_heads, requires_grad=True)
-    for _ in range(CALLS):
-        step(layer, x)
-
-    def peak() -> int:
-        layer.zero_grad()
-        total, live = layer(x).sum(), Live()
-        with live:
-            total.backward()
-        return live.peak
-
-    played = peak()
-    monkeypatch.setattr(kinds, "Kind", Computing)
-    monkeypatch.setattr(kinds, "_KINDS", {})
-    assert played <= peak()
 
 
 def test_the_precision_of_products_by_all_names_of_the_setting() -> None:

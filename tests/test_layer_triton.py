@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin, FixedPointRNN, LowRank, NoMixing
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Jacobi, OneStepAdjoint, Picard
+from bedouin.state import BedouinState
 from bedouin.testing import assert_close
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
@@ -42,13 +44,34 @@ STEPS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def run(layer: FixedPointLayer, x: Tensor) -> list[Tensor]:
-    """The output, the state, and the gradients of all parameters and of x."""
+# of several heads, whose kernels compute in float32
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"feedback": ("delta", "B", "C")},
+    {"feedback": (), "decay": "griffin"},
+    {"num_heads": 3, "output": "paper", "feedback_norm": False},
+    {"mixer": NoMixing(), "num_householder": None},
+    {
+        "mixer": NoMixing(),
+        "num_householder": None,
+        "feedback": ("delta",),
+        "input_scale": "one_minus_decay",
+    },
+]
+
+
+def run(
+    layer: FixedPointLayer, x: Tensor, before: BedouinState | None = None, **places: Tensor
+) -> list[Tensor]:
+    """The output, the state, and the gradients of x, of all parameters and of the state before."""
     x = x.clone().requires_grad_()
-    output, state = layer(x, return_state=True)
+    if before is not None:
+        before = BedouinState(*(v.clone().requires_grad_() for v in before))
+    output, state = layer(x, before, return_state=True, **places)
     weights = torch.linspace(0, 5, output.numel(), dtype=torch.float64).cos().view(output.shape)
     loss = (output.double() * weights.to(x.device)).sum() + state.ssm.double().sum()
-    grads = torch.autograd.grad(loss, [x, *layer.parameters()], materialize_grads=True)
+    inputs = [x, *layer.parameters(), *(before or ())]
+    grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
     return [output.detach(), state.ssm.detach(), state.y.detach(), *grads]
 
 
@@ -75,6 +98,69 @@ def test_a_layer_with_kernels_in_float64(kind: Any, options: dict[str, Any], dev
     ours, theirs = (run(layer, x) for layer in layers)
     for name, a, b in zip(names(layers[0]), ours, theirs, strict=True):
         assert_close(name, a, b, 1e-9, atol=1e-10)
+
+
+@devices
+@pytest.mark.parametrize("options", HEADS, ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_heads_with_a_state_in_float32(padded: bool, options: dict[str, Any], device: str) -> None:
+    options = {"num_heads": 2, "num_householder": 2, **options}
+    layer, reference = pair(Bedouin, device, torch.float32, **options)
+    reference.double()
+    places = {"mask": torch.tensor([[True] * 3, [False, True, False]], device=device)}
+    x = torch.randn(2, 3, 6).to(device)
+    before = BedouinState(*(torch.randn_like(v) for v in layer.init_state(2)))
+    exact = BedouinState(*(v.double() for v in before))
+    ours = run(layer, x, before, **(places if padded else {}))
+    theirs = run(reference, x.double(), exact, **(places if padded else {}))
+    for name, a, b in zip([*names(layer), "grad ssm", "grad y"], ours, theirs, strict=True):
+        assert a.dtype == torch.float32
+        assert_close(name, a.double(), b, 1e-4, atol=1e-5)
+    stats = [v.stats for v in (layer, reference)]
+    assert all(v is not None and bool(v.converged.all()) for v in stats)
+    pivots = [v.conditioning for v in stats if v is not None and v.conditioning is not None]
+    torch.testing.assert_close(pivots[0].double(), pivots[1], rtol=1e-4, atol=1e-4)
+
+
+@devices
+@pytest.mark.parametrize("name", ["dt_bias", "raw_bias"])
+def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
+    """Each gradient has the dtype of its parameter, and is not rounded to that of another one."""
+    layers = pair(Bedouin, device, torch.float64)
+    for layer in layers:
+        parameter = layer.get_parameter(name)
+        parameter.data = parameter.data.float()
+    x = torch.randn(2, 2, 6, dtype=torch.float64, device=device)
+    ours, theirs = (run(layer, x) for layer in layers)
+    for label, a, b in zip(names(layers[0]), ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert_close(label, a.double(), b.double(), 1e-6, atol=1e-10)
+
+
+@devices
+def test_checkpointing_hooks_and_a_batch_of_cotangents(device: str) -> None:
+    layer, _ = pair(Bedouin, device, torch.float64)
+    x = torch.randn(1, 2, 6, dtype=torch.float64, device=device, requires_grad=True)
+    y = layer(x)
+    weights = torch.randn(2, *y.shape, dtype=y.dtype, device=device)
+    single = [torch.autograd.grad(y, x, w, retain_graph=True)[0] for w in weights]
+    (batched,) = torch.autograd.grad(y, x, weights, is_grads_batched=True)
+    torch.testing.assert_close(batched, torch.stack(single))
+    outputs = [checkpoint(layer, x, use_reentrant=False)]
+    with torch.autograd.graph.save_on_cpu():
+        outputs.append(layer(x))
+    for out in outputs:
+        assert torch.equal(torch.autograd.grad(out, x, weights[0])[0], single[0])
+
+
+@devices
+def test_a_second_derivative_is_refused(device: str) -> None:
+    layer, _ = pair(Bedouin, device, torch.float64)
+    x = torch.randn(1, 1, 6, dtype=torch.float64, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    for source in (x, layer.x_proj.weight, layer.D):
+        with pytest.raises(RuntimeError, match="once differentiable"):
+            torch.autograd.grad(grad.sum(), source, retain_graph=True)
 
 
 @devices
@@ -119,10 +205,7 @@ class _SweepOperands(TorchDispatchMode):
 
 
 @devices
-def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bedouin.layer.takes_core", lambda *args: False)
+def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     layer, _ = pair(Bedouin, device, torch.bfloat16)
     x = torch.randn(2, 2, 6).bfloat16().to(device)
     with _SweepOperands() as operands:

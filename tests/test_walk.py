@@ -3,8 +3,7 @@
 Counted are Python frames of bedouin from `forward` to the function that does the work: the loop
 over time in plain torch, or the function that launches a Triton kernel. Frames of torch
 (`Module.__call__`, the dispatcher of registered operations, `autograd.Function.apply`) are left
-out, and so are those that stand in their place, in that of Triton's launch, or in that of a call
-whose launches are known.
+out, and so are those that stand in their place or in that of Triton's launch.
 """
 
 import sys
@@ -18,8 +17,7 @@ from bedouin import Bedouin
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 MOST_FRAMES = 11
-"""One of these is the function that is left out where the launches of a call are known."""
-NOT_COUNTED = ("bedouin.kernels.operation", "bedouin.kernels.plans", "bedouin.kernels.tape")
+NOT_COUNTED = ("bedouin.kernels.operation", "bedouin.kernels.plans")
 LOOPS = ("forward_sweep", "buffered_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
 

@@ -8,19 +8,9 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.autograd import eager_sweep, uncompiled_sweep
-from bedouin.kernels.direct.buffers import (
-    CHUNK,
-    choose_chunk,
-    choose_chunk_of,
-    choose_chunk_of_heads,
-)
+from bedouin.kernels.direct.buffers import CHUNK, choose_chunk
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.limits import (
-    choose_sweep,
-    holds_head,
-    is_small_head,
-    unsupported_sizes,
-)
+from bedouin.kernels.direct.limits import choose_sweep, is_small_head
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,
@@ -28,7 +18,7 @@ from bedouin.kernels.direct.local import (
     solve_local,
     solve_local_transposed,
 )
-from bedouin.kernels.direct.phases.limits import fits_phases, takes_phases
+from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.direct.reference import (
     MAX_RESIDUAL,
     ROUNDING,
@@ -48,20 +38,15 @@ __all__ = [
     "ROUNDING",
     "LocalFactors",
     "Sweep",
-    "choose_chunk_of",
-    "choose_chunk_of_heads",
     "direct_sweep",
     "direct_sweep_reference",
     "factor_local",
-    "fits_phases",
     "gain_gap",
-    "holds_head",
     "input_gain",
     "is_rounding",
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",
-    "unsupported_sizes",
 ]
 
 

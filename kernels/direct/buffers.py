@@ -26,7 +26,7 @@ WORKSPACE = 2**23
 class SweepBuffers(NamedTuple):
     """Tensors of a sweep, all contiguous except x and raw, whose last axis is contiguous."""
 
-    x: Tensor  # (b, t, d), or for the kernel of several heads (H, b / H, t, d)
+    x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
     W_y: Tensor | None  # (r, d) or (H, r, d)
     A: Tensor  # (n, d) or (H, n, d), log2(e) A
@@ -34,7 +34,7 @@ class SweepBuffers(NamedTuple):
     kept: Tensor  # (b, `count_kept`, n, d)
     y: Tensor  # (b, t, d)
     normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, filled in for the first token;
-    # (b, 1, d) if the kernel of several heads is not to store that of the others
+    # for the kernel of several heads, which stores that of no other, (b, 1, d)
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
     def heads(self) -> list["SweepBuffers"]:
@@ -54,10 +54,10 @@ class SweepBuffers(NamedTuple):
 class SolvedBuffers(NamedTuple):
     """Inputs of the kernels that run for a known y: its memory, and the reverse sweep."""
 
-    x: Tensor  # (b, t, d), or for the kernels of several heads (H, b / H, t, d)
+    x: Tensor  # (b, t, d)
     y: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1}); None: raw contains it
+    fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1}); None: no feedback
     A: Tensor  # (n, d) or (H, n, d), log2(e) A
     h0: Tensor  # (b, n, d), possibly expanded: all samples may share one memory
     kept: Tensor  # (b, `count_kept`, n, d)
@@ -110,28 +110,18 @@ def join_samples(
 
 
 def choose_chunk(operands: Operands, *, together: bool) -> int:
-    """`choose_chunk_of`, for the samples that the kernels take at once: those of one head, or of
-    all heads (`together`)."""
-    (samples, t_end, _), A = operands.x.shape, operands.A
-    feedback = operands.W_y is not None
-    if together:
-        return choose_chunk_of_heads(samples, t_end, *A.shape[-2:], feedback=feedback)
-    return choose_chunk_of(samples // count_heads(A), *A.shape[-2:], feedback=feedback)
-
-
-def choose_chunk_of_heads(b: int, t_end: int, d: int, n: int, *, feedback: bool) -> int:
-    """`choose_chunk_of` for the kernels of several heads, which hold the h of all of them for a
-    chunk. But for more tokens than CHUNK the h that are kept for smaller chunks would take more
-    memory than the workspace."""
-    return CHUNK if t_end > CHUNK else choose_chunk_of(b, d, n, feedback=feedback)
-
-
-def choose_chunk_of(b: int, d: int, n: int, *, feedback: bool) -> int:
     """Tokens between two kept h: CHUNK, or with feedback fewer, but at least 4, if the workspace
-    would otherwise exceed WORKSPACE. Without feedback there is none of this size."""
-    if not feedback:
+    would otherwise exceed WORKSPACE. Without feedback there is none of this size.
+
+    The kernels hold the h of the samples that they take at once for a chunk: those of one head, or
+    of all heads (`together`). But the h of all heads that are kept for smaller chunks would take
+    more memory than the workspace if there are more tokens than CHUNK.
+    """
+    (samples, t_end, _), A = operands.x.shape, operands.A
+    if operands.W_y is None or (together and t_end > CHUNK):
         return CHUNK
-    size = b * d * n
+    d, n = A.shape[-2:]
+    size = (samples if together else samples // count_heads(A)) * d * n
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 
 

@@ -3,7 +3,6 @@
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,7 +43,7 @@ from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import AFRESH, How, Launcher, PlannedKernel
+from bedouin.kernels.plans import PlannedKernel
 
 SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
@@ -59,31 +58,27 @@ def launch_sweep(
     options: Parameterization,
     keep_every: int,
     limits: Limits = LIMITS,
-    counts: Tensor | None = None,  # (3,), zeros for the launch's counters; None: new ones
-    launcher: Launcher = AFRESH,
 ) -> None:
     """The whole forward sweep, in place."""
     W_y = buffers.W_y
     if W_y is None:
-        launcher.goes_around()
         launch_open_sweep(buffers, options, keep_every)
         return
     b, t_end, d = buffers.x.shape
-    counts = counters(buffers.x) if counts is None else counts
-    r = W_y.shape[0]
-    plan = launcher.once("sweep", lambda: plan_product(r, d, W_y, b, limits=limits))
+    counts, r = counters(buffers.x), W_y.shape[0]
+    plan = plan_product(r, d, W_y, b, limits=limits)
     parts = _splits(plan)
     fed = (W_y if parts == 1 else buffers.A).new_empty(parts, b, r + padding(r))
     if plan is not None:
         tokens = range(t_end)
-        _sweep(buffers, options, keep_every, tokens, fed, plan, plan.programs, counts, launcher)
+        _sweep(buffers, options, keep_every, tokens, fed, plan, plan.programs, counts)
         return
     rows = padded_rows(W_y, r + padding(r)).mT
     for t in range(t_end):
         torch.mm(buffers.normed[:, t], rows, out=fed[0])
         # the programs of these launches do not wait for each other, and count nothing
         one = range(t, t + 1)
-        _sweep(buffers, options, keep_every, one, fed, None, b, counts, launcher)
+        _sweep(buffers, options, keep_every, one, fed, None, b, counts)
 
 
 def _sweep(
@@ -95,24 +90,19 @@ def _sweep(
     plan: Plan | None,
     programs: int,
     counts: Tensor,  # (3,)
-    launcher: Launcher,
 ) -> None:
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
     assert W_y is not None
-
-    def how() -> How:
-        b, t_end, d = x.shape
-        strides = raw.stride(0), raw.stride(1), fed.stride(0), fed.stride(1)
-        looks = Like.of(A), Like.of(W_y), options, keep_every, plan, programs, b, strides
-        sizes = tokens.start, tokens.stop, b, t_end, raw.shape[-1], d, A.shape[0]
-        integers = *sizes, *x.stride()[:2], *strides[:2], fed.shape[-1]
-        return (programs,), integers, sweep_constants(*looks, uses_tf32())
-
+    b, t_end, d = x.shape
+    strides = raw.stride(0), raw.stride(1), fed.stride(0), fed.stride(1)
+    looks = Like.of(A), Like.of(W_y), options, keep_every, plan, programs, b, strides
+    sizes = tokens.start, tokens.stop, b, t_end, raw.shape[-1], d, A.shape[0]
+    integers = *sizes, *x.stride()[:2], *strides[:2], fed.shape[-1]
     # read only where the states are in several blocks
-    BC = A.new_empty(x.shape[0], 2 * A.shape[0]) if holds_blocks(x.shape[2], A) else A
+    BC = A.new_empty(b, 2 * A.shape[0]) if holds_blocks(d, A) else A
     read = x, raw, W_y.contiguous(), A
     tensors = *read, h, kept, fed, BC, y, normed, statistics, counts
-    launcher.launch(SWEEP, tokens.start, tensors, how)
+    SWEEP.launch((programs,), tensors, integers, sweep_constants(*looks, uses_tf32()))
 
 
 def launch_memory(
@@ -139,22 +129,19 @@ def launch_reverse(
     options: Parameterization,
     keep_every: int,
     limits: Limits = LIMITS,
-    zeros: "ReverseZeros | None" = None,  # None: new ones
-    launcher: Launcher = AFRESH,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) in parts (splits, b, d)."""
     if W is None:
-        launcher.goes_around()
         launch_open_reverse(known, grads, options, keep_every)
         return None
     b, t_end, d = known.x.shape
     columns = grads.raw.shape[-1]
-    plan = launcher.once("reverse", lambda: plan_reverse(d, columns, W, b, limits))
+    plan = plan_product(d, columns, W, b, limits=limits, helpers=HELPERS)
     n, slots = known.A.shape[0], range(known.kept.shape[1] + 1)
     ahead = _can_prepare_ahead(known, plan)
     at_a_time = 2 if ahead and len(slots) > 1 else 1
     buffers = chunk_buffers(known, keep_every, options, at_a_time)
-    parts = known.A.new_zeros(_splits(plan), b, d) if zeros is None else zeros.grad_normed
+    parts = known.A.new_zeros(_splits(plan), b, d)
     tokens = min(keep_every, t_end) - (0 if is_crowded(d, known.A) else 1)
     replayed = known.A.new_empty(at_a_time * b, tokens, n, d)
     buffers = buffers._replace(replayed=replayed, grad_normed=parts)
@@ -164,36 +151,23 @@ def launch_reverse(
         top = known.A.new_empty(at_a_time * b, n, d)
         buffers = buffers._replace(vectors=vectors, top=top)
     if plan is not None and ahead:
-        how = plan, options, keep_every, zeros, launcher
-        _reverse(known, grads, W, buffers, slots, *how, ahead=True)
+        _reverse(known, grads, W, buffers, slots, plan, options, keep_every, ahead=True)
         return parts
     r = W.shape[0]
     rows = padded_rows(W, r + padding(r)) if plan is None else W
     for slot in reversed(slots):
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
-        prepare(known, buffers, chunk, options, launcher)
+        prepare(known, buffers, chunk, options)
         end = _end_of(known, buffers, chunk)
-        _replay(known, buffers, end, chunk, slot, options, launcher)
+        _replay(known, buffers, end, chunk, slot, options)
         if plan is not None:
-            one, how = range(slot, slot + 1), (plan, options, keep_every, zeros, launcher)
-            _reverse(known, grads, W, buffers, one, *how, ahead=False)
+            one = range(slot, slot + 1)
+            _reverse(known, grads, W, buffers, one, plan, options, keep_every, ahead=False)
         else:
-            launcher.goes_around()
             _reverse_by_token(known, grads, rows, buffers, chunk, slot, options)
         if later:
-            _add_grad_A(known, grads, buffers, chunk, slot, options, launcher)
+            _add_grad_A(known, grads, buffers, chunk, slot, options)
     return parts
-
-
-def plan_reverse(
-    d: int,
-    columns: int,  # of the cotangents of raw values
-    W: Tensor,  # (r, d), W^y
-    b: int,
-    limits: Limits = LIMITS,
-) -> Plan | None:
-    """The plan for products with (W^y)^T, of which `_can_prepare_ahead` is preferred."""
-    return plan_product(d, columns, W, b, limits=limits, helpers=HELPERS)
 
 
 def _can_prepare_ahead(known: SolvedBuffers, plan: Plan | None) -> bool:
@@ -218,22 +192,6 @@ def _end_of(known: SolvedBuffers, buffers: "ChunkBuffers", chunk: range) -> Tens
     assert buffers.replayed is not None
     n, count = known.A.shape[0], len(chunk)
     return buffers.replayed.view(-1)[: b * count * n * d].view(b, count, n, d)[:, -1]
-
-
-class ReverseZeros(NamedTuple):
-    """Zeros that a reverse sweep starts with, for callers that write them in one launch."""
-
-    counters: Sequence[Tensor]  # (3,) or more of each chunk, int32
-    grad_normed: Tensor | None  # (splits, b, d)
-
-
-def count_splits(
-    W: Tensor,  # (r, d), W^y
-    b: int,
-) -> int:
-    """The number of parts of `ReverseZeros.grad_normed`."""
-    r, d = W.shape
-    return _splits(plan_reverse(d, r + padding(r), W, b))
 
 
 class ChunkBuffers(NamedTuple):
@@ -264,21 +222,16 @@ def prepare(
     buffers: ChunkBuffers,
     chunk: range,
     options: Parameterization,
-    launcher: Launcher = AFRESH,
 ) -> None:
     x, y, raw, fed, A, _, _ = known
     given = raw if fed is None else fed
-
-    def how() -> How:
-        b, t_end, d = y.shape
-        strides = *raw.stride()[:2], *given.stride()[:2]
-        sizes = chunk.start, len(chunk), t_end, per_head(A, b), d, A.shape[-2]
-        integers = *sizes, *input_strides(x, A), *strides[:2], *token_strides(fed)
-        constants = prepare_constants(Like.of(A), options, fed is not None, strides)
-        return (b * len(chunk),), integers, constants
-
+    b, t_end, d = y.shape
+    strides = *raw.stride()[:2], *given.stride()[:2]
+    sizes = chunk.start, len(chunk), t_end, per_head(A, b), d, A.shape[-2]
+    integers = *sizes, *input_strides(x, A), *strides[:2], *token_strides(fed)
+    constants = prepare_constants(Like.of(A), options, fed is not None, strides)
     tensors = x, y, raw, given, A, buffers.mixed, buffers.local
-    launcher.launch(PREPARE, chunk.start, tensors, how)
+    PREPARE.launch((b * len(chunk),), tensors, integers, constants)
 
 
 def _replay(
@@ -288,24 +241,20 @@ def _replay(
     chunk: range,
     slot: int,
     options: Parameterization,
-    launcher: Launcher = AFRESH,
 ) -> None:
     x, _, raw, fed, A, h0, kept = known
     given, replayed = raw if fed is None else fed, buffers.replayed
-
-    def how() -> How:
-        b, _, d = x.shape
-        strides = *raw.stride()[:2], *given.stride()[:2]
-        keeps = replayed is not None, last is not None
-        constants = replay_constants(Like.of(A), options, fed is not None, *keeps, strides)
-        sizes = chunk.start, len(chunk), slot, kept.shape[1], per_head(A, b), d, A.shape[-2]
-        integers = *sizes, *strides[:2], *token_strides(fed), h0.stride(0)
-        grid = (ceil_div(d, constants["BLOCK_D"]) * b,)
-        return grid, (*integers, 0 if last is None else last.stride(0)), constants
-
+    b, _, d = x.shape
+    strides = *raw.stride()[:2], *given.stride()[:2]
+    keeps = replayed is not None, last is not None
+    constants = replay_constants(Like.of(A), options, fed is not None, *keeps, strides)
+    sizes = chunk.start, len(chunk), slot, kept.shape[1], per_head(A, b), d, A.shape[-2]
+    inner = *strides[:2], *token_strides(fed), h0.stride(0)
+    integers = *sizes, *inner, 0 if last is None else last.stride(0)
     read = buffers.mixed, buffers.local, raw, given, A, h0, kept
     written = kept if replayed is None else replayed, kept if last is None else last
-    launcher.launch(REPLAY, chunk.start, (*read, *written), how)
+    programs = ceil_div(d, constants["BLOCK_D"]) * b
+    REPLAY.launch((programs,), (*read, *written), integers, constants)
 
 
 def _reverse(
@@ -317,27 +266,20 @@ def _reverse(
     plan: Plan,
     options: Parameterization,
     keep_every: int,
-    zeros: "ReverseZeros | None",
-    launcher: Launcher,
     *,
     ahead: bool,  # whether the launch also prepares chunks, each while the one after it is walked
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
     assert fed is not None and buffers.replayed is not None and buffers.grad_normed is not None
-
-    def how() -> How:
-        b, t_end, d = x.shape
-        strides = *raw.stride()[:2], *fed.stride()[:2], *grads.raw.stride()[:2]
-        looks = Like.of(A), Like.of(W), options, keep_every, plan, b, strides
-        sizes = slots.stop - 1, b, t_end, grads.raw.shape[-1], d, A.shape[0]
-        inner = *grads.y.stride()[:2], *x.stride()[:2], *strides[:2], *token_strides(fed)
-        constants = reverse_constants(*looks, uses_tf32(), ahead)
-        return (plan.programs,), (*sizes, *inner, h0.stride(0)), constants
-
+    b, t_end, d = x.shape
+    strides = *raw.stride()[:2], *fed.stride()[:2], *grads.raw.stride()[:2]
+    looks = Like.of(A), Like.of(W), options, keep_every, plan, b, strides
+    sizes = slots.stop - 1, b, t_end, grads.raw.shape[-1], d, A.shape[0]
+    inner = *grads.y.stride()[:2], *x.stride()[:2], *strides[:2], *token_strides(fed)
+    constants = reverse_constants(*looks, uses_tf32(), ahead)
     factors = grads.y, buffers.grad_normed, x, y, raw, fed, W.contiguous()
-    counts = counters(x) if zeros is None else zeros.counters[slots.start]
-    tensors = *factors, *_behind_factors(known, grads, buffers), counts
-    launcher.launch(REVERSE, slots.start, tensors, how)
+    tensors = *factors, *_behind_factors(known, grads, buffers), counters(x)
+    REVERSE.launch((plan.programs,), tensors, (*sizes, *inner, h0.stride(0)), constants)
 
 
 def _behind_factors(
@@ -360,23 +302,18 @@ def _add_grad_A(
     chunk: range,
     slot: int,
     options: Parameterization,
-    launcher: Launcher,
 ) -> None:
     """Add the cotangent of A of a chunk that has been walked back."""
     A, h0, kept = known.A, known.h0, known.kept
     assert buffers.replayed is not None
     assert buffers.vectors is not None and buffers.top is not None
-
-    def how() -> How:
-        n, d = A.shape
-        constants = grad_A_constants(Like.of(A), options)
-        blocks = ceil_div(d, constants["BLOCK_D"]) * ceil_div(n, constants["BLOCK_N"])
-        sizes = chunk.start, len(chunk), slot, kept.shape[1], d, n, h0.stride(0)
-        return (len(h0) * blocks,), sizes, constants
-
+    n, d = A.shape
+    constants = grad_A_constants(Like.of(A), options)
+    blocks = ceil_div(d, constants["BLOCK_D"]) * ceil_div(n, constants["BLOCK_N"])
+    sizes = chunk.start, len(chunk), slot, kept.shape[1], d, n, h0.stride(0)
     read = A, buffers.mixed, buffers.local, h0, kept, buffers.replayed
     tensors = *read, buffers.vectors, buffers.top, grads.A
-    launcher.launch(GRAD_A, chunk.start, tensors, how)
+    GRAD_A.launch((len(h0) * blocks,), tensors, sizes, constants)
 
 
 def _reverse_by_token(

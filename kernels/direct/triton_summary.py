@@ -15,7 +15,7 @@ from torch import Tensor
 from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.direct.reference import MAX_RESIDUAL, ROUNDING
 from bedouin.kernels.launch import next_power_of_two, triton_dtype
-from bedouin.kernels.plans import AFRESH, KEPT_CONSTANTS, Constants, How, Launcher, PlannedKernel
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 MAX_TOKENS = 1024
 """Most tokens that a program reads at a time."""
@@ -135,15 +135,11 @@ def launch_summary(
     summary: Tensor,  # (2, b)
     converged: Tensor,  # (b,)
     max_tokens: int = MAX_TOKENS,
-    launcher: Launcher = AFRESH,
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
-
-    def how() -> How:
-        _, b, t_end = statistics.shape
-        return (b,), (b, t_end), _constants(statistics.dtype, t_end, max_tokens)
-
-    launcher.launch(SUMMARY, None, (statistics, summary, converged), how)
+    _, b, t_end = statistics.shape
+    constants = _constants(statistics.dtype, t_end, max_tokens)
+    SUMMARY.launch((b,), (statistics, summary, converged), (b, t_end), constants)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
@@ -162,18 +158,14 @@ def _constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
 def summarize_adjoint(
     statistics: Tensor,  # (2, b, t): defect, scale
     max_tokens: int = MAX_TOKENS,
-    launcher: Launcher = AFRESH,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (b,) each
     """Steps, residual and convergence of a reverse sweep; no size may be 0."""
     _, b, t_end = statistics.shape
     steps = torch.empty(b, dtype=torch.int64, device=statistics.device)
     residual, converged = statistics.new_empty(b), torch.empty_like(steps, dtype=torch.bool)
-
-    def how() -> How:
-        return (b,), (b, t_end), _adjoint_constants(statistics.dtype, t_end, max_tokens)
-
-    given = statistics.contiguous(), steps, residual, converged
-    launcher.launch(ADJOINT_SUMMARY, None, given, how)
+    constants = _adjoint_constants(statistics.dtype, t_end, max_tokens)
+    tensors = statistics.contiguous(), steps, residual, converged
+    ADJOINT_SUMMARY.launch((b,), tensors, (b, t_end), constants)
     return steps, residual, converged
 
 

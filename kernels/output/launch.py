@@ -22,14 +22,7 @@ from bedouin.kernels.output.triton_kernels import (
     shifted_norm_kernel,
 )
 from bedouin.kernels.output.types import OutputOperands
-from bedouin.kernels.plans import (
-    AFRESH,
-    KEPT_CONSTANTS,
-    Constants,
-    How,
-    Launcher,
-    PlannedKernel,
-)
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 TILE = 1024
 """Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
@@ -49,29 +42,21 @@ def output_forward(
     operands: OutputOperands,
     eps: float,
     dtype: torch.dtype,
-    *,
-    into: Tensor | None = None,  # (b, t, d), or as the operands
-    launcher: Launcher = AFRESH,
-) -> Tensor:  # as y
-    """The gated output in `dtype`, written to `into`, by default to new memory. No size may be 0.
-
-    Operands and `into` may also be rows, (b t, d) or of several heads (H, T, d).
-    """
-    y, _, D, *_, weight = operands
-    out = torch.empty(y.shape, dtype=dtype, device=y.device) if into is None else into
+) -> Tensor:  # (b, t, d)
+    """The gated output in `dtype`. No size may be 0."""
+    y, x, D, gate, fed, z, weight = operands
+    out = torch.empty(y.shape, dtype=dtype, device=y.device)
     d, heads = y.shape[-1], D.numel() // y.shape[-1]
-    rows = _head_rows(heads, y, operands.x, operands.gate, operands.fed, operands.z)
-
-    def how() -> How:
-        tokens, every = rows[0].shape[-2], rows + _head_rows(heads, out)
-        blocks, parts = _blocks(tokens, d), (operands.fed is not None, weight is not None)
-        constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
-        integers = tokens, d, *_row_strides(every), *_head_strides(every)
-        return (ceil_div(tokens, blocks["TOKENS"]), heads), integers, constants
-
+    rows = _head_rows(heads, y, x, gate, fed, z)
+    tokens, parts = rows[0].shape[1], (fed is not None, weight is not None)
+    constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
     norm_weight = D if weight is None else weight.contiguous()
-    tensors = rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out
-    launcher.launch(OUTPUT, None, tensors, how)
+    OUTPUT.launch(
+        (ceil_div(tokens, constants["TOKENS"]), heads),
+        (rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
+        (tokens, d, *_row_strides(rows), *_head_strides(rows)),
+        constants,
+    )
     return out
 
 
@@ -80,38 +65,29 @@ def output_backward(
     operands: OutputOperands,
     eps: float,
     *,
-    into: tuple[Tensor, Tensor] | None = None,  # (b, t, d) each, evenly spaced rows
     most_programs: int = PROGRAMS,
-    adds: bool = True,
-    launcher: Launcher = AFRESH,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight.
 
-    The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). Those of x
-    and gate are written to `into`, by default to new memory. No size may be 0. Operands may also be
-    rows, as those of `output_forward`. Without `adds` the last has one axis more in front, over
-    which the caller adds.
+    The last is (2, d) or (2, H, d); without weight that of D alone, (1, d) or (1, H, d). No size
+    may be 0.
     """
     y, x, D, gate, fed, z, weight = operands
-    given = into or [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (x, gate)]
-    grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
     d, heads = y.shape[-1], D.numel() // y.shape[-1]
-    read = [*_head_rows(heads, grad), *_head_rows(heads, y, x, gate, fed, z)]
-    tokens = read[0].shape[-2]
-    blocks = _blocks(tokens, d)
-    programs = min(ceil_div(most_programs, heads), ceil_div(tokens, blocks["TOKENS"]))
+    rows = [*_head_rows(heads, grad), *_head_rows(heads, y, x, gate, fed, z)]
+    tokens, parts = rows[0].shape[1], (fed is not None, weight is not None)
+    constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
+    programs = min(ceil_div(most_programs, heads), ceil_div(tokens, constants["TOKENS"]))
     sums = y.new_empty(programs, 2 if weight is not None else 1, *D.shape)
-
-    def how() -> How:
-        every, parts = read + _head_rows(heads, *given), (fed is not None, weight is not None)
-        constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
-        integers = tokens, d, *_row_strides(every), *_head_strides(every)
-        return (programs, heads), integers, constants
-
     norm_weight = D if weight is None else weight.contiguous()
-    first = *read[:3], D.contiguous(), *read[3:], norm_weight
-    launcher.launch(OUTPUT_BACKWARD, None, (*first, grad_y, *given, sums), how)
-    return grad_y, given[0], given[1], sums.sum(0) if adds else sums
+    OUTPUT_BACKWARD.launch(
+        (programs, heads),
+        (*rows[:3], D.contiguous(), *rows[3:], norm_weight, *grads, sums),
+        (tokens, d, *_row_strides(rows), *_head_strides(rows)),
+        constants,
+    )
+    return grads[0], grads[1], grads[2], sums.sum(0)
 
 
 def shifted_norm_forward(
@@ -125,12 +101,12 @@ def shifted_norm_forward(
     y = last_axis_contiguous(y)
     first = y if y0 is None else last_axis_contiguous(y0)
     b, t_end, d = y.shape
-    blocks = _blocks(b * t_end, d)
+    constants = _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d)
     SHIFTED_NORM.launch(
-        (ceil_div(b * t_end, blocks["TOKENS"]),),
+        (ceil_div(b * t_end, constants["TOKENS"]),),
         (y, first, out),
         (b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
-        _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d),
+        constants,
     )
     return out
 
@@ -140,25 +116,22 @@ def shifted_norm_backward(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
-    add_to: Tensor | None = None,  # (b, t, d), contiguous
-    launcher: Launcher = AFRESH,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of y and y0, the second empty for None; that of y is added to `add_to` in place,
-    if given."""
-    grad_y = y.new_empty(y.shape) if add_to is None else add_to
-    grads = [grad_y, y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)]
+    """Cotangents of y and y0, the second empty for None."""
+    grad_y = y.new_empty(y.shape)
+    grad_y0 = y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)
     grad, y = last_axis_contiguous(grad), last_axis_contiguous(y)
     first = y if y0 is None else last_axis_contiguous(y0)
-
-    def how() -> How:
-        b, t_end, d = y.shape
-        rows, blocks = b * (t_end + 1), _blocks(b * t_end, d)
-        integers = rows, t_end, d, *grad.stride()[:2], *y.stride()[:2], first.stride(0)
-        constants = _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d, add_to is not None)
-        return (ceil_div(rows, blocks["TOKENS"]),), integers, constants
-
-    launcher.launch(SHIFTED_NORM_BACKWARD, None, (grad, y, first, *grads), how)
-    return grads[0], grads[1]
+    b, t_end, d = y.shape
+    rows = b * (t_end + 1)
+    constants = _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d)
+    SHIFTED_NORM_BACKWARD.launch(
+        (ceil_div(rows, constants["TOKENS"]),),
+        (grad, y, first, grad_y, grad_y0),
+        (rows, t_end, d, *grad.stride()[:2], *y.stride()[:2], first.stride(0)),
+        constants,
+    )
+    return grad_y, grad_y0
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
@@ -171,22 +144,16 @@ def _output_constants(
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _norm_constants(
-    start: bool,
-    eps: float | None,
-    dtype: torch.dtype,
-    tokens: int,
-    d: int,
-    add: bool | None = None,  # None: for the forward kernel
+    start: bool, eps: float | None, dtype: torch.dtype, tokens: int, d: int
 ) -> Constants:
     acc = triton_dtype(accumulator(dtype))
     norm = {"START": start, "NORM": eps is not None, "EPS": eps or 0.0, "ACC": acc}
-    added = {} if add is None else {"ADD": add}
-    return Constants(**norm, **added, **_blocks(tokens, d))
+    return Constants(**norm, **_blocks(tokens, d))
 
 
 def _head_rows(heads: int, first: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """The operands (b, t, d), (b t, d) or (H, T, d) as (H, T, d), or for one head as they are if
-    they are (b t, d): views where the tokens of a head are rows at one distance.
+    """The operands (b, t, d) as (H, T, d): views where the tokens of a head are rows at one
+    distance.
 
     None, which a kernel does not read, is replaced by the first.
     """
@@ -196,22 +163,19 @@ def _head_rows(heads: int, first: Tensor, *others: Tensor | None) -> list[Tensor
 
 def _as_rows(
     heads: int,
-    v: Tensor,  # (b, t, d), (b t, d) or (H, T, d)
-) -> Tensor:  # (H, T, d), or (T, d) for one head
-    # a view of the same shape costs the host as much as some launches
-    if v.dim() == 2 if heads == 1 else v.dim() == 3 and v.shape[0] == heads:
-        return last_axis_contiguous(v)
+    v: Tensor,  # (b, t, d)
+) -> Tensor:  # (H, T, d)
     return last_axis_contiguous(v.reshape(heads, -1, v.shape[-1]))
 
 
 def _row_strides(rows: list[Tensor]) -> list[int]:
-    return [v.stride(-2) for v in rows]
+    return [v.stride(1) for v in rows]
 
 
 def _head_strides(rows: list[Tensor]) -> list[int]:
     """Zeros for one head, since the axis's stride then depends on the number of tokens, and each
     would need a kernel of its own."""
-    return [v.stride(0) if v.dim() == 3 and len(v) > 1 else 0 for v in rows]
+    return [v.stride(0) if len(v) > 1 else 0 for v in rows]
 
 
 def _blocks(tokens: int, d: int) -> dict[str, int]:

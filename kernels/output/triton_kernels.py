@@ -49,13 +49,11 @@ def output_kernel(
     gate_stride,
     fed_stride,
     z_stride,
-    out_stride,
     y_stride_h,
     x_stride_h,
     gate_stride_h,
     fed_stride_h,
     z_stride_h,
-    out_stride_h,
     HEADS: tl.constexpr,
     FED: tl.constexpr,
     NORM: tl.constexpr,
@@ -77,7 +75,7 @@ def output_kernel(
         gate_ptr += head * gate_stride_h
         fed_ptr += head * fed_stride_h
         z_ptr += head * z_stride_h
-        out_ptr += head * out_stride_h
+        out_ptr += head * T * d
 
     y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(ACC)
     x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(ACC)
@@ -93,7 +91,7 @@ def output_kernel(
         out = gate * _sigmoid(gate) * v * inverse[:, None] * weight
     else:
         out = gate * v * _sigmoid(v)
-    _store(out_ptr + token * out_stride + channel, out, mask)
+    _store(out_ptr + token * d + channel, out, mask)
 
 
 @triton.jit
@@ -118,16 +116,12 @@ def output_backward_kernel(
     gate_stride,
     fed_stride,
     z_stride,
-    grad_x_stride,
-    grad_gate_stride,
     grad_stride_h,
     y_stride_h,
     x_stride_h,
     gate_stride_h,
     fed_stride_h,
     z_stride_h,
-    grad_x_stride_h,
-    grad_gate_stride_h,
     HEADS: tl.constexpr,
     FED: tl.constexpr,
     NORM: tl.constexpr,
@@ -150,8 +144,8 @@ def output_backward_kernel(
         fed_ptr += head * fed_stride_h
         z_ptr += head * z_stride_h
         grad_y_ptr += head * T * d
-        grad_x_ptr += head * grad_x_stride_h
-        grad_gate_ptr += head * grad_gate_stride_h
+        grad_x_ptr += head * T * d
+        grad_gate_ptr += head * T * d
     D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
     if NORM:
         weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(ACC)
@@ -185,8 +179,8 @@ def output_backward_kernel(
             grad_v = grad * gate * _silu_slope(v, sigmoid)
         D_sum += grad_v * x
         _store(grad_y_ptr + token * d + channel, grad_v, mask)
-        _store(grad_x_ptr + token * grad_x_stride + channel, (D * grad_v), mask)
-        _store(grad_gate_ptr + token * grad_gate_stride + channel, grad_gate, mask)
+        _store(grad_x_ptr + token * d + channel, D * grad_v, mask)
+        _store(grad_gate_ptr + token * d + channel, grad_gate, mask)
 
     channels = tl.arange(0, BLOCK_D)
     size = d * tl.num_programs(1) if HEADS else d
@@ -245,7 +239,6 @@ def shifted_norm_backward_kernel(
     y_stride_t,
     y0_stride,
     START: tl.constexpr,
-    ADD: tl.constexpr,  # grad_y holds another part of the cotangent, to which this one is added
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     ACC: tl.constexpr,
@@ -270,10 +263,6 @@ def shifted_norm_backward_kernel(
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
-    grad_y = grad_y_ptr + (b * t_end + t - 1) * d + channel
-    if ADD:
-        _store(grad_y, grad + tl.load(grad_y, mask=later, other=0.0).to(ACC), later)
-    else:
-        _store(grad_y, grad, later)
+    _store(grad_y_ptr + (b * t_end + t - 1) * d + channel, grad, later)
     if START:
         _store(grad_y0_ptr + b * d + channel, grad, first)

@@ -27,7 +27,6 @@ from bedouin.checks import (
     positive_int,
 )
 from bedouin.compiled_map import choose_map
-from bedouin.core_map import CoreMap, takes_core
 from bedouin.decoding import StepGraphs, may_replay, takes_graph
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs
 from bedouin.gated_stage import GatedStage
@@ -534,13 +533,9 @@ class FixedPointLayer(GraphedLayer, ABC):
                 window = self._last_window(self.conv, projected, state, packing)
             else:
                 projected, window = self._convolve(self.conv, projected, state, packing)
-        cast_to = autocast_dtype(u)
-        joined = u if joins else None
-        separate = partial(self._separate, projected, joined, state, options, cast_to, packing)
-        if not joins and takes_core(self, projected, options, cast_to):
-            core = CoreMap(self, projected, state, cast_to, packing, separate)
-            return Call(core, core.start, None, state, window)
-        return Call(*separate(), state, window)
+        joined, gemm_dtype = u if joins else None, autocast_dtype(u) or self.D.dtype
+        given = projected, joined, state, options, gemm_dtype, packing
+        return Call(*self._map_and_stage(*given), state, window)
 
     def _convolve(
         self,
@@ -608,18 +603,17 @@ class FixedPointLayer(GraphedLayer, ABC):
         parts = dict(zip(sizes, projected.split(list(sizes.values()), -1), strict=True))
         return torch.cat([parts[name] for name in self._convolved_sizes()], -1)
 
-    def _separate(
+    def _map_and_stage(
         self,
         projected: Tensor,  # (b, t, sum of projected_sizes), or (b, t, d) with u
         u: Tensor | None,  # (b, t, m), if `projected` is x and its product with W^x is to be joined
         state: BedouinState | None,
         options: SolveOptions,
-        cast_to: torch.dtype | None,  # by autocast
-        packing: Packing | None = None,
+        gemm_dtype: torch.dtype,
+        packing: Packing | None,
     ) -> tuple[FixedPointMap | JoinedHeads, Tensor, GatedStage]:
-        """The map, where its solve starts, and the output stage of a call in separate
-        operations."""
-        dtype, gemm_dtype = accumulator(projected.dtype), cast_to or self.D.dtype
+        """The map, where its solve starts, and the output stage."""
+        dtype = accumulator(projected.dtype)
         low = dtype if dtype == torch.float64 else gemm_dtype
         drive, z, gate = None, None, None
         if self.projection == "input":
@@ -806,11 +800,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             if isinstance(call.f, JoinedHeads):
                 y = fold(y, self.num_heads)
             after = outgoing_state(call, y, self.num_heads) if wants_state else None
-            if call.stage is None:
-                assert isinstance(call.f, CoreMap)
-                hidden = call.f.hidden
-            else:
-                hidden = unfold(call.stage.gated(self, y), self.num_heads)
+            hidden = unfold(call.stage.gated(self, y), self.num_heads)
         output: Tensor = self.out_proj(hidden)
         return output, after
 

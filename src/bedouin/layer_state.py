@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from bedouin.core_map import CoreMap
 from bedouin.fixed_point_map import FixedPointMap
 from bedouin.gated_stage import GatedStage
 from bedouin.heads import unfold_state
@@ -21,9 +20,9 @@ from bedouin.state import BedouinState, StateSize, check_state, zero_state
 class Call(NamedTuple):
     """The intermediate values of a call, from its projections to its output stage."""
 
-    f: FixedPointMap | JoinedHeads | CoreMap
+    f: FixedPointMap | JoinedHeads
     start: Tensor  # (b', t, p), where the solve starts
-    stage: GatedStage | None  # None: `f` is a CoreMap, which computes the output stage, too
+    stage: GatedStage
     state: BedouinState | None  # of b samples
     window: Tensor | None  # (b, w - 1, c), of the convolution after the last token
 

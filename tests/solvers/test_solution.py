@@ -91,7 +91,7 @@ def test_copies_hold_deferred_statistics_themselves(duplicate: Any) -> None:
     """What computes and who listens may be anything, here functions that no pickle can hold."""
     cell = BackwardStats()
     heard: list[BackwardStats] = []
-    cell.listen(heard.append, lambda: True)
+    cell.listen(heard.append)
     cell.defer(lambda: _stats([True], [0.25]))
     assert heard == [cell]
     stats = duplicate(SolveStats(*(torch.zeros(1),) * 3, None, cell))

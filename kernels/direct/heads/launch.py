@@ -30,7 +30,6 @@ from bedouin.kernels.direct.triton_constants import (
     mixer_constants,
     norm_constants,
     scan_constants,
-    token_strides,
     uses_tf32,
 )
 from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
@@ -38,14 +37,7 @@ from bedouin.kernels.direct.triton_plan import multiprocessors
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_transposed_weight
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import (
-    AFRESH,
-    KEPT_CONSTANTS,
-    Constants,
-    How,
-    Launcher,
-    PlannedKernel,
-)
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 COLUMNS = 8
 """Fewest columns of a product on tensor cores."""
@@ -78,36 +70,22 @@ def launch_head_sweep(
     keep_every: int,
     samples: int | None = None,
     parts: int | None = None,
-    launcher: Launcher = AFRESH,
 ) -> None:
     """The whole forward sweep, in place; `samples` of a program and `parts` of a sample, a warp
     each, by default chosen."""
-    x, raw, W_y, A, h, kept, y, normed, statistics = buffers
+    x, raw, W_y, A, h, kept, y, first, statistics = buffers
     assert W_y is not None
     b, t_end, d = y.shape
     if samples is None:
         samples = choose_samples(b, A)
-    S = samples
-    programs, W = _programs(b, A, S), _whole_rows(W_y)
-
-    def constants() -> Constants:
-        looks = Like.of(A), Like.of(W_y), options, S, parts, uses_tf32()
-        return _sweep_constants(*looks, keep_every, normed.shape[1] > 1)
-
-    def how() -> How:
-        integers = b // A.shape[0], t_end, d, A.shape[1], *input_strides(x, A), *raw.stride()[:2]
-        return (programs,), (*integers, W.stride(0), normed.stride(0)), constants()
-
+    programs, W = _programs(b, A, samples), _whole_rows(W_y)
+    looks = Like.of(A), Like.of(W_y), options, samples, parts, uses_tf32()
+    constants = _sweep_constants(*looks, keep_every)
     # B, C and alpha of a token, two places for each sample
-    place = launcher.once("place", lambda: _place(constants()))
-    scratch = A.new_empty(programs, S, 2, place)
-    tensors = x, raw, W, A, h, kept, normed, scratch, y, statistics
-    launcher.launch(SWEEP, None, tensors, how)
-
-
-def _place(constants: Constants) -> int:
-    """The size of B, C and alpha of a token."""
-    return int(constants["BLOCK_S"] + constants["ALPHA"])
+    scratch = A.new_empty(programs, samples, 2, constants["BLOCK_S"] + constants["ALPHA"])
+    tensors = x, raw, W, A, h, kept, first, scratch, y, statistics
+    integers = b // A.shape[0], t_end, d, A.shape[1], *input_strides(x, A), *raw.stride()[:2]
+    SWEEP.launch((programs,), tensors, (*integers, W.stride(0)), constants)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
@@ -119,13 +97,11 @@ def _sweep_constants(
     parts: int | None,
     tf32: bool,
     keep_every: int,
-    stores: bool,
 ) -> Constants:
     """The constants of `head_sweep_kernel`."""
     layout, blocks = layout_of(options), _blocks(A, options)
     return Constants(
         KEEP=keep_every,
-        STORE=stores,
         EPS=scan_constants(A.shape[-1], A, options)["EPS"],
         # one product for all reflections, whose rows are then interleaved
         JOINED=layout.num_householder in (2, 4),
@@ -146,35 +122,24 @@ def launch_head_reverse(
     keep_every: int,
     samples: int | None = None,
     parts: int | None = None,
-    *,
-    wants_first: bool = True,
-    launcher: Launcher = AFRESH,
-) -> Tensor | None:
-    """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d) if `wants_first`.
-    `samples` of a program and `parts` of a sample, by default chosen."""
+) -> Tensor:
+    """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d). `samples` of a
+    program and `parts` of a sample, by default chosen."""
     b, t_end, d = known.y.shape
     n = known.A.shape[1]
     size = _tokens_at_once(known.y, n, keep_every, options)
     if samples is None:
         samples = choose_samples(b, known.A)
-    S = samples
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, max(1, keep_every - 1), n, d)
     W = _whole_rows(W)
-    fed, scalars = known.fed is not None, buffers.local.shape[2]
-
-    def find_constants() -> Constants:
-        looks = Like.of(known.A), Like.of(W), options, S, parts, uses_tf32()
-        return _reverse_constants(*looks, keep_every, fed, scalars)
-
-    constants = launcher.once("constants", find_constants)
+    looks = Like.of(known.A), Like.of(W), options, samples, parts, uses_tf32()
+    constants = _reverse_constants(*looks, keep_every, buffers.local.shape[2])
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
-        prepare(known, buffers, chunk, options, launcher)
+        prepare(known, buffers, chunk, options)
         own = buffers.mixed, buffers.local, replayed, chunk
-        _reverse(known, grads, W, *own, constants, launcher)
-    if not wants_first:
-        return None
+        _reverse(known, grads, W, *own, constants)
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
     return apply_transposed_weight(first, W).to(known.A.dtype).unsqueeze(0)
 
@@ -205,24 +170,20 @@ def _reverse(
     replayed: Tensor,  # (b, KEEP - 1, n, d), overwritten
     chunk: range,
     constants: Constants,
-    launcher: Launcher,
 ) -> None:
     x, y, raw, fed, A, h0, kept = known
-    programs = _programs(y.shape[0], A, constants["S"])
-
-    def how() -> How:
-        b, t_end, d = y.shape
-        sizes = chunk.start, len(chunk), t_end, kept.shape[1], b // A.shape[0], d, A.shape[1]
-        inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
-        strides = *inner, *token_strides(fed), W.stride(0), h0.stride(0)
-        return (programs,), (*sizes, grads.raw.shape[-1], *strides), constants
-
+    assert fed is not None
+    b, t_end, d = y.shape
+    programs = _programs(b, A, constants["S"])
+    sizes = chunk.start, len(chunk), t_end, kept.shape[1], b // A.shape[0], d, A.shape[1]
+    inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
+    strides = *inner, *fed.stride()[:2], W.stride(0), h0.stride(0)
     tensors = (
         grads.y,
         x,
         y,
         raw,
-        raw if fed is None else fed,
+        fed,
         W,
         A,
         mixed,
@@ -237,7 +198,7 @@ def _reverse(
         grads.statistics,
         A.new_empty(programs, constants["S"], 2, constants["BLOCK_L"]),
     )
-    launcher.launch(REVERSE, chunk.start, tensors, how)
+    REVERSE.launch((programs,), tensors, (*sizes, grads.raw.shape[-1], *strides), constants)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
@@ -249,7 +210,6 @@ def _reverse_constants(
     parts: int | None,
     tf32: bool,
     keep_every: int,
-    fed: bool,
     scalars: int,  # of a token
 ) -> Constants:
     """The constants of `reverse_head_kernel`."""
@@ -258,7 +218,6 @@ def _reverse_constants(
     return Constants(
         K=layout_of(options).num_householder,
         KEEP=keep_every,
-        FED=fed,
         NORM=options.feedback_norm_eps is not None,
         # a few more than the scalars, whose groups begin at multiples of 4
         BLOCK_L=next_power_of_two(scalars + 16),

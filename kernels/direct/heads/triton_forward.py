@@ -149,7 +149,7 @@ def head_sweep_kernel(
     A_ptr,  # (H, n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
-    normed_ptr,  # (b, t, d) or (b, 1, d): norm(y_{t-1}), in the dtype of W^y; the first is given
+    first_ptr,  # (b, 1, d): norm(y0), in the dtype of W^y
     scratch_ptr,  # (programs, S, 2, BLOCK_S + ALPHA): raw B, C and alpha of a token, in turn
     y_ptr,  # (b, t, d)
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
@@ -163,10 +163,8 @@ def head_sweep_kernel(
     raw_stride_b,
     raw_stride_t,
     W_stride_h,
-    normed_stride_b,
     K: tl.constexpr,
     KEEP: tl.constexpr,
-    STORE: tl.constexpr,  # whether norm(y_{t-1}) is stored for all tokens
     S: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
@@ -203,8 +201,7 @@ def head_sweep_kernel(
     PAIRS: tl.constexpr = K * (K + 1) // 2
     W_at = W_ptr + head * W_stride_h
     W = load_weights(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
-    first_at = normed_ptr + sample[:, None] * normed_stride_b + cols
-    v = tl.load(first_at, mask=in_row, other=0.0)
+    v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
     BLOCKS: tl.constexpr = (n + N - 1) // N
     HOLD_A: tl.constexpr = BLOCKS * N * D <= 1024
     # B of more states is read again where it is needed
@@ -251,8 +248,6 @@ def head_sweep_kernel(
             fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
         # the end of the token before is not on the critical path
         token = sample * t_end + t
-        if STORE:
-            tl.store(normed_ptr + token[:, None] * d + cols, v, mask=inside)
         now = cell + t % 2 * WIDTH
         h, maxima = finish_token(
             last, cell + (t + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE, COUPLED

@@ -60,7 +60,7 @@ def fetch_chunk(
     mixed_row, local_row, raw_row, fed_row,  # pointers (s,) to rows of the first token
     raw_stride, fed_stride,  # between tokens
     d: tl.constexpr, n: tl.constexpr, KEEP: tl.constexpr, LOCAL: tl.constexpr,
-    PARTS: tl.constexpr, FED: tl.constexpr, FAST: tl.constexpr,
+    PARTS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Prefetch what `replay_tokens` will read for KEEP tokens with LOCAL scalars each into the
     second-level cache: it would otherwise wait for device memory in every block of states."""
@@ -70,8 +70,7 @@ def fetch_chunk(
     tokens = tl.arange(0, triton.next_power_of_2(KEEP))
     tokens = tl.minimum(tokens, KEEP - 1)[None, :].to(tl.int64)
     _fetch(raw_row, tokens * raw_stride, FAST)
-    if FED:
-        _fetch(fed_row, tokens * fed_stride, FAST)
+    _fetch(fed_row, tokens * fed_stride, FAST)
 
 
 @triton.jit
@@ -93,13 +92,12 @@ def _load_states(
 def _load_step(
     mixed_row, raw_row, fed_row, B_row,  # pointers (s,)
     count, cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, FED: tl.constexpr,
+    n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """x~, raw Delta and B of a block of states of a token."""
     mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
     delta = tl.load(raw_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
-    if FED:
-        delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
+    delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
     at = tl.arange(0, N)[None, :]
     if n % N == 0:
         B = tl.load(B_row[:, None] + at)
@@ -118,8 +116,7 @@ def replay_tokens(
     A_at,  # pointers (s, d) to state 0 of log2(e) A
     cols, in_row, inside,  # the channels of a row, (s, d) or (1, d); `inside`: those to be stored
     d: tl.constexpr, n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    FED: tl.constexpr, ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr,
-    FAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Store h before all tokens but the first: h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
 
@@ -133,7 +130,7 @@ def replay_tokens(
         B_at = B_row + block * N
         # loads of a token are issued while the one before it is computed
         loaded = _load_step(
-            mixed_row, raw_row, fed_row, B_at, count, cols, in_row, n, ROWS, D, N, FED
+            mixed_row, raw_row, fed_row, B_at, count, cols, in_row, n, ROWS, D, N
         )  # fmt: skip
         for i in range(1, tokens):
             mixed, delta, B = loaded
@@ -141,7 +138,7 @@ def replay_tokens(
             far = step.to(tl.int64)
             loaded = _load_step(
                 mixed_row + step * d, raw_row + far * raw_stride, fed_row + far * fed_stride,
-                B_at + step * B_stride, count, cols, in_row, n, ROWS, D, N, FED,
+                B_at + step * B_stride, count, cols, in_row, n, ROWS, D, N,
             )  # fmt: skip
             delta = fast_activate(delta, ACTIVATION, FAST)
             s = delta if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)

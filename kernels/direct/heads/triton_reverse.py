@@ -133,7 +133,7 @@ def transposed_product(
 def load_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, FED: tl.constexpr,
+    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """x, y, grad_y, x~, the raw values of Delta and u, and their feedback."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
@@ -145,8 +145,7 @@ def load_token(
     for i in tl.static_range(K + 1):
         at = (0 if i == 0 else u_at + (i - 1) * d) + cols
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
-        if FED:
-            fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
+        fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
     return x, y, g, mixed, raw, fed
 
 
@@ -156,7 +155,7 @@ def reverse_head_kernel(
     x_ptr,  # (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r or more), added to raw if FED
+    fed_ptr,  # (b, t, r or more), W^y norm(y_{t-1})
     W_ptr,  # (H, r, d), W^y
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
@@ -197,7 +196,6 @@ def reverse_head_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FED: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
@@ -275,7 +273,7 @@ def reverse_head_kernel(
     loaded = load_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + last_of_count * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        cols, in_row, d, u_at, K, FED,
+        cols, in_row, d, u_at, K,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -309,8 +307,7 @@ def reverse_head_kernel(
                 replayed_row, in_chunk + 1, mixed_row + first * d,
                 raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
                 local_row + first * WIDTH + SIZE, raw_stride_t, fed_stride_t, WIDTH,
-                A_at, cols, in_row, inside, d, n, ROWS, D, N, FED, ACTIVATION, INPUT_SCALE, FULL,
-                FAST,
+                A_at, cols, in_row, inside, d, n, ROWS, D, N, ACTIVATION, INPUT_SCALE, FULL, FAST,
             )  # fmt: skip
             if first > 0:
                 i_before = first - KEEP
@@ -319,7 +316,7 @@ def reverse_head_kernel(
                     kept_memory(h0_row, kept_row, chunk - 1, d, n), mixed_row + i_before * d,
                     local_row + i_before * WIDTH, raw_row + from_token * raw_stride_t,
                     fed_row + from_token * fed_stride_t, raw_stride_t, fed_stride_t, d, n, KEEP,
-                    WIDTH, PARTS, FED, FAST,
+                    WIDTH, PARTS, FAST,
                 )  # fmt: skip
             tl.debug_barrier()
         t = (start + i_token).to(tl.int64)
@@ -343,16 +340,11 @@ def reverse_head_kernel(
         x = x.to(tl.float32)
         y = y.to(tl.float32)
         g = g.to(tl.float32)
-        raw_delta = raw[0].to(tl.float32)
-        if FED:
-            raw_delta += fed[0].to(tl.float32)
+        raw_delta = raw[0].to(tl.float32) + fed[0].to(tl.float32)
         delta = fast_activate(raw_delta, ACTIVATION, FAST)
         u = ()
         for i in tl.static_range(K):
-            if FED:
-                u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
-            else:
-                u = u + (raw[i + 1].to(tl.float32),)
+            u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC = tl.load(row + AT_LAST)[:, None], tl.load(row + AT_LAST + 1)[:, None]
         s = x if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
@@ -407,7 +399,7 @@ def reverse_head_kernel(
         loaded = load_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K, FED,
+            fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K,
         )  # fmt: skip
         w = g
         applied = g

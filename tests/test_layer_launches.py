@@ -1,0 +1,197 @@
+"""How many kernels and operations of torch a call of a layer on Triton launches.
+
+Letters: b batch, t time, m d_model.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bedouin.solvers.direct
+import bedouin.solvers.reporting
+from bedouin import Bedouin, NoMixing
+from bedouin.kernels.operation import OPERATIONS
+from bedouin.kernels.plans import PlannedKernel
+
+SWEEPS = {
+    1: ("sweep_kernel", "reverse_kernel"),
+    2: ("head_sweep_kernel", "reverse_head_kernel"),
+}
+PHASES, WALKS = ("sweep_kernel", "reverse_kernel"), ("walk_kernel", "walk_kernel")
+ALL = ("delta", "B", "C", "mixer")
+
+
+class Inside(TorchDispatchMode):
+    """Shows every operation of torch that runs, also those within our own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def saw(self, func: Any, results: Any) -> None:
+        """Called after each operation."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        own = OPERATIONS.get(func._schema.name)
+        parts = own.function if own is not None else None
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            parts = func.decompose
+        if parts is not None:
+            with self:
+                return parts(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
+        self.saw(func, results)
+        return results
+
+
+class Launches(Inside):
+    """Counts what would be launched on a GPU: operations that compute, and Triton kernels, which do
+    not run."""
+
+    FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def launch(
+        self, kernel: PlannedKernel, grid: Any, tensors: Any, integers: Any, constants: Any
+    ) -> None:
+        self.names.append(kernel.kernel.__name__)
+        # pointers, then integers, then all else by name, as a plan needs them
+        names = kernel.kernel.arg_names
+        given = len(tensors) + len(integers)
+        assert all(name.endswith("_ptr") for name in names[: len(tensors)])
+        assert set(names[given:]) <= set(constants) and not set(names[:given]) & set(constants)
+
+    def saw(self, func: Any, results: Any) -> None:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in self.FREE:
+            self.names.append(name)
+
+
+def launches_of(
+    layer: Bedouin,
+    x: Tensor,  # (b, t, m)
+    monkeypatch: pytest.MonkeyPatch,
+    **places: Any,
+) -> tuple[Launches, Launches]:
+    """Those of forward and backward, on a machine whose device cannot be read."""
+    # it fills uninitialized memory, which costs launches
+    torch.use_deterministic_algorithms(False)
+    for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
+        monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
+    forward, backward = Launches(), Launches()
+    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: forward.launch(*args))
+    with forward:
+        out = layer(x, **places)
+    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: backward.launch(*args))
+    with backward:
+        out.backward(torch.ones_like(out))
+    return forward, backward
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_launches_of_documents(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one length are a batch as it is; others are gathered, in both directions."""
+    layer = Bedouin(32 * num_heads, num_heads=num_heads, backend="triton", on_unconverged="ignore")
+    x = torch.randn(1, 96, 32 * num_heads, requires_grad=True)
+    for bounds, most in (([0, 48, 96], (2, 0)), ([0, 10, 30, 96], (59, 10))):
+        # the same number of chunks
+        ends = torch.tensor(bounds)
+        batch = torch.randn(len(bounds) - 1, int(ends.diff().max()), 32 * num_heads)
+        layer.zero_grad()
+        plain = launches_of(layer, batch.requires_grad_(), monkeypatch)
+        layer.zero_grad()
+        x.grad = None
+        found = launches_of(layer, x, monkeypatch, cu_seqlens=ends)
+        for one, other, more in zip(found, plain, most, strict=True):
+            assert len(one.names) <= len(other.names) + more, one.names
+        assert not {"index_add", "index_put"} & {*found[0].names, *found[1].names}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("feedback", [ALL, ()])
+def test_padding_and_documents_run_the_kernels_of_a_batch(
+    feedback: tuple[str, ...], num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"num_heads": num_heads, "feedback": feedback, "backend": "triton"}
+    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
+
+    def kernels(b: int, t: int, **places: Tensor) -> list[list[str]]:
+        """Triton's, in their order."""
+        layer.zero_grad()
+        x = torch.randn(b, t, 32 * num_heads, requires_grad=True)
+        both = launches_of(layer, x, monkeypatch, **places)
+        return [[name for name in found.names if name.endswith("_kernel")] for found in both]
+
+    batch = kernels(3, 40)
+    assert all(batch)
+    ends = torch.tensor([0, 40, 50, 80])
+    index = torch.searchsorted(ends, torch.arange(80), right=True).unsqueeze(0)
+    mask = torch.arange(40) >= torch.tensor([[0], [13], [40]])
+    assert kernels(3, 40, mask=mask) == kernels(3, 40, mask=mask.flip(1)) == batch
+    assert kernels(1, 80, cu_seqlens=ends) == kernels(1, 80, seq_idx=index) == batch
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("feedback", "num_heads", "most", "kernels"),
+    [
+        (ALL, 1, (18, 49), SWEEPS[1]),
+        (ALL, 2, (23, 50), SWEEPS[2]),
+        # W^y is padded with rows of zeros
+        (("delta", "B"), 1, (19, 48), SWEEPS[1]),
+        (("delta", "B"), 2, (24, 49), SWEEPS[2]),
+        (("delta",), 1, (20, 47), PHASES),
+        (("delta",), 2, (27, 51), PHASES),
+        ((), 1, (16, 32), WALKS),
+        ((), 2, (22, 35), WALKS),
+    ],
+)
+def test_the_number_of_launches(
+    feedback: tuple[str, ...],
+    num_heads: int,
+    most: tuple[int, int],
+    kernels: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 40 samples of 16 tokens, which the reverse sweep of one head takes in one chunk."""
+    layer = Bedouin(
+        32 * num_heads,
+        num_heads=num_heads,
+        feedback=feedback,
+        backend="triton",
+        on_unconverged="ignore",
+    )
+    x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
+    forward, backward = launches_of(layer, x, monkeypatch)
+    assert len(forward.names) <= most[0], forward.names
+    assert len(backward.names) <= most[1], backward.names
+    assert kernels[0] in forward.names and kernels[1] in backward.names
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, (23, 46)), ({"feedback": ("delta",)}, (30, 47))]
+)
+def test_the_number_of_launches_without_reflections(
+    options: dict[str, Any], most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of heads, in the sweep and in the phases."""
+    options = {"num_heads": 2, "backend": "triton", **options}
+    x = torch.randn(40, 16, 64, requires_grad=True)
+    layer = Bedouin(64, mixer=NoMixing(), on_unconverged="ignore", **options)
+    forward, backward = launches_of(layer, x, monkeypatch)
+    assert len(forward.names) <= most[0], forward.names
+    assert len(backward.names) <= most[1], backward.names
