@@ -56,20 +56,6 @@ def sums(values, AXIS: tl.constexpr = 0):
 
 
 @triton.jit
-def sums_at_once(values):
-    """Sums of vectors (d,), 32 in one exchange, for programs that wait more than they compute."""
-    N: tl.constexpr = len(values)
-    out = ()
-    for i in tl.static_range(N // 32):
-        out = out + _sums_of_joined(values[32 * i : 32 * i + 32], 5)
-    REST: tl.constexpr = N % 32
-    if REST > 0:
-        LEVELS: tl.constexpr = (REST > 1) + (REST > 2) + (REST > 4) + (REST > 8) + (REST > 16)
-        out = out + _sums_of_joined(values[N - REST : N], LEVELS)
-    return out
-
-
-@triton.jit
 def _sums_of_joined(values, LEVELS: tl.constexpr):
     """Sums of up to 2^LEVELS vectors (d,), which are joined to one tensor; its sum over d is taken
     apart again."""

@@ -14,7 +14,6 @@ from bedouin.checks import known_options, one_of
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import by_head
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
@@ -139,7 +138,6 @@ class Bedouin(FixedPointLayer):
     """
 
     components = ("delta", "B", "C", "mixer", "erase")
-    has_fused_step = True
 
     A_log: nn.Parameter
     omega: nn.Parameter
@@ -383,11 +381,6 @@ class Bedouin(FixedPointLayer):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", erase={self.erase}" if self.erase else "")
-
-    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
-        if self.decay == "mamba":
-            return "exp", 1.0, self.A_log
-        return "softplus", GRIFFIN_SHARPNESS, self.omega
 
     def _A(self) -> Tensor:
         if self.decay == "mamba":

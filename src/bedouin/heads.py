@@ -61,26 +61,25 @@ def by_head(
 
 
 def fold_state(state: BedouinState, num_heads: int) -> BedouinState:
-    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer, whose
-    convolution is outside of the folded part."""
+    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer; the
+    window of its convolution, which is outside of the folded part, as it is."""
     if num_heads == 1:
         return state
     pair = state.ssm, state.y
-    return BedouinState(
-        *(v.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 1) for v in pair)
-    )
+    ssm, y = (v.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 1) for v in pair)
+    return BedouinState(ssm, y, state.conv)
 
 
-def unfold_state(
-    ssm: Tensor,  # (H b, p, n)
-    y: Tensor,  # (H b, p)
-    num_heads: int,
-) -> BedouinState:
-    """The state of the layer from that of folded samples, in memory of its own."""
+def unfold_state(state: BedouinState, num_heads: int) -> BedouinState:
+    """The inverse of `fold_state`, with ssm and y in memory of their own."""
+    pair = state.ssm, state.y
     if num_heads == 1:
-        return BedouinState(ssm.clone(), y.clone())
-    # joined by torch.cat, since a view keeps FSDP from gathering the parameters for its backward
-    return BedouinState(*(torch.cat(v.unflatten(0, (num_heads, -1)).unbind(), 1) for v in (ssm, y)))
+        ssm, y = (v.clone() for v in pair)
+    else:
+        # joined by torch.cat, since a view keeps FSDP from gathering the parameters for its
+        # backward
+        ssm, y = (torch.cat(v.unflatten(0, (num_heads, -1)).unbind(), 1) for v in pair)
+    return BedouinState(ssm, y, state.conv)
 
 
 class HeadLinear(nn.Module):

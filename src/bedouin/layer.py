@@ -31,10 +31,9 @@ from bedouin.decoding import StepGraphs, may_replay, takes_graph
 from bedouin.fixed_point_map import FixedPointMap, ScanInputs
 from bedouin.gated_stage import GatedStage
 from bedouin.graphed import GraphedLayer
-from bedouin.heads import by_head, choose_num_heads, fold_pair, fold_state, make_linear
+from bedouin.heads import by_head, choose_num_heads, fold_pair, make_linear, unfold_state
 from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
-from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
@@ -43,7 +42,7 @@ from bedouin.kernels.projection import GATE, Part, split_projection, takes_split
 from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_checks import check_device, check_projection_dtype, inner_size
-from bedouin.layer_state import Call, incoming_state, outgoing_state
+from bedouin.layer_state import Call, incoming_state
 from bedouin.mixers import ChannelMixer
 from bedouin.packing import Packing, Places, find_packing, hold_memory
 from bedouin.parameterization import (
@@ -94,16 +93,8 @@ class FixedPointLayer(GraphedLayer, ABC):
     components: ClassVar[tuple[str, ...]]
     """Names of the raw components, in the order of the fused projection; the gate is last."""
 
-    has_fused_step: ClassVar[bool] = False
-    """Whether the decoding kernel computes the `_split`, `_A` and `drive` of exactly this class. A
-    subclass must set it again, since it may override them."""
-
     has_drive: ClassVar[bool] = False
     """Whether `drive` changes its argument."""
-
-    unfused: str | None
-    """The first option that operations which compute several parts of a layer at once do not cover;
-    None if there is none."""
 
     state_size: StateSize
     """The sizes of the state of one sample."""
@@ -210,7 +201,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             size = sum(self._convolved_sizes().values())
             self.conv = ShortConvolution(size, width, bias=not from_input, **factory)
         window = None if self.conv is None else self.conv.window_size
-        self.state_size, self.unfused = StateSize(d, d_state, window), self._find_unfused()
+        self.state_size = StateSize(d, d_state, window)
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
         biases = sum(self._biased_sizes().values()) if from_input else r
         has_bias = bias and (biases > 0 or not from_input)
@@ -237,10 +228,6 @@ class FixedPointLayer(GraphedLayer, ABC):
     @abstractmethod
     def _A(self) -> Tensor:
         """A (d, n), with which the decay is exp(A Delta)."""
-
-    @abstractmethod
-    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
-        """How `_A` is computed: the kind of decay, its sharpness, and the parameter (d, n)."""
 
     @abstractmethod
     def layout(self) -> RawLayout | None:
@@ -278,16 +265,6 @@ class FixedPointLayer(GraphedLayer, ABC):
     def fed_channels(self) -> int:
         """The channels of y_{t-1} that W^y of a head reads."""
         return self.head_dim if self.feedback_scope == "head" else self.d_inner
-
-    def _find_unfused(self) -> str | None:
-        """What `unfused` says."""
-        if self.projection == "input":
-            return "projection='input'"
-        if X in self.feedback:
-            return "feedback of x"
-        if self.feedback_scope == "layer" and self.num_heads > 1:
-            return "feedback_scope='layer'"
-        return "erase" if self._erases else None
 
     @property
     def _erases(self) -> bool:
@@ -453,7 +430,8 @@ class FixedPointLayer(GraphedLayer, ABC):
         call = self._project(x, state, self.solve_options, packing)
         with without_autocast(x.device):
             solution = self.solve_options.solve(call.f, call.start, 1, self._caller(packing))
-        output, new_state = self._output(call, solution.value, return_state)
+        output, after = self._output(call, solution.value, return_state)
+        new_state = None if after is None else unfold_state(after, self.num_heads)
         if packing is not None:
             output, new_state = packing.put(output, x.shape), packing.after(new_state)
         return (output, new_state) if return_state else output
@@ -481,29 +459,44 @@ class FixedPointLayer(GraphedLayer, ABC):
         self.check_input(x_t, rank=2)
         if replays and takes_graph(self, x_t):
             return self.graphs.step(self, x_t, state)
-        output, after, _ = self._one_token(x_t, state, self.solve_options, self._caller())
-        return output, after
+        return self._one_token(x_t, state)
 
-    def solve_token(
-        self, x_t: Tensor, state: BedouinState
-    ) -> tuple[Tensor, BedouinState, SolveStats]:
-        """`step` without a report on its outcome, which is the third result."""
-        parts = self.num_heads if self.feedback_scope == "head" else 1
-        caller = Caller(type(self).__name__, self.deferred, num_parts=parts)
-        options = replace(self.solve_options, on_unconverged="ignore")
-        return self._one_token(x_t, state, options, caller)
+    def _one_token(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
+        """`step` without a graph."""
+        call = self._project(x_t.unsqueeze(1), state, self.token_options)
+        output, after, _ = self._solve_token(call, self.token_options, self._caller())
+        return output, unfold_state(after, self.num_heads)
 
-    def _one_token(
-        self, x_t: Tensor, state: BedouinState, options: SolveOptions, caller: Caller
+    def advance(
+        self,
+        x_t: Tensor,  # (b, m)
+        before: BedouinState,  # of folded samples
     ) -> tuple[Tensor, BedouinState, SolveStats]:
-        if self.is_structured:
-            options = replace(options, solver=Direct())
-        call = self._project(x_t.unsqueeze(1), state, options)
-        with without_autocast(x_t.device):
+        """A token for decoding: (b, m) -> (b, m), the state of the folded samples after it, and
+        statistics of `num_parts` parts of each sample, about which nothing is reported."""
+        options = replace(self.token_options, on_unconverged="ignore")
+        call = self._call(self.in_proj(x_t.unsqueeze(1)), None, before, options, None)
+        return self._solve_token(call, options, Caller(type(self).__name__, self.deferred))
+
+    def _solve_token(
+        self, call: Call, options: SolveOptions, caller: Caller
+    ) -> tuple[Tensor, BedouinState, SolveStats]:
+        with without_autocast(call.start.device):
             solution = options.solve(call.f, call.start, 1, caller)
         output, after = self._output(call, solution.value, True)
         assert after is not None
         return output.squeeze(1), after, solution.stats
+
+    @property
+    def token_options(self) -> SolveOptions:
+        """The options of the solve of one token."""
+        options = self.solve_options
+        return replace(options, solver=Direct()) if self.is_structured else options
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a sample that converge by themselves."""
+        return self.num_heads if self.feedback_scope == "head" else 1
 
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
@@ -526,27 +519,37 @@ class FixedPointLayer(GraphedLayer, ABC):
         u = u if packing is None else packing.take(u)
         joins = self._joins_weights(u)
         projected = F.linear(u, self.in_proj.weight[: self.d_inner]) if joins else self.in_proj(u)
-        state = incoming_state(state, projected, self.state_size, packing)
+        before = incoming_state(state, projected, self.state_size, packing, self.num_heads)
+        return self._call(projected, u if joins else None, before, options, packing)
+
+    def _call(
+        self,
+        projected: Tensor,  # (b, t, sum of projected_sizes), or (b, t, d) with u
+        u: Tensor | None,  # (b, t, m), if `projected` is x and its product with W^x is to be joined
+        before: BedouinState | None,  # of folded samples
+        options: SolveOptions,
+        packing: Packing | None,
+    ) -> Call:
         window = None
         if self.conv is not None:
             if self._splits_at_once(projected):
-                window = self._last_window(self.conv, projected, state, packing)
+                window = self._last_window(self.conv, projected, before, packing)
             else:
-                projected, window = self._convolve(self.conv, projected, state, packing)
-        joined, gemm_dtype = u if joins else None, autocast_dtype(u) or self.D.dtype
-        given = projected, joined, state, options, gemm_dtype, packing
-        return Call(*self._map_and_stage(*given), state, window)
+                projected, window = self._convolve(self.conv, projected, before, packing)
+        gemm_dtype = autocast_dtype(projected) or self.D.dtype
+        given = projected, u, before, options, gemm_dtype, packing
+        return Call(*self._map_and_stage(*given), before, window)
 
     def _convolve(
         self,
         conv: ShortConvolution,
         projected: Tensor,  # (b, t, sum of projected_sizes)
-        state: BedouinState | None,
+        before: BedouinState | None,
         packing: Packing | None,
     ) -> tuple[Tensor, Tensor]:  # as projected, (b, w - 1, c)
         """SiLU(conv(v)) in place of the parts v that the convolution acts on, and its window after
         the last token."""
-        window = _window(conv, projected, state)
+        window = _window(conv, projected, before)
         if not projected.numel():
             return projected, window
         sizes, convolved = self.projected_sizes, self._convolved_sizes()
@@ -577,11 +580,11 @@ class FixedPointLayer(GraphedLayer, ABC):
         self,
         conv: ShortConvolution,
         projected: Tensor,  # (b, t, sum of projected_sizes)
-        state: BedouinState | None,
+        before: BedouinState | None,
         packing: Packing | None,
     ) -> Tensor:  # (b, w - 1, c)
         """The convolution's window after the last token."""
-        window = _window(conv, projected, state)
+        window = _window(conv, projected, before)
         count, lengths = window.shape[1], None if packing is None else packing.padded_lengths()
         if lengths is None:
             last = self._convolved(projected[:, max(0, projected.shape[1] - count) :])
@@ -591,8 +594,8 @@ class FixedPointLayer(GraphedLayer, ABC):
         places = (lengths.unsqueeze(1) + torch.arange(-count, 0, device=window.device)).unsqueeze(2)
         columns = places.clamp(min=0).expand(-1, -1, projected.shape[2])
         found = self._convolved(projected.gather(1, columns)).to(window.dtype)
-        before = window.gather(1, (places + count).clamp(max=count - 1).expand(window.shape))
-        return torch.where(places < 0, before, found)
+        earlier = window.gather(1, (places + count).clamp(max=count - 1).expand(window.shape))
+        return torch.where(places < 0, earlier, found)
 
     def _convolved(
         self,
@@ -607,7 +610,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         self,
         projected: Tensor,  # (b, t, sum of projected_sizes), or (b, t, d) with u
         u: Tensor | None,  # (b, t, m), if `projected` is x and its product with W^x is to be joined
-        state: BedouinState | None,
+        before: BedouinState | None,
         options: SolveOptions,
         gemm_dtype: torch.dtype,
         packing: Packing | None,
@@ -617,7 +620,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         low = dtype if dtype == torch.float64 else gemm_dtype
         drive, z, gate = None, None, None
         if self.projection == "input":
-            x, raw, drive, z = self._split_projected(projected, state)
+            x, raw, drive, z = self._split_projected(projected, before)
             if self.output == "paper":
                 z, gate = None, z
         elif u is not None:
@@ -629,7 +632,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             raw, gate = self._project_x(x, low)
         with without_autocast(x.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
-            f = self._map(x, raw, drive, W_y, state, packing)
+            f = self._map(x, raw, drive, W_y, before, packing)
             stage = GatedStage(x, z, gate, W_gate, f.operands.y0, low)
             if self.feedback_scope == "layer" and self.num_heads > 1:
                 joined = JoinedHeads(f, self.num_heads)
@@ -643,7 +646,7 @@ class FixedPointLayer(GraphedLayer, ABC):
     def _split_projected(
         self,
         projected: Tensor,  # (b, t, sum of projected_sizes)
-        state: BedouinState | None,
+        before: BedouinState | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """x (b', t, p), the raw values (b', t, r), the mixer's input (b', t, p) if it is not x, and
         the gate (b', t, p), from one product of the input, whose parts have been convolved unless
@@ -652,7 +655,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         if self._splits_at_once(projected):
             weight, window = None if self.conv is None else self.conv.weight, None
             if self.conv is not None and weight is not None:
-                window = _window(self.conv, projected, state).float()
+                window = _window(self.conv, projected, before).float()
             bias = self._input_bias().reshape(heads, -1)
             x, raw, gate = split_projection(projected, bias, weight, window, self._parts())
             return x, raw, None, gate
@@ -753,20 +756,19 @@ class FixedPointLayer(GraphedLayer, ABC):
         raw: Tensor,  # (b', t, r)
         drive: Tensor | None,  # (b', t, p); None: that of x
         W_y: Tensor | None,  # (f, c) or (H, f, c)
-        state: BedouinState | None,  # of b samples
+        before: BedouinState | None,  # of folded samples
         packing: Packing | None = None,
     ) -> FixedPointMap:
         dtype = accumulator(x.dtype)
         if drive is None:
             drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
-        folded = None if state is None else fold_state(state, self.num_heads)
-        before = (None, None) if folded is None else (folded.ssm, folded.y)
+        start = (None, None) if before is None else (before.ssm, before.y)
         lengths = None if packing is None else packing.padded_lengths(self.num_heads)
         if lengths is not None:
             closed, erases = self._raw_without_delta, self._erases
             raw = hold_memory(raw, lengths, self.head_dim, closed, erases)
-        operands = Operands(drive, raw, W_y, A, *before)
+        operands = Operands(drive, raw, W_y, A, *start)
         options = self.parameterization(), self.mixer, self._split, self.backend
         return choose_map(self.is_structured)(operands, *options, lengths)
 
@@ -774,8 +776,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         name, draw = type(self).__name__, self.next_draw()
         record = partial(self._keep_stats, packing)
         watch = StepRecorder() if self.record_history else None
-        parts = self.num_heads if self.feedback_scope == "head" else 1
-        return Caller(name, self.deferred, draw, record, parts, watch)
+        return Caller(name, self.deferred, draw, record, self.num_parts, watch)
 
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
@@ -795,11 +796,12 @@ class FixedPointLayer(GraphedLayer, ABC):
         y: Tensor,  # (b', t, p), the fixed point, or (b, t, d) with feedback of all heads
         wants_state: bool,
     ) -> tuple[Tensor, BedouinState | None]:
-        """The layer's output (b, t, m), and the state after the last token if wanted."""
+        """The layer's output (b, t, m), and the state of the folded samples after the last token
+        if wanted."""
         with without_autocast(y.device):
             if isinstance(call.f, JoinedHeads):
                 y = fold(y, self.num_heads)
-            after = outgoing_state(call, y, self.num_heads) if wants_state else None
+            after = call.after(y) if wants_state else None
             hidden = unfold(call.stage.gated(self, y), self.num_heads)
         output: Tensor = self.out_proj(hidden)
         return output, after
@@ -840,11 +842,11 @@ class FixedPointLayer(GraphedLayer, ABC):
 def _window(
     conv: ShortConvolution,
     projected: Tensor,  # (b, t, any size)
-    state: BedouinState | None,
+    before: BedouinState | None,
 ) -> Tensor:  # (b, w - 1, c)
     """The inputs of the convolution before the first token."""
-    if state is None:
+    if before is None:
         shape = projected.shape[0], *conv.window_size
         return projected.new_zeros(shape, dtype=accumulator(projected.dtype))
-    assert state.conv is not None
-    return state.conv
+    assert before.conv is not None
+    return before.conv

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bedouin.fixed_point_map import FixedPointMap
 from bedouin.gated_stage import GatedStage
-from bedouin.heads import unfold_state
+from bedouin.heads import fold_state
 from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.launch import accumulator
 from bedouin.packing import Packing, last_token
@@ -23,8 +23,21 @@ class Call(NamedTuple):
     f: FixedPointMap | JoinedHeads
     start: Tensor  # (b', t, p), where the solve starts
     stage: GatedStage
-    state: BedouinState | None  # of b samples
+    before: BedouinState | None  # of folded samples, before the first token; None: zeros
     window: Tensor | None  # (b, w - 1, c), of the convolution after the last token
+
+    def after(
+        self,
+        y: Tensor,  # (b', t, p), the fixed point
+    ) -> BedouinState:
+        """The state of the folded samples after the last token, which may share memory with what
+        the call has computed."""
+        before, f = self.before, self.f
+        if before is not None and y.shape[1] == 0:
+            return before.clone()
+        f = f.f if isinstance(f, JoinedHeads) else f
+        last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.y0)
+        return BedouinState(f.memory(y), last, self.window)
 
 
 def incoming_state(
@@ -32,34 +45,20 @@ def incoming_state(
     x: Tensor,  # (b, t, any size)
     size: StateSize,
     packing: Packing | None,
+    num_heads: int,
 ) -> BedouinState | None:
-    """The state before the first token of each sample; None: zeros.
+    """The state of the folded samples before the first token; None: zeros.
 
     A call without tokens returns it, so it is then not None. Raises TypeError or ValueError for a
     state that does not fit.
     """
     dtype = accumulator(x.dtype)
     if state is None:
-        return None if x.shape[1] else zero_state(x.shape[0], size, dtype, x.device)
+        if x.shape[1]:
+            return None
+        return fold_state(zero_state(x.shape[0], size, dtype, x.device), num_heads)
     rows = x.shape[0] if packing is None else packing.num_states
     state = check_state(state, rows, size, x.new_empty(0, dtype=dtype))
-    if packing is None:
-        return state
-    return packing.before(state, zero_state(1, size, dtype, x.device))
-
-
-def outgoing_state(
-    call: Call,
-    y: Tensor,  # (b', t, p), the fixed point
-    num_heads: int,
-) -> BedouinState:
-    """The state after the last token of each sample."""
-    state, f = call.state, call.f
-    f = f.f if isinstance(f, JoinedHeads) else f
-    if state is not None and y.shape[1] == 0:
-        return state.clone()
-    lengths = f.lengths
-    last = y[:, -1] if lengths is None else last_token(y, lengths, f.y0)
-    # copies, because a view would keep all of y alive and may share what autograd has saved
-    after = unfold_state(f.memory(y), last, num_heads)
-    return BedouinState(after.ssm, after.y, call.window)
+    if packing is not None:
+        state = packing.before(state, zero_state(1, size, dtype, x.device))
+    return fold_state(state, num_heads)

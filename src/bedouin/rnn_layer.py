@@ -14,7 +14,6 @@ from bedouin.checks import known_options, one_of, ordered_subset
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.decode import DecayKind
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.padding import CLOSED
@@ -58,7 +57,6 @@ class FixedPointRNN(FixedPointLayer):
     """
 
     components = ("decay", "mixer")
-    has_fused_step = True
     has_drive = True
     absent_options: ClassVar[dict[str, str]] = {
         "erase": "its memory is one number a channel and has no keys: use Bedouin",
@@ -177,11 +175,6 @@ class FixedPointRNN(FixedPointLayer):
     def layout(self) -> RawLayout | None:
         activation: Activation = "softplus_of_minus" if self.decay == "sigmoid" else "sigmoid"
         return householder_layout(self.mixer, activation, selective=False)
-
-    def decay_parameter(self) -> tuple[DecayKind, float, Tensor | None]:
-        if self.decay == "sigmoid":
-            return "one", 1.0, None
-        return "softplus", GRIFFIN_SHARPNESS, self.omega
 
     def _A(self) -> Tensor:
         if self.decay == "sigmoid":

@@ -106,8 +106,6 @@ def unfit(monkeypatch: pytest.MonkeyPatch) -> Unfit:
     from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
 
-    from bedouin.kernels.decode import triton_overlap
-
     names: list[str] = []
 
     def run(self: Any, *args: Any, **options: Any) -> None:
@@ -118,7 +116,6 @@ def unfit(monkeypatch: pytest.MonkeyPatch) -> Unfit:
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(kernels_backend, "is_cuda_device", lambda device: True)
     monkeypatch.setattr(triton_plan.Device, "of", staticmethod(lambda device: Device(132, 232448)))
-    monkeypatch.setattr(triton_overlap, "ENABLED", False)
     return lambda *some: names.extend(some)
 
 
@@ -184,7 +181,7 @@ def test_a_decoded_token_falls_back_to_the_reference(num_heads: int, unfit: Unfi
         layer = make(Bedouin, backend, num_heads=num_heads)
         x_t = torch.randn(2, M, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
-            output, state, _ = layer.solve_token(x_t, layer.init_state(2))
+            output, state = layer.step(x_t, layer.init_state(2))
         found.append([output, state.y, state.ssm])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

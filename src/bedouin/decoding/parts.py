@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bedouin.convolved import Convolved, ConvolvedState
-from bedouin.decoding.token import Buffers, DecodedLayer, advance, may_replay, takes_graph
+from bedouin.decoding.token import Buffers, DecodedLayer, may_replay, takes_graph
 from bedouin.state import BedouinState, check_state
 from bedouin.wrapped import is_untouched
 
@@ -59,8 +59,8 @@ class FixedPointPart:
     ) -> None:
         self.buffers = Buffers(layer, len(like))
         self._tokens = 0
-        # with its version, which all of it shares
-        self._last: tuple[BedouinState, int] | None = None
+        # the state after it, with the versions of its tensors
+        self._last: list[tuple[Tensor, int]] | None = None
 
     def advance(
         self,
@@ -68,17 +68,19 @@ class FixedPointPart:
         u: Tensor,  # (b, m)
     ) -> Tensor:  # (b, m)
         layer.check_input(u, rank=2)
-        return advance(layer, u, self.buffers)
+        output, after, stats = layer.advance(u, self.buffers.state)
+        self.buffers.update(after, stats)
+        return output
 
     def start(self) -> None:
-        self.buffers.all_converged.fill_(True)
+        self.buffers.forget()
 
     def load(self, layer: DecodedLayer, state: BedouinState) -> None:
         """Copy a state into the buffers, unless it is the unchanged state of the last token."""
         last = self._last
         if last is not None and isinstance(state, BedouinState):
-            same = zip(state, last[0], strict=False)
-            if all(v is before for v, before in same) and state.ssm._version == last[1]:
+            same = zip(state, last, strict=False)
+            if all([v is before and v._version == version for v, (before, version) in same]):
                 return
         self.buffers.load(state)
 
@@ -97,7 +99,7 @@ class FixedPointPart:
 
     def copies(self, layer: DecodedLayer) -> BedouinState:
         state, vars(layer)["stats"] = self.buffers.copies()
-        self._last = state, state.ssm._version
+        self._last = [(v, v._version) for v in state]
         return state
 
 

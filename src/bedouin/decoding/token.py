@@ -1,8 +1,7 @@
 """One token on buffers: what it needs of a layer, and when a CUDA graph of it may be used.
 
 A token is the layer's own exact step, whatever its options: a graph removes the time that the host
-needs to launch it. Letters: b batch, m d_model, d d_inner, n d_state, w - 1 and c the sizes of a
-convolution's window.
+needs to launch it. Letters: b batch, m d_model.
 """
 
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bedouin.heads import fold_state, unfold_state
 from bedouin.kernels.backend import (
     choose_backend,
     interpreter_is_on,
@@ -20,7 +20,7 @@ from bedouin.kernels.backend import (
 from bedouin.kernels.operands import RawLayout
 from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.solution import SolveStats, has_values
+from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, StateSize, check_state
 from bedouin.wrapped import is_untouched
@@ -30,6 +30,7 @@ class DecodedLayer(Protocol):
     """What decoding uses of a layer, which this package therefore need not import."""
 
     state_size: StateSize
+    num_heads: int
     solve_options: SolveOptions
     D: nn.Parameter
 
@@ -48,70 +49,67 @@ class DecodedLayer(Protocol):
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]: ...
 
-    def solve_token(
-        self, x_t: Tensor, state: BedouinState
+    @property
+    def num_parts(self) -> int: ...
+
+    def advance(
+        self, x_t: Tensor, before: BedouinState
     ) -> tuple[Tensor, BedouinState, SolveStats]: ...
 
 
 class Buffers:
-    """State and statistics of b samples at fixed places, in one block that is copied at once."""
+    """State and statistics of b samples at fixed places, the state that of folded samples
+    (bedouin.heads), as the layer's kernels take it."""
 
     def __init__(self, layer: DecodedLayer, b: int) -> None:
-        self._size, like = layer.state_size, layer.init_state(0).y
-        d, n, window = self._size
-        conv = () if window is None else (b, *window)
-        self._shapes = (b, n, d), (b, d), conv, (3, b)
-        counts = [torch.Size(shape).numel() if shape else 0 for shape in self._shapes]
-        self._counts = counts
-        self.block = like.new_zeros(sum(counts))
-        self.state, statistics = self._views(self.block)
-        self.residual, self.pivot, self.converged = statistics.unbind()
-        self.all_converged = torch.ones(b, dtype=torch.bool, device=like.device)
-        self.num_steps = torch.ones(b, dtype=torch.int64, device=like.device)
-
-    def _views(
-        self,
-        block: Tensor,  # (size,)
-    ) -> tuple[BedouinState, Tensor]:
-        """The state in a block, h state-major in memory; and (3, b): residual, smallest pivot, and
-        1 where the token converged."""
-        h, y, conv, statistics = block.split(self._counts)
-        of_h, of_y, of_conv, of_statistics = self._shapes
-        window = conv.view(of_conv) if of_conv else None
-        return BedouinState(h.view(of_h).mT, y.view(of_y), window), statistics.view(of_statistics)
+        self._b, self._size = b, layer.state_size
+        self._heads, self._parts = layer.num_heads, layer.num_parts
+        (d, n, window), like = self._size, layer.init_state(0).y
+        # the states before the channels in memory, as the sweeps store h
+        h = like.new_zeros(self._heads * b, n, d // self._heads)
+        y = like.new_zeros(self._heads * b, d // self._heads)
+        conv = None if window is None else like.new_zeros(b, *window)
+        self.state = BedouinState(h.mT, y, conv)
+        self._statistics = like.new_zeros(3, self._parts * b)
+        self._all_converged = torch.ones(self._parts * b, dtype=torch.bool, device=like.device)
 
     def load(self, state: BedouinState) -> None:
         """Copy a state in; raises TypeError or ValueError where it does not fit."""
-        state = check_state(state, len(self.num_steps), self._size, self.residual)
-        self._copy(state)
+        self._copy(fold_state(check_state(state, self._b, self._size, self.state.y), self._heads))
 
     def _copy(self, state: BedouinState) -> None:
         for to, value in zip(self.state, state, strict=True):
             to.copy_(value)
 
-    def update(self, state: BedouinState, stats: SolveStats) -> None:
+    def update(self, after: BedouinState, stats: SolveStats) -> None:
         """Take over the results of a token."""
-        self._copy(state)
-        self.residual.copy_(stats.residual)
-        self.converged.copy_(stats.converged)
-        self.all_converged.logical_and_(stats.converged)
+        self._copy(after)
         assert stats.conditioning is not None
-        self.pivot.copy_(stats.conditioning)
+        of_token = stats.residual, stats.conditioning, stats.converged.to(stats.residual.dtype)
+        torch.stack(of_token, out=self._statistics)
+        self._all_converged.logical_and_(stats.converged)
 
     def copies(self) -> tuple[BedouinState, SolveStats]:
-        """State and statistics, in one new block."""
+        """State and statistics of the last token."""
         # outside inference mode tensors have version counters, which tell whether a state that is
         # passed back was changed or can stay in place
         with torch._C._InferenceMode(False):
-            block = self.block.clone()
-            state, (residual, pivot, converged) = self._views(block)
-        return state, SolveStats(self.num_steps, residual, converged > 0, pivot)
+            state = unfold_state(self.state, self._heads)
+            conv = None if state.conv is None else state.conv.clone()
+            residual, pivot, converged = self._statistics.clone()
+        stats = DeferredStats(None, residual, converged > 0, pivot).of_parts(self._parts)
+        return BedouinState(state.ssm, state.y, conv), stats
 
     def take_stats(self) -> SolveStats:
         """Statistics of the last token, where `converged` covers all tokens since the last call."""
-        converged = self.all_converged.clone()
-        self.all_converged.fill_(True)
-        return SolveStats(self.num_steps, self.residual.clone(), converged, self.pivot.clone())
+        residual, pivot, _ = self._statistics.clone()
+        converged = self._all_converged.clone()
+        self.forget()
+        return DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
+
+    def forget(self) -> None:
+        """Discard whether tokens have converged."""
+        self._all_converged.fill_(True)
 
 
 def allows_graph(layer: DecodedLayer) -> bool:
@@ -152,14 +150,3 @@ def may_replay(layer: DecodedLayer, x_t: Any) -> bool:
     if torch.version.hip is not None:
         return False
     return not torch.cuda.is_current_stream_capturing()
-
-
-def advance(
-    layer: DecodedLayer,
-    u: Tensor,  # (b, m)
-    buffers: Buffers,
-) -> Tensor:  # (b, m)
-    """One token; the buffers move on by it."""
-    output, state, stats = layer.solve_token(u, buffers.state)
-    buffers.update(state, stats)
-    return output
