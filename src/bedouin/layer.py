@@ -680,18 +680,18 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _input_bias(self) -> Tensor:  # (r,) or (H, r)
         """The bias of the raw values with projection="input"."""
-        heads, biased = self.num_heads, self._biased_sizes()
-        total = F.pad(by_head(self.dt_bias, heads), (0, self.raw_size - self.head_dim))
+        heads, first = self.num_heads, next(iter(self._sizes))
+        values = {first: by_head(self.dt_bias, heads)}
         if self.raw_bias is not None:
-            values = by_head(self.raw_bias, heads).split(list(biased.values()), -1)
-            of = dict(zip(biased, values, strict=True))
-            none = total[..., :0]
-            padded = [
-                F.pad(of.get(name, none), (size - biased.get(name, 0), 0))
-                for name, size in self._sizes.items()
-            ]
-            total = total + torch.cat(padded, -1)
-        return total
+            biased = self._biased_sizes()
+            parts = by_head(self.raw_bias, heads).split(list(biased.values()), -1)
+            values |= dict(zip(biased, parts, strict=True))
+        zeros, padded = self.dt_bias.new_zeros(self.raw_size), []
+        for name, size in self._sizes.items():
+            bias = values.get(name, values[first][..., :0])
+            rest = zeros[: size - bias.shape[-1]]
+            padded += [rest.expand(*bias.shape[:-1], -1), bias]
+        return torch.cat(padded, -1)
 
     def _input_drive(self, parts: dict[str, Tensor]) -> Tensor | None:
         """The mixer's input from the parts (b', t, ...) of the projection; None: x."""
