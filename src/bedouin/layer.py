@@ -102,8 +102,7 @@ class FixedPointLayer(GraphedLayer, ABC):
     """Whether `drive` changes its argument."""
 
     unfused: str | None
-    """The first option that operations which compute several parts of a layer at once do not cover;
-    None if there is none."""
+    """The first option that the decoding kernel does not cover; None if there is none."""
 
     state_size: StateSize
     """The sizes of the state of one sample."""
