@@ -13,7 +13,7 @@ from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.direct.phases.limits import describe_limits, takes_phases
 from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.launch import next_power_of_two
-from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.operands import Operands, Parameterization
 
 MAX_STATE = 32768
 """Most elements of a sample's memory, with both axes rounded up to a power of two, because one
@@ -36,11 +36,8 @@ def is_small_head(
 ) -> bool:
     """Whether A is that of several heads, and one program holds the rows of a head's sample."""
     d, n = A.shape[-2:]
-    return A.dim() == 3 and _is_small(d, n, A.dtype)
-
-
-def _is_small(d: int, n: int, dtype: torch.dtype) -> bool:
-    return d <= MAX_HEAD and n <= MAX_HEAD_STATES and dtype != torch.float64
+    fits = d <= MAX_HEAD and n <= MAX_HEAD_STATES
+    return A.dim() == 3 and fits and A.dtype != torch.float64
 
 
 def takes_heads_together(
@@ -54,29 +51,13 @@ def takes_heads_together(
     device.
     """
     W_y, A = operands.W_y, operands.A
-    if W_y is None or A.dim() == 2:
+    if W_y is None or not is_small_head(A):
         return False
-    layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
-    return holds_head(d, n, layout, A.dtype, W_y.dtype, A.device, shared_memory)
-
-
-def holds_head(
-    d: int,
-    n: int,
-    layout: RawLayout,
-    dtype: torch.dtype,  # of A
-    of_W_y: torch.dtype,
-    device: torch.device,
-    shared_memory: int | None = None,
-) -> bool:
-    """Whether a program of `kernels/direct/heads` holds heads of d channels with n states;
-    `shared_memory` as in `takes_heads_together`."""
-    if not _is_small(d, n, dtype):
-        return False
-    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
+    layout = parameterization.known_layout()
+    blocks = head_blocks(*A.shape[-2:], layout.num_householder, layout.selective)
     if shared_memory is None:
-        shared_memory = Device.of(device).shared_memory
-    return blocks.rows * blocks.channels * of_W_y.itemsize + HEAD_SCRATCH <= shared_memory
+        shared_memory = Device.of(A.device).shared_memory
+    return blocks.rows * blocks.channels * W_y.itemsize + HEAD_SCRATCH <= shared_memory
 
 
 def choose_sweep(
@@ -110,20 +91,13 @@ def _unsupported(
     if (plain := parameterization.plain_only(operands)) is not None:
         return f"{plain} {describe_limits()}" if layout.erase or parameterization.feeds_x else plain
     d, n = A.shape[-2:]
-    return unsupported_sizes(layout.num_householder, d, n, x.dtype, raw.dtype, A.dtype)
-
-
-def unsupported_sizes(
-    k: int, d: int, n: int, x: torch.dtype, raw: torch.dtype, A: torch.dtype
-) -> str | None:
-    """The first of these that the kernels do not support, as `_unsupported`; x, raw and A are the
-    dtypes of these operands."""
-    k = max(k, 1)  # `with_reflection`
+    k = max(layout.num_householder, 1)  # `with_reflection`
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
-    wide = torch.float64 in (x, raw, A)
-    if A not in (torch.float32, torch.float64) or (wide and {x, raw} != {A}):
-        return f"x, raw and A of {x}, {raw}, {A} (A float32, or all float64)"
+    dtypes = x.dtype, raw.dtype, A.dtype
+    wide = torch.float64 in dtypes
+    if A.dtype not in (torch.float32, torch.float64) or (wide and len(set(dtypes)) > 1):
+        return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (A float32, or all float64)"
     if d < 1 or n < 1 or next_power_of_two(d) * next_power_of_two(n) > MAX_STATE:
         return f"{d} channels with {n} states (at most {MAX_STATE} together)"
     if next_power_of_two(d) * next_power_of_two(k) > MAX_STATE // 2:

@@ -70,6 +70,7 @@ class Parts(NamedTuple):
 def _place(parts: list[Part], num_heads: int) -> Iterator[Placed]:
     column, channel = 0, 0
     for part in parts:
-        yield Placed(part, column, channel)
+        if part.size:
+            yield Placed(part, column, channel)
         column += num_heads * part.size
         channel += num_heads * part.size if part.convolved else 0

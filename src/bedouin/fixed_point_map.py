@@ -256,7 +256,7 @@ def _reverse_stats(
         return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
 
 
-def make_reporter(cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
+def _make_reporter(cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
     """A function that puts the statistics of a reverse sweep into the cell when they are read."""
 
     def report(
@@ -302,7 +302,7 @@ class StructuredMap(FixedPointMap):
         if unroll:
             self._swept = direct_sweep_reference(self.operands, *how)
         else:
-            report = make_reporter(cell)
+            report = _make_reporter(cell)
             self._swept = direct_sweep(self.operands, *how, report=report, backend=self.backend)
         return self._swept if self.real is None else _judged_before(self.real, self._swept)
 
@@ -328,7 +328,7 @@ class StructuredMap(FixedPointMap):
             self.bind,
             self.mixer_values,
             y_star=y_star,
-            report=make_reporter(cell),
+            report=_make_reporter(cell),
             backend=self.backend,
         ).y
 
