@@ -53,8 +53,8 @@ def takes_heads_together(
     W_y, A = operands.W_y, operands.A
     if W_y is None or not is_small_head(A):
         return False
-    layout = parameterization.known_layout()
-    blocks = head_blocks(*A.shape[-2:], layout.num_householder, layout.selective)
+    layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
+    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
     if shared_memory is None:
         shared_memory = Device.of(A.device).shared_memory
     return blocks.rows * blocks.channels * W_y.itemsize + HEAD_SCRATCH <= shared_memory
