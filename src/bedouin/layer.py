@@ -588,9 +588,7 @@ class FixedPointLayer(GraphedLayer, ABC):
         count, lengths = window.shape[1], None if packing is None else packing.padded_lengths()
         if lengths is None:
             last = self._convolved(projected[:, max(0, projected.shape[1] - count) :])
-            joined = torch.cat([window, last.to(window.dtype)], 1)
-            # a copy: a view would keep more than it shows
-            return joined[:, joined.shape[1] - count :].clone()
+            return torch.cat([window[:, last.shape[1] :], last.to(window.dtype)], 1)
         places = (lengths.unsqueeze(1) + torch.arange(-count, 0, device=window.device)).unsqueeze(2)
         columns = places.clamp(min=0).expand(-1, -1, projected.shape[2])
         found = self._convolved(projected.gather(1, columns)).to(window.dtype)
