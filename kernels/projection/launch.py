@@ -5,6 +5,7 @@ w width of the convolution, H heads; b' = H b folded samples (kernels/heads.py).
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,12 @@ from bedouin.kernels.projection.triton_kernels import split_backward_kernel, spl
 
 TILE = 1024
 """Values of a program's tile, for parts of at most so many values."""
+
+ROW_TILE = 512
+"""Values of a program's tile in the backward, of which it holds w inputs, cotangents and sums."""
+
+LENGTH = 32
+"""Fewest tokens of a row of such a tile, which also reads 2 (w - 1) of its neighbours."""
 
 MOST_SPLITS = 16
 """Most programs of the backward for a sample, a part and a head: as many partial sums."""
@@ -72,16 +79,17 @@ def launch_split_backward(
     grad_window = wide.new_empty(b, w - 1, parts.c)
     for part, column, channel in parts.placed:
         source, grad = projected[..., column:], _of_part(grads, part)
-        constants = _constants(part, 0 if weight is None else w)
-        tokens = constants["TOKENS"]
-        tiles = ceil_div(ceil_div(t, tokens), splits)
+        constants = _backward_constants(part, 0 if weight is None else w)
+        rows = constants["ROWS"]
+        length = max(LENGTH if constants["WEIGHTED"] else 1, ceil_div(t, rows * splits))
         sums = grad_bias[..., max(part.place, 0) :], grad_weight[..., channel:]
         written = grad_projected[..., column:], grad_window[..., channel:], *sums
         given = source, *_of_channels(weight, window, part, channel, source), grad, *written
 
         strides = *source.stride()[:2], *grad.stride()[:2], *grad_projected.stride()[:2]
-        numbers = t, H, tiles, part.size, parts.c, *strides, H * parts.r, parts.r
-        SPLIT_BACKWARD.launch((ceil_div(t, tiles * tokens), H, b), given, numbers, constants)
+        numbers = t, H, length, part.size, parts.c, *strides, H * parts.r, parts.r
+        grid = ceil_div(t, length * rows), H, b
+        SPLIT_BACKWARD.launch(grid, given, numbers, constants)
     if weight is None:
         return grad_projected, grad_bias.sum(0), wide.new_empty(0, parts.c), grad_window[:0]
     return grad_projected, grad_bias.sum(0), grad_weight.sum(0).mT.contiguous(), grad_window
@@ -115,15 +123,24 @@ def _constants(
     width: int,  # 0: no convolution
 ) -> Constants:
     block = next_power_of_two(part.size)
+    tokens = max(16, TILE // block)
+    return Constants(TOKENS=tokens, num_warps=4, **_common_constants(part, width))
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _backward_constants(part: Part, width: int) -> Constants:
+    rows = max(1, ROW_TILE // next_power_of_two(part.size))
+    return Constants(ROWS=rows, num_warps=2, **_common_constants(part, width))
+
+
+def _common_constants(part: Part, width: int) -> dict[str, Any]:
     weighted = part.convolved and width > 0
-    return Constants(
-        WIDTH=width if weighted else 1,
-        WEIGHTED=weighted,
-        ACTIVATED=part.convolved,
-        BIASED=part.place >= 0,
-        BLOCK=block,
-        TOKENS=max(16, TILE // block),
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+    return {
+        "WIDTH": width if weighted else 1,
+        "WEIGHTED": weighted,
+        "ACTIVATED": part.convolved,
+        "BIASED": part.place >= 0,
+        "BLOCK": next_power_of_two(part.size),
+        "num_stages": 1,
+        "enable_fp_fusion": True,
+    }

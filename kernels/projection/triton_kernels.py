@@ -3,8 +3,8 @@
     v'_t = SiLU(sum_i weight[:, i] v_{t - w + 1 + i})         of a convolved part
     v'_t = v_t + bias                                         of another one
 
-A program has some tokens of a head's part. Letters: b batch, t time, s values of the part for each
-head, c convolved channels of all parts, w width of the convolution, H heads.
+A program of the forward has some tokens of a head's part. Letters: b batch, t time, s values of the
+part for each head, c convolved channels of all parts, w width of the convolution, H heads.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
@@ -49,14 +49,14 @@ def _load_weights(weight, columns, inside, WIDTH: tl.constexpr, WEIGHTED: tl.con
 
 
 @triton.jit
-def _convolve(inputs, weights, first: tl.constexpr):
-    """The sum of weights times the inputs from the `first` on, or without weights that input."""
+def _convolve(inputs, weights):
+    """The sum of weights times inputs, or without weights the only input."""
     if len(weights) > 0:
-        total = weights[0] * inputs[first]
+        total = weights[0] * inputs[0]
         for i in tl.static_range(1, len(weights)):
-            total += weights[i] * inputs[first + i]
+            total += weights[i] * inputs[i]
     else:
-        total = inputs[first]
+        total = inputs[0]
     return total
 
 
@@ -96,7 +96,7 @@ def split_kernel(
         earlier = time - (WIDTH - 1 - i)
         v = _load_input(row, window, earlier, columns, inside, from_stride_t, c, t_end, WIDTH)
         inputs = inputs + (v,)
-    v = _convolve(inputs, weights, 0)
+    v = _convolve(inputs, weights)
     if ACTIVATED:
         v *= sigmoid(v)
     if BIASED:
@@ -107,7 +107,7 @@ def split_kernel(
     tl.store(at, v.to(to_ptr.dtype.element_ty), mask=(time < t_end) & inside)
 
 
-@triton.jit(do_not_specialize=["t_end", "num_heads", "tiles"])
+@triton.jit(do_not_specialize=["t_end", "num_heads", "length"])
 def split_backward_kernel(
     from_ptr,  # (b, t, H s)
     weight_ptr,  # (H s, w)
@@ -119,7 +119,7 @@ def split_backward_kernel(
     grad_weight_ptr,  # (b blocks, w, H s), written
     t_end,
     num_heads,
-    tiles,  # of a program
+    length,  # tokens of a row
     s,
     c,
     from_stride_b,
@@ -135,8 +135,14 @@ def split_backward_kernel(
     ACTIVATED: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
+    """Each row of a tile walks over tokens of its own, with the last inputs and cotangents in
+    registers:
+
+    g_t = grad_t SiLU'(sum_i weight[:, i] v_{t - w + 1 + i}),  grad v_t = sum_j weight[:, w - 1 - j]
+    g_{t + j}
+    """
     block, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     own = sample * tl.num_programs(0) + block
     columns = tl.arange(0, BLOCK)[None, :]
@@ -147,51 +153,50 @@ def split_backward_kernel(
     weights = _load_weights(weight_ptr + first * WIDTH, columns, inside, WIDTH, WEIGHTED)
     grads = grad_ptr + (head * tl.num_programs(2) + sample) * grad_stride_b + columns
     to = grad_from_ptr + sample * to_stride_b + first + columns
-    begin = block * tiles * TOKENS
-    end = tl.minimum(begin + tiles * TOKENS, t_end)
-    if WEIGHTED:
-        # the first program also has the tokens of the window
-        begin = tl.where(block == 0, 1 - WIDTH, begin)
-    zeros = tl.zeros([TOKENS, BLOCK], tl.float32)
+    dtype = grad_from_ptr.dtype.element_ty
+    begin = (block * ROWS + tl.arange(0, ROWS)[:, None]) * length
+    end = tl.minimum(begin + length, t_end)
+    # the first row also has the tokens of the window
+    start = tl.where(begin == 0, 1 - WIDTH, begin)
+    zeros = tl.zeros([ROWS, BLOCK], tl.float32)
     of_bias = zeros
     of_weights = (zeros,) * WIDTH
-    for at in range(begin, end, TOKENS):
-        time = at + tl.arange(0, TOKENS)[:, None]
-        mine = (time >= 0) & (time < end)
-        # v_t reaches the tokens t to t + w - 1, which depend on the inputs from t - w + 1 on
-        inputs = ()
+    g = (zeros,) * WIDTH
+    inputs = (zeros,)
+    for i in tl.static_range(WIDTH - 1):
+        earlier = start + (i - WIDTH + 1)
+        v = _load_input(row, window, earlier, columns, inside, from_stride_t, c, t_end, WIDTH)
+        inputs = inputs + (v,)
+    for i in range(0, length + 2 * (WIDTH - 1)):
+        time = start + i
+        here = (time >= 0) & (time < t_end) & inside
+        grad = tl.load(grads + time.to(tl.int64) * grad_stride_t, mask=here, other=0.0)
+        of_v = grad.to(tl.float32)
+        mine = (time >= begin) & (time < end)
+        if BIASED:
+            of_bias += tl.where(mine, of_v, 0.0)
         if ACTIVATED:
-            for i in tl.static_range(2 * WIDTH - 1):
-                other = time + (i - WIDTH + 1)
-                v = _load_input(row, window, other, columns, inside, from_stride_t, c, t_end, WIDTH)
-                inputs = inputs + (v,)
-        grad = zeros
-        for j in tl.static_range(WIDTH):
-            later = time + j
-            here = (later >= 0) & (later < t_end) & inside
-            of_later = grads + later.to(tl.int64) * grad_stride_t
-            of_v = tl.load(of_later, mask=here, other=0.0).to(tl.float32)
-            if BIASED and j == 0:
-                of_bias += tl.where(mine, of_v, 0.0)
-            if ACTIVATED:
-                v = _convolve(inputs, weights, j)
-                share = sigmoid(v)
-                of_v *= share * (1 + v * (1 - share))
-            if WEIGHTED:
-                grad += weights[WIDTH - 1 - j] * of_v
-                if j == 0:
-                    of_v = tl.where(mine, of_v, 0.0)
-                    added = ()
-                    for i in tl.static_range(WIDTH):
-                        added = added + (of_weights[i] + of_v * inputs[i],)
-                    of_weights = added
-            else:
-                grad += of_v
-        dtype = grad_from_ptr.dtype.element_ty
-        tl.store(to + time.to(tl.int64) * to_stride_t, grad.to(dtype), mask=mine & inside)
+            v = _load_input(row, window, time, columns, inside, from_stride_t, c, t_end, WIDTH)
+            inputs = inputs[1:WIDTH] + (v,)
+            v = _convolve(inputs, weights)
+            share = sigmoid(v)
+            of_v *= share * (1 + v * (1 - share))
+        if WEIGHTED:
+            g = g[1:WIDTH] + (of_v,)
+            of_mine = tl.where(mine, of_v, 0.0)
+            added = ()
+            of_v = weights[WIDTH - 1] * g[0]
+            for j in tl.static_range(WIDTH):
+                added = added + (of_weights[j] + of_mine * inputs[j],)
+                if j > 0:
+                    of_v += weights[WIDTH - 1 - j] * g[j]
+            of_weights = added
+        at = time - (WIDTH - 1)
+        complete = (at >= start) & (at < end) & inside
+        tl.store(to + at.to(tl.int64) * to_stride_t, of_v.to(dtype), mask=complete & (at >= 0))
         if WIDTH > 1:
-            at_window = grad_window_ptr + (sample * (WIDTH - 1) + time + WIDTH - 1) * c + first
-            tl.store(at_window + columns, grad, mask=(time < 0) & (time >= 1 - WIDTH) & inside)
+            at_window = grad_window_ptr + (sample * (WIDTH - 1) + at + WIDTH - 1) * c + first
+            tl.store(at_window + columns, of_v, mask=complete & (at < 0))
     if BIASED:
         at_bias = grad_bias_ptr + own * bias_row + head * bias_stride + columns
         tl.store(at_bias, tl.sum(of_bias, 0)[None, :], mask=inside)

@@ -88,13 +88,19 @@ def test_every_width(d_conv: int | None) -> None:
 @needs_triton
 @pytest.mark.parametrize("splits", [1, 16])
 def test_tokens_in_several_tiles(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16 tokens each, one after the other in a program of the backward, and one in each."""
+    """Of 16 tokens each; in the backward two rows of 9 tokens, and three programs with such of
+    4."""
     launch = pytest.importorskip("bedouin.kernels.projection.launch")
     monkeypatch.setattr(launch, "TILE", 1)
+    monkeypatch.setattr(launch, "ROW_TILE", 32)
+    monkeypatch.setattr(launch, "LENGTH", 4)
     monkeypatch.setattr(launch, "MOST_SPLITS", splits)
-    launch._constants.cache_clear()
+    cached = launch._constants, launch._backward_constants
+    for constants in cached:
+        constants.cache_clear()
     check((1, 18), num_heads=1, d_state=2, feedback=(), erase=0.0)
-    launch._constants.cache_clear()
+    for constants in cached:
+        constants.cache_clear()
 
 
 @needs_triton
