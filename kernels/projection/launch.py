@@ -18,7 +18,7 @@ from bedouin.kernels.projection.triton_kernels import split_backward_kernel, spl
 TILE = 1024
 """Values of a program's tile, for parts of at most so many values."""
 
-ROW_TILE = 512
+ROW_TILE = 256
 """Values of a program's tile in the backward, of which it holds w inputs, cotangents and sums."""
 
 LENGTH = 32
