@@ -29,9 +29,8 @@ from bedouin import Bedouin
 from bedouin.kernels import backend, plans
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.core import kinds
-from bedouin.kernels.direct import triton_plan
 from bedouin.kernels.direct.triton_constants import uses_tf32
-from bedouin.kernels.direct.triton_plan import Device
+from bedouin.kernels.launch import Device
 from bedouin.kernels.plans import Launcher
 from bedouin.kernels.tape import Compute, Kind
 from bedouin.state import BedouinState
@@ -75,7 +74,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(JITFunction, "_do_compile", compile_)
     monkeypatch.setattr(backend, "is_cuda_device", lambda device: True)
-    monkeypatch.setattr(triton_plan.Device, "of", staticmethod(lambda device: Device(132, 232448)))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448)))
     for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     # nothing that another test has launched, and nothing of these tests for others

@@ -25,15 +25,12 @@ from bedouin.kernels.core.products import (
 from bedouin.kernels.core.types import CoreOptions, CoreSaved, CoreTensors
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, state_major
 from bedouin.kernels.direct.heads.launch import launch_head_reverse
-from bedouin.kernels.direct.triton_launch import ReverseZeros, count_splits, launch_reverse
+from bedouin.kernels.direct.triton_launch import launch_reverse
 from bedouin.kernels.direct.triton_summary import summarize_adjoint
 from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.linear import ALIGNMENT
 from bedouin.kernels.output.launch import output_backward, shifted_norm_backward
 from bedouin.kernels.plans import Launcher
-
-COUNTERS = 16
-"""Integers that a launch's counters occupy: 64 bytes, for aligned addresses."""
 
 
 class CoreCotangents(NamedTuple):
@@ -123,9 +120,9 @@ def core_backward(
     shares = overwrites or W_y is not None
     grad_raw = raw if shares else torch.empty_like(raw)
     how = options, wanted.y0, launcher
-    grads, parts = _reverse(cotangents.h, grad_y, raw, grad_raw, tensors, saved, *how)
-    if wanted.y0 and tensors.y0 is not None and parts is not None:
-        grad_y0 = grad_y0 + normalize_feedback_vjp(parts.sum(0), tensors.y0, eps)
+    grads, grad_first = _reverse(cotangents.h, grad_y, raw, grad_raw, tensors, saved, *how)
+    if wanted.y0 and tensors.y0 is not None and grad_first is not None:
+        grad_y0 = grad_y0 + normalize_feedback_vjp(grad_first, tensors.y0, eps)
     wide = grad_raw.shape[2]
     grad_raw = grad_raw.view(sizes.of_heads(-1, wide))
     of_x += grads.x.view(gate.shape)
@@ -189,7 +186,7 @@ def _reverse(
     wants_y0: bool,
     launcher: Launcher,
 ) -> tuple[GradBuffers, Tensor | None]:
-    """The reverse sweep: its results, and parts (splits, b', p) of the cotangent of norm(y0)."""
+    """The reverse sweep: its results, and the cotangent of norm(y0) (b', p)."""
     A, kept, sizes = saved.A, saved.kept, tensors.sizes()
     H, _, t, p, n, r, _ = sizes
     b = sizes.folded
@@ -197,27 +194,23 @@ def _reverse(
     loop = loop_rows(W_y, sizes)
     # what only the kernels of one head need
     alone = loop is not None and H == 1
-    splits = (
-        launcher.once("splits", lambda: count_splits(loop, b)) if alone and loop is not None else 0
-    )
-    chunks = kept.shape[1] + 1 if alone else 0
     of_H = b if grad_h is None else 0
     of_h0 = 1 if tensors.h0 is None else 0
     of_fed = r if alone else 0
-    lengths = of_H * n * p, b * n * p, splits * b * p, of_h0 * n * p, COUNTERS * chunks, of_fed
+    lengths = of_H * n * p, b * n * p, of_h0 * n * p, of_fed
     ends = list(accumulate([size + -size % ALIGNMENT for size in lengths]))
     flat = A.new_empty(ends[-1])
     launch_clear(flat, grad_raw, r, launcher)
     # one view each, because views cost the host as much as launches
     of_samples = (b, n, p), (n * p, p, 1)
     # all samples share one memory of zeros
-    zero_h0 = (b, n, p), (0, p, 1), ends[2]
+    zero_h0 = (b, n, p), (0, p, 1), ends[1]
     known = SolvedBuffers(
         samples_of(tensors.x, H),
         saved.y,
         raw.narrow(2, 0, r),
         # raw contains it: to each token the kernels of one head add the same zeros
-        _at_each_token(flat, ends[4], raw, r) if alone else None,
+        _at_each_token(flat, ends[2], raw, r) if alone else None,
         A,
         flat.as_strided(*zero_h0) if tensors.h0 is None else tensors.h0.mT.contiguous(),
         kept,
@@ -233,15 +226,9 @@ def _reverse(
     how = options.parameterization, options.keep_every
     if H > 1 and loop is not None:
         given = known, grads, loop, *how
-        return grads, launch_head_reverse(*given, wants_first=wants_y0, launcher=launcher)
-    zeros: ReverseZeros | None = None
-    if alone:
-        words = flat.element_size() // 4
-        counts = (chunks, COUNTERS), (COUNTERS, 1), ends[3] * words
-        parts = (splits, b, p), (b * p, p, 1), ends[1]
-        counters = flat.view(torch.int32).as_strided(*counts).unbind()
-        zeros = ReverseZeros(counters, flat.as_strided(*parts))
-    return grads, launch_reverse(known, grads, loop, *how, zeros=zeros, launcher=launcher)
+        parts = launch_head_reverse(*given, wants_first=wants_y0, launcher=launcher)
+        return grads, None if parts is None else parts[0]
+    return grads, launch_reverse(known, grads, loop, *how, launcher=launcher)
 
 
 def _at_each_token(

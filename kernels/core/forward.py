@@ -55,6 +55,7 @@ def core_forward(
     h = like.new_empty(folded, n, p) if tensors.h0 is None else state_major(tensors.h0)
     normed = y if W_y is None else W_y.new_empty(folded, t, p)
     bias = W_x.new_empty(sizes.of_heads(wide + p))
+    # zeroed, and read by nothing
     counts = W_x.new_empty(3, dtype=torch.int32)
     launch_start(tensors, biases, options, A, bias, h, normed, counts, W_x, W_y, launcher)
     if W_y is not None and tensors.y0 is not None:
@@ -73,7 +74,7 @@ def core_forward(
     buffers = SweepBuffers(samples_of(x, H), *given)
     how = options.parameterization, options.keep_every
     if H == 1 or loop is None:
-        launch_sweep(buffers, *how, counts=counts, launcher=launcher)
+        launch_sweep(buffers, *how, launcher=launcher)
     else:
         launch_head_sweep(buffers, *how, launcher=launcher)
     if padded is not None:

@@ -126,7 +126,7 @@ def unknown_launches(functions: Functions) -> list[str]:
 
 def test_all_launches_are_known() -> None:
     functions = all_functions()
-    assert {"launch_sweep", "launch_head_reverse", "launch_open_sweep", "_step"} <= set(functions)
+    assert {"launch_sweep", "launch_head_reverse", "launch_open_sweep", "_replay"} <= set(functions)
     assert unknown_launches(functions) == []
 
 
