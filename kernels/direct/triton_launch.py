@@ -32,7 +32,7 @@ from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import AFRESH, How, Launcher, PlannedKernel
+from bedouin.kernels.plans import AFRESH, How, Launcher, LaunchSeries, PlannedKernel
 
 SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
@@ -60,9 +60,10 @@ def launch_sweep(
     BC = A.new_empty(b, 2 * n) if constants["BLOCKS"] > 1 else A
     tensors = x, raw, fed, A, h, kept, BC, y, normed, statistics
     sizes = b, t_end, d, n, *x.stride()[:2], *strides
+    series = LaunchSeries(SWEEP, (b,), tensors, sizes, constants)
     for t, vectors in enumerate(normed.unbind(1)):
         torch.mm(vectors, rows, out=fed)
-        SWEEP.launch((b,), tensors, (t, *sizes), constants)
+        series.launch(t)
 
 
 def launch_memory(
@@ -113,9 +114,10 @@ def launch_reverse(
         chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
         prepare(known, buffers, chunk, options)
         _replay(known, buffers, replayed, chunk, slot, options, keeps_all=True)
+        integers = chunk.start, len(chunk), slot, *sizes
+        series = LaunchSeries(REVERSE, (b,), tensors, integers, constants)
         for t in reversed(chunk):
-            integers = t - chunk.start, chunk.start, len(chunk), slot, *sizes
-            REVERSE.launch((b,), tensors, integers, constants)
+            series.launch(t - chunk.start)
             torch.mm(vectors[t].to(W.dtype), rows, out=grad_normed)
     return grad_normed.to(A.dtype)
 
