@@ -75,30 +75,19 @@ def rows_of_channels(
     return warps if LANES <= next_power_of_two(d) // warps <= CHANNELS_OF_ROW else 0
 
 
-def holds_blocks(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-) -> bool:
-    """Whether the forward sweep takes the states of a sample's memory in blocks.
-
-    A thread with all states of its channels would otherwise hold all of B and C as well: for 32
-    states these take 64 registers, and a quarter of a token's instructions would move them.
-    """
-    return rows_of_channels(d, A) > 0
-
-
 def forward_constants(
     d: int,
     A: Tensor | Like,  # (n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
-    """`scan_constants` with the states in blocks if a program holds many."""
-    if holds_blocks(d, A):
+    """`scan_constants`, with the states in blocks where a thread has all states of its channels.
+
+    It would otherwise hold all of B and C as well: for 32 states these take 64 registers, and a
+    quarter of a token's instructions would move them.
+    """
+    if rows_of_channels(d, A) > 0:
         return blocked_constants(d, A, options)
-    return scan_constants(d, A, options) | {
-        "BLOCKS": 1,
-        "ROWS": rows_of_channels(d, A),
-    }
+    return scan_constants(d, A, options) | {"BLOCKS": 1, "ROWS": 0}
 
 
 def per_head(
