@@ -1,13 +1,17 @@
-"""Sizes, dtypes and memory layout of launches, shared by all operations.
+"""Sizes, dtypes, memory layout and devices of launches, shared by all operations.
 
 Importing this module does not import Triton. Triton has functions like `ceil_div` of its own, but
 these are made for kernels and are slow on the host.
 """
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from bedouin.kernels.backend import interpreter_is_on
 
 
 def next_power_of_two(size: int) -> int:
@@ -47,3 +51,28 @@ def evenly_spaced(
     """v, copied unless its b t rows are contiguous and evenly spaced in memory."""
     spaced = v.stride(2) == 1 and v.stride(0) == v.shape[1] * v.stride(1)
     return v if spaced else v.contiguous()
+
+
+@dataclass(frozen=True)
+class Device:
+    """What programs a device can run; None programs: Triton's interpreter, one after the other."""
+
+    programs: int | None  # that run at the same time if each occupies a whole multiprocessor
+    shared_memory: int  # bytes that one program can have
+
+    @staticmethod
+    def of(device: torch.device) -> "Device":
+        """The properties of a GPU, or of Triton's interpreter."""
+        return Device(None, 232448) if interpreter_is_on() else Device._of_gpu(device)
+
+    @staticmethod
+    @lru_cache
+    def _of_gpu(device: torch.device) -> "Device":
+        properties = torch.cuda.get_device_properties(device)
+        shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return Device(properties.multi_processor_count, shared_memory)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run at the same time if each occupies a whole multiprocessor."""
+    return Device.of(device).programs or 1

@@ -10,6 +10,7 @@ versions of Triton that nobody has tried. Settings such as TRITON_DEBUG are read
 launch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -90,12 +91,12 @@ class PlannedKernel:
         tensors: tuple[Tensor, ...],  # any shapes
         integers: tuple[int | None, ...],
         constants: Constants,
-    ) -> None:
-        """Launch on the current device and stream."""
+    ) -> _Plan | None:
+        """Launch on the current device and stream. Returns the plan, None if there is none yet."""
         kernel = self.kernel
         if not _KNOWN or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
             kernel[grid](*tensors, *integers, **constants)
-            return
+            return None
         addresses = [tensor.data_ptr() for tensor in tensors]
         active = driver.active
         device = active.get_current_device()
@@ -110,7 +111,7 @@ class PlannedKernel:
         if plan is None:
             plan = self._find(grid, tensors, seen)
             if plan is None:
-                return
+                return None
         x, y, z = (*grid, 1, 1)[:3]
         stream = active.get_current_stream(device)
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -120,6 +121,7 @@ class PlannedKernel:
             # no metadata and no hooks: chains of hooks that are empty would be called, too
             given = plan.function, plan.metadata, None, None, None
             plan.run(x, y, z, stream, *given, *addresses, *integers, *plan.last)
+        return plan
 
     def _find(
         self,
@@ -149,6 +151,48 @@ class PlannedKernel:
                 self._seen.clear()
             self._plans[key] = _Plan(compiled, tuple(constants[name] for name in names))
         return None
+
+
+class LaunchSeries:
+    """Launches of a kernel one after the other, with the same tensors and with integers of which
+    only the first changes, on the device and stream that are current in the first launch.
+
+    The kernel must not specialize on the first integer, which must not be larger than another.
+    """
+
+    __slots__ = ("_before", "_behind", "_given", "_run")
+
+    def __init__(
+        self,
+        kernel: PlannedKernel,
+        grid: tuple[int, ...],
+        tensors: tuple[Tensor, ...],  # any shapes
+        integers: tuple[int | None, ...],  # behind the first
+        constants: Constants,
+    ) -> None:
+        self._given = kernel, grid, tensors, integers, constants
+        # of a launch with a plan: the call, and its arguments before the first integer and behind
+        self._run: Callable[..., None] | None = None
+        self._before: tuple[Any, ...] = ()
+        self._behind: tuple[Any, ...] = ()
+
+    def launch(self, first: int) -> None:
+        """Launch with this first integer."""
+        if self._run is not None:
+            self._run(*self._before, first, *self._behind)
+            return
+        kernel, grid, tensors, integers, constants = self._given
+        plan = kernel.launch(grid, tensors, (first, *integers), constants)
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if plan is None or any([hook.calls for hook in hooks]):
+            return
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        given = plan.function, plan.metadata, None, None, None
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self._before = (*(*grid, 1, 1)[:3], stream, *given, *addresses)
+        self._behind = (*integers, *plan.last)
+        self._run = plan.run
 
 
 def _is_free(kernel: Any, name: str) -> bool:

@@ -1,63 +1,12 @@
-"""Order between the programs of one cooperative launch, in device memory.
+"""Numbers that the programs of one cooperative launch exchange, in device memory.
 
-A program that has written its part announces it with a counter; a program that reads it waits until
-the counter has reached the number of announcements it needs. A few numbers are exchanged without a
-counter: one word holds a number and the index of its exchange, and is polled until it has this one.
+One word holds a number and the index of its exchange, and is polled until it has this one.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _read(counter, COMPILED: tl.constexpr):
-    """The counter; the program's reads after its next barrier happen after this one."""
-    if COMPILED:
-        # Only one thread reads, since reads of one address are serialized. The other threads go on
-        # to the barrier in `wait_for`.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            mov.u32 $0, 0x7fffffff;
-            @first ld.global.acquire.gpu.b32 $0, [$1];
-            }""",
-            "=r,l",
-            [counter.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        return tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-
-
-@triton.jit
-def wait_for(counter, target, COMPILED: tl.constexpr):
-    """Spin until the counter has reached the target; writes announced by then are visible."""
-    while _read(counter, COMPILED) < target:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def announce(counter):
-    """Add one to the counter, after the writes of all threads of the program."""
-    tl.debug_barrier()
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def load_uncached(ptr, mask):
-    """Values from the second level of cache: other programs may have written them.
-
-    Values that are read once take the same way, to leave the first level to those read again.
-    """
-    return tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit

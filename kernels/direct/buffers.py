@@ -199,7 +199,7 @@ def allocate_reverse(
 
 def collect_gradients(
     grads: GradBuffers,
-    grad_normed: Tensor | None,  # (splits, b, d), parts of the cotangent of norm(y0)
+    grad_normed: Tensor | None,  # (b, d), the cotangent of norm(y0)
     y: Tensor,  # (b, t, d)
     operands: Operands,
     parameterization: Parameterization,
@@ -214,7 +214,7 @@ def collect_gradients(
         eps = parameterization.feedback_norm_eps
         grad_y0 = torch.zeros_like(y0)
         if grad_normed is not None:
-            grad_y0 = normalize_feedback_vjp(grad_normed.sum(0), y0, eps)
+            grad_y0 = normalize_feedback_vjp(grad_normed, y0, eps)
     if W_y is not None:
         past, f = normed_past(y, operands, W_y, parameterization), W_y.shape[-2]
         # some more columns, so that the product is aligned

@@ -11,8 +11,7 @@ from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.direct.phases.limits import describe_limits, takes_phases
-from bedouin.kernels.direct.triton_plan import Device
-from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.launch import Device, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
 MAX_STATE = 32768

@@ -265,18 +265,19 @@ def _sweep_backward(
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
             assert rows is not None
-            grad_normed = launch_head_reverse(buffers, grads, rows, options, keep_every)
+            parts = launch_head_reverse(buffers, grads, rows, options, keep_every)
+            grad_normed = None if parts is None else parts[0]
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
             known = buffers.heads()
-            parts = grads.heads(len(known))
+            own = grads.heads(len(known))
             found = [
                 launch_reverse(*part, options, keep_every)
-                for part in zip(known, parts, split_weights(rows, len(known)), strict=True)
+                for part in zip(known, own, split_weights(rows, len(known)), strict=True)
             ]
-            grad_normed = join_samples(found, 1)
-            statistics = join_samples([part.statistics for part in parts], 1)
+            grad_normed = join_samples(found, 0)
+            statistics = join_samples([part.statistics for part in own], 1)
         grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = collect_gradients(
             grads, grad_normed, y, operands, options, wants_y0=wants_y0
         )

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_coupled, build_decay, coupled_reach
-from bedouin.kernels.device.sync import load_uncached
 
 
 @triton.jit
@@ -27,13 +26,6 @@ def load_block(ptr, block, n, sizes):
     """One of the blocks of `load_blocks`."""
     at, mask = _block_at(ptr, block, n, sizes)
     return tl.load(at, mask=mask, other=0.0)
-
-
-@triton.jit
-def load_block_uncached(ptr, block, n, sizes):
-    """`load_block` as `load_uncached`."""
-    at, mask = _block_at(ptr, block, n, sizes)
-    return load_uncached(at, mask)
 
 
 @triton.jit
@@ -67,15 +59,6 @@ def load_states(ptr, block, sizes):
 
 
 @triton.jit
-def zero_blocks(sizes, ACC: tl.constexpr):
-    """Zeros of the shapes that `load_blocks` returns."""
-    out = ()
-    for _ in tl.static_range(sizes.BLOCKS):
-        out = out + (tl.zeros([sizes.BLOCK_N, sizes.BLOCK_D], dtype=ACC),)
-    return out
-
-
-@triton.jit
 def unaligned(ptr, t, sizes):
     """`ptr`, with its alignment hidden from the compiler where a thread is to have fewer than four
     neighbouring channels; t is a token.
@@ -88,15 +71,6 @@ def unaligned(ptr, t, sizes):
         return ptr + CHANNELS * (t >> 30)  # 0, unknown to the compiler
     else:
         return ptr
-
-
-@triton.jit
-def of_thread(ptr, t, sizes):
-    """`unaligned` in the reverse sweep, in which only ROWS decide on the channels of a thread."""
-    if sizes.ROWS == 0:
-        return ptr
-    else:
-        return unaligned(ptr, t, sizes)
 
 
 @triton.jit

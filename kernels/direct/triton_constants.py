@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.limits import MAX_HEAD
-from bedouin.kernels.direct.triton_plan import Plan
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
@@ -29,21 +28,8 @@ class Like(NamedTuple):
         return None if tensor is None else Like(tuple(tensor.shape), tensor.dtype)
 
 
-CROWDED_STATES = 32
-"""States of a sample up to which its memory is never crowded; see `is_crowded`."""
-
-MOST_STATES = 128
-"""Most states of a channel that one thread can hold beside what else it needs, of 255 registers."""
-
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
-
-CHANNELS_AHEAD = 512
-"""Most channels of such a block where one of few programs replays it."""
-
-GRAD_STATES = 16
-"""Most states of such a block when the cotangent of A is added: three tensors of its size, and the
-next token's h, are held."""
 
 MOST_WARPS = 16
 """Most warps of a program."""
@@ -69,24 +55,10 @@ def blocked_constants(
 ) -> dict[str, Any]:
     """`scan_constants` with the states in blocks."""
     constants = scan_constants(d, A, options)
-    constants["CROWDED"] = is_crowded(d, A)
     constants["ROWS"] = rows_of_channels(d, A)
     constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], STATES_AT_A_TIME)
     constants["BLOCK_N"] //= constants["BLOCKS"]
     return constants
-
-
-def is_crowded(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-) -> bool:
-    """Whether a sample's memory of many states occupies half of the registers of a program, and a
-    thread has all states of a channel.
-
-    The kernels then hold nothing else of its size: they compute decays again instead.
-    """
-    n, channels = next_power_of_two(A.shape[-2]), next_power_of_two(d)
-    return CROWDED_STATES < n <= MOST_STATES and n * channels >= MOST_WARPS * WARP_ELEMENTS
 
 
 def rows_of_channels(
@@ -99,20 +71,8 @@ def rows_of_channels(
     The compiler would otherwise spread the states of a channel over several warps, and each sum
     over states would need a barrier.
     """
-    warps = sweep_warps(d, A)
+    warps = num_warps(d, A.shape[-2])
     return warps if LANES <= next_power_of_two(d) // warps <= CHANNELS_OF_ROW else 0
-
-
-def holds_blocks(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-) -> bool:
-    """Whether the forward sweep takes the states of a sample's memory in blocks.
-
-    A thread with all states of its channels would otherwise hold all of B and C as well: for 32
-    states these take 64 registers, and a quarter of a token's instructions would move them.
-    """
-    return rows_of_channels(d, A) > 0
 
 
 def forward_constants(
@@ -120,34 +80,14 @@ def forward_constants(
     A: Tensor | Like,  # (n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
-    """`scan_constants` with the states in blocks if a program holds many."""
-    if holds_blocks(d, A):
-        return blocked_constants(d, A, options)
-    return scan_constants(d, A, options) | {
-        "BLOCKS": 1,
-        "CROWDED": False,
-        "ROWS": rows_of_channels(d, A),
-    }
+    """`scan_constants`, with the states in blocks where a thread has all states of its channels.
 
-
-def holds_memory(
-    plan: Plan | None,
-    d: int,
-    A: Tensor | Like,  # (n, d)
-    b: int,
-    programs: int,
-) -> dict[str, bool]:
-    """Whether a program's memory stays in its registers from token to token.
-
-    A crowded one does not stay in those of a program that also multiplies.
+    It would otherwise hold all of B and C as well: for 32 states these take 64 registers, and a
+    quarter of a token's instructions would move them.
     """
-    multiplies = plan is not None and not plan.separate
-    return {"RESIDENT": b <= programs and not (multiplies and is_crowded(d, A))}
-
-
-def counters(like: Tensor) -> Tensor:
-    """Zeros (3,), int32, on the device of `like`: counters that order a launch's programs."""
-    return torch.zeros(3, dtype=torch.int32, device=like.device)
+    if rows_of_channels(d, A) > 0:
+        return blocked_constants(d, A, options)
+    return scan_constants(d, A, options) | {"BLOCKS": 1, "ROWS": 0}
 
 
 def per_head(
@@ -175,29 +115,9 @@ def token_strides(
     return (0, 0) if fed is None else fed.stride()[:2]
 
 
-def matrix_constants(
-    plan: Plan | None,
-    W: Tensor | Like,  # (r, d), W^y
-    b: int,
-    programs: int,
-    tf32: bool | None = None,  # None: as torch's setting says
-) -> dict[str, Any]:
-    """How the products with W^y or its transpose are spread over programs."""
-    tf32 = uses_tf32() if tf32 is None else tf32
-    return {
-        "PERSISTENT": plan is not None,
-        "COMPILED": not interpreter_is_on(),
-        "ONE_TILE": plan is not None and plan.one_tile,
-        "SEPARATE": plan is not None and plan.separate,
-        "RESIDENT": b <= programs,
-        "BLOCK_M": 16 if plan is None else plan.block_m,
-        "BLOCK_K": 16 if plan is None else plan.block_k,
-        "CHUNKS": 1 if plan is None else plan.chunks,
-        "BLOCK_B": 16 if plan is None else plan.block_b,
-        "SPLITS": 1 if plan is None else plan.splits,
-        "PRECISION": "tf32" if tf32 else "ieee",
-        "DOT": _dot_dtype(W),
-    }
+def product_constants(W: Tensor | Like, tf32: bool) -> dict[str, Any]:
+    """The precision of products with W^y within a kernel."""
+    return {"PRECISION": "tf32" if tf32 else "ieee", "DOT": _dot_dtype(W)}
 
 
 def uses_tf32() -> bool:
@@ -274,16 +194,7 @@ def launch_options(
 ) -> dict[str, Any]:
     """Warps and stages of a kernel that holds the memory of a sample."""
     # one stage: the kernels prefetch their operands explicitly
-    return {"num_warps": sweep_warps(d, A), "num_stages": 1}
-
-
-def sweep_warps(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-) -> int:
-    """Warps of a program that holds a sample's memory; if crowded, each thread has a channel."""
-    warps = num_warps(d, A.shape[-2])
-    return min(warps, next_power_of_two(d) // LANES) if is_crowded(d, A) else warps
+    return {"num_warps": num_warps(d, A.shape[-2]), "num_stages": 1}
 
 
 def cooperative() -> dict[str, bool]:
@@ -293,27 +204,30 @@ def cooperative() -> dict[str, bool]:
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def sweep_constants(
-    A: Like,
-    W_y: Like,
-    options: Parameterization,
-    keep_every: int,
-    plan: Plan | None,
-    programs: int,
-    b: int,
-    strides: tuple[int, ...],
-    tf32: bool,
+    A: Like, options: Parameterization, keep_every: int, strides: tuple[int, ...]
 ) -> Constants:
     """The constants of `sweep_kernel` for strides of the rows of raw values and of the feedback."""
     d = A.shape[-1]
     return Constants(
         KEEP=keep_every,
-        **matrix_constants(plan, W_y, b, programs, tf32) | holds_memory(plan, d, A, b, programs),
         **forward_constants(d, A, options),
         **norm_constants(options),
         **mixer_constants(options),
         **alignment(*strides),
         **launch_options(d, A),
-        **({} if plan is None else cooperative()),
+    )
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def reverse_constants(A: Like, options: Parameterization, strides: tuple[int, ...]) -> Constants:
+    """The constants of `reverse_kernel`, likewise."""
+    d = A.shape[-1]
+    return Constants(
+        **blocked_constants(d, A, options),
+        **norm_constants(options),
+        **mixer_constants(options),
+        **alignment(*strides),
+        **launch_options(d, A),
     )
 
 
@@ -341,106 +255,17 @@ def replay_constants(
     options: Parameterization,
     has_feedback: bool,
     keep_all: bool,
-    keep_last: bool,
     strides: tuple[int, ...],
 ) -> Constants:
     """The constants of `replay_kernel`, likewise."""
     constants = scan_constants(A.shape[-1], A, options)
     del constants["EPS"], constants["SELECTIVE"]
-    constants["CROWDED"] = len(A.shape) == 2 and is_crowded(A.shape[-1], A)
     constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
     return Constants(
         K=layout_of(options).num_householder,
         KEEP_ALL=keep_all,
-        KEEP_LAST=keep_last,
         FEEDBACK=has_feedback,
         **constants,
         **alignment(*strides),
         num_warps=4,
-    )
-
-
-def adds_later(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-    *,
-    ahead: bool,
-) -> bool:
-    """Whether the cotangent of A is added behind the walk: where programs without other work do it
-    (`ahead`), and where h would have to be loaded again for it.
-
-    A launch of its own reads h of all tokens from device memory again, which takes longer than
-    adding in the walk, to a sum in the second level of cache.
-    """
-    return ahead or is_crowded(d, A)
-
-
-def channels_ahead(d: int, plan: Plan, b: int) -> int:
-    """Channels of a block that a program without other work replays: as few as leave no more blocks
-    than such programs, since a second block takes longer than one of twice the channels."""
-    helpers = plan.programs - ceil_div(d, plan.block_m) * plan.splits - b
-    most = min(CHANNELS_AHEAD, next_power_of_two(d))
-    channels = min(REPLAY_CHANNELS, most)
-    while channels < most and b * ceil_div(d, channels) > helpers:
-        channels *= 2
-    return channels
-
-
-def grad_states(
-    A: Like,  # (n, d)
-) -> int:
-    """States of a block of channels in which the cotangent of A is added."""
-    return min(GRAD_STATES, next_power_of_two(A.shape[-2]))
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def grad_A_constants(A: Like, options: Parameterization) -> Constants:
-    """The constants of `grad_A_kernel`, likewise."""
-    d = A.shape[-1]
-    constants = scan_constants(d, A, options)
-    for name in ("EPS", "SELECTIVE", "ACTIVATION"):
-        del constants[name]
-    constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
-    constants["BLOCK_N"] = grad_states(A)
-    return Constants(
-        K=layout_of(options).num_householder,
-        CROWDED=is_crowded(d, A),
-        **constants,
-        num_warps=4,
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def reverse_constants(
-    A: Like,
-    W: Like,
-    options: Parameterization,
-    keep_every: int,
-    plan: Plan,
-    b: int,
-    strides: tuple[int, ...],
-    tf32: bool,
-    ahead: bool,
-) -> Constants:
-    """The constants of `reverse_kernel`, likewise."""
-    d = A.shape[-1]
-    constants, products = (
-        blocked_constants(d, A, options),
-        matrix_constants(plan, W, b, plan.programs, tf32),
-    )
-    del products["PERSISTENT"]
-    products |= holds_memory(plan, d, A, b, plan.programs)
-    return Constants(
-        KEEP=keep_every,
-        AHEAD=ahead,
-        LATER_A=adds_later(d, A, ahead=ahead),
-        REPLAY_D=channels_ahead(d, plan, b),
-        GRAD_N=grad_states(A),
-        **products,
-        **constants,
-        **norm_constants(options),
-        **mixer_constants(options),
-        **alignment(*strides),
-        **launch_options(d, A),
-        **cooperative(),
     )

@@ -1,186 +1,269 @@
-"""The direct sweep with feedback as one Triton kernel, with two ways to compute W^y norm(y_{t-1}).
+"""A token of the direct sweep with feedback: y_t and h_t from h_{t-1}, y_{t-1} and the raw values.
 
-* Persistent: one cooperative launch for the whole sequence. Some programs hold a tile of W^y each,
-  in shared memory, and multiply it with norm(y_{t-1}) of all samples; one program a sample holds
-  its memory h in registers and solves the local equation. Two counters in device memory order the
-  programs: finished samples and finished tiles.
-* A launch a token, around a product by cuBLAS: where the persistent kernel does not fit.
+One launch a token, one program a sample. The raw values are raw^x_t + W^y norm(y_{t-1}); this
+product is computed before the launch, by torch.
+
+    (I - diag(sigma) (I - Q)) y = p + sigma * Q x    p = (lambda * h_{t-1}) C, sigma = sum of s B C
+    h_t = lambda * h_{t-1} + (s * (x + (I - Q) (y - x))) B^T
+
+With I - Q = U^T T U and rest = p + sigma * x, that is y = rest + sigma * U^T T U (y - x), and
+U (y - x) solves the k x k system (I - S T) U (y - x) = U (rest - x), S = U diag(sigma) U^T.
+Rows u_i are raw values, U has unit rows: scalars are multiplied by `inv`, 1 / |u_i|, instead.
 
 The raw values are laid out as `RawLayout` says. h is (b, n, d) here.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.sync import announce, wait_for
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import input_scale
+from bedouin.kernels.device.elementary import sigmoid
+from bedouin.kernels.device.norms import inverse_norm, max_norms_of_three
+from bedouin.kernels.device.raw import load_raw, load_unit
+from bedouin.kernels.device.reflections import (
+    combine,
+    eliminate,
+    inverse_sizes,
+    local_system,
+    products,
+    rows_times,
+    scale,
+    scale_symmetric,
+    upper_times,
+    wy_upper,
+)
 from bedouin.kernels.direct.triton_blocks import (
+    discretize,
+    load_block,
     load_blocks,
+    load_states,
     store_blocks,
     unaligned,
-    zero_blocks,
 )
 from bedouin.kernels.direct.triton_bundles import (
-    Counters,
     ForwardBuffers,
-    ForwardSweep,
     Options,
-    Product,
     Rows,
     Sizes,
     Tokens,
+    token_row,
 )
-from bedouin.kernels.direct.triton_product import load_tile, tile_product
-from bedouin.kernels.direct.triton_token import solve_token
+from bedouin.kernels.direct.triton_sums import (
+    channel_sums,
+    over_channels,
+    scalars_at,
+    scalars_of,
+    store_one,
+)
 
 
 @triton.jit
-def _multiply(W, sweep, t, done, first_tile, tiles):
-    """W^y norm(y_{t-1}) of all samples: the program's tiles."""
-    r: tl.constexpr = sweep.sizes.r
-    d: tl.constexpr = sweep.sizes.d
-    batch = sweep.sizes.batch
-    vector_ptr = sweep.buffers.normed_ptr + tl.cast(t, tl.int64) * d
-    if first_tile < tiles:
-        wait_for(sweep.counters.samples, done * batch, sweep.product.COMPILED)
-    if sweep.product.ONE_TILE:
-        if first_tile < tiles:
-            tile_product(
-                W, first_tile, vector_ptr, sweep.buffers.fed_ptr, t >> 30, batch, r, d,
-                tl.cast(sweep.sizes.t_end, tl.int64) * d, sweep.buffers.fed_stride, sweep.product,
-            )  # fmt: skip
-            announce(sweep.counters.tiles)
+def _part(v, ptr, block, sizes):
+    """A block of a vector (n,), from memory if there are several."""
+    if sizes.BLOCKS == 1:
+        return v
     else:
-        for tile in range(first_tile, tiles, tl.num_programs(0)):
-            part = load_tile(sweep.buffers.W_ptr, tile, r, d, d, 1, sweep.product)
-            tile_product(
-                part, tile, vector_ptr, sweep.buffers.fed_ptr, t >> 30, batch, r, d,
-                tl.cast(sweep.sizes.t_end, tl.int64) * d, sweep.buffers.fed_stride, sweep.product,
-            )  # fmt: skip
-            announce(sweep.counters.tiles)
+        return load_states(ptr, block, sizes)
 
 
 @triton.jit
-def _keep(h, sweep, sample, slots, t):
-    """Store h before token t, if the reverse sweep starts a chunk there."""
-    if (t > 0) & (t % sweep.sizes.KEEP == 0):
-        slot = sample * slots + t // sweep.sizes.KEEP - 1
-        kept_ptr = sweep.buffers.kept_ptr + slot * sweep.sizes.n * sweep.sizes.d
-        store_blocks(unaligned(kept_ptr, t, sweep.sizes), h, sweep.sizes.n, sweep.sizes)
+def _total(parts, BLOCKS: tl.constexpr):
+    """The sum of BLOCKS vectors."""
+    total = parts[0]
+    for block in tl.static_range(1, BLOCKS):
+        total += parts[block]
+    return total
 
 
 @triton.jit
-def _walk(
-    h,  # BLOCKS times (BLOCK_N, BLOCK_D), of the program's own sample, if RESIDENT
-    W,  # the program's tile, if ONE_TILE
-    sweep,  # ForwardSweep
-    first_tile,
-    tiles,
-    stride,  # from one of the program's samples to its next
-    start,
-    stop,
-    WITH_TILES: tl.constexpr,
-    WITH_SAMPLES: tl.constexpr,
+def _solve_token(
+    h,  # BLOCKS times (BLOCK_N, BLOCK_D), h_{t-1}
+    tokens,  # Tokens
+    buffers,  # ForwardBuffers
+    sizes,  # Sizes
+    options,  # Options
+    sample,
+    t,
 ):
-    """Tokens start .. stop - 1: the program's tile, its samples, or both; returns h."""
-    program = tl.program_id(0)
-    own = program.to(tl.int64)
-    d: tl.constexpr = sweep.sizes.d
-    n: tl.constexpr = sweep.sizes.n
-    slots = tl.cdiv(sweep.sizes.t_end, sweep.sizes.KEEP) - 1
-    for t in range(start, stop):
-        done = t - start
-        if WITH_TILES:
-            _multiply(W, sweep, t, done, first_tile, tiles)
-        if WITH_SAMPLES and sweep.product.RESIDENT:
-            if program < sweep.sizes.batch:
-                _keep(h, sweep, own, slots, t)
-                h = solve_token(
-                    h, sweep.tokens, sweep.buffers, sweep.counters, sweep.sizes, sweep.options,
-                    sweep.product, own, t, (done + 1) * tiles,
-                )  # fmt: skip
-        if WITH_SAMPLES and not sweep.product.RESIDENT:
-            for index in range(program, sweep.sizes.batch, stride):
-                sample = tl.cast(index, tl.int64)
-                memory = sweep.buffers.h_ptr + sample * n * d
-                memory = unaligned(memory, t, sweep.sizes)
-                other = load_blocks(memory, n, sweep.sizes)
-                _keep(other, sweep, sample, slots, t)
-                other = solve_token(
-                    other, sweep.tokens, sweep.buffers, sweep.counters, sweep.sizes, sweep.options,
-                    sweep.product, sample, t, (done + 1) * tiles,
-                )  # fmt: skip
-                store_blocks(memory, other, n, sweep.sizes)
-                # the next token reads h, perhaps in other threads than those that wrote it
-                tl.debug_barrier()
-    return h
+    """y_t, norm(y_t) and the statistics of token t; returns h_t, as h."""
+    K: tl.constexpr = options.K
+    ACC: tl.constexpr = options.ACC
+    d: tl.constexpr = sizes.d
+    n: tl.constexpr = sizes.n
+    BLOCKS: tl.constexpr = sizes.BLOCKS
+    COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
+    rows, cols = tl.arange(0, BLOCKS * sizes.BLOCK_N), tl.arange(0, sizes.BLOCK_D)
+    in_n, in_d = rows < n, cols < d
+    # raw is [Delta d | B n | C n | u k d | alpha k], B and C only if options.SELECTIVE
+    u_at = d + (2 * n if options.SELECTIVE else 0)
+    raw = token_row(tokens.raw, sample, t, options.ALIGNED)
+    fed = buffers.fed_ptr + tl.multiple_of(sample * buffers.fed_stride, options.ALIGNED)
+    token = sample * sizes.t_end + t
+    A_ptr = unaligned(buffers.A_ptr, t, sizes)
+    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    delta = load_raw(raw, fed, cols, in_d, True, ACC, "")
+    u = ()
+    for i in tl.static_range(K):
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, True, ACC, ""),)
+    alpha_at, is_alpha = scalars_at(u_at + K * d, K, sizes)
+    beta = ()
+    for i in tl.static_range(len(alpha_at)):
+        alpha = load_raw(raw, fed, alpha_at[i], is_alpha[i], True, ACC, "")
+        beta = beta + (options.BETA_MAX * sigmoid(alpha),)
+    beta = scalars_of(beta, K, sizes)
+    if options.SELECTIVE:
+        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, True, options.EPS, ACC)
+        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, True, options.EPS, ACC)
+        B *= inv_B
+        C *= inv_C
+    else:
+        B = tl.where(in_n, 1.0, 0.0).to(ACC)
+        C = B
+    delta = activate(delta, options.ACTIVATION)
+    BC_ptr = buffers.BC_ptr
+    if BLOCKS > 1:
+        # kept in memory: B and C of a block are as many registers as a vector (d,)
+        BC_ptr += sample * (2 * n)
+        tl.store(BC_ptr + rows, B, mask=in_n)
+        tl.store(BC_ptr + n + rows, C, mask=in_n)
+        tl.debug_barrier()
+    # p_t + sigma_t x_t, and the inner products that the local equation needs
+    decayed = ()  # lambda * h
+    scales = ()
+    with_C = ()
+    with_BC = ()
+    for block in tl.static_range(BLOCKS):
+        A_log2 = load_block(A_ptr, block, n, sizes)
+        decay, s_rows = discretize(delta, A_log2, COUPLED, options)
+        if COUPLED:
+            B_rows, C_rows = _part(B, BC_ptr, block, sizes), _part(C, BC_ptr + n, block, sizes)
+            with_BC = with_BC + (tl.sum(s_rows * (B_rows * C_rows)[:, None], axis=0),)
+            if BLOCKS == 1:
+                scales = (s_rows,)
+        decayed = decayed + (h[block] * decay,)
+        C_rows = _part(C, BC_ptr + n, block, sizes)
+        with_C = with_C + (tl.sum(decayed[block] * C_rows[:, None], axis=0),)
+    if COUPLED:
+        sigma = _total(with_BC, BLOCKS)
+    else:
+        s = input_scale(delta, options.INPUT_SCALE)
+        sigma = s * tl.sum(B * C, axis=0)
+    rest = _total(with_C, BLOCKS) + sigma * x
+    sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    dots = channel_sums(products(u, u, K) + products(sigma_u, u, K) + with_rest, sizes)
+    inv = inverse_sizes(dots, d, K, options.EPS)
+    G = scale_symmetric(dots[0:PAIRS], inv, K)
+    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+    T = wy_upper(G, beta, K)
+
+    # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
+    q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+    U_v, pivot = eliminate(local_system(S, T, False, K), q, K, 1, True, options.FAST)
+    e = over_channels(scale(upper_times(T, U_v, K), inv, K), sizes)
+    y = rest + sigma * combine(e, u, K)
+
+    normed = y
+    if options.NORM:
+        square = channel_sums((y * y,), sizes)
+        rms = over_channels((inverse_norm(square[0] / d, options.NORM_EPS),), sizes)
+        normed = y * rms[0]
+    at = buffers.normed_ptr + (token + 1) * d + cols
+    in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
+    tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
+    tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
+
+    # h_t, and F(y)_t = h_t C with defect, scale and magnitude
+    dots = channel_sums(rows_times(u, y - x, K), sizes)
+    U_v = scale(dots, inv, K)
+    mixed = x + combine(over_channels(scale(upper_times(T, U_v, K), inv, K), sizes), u, K)
+    terms = tl.abs(x) + tl.abs(mixed)
+    new_h = ()
+    with_C = ()
+    largest = ()
+    for block in tl.static_range(BLOCKS):
+        B_rows, C_rows = _part(B, BC_ptr, block, sizes), _part(C, BC_ptr + n, block, sizes)
+        if COUPLED:
+            if BLOCKS == 1:
+                s_rows = scales[0]
+            else:
+                # again: held over the local equation they would cost too many registers
+                block_A = load_block(A_ptr, block, n, sizes)
+                _, s_rows = discretize(delta, block_A, COUPLED, options)
+            new_h = new_h + (decayed[block] + s_rows * mixed[None, :] * B_rows[:, None],)
+            largest = largest + (tl.max(s_rows, axis=0),)
+        else:
+            new_h = new_h + (decayed[block] + (s * mixed)[None, :] * B_rows[:, None],)
+        with_C = with_C + (tl.sum(new_h[block] * C_rows[:, None], axis=0),)
+    if COUPLED:
+        top = largest[0]
+        for block in tl.static_range(1, BLOCKS):
+            top = tl.maximum(top, largest[block])
+        terms *= top
+    else:
+        terms *= s
+    F = _total(with_C, BLOCKS)
+    # a maximum ignores NaN, and a sample that is not finite must show it
+    finite = 0 * dots[0]
+    if options.NORM:
+        finite += 0 * square[0]
+    defect, size, magnitude = max_norms_of_three(F - y, F, terms)
+    cell = buffers.statistics_ptr + token
+    row = tl.cast(sizes.batch, tl.int64) * sizes.t_end
+    store_one(cell, defect + finite, sizes)
+    store_one(cell + row, size + finite, sizes)
+    tl.store(cell + 2 * row, magnitude)
+    store_one(cell + 3 * row, pivot, sizes)
+    return new_h
 
 
 @triton.jit
-def _sweep(sweep, start, stop):
-    """Tokens start .. stop - 1 of the program's samples, and the program's share of products."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    d: tl.constexpr = sweep.sizes.d
-    n: tl.constexpr = sweep.sizes.n
-    r: tl.constexpr = sweep.sizes.r
-    own_h_ptr = sweep.buffers.h_ptr + program.to(tl.int64) * n * d
-    own_h_ptr = unaligned(own_h_ptr, start, sweep.sizes)
-    h = zero_blocks(sweep.sizes, sweep.options.ACC)
-    # loaded here, h would occupy registers of the programs that have tiles
-    LATE: tl.constexpr = sweep.sizes.CROWDED and sweep.product.SEPARATE and sweep.product.RESIDENT
-    if sweep.product.RESIDENT and not LATE:
-        if program < sweep.sizes.batch:
-            h = load_blocks(own_h_ptr, n, sweep.sizes)
-    # samples from the first program on, tiles from the last: few programs have both
-    first_tile = programs - 1 - program
-    tiles = 0
-    if sweep.product.PERSISTENT:
-        tiles = tl.cdiv(r, sweep.product.BLOCK_M) * sweep.product.SPLITS
-    if sweep.product.SEPARATE:
-        stride = programs - tiles
-        if first_tile < tiles:
-            W = load_tile(sweep.buffers.W_ptr, first_tile, r, d, d, 1, sweep.product)
-            _walk(h, W, sweep, first_tile, tiles, stride, start, stop, True, False)
-        elif LATE:
-            if program < sweep.sizes.batch:
-                h = load_blocks(own_h_ptr, n, sweep.sizes)
-                h = _walk(h, (), sweep, first_tile, tiles, stride, start, stop, False, True)
-                store_blocks(own_h_ptr, h, n, sweep.sizes)
-        else:
-            h = _walk(h, (), sweep, first_tile, tiles, stride, start, stop, False, True)
-    else:
-        W = ()
-        if sweep.product.PERSISTENT and sweep.product.ONE_TILE:
-            W = load_tile(sweep.buffers.W_ptr, first_tile, r, d, d, 1, sweep.product)
-        h = _walk(
-            h, W, sweep, first_tile, tiles, programs, start, stop, sweep.product.PERSISTENT, True
-        )
-    if sweep.product.RESIDENT and not LATE:
-        if program < sweep.sizes.batch:
-            store_blocks(own_h_ptr, h, n, sweep.sizes)
+def _sweep(
+    h_ptr,  # (b, n, d)
+    kept_ptr,  # (b, slots, n, d)
+    tokens,  # Tokens
+    buffers,  # ForwardBuffers
+    sizes,  # Sizes
+    options,  # Options
+    t,
+    KEEP: tl.constexpr,
+):
+    """Token t of the program's sample."""
+    sample = tl.program_id(0).to(tl.int64)
+    d: tl.constexpr = sizes.d
+    n: tl.constexpr = sizes.n
+    h_ptr = unaligned(h_ptr + sample * n * d, t, sizes)
+    h = load_blocks(h_ptr, n, sizes)
+    if (t > 0) & (t % KEEP == 0):
+        # the reverse sweep starts a chunk here
+        slot = sample * (tl.cdiv(sizes.t_end, KEEP) - 1) + t // KEEP - 1
+        store_blocks(unaligned(kept_ptr + slot * n * d, t, sizes), h, n, sizes)
+    h = _solve_token(h, tokens, buffers, sizes, options, sample, t)
+    # perhaps by other threads than those that have read it
+    tl.debug_barrier()
+    store_blocks(h_ptr, h, n, sizes)
 
 
-@triton.jit(do_not_specialize=["start", "stop", "t_end", "batch"])
+@triton.jit(do_not_specialize=["t", "batch", "t_end"])
 def sweep_kernel(
     x_ptr,  # (b, t, d)
-    raw_ptr,  # (b, t, r), from x
-    W_ptr,  # (r, d), W^y
+    raw_ptr,  # (b, t, r), raw^x
+    fed_ptr,  # (b, width), W^y norm(y_{t-1})
     A_ptr,  # (n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
-    fed_ptr,  # (splits, b, r): parts of W^y norm(y_{t-1})
     BC_ptr,  # (b, 2 n): B and C of the present token, if BLOCKS > 1
     y_ptr,  # (b, t, d)
     normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
-    counters_ptr,  # (2,), zeros: finished samples, finished tiles
-    start,
-    stop,
+    t,
     batch,
     t_end,
-    r: tl.constexpr,
     d: tl.constexpr,
     n: tl.constexpr,
     x_stride_b,
@@ -193,86 +276,40 @@ def sweep_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
-    CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    SPLITS: tl.constexpr,  # tiles that share a row of W^y
-    PRECISION: tl.constexpr,
-    DOT: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    ONE_TILE: tl.constexpr,  # no program has more than one tile of W^y, which then stays with it
-    SEPARATE: tl.constexpr,  # no program has a tile and samples: their loops share no registers
-    RESIDENT: tl.constexpr,  # no program has more than one sample, whose h then stays in registers
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
     BETA_MAX: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
     ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
     FAST: tl.constexpr,
-    COMPILED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Tokens start .. stop - 1 of all samples, each as `solve_token` says:
-
-    y_t and h_t from raw_t = raw^x_t + W^y norm(y_{t-1}), x_t and h_{t-1}.
-    """
+    """Token t of all samples, a program each, as the module's docstring says."""
     _sweep(
-        ForwardSweep(
-            Tokens(
-                Rows(raw_ptr, raw_stride_b, raw_stride_t),
-                Rows(x_ptr, x_stride_b, x_stride_t),
-            ),
-            ForwardBuffers(
-                W_ptr,
-                A_ptr,
-                h_ptr,
-                kept_ptr,
-                fed_ptr,
-                fed_stride,
-                BC_ptr,
-                y_ptr,
-                normed_ptr,
-                statistics_ptr,
-            ),
-            Counters(samples=counters_ptr, tiles=counters_ptr + 1),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, KEEP, CROWDED, ROWS),
-            Options(
-                K,
-                ACTIVATION,
-                INPUT_SCALE,
-                FULL,
-                True,
-                ALIGNED,
-                FAST,
-                ACC,
-                SELECTIVE,
-                BETA_MAX,
-                NORM,
-                NORM_EPS,
-                EPS,
-            ),
-            Product(
-                PERSISTENT,
-                SPLITS,
-                COMPILED,
-                ONE_TILE,
-                SEPARATE,
-                RESIDENT,
-                BLOCK_M,
-                BLOCK_K,
-                CHUNKS,
-                BLOCK_B,
-                PRECISION,
-                DOT,
-            ),
+        h_ptr,
+        kept_ptr,
+        Tokens(Rows(x_ptr, x_stride_b, x_stride_t), Rows(raw_ptr, raw_stride_b, raw_stride_t)),
+        ForwardBuffers(fed_ptr, fed_stride, A_ptr, BC_ptr, y_ptr, normed_ptr, statistics_ptr),
+        Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
+        Options(
+            K,
+            ACTIVATION,
+            SELECTIVE,
+            BETA_MAX,
+            INPUT_SCALE,
+            FULL,
+            NORM,
+            NORM_EPS,
+            EPS,
+            ALIGNED,
+            FAST,
+            ACC,
         ),
-        start,
-        stop,
+        t,
+        KEEP,
     )

@@ -1,6 +1,6 @@
 """What the reverse sweep needs of each token of a chunk, computed from y for all tokens at once.
 
-`prepare_token` computes the mixed input x~ = x + U^T T U (y - x), on which the memory depends, and
+`prepare_kernel` computes the mixed input x~ = x + U^T T U (y - x), on which the memory depends, and
 the k x k algebra of the token's local system; `triton_replay.py` computes the memory.
 
 Rows u_i of raw values are not divided by their norms: the scalars that multiply them are, by
@@ -38,113 +38,13 @@ from bedouin.kernels.device.reflections import (
     wy_upper,
 )
 from bedouin.kernels.direct.triton_bundles import (
-    Chunk,
-    Options,
-    Prepared,
-    Rows,
-    Sizes,
-    Tokens,
     aligned_row,
-    head_matrix,
-    input_row,
     local_padding,
     local_size,
     local_width,
+    matrix_of,
+    strided_row,
 )
-
-
-@triton.jit
-def prepare_token(
-    tokens,  # Tokens
-    y_ptr,  # (b, t, d)
-    prepared,  # Prepared
-    chunk,  # Chunk
-    sizes,  # Sizes
-    options,  # Options
-    index,  # of the token among those of the chunk, of all samples
-):
-    """Store x~ and the scalars of a token."""
-    K: tl.constexpr = options.K
-    ACC: tl.constexpr = options.ACC
-    d: tl.constexpr = sizes.d
-    n: tl.constexpr = sizes.n
-    sample = (index // chunk.count).to(tl.int64)
-    i_token = index % chunk.count
-    t = chunk.start + i_token
-    rows, cols = tl.arange(0, sizes.BLOCK_N * sizes.BLOCKS), tl.arange(0, sizes.BLOCK_D)
-    in_n, in_d = rows < n, cols < d
-    u_at = d + (2 * n if options.SELECTIVE else 0)
-    raw = aligned_row(tokens.raw, sample, t, options.ALIGNED)
-    fed = aligned_row(tokens.fed, sample, t, options.ALIGNED)
-    x = tl.load(input_row(tokens, prepared, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
-    y = tl.load(y_ptr + (sample * sizes.t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
-    v = y - x
-    raw_delta = load_raw(raw, fed, cols, in_d, options.FEEDBACK, ACC, ".cg")
-    delta = activate(raw_delta, options.ACTIVATION)
-    if options.SELECTIVE:
-        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, options.FEEDBACK, options.EPS, ACC)
-        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, options.FEEDBACK, options.EPS, ACC)
-        B *= inv_B
-        C *= inv_C
-    else:
-        B = tl.where(in_n, 1.0, 0.0).to(ACC)
-        C = B
-        inv_B = tl.full([], 1.0, ACC)
-        inv_C = inv_B
-    BC = B * C
-    if options.INPUT_SCALE == "one_minus_decay":
-        in_state = in_n[:, None] & in_d[None, :]
-        state = rows[:, None] * d + cols[None, :]
-        A_log2 = tl.load(head_matrix(prepared, sample, sizes) + state, mask=in_state, other=0.0)
-        _, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
-        sigma = tl.sum(s_rows * BC[:, None], axis=0)
-    else:
-        sigma = input_scale(delta, options.INPUT_SCALE) * tl.sum(BC, axis=0)
-    u = ()
-    for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, options.FEEDBACK, ACC, ".cg"),)
-    alpha_at = u_at + K * d
-    beta = load_beta(raw + alpha_at, fed + alpha_at, K, options.FEEDBACK, options.BETA_MAX, ACC)
-    PAIRS: tl.constexpr = K * (K + 1) // 2
-    sigma_u = rows_times(u, sigma, K)
-    with_v, with_y = rows_times(u, v, K), rows_times(sigma_u, y, K)
-    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_v + with_y + (y * y,))
-    inv = inverse_sizes(dots, d, K, options.EPS)
-    G = scale_symmetric(dots[0:PAIRS], inv, K)
-    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
-    U_v = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-    T = wy_upper(G, beta, K)
-    T_v = upper_times(T, U_v, K)
-    scaled_T_v = scale(T_v, inv, K)
-    mixed = x
-    if K > 0:
-        mixed += combine(scaled_T_v, u, K)
-    token = (sample + chunk.behind) * chunk.count + i_token
-    tl.store(prepared.mixed_ptr + token * d + cols, mixed, mask=in_d)
-
-    T_rows = ()
-    for i in tl.static_range(K):
-        for j in tl.static_range(K):
-            if j <= i:
-                T_rows = T_rows + (T[i * (i + 1) // 2 + j],)
-            else:
-                T_rows = T_rows + (tl.zeros([], dtype=ACC),)
-    if K > 0:
-        N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K)
-    scaled_N = ()
-    for i in tl.static_range(K):
-        for j in tl.static_range(K):
-            scaled_N = scaled_N + (N[i * K + j] * inv[i] * inv[j],)
-    factors = gradient_factors(U_v, T_v, G, beta, inv, options.BETA_MAX, K)
-    norm = inverse_norm(dots[2 * PAIRS + 2 * K] / d, options.NORM_EPS)
-    local = scale_symmetric(T, inv, K) + dots[PAIRS : 2 * PAIRS] + dots[0:PAIRS] + scaled_N
-    local = local + scaled_T_v + factors + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
-    local = local + (norm, tl.sum(BC, axis=0), inv_B, inv_C)
-    SIZE: tl.constexpr = local_size(K)
-    row = prepared.local_ptr + token * local_width(K, n) + local_padding(K)
-    store_tuple(row, local, SIZE)
-    tl.store(row + SIZE + rows, B, mask=in_n)
-    tl.store(row + SIZE + n + rows, C, mask=in_n)
 
 
 @triton.jit(do_not_specialize=["start", "count", "t_end", "per_head"])
@@ -188,29 +88,83 @@ def prepare_kernel(
 
     x~ = x + U^T T U (y - x), and those that the module's docstring lists.
     """
-    prepare_token(
-        Tokens(
-            Rows(raw_ptr, raw_stride_b, raw_stride_t),
-            Rows(x_ptr, x_stride_b, x_stride_t),
-            Rows(fed_ptr, fed_stride_b, fed_stride_t),
-        ),
-        y_ptr,
-        Prepared(A_ptr, mixed_ptr, local_ptr, per_head, x_stride_h),
-        Chunk(None, start, count),
-        Sizes(d, n, BLOCK_D, BLOCK_N, t_end=t_end),
-        Options(
-            K,
-            ACTIVATION,
-            INPUT_SCALE,
-            FULL,
-            FEEDBACK,
-            ALIGNED,
-            FAST,
-            ACC,
-            SELECTIVE,
-            BETA_MAX,
-            NORM_EPS=NORM_EPS,
-            EPS=EPS,
-        ),
-        tl.program_id(0),
-    )
+    index = tl.program_id(0)
+    sample = (index // count).to(tl.int64)
+    i_token = index % count
+    t = start + i_token
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    in_n, in_d = rows < n, cols < d
+    u_at = d + (2 * n if SELECTIVE else 0)
+    raw = aligned_row(raw_ptr, sample, t, raw_stride_b, raw_stride_t, ALIGNED)
+    fed = aligned_row(fed_ptr, sample, t, fed_stride_b, fed_stride_t, ALIGNED)
+    x_row = strided_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
+    x = tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
+    y = tl.load(y_ptr + (sample * t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
+    v = y - x
+    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC, ".cg")
+    delta = activate(raw_delta, ACTIVATION)
+    if SELECTIVE:
+        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, FEEDBACK, EPS, ACC)
+        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, FEEDBACK, EPS, ACC)
+        B *= inv_B
+        C *= inv_C
+    else:
+        B = tl.where(in_n, 1.0, 0.0).to(ACC)
+        C = B
+        inv_B = tl.full([], 1.0, ACC)
+        inv_C = inv_B
+    BC = B * C
+    if INPUT_SCALE == "one_minus_decay":
+        in_state = in_n[:, None] & in_d[None, :]
+        state = rows[:, None] * d + cols[None, :]
+        own_A = matrix_of(A_ptr, sample, per_head, d, n)
+        A_log2 = tl.load(own_A + state, mask=in_state, other=0.0)
+        _, s_rows = build_coupled(A_log2 * delta[None, :], FULL, FAST)
+        sigma = tl.sum(s_rows * BC[:, None], axis=0)
+    else:
+        sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
+    u = ()
+    for i in tl.static_range(K):
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC, ".cg"),)
+    alpha_at = u_at + K * d
+    beta = load_beta(raw + alpha_at, fed + alpha_at, K, FEEDBACK, BETA_MAX, ACC)
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    sigma_u = rows_times(u, sigma, K)
+    with_v, with_y = rows_times(u, v, K), rows_times(sigma_u, y, K)
+    dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_v + with_y + (y * y,))
+    inv = inverse_sizes(dots, d, K, EPS)
+    G = scale_symmetric(dots[0:PAIRS], inv, K)
+    S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
+    U_v = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
+    T = wy_upper(G, beta, K)
+    T_v = upper_times(T, U_v, K)
+    scaled_T_v = scale(T_v, inv, K)
+    mixed = x
+    if K > 0:
+        mixed += combine(scaled_T_v, u, K)
+    token = sample * count + i_token
+    tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
+
+    T_rows = ()
+    for i in tl.static_range(K):
+        for j in tl.static_range(K):
+            if j <= i:
+                T_rows = T_rows + (T[i * (i + 1) // 2 + j],)
+            else:
+                T_rows = T_rows + (tl.zeros([], dtype=ACC),)
+    if K > 0:
+        N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K)
+    scaled_N = ()
+    for i in tl.static_range(K):
+        for j in tl.static_range(K):
+            scaled_N = scaled_N + (N[i * K + j] * inv[i] * inv[j],)
+    factors = gradient_factors(U_v, T_v, G, beta, inv, BETA_MAX, K)
+    norm = inverse_norm(dots[2 * PAIRS + 2 * K] / d, NORM_EPS)
+    local = scale_symmetric(T, inv, K) + dots[PAIRS : 2 * PAIRS] + dots[0:PAIRS] + scaled_N
+    local = local + scaled_T_v + factors + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
+    local = local + (norm, tl.sum(BC, axis=0), inv_B, inv_C)
+    SIZE: tl.constexpr = local_size(K)
+    row = local_ptr + token * local_width(K, n) + local_padding(K)
+    store_tuple(row, local, SIZE)
+    tl.store(row + SIZE + rows, B, mask=in_n)
+    tl.store(row + SIZE + n + rows, C, mask=in_n)

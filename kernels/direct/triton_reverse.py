@@ -1,75 +1,269 @@
-"""The reverse sweep with feedback as Triton kernels: the adjoint of a chunk in four launches.
+"""A token of the reverse sweep with feedback: the adjoint of `sweep_kernel`.
 
-`prepare_kernel` computes in parallel what follows from y, `replay_kernel` the memory before every
-token of the chunk from the memory kept before the chunk, and `reverse_kernel` walks back as
-persistent programs that also multiply with (W^y)^T, ordered by two counters as in
-triton_forward.py: finished tiles of (W^y)^T grad_raw_{t+1} and samples whose grad_raw_t is written.
-A fourth adds the chunk's part of the cotangent of A (triton_grad_A.py). For few samples all that is
-one launch, and programs that have neither a tile nor a sample prepare a chunk, and add that of the
-one two after it, while the others walk back over the one between; a third counter orders these.
-Where the product does not fit, `step_kernel` takes a token back, around a product by cuBLAS.
+One launch a token, one program a sample, the last token first. What follows from y alone is
+computed before for all tokens of a chunk (triton_prepare.py), and so is the memory before each
+(triton_replay.py). The product (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t), is computed
+between two launches, by torch.
+
+With H the cotangent of h_t and g that of y_t from the loss and from the token after it, the
+cotangent w of F(y)_t solves the transposed local equation:
+
+    w = g + (I - Q)^T (sigma * w + H-part),   H-part = sum over n of s * H B^T
+    cotangent of h_{t-1} = lambda * (H + w C^T)
+    cotangent of x~ = H-part + sigma * w
+
+and from these follow the cotangents of x_t = x~ - U^T T U (y - x), of Delta, B, C, u and alpha.
+The k x k system of w is the transpose of that of y, with the scalars of `prepare_kernel`.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Tuples that grow are tuples of other types.
+# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.sync import announce, wait_for
-from bedouin.kernels.direct.triton_blocks import load_blocks, of_thread, store_blocks
+from bedouin.kernels.device.activations import activate, activate_vjp
+from bedouin.kernels.device.discretize import input_scale
+from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.device.norms import max_norms_of_two
+from bedouin.kernels.device.raw import load_raw
+from bedouin.kernels.device.reflections import (
+    add,
+    combine,
+    reflections_vjp,
+    reflections_vjp_scalars,
+    rows_times,
+    symmetric_times,
+    upper_transposed_times,
+)
+from bedouin.kernels.direct.triton_blocks import (
+    discretize,
+    load_block,
+    load_blocks,
+    load_states,
+    reach,
+    store_block,
+    unaligned,
+)
 from bedouin.kernels.direct.triton_bundles import (
     Chunk,
-    Counters,
-    Memories,
     Options,
-    Prepared,
-    Product,
     ReverseBuffers,
-    ReverseSweep,
     Rows,
     Sizes,
     Tokens,
-    WalkedChunk,
+    local_padding,
+    local_size,
+    local_width,
+    token_memory,
+    token_row,
 )
-from bedouin.kernels.direct.triton_grad_A import add_grad_A
-from bedouin.kernels.direct.triton_prepare import prepare_token
-from bedouin.kernels.direct.triton_product import load_tile, tile_product
-from bedouin.kernels.direct.triton_replay import later_memory, replay_block
-from bedouin.kernels.direct.triton_reverse_token import reverse_token
+from bedouin.kernels.direct.triton_state_grads import (
+    load_states_in_columns,
+    store_state_grads,
+    store_state_grads_in_columns,
+)
+from bedouin.kernels.direct.triton_sums import (
+    channel_sums,
+    load_in_columns,
+    over_channels,
+    some_scalars,
+    store_one,
+)
 
 
 @triton.jit
-def _keep_top(H, sweep, chunk, sample, i_token):
-    """Keep the cotangent of h after a chunk, if the cotangent of A is added later."""
-    if sweep.sizes.LATER_A and i_token == chunk.count - 1:
-        of_sample = (sample + chunk.behind) * sweep.sizes.n * sweep.sizes.d
-        top_ptr = of_thread(sweep.walked.top_ptr + of_sample, chunk.start, sweep.sizes)
-        store_blocks(top_ptr, H, sweep.sizes.n, sweep.sizes)
+def _reverse_token(
+    tokens,  # Tokens
+    buffers,  # ReverseBuffers
+    chunk,  # Chunk
+    sizes,  # Sizes
+    options,  # Options
+    i_token,  # of the token in its chunk
+):
+    """Store the cotangents of x_t, raw_t and h_{t-1} of the program's sample, and add that of A."""
+    K: tl.constexpr = options.K
+    ACC: tl.constexpr = options.ACC
+    FULL: tl.constexpr = options.FULL
+    d: tl.constexpr = sizes.d
+    n: tl.constexpr = sizes.n
+    BLOCK_D: tl.constexpr = sizes.BLOCK_D
+    BLOCKS: tl.constexpr = sizes.BLOCKS
+    sample = tl.program_id(0).to(tl.int64)
+    t = chunk.start + i_token
+    COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
+    PAIRS: tl.constexpr = K * (K + 1) // 2
+    cols = tl.arange(0, BLOCK_D)
+    in_d = cols < d
+    u_at = d + (2 * n if options.SELECTIVE else 0)
+    token = sample * sizes.t_end + t
+    raw = token_row(tokens.raw, sample, t, options.ALIGNED)
+    fed = token_row(tokens.fed, sample, t, options.ALIGNED)
 
+    # first all that does not depend on the cotangents of later tokens
+    in_chunk = sample * chunk.count + i_token
+    SIZE: tl.constexpr = local_size(K)
+    row = chunk.local_ptr + in_chunk * local_width(K, n) + local_padding(K)
+    held = load_in_columns(row, SIZE, sizes)
+    states = load_states_in_columns(row + SIZE, sizes)
+    memory_ptr = unaligned(token_memory(chunk, sample, i_token, sizes), t, sizes)
+    A_ptr = unaligned(buffers.A_ptr, t, sizes)
+    H_ptr = unaligned(buffers.H_ptr + sample * n * d, t, sizes)
+    H = load_blocks(H_ptr, n, sizes)
+    BC = tl.load(row + SIZE - 3)
+    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    y = tl.load(buffers.y_ptr + token * d + cols, mask=in_d, other=0.0).to(ACC)
+    mixed = tl.load(chunk.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
+    grad_y = token_row(tokens.grad_y, sample, t)
+    g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
+    raw_delta = load_raw(raw, fed, cols, in_d, True, ACC, ".cg")
+    delta = activate(raw_delta, options.ACTIVATION)
+    u = ()
+    for i in tl.static_range(K):
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, True, ACC, ".cg"),)
+    if not COUPLED:
+        s = input_scale(delta, options.INPUT_SCALE)
+        written = s * mixed
+        sigma = s * BC
+    else:
+        sigma = tl.zeros([BLOCK_D], dtype=ACC)
+        written = sigma
+    # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
+    from_memory = tl.zeros([BLOCK_D], dtype=ACC)
+    with_H = from_memory
+    with_C = from_memory
+    decayed = ()
+    for block in tl.static_range(BLOCKS):
+        B, C = load_states(row + SIZE, block, sizes), load_states(row + SIZE + n, block, sizes)
+        A_log2 = load_block(A_ptr, block, n, sizes)
+        h = load_block(memory_ptr, block, n, sizes)
+        decay, s_rows = discretize(delta, A_log2, COUPLED, options)
+        decayed = decayed + (decay * h,)
+        if COUPLED:
+            sigma += tl.sum(s_rows * (B * C)[:, None], axis=0)
+            from_memory += tl.sum(H[block] * s_rows * B[:, None], axis=0)
+        else:
+            from_memory += tl.sum(H[block] * B[:, None], axis=0)
+        exponent = reach(h, decay, s_rows, mixed, B, COUPLED, FULL) * A_log2
+        with_H += tl.sum(H[block] * exponent, axis=0)
+        with_C += tl.sum(C[:, None] * exponent, axis=0)
+    # the cotangent of Delta is linear in w
+    grad_delta = LN2 * with_H
+    grad_delta_w = LN2 * with_C
+    if options.INPUT_SCALE == "delta":
+        grad_delta += mixed * from_memory
+        grad_delta_w += mixed * BC
+    elif options.INPUT_SCALE == "bounded_delta":
+        slope = mixed / ((1 + delta) * (1 + delta))
+        grad_delta += slope * from_memory
+        grad_delta_w += slope * BC
+    grad_delta = activate_vjp(grad_delta, raw_delta, options.ACTIVATION)
+    grad_delta_w = activate_vjp(grad_delta_w, raw_delta, options.ACTIVATION)
+    if not COUPLED:
+        from_memory *= s
+    v = y - x
+    grad_normed = tl.load(buffers.grad_normed_ptr + sample * d + cols, mask=in_d, other=0.0).to(ACC)
+    if options.NORM:
+        rms = some_scalars(row, held, SIZE - 4, 1, sizes)[0]
+        g += over_channels((rms,), sizes)[0] * grad_normed
+    else:
+        g += grad_normed
+    # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
+    q = rows_times(u, from_memory + sigma * g, K)
+    if options.NORM:
+        dots = channel_sums(q + (grad_normed * y,), sizes)
+        # the norm does not depend on the length of y: the part of the cotangent along y vanishes
+        along_y = rms * rms * rms * dots[K] / d
+        g -= over_channels((along_y,), sizes)[0] * y
+        with_y = some_scalars(row, held, 3 * PAIRS + K * K + 4 * K, K, sizes)
+        q = ()
+        for i in tl.static_range(K):
+            q = q + (dots[i] - along_y * with_y[i],)
+    else:
+        q = channel_sums(q, sizes)
+    solver = some_scalars(row, held, 3 * PAIRS, K * K, sizes)
+    T_g = ()
+    for i in tl.static_range(K):
+        total = solver[i * K] * q[0]
+        for j in tl.static_range(K):
+            if j > 0:
+                total += solver[i * K + j] * q[j]
+        T_g = T_g + (total,)
+    T_g_rows = over_channels(T_g, sizes)
+    w = g + combine(T_g_rows, u, K)
 
-@triton.jit
-def _step(sweep, chunk, i_token):
-    """A token of the program's sample."""
-    own = tl.program_id(0).to(tl.int64)
-    H_ptr = of_thread(sweep.buffers.H_ptr, chunk.start, sweep.sizes)
-    H_ptr += own * sweep.sizes.n * sweep.sizes.d
-    H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
-    _keep_top(H, sweep, chunk, own, i_token)
-    H = reverse_token(H, sweep, chunk, own, i_token, 0)
+    # x~ = x + U^T T U v, one reflection after the other
+    S = some_scalars(row, held, PAIRS, PAIRS, sizes)
+    U_g = add(q, symmetric_times(S, T_g, K), K)
+    grad_mixed = from_memory + sigma * w
+    grad_raw = buffers.grad_raw_ptr + tl.multiple_of(token * buffers.width, options.ALIGNED)
+    kind: tl.constexpr = buffers.grad_raw_ptr.dtype.element_ty
+    G = some_scalars(row, held, 2 * PAIRS, PAIRS, sizes)
+    T_v = some_scalars(row, held, 3 * PAIRS + K * K, K, sizes)
+    factors = some_scalars(row, held, 3 * PAIRS + K * K + K, 3 * K, sizes)
+    along, grad_alpha = reflections_vjp_scalars(U_g, T_g, T_v, G, factors, K)
+    T_v, along = over_channels(T_v, sizes), over_channels(along, sizes)
+    grad_mixed = reflections_vjp(
+        grad_mixed, v, u, T_g_rows, T_v, along, grad_raw + u_at, cols, d, K
+    )
+    for i in tl.static_range(K):
+        store_one(grad_raw + u_at + K * d + i, grad_alpha[i].to(kind), sizes)
+
+    tl.store(grad_raw + cols, (grad_delta + w * grad_delta_w).to(kind), mask=in_d)
+    if options.SELECTIVE and sizes.ROWS > 0:
+        store_state_grads_in_columns(
+            H, decayed, w, delta, mixed, written, states, row + SIZE, grad_raw + d, A_ptr,
+            sizes, options,
+        )  # fmt: skip
+    elif options.SELECTIVE:
+        store_state_grads(
+            H, decayed, w, delta, mixed, written, row + SIZE, grad_raw + d, A_ptr, sizes, options
+        )
+    tl.store(
+        buffers.grad_x_ptr + token * d + cols,
+        grad_mixed.to(buffers.grad_x_ptr.dtype.element_ty),
+        mask=in_d,
+    )
+    checks = channel_sums(rows_times(u, from_memory + sigma * w, K), sizes)
+    T = some_scalars(row, held, 0, PAIRS, sizes)
+    T_checks = over_channels(upper_transposed_times(T, checks, K), sizes)
+    applied = g + combine(T_checks, u, K)
+    finite = 0 * checks[0]
+    defect, size = max_norms_of_two(applied - w, applied)
+    cell = buffers.statistics_ptr + token
+    store_one(cell, defect + finite, sizes)
+    cell += tl.cast(sizes.batch, tl.int64) * sizes.t_end
+    store_one(cell, size + finite, sizes)
+    sum_ptr = unaligned(buffers.grad_A_ptr + sample * n * d, t, sizes)
+    # H is perhaps replaced by other threads than those that have read it
     tl.debug_barrier()
-    store_blocks(H_ptr, H, sweep.sizes.n, sweep.sizes)
+    for block in tl.static_range(BLOCKS):
+        # the decay again: held over the local equation it would cost too many registers
+        A_log2 = load_block(A_ptr, block, n, sizes)
+        C = load_states(row + SIZE + n, block, sizes)
+        decay, s_rows = discretize(delta, A_log2, COUPLED, options)
+        total = H[block] + C[:, None] * w[None, :]
+        if COUPLED or FULL:
+            B = load_states(row + SIZE, block, sizes)
+            h = load_block(memory_ptr, block, n, sizes)
+            along = reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
+        else:
+            along = decayed[block]
+        grad_A = load_block(sum_ptr, block, n, sizes) + total * along * delta[None, :]
+        store_block(sum_ptr, grad_A, block, n, sizes)
+        store_block(H_ptr, total * decay, block, n, sizes)
 
 
-@triton.jit(do_not_specialize=["i_token", "start", "count", "slot", "slots", "t_end", "batch"])
-def step_kernel(
-    grad_y_ptr,  # (b, t, d)
-    grad_normed_ptr,  # (splits, b, d): parts of (W^y)^T grad_raw_{t+1}, that of norm(y_t)
+@triton.jit(do_not_specialize=["i_token", "start", "count", "slot", "slots", "batch", "t_end"])
+def reverse_kernel(
     x_ptr,  # (b, t, d)
+    raw_ptr,  # (b, t, r), raw^x
+    fed_ptr,  # (b, t, r), W^y norm(y_{t-1})
+    grad_y_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
+    grad_normed_ptr,  # (b, d): (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
     A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, count, d)
     local_ptr,  # (b, count, WIDTH)
@@ -78,10 +272,8 @@ def step_kernel(
     replayed_ptr,  # (b, count - 1, n, d)
     H_ptr,  # (b, n, d): cotangent of h_t, in place that of h_{t-1}
     grad_x_ptr,  # (b, t, d)
-    grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
-    vectors_ptr,  # (b, count, 2, d), written if LATER_A: w and Delta
-    top_ptr,  # (b, n, d), written if LATER_A: cotangent of h after the chunk
-    grad_A_ptr,  # (b, n, d), added to unless LATER_A
+    grad_raw_ptr,  # (b, t, width), may be the memory of `fed`
+    grad_A_ptr,  # (b, n, d), added to
     statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
     i_token,
     start,
@@ -90,516 +282,81 @@ def step_kernel(
     slots,
     batch,
     t_end,
-    r: tl.constexpr,
+    width: tl.constexpr,
     d: tl.constexpr,
     n: tl.constexpr,
-    grad_y_stride_b,
-    grad_y_stride_t,
     x_stride_b,
     x_stride_t,
     raw_stride_b,
     raw_stride_t,
     fed_stride_b,
     fed_stride_t,
+    grad_y_stride_b,
+    grad_y_stride_t,
     h0_stride_b,
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # states at a time
     BLOCKS: tl.constexpr,  # how many times
-    CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
     ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
-    LATER_A: tl.constexpr,  # the cotangent of A is added behind the walk
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
     BETA_MAX: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The adjoint of token start + i_token alone, of all samples, as `reverse_token` says.
-
-    The products with (W^y)^T are computed outside.
-    """
-    _step(
-        ReverseSweep(
-            Tokens(
-                Rows(raw_ptr, raw_stride_b, raw_stride_t),
-                Rows(x_ptr, x_stride_b, x_stride_t),
-                Rows(fed_ptr, fed_stride_b, fed_stride_t),
-                Rows(grad_y_ptr, grad_y_stride_b, grad_y_stride_t),
-            ),
-            Prepared(A_ptr, mixed_ptr, local_ptr),
-            Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, slots),
-            WalkedChunk(vectors_ptr, top_ptr),
-            ReverseBuffers(
-                y_ptr,
-                grad_raw_ptr,  # instead of W, which is not read
-                grad_normed_ptr,
-                H_ptr,
-                grad_x_ptr,
-                grad_raw_ptr,
-                grad_A_ptr,
-                statistics_ptr,
-            ),
-            Counters(None, None),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS, LATER_A),
-            Options(
-                K,
-                ACTIVATION,
-                INPUT_SCALE,
-                FULL,
-                True,
-                ALIGNED,
-                FAST,
-                ACC,
-                SELECTIVE,
-                BETA_MAX,
-                NORM,
-                NORM_EPS,
-                EPS,
-            ),
-            Product(False, 1, False),
+    """The adjoint of token start + i_token of all samples, a program each, as the module's
+    docstring says."""
+    _reverse_token(
+        Tokens(
+            Rows(x_ptr, x_stride_b, x_stride_t),
+            Rows(raw_ptr, raw_stride_b, raw_stride_t),
+            Rows(fed_ptr, fed_stride_b, fed_stride_t),
+            Rows(grad_y_ptr, grad_y_stride_b, grad_y_stride_t),
         ),
-        Chunk(slot, start, count),
+        ReverseBuffers(
+            y_ptr,
+            grad_normed_ptr,
+            A_ptr,
+            H_ptr,
+            grad_x_ptr,
+            grad_raw_ptr,
+            width,
+            grad_A_ptr,
+            statistics_ptr,
+        ),
+        Chunk(
+            slot,
+            start,
+            count,
+            mixed_ptr,
+            local_ptr,
+            h0_ptr,
+            h0_stride_b,
+            kept_ptr,
+            replayed_ptr,
+            slots,
+        ),
+        Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
+        Options(
+            K,
+            ACTIVATION,
+            SELECTIVE,
+            BETA_MAX,
+            INPUT_SCALE,
+            FULL,
+            NORM,
+            NORM_EPS,
+            EPS,
+            ALIGNED,
+            FAST,
+            ACC,
+        ),
         i_token,
-    )
-
-
-@triton.jit
-def _multiply(W, sweep, t, finished, first_tile, tiles):
-    """(W^y)^T grad_raw_t once `finished` samples have been counted: the program's tiles."""
-    r: tl.constexpr = sweep.sizes.r
-    d: tl.constexpr = sweep.sizes.d
-    STATES: tl.constexpr = 2 * sweep.sizes.n if sweep.options.SELECTIVE else 0
-    R: tl.constexpr = d + STATES + sweep.options.K * (d + 1)
-    batch = sweep.sizes.batch
-    vector_ptr = sweep.buffers.grad_raw_ptr + tl.cast(t, tl.int64) * r
-    if first_tile < tiles:
-        wait_for(sweep.counters.samples, finished, sweep.product.COMPILED)
-    if sweep.product.ONE_TILE:
-        if first_tile < tiles:
-            tile_product(
-                W, first_tile, vector_ptr, sweep.buffers.grad_normed_ptr, t >> 30, batch, d, r,
-                tl.cast(sweep.sizes.t_end, tl.int64) * r, d, sweep.product,
-            )  # fmt: skip
-            announce(sweep.counters.tiles)
-    else:
-        for tile in range(first_tile, tiles, tl.num_programs(0)):
-            part = load_tile(sweep.buffers.W_ptr, tile, d, R, 1, d, sweep.product)
-            tile_product(
-                part, tile, vector_ptr, sweep.buffers.grad_normed_ptr, t >> 30, batch, d, r,
-                tl.cast(sweep.sizes.t_end, tl.int64) * r, d, sweep.product,
-            )  # fmt: skip
-            announce(sweep.counters.tiles)
-
-
-@triton.jit
-def _walk_back(
-    H,  # BLOCKS times (BLOCK_N, BLOCK_D), of the program's own sample, if RESIDENT
-    W,  # the program's tile, if ONE_TILE
-    sweep,  # ReverseSweep
-    chunk,  # Chunk
-    first_tile,
-    tiles,
-    stride,  # from one of the program's samples to its next
-    WITH_TILES: tl.constexpr,
-    WITH_SAMPLES: tl.constexpr,
-):
-    """The tokens of a chunk, last first: the program's tile, its samples, or both; returns H."""
-    program = tl.program_id(0)
-    own = program.to(tl.int64)
-    for back in range(0, chunk.count):
-        i_token = chunk.count - 1 - back
-        t = chunk.start + i_token
-        done = chunk.done + back
-        if WITH_SAMPLES and sweep.product.RESIDENT:
-            if program < sweep.sizes.batch:
-                _keep_top(H, sweep, chunk, own, i_token)
-                H = reverse_token(H, sweep, chunk, own, i_token, done * tiles)
-        if WITH_SAMPLES and not sweep.product.RESIDENT:
-            for index in range(program, sweep.sizes.batch, stride):
-                sample = tl.cast(index, tl.int64)
-                H_ptr = of_thread(sweep.buffers.H_ptr, t, sweep.sizes)
-                H_ptr += sample * sweep.sizes.n * sweep.sizes.d
-                later = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
-                _keep_top(later, sweep, chunk, sample, i_token)
-                later = reverse_token(later, sweep, chunk, sample, i_token, done * tiles)
-                store_blocks(H_ptr, later, sweep.sizes.n, sweep.sizes)
-                # the next token reads H, perhaps in other threads than those that wrote it
-                tl.debug_barrier()
-        if WITH_TILES:
-            _multiply(W, sweep, t, (done + 1) * sweep.sizes.batch, first_tile, tiles)
-    return H
-
-
-@triton.jit
-def _grad_A_share(
-    sweep,
-    chunk,  # Chunk
-    first,
-    sharing,  # number of programs that have a share, of which this is number `first`
-    REPLAY_D: tl.constexpr,
-    GRAD_N: tl.constexpr,
-):
-    """A program's share of the cotangent of A of a chunk."""
-    blocks = tl.cdiv(sweep.sizes.d, REPLAY_D) * tl.cdiv(sweep.sizes.n, GRAD_N)
-    for index in range(first, sweep.sizes.batch * blocks, sharing):
-        add_grad_A(
-            sweep.prepared, sweep.memories, sweep.walked, sweep.buffers.grad_A_ptr, chunk,
-            Sizes(sweep.sizes.d, sweep.sizes.n, REPLAY_D, GRAD_N, CROWDED=sweep.sizes.CROWDED),
-            sweep.options, index,
-        )  # fmt: skip
-
-
-@triton.jit
-def _prepare_share(
-    sweep,
-    chunk,  # Chunk
-    phase_ptr,
-    finished,  # value of the counter when the intermediate results of all tokens are there
-    first,
-    sharing,  # number of programs that have a share, of which this is number `first`
-    REPLAY_D: tl.constexpr,
-):
-    """A program's share of the intermediate results and then of the memory of a chunk."""
-    batch = sweep.sizes.batch
-    for index in range(first, batch * chunk.count, sharing):
-        prepare_token(
-            sweep.tokens, sweep.buffers.y_ptr, sweep.prepared, chunk, sweep.sizes, sweep.options,
-            index,
-        )  # fmt: skip
-    _end_phase(phase_ptr, finished, sweep.product.COMPILED)
-    for index in range(first, batch * tl.cdiv(sweep.sizes.d, REPLAY_D), sharing):
-        replay_block(
-            sweep.tokens, sweep.prepared, sweep.memories,
-            Rows(
-                later_memory(sweep.memories, 0, chunk.count - 1, chunk, sweep.sizes),
-                chunk.count * sweep.sizes.n * sweep.sizes.d,
-                None,
-            ),
-            chunk,
-            Sizes(
-                sweep.sizes.d, sweep.sizes.n, REPLAY_D, sweep.sizes.BLOCK_N, sweep.sizes.BLOCKS,
-                CROWDED=sweep.sizes.CROWDED,
-            ),
-            sweep.options, index, True, sweep.sizes.CROWDED,
-        )  # fmt: skip
-    announce(phase_ptr)
-
-
-@triton.jit
-def _reverse_chunk(
-    H,  # BLOCKS times (BLOCK_N, BLOCK_D), of the program's own sample, if RESIDENT
-    W,  # the program's tile, if ONE_TILE
-    sweep,  # ReverseSweep
-    chunk,  # Chunk
-    tiles,
-):
-    """The walk back over a chunk; returns H."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    first_tile = programs - 1 - program
-    if sweep.product.SEPARATE:
-        stride = programs - tiles
-        if first_tile < tiles:
-            _walk_back((), W, sweep, chunk, first_tile, tiles, stride, True, False)
-        elif sweep.product.RESIDENT:
-            # in a branch: with masks, H would be held outside of it, too
-            if program < sweep.sizes.batch:
-                H_ptr = of_thread(sweep.buffers.H_ptr, chunk.start, sweep.sizes)
-                H_ptr += program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
-                own_H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
-                own_H = _walk_back(own_H, (), sweep, chunk, first_tile, tiles, stride, False, True)
-                store_blocks(H_ptr, own_H, sweep.sizes.n, sweep.sizes)
-        else:
-            _walk_back((), (), sweep, chunk, first_tile, tiles, stride, False, True)
-    else:
-        H = _walk_back(H, W, sweep, chunk, first_tile, tiles, programs, True, True)
-    return H
-
-
-@triton.jit
-def _reverse_one(
-    sweep,  # ReverseSweep
-    slot,
-    KEEP: tl.constexpr,
-):
-    """A chunk that has been prepared: the program's samples and its share of the products."""
-    program = tl.program_id(0)
-    d: tl.constexpr = sweep.sizes.d
-    n: tl.constexpr = sweep.sizes.n
-    tiles = tl.cdiv(d, sweep.product.BLOCK_M) * sweep.product.SPLITS
-    W = _own_tile(sweep)
-    # in blocks of states, so that few registers are in use at a time
-    own_n = tl.where(program < sweep.sizes.batch, n, 0)
-    own_H_ptr = of_thread(sweep.buffers.H_ptr, slot, sweep.sizes)
-    own_H_ptr += program.to(tl.int64) * n * d
-    H = ()
-    if sweep.product.RESIDENT and not sweep.product.SEPARATE:
-        H = load_blocks(own_H_ptr, own_n, sweep.sizes)
-    start = slot * KEEP
-    count = tl.minimum(KEEP, sweep.sizes.t_end - start)
-    H = _reverse_chunk(H, W, sweep, Chunk(slot, start, count, 0, 0), tiles)
-    if sweep.product.RESIDENT and not sweep.product.SEPARATE:
-        store_blocks(own_H_ptr, H, own_n, sweep.sizes)
-
-
-@triton.jit
-def _own_tile(sweep):
-    """The program's tile of (W^y)^T, if it keeps one."""
-    d: tl.constexpr = sweep.sizes.d
-    STATES: tl.constexpr = 2 * sweep.sizes.n if sweep.options.SELECTIVE else 0
-    R: tl.constexpr = d + STATES + sweep.options.K * (d + 1)
-    W = ()
-    if sweep.product.ONE_TILE:
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
-        W = load_tile(sweep.buffers.W_ptr, tile, d, R, 1, d, sweep.product)
-    return W
-
-
-@triton.jit
-def _reverse_ahead(
-    sweep,  # ReverseSweep
-    phase_ptr,  # counter of programs at the end of a phase
-    chunks,
-    KEEP: tl.constexpr,
-    REPLAY_D: tl.constexpr,
-    GRAD_N: tl.constexpr,
-):
-    """All chunks, the last first: a program has a tile, or a sample, or prepares a chunk and adds
-    the cotangent of A of another while the others walk the one between them.
-
-    Of the first of these chunks all programs prepare a share. Two chunks at a time are in memory.
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    batch, t_end = sweep.sizes.batch, sweep.sizes.t_end
-    COMPILED: tl.constexpr = sweep.product.COMPILED
-    tiles = tl.cdiv(sweep.sizes.d, sweep.product.BLOCK_M) * sweep.product.SPLITS
-    helpers = programs - tiles - batch
-    top = (chunks - 1) * KEEP
-    _prepare_share(
-        sweep, Chunk(chunks - 1, top, t_end - top, 0, 0), phase_ptr, programs, program, programs,
-        REPLAY_D,
-    )  # fmt: skip
-    if program >= programs - tiles:
-        W = _own_tile(sweep)
-        for number in range(0, chunks):
-            start = top - number * KEEP
-            count = tl.minimum(KEEP, t_end - start)
-            _walk_back(
-                (), W, sweep, Chunk(chunks - 1 - number, start, count, t_end - start - count, 0),
-                programs - 1 - program, tiles, 1, True, False,
-            )  # fmt: skip
-    elif program < batch:
-        H_ptr = of_thread(sweep.buffers.H_ptr, chunks, sweep.sizes)
-        H_ptr += program.to(tl.int64) * sweep.sizes.n * sweep.sizes.d
-        H = load_blocks(H_ptr, sweep.sizes.n, sweep.sizes)
-        for number in range(0, chunks):
-            wait_for(phase_ptr, _prepared(number, programs, helpers), COMPILED)
-            start = top - number * KEEP
-            count = tl.minimum(KEEP, t_end - start)
-            H = _walk_back(
-                H, (), sweep,
-                Chunk(
-                    chunks - 1 - number, start, count, t_end - start - count, number % 2 * batch
-                ),
-                0, tiles, 1, False, True,
-            )  # fmt: skip
-        store_blocks(H_ptr, H, sweep.sizes.n, sweep.sizes)
-    else:
-        helper = program - batch
-        # two more rounds for the cotangent of A of the last two chunks
-        for number in range(1, chunks + 2):
-            start = top - number * KEEP
-            behind = number % 2 * batch
-            # a sample that has announced a token of the chunk after this one has read all of the
-            # chunk after that, whose memory is overwritten; at last, all tokens
-            walked = tl.minimum(tl.maximum(t_end - start - 2 * KEEP, 0) + 1, t_end)
-            wait_for(sweep.counters.samples, walked * batch, COMPILED)
-            if number > 1:
-                later = start + 2 * KEEP
-                _grad_A_share(
-                    sweep,
-                    Chunk(
-                        chunks + 1 - number, later, tl.minimum(KEEP, t_end - later), None, behind
-                    ),
-                    helper, helpers, REPLAY_D, GRAD_N,
-                )  # fmt: skip
-            if number < chunks:
-                finished = _prepared(number, programs, helpers)
-                if number > 1:
-                    _end_phase(phase_ptr, finished - 2 * helpers, COMPILED)
-                count = tl.minimum(KEEP, t_end - start)
-                _prepare_share(
-                    sweep, Chunk(chunks - 1 - number, start, count, 0, behind), phase_ptr,
-                    finished - helpers, helper, helpers, REPLAY_D,
-                )  # fmt: skip
-
-
-@triton.jit
-def _reverse(
-    sweep, phase_ptr, slot,
-    KEEP: tl.constexpr, AHEAD: tl.constexpr, REPLAY_D: tl.constexpr, GRAD_N: tl.constexpr,
-):  # fmt: skip
-    """Bundles keep their constants as arguments only, so that both forms are called here."""
-    if AHEAD:
-        _reverse_ahead(sweep, phase_ptr, slot + 1, KEEP, REPLAY_D, GRAD_N)
-    else:
-        _reverse_one(sweep, slot, KEEP)
-
-
-@triton.jit
-def _prepared(number, programs, helpers):
-    """The counter of phases when a chunk is prepared: two phases of all programs for the first, two
-    of the helpers for each other, and one for each sum before."""
-    return 2 * programs + helpers * (2 * number + tl.maximum(number - 1, 0))
-
-
-@triton.jit
-def _end_phase(counter, target, COMPILED: tl.constexpr):
-    """Wait until all programs have reached this point."""
-    announce(counter)
-    wait_for(counter, target, COMPILED)
-
-
-@triton.jit(do_not_specialize=["slot", "t_end", "batch"])
-def reverse_kernel(
-    grad_y_ptr,  # (b, t, d)
-    grad_normed_ptr,  # (splits, b, d): parts of (W^y)^T grad_raw_{t+1}, that of norm(y_t)
-    x_ptr,  # (b, t, d)
-    y_ptr,  # (b, t, d)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
-    W_ptr,  # (R, d), W^y; of r columns of grad_raw the last r - R are 0
-    A_ptr,  # (n, d), log2(e) A
-    mixed_ptr,  # (b, KEEP, d): x~ of a chunk
-    local_ptr,  # (b, KEEP, WIDTH)
-    h0_ptr,  # (b, n, d): h before token 0
-    kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
-    replayed_ptr,  # (b, KEEP - 1, n, d): h before the tokens of a chunk but the first
-    H_ptr,  # (b, n, d): cotangent of the last h, in place that of the first
-    grad_x_ptr,  # (b, t, d)
-    grad_raw_ptr,  # (b, t, r), may be the memory of `fed`
-    vectors_ptr,  # (b, KEEP, 2, d), written if LATER_A: w and Delta
-    top_ptr,  # (b, n, d), written if LATER_A: cotangent of h after the chunk
-    grad_A_ptr,  # (b, n, d), added to, if LATER_A and not AHEAD by another kernel
-    statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
-    counters_ptr,  # (3,), zeros: finished tiles, finished samples, programs at the end of a phase
-    slot,  # number of the chunk; if AHEAD, of the last one
-    batch,
-    t_end,
-    r: tl.constexpr,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    grad_y_stride_b,
-    grad_y_stride_t,
-    x_stride_b,
-    x_stride_t,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    h0_stride_b,
-    K: tl.constexpr,
-    KEEP: tl.constexpr,
-    AHEAD: tl.constexpr,  # whether this kernel also prepares and replays a chunk while it walks the
-    # one after it, and then adds its part of the cotangent of A, in programs without other work
-    BLOCK_D: tl.constexpr,
-    REPLAY_D: tl.constexpr,  # channels of a block whose memory is replayed
-    GRAD_N: tl.constexpr,  # states of a block of the cotangent of A
-    BLOCK_N: tl.constexpr,  # states at a time
-    BLOCKS: tl.constexpr,  # how many times
-    CROWDED: tl.constexpr,  # the memory of a sample occupies half of the program's registers
-    ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
-    LATER_A: tl.constexpr,  # the cotangent of A is added behind the walk
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    SPLITS: tl.constexpr,  # tiles that share a row of (W^y)^T
-    PRECISION: tl.constexpr,
-    DOT: tl.constexpr,
-    ONE_TILE: tl.constexpr,
-    SEPARATE: tl.constexpr,  # no program has a tile and samples: their loops share no registers
-    RESIDENT: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    EPS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-    COMPILED: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """The adjoint of the tokens of a chunk of KEEP, or of all chunks if AHEAD, the last first:
-
-    each token as `reverse_token` says, with (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t).
-    """
-    _reverse(
-        ReverseSweep(
-            Tokens(
-                Rows(raw_ptr, raw_stride_b, raw_stride_t),
-                Rows(x_ptr, x_stride_b, x_stride_t),
-                Rows(fed_ptr, fed_stride_b, fed_stride_t),
-                Rows(grad_y_ptr, grad_y_stride_b, grad_y_stride_t),
-            ),
-            Prepared(A_ptr, mixed_ptr, local_ptr),
-            Memories(h0_ptr, h0_stride_b, kept_ptr, replayed_ptr, tl.cdiv(t_end, KEEP) - 1),
-            WalkedChunk(vectors_ptr, top_ptr),
-            ReverseBuffers(
-                y_ptr,
-                W_ptr,
-                grad_normed_ptr,
-                H_ptr,
-                grad_x_ptr,
-                grad_raw_ptr,
-                grad_A_ptr,
-                statistics_ptr,
-            ),
-            Counters(samples=counters_ptr + 1, tiles=counters_ptr),
-            Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, batch, t_end, r, None, CROWDED, ROWS, LATER_A),
-            Options(
-                K,
-                ACTIVATION,
-                INPUT_SCALE,
-                FULL,
-                True,
-                ALIGNED,
-                FAST,
-                ACC,
-                SELECTIVE,
-                BETA_MAX,
-                NORM,
-                NORM_EPS,
-                EPS,
-            ),
-            Product(
-                True,
-                SPLITS,
-                COMPILED,
-                ONE_TILE,
-                SEPARATE,
-                RESIDENT,
-                BLOCK_M,
-                BLOCK_K,
-                CHUNKS,
-                BLOCK_B,
-                PRECISION,
-                DOT,
-            ),
-        ),
-        counters_ptr + 2,
-        slot,
-        KEEP,
-        AHEAD,
-        REPLAY_D,
-        GRAD_N,
     )

@@ -77,20 +77,20 @@ def store_state_grads_in_columns(
             # without w * written, which is the same for all states but for a factor B or C
             with_tile = H[block] * written[None, :]
             with_w = decayed[block] * w[None, :]
-        of_B = of_B + lanes_of_states(with_tile, sizes)
-        of_C = of_C + lanes_of_states(with_w, sizes)
+        of_B = of_B + _lanes_of_states(with_tile, sizes)
+        of_C = of_C + _lanes_of_states(with_w, sizes)
     lanes = of_B + of_C
     grads = ()
     for group in tl.static_range(GROUPS):
         part = lanes[group * LANES : min((group + 1) * LANES, 2 * STATES)]
         grads = grads + (sums_of_rows(part, sizes.ROWS),)
     if not COUPLED:
-        grads = add_product(grads, w, written, states, sizes)
-    store_columns(grads, states, grad_ptr, sizes)
+        grads = _add_product(grads, w, written, states, sizes)
+    _store_columns(grads, states, grad_ptr, sizes)
 
 
 @triton.jit
-def add_product(grads, w, written, states, sizes):
+def _add_product(grads, w, written, states, sizes):
     """All groups of columns with the sum of w * written times the other unit vector."""
     row = tl.reshape(w * written, [sizes.ROWS, sizes.BLOCK_D // sizes.ROWS])
     lanes = lanes_of(row, sizes.ROWS, sizes.BLOCK_D // sizes.ROWS)
@@ -102,7 +102,7 @@ def add_product(grads, w, written, states, sizes):
 
 
 @triton.jit
-def store_columns(grads, states, grad_ptr, sizes):
+def _store_columns(grads, states, grad_ptr, sizes):
     """Store the cotangents of the raw B and C from those of the unit vectors, of each warp's
     channels: less their parts along B and C."""
     STATES: tl.constexpr = sizes.BLOCKS * sizes.BLOCK_N
@@ -133,7 +133,7 @@ def store_columns(grads, states, grad_ptr, sizes):
 
 
 @triton.jit
-def lanes_of_states(tile, sizes):
+def _lanes_of_states(tile, sizes):
     """BLOCK_N tensors (ROWS, 32): of every state of (BLOCK_N, BLOCK_D) the sums within threads."""
     BLOCK_N: tl.constexpr = sizes.BLOCK_N
     ROWS: tl.constexpr = sizes.ROWS

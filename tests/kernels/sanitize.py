@@ -71,7 +71,6 @@ def main() -> None:
         "direct": layer(),
         "direct without feedback": layer(feedback=()),
         "direct without feedback, in chunks": layer(2, 42, 512, num_heads=1, feedback=()),
-        # more samples and tiles than multiprocessors, vectors in chunks, launches for each chunk
         "direct, many samples": layer(70, 6, 512, num_householder=4, num_heads=1),
         "direct, many states": layer(3, 18, 256, d_state=32, num_heads=1),
         "direct, states in blocks": layer(2, 6, 256, d_state=64, num_heads=1),

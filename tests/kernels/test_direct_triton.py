@@ -137,34 +137,27 @@ def _cotangents(sweep: Sweep) -> tuple[Tensor, Tensor]:
 
 
 def _launched(
-    setting: Setting, operands: Operands, limits: Any, keep_every: int = CHUNK
+    setting: Setting, operands: Operands, keep_every: int = CHUNK
 ) -> tuple[Sweep, list[Tensor], list[Tensor]]:
-    """What `_run` returns, by the launches, with other limits than the public operation has."""
+    """What `_run` returns, by the launches, with other chunks than the public operation has."""
     from bedouin.kernels.direct.triton_launch import launch_reverse, launch_sweep
 
     options = setting.options()
     before = [None if v is None else v.clone() for v in operands]
     buffers = allocate_sweep(operands, options, keep_every, together=False)
-    launch_sweep(buffers, options, keep_every, limits)
+    launch_sweep(buffers, options, keep_every)
     (_, pivot), _ = summarize(buffers.statistics)
     defect, scale, magnitude, _ = buffers.statistics
     sweep = Sweep(buffers.y, buffers.h.mT, defect, scale, magnitude, pivot)
     cotangents = _cotangents(sweep)
     known, grads = allocate_reverse(*cotangents, buffers.y, buffers.kept, operands, options)
-    grad_normed = launch_reverse(known, grads, operands.W_y, options, keep_every, limits)
+    grad_normed = launch_reverse(known, grads, operands.W_y, options, keep_every)
     found = collect_gradients(grads, grad_normed, sweep.y, operands, options, wants_y0=True)
     for value, kept in zip(operands, before, strict=True):
         if value is not None:
             torch.testing.assert_close(value, kept, rtol=0, atol=0, equal_nan=True)
     given = [v for v, operand in zip(found, operands, strict=True) if operand is not None]
     return sweep, given, list(grads.statistics.unbind())
-
-
-def _product_limits(persistent: bool) -> Any:
-    """The usual limits, or those of a device that W^y does not fit."""
-    from bedouin.kernels.direct.triton_plan import Limits
-
-    return Limits() if persistent else Limits(shared_memory=())
 
 
 def _magnitude(setting: Setting) -> Tensor:
@@ -184,16 +177,14 @@ def _assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: float)
         assert error <= tolerance * scale, f"{name}: error {error:.1e}, scale {scale:.1e}"
 
 
-def _assert_like_the_plain_sweep(
-    setting: Setting, limits: Any = None, keep_every: int = CHUNK
-) -> None:
+def _assert_like_the_plain_sweep(setting: Setting, keep_every: int | None = None) -> None:
     tolerance = setting.tolerance
     expected, expected_grads, expected_report = _run(setting, "reference")
-    if limits is None:
+    if keep_every is None:
         actual, grads, report = _run(setting, "triton")
     else:
         operands: Any = setting.operands()
-        actual, grads, report = _launched(setting, Operands(*operands), limits, keep_every)
+        actual, grads, report = _launched(setting, Operands(*operands), keep_every)
     for name in ("y", "h", "defect", "scale", "pivot"):
         _assert_close(name, getattr(actual, name), getattr(expected, name), tolerance)
     _assert_close("magnitude", actual.magnitude, _magnitude(setting), tolerance)
@@ -253,12 +244,12 @@ def test_awkward_sizes(d: int, n: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("d", "n", "k", "scale", "eigenvalues", "norm_eps", "persistent"),
+    ("d", "n", "k", "scale", "eigenvalues", "norm_eps"),
     [
-        (257, 1, 1, "one_minus_decay", "positive", None, True),
-        (300, 16, 2, "one_minus_decay", "full", 1e-5, False),
-        (260, 5, 4, "delta", "full", 1e-5, True),
-        (516, 3, 8, "bounded_delta", "positive", None, False),
+        (257, 1, 1, "one_minus_decay", "positive", None),
+        (300, 16, 2, "one_minus_decay", "full", 1e-5),
+        (260, 5, 4, "delta", "full", 1e-5),
+        (516, 3, 8, "bounded_delta", "positive", None),
     ],
 )
 def test_warps_that_hold_128_channels_each(
@@ -268,26 +259,27 @@ def test_warps_that_hold_128_channels_each(
     scale: InputScale,
     eigenvalues: Eigenvalues,
     norm_eps: float | None,
-    persistent: bool,
 ) -> None:
     """Their sums over channels are shared out among the lanes of a warp."""
     from bedouin.kernels.direct.triton_constants import rows_of_channels
 
     assert rows_of_channels(d, torch.empty(n, d, device="meta")) == (4 if d <= 512 else 8)
     layout = RawLayout("softplus", True, k, 1.0)
-    setting = Setting(1, 2, d, n, layout, scale, eigenvalues, norm_eps)
-    _assert_like_the_plain_sweep(setting, _product_limits(persistent))
+    _assert_like_the_plain_sweep(Setting(1, 2, d, n, layout, scale, eigenvalues, norm_eps))
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("b", "d", "n", "k", "scale", "eigenvalues", "norm_eps", "persistent", "rows"),
+    ("b", "d", "n", "k", "scale", "eigenvalues", "norm_eps", "rows"),
     [
-        (2, 100, 20, 2, "bounded_delta", "positive", 1e-5, True, 4),
-        (1, 257, 32, 2, "bounded_delta", "full", 1e-5, True, 8),
-        (1, 300, 17, 3, "one_minus_decay", "positive", None, False, 8),
-        (1, 128, 64, 1, "delta", "positive", 1e-5, False, 4),
-        (1, 200, 63, 2, "one_minus_decay", "full", 1e-5, True, 8),
+        (2, 100, 20, 2, "bounded_delta", "positive", 1e-5, 4),
+        (1, 257, 32, 2, "bounded_delta", "full", 1e-5, 8),
+        (1, 300, 17, 3, "one_minus_decay", "positive", None, 8),
+        (1, 128, 64, 1, "delta", "positive", 1e-5, 4),
+        (1, 200, 63, 2, "one_minus_decay", "full", 1e-5, 8),
+        (1, 260, 40, 2, "one_minus_decay", "positive", 1e-5, 16),
+        (2, 260, 33, 2, "delta", "full", 1e-5, 16),
+        (1, 130, 70, 2, "delta", "positive", 1e-5, 0),
     ],
 )
 def test_warps_that_hold_fewer_channels_with_many_states(
@@ -298,21 +290,22 @@ def test_warps_that_hold_fewer_channels_with_many_states(
     scale: InputScale,
     eigenvalues: Eigenvalues,
     norm_eps: float | None,
-    persistent: bool,
     rows: int,
 ) -> None:
-    """Two or one in a thread; the cotangents of B and C take several tensors of 32 columns."""
+    """Two or one in a thread, or with their states in other warps (rows is 0); the cotangents of B
+    and C take several tensors of 32 columns."""
     from bedouin.kernels.direct.triton_constants import rows_of_channels
 
     assert rows_of_channels(d, torch.empty(n, d, device="meta")) == rows
     layout = RawLayout("softplus", True, k, 1.0)
     setting = Setting(b, 3, d, n, layout, scale, eigenvalues, norm_eps)
-    _assert_like_the_plain_sweep(setting, _product_limits(persistent), keep_every=2)
+    _assert_like_the_plain_sweep(setting, keep_every=2)
 
 
 @needs_triton
-def test_many_states_in_low_precision() -> None:
-    setting = Setting(b=2, t=2, d=256, n=32, dtype=torch.float32, low=torch.bfloat16)
+@pytest.mark.parametrize(("b", "d", "n"), [(2, 256, 32), (1, 512, 64)])
+def test_many_states_in_low_precision(b: int, d: int, n: int) -> None:
+    setting = Setting(b=b, t=2, d=d, n=n, dtype=torch.float32, low=torch.bfloat16)
     _assert_like_the_plain_sweep(setting)
 
 
@@ -341,76 +334,8 @@ def test_chunks_are_shorter_where_the_workspace_would_be_large(states: int, chun
 
 @needs_triton
 @pytest.mark.parametrize("b", [1, 3])
-@pytest.mark.parametrize("persistent", [True, False])
-def test_every_form_of_the_kernels(b: int, persistent: bool) -> None:
-    limits = _product_limits(persistent)
-    one_tile = Setting(b=b, t=3, n=5, layout=RawLayout("softplus", True, 1, 1.0))
-    _assert_like_the_plain_sweep(one_tile, limits)
-    # more rows of W^y than one tile has, and a sum over them in two parts
-    two_tiles = Setting(b=b, t=2, d=20, n=5, input_scale="one_minus_decay")
-    _assert_like_the_plain_sweep(two_tiles, limits)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("b", "d", "n", "scale", "eigenvalues", "persistent"),
-    [
-        (1, 260, 64, "bounded_delta", "positive", True),
-        (1, 260, 40, "one_minus_decay", "positive", True),
-        (1, 257, 63, "one_minus_decay", "full", False),
-        (2, 260, 33, "delta", "full", True),
-        (1, 130, 70, "delta", "positive", True),
-    ],
-)
-def test_a_memory_of_half_of_the_registers(
-    b: int,
-    d: int,
-    n: int,
-    scale: InputScale,
-    eigenvalues: Eigenvalues,
-    persistent: bool,
-) -> None:
-    """In two chunks."""
-    from bedouin.kernels.direct.triton_constants import is_crowded
-
-    setting = Setting(b=b, t=3, d=d, n=n, input_scale=scale, eigenvalues=eigenvalues)
-    assert is_crowded(d, torch.empty(n, d))
-    _assert_like_the_plain_sweep(setting, _product_limits(persistent), keep_every=2)
-
-
-@needs_triton
-def test_a_memory_of_half_of_the_registers_in_low_precision() -> None:
-    setting = Setting(b=1, t=2, d=512, n=64, dtype=torch.float32, low=torch.bfloat16)
-    _assert_like_the_plain_sweep(setting)
-
-
-@pytest.mark.parametrize(
-    ("d", "n", "crowded"),
-    [
-        (512, 64, True),
-        (512, 33, True),
-        (256, 128, True),
-        (256, 64, False),
-        (1024, 32, False),
-        (128, 256, False),
-    ],
-)
-def test_a_memory_is_crowded(d: int, n: int, crowded: bool) -> None:
-    from bedouin.kernels.direct.triton_constants import is_crowded
-
-    assert is_crowded(d, torch.empty(n, d, device="meta")) == crowded
-
-
-@needs_triton
-def test_products_in_parts_and_chunks() -> None:
-    from bedouin.kernels.direct.triton_plan import Limits
-
-    setting = Setting(t=2, d=40, n=5, dtype=torch.float32)
-    _assert_like_the_plain_sweep(replace(setting, low=torch.bfloat16), Limits(columns=16))
-    # 16 samples of 4 bytes: chunks of 16 columns
-    in_chunks = Limits(columns=64, shared_memory=((64, 2),))
-    for low in (None, torch.bfloat16):
-        _assert_like_the_plain_sweep(replace(setting, low=low), in_chunks)
+def test_several_samples(b: int) -> None:
+    _assert_like_the_plain_sweep(Setting(b=b, t=2, d=20, n=5, input_scale="one_minus_decay"))
 
 
 @needs_triton
@@ -437,19 +362,18 @@ def test_dtypes(dtype: torch.dtype, low: torch.dtype | None, norm_eps: float | N
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("inputs", "feedback", "persistent"),
+    ("inputs", "feedback"),
     [
-        (torch.bfloat16, True, True),
-        (torch.bfloat16, True, False),
-        (torch.bfloat16, False, True),
-        (torch.float16, True, True),
-        (torch.float16, False, True),
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+        (torch.float16, True),
+        (torch.float16, False),
     ],
 )
-def test_low_inputs(inputs: torch.dtype, feedback: bool, persistent: bool) -> None:
+def test_low_inputs(inputs: torch.dtype, feedback: bool) -> None:
     low = inputs if feedback else None
     setting = Setting(t=2, feedback=feedback, dtype=torch.float32, low=low, inputs=inputs)
-    _assert_like_the_plain_sweep(setting, None if persistent else _product_limits(False))
+    _assert_like_the_plain_sweep(setting)
 
 
 @needs_triton
@@ -522,17 +446,15 @@ def test_raw_may_be_a_part_of_a_wider_tensor(feedback: bool, more: int) -> None:
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("persistent", "feedback"), [(True, True), (False, True), (True, False)])
-def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
-    persistent: bool, feedback: bool
-) -> None:
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(feedback: bool) -> None:
     setting = Setting(b=3, t=3, layout=RawLayout("softplus", True, 1, 1.0), feedback=feedback)
     drawn: Any = setting.operands()
-    operands, limits = Operands(*drawn), _product_limits(persistent)
+    operands = Operands(*drawn)
     raw = operands.raw.clone()
     raw[1, 1, 0] = torch.nan
-    clean, (clean_grad, *_), _ = _launched(setting, operands, limits)
-    swept, (grad, *_), _ = _launched(setting, operands._replace(raw=raw), limits)
+    clean, (clean_grad, *_), _ = _launched(setting, operands)
+    swept, (grad, *_), _ = _launched(setting, operands._replace(raw=raw))
     assert torch.equal(swept.y[[0, 2]], clean.y[[0, 2]])
     assert torch.equal(grad[[0, 2]], clean_grad[[0, 2]])
     assert torch.equal(swept.y[1, :1], clean.y[1, :1])

@@ -14,9 +14,8 @@ from torch import Tensor
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.kernels import backend as kernels_backend
 from bedouin.kernels.backend import Backend, interpreter_is_on
-from bedouin.kernels.direct import triton_plan
-from bedouin.kernels.direct.triton_plan import Device
 from bedouin.kernels.guard import KernelDoesNotFit, Launching, falls_back
+from bedouin.kernels.launch import Device
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import Direct, Jacobi, Picard
@@ -115,7 +114,7 @@ def unfit(monkeypatch: pytest.MonkeyPatch) -> Unfit:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(kernels_backend, "is_cuda_device", lambda device: True)
-    monkeypatch.setattr(triton_plan.Device, "of", staticmethod(lambda device: Device(132, 232448)))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448)))
     return lambda *some: names.extend(some)
 
 

@@ -26,15 +26,14 @@ from bedouin.kernels.direct.triton_constants import (
     Like,
     input_strides,
     layout_of,
-    matrix_constants,
     mixer_constants,
     norm_constants,
+    product_constants,
     scan_constants,
     uses_tf32,
 )
 from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
-from bedouin.kernels.direct.triton_plan import multiprocessors
-from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, multiprocessors, next_power_of_two
 from bedouin.kernels.linear import apply_transposed_weight
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
@@ -256,7 +255,7 @@ def _common_constants(
     tf32: bool,
 ) -> dict[str, Any]:
     """Options that the sweep and the reverse sweep have in common."""
-    scan, product = scan_constants(A.shape[-1], A, options), matrix_constants(None, W, 1, 1, tf32)
+    scan, product = scan_constants(A.shape[-1], A, options), product_constants(W, tf32)
     blocks = _blocks(A, options)
     parts = choose_parts(blocks.channels, samples) if parts is None else parts
     kept = ("ACTIVATION", "SELECTIVE", "INPUT_SCALE", "FULL", "FAST")

@@ -26,8 +26,7 @@ from bedouin.kernels.direct.triton_constants import (
     per_head,
     scan_constants,
 )
-from bedouin.kernels.direct.triton_plan import Device
-from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.launch import Device, ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 

@@ -26,9 +26,8 @@ from bedouin.kernels.direct.phases.triton_reflections import (
 )
 from bedouin.kernels.direct.phases.triton_reverse import reverse_kernel
 from bedouin.kernels.direct.phases.triton_sweep import sweep_kernel
-from bedouin.kernels.direct.triton_plan import multiprocessors
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.launch import ceil_div, last_axis_contiguous
+from bedouin.kernels.launch import ceil_div, last_axis_contiguous, multiprocessors
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel

@@ -1,6 +1,6 @@
 """Calls of public operations and layers that launch every Triton kernel, for `compare_compiled`.
 
-Of every option at least two values, small; and the sizes of the benchmark, whose plans differ. A
+Of every option at least two values, small; and the sizes of the benchmark. A
 tensor is a meta tensor, and the library is imported by the call: each checkout brings its own.
 """
 
@@ -139,8 +139,8 @@ UNBOUNDED: dict[str, Any] = {
 QUICK: dict[str, Case] = {
     "direct": layer(2, 18, 32),
     "direct, no feedback": layer(2, 18, 32, feedback=()),
-    "direct, products outside, float32": layer(2, 18, 256, FLOAT32, d_state=4, num_heads=1),
-    "direct, launches for each chunk": layer(70, 18, 32, state=True),
+    "direct, one head, float32": layer(2, 18, 256, FLOAT32, d_state=4, num_heads=1),
+    "direct, state": layer(70, 18, 32, state=True),
     "direct, heads": layer(2, 18, 32, num_heads=4, d_state=4, num_householder=1),
     "picard": iteration("Picard", 2, 18, 32),
     "jacobi": iteration("Jacobi", 2, 18, 32),
