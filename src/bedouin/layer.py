@@ -681,14 +681,18 @@ class FixedPointLayer(GraphedLayer, ABC):
         heads, first = self.num_heads, next(iter(self._sizes))
         values = {first: by_head(self.dt_bias, heads)}
         if self.raw_bias is not None:
-            biased = self._biased_sizes()
+            biased = {name: size for name, size in self._biased_sizes().items() if size}
             parts = by_head(self.raw_bias, heads).split(list(biased.values()), -1)
             values |= dict(zip(biased, parts, strict=True))
         zeros, padded = self.dt_bias.new_zeros(self.raw_size), []
         for name, size in self._sizes.items():
-            bias = values.get(name, values[first][..., :0])
-            rest = zeros[: size - bias.shape[-1]]
-            padded += [rest.expand(*bias.shape[:-1], -1), bias]
+            # no empty parts, for which autograd would launch operations
+            bias = values.get(name)
+            missing = size if bias is None else size - bias.shape[-1]
+            if missing:
+                padded.append(zeros[:missing].expand(*values[first].shape[:-1], -1))
+            if bias is not None:
+                padded.append(bias)
         return torch.cat(padded, -1)
 
     def _input_drive(self, parts: dict[str, Tensor]) -> Tensor | None:
