@@ -238,17 +238,16 @@ def hold_memory(
     With Delta = 0 the decay is 1 and the input scale 0, in every parameterization: the memory
     passes, and no gradient reaches the other raw values.
     """
-    real = tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
-    delta = torch.where(real, raw[..., :p], closed_value(closed, raw.dtype))
+    padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
     r = raw.shape[-1]
+    # one split, because its gradient is one concatenation
+    delta, rest, *erase = raw.split([p, r - p - 1, 1] if erases else [p, r - p], -1)
+    columns = [delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest]
+    columns += [v.masked_fill(padded, closed_value(-CLOSED, raw.dtype)) for v in erase]
+    if not padding(r) or raw.stride(1) != r + padding(r):
+        return torch.cat(columns, -1)
     # rows that kernels read begin at aligned addresses, which spare columns keep
-    spare = padding(r) if raw.stride(1) == r + padding(r) else 0
-    rest = raw[..., p:]
-    if erases:
-        kept = torch.where(real, rest[..., -1:], closed_value(-CLOSED, raw.dtype))
-        rest = torch.cat([rest[..., :-1], kept], -1)
-    columns = delta, rest, raw.new_zeros(*raw.shape[:2], spare)
-    return torch.cat(columns, -1)[..., :r]
+    return torch.cat([*columns, raw.new_zeros(*raw.shape[:2], padding(r))], -1)[..., :r]
 
 
 def find_packing(
@@ -331,9 +330,9 @@ def _order(
     """Rows in which real tokens come first, in their order: for each place the one of b t that its
     token comes from, and the inverse."""
     b, t = mask.shape
-    place = torch.where(mask, mask.cumsum(1), mask.sum(1, True) + (~mask).cumsum(1)) - 1
-    tokens = torch.arange(t, device=mask.device).expand(b, t)
-    order = torch.zeros_like(place).scatter(1, place, tokens)
+    before, tokens = mask.cumsum(1), torch.arange(t, device=mask.device)
+    place = torch.where(mask, before - 1, mask.sum(1, True) + tokens - before)
+    order = torch.zeros_like(place).scatter(1, place, tokens.expand(b, t))
     start = t * torch.arange(b, device=mask.device).unsqueeze(1)
     return (start + order).flatten(), (start + place).flatten()
 
