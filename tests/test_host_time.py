@@ -133,7 +133,7 @@ class Operations(Inside):
 
 @pytest.mark.parametrize(
     ("num_heads", "cast", "most_calls", "most_operations"),
-    [(1, False, 560, 210), (1, True, 545, 220), (2, False, 570, 290)],
+    [(1, False, 545, 190), (1, True, 530, 200), (2, False, 550, 235)],
 )
 def test_a_call_and_its_backward_pass(
     num_heads: int, cast: bool, most_calls: int, most_operations: int, launches: list[Launch]

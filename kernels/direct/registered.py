@@ -267,7 +267,9 @@ def _sweep_backward(
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
             assert rows is not None
-            grad_normed = launch_head_reverse(buffers, grads, rows, options, keep_every)
+            grad_normed = launch_head_reverse(
+                buffers, grads, rows, options, keep_every, wants_y0=wants_y0
+            )
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
