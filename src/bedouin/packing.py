@@ -250,7 +250,7 @@ def hold_memory(
     if not padding(r) or raw.stride(1) != r + padding(r):
         return torch.cat(columns, -1)
     # rows that kernels read begin at aligned addresses, which spare columns keep
-    return torch.cat([*columns, raw.new_zeros(*raw.shape[:2], padding(r))], -1)[..., :r]
+    return torch.cat([*columns, raw.new_empty(*raw.shape[:2], padding(r))], -1)[..., :r]
 
 
 def find_packing(
