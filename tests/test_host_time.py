@@ -132,7 +132,7 @@ class Operations(Inside):
 
 @pytest.mark.parametrize(
     ("num_heads", "cast", "most_calls", "most_operations"),
-    [(1, False, 600, 220), (1, True, 600, 230), (2, False, 570, 290)],
+    [(1, False, 560, 200), (1, True, 560, 210), (2, False, 550, 235)],
 )
 def test_a_call_and_its_backward_pass(
     num_heads: int, cast: bool, most_calls: int, most_operations: int, launches: list[Launch]

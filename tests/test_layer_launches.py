@@ -105,7 +105,7 @@ def test_the_launches_of_documents(num_heads: int, monkeypatch: pytest.MonkeyPat
     """Those of one length are a batch as it is; others are gathered, in both directions."""
     layer = Bedouin(32 * num_heads, num_heads=num_heads, backend="triton", on_unconverged="ignore")
     x = torch.randn(1, 96, 32 * num_heads, requires_grad=True)
-    for bounds, most in (([0, 48, 96], (2, 0)), ([0, 10, 30, 96], (59, 10))):
+    for bounds, most in (([0, 48, 96], (2, 0)), ([0, 10, 30, 96], (23, 7))):
         # the same number of chunks
         ends = torch.tensor(bounds)
         batch = torch.randn(len(bounds) - 1, int(ends.diff().max()), 32 * num_heads)
@@ -117,6 +117,21 @@ def test_the_launches_of_documents(num_heads: int, monkeypatch: pytest.MonkeyPat
         for one, other, more in zip(found, plain, most, strict=True):
             assert len(one.names) <= len(other.names) + more, one.names
         assert not {"index_add", "index_put"} & {*found[0].names, *found[1].names}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_launches_of_padding(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than those of a batch: they order the tokens, and mask input, raw values and output."""
+    layer = Bedouin(32 * num_heads, num_heads=num_heads, backend="triton", on_unconverged="ignore")
+    x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
+    plain = launches_of(layer, x, monkeypatch)
+    layer.zero_grad()
+    x.grad = None
+    mask = torch.arange(16) < (torch.arange(40) % 17).unsqueeze(1)
+    found = launches_of(layer, x, monkeypatch, mask=mask)
+    for one, other, more in zip(found, plain, (28, 9), strict=True):
+        assert len(one.names) <= len(other.names) + more, one.names
 
 
 @pytest.mark.interpreter
@@ -148,13 +163,13 @@ def test_padding_and_documents_run_the_kernels_of_a_batch(
 @pytest.mark.parametrize(
     ("feedback", "num_heads", "most", "kernels"),
     [
-        (ALL, 1, (18, 49), SWEEPS[1]),
-        (ALL, 2, (23, 50), SWEEPS[2]),
+        (ALL, 1, (18, 43), SWEEPS[1]),
+        (ALL, 2, (23, 43), SWEEPS[2]),
         # W^y is padded with rows of zeros
-        (("delta", "B"), 1, (19, 48), SWEEPS[1]),
-        (("delta", "B"), 2, (24, 49), SWEEPS[2]),
-        (("delta",), 1, (20, 47), PHASES),
-        (("delta",), 2, (27, 51), PHASES),
+        (("delta", "B"), 1, (19, 44), SWEEPS[1]),
+        (("delta", "B"), 2, (24, 44), SWEEPS[2]),
+        (("delta",), 1, (20, 44), PHASES),
+        (("delta",), 2, (27, 48), PHASES),
         ((), 1, (16, 32), WALKS),
         ((), 2, (22, 35), WALKS),
     ],
@@ -166,7 +181,8 @@ def test_the_number_of_launches(
     kernels: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For 40 samples of 16 tokens, which the reverse sweep of one head takes in one chunk."""
+    """For 40 samples of 16 tokens, which the reverse sweep of one head takes in one chunk, each
+    token with a product and a launch of its own."""
     layer = Bedouin(
         32 * num_heads,
         num_heads=num_heads,
@@ -176,14 +192,29 @@ def test_the_number_of_launches(
     )
     x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
     forward, backward = launches_of(layer, x, monkeypatch)
-    assert len(forward.names) <= most[0], forward.names
-    assert len(backward.names) <= most[1], backward.names
+    of_tokens = 2 * 16 if kernels is SWEEPS[1] else 0
+    assert len(forward.names) <= most[0] + of_tokens, forward.names
+    assert len(backward.names) <= most[1] + of_tokens, backward.names
     assert kernels[0] in forward.names and kernels[1] in backward.names
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize(("num_heads", "most"), [(1, (24, 44)), (2, (30, 46))])
+def test_the_number_of_launches_of_recall(
+    num_heads: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a state after the last token, for which the window of the convolution is kept."""
+    options: dict[str, Any] = {"num_heads": num_heads, "backend": "triton"}
+    layer = Bedouin.recall(32 * num_heads, on_unconverged="ignore", **options)
+    x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
+    forward, backward = launches_of(layer, x, monkeypatch)
+    assert len(forward.names) <= most[0], forward.names
+    assert len(backward.names) <= most[1], backward.names
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("options", "most"), [({}, (23, 46)), ({"feedback": ("delta",)}, (30, 47))]
+    ("options", "most"), [({}, (23, 39)), ({"feedback": ("delta",)}, (26, 44))]
 )
 def test_the_number_of_launches_without_reflections(
     options: dict[str, Any], most: tuple[int, int], monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def direct_sweep(
     bind_parameters: tuple[Tensor, ...] = (),
     *,
     y_star: Tensor | None = None,  # (b, t, d)
+    lengths: Tensor | None = None,  # (b,)
     report: ReportBackward | None = None,
     backend: Backend = "auto",
 ) -> Sweep:
@@ -66,9 +67,11 @@ def direct_sweep(
     `bind` computes the coefficients from raw values and `bind_parameters`, which get gradients;
     None: the layout of the parameterization describes it. With `y_star`, a fixed point found
     elsewhere, nothing is solved: the result is y_star with that gradient (the statistics are then
-    zero). `report` gets defect and scale of the adjoint equation, but not under torch.compile,
-    whose graphs call no Python functions. There the sweep is one operation if the parameterization
-    has a layout, else it runs outside of the graph; torch.export writes a single token out.
+    zero). With `lengths`, the tokens before the padding of each sample, `residual` and `converged`
+    leave the padding out. `report` gets defect and scale of the adjoint equation, but not under
+    torch.compile, whose graphs call no Python functions. There the sweep is one operation if the
+    parameterization has a layout, else it runs outside of the graph; torch.export writes a single
+    token out.
     With several heads the batch is head by head, as `Operands` says. The Triton kernels need a
     layout; raises ValueError where `backend="triton"` cannot run, or heads and batch do not fit.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or on a CPU, for a
@@ -93,7 +96,7 @@ def direct_sweep(
         keep_every = CHUNK if torch.is_grad_enabled() and wants_gradient else 0
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:
-        y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars)
+        y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars, lengths)
         defect, scale, magnitude, _ = statistics.unbind()
         residual, pivot = summary.unbind()
         reduced = (None, None) if plain else (residual, converged)

@@ -283,5 +283,6 @@ def exponents(
     A: Tensor,  # (d, n) or (H, d, n)
 ) -> Tensor:  # (n, d) or (H, n, d)
     """log2(e) A, with which the decay is 2^(log2(e) A Delta)."""
-    exponents = A.new_empty(A.mT.shape)
-    return torch.mul(A.mT, math.log2(math.e), out=exponents)
+    transposed = A.mT
+    exponents = A.new_empty(transposed.shape)
+    return torch.mul(transposed, math.log2(math.e), out=exponents)

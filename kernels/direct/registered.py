@@ -76,6 +76,7 @@ def sweep_operation(
     feeds_x: bool,
     plain: bool,
     keep_every: int,
+    lengths: Tensor | None = None,  # (b,), tokens before the padding; graphs in caches do not say
 ) -> SweepResult:
     operands = Operands(x, raw, W_y, A, h0, y0)
     options = Parameterization.from_scalars(
@@ -87,7 +88,7 @@ def sweep_operation(
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
     if takes_phases(operands, options):
         y, h, kept, statistics = phase_sweep(operands, options, keeps=keep_every > 0)
-        return y, h, kept, statistics, *summarize(statistics)
+        return y, h, kept, statistics, *summarize(statistics, lengths)
     together = takes_heads_together(operands, options)
     if not together:
         operands, options = with_reflection(operands, options)
@@ -105,7 +106,7 @@ def sweep_operation(
             launch_sweep(head, options, keep_every)
         statistics = join_samples([head.statistics for head in heads], 1)
     y, h, kept = buffers.y, buffers.h.mT, buffers.kept
-    return y, h, kept.flatten(1), statistics, *summarize(statistics)
+    return y, h, kept.flatten(1), statistics, *summarize(statistics, lengths)
 
 
 @sweep_operation.register_fake
@@ -121,7 +122,7 @@ def _sweep_fake(
     b, t, d = x.shape
     summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
     operands = Operands(x, raw, W_y, A, h0, y0)
-    memory = _memory_like(operands, options, solves=True)
+    memory = _memory_like(operands, options[: NUM_SCALARS + 2], solves=True)
     return A.new_empty(b, t, d), *memory, A.new_empty(4, b, t), *summary
 
 
@@ -200,6 +201,7 @@ def _slots(t: int, plain: bool, keep_every: int) -> int:
 
 def summarize(
     statistics: Tensor,  # (4, b, t)
+    lengths: Tensor | None = None,  # (b,), tokens before the padding; None: there is none
 ) -> tuple[Tensor, Tensor]:
     """Residual and smallest pivot of each sample (2, b), and whether it converged (b,), from the
     statistics of a sweep, with the definitions of `relative_residual` and `Direct`."""
@@ -212,7 +214,7 @@ def summarize(
     elif b:
         from bedouin.kernels.direct.triton_summary import launch_summary
 
-        launch_summary(statistics, summary, converged)
+        launch_summary(statistics, summary, converged, lengths)
     return summary, converged
 
 
@@ -265,8 +267,9 @@ def _sweep_backward(
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
             assert rows is not None
-            parts = launch_head_reverse(buffers, grads, rows, options, keep_every)
-            grad_normed = None if parts is None else parts[0]
+            grad_normed = launch_head_reverse(
+                buffers, grads, rows, options, keep_every, wants_y0=wants_y0
+            )
         elif y.numel():
             from bedouin.kernels.direct.triton_launch import launch_reverse
 
@@ -341,7 +344,7 @@ def _save(
 
 def _save_sweep(ctx: Any, inputs: tuple[Any, ...], output: SweepResult) -> None:
     needs_y0 = ctx.needs_input_grad[5]
-    _save(ctx, inputs[:6], inputs[6:], output, solved=True, wants_y0=needs_y0)
+    _save(ctx, inputs[:6], inputs[6:-1], output, solved=True, wants_y0=needs_y0)
 
 
 def _save_memory(ctx: Any, inputs: tuple[Any, ...], output: MemoryResult) -> None:
@@ -373,7 +376,7 @@ def _sweep_vjp(
     grad_h: Tensor | None,  # (b, d, n); None: zeros
     *unused: None,
 ) -> tuple[Tensor | None, ...]:
-    return (*_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars))
+    return (*_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars), None)
 
 
 def _memory_vjp(

@@ -6,6 +6,7 @@ Letters: b batch, t time.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -36,8 +37,10 @@ def summary_kernel(
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     summary_ptr,  # (2, b): residual, pivot
     converged_ptr,  # (b,)
+    lengths_ptr,  # (b,), tokens before the padding of a sample, with PADDED
     batch,
     t_end,
+    PADDED: tl.constexpr,
     TOLERANCE: tl.constexpr,
     MAX_RESIDUAL: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -47,9 +50,14 @@ def summary_kernel(
     """residual = max over t of defect_t / (max over s <= t of scale_s), and the smallest pivot.
 
     A sample has converged if for all t defect_t <= TOLERANCE times the largest scale or magnitude
-    up to t, and defect_t <= MAX_RESIDUAL times the largest scale up to t.
+    up to t, and defect_t <= MAX_RESIDUAL times the largest scale up to t. All but the pivot, which
+    is at most 1 and is 1 in padding, is that of the tokens before the padding.
     """
     sample = tl.program_id(0)
+    if PADDED:
+        length = tl.load(lengths_ptr + sample)
+    else:
+        length = t_end
     row = statistics_ptr + tl.cast(sample, tl.int64) * t_end
     plane = tl.cast(batch, tl.int64) * t_end
     infinity = tl.full((), float("inf"), ACC)
@@ -62,22 +70,23 @@ def summary_kernel(
     for start in range(0, t_end, TOKENS):
         t = start + tl.arange(0, TOKENS)
         mask = t < t_end
-        defect = tl.load(row + t, mask=mask, other=0.0)
-        scale = tl.load(row + plane + t, mask=mask, other=0.0)
-        magnitude = tl.load(row + 2 * plane + t, mask=mask, other=0.0)
+        real = t < length
+        defect = tl.load(row + t, mask=real, other=0.0)
+        scale = tl.load(row + plane + t, mask=real, other=0.0)
+        magnitude = tl.load(row + 2 * plane + t, mask=real, other=0.0)
         pivots = tl.load(row + 3 * plane + t, mask=mask, other=float("inf"))
-        # tokens after the last one load zeros, which change no maximum
+        # tokens after the last real one load zeros, which change no maximum
         scale = larger_or_nan(tl.associative_scan(scale, 0, larger_or_nan), scale_so_far)
         terms = larger_or_nan(scale, tl.associative_scan(magnitude, 0, larger_or_nan))
         terms = larger_or_nan(terms, terms_so_far)
         divisible = (defect < infinity) & (scale > 0)
         ratio = _quotient(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0), ACC)
         finite = divisible & (ratio < infinity)
-        nonfinite += tl.sum(tl.where(mask & (defect != 0) & (finite == 0), 1, 0))
+        nonfinite += tl.sum(tl.where(real & (defect != 0) & (finite == 0), 1, 0))
         residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
         explained = (tl.abs(terms) < infinity) & (defect <= TOLERANCE * terms)
         explained &= defect <= MAX_RESIDUAL * scale
-        unexplained += tl.sum(tl.where(mask & (explained == 0), 1, 0))
+        unexplained += tl.sum(tl.where(real & (explained == 0), 1, 0))
         # NaN after a singular token must not hide its pivot; infinity becomes LARGEST, as in torch
         pivots = tl.where(pivots != pivots, infinity, tl.where(pivots > LARGEST, LARGEST, pivots))
         pivot = tl.minimum(pivot, tl.min(tl.where(mask, pivots, infinity)))
@@ -134,25 +143,35 @@ def launch_summary(
     statistics: Tensor,  # (4, b, t)
     summary: Tensor,  # (2, b)
     converged: Tensor,  # (b,)
+    lengths: Tensor | None = None,  # (b,); None: there is no padding
     max_tokens: int = MAX_TOKENS,
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
     _, b, t_end = statistics.shape
-    constants = _constants(statistics.dtype, t_end, max_tokens)
-    SUMMARY.launch((b,), (statistics, summary, converged), (b, t_end), constants)
+    constants = _summary_constants(lengths is not None, statistics.dtype, t_end, max_tokens)
+    last = statistics if lengths is None else lengths.contiguous()
+    SUMMARY.launch((b,), (statistics, summary, converged, last), (b, t_end), constants)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
+def _summary_constants(padded: bool, dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
     limits = torch.finfo(dtype)
     return Constants(
-        TOLERANCE=ROUNDING * limits.eps,
+        PADDED=padded,
         MAX_RESIDUAL=MAX_RESIDUAL,
         LARGEST=limits.max,
-        ACC=triton_dtype(dtype),
-        TOKENS=min(max_tokens, next_power_of_two(t_end)),
-        num_warps=4 if t_end > 256 else 1,
+        **_common_constants(dtype, t_end, max_tokens),
     )
+
+
+def _common_constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> dict[str, Any]:
+    """Those of both kernels."""
+    return {
+        "TOLERANCE": ROUNDING * torch.finfo(dtype).eps,
+        "ACC": triton_dtype(dtype),
+        "TOKENS": min(max_tokens, next_power_of_two(t_end)),
+        "num_warps": 4 if t_end > 256 else 1,
+    }
 
 
 def summarize_adjoint(
@@ -171,7 +190,4 @@ def summarize_adjoint(
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _adjoint_constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
-    constants = _constants(dtype, t_end, max_tokens)
-    return Constants(
-        {name: v for name, v in constants.items() if name not in ("LARGEST", "MAX_RESIDUAL")}
-    )
+    return Constants(_common_constants(dtype, t_end, max_tokens))

@@ -11,6 +11,7 @@ from torch import Tensor
 from bedouin.kernels.launch import (
     accumulator,
     ceil_div,
+    evenly_spaced,
     last_axis_contiguous,
     next_power_of_two,
     triton_dtype,
@@ -47,14 +48,14 @@ def output_forward(
     y, x, D, gate, fed, z, weight = operands
     out = torch.empty(y.shape, dtype=dtype, device=y.device)
     d, heads = y.shape[-1], D.numel() // y.shape[-1]
-    rows = _head_rows(heads, y, x, gate, fed, z)
-    tokens, parts = rows[0].shape[1], (fed is not None, weight is not None)
+    rows = _as_rows(y, x, gate, fed, z)
+    tokens, parts = y.shape[:2].numel() // heads, (fed is not None, weight is not None)
     constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
     norm_weight = D if weight is None else weight.contiguous()
     OUTPUT.launch(
         (ceil_div(tokens, constants["TOKENS"]), heads),
         (rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
-        (tokens, d, *_row_strides(rows), *_head_strides(rows)),
+        (tokens, d, *_strides(rows, tokens, heads)),
         constants,
     )
     return out
@@ -75,8 +76,8 @@ def output_backward(
     y, x, D, gate, fed, z, weight = operands
     grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
     d, heads = y.shape[-1], D.numel() // y.shape[-1]
-    rows = [*_head_rows(heads, grad), *_head_rows(heads, y, x, gate, fed, z)]
-    tokens, parts = rows[0].shape[1], (fed is not None, weight is not None)
+    rows = [*_as_rows(grad), *_as_rows(y, x, gate, fed, z)]
+    tokens, parts = y.shape[:2].numel() // heads, (fed is not None, weight is not None)
     constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
     programs = min(ceil_div(most_programs, heads), ceil_div(tokens, constants["TOKENS"]))
     sums = y.new_empty(programs, 2 if weight is not None else 1, *D.shape)
@@ -84,7 +85,7 @@ def output_backward(
     OUTPUT_BACKWARD.launch(
         (programs, heads),
         (*rows[:3], D.contiguous(), *rows[3:], norm_weight, *grads, sums),
-        (tokens, d, *_row_strides(rows), *_head_strides(rows)),
+        (tokens, d, *_strides(rows, tokens, heads)),
         constants,
     )
     return grads[0], grads[1], grads[2], sums.sum(0)
@@ -151,31 +152,21 @@ def _norm_constants(
     return Constants(**norm, **_blocks(tokens, d))
 
 
-def _head_rows(heads: int, first: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """The operands (b, t, d) as (H, T, d): views where the tokens of a head are rows at one
-    distance.
+def _as_rows(first: Tensor, *others: Tensor | None) -> list[Tensor]:
+    """The operands (b, t, d), copied unless their tokens are rows at one distance.
 
     None, which a kernel does not read, is replaced by the first.
     """
-    rows = _as_rows(heads, first)
-    return [rows, *[rows if v is None else _as_rows(heads, v) for v in others]]
+    rows = evenly_spaced(first)
+    return [rows, *[rows if v is None else evenly_spaced(v) for v in others]]
 
 
-def _as_rows(
-    heads: int,
-    v: Tensor,  # (b, t, d)
-) -> Tensor:  # (H, T, d)
-    return last_axis_contiguous(v.reshape(heads, -1, v.shape[-1]))
-
-
-def _row_strides(rows: list[Tensor]) -> list[int]:
-    return [v.stride(1) for v in rows]
-
-
-def _head_strides(rows: list[Tensor]) -> list[int]:
-    """Zeros for one head, since the axis's stride then depends on the number of tokens, and each
-    would need a kernel of its own."""
-    return [v.stride(0) if len(v) > 1 else 0 for v in rows]
+def _strides(rows: list[Tensor], tokens: int, heads: int) -> list[int]:
+    """The distances of rows, then those of heads: zeros for one head, since they depend on the
+    number of tokens, and each would need a kernel of its own."""
+    # the stride of an axis of size 1 says nothing
+    strides = [v.stride(1) if v.shape[1] > 1 else v.stride(0) for v in rows]
+    return [*strides, *[tokens * stride if heads > 1 else 0 for stride in strides]]
 
 
 def _blocks(tokens: int, d: int) -> dict[str, int]:

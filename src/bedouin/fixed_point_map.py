@@ -79,9 +79,17 @@ class FixedPointMap:
         self.operands, self.parameterization = operands, parameterization
         self.mixer, self.split, self.backend = mixer, split, backend
         self.lengths = lengths
-        self.real = None if lengths is None else tokens_before(lengths, operands.x.shape[1])
+        # these are computed when they are first read: the kernels need none of them
+        self._real: Tensor | None = None
         self._wide: Operands | None = None
         self._mixer_values: tuple[Tensor, ...] | None = None
+
+    @property
+    def real(self) -> Tensor | None:  # (b, t)
+        """Which tokens come before the padding; None: all."""
+        if self._real is None and self.lengths is not None:
+            self._real = tokens_before(self.lengths, self.operands.x.shape[1])
+        return self._real
 
     @property
     def y0(self) -> Tensor | None:  # (b, d)
@@ -303,8 +311,11 @@ class StructuredMap(FixedPointMap):
             self._swept = direct_sweep_reference(self.operands, *how)
         else:
             report = _make_reporter(cell)
-            self._swept = direct_sweep(self.operands, *how, report=report, backend=self.backend)
-        return self._swept if self.real is None else _judged_before(self.real, self._swept)
+            options: dict[str, Any] = {"report": report, "backend": self.backend}
+            self._swept = direct_sweep(self.operands, *how, lengths=self.lengths, **options)
+        if self._swept.residual is not None or self.real is None:
+            return self._swept
+        return _judged_before(self.real, self._swept)
 
     def memory(
         self,

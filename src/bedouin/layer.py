@@ -427,7 +427,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             return self._one_token(x, given)
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
-        call = self._project(x, state, self.solve_options, packing)
+        call = self._project(x, state, self.solve_options, packing, wants_state=return_state)
         with without_autocast(x.device):
             solution = self.solve_options.solve(call.f, call.start, 1, self._caller(packing))
         output, after = self._output(call, solution.value, return_state)
@@ -511,8 +511,12 @@ class FixedPointLayer(GraphedLayer, ABC):
         state: BedouinState | None,
         options: SolveOptions,
         packing: Packing | None = None,
+        *,
+        wants_state: bool = True,
     ) -> Call:
-        """Everything before the solve: projections, weights, the map and the initial y."""
+        """Everything before the solve: projections, weights, the map and the initial y.
+
+        `wants_state`: whether the call is asked for its state after the last token."""
         if not is_untouched(self.mixer) and self.layout() is not None:
             refuse_mixer(self.mixer)
         self.deferred.flush()
@@ -520,7 +524,8 @@ class FixedPointLayer(GraphedLayer, ABC):
         joins = self._joins_weights(u)
         projected = F.linear(u, self.in_proj.weight[: self.d_inner]) if joins else self.in_proj(u)
         before = incoming_state(state, projected, self.state_size, packing, self.num_heads)
-        return self._call(projected, u if joins else None, before, options, packing)
+        given = projected, u if joins else None, before, options, packing
+        return self._call(*given, wants_state=wants_state)
 
     def _call(
         self,
@@ -529,13 +534,15 @@ class FixedPointLayer(GraphedLayer, ABC):
         before: BedouinState | None,  # of folded samples
         options: SolveOptions,
         packing: Packing | None,
+        *,
+        wants_state: bool = True,
     ) -> Call:
         window = None
         if self.conv is not None:
-            if self._splits_at_once(projected):
-                window = self._last_window(self.conv, projected, before, packing)
-            else:
+            if not self._splits_at_once(projected):
                 projected, window = self._convolve(self.conv, projected, before, packing)
+            elif wants_state:
+                window = self._last_window(self.conv, projected, before, packing)
         gemm_dtype = autocast_dtype(projected) or self.D.dtype
         given = projected, u, before, options, gemm_dtype, packing
         return Call(*self._map_and_stage(*given), before, window)
@@ -681,14 +688,18 @@ class FixedPointLayer(GraphedLayer, ABC):
         heads, first = self.num_heads, next(iter(self._sizes))
         values = {first: by_head(self.dt_bias, heads)}
         if self.raw_bias is not None:
-            biased = self._biased_sizes()
+            biased = {name: size for name, size in self._biased_sizes().items() if size}
             parts = by_head(self.raw_bias, heads).split(list(biased.values()), -1)
             values |= dict(zip(biased, parts, strict=True))
         zeros, padded = self.dt_bias.new_zeros(self.raw_size), []
         for name, size in self._sizes.items():
-            bias = values.get(name, values[first][..., :0])
-            rest = zeros[: size - bias.shape[-1]]
-            padded += [rest.expand(*bias.shape[:-1], -1), bias]
+            # no empty parts, for which autograd would launch operations
+            bias = values.get(name)
+            missing = size if bias is None else size - bias.shape[-1]
+            if missing:
+                padded.append(zeros[:missing].expand(*values[first].shape[:-1], -1))
+            if bias is not None:
+                padded.append(bias)
         return torch.cat(padded, -1)
 
     def _input_drive(self, parts: dict[str, Tensor]) -> Tensor | None:
@@ -762,10 +773,11 @@ class FixedPointLayer(GraphedLayer, ABC):
             drive = self.drive(x.to(dtype)) if self.has_drive else x
         A = by_head(self._A().to(dtype), self.num_heads)
         start = (None, None) if before is None else (before.ssm, before.y)
-        lengths = None if packing is None else packing.padded_lengths(self.num_heads)
-        if lengths is not None:
-            closed, erases = self._raw_without_delta, self._erases
-            raw = hold_memory(raw, lengths, self.head_dim, closed, erases)
+        lengths = None
+        if packing is not None and packing.real is not None:
+            lengths = packing.padded_lengths(self.num_heads)
+            sizes = self.num_heads, self.head_dim
+            raw = hold_memory(raw, packing.real, *sizes, self._raw_without_delta, self._erases)
         operands = Operands(drive, raw, W_y, A, *start)
         options = self.parameterization(), self.mixer, self._split, self.backend
         return choose_map(self.is_structured)(operands, *options, lengths)

@@ -226,29 +226,31 @@ def last_token(
 
 
 def hold_memory(
-    raw: Tensor,  # (l, w, r)
-    lengths: Tensor,  # (l,)
+    raw: Tensor,  # (H l, w, r)
+    real: Tensor,  # (l, w) bool
+    num_heads: int,
     p: int,
     closed: float,
     erases: bool,
-) -> Tensor:  # (l, w, r)
+) -> Tensor:  # (H l, w, r)
     """Raw values whose first p, those of Delta, are `closed` in the padding, and with `erases` the
     last, that of beta^e, so low that nothing is erased.
 
     With Delta = 0 the decay is 1 and the input scale 0, in every parameterization: the memory
     passes, and no gradient reaches the other raw values.
     """
-    real = tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
-    delta = torch.where(real, raw[..., :p], closed_value(closed, raw.dtype))
+    padded = ~real.unsqueeze(-1)
+    if num_heads > 1:
+        padded = padded.repeat(num_heads, 1, 1)
     r = raw.shape[-1]
+    # one split, because its gradient is one concatenation
+    delta, rest, *erase = raw.split([p, r - p - 1, 1] if erases else [p, r - p], -1)
+    columns = [delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest]
+    columns += [v.masked_fill(padded, closed_value(-CLOSED, raw.dtype)) for v in erase]
+    if not padding(r) or raw.stride(1) != r + padding(r):
+        return torch.cat(columns, -1)
     # rows that kernels read begin at aligned addresses, which spare columns keep
-    spare = padding(r) if raw.stride(1) == r + padding(r) else 0
-    rest = raw[..., p:]
-    if erases:
-        kept = torch.where(real, rest[..., -1:], closed_value(-CLOSED, raw.dtype))
-        rest = torch.cat([rest[..., :-1], kept], -1)
-    columns = delta, rest, raw.new_zeros(*raw.shape[:2], spare)
-    return torch.cat(columns, -1)[..., :r]
+    return torch.cat([*columns, raw.new_empty(*raw.shape[:2], padding(r))], -1)[..., :r]
 
 
 def find_packing(
@@ -284,9 +286,10 @@ def find_packing(
         return None
     if mask is None:
         return _split_rows(seq_idx)
-    source, target = _order(mask)
+    lengths = mask.sum(1)
+    source, target = _order(mask, lengths)
     ordered = seq_idx.flatten()[source].view(seq_idx.shape)
-    return _split_rows(ordered, mask.sum(1)).reordered(mask, source, target)
+    return _split_rows(ordered, lengths).reordered(mask, source, target)
 
 
 def check_takes_mask(mixer: nn.Module) -> None:
@@ -322,18 +325,19 @@ def _pad_rows(
     if not torch.compiler.is_compiling() and (known := getattr(mask, _LENGTHS, None)) is not None:
         return Packing(known, (b, t), mask, None, None, mask)
     lengths = mask.sum(1)
-    return Packing(lengths, (b, t), tokens_before(lengths, t), *_order(mask), mask)
+    return Packing(lengths, (b, t), tokens_before(lengths, t), *_order(mask, lengths), mask)
 
 
 def _order(
     mask: Tensor,  # (b, t) bool
+    lengths: Tensor,  # (b,), how many tokens each row has
 ) -> tuple[Tensor, Tensor]:  # (b t,) each
     """Rows in which real tokens come first, in their order: for each place the one of b t that its
     token comes from, and the inverse."""
     b, t = mask.shape
-    place = torch.where(mask, mask.cumsum(1), mask.sum(1, True) + (~mask).cumsum(1)) - 1
-    tokens = torch.arange(t, device=mask.device).expand(b, t)
-    order = torch.zeros_like(place).scatter(1, place, tokens)
+    before, tokens = mask.cumsum(1), torch.arange(t, device=mask.device)
+    place = torch.where(mask, before - 1, lengths.unsqueeze(1) + tokens - before)
+    order = torch.zeros_like(place).scatter(1, place, tokens.expand(b, t))
     start = t * torch.arange(b, device=mask.device).unsqueeze(1)
     return (start + order).flatten(), (start + place).flatten()
 
@@ -378,7 +382,7 @@ def _split_at(
         return _from_starts(tokens[:-1], lengths, w, t)
     # padding is put somewhere, too, before it is masked
     packing = _from_starts(tokens[:-1], lengths, max(w, min(t, 1)), t, dense=False)
-    return packing.reordered(mask, *_order(mask))
+    return packing.reordered(mask, *_order(mask, mask.sum(1)))
 
 
 def _split_rows(

@@ -218,12 +218,14 @@ def split_feedback_weight(
     fed = {name: p if name == X else sizes[name] for name in feedback}
     if not any(fed.values()):
         return None, weight
-    *parts, gate = weight.split([*fed.values(), p], -2)
-    rows, names = dict(zip(fed, parts, strict=True)), tuple(sizes)
+    # the gradient of one split is one concatenation
+    loop, gate = weight.split([sum(fed.values()), p], -2)
+    names = tuple(sizes)
     of_raw = [name for name in feedback if name != X]
     first = names[: names.index(of_raw[-1]) + 1] if of_raw else ()
     if tuple(of_raw) == first:
-        return weight.narrow(-2, 0, sum(fed.values())), gate
+        return loop, gate
+    rows = dict(zip(fed, loop.split(list(fed.values()), -2), strict=True))
     *heads, _, c = gate.shape
     blocks = [
         rows[name] if name in rows else gate.new_zeros(*heads, sizes[name], c) for name in first

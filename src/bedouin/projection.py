@@ -82,7 +82,7 @@ def _rows_gradient(
 ) -> Tensor:  # (i, d) or (H, i, d)
     """The sum of grad @ weight over the parts, starting with the last."""
     *others, (grad, weight) = zip(grads, weights, strict=True)
-    total = grad @ weight
+    total = (torch.mm if weight.dim() == 2 else torch.bmm)(grad, weight)
     # under vmap only some of the cotangents may have a batch axis, which an in-place sum rejects
     name = "addmm" if weight.dim() == 2 else "baddbmm"
     add = getattr(torch.Tensor, name if is_batched(*grads) else f"{name}_")

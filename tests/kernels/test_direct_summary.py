@@ -40,7 +40,7 @@ def statistics(dtype: torch.dtype, t: int) -> Tensor:
     return values
 
 
-def expected(values: Tensor) -> list[Tensor]:
+def expected(values: list[Tensor]) -> list[Tensor]:
     defect, scale, magnitude, pivot = values
     smallest = pivot.nan_to_num(nan=INF).amin(1)
     converged = within_rounding(defect, scale, magnitude)
@@ -60,8 +60,24 @@ def test_the_summary_is_what_the_definitions_say(
     from bedouin.kernels.direct.triton_summary import launch_summary
 
     summary, converged = values.new_empty(2, 9), torch.empty(9, dtype=torch.bool, device=device)
-    launch_summary(values, summary, converged, max_tokens)
+    launch_summary(values, summary, converged, max_tokens=max_tokens)
     check(values, summary, converged)
+
+
+@devices
+@pytest.mark.parametrize("max_tokens", [1024, 4])
+def test_padding_is_left_out_of_all_but_the_pivot(device: str, max_tokens: int) -> None:
+    from bedouin.kernels.direct.triton_summary import launch_summary
+
+    values = statistics(torch.float32, 11).to(device)
+    lengths = torch.tensor([11, 5, 2, 0, 8, 3, 10, 4, 2], device=device)
+    real = torch.arange(11, device=device) < lengths.unsqueeze(1)
+    without = [v.masked_fill(~real, 0) for v in values[:3]]
+    summary, converged = values.new_empty(2, 9), torch.empty(9, dtype=torch.bool, device=device)
+    launch_summary(values, summary, converged, lengths, max_tokens)
+    for ours, theirs in zip([*summary, converged], expected([*without, values[3]]), strict=True):
+        assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
+    assert converged.tolist() == [True] * 4 + [False] + [True] * 4
 
 
 @pytest.mark.gpu
@@ -73,7 +89,7 @@ def test_a_long_sequence_takes_several_blocks(dtype: torch.dtype) -> None:
 
 def check(values: Tensor, summary: Tensor, converged: Tensor) -> None:
     residual, pivot = summary
-    for ours, theirs in zip([residual, pivot, converged], expected(values), strict=True):
+    for ours, theirs in zip([residual, pivot, converged], expected([*values]), strict=True):
         assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
     assert converged.tolist()[:5] == [True, False, True, False, False]
 

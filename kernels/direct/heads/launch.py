@@ -121,9 +121,11 @@ def launch_head_reverse(
     keep_every: int,
     samples: int | None = None,
     parts: int | None = None,
-) -> Tensor:
-    """The whole reverse sweep, in place; the cotangent of norm(y0) (1, b, d). `samples` of a
-    program and `parts` of a sample, by default chosen."""
+    *,
+    wants_y0: bool = True,
+) -> Tensor | None:
+    """The whole reverse sweep, in place; the cotangent of norm(y0) (b, d) if wanted. `samples`
+    of a program and `parts` of a sample, by default chosen."""
     b, t_end, d = known.y.shape
     n = known.A.shape[1]
     size = _tokens_at_once(known.y, n, keep_every, options)
@@ -139,8 +141,10 @@ def launch_head_reverse(
         prepare(known, buffers, chunk, options)
         own = buffers.mixed, buffers.local, replayed, chunk
         _reverse(known, grads, W, *own, constants)
+    if not wants_y0:
+        return None
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
-    return apply_transposed_weight(first, W).to(known.A.dtype).unsqueeze(0)
+    return apply_transposed_weight(first, W).to(known.A.dtype)
 
 
 def _tokens_at_once(
