@@ -108,7 +108,7 @@ def results(
     [
         ({"num_householder": 1}, False, True, 2, 2),
         ({"feedback": ("delta", "B"), "bias": False}, True, False, 1, 1),
-        ({"num_heads": 2, "expand": 4}, True, True, 1, 2),
+        ({"expand": 4}, True, True, 1, 2),
         ({"output": "paper", "feedback_norm": False}, False, False, 1, 2),
     ],
 )
@@ -120,7 +120,7 @@ def test_the_same_as_without_a_tape(
     real: int,  # tokens
     played: list[Tape],
 ) -> None:
-    layer = Bedouin(4, d_state=1, backend="triton", **options)
+    layer = Bedouin(4, d_state=1, num_heads=2, backend="triton", **options)
     x = torch.randn(1, 2, 4, requires_grad=True)
     mask = None if real == 2 else torch.arange(2).unsqueeze(0) < real
     state = None
@@ -142,7 +142,7 @@ def test_the_same_as_without_a_tape(
 @pytest.mark.interpreter
 def test_other_values_and_memory_of_its_own(played: list[Tape]) -> None:
     """Results of one call do not change when the next one plays the same tape."""
-    layer = Bedouin(4, d_state=1, backend="triton")
+    layer = Bedouin(4, d_state=1, num_heads=2, backend="triton")
     layer.requires_grad_(False)
     xs = [torch.randn(1, 2, 4) for _ in range(CALLS + 1)]
     outs = [layer(x) for x in xs]
