@@ -81,7 +81,7 @@ def _total(parts, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _solve_token(
+def solve_token(
     h,  # BLOCKS times (BLOCK_N, BLOCK_D), h_{t-1}
     tokens,  # Tokens
     buffers,  # ForwardBuffers
@@ -243,7 +243,7 @@ def _sweep(
         # the reverse sweep starts a chunk here
         slot = sample * (tl.cdiv(sizes.t_end, KEEP) - 1) + t // KEEP - 1
         store_blocks(unaligned(kept_ptr + slot * n * d, t, sizes), h, n, sizes)
-    h = _solve_token(h, tokens, buffers, sizes, options, sample, t)
+    h = solve_token(h, tokens, buffers, sizes, options, sample, t)
     # perhaps by other threads than those that have read it
     tl.debug_barrier()
     store_blocks(h_ptr, h, n, sizes)

@@ -3,7 +3,7 @@
 A program holds the memory of its samples in registers and W^y of its head in shared memory, so that
 no program waits for another one. A warp holds a row: a sample, whose sums over channels are then
 sums over the warp's lanes, or a part of a sample (`parts.py`). The equations are those of
-`triton_token.py`.
+`../triton_forward.py`.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, s samples of a program, or their parts.

@@ -3,7 +3,7 @@
 It takes tokens back, the last first, from what `prepare_kernel` computed for all of them at once.
 Before a chunk of them, a program computes the memories of its samples in the chunk and stores them
 where they remain in the second-level cache. The equations, and the scalars of a token's local
-system, are those of `triton_reverse_token.py` and `triton_prepare.py`.
+system, are those of `../triton_reverse.py` and `triton_prepare.py`.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, s samples of a program, or their parts.
