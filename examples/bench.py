@@ -53,6 +53,7 @@ from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
 from common.device import choose_device
 from common.errors import UsageError
+from common.runs import read_run
 
 RECORDED = Path(__file__).resolve().parent / "results" / "speed.json"
 """The times of the layers that are in the repository."""
@@ -114,7 +115,8 @@ class Config:
     out: Path = Path("runs/bench/results.json")
     """The numbers of all rows."""
     readme: Path | None = None
-    """Print this earlier result as Markdown, and measure nothing."""
+    """Print this earlier result as Markdown, and measure nothing; also FOLDER/NAME, the run NAME of
+    FOLDER/runs.json."""
     figure: Path | None = None
     """Also draw the times against tokens and batch size into this file, those of --readme or of
     this run; needs two shapes that share one of them."""
@@ -133,7 +135,7 @@ class Config:
 def main(config: Config) -> int:
     """Measure all rows, print and write them; returns the exit status."""
     if config.readme is not None:
-        report = json.loads(config.readme.read_text())
+        report = read_run(config.readme)
         print(table.markdown(report))
         draw(config, report["rows"])
         return 0

@@ -1,22 +1,22 @@
-"""Run experiments, list their commands, or write summary.json and the figure from their files.
+"""Run experiments, list their commands, or write summary.json and the figure from their runs.
 
     python examples/experiment.py                            # list every run (make experiments)
-    python examples/experiment.py words copying              # make the runs that have no file yet
+    python examples/experiment.py words copying              # make the runs that are not there yet
     python examples/experiment.py words --only a5-bedouin a5-lstm_l1
     python examples/experiment.py words --extra="--steps 20 --device cpu" --out /tmp/trial
     python examples/experiment.py language-model --devices 2   # two at a time, a GPU each
     python examples/experiment.py --summary
 
-The experiments are defined in examples/experiments/, one short file each. Each run writes
-OUT/EXPERIMENT/RUN.json. The list has, for every run, its command and, once it has been made, its
-device, its seconds and its seeds, with the number of those that failed. `--summary` writes
-OUT/summary.json and OUT/both.png from the files of `words` and `copying`.
+The experiments are defined in examples/experiments/, one short file each. Each run adds its numbers
+to OUT/EXPERIMENT/runs.json, in place of those of an earlier run of its name (`common/runs.py`). The
+list has, for every run, its command and, once it has been made, its device, its seconds and its
+seeds, with the number of those that failed. `--summary` writes OUT/summary.json and OUT/both.png
+from the runs of `words` and `copying`.
 """
 
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -35,11 +35,12 @@ import train_a5
 import train_copy
 import train_lm
 from common.options import parse_config
+from common.runs import add_runs, read_run, read_runs
 from common.summary import figure_of_both, summarize
 from experiments.both_trials import BOTH_TRIALS
 from experiments.controls import CONTROLS, CONTROLS_CPU, CONTROLS_SMALL
 from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SMALL, COPYING_TUNING
-from experiments.earlier import EARLIER, TRIALS, TUNING_RUNS
+from experiments.earlier import A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TRIALS, TUNING_RUNS
 from experiments.heads import heads
 from experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
 from experiments.languages import LANGUAGES, LANGUAGES_SMALL
@@ -58,11 +59,11 @@ class Config:
     only: tuple[str, ...] = ()
     """Run only these runs of the experiments."""
     again: bool = False
-    """Also make runs that have a file."""
+    """Also make runs that have been made."""
     extra: str = ""
     """Flags appended to every command, for trials; written --extra="--flag value"."""
     out: Path = RESULTS
-    """Folder of the JSON files."""
+    """Folder with a folder for each experiment."""
     devices: int = 1
     """Runs made at the same time. With more than one each has a process and a GPU of its own, if
     there are GPUs, and what it prints is in runs/experiments/EXPERIMENT/RUN.log."""
@@ -78,7 +79,9 @@ def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
         *(
-            EARLIER,
+            A5_CPU,
+            A5_ONE_HEAD,
+            COPYING_ONE_HEAD,
             TUNING_RUNS,
             TRIALS,
             BOTH_TRIALS,
@@ -122,29 +125,22 @@ SCRIPTS: dict[Script, tuple[Callable[[Sequence[str]], None], str]] = {
 """How a script is called, and the file with its numbers."""
 
 
-def result_path(out: Path, experiment: Experiment, run: Run) -> Path:
-    """The JSON file of a run."""
-    folder = experiment.name if experiment.folder is None else experiment.folder
-    return out / folder / f"{run.name}.json"
-
-
 def run_folder(experiment: Experiment, run: Run) -> Path:
     """The folder of all that a run writes."""
     return Path("runs") / "experiments" / experiment.name / run.name
 
 
 def make(experiment: Experiment, run: Run, config: Config) -> None:
-    """Make one run and keep its file; all that it wrote stays in runs/experiments."""
+    """Make one run and keep its numbers; all that it wrote stays in runs/experiments."""
     script, file = SCRIPTS[run.script]
-    path, folder = result_path(config.out, experiment, run), run_folder(experiment, run)
+    folder = run_folder(experiment, run)
     print(f"== {experiment.name} {run.name}", flush=True)
     AcceleratorState._reset_state()  # it keeps the precision of the last run
     extra = shlex.split(config.extra)
     # what an earlier try has left is replaced, unless it is to be continued
     replacing = () if "--resume" in extra else ("--overwrite",)
     script([*run.arguments, *extra, *replacing, "--out", str(folder)])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(folder / file, path)
+    add_runs(config.out / experiment.name, {run.name: read_run(folder / file)})
 
 
 def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
@@ -210,7 +206,8 @@ def make_in_process(experiment: Experiment, run: Run, config: Config, device: st
 
 
 def seconds_and_seeds(content: dict[str, Any]) -> tuple[float, str]:
-    """Of a JSON file, in either of the formats; the seeds with the number of those that failed."""
+    """Of what a run has written, in either of the formats; the seeds with the number of those that
+    failed."""
     if "rows" not in content:
         seed = str(content["seed"])
         return content["seconds"], f"{seed} (failed)" if content.get("failed") else seed
@@ -225,9 +222,10 @@ def seconds_and_seeds(content: dict[str, Any]) -> tuple[float, str]:
 
 
 def listing(found: dict[str, Experiment], out: Path) -> str:
-    """Every run as Markdown, with device, seconds and seeds where its file exists."""
+    """Every run as Markdown, with device, seconds and seeds where it has been made."""
     lines = []
     for experiment in found.values():
+        contents = read_runs(out / experiment.name)
         lines += [
             f"**{experiment.name}**: {experiment.question}",
             "",
@@ -235,9 +233,8 @@ def listing(found: dict[str, Experiment], out: Path) -> str:
             "|---|---|---|---|---|",
         ]
         for run in experiment.runs:
-            path, made = result_path(out, experiment, run), "not run | | "
-            if path.exists():
-                content = json.loads(path.read_text())
+            made = "not run | | "
+            if content := contents.get(run.name):
                 seconds, seeds = seconds_and_seeds(content)
                 made = f"{content['device']} | {seconds:.0f} | {seeds}"
             command = f"python examples/{run.script}.py {run.options}"
@@ -252,6 +249,7 @@ def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experimen
         if name not in found:
             raise ValueError(f"an experiment must be among {tuple(found)}, got {name!r}")
     named = [(found[name], run) for name in config.names for run in found[name].runs]
+    made = {name: read_runs(config.out / name) for name in config.names}
     for name in config.only:
         if name not in [run.name for _, run in named]:
             raise ValueError(f"--only must be among {[run.name for _, run in named]}, got {name!r}")
@@ -259,7 +257,7 @@ def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experimen
         (experiment, run)
         for experiment, run in named
         if not config.only or run.name in config.only
-        if config.again or not result_path(config.out, experiment, run).exists()
+        if config.again or run.name not in made[experiment.name]
     ]
 
 

@@ -1,15 +1,16 @@
 """Print the table of a grid that `ensemble.py` trained, or draw several seeds of one script.
 
-    python examples/summarize.py examples/results/a5_parameterizations.json
-    python examples/summarize.py --figure a5_cpu.png examples/results/a5_cpu_seed?.json
+    python examples/summarize.py examples/results/a5-one-head/a5_parameterizations
+    python examples/summarize.py --figure a5.png examples/results/a5-cpu/a5_cpu_delta_seed{0,1,2}
+    python examples/summarize.py runs/ensemble/results.json
 
 The table has one line for each point of the grid, with the values of all seeds, failed ones
 included. The lines below it show whether the seeds that failed had nearly singular local systems.
-The figure is drawn from the metrics.json of `train_a5.py` or `train_copy.py`, one file a seed:
-accuracy by length, the median of the seeds as a line and their range as a band.
+The figure is drawn from the metrics.json of `train_a5.py` or `train_copy.py`, one a seed:
+accuracy by length, the median of the seeds as a line and their range as a band. FOLDER/NAME is the
+run NAME of FOLDER/runs.json.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import tyro
 
 from common.report import Scores, chance_level, save_figure
+from common.runs import read_run
 
 NEAR_SINGULAR = 0.05
 
@@ -27,7 +29,8 @@ class Config:
     """The results to print or to draw."""
 
     results: tyro.conf.Positional[tuple[Path, ...]]
-    """A results.json of ensemble.py; with --figure the metrics.json of one or more seeds."""
+    """A results.json of ensemble.py; with --figure the metrics.json of one or more seeds; or runs
+    of a runs.json."""
     figure: Path | None = None
     """Draw accuracy by length into this file instead of printing a table."""
 
@@ -111,7 +114,7 @@ def scores(run: dict[str, Any]) -> Scores:
 
 
 def main(config: Config) -> None:
-    reports = [json.loads(path.read_text()) for path in config.results]
+    reports = [read_run(path) for path in config.results]
     if config.figure is None:
         print_table(reports[0])
     else:

@@ -1,6 +1,5 @@
 """The numbers of all experiments in one table, and the figure of tracking against copying."""
 
-import json
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -9,6 +8,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
+
+from common.runs import read_runs  # noqa: E402
 
 Models = dict[str, dict[str, Any]]
 """By model: lists over the seeds by metric, and its number of parameters; where a seed failed, also
@@ -26,20 +27,22 @@ METRICS = {
         },
     ),
 }
-"""The folder of each task, and the length and accuracy of each number."""
+"""The experiment of each task, and the length and accuracy of each number."""
 
 
 def read_task(results: Path, task: str) -> Models:
-    """The models of a task whose files exist, by the names of their runs."""
+    """The models of a task that have been run, by the names of their runs."""
     folder, wanted = METRICS[task]
     found = {}
-    for path in sorted((results / folder).glob(f"{task}-*.json")):
-        (row,) = json.loads(path.read_text())["rows"]
+    for run, content in read_runs(results / folder).items():
+        if not run.startswith(f"{task}-"):
+            continue
+        (row,) = content["rows"]
         numbers = {key: row["accuracy"][n][name] for key, (n, name) in wanted.items()}
         numbers["parameters"] = row["parameters"]
         if any(row.get("failed", ())):
             numbers["failed"] = row["failed"]
-        found[path.stem.removeprefix(f"{task}-")] = numbers
+        found[run.removeprefix(f"{task}-")] = numbers
     return found
 
 
@@ -90,7 +93,7 @@ def figure_of_both(both: Models, path: Path) -> None:
     families = [name for name, numbers in both.items() if "layers" in numbers]
     shown = {name: both[name] for name in both if name.startswith("bedouin") or name in families}
     if not shown:
-        raise ValueError("no model has files of both A5 and copying: run the experiments first")
+        raise ValueError("no model has runs of both A5 and copying: run the experiments first")
     figure, axes = plt.subplots(figsize=(5.4, 4.4), layout="constrained")
     for name, numbers in shown.items():
         x, y = numbers["a5_sequence_128"], numbers["copy_characters_100"]

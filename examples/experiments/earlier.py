@@ -11,9 +11,9 @@ _CPU = "--preset cpu --num-heads 1"
 _DELTA_A5 = "--preset cpu --feedback delta --threads 1"
 _CPU_A5 = f"{_CPU} --input-scale bounded_delta --feedback delta B C mixer"
 
-EARLIER = Experiment(
-    "earlier",
-    "The numbers of the README",
+A5_CPU = Experiment(
+    "a5-cpu",
+    "How far does one layer track A5, trained at length 6 on a CPU?",
     (
         *(Run(f"a5_cpu_seed{seed}", f"{_CPU_A5} --seed {seed}", "train_a5") for seed in range(3)),
         *(
@@ -27,7 +27,13 @@ EARLIER = Experiment(
                 ("bounded_delta", 100),
             )
         ),
-        Run("copy_cpu_seed0", _CPU, "train_copy"),
+    ),
+)
+
+A5_ONE_HEAD = Experiment(
+    "a5-one-head",
+    "How far does a layer with one head track A5, and with which schedule and parameterization?",
+    (
         Run(
             "a5_schedules",
             f"--stacked {_OLD} --length 6 --eval-lengths 6 12 24 --num-householder 2 "
@@ -42,13 +48,20 @@ EARLIER = Experiment(
             f"--stacked {_OLD} --steps 2500 --input-scale {_SCALES} --d-state 16 4 "
             "--num-householder 4 2",
         ),
+    ),
+)
+
+COPYING_ONE_HEAD = Experiment(
+    "copying-one-head",
+    "Does a layer with one head copy strings of twice the training length?",
+    (
+        Run("copy_cpu_seed0", _CPU, "train_copy"),
         Run(
             "copy_parameterizations",
             f"--stacked {_OLD} --task copy --eval-lengths 4 8 16 --input-scale bounded_delta delta "
             "--num-householder 1 2 --batch-size 64 --steps 3000 --seeds 3",
         ),
     ),
-    folder="",
 )
 
 _TASKS = {

@@ -19,7 +19,7 @@ class Run:
     """One command."""
 
     name: str
-    """The name of its JSON file."""
+    """Its name in the file of the experiment's runs."""
     options: str
     """The command line of the script."""
     script: Script = "ensemble"
@@ -34,10 +34,9 @@ class Experiment:
     """A question, and the runs that answer it."""
 
     name: str
+    """Also that of its folder in examples/results."""
     question: str
     runs: tuple[Run, ...]
-    folder: str | None = None
-    """The folder of the JSON files in examples/results; None: one with the experiment's name."""
 
     def __post_init__(self) -> None:
         names = [run.name for run in self.runs]
