@@ -19,10 +19,10 @@ import torch
 from bedouin.tasks import Batch, Group, Stream, WordProblem, sequence_accuracy, token_accuracy
 from common.checks import check_ranges, naming_flags, whole
 from common.curriculum import draws_lengths, first_length
-from common.data import WordOptions, word_options
 from common.job import Problem
 from common.options import TrainConfig
 from common.script import run_script
+from common.tasks import WordOptions, word_options
 from common.training import train
 
 

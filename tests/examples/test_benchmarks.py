@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import bench
 from bedouin import Bedouin
 from bedouin.kernels.backend import interpreter_is_on
-from benchmarks import agreement, cases, figure, special, speed, subjects, table
+from benchmarks import agreement, bench, cases, figure, special, speed, subjects, table
 from benchmarks.cost import iteration_cost, layer_cost, scan_cost
 from benchmarks.measure import Context, Numbers, best_ms
 from benchmarks.setting import Setting, Shape

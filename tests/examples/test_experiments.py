@@ -13,15 +13,14 @@ import pytest
 import torch
 import tyro
 
-import ensemble
-import experiment
 from common.options import parse_config
 from common.runs import add_runs, read_runs
-from common.study import GRID, make_layer
-from common.summary import figure_of_both, summarize
-from experiments.copying import COPY
-from experiments.models import CHOSEN
-from experiments.plan import Experiment, Run
+from research import ensemble, experiment
+from research.experiments.copying import COPY
+from research.experiments.models import CHOSEN
+from research.experiments.plan import Experiment, Run
+from research.study import GRID, make_layer
+from research.summary import figure_of_both, summarize
 
 ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")

@@ -254,11 +254,11 @@ def test_model_is_a_function_of_the_seed() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its name is valid")
-@pytest.mark.parametrize("name", ["bench", "ensemble", "generate"])
+@pytest.mark.parametrize("name", ["benchmarks/bench", "research/ensemble", "generate"])
 def test_a_device_that_does_not_exist_is_an_error_of_the_flag(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = str(Path(train_a5.__file__).with_name(f"{name}.py"))
+    script = str(Path(train_a5.__file__).parent / f"{name}.py")
     for device, message in (("gpu", "invalid choice 'gpu'"), ("cuda", "--device cuda needs a GPU")):
         monkeypatch.setattr(sys, "argv", [script, "--device", device])
         if name == "generate":

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import parameters
 from bedouin import Bedouin
+from research import parameters
 
-RESULTS = Path(parameters.__file__).parent / "results"
+RESULTS = Path(parameters.__file__).parents[1] / "results"
 
 
 def test_numbers_are_those_of_the_layers(

@@ -11,7 +11,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-import summarize
 from bedouin.solvers import SolveStats
 from common.evaluation import layer_stats, solve_scores
 from common.report import (
@@ -23,6 +22,7 @@ from common.report import (
     write_metrics,
 )
 from common.runs import read_run
+from research import summarize
 
 RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"
 

@@ -1,9 +1,9 @@
 """The search for one setting that tracks and copies: feedback of Delta, spread decay rates."""
 
-from experiments.copying import STRINGS
-from experiments.models import NARROW
-from experiments.plan import TUNING, Experiment, Run, joined
-from experiments.words import LENGTHS
+from research.experiments.copying import STRINGS
+from research.experiments.models import NARROW
+from research.experiments.plan import TUNING, Experiment, Run, joined
+from research.experiments.words import LENGTHS
 
 _LAYER = (
     "--d-state 64 --num-heads 8 --input-scale delta --d-conv 4 --num-householder 1 --beta-max 1e-3 "

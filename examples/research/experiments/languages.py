@@ -1,8 +1,8 @@
 """Formal languages, trained to length 40 and tested from 40 to 256 as published."""
 
-from experiments.controls import SMALL, SMALL_LAYER, SMALL_REFLECTIONS
-from experiments.models import CHOSEN, WIDTH
-from experiments.plan import REPORTED, Experiment, Run, joined
+from research.experiments.controls import SMALL, SMALL_LAYER, SMALL_REFLECTIONS
+from research.experiments.models import CHOSEN, WIDTH
+from research.experiments.plan import REPORTED, Experiment, Run, joined
 
 COMMON = f"{WIDTH} --length 40 --batch-size 256 --steps 6000 --lr 4e-3 --schedule hold --concurrent"
 _DOUBLE = "--curriculum double"

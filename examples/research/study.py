@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from bedouin import Bedouin, Convolved, Kronecker, Monarch, SequenceModel
-from common.data import TaskOptions, make_task
 from common.device import Device
 from common.layers import (
     BASELINES,
@@ -25,6 +24,7 @@ from common.layers import (
 from common.matching import matching_width
 from common.schedule import Schedule
 from common.trackers import TrackerOptions
+from research.data import TaskOptions, make_task
 
 
 @dataclass(frozen=True, kw_only=True)

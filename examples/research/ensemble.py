@@ -1,10 +1,10 @@
 """Train models with several seeds in one process: word problems, copying, parity, arithmetic.
 
-    python examples/ensemble.py --out runs/a5-five-seeds                # 5 seeds, A5 at length 16
-    python examples/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
+    python examples/research/ensemble.py --out runs/a5-five-seeds        # 5 seeds, A5 at length 16
+    python examples/research/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
         --d-state 4 16 --num-householder 2 4 --steps 2000 --out runs/a5-parameterizations
-    python examples/ensemble.py --preset paper --out runs/a5-paper      # the paper's d_model
-    python examples/ensemble.py --group S5 --curriculum double --mixer-layer lstm
+    python examples/research/ensemble.py --preset paper --out runs/a5-paper    # the paper's d_model
+    python examples/research/ensemble.py --group S5 --curriculum double --mixer-layer lstm
 
 The models of all seeds run one after the other inside one step, which a GPU captures as a CUDA
 graph, because small layers are limited by kernel launches. With --concurrent they run side by side
@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import isinf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,18 +41,20 @@ from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
+
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, Copying, token_accuracy
-from common.data import DRAWN_AHEAD, Data, metrics
 from common.device import choose_device
 from common.errors import UsageError
 from common.folder import refuse_to_replace
 from common.layers import count
-from common.positions import by_position
 from common.schedule import decay, slow_at_first
 from common.skipping import has_failed, skip_unless
-from common.study import GRID, PRESETS, Config, make_model, matched, model_seeds
 from common.trackers import log_run, tracked_scores
+from research.data import DRAWN_AHEAD, Data, metrics
+from research.positions import by_position
+from research.study import GRID, PRESETS, Config, make_model, matched, model_seeds
 
 FED_WEIGHT = "y_proj.weight"
 """W^y, which has a learning rate of its own."""

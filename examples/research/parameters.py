@@ -1,7 +1,7 @@
 """Measure one layer: its parameters, its state, and what it keeps in training for the backward.
 
-    python examples/parameters.py
-    python examples/parameters.py --d-model 256 --num-heads 1 4 8 --out sizes.json
+    python examples/research/parameters.py
+    python examples/research/parameters.py --d-model 256 --num-heads 1 4 8 --out sizes.json
 
 Prints a table of Bedouin with different numbers of heads and of the baselines, in float32 on a CPU;
 the default takes about a minute. Every layer keeps its default options except those named. The
@@ -13,6 +13,7 @@ counted.
 A baseline of two layers has twice its numbers here; an embedding and a head come on top.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 import tyro
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import Bedouin
 from common.checks import check_heads, check_ranges, whole

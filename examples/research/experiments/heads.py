@@ -1,9 +1,9 @@
 """One layer with 1, 4, 8 and 16 heads, at equal width and at equal parameters."""
 
-from experiments.copying import STRINGS
-from experiments.models import NARROW, parameters
-from experiments.plan import THREE_TUNING, Experiment, Run, joined
-from experiments.words import LENGTHS
+from research.experiments.copying import STRINGS
+from research.experiments.models import NARROW, parameters
+from research.experiments.plan import THREE_TUNING, Experiment, Run, joined
+from research.experiments.words import LENGTHS
 
 TASKS = {
     "a5": (

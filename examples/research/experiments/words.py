@@ -1,7 +1,7 @@
 """Word problems of A5 and S5: trained at length 16, tested to 512."""
 
-from experiments.models import RATES, WIDTH, models, parameters, training
-from experiments.plan import REPORTED, THREE_TUNING, TUNING, Experiment, Run, joined
+from research.experiments.models import RATES, WIDTH, models, parameters, training
+from research.experiments.plan import REPORTED, THREE_TUNING, TUNING, Experiment, Run, joined
 
 LENGTHS = "--length 16 --eval-lengths 16 48 128 512"
 STEPS = {"a5": 12000, "s5": 15000}

@@ -1,17 +1,17 @@
 """Run experiments, list their commands, or write summary.json and the figure from their runs.
 
-    python examples/experiment.py                            # list every run (make experiments)
-    python examples/experiment.py words copying              # make the runs that are not there yet
-    python examples/experiment.py words --only a5-bedouin a5-lstm_l1
-    python examples/experiment.py words --extra="--steps 20 --device cpu" --out /tmp/trial
-    python examples/experiment.py language-model --devices 2   # two at a time, a GPU each
-    python examples/experiment.py --summary
+    python examples/research/experiment.py                  # list every run (make experiments)
+    python examples/research/experiment.py words copying    # make the runs that are not there yet
+    python examples/research/experiment.py words --only a5-bedouin a5-lstm_l1
+    python examples/research/experiment.py words --extra="--steps 20 --device cpu" --out runs/trial
+    python examples/research/experiment.py language-model --devices 2   # two at a time, a GPU each
+    python examples/research/experiment.py --summary
 
-The experiments are defined in examples/experiments/, one short file each. Each run adds its numbers
-to OUT/EXPERIMENT/runs.json, in place of those of an earlier run of its name (`common/runs.py`). The
-list has, for every run, its command and, once it has been made, its device, its seconds and its
-seeds, with the number of those that failed. `--summary` writes OUT/summary.json and OUT/both.png
-from the runs of `words` and `copying`.
+The experiments are defined in examples/research/experiments/, one short file each. Each run adds
+its numbers to OUT/EXPERIMENT/runs.json, in place of those of an earlier run of its name
+(`common/runs.py`). The list has, for every run, its command and, once it has been made, its device,
+its seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json
+and OUT/both.png from the runs of `words` and `copying`.
 """
 
 import json
@@ -30,24 +30,26 @@ import torch
 import tyro
 from accelerate.state import AcceleratorState
 
-import ensemble
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
+
 import train_a5
 import train_copy
 import train_lm
 from common.options import parse_config
 from common.runs import add_runs, read_run, read_runs
-from common.summary import figure_of_both, summarize
-from experiments.both_trials import BOTH_TRIALS
-from experiments.controls import CONTROLS, CONTROLS_CPU, CONTROLS_SMALL
-from experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SMALL, COPYING_TUNING
-from experiments.earlier import A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TRIALS, TUNING_RUNS
-from experiments.heads import heads
-from experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
-from experiments.languages import LANGUAGES, LANGUAGES_SMALL
-from experiments.plan import Experiment, Run, Script
-from experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
+from research import ensemble
+from research.experiments.both_trials import BOTH_TRIALS
+from research.experiments.controls import CONTROLS, CONTROLS_CPU, CONTROLS_SMALL
+from research.experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SMALL, COPYING_TUNING
+from research.experiments.earlier import A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TRIALS, TUNING_RUNS
+from research.experiments.heads import heads
+from research.experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
+from research.experiments.languages import LANGUAGES, LANGUAGES_SMALL
+from research.experiments.plan import Experiment, Run, Script
+from research.experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
+from research.summary import figure_of_both, summarize
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,8 @@ def listing(found: dict[str, Experiment], out: Path) -> str:
             if content := contents.get(run.name):
                 seconds, seeds = seconds_and_seeds(content)
                 made = f"{content['device']} | {seconds:.0f} | {seeds}"
-            command = f"python examples/{run.script}.py {run.options}"
+            folder = "examples/research" if run.script == "ensemble" else "examples"
+            command = f"python {folder}/{run.script}.py {run.options}"
             lines.append(f"| {run.name} | {made} | `{command}` |")
         lines.append("")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """What each part of the layer contributes to state tracking; on a CPU for short products of A5."""
 
-from experiments.models import BASELINES, CHOSEN, WITHOUT_REFLECTIONS, training
-from experiments.plan import REPORTED, Experiment, Run, joined
-from experiments.words import A5
+from research.experiments.models import BASELINES, CHOSEN, WITHOUT_REFLECTIONS, training
+from research.experiments.plan import REPORTED, Experiment, Run, joined
+from research.experiments.words import A5
 
 TASKS = {
     "a5": A5,

@@ -1,8 +1,9 @@
 """Print the table of a grid that `ensemble.py` trained, or draw several seeds of one script.
 
-    python examples/summarize.py examples/results/a5-one-head/a5_parameterizations
-    python examples/summarize.py --figure a5.png examples/results/a5-cpu/a5_cpu_delta_seed{0,1,2}
-    python examples/summarize.py runs/ensemble/results.json
+    python examples/research/summarize.py examples/results/a5-one-head/a5_parameterizations
+    python examples/research/summarize.py --figure a5.png \\
+        examples/results/a5-cpu/a5_cpu_delta_seed{0,1,2}
+    python examples/research/summarize.py runs/ensemble/results.json
 
 The table has one line for each point of the grid, with the values of all seeds, failed ones
 included. The lines below it show whether the seeds that failed had nearly singular local systems.
@@ -12,11 +13,14 @@ run NAME of FOLDER/runs.json.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from common.report import Scores, chance_level, save_figure
 from common.runs import read_run

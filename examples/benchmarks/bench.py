@@ -1,14 +1,14 @@
 """Time, memory and share of the floor of the layer, its solvers, its parts and other layers.
 
-    python examples/bench.py                            # every row at its shapes, under 4 minutes
-    python examples/bench.py --quick                    # the exact sweep only, under a minute
-    python examples/bench.py --rows direct lstm --shapes 64x256
-    python examples/bench.py --readme runs/bench/results.json     # an earlier run as Markdown
-    python examples/bench.py --rows direct-heads16 lstm --shapes 1x256 16x256 128x256 16x1024 \\
-        --figure runs/bench/times.png
-    python examples/bench.py --warm --rows direct       # only fill the compiler's cache
-    python examples/bench.py --speed examples/results/speed.json     # what `make bench` does
-    python examples/bench.py --device cpu --tiny --precision float32 --repeats 1    # without a GPU
+    python examples/benchmarks/bench.py             # every row at its shapes, under 4 minutes
+    python examples/benchmarks/bench.py --quick     # the exact sweep only, under a minute
+    python examples/benchmarks/bench.py --rows direct lstm --shapes 64x256
+    python examples/benchmarks/bench.py --readme runs/bench/results.json    # a result as Markdown
+    python examples/benchmarks/bench.py --rows direct-heads16 lstm \\
+        --shapes 1x256 16x256 128x256 16x1024 --figure runs/bench/times.png
+    python examples/benchmarks/bench.py --warm --rows direct    # only fill the compiler's cache
+    python examples/benchmarks/bench.py --speed examples/results/benchmark/speed.json  # make bench
+    python examples/benchmarks/bench.py --device cpu --tiny --precision float32 --repeats 1
 
 Before a row is timed, its fast path is compared with the plain reference, in float32 and in the
 precision of the run, and the row is run once. This compiles the kernels, which may take minutes
@@ -28,7 +28,7 @@ flops / GEMM rate, both measured at the start (benchmarks/cost.py defines bytes 
 default of all of these. A row without a time has null there and the reason under "error".
 first_call_s are the seconds of one forward + backward in a new process with an empty compiler's
 cache, without imports, measured after all rows in `--processes` processes side by side. The file
-examples/results/speed.json is only written by whole runs on a GPU.
+examples/results/benchmark/speed.json is only written by whole runs on a GPU.
 
 A row that fails is reported with its message, and the other rows are still measured; the exit
 status is then 1.
@@ -47,6 +47,8 @@ from typing import Any, Literal
 
 import tyro
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
+
 from benchmarks import agreement, cases, figure, speed, table
 from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
@@ -55,7 +57,7 @@ from common.device import choose_device
 from common.errors import UsageError
 from common.runs import read_run
 
-RECORDED = Path(__file__).resolve().parent / "results" / "speed.json"
+RECORDED = Path(__file__).resolve().parents[1] / "results" / "benchmark" / "speed.json"
 """The times of the layers that are in the repository."""
 
 Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]

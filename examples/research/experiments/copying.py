@@ -1,7 +1,7 @@
 """Copying: trained on 5 to 50 letters, tested to 200."""
 
-from experiments.models import RATES, WIDTH, WITHOUT_REFLECTIONS, models, training
-from experiments.plan import REPORTED, THREE_TUNING, TUNING, Experiment, Run, joined
+from research.experiments.models import RATES, WIDTH, WITHOUT_REFLECTIONS, models, training
+from research.experiments.plan import REPORTED, THREE_TUNING, TUNING, Experiment, Run, joined
 
 STRINGS = (
     "--task copy --min-string 5 --max-string 50 --context 256 --eval-lengths 50 75 100 200 "

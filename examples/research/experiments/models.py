@@ -3,10 +3,10 @@
 Names end with the number of layers; `bedouin` is the configuration that is used everywhere.
 """
 
-import ensemble
 from common.layers import count
-from common.study import GRID, make_model
-from experiments.plan import joined
+from research import ensemble
+from research.experiments.plan import joined
+from research.study import GRID, make_model
 
 WIDTH = "--d-model 512 --autocast bf16"
 NARROW = "--d-model 256 --autocast bf16"

@@ -1,9 +1,9 @@
 """The runs of the README and of examples/results, most of them stacked and with one head."""
 
-from experiments.copying import STRINGS
-from experiments.models import NARROW
-from experiments.plan import TUNING, Experiment, Run, joined
-from experiments.words import LENGTHS
+from research.experiments.copying import STRINGS
+from research.experiments.models import NARROW
+from research.experiments.plan import TUNING, Experiment, Run, joined
+from research.experiments.words import LENGTHS
 
 _OLD = "--num-heads 1 --eval-rows 256"
 _SCALES = "bounded_delta delta one_minus_decay"

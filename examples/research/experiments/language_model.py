@@ -1,6 +1,6 @@
 """A language model of bytes on the source of Python's library, with every layer."""
 
-from experiments.plan import Experiment, Run, joined
+from research.experiments.plan import Experiment, Run, joined
 
 COMMON = (
     "--preset gpu --num-layers 4 --steps 700 --warmup-steps 100 --eval-every 100 "

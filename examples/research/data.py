@@ -6,7 +6,7 @@ Letters: s seeds, b batch, t time, v classes.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,35 +29,12 @@ from bedouin.tasks import (
 )
 from common.checks import flag
 from common.curriculum import CurriculumOptions, draws_lengths, first_length, next_length
+from common.tasks import Task, WordOptions, limited, word_options
 
-Task = WordProblem | Copying | Parity | ModularArithmetic
 Metric = Callable[[Tensor, Tensor], Tensor]
 
 DRAWN_AHEAD = 50
 """Number of batches drawn at once, because a draw takes dozens of launches."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WordOptions:
-    """Options of the variants of a word problem."""
-
-    elements: Literal["all", "swaps", "3-permutations"] = "all"
-    """Elements that a word problem draws."""
-    include_identity: bool = False
-    """Whether swaps and 3-permutations include the identity, as published."""
-    generators: int | None = None
-    """Draw from a fixed random set of so many generators of the group."""
-    generator_seed: int = 0
-    """Which of these sets."""
-    tokens_per_transition: int = 1
-    """Tokens for each element of a word problem, all but the first being fillers."""
-    label_at: Literal["transition", "every", "last"] = "transition"
-    """Where a word problem has labels."""
-
-
-def word_options(options: WordOptions) -> dict[str, Any]:
-    """The variant as arguments of `WordProblem`."""
-    return {name: getattr(options, name) for name in WordOptions.__dataclass_fields__}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +121,6 @@ def metrics(task: Task) -> dict[str, Metric]:
 def longest_length(task: Task) -> int:
     """The longest training length."""
     return task.max_length if isinstance(task, Copying) else task.length
-
-
-def limited(task: Task, longest: int) -> Task:
-    """The task with training rows up to a length."""
-    if isinstance(task, Copying):
-        return replace(task, min_length=min(task.min_length, longest), max_length=longest)
-    if isinstance(task, WordProblem):
-        return replace(task, length=longest)
-    least = longest if task.min_length is None else min(task.min_length, longest)
-    return replace(task, length=longest, min_length=least)
 
 
 def _check_curriculum(options: TaskOptions) -> None:
