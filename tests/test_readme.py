@@ -19,8 +19,12 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from common.runs import RUNS, read_runs  # noqa: E402  (a script of that folder imports it so)
 
-PAGES = {"README": ROOT / "README.md", "index": RESULTS / "README.md"}
-README, INDEX = (path.read_text(encoding="utf-8") for path in PAGES.values())
+PAGES = {
+    **{"README": ROOT / "README.md", "index": RESULTS / "README.md"},
+    **{path.parent.name: path for path in sorted(RESULTS.glob("*/README.md"))},
+}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
+README = TEXTS["README"]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -70,8 +74,8 @@ def test_blocks_give_what_they_promise() -> None:
     assert both["layer"](torch.randn(2, 5, 512)).shape == (2, 5, 512)
 
 
-def test_the_script_of_the_index_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", INDEX, re.DOTALL)
+def test_the_script_of_iterations_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", TEXTS["iterations"], re.DOTALL)
     assert "STEPS = 1000\n" in block
     run(block.replace("STEPS = 1000", "STEPS = 0"))
     assert capsys.readouterr().out.startswith("Jacobi 32 ")
@@ -88,17 +92,23 @@ def test_the_readme_is_short() -> None:
     assert len(text.split()) <= 2000
 
 
+def test_the_index_is_short_and_leads_to_every_experiment() -> None:
+    assert len(TEXTS["index"].split()) <= 1500
+    folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
+    assert folders == PAGES.keys() - {"README", "index"}
+    assert all(f"({folder}/README.md)" in TEXTS["index"] for folder in folders)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_no_row_says_skipped(page: str) -> None:
-    assert "skipped" not in PAGES[page].read_text(encoding="utf-8")
+    assert "skipped" not in TEXTS[page]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    path = PAGES[page]
-    targets = re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)]+)\)", TEXTS[page])
     local = [target for target in targets if not target.startswith("https://")]
-    assert local and all((path.parent / target).is_file() for target in local)
+    assert all((PAGES[page].parent / target).is_file() for target in local)
 
 
 def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
@@ -125,8 +135,8 @@ def test_speed_is_that_of_the_benchmark() -> None:
     assert text in " ".join(README.split())
 
 
-def test_times_of_the_index_are_those_of_the_benchmark() -> None:
-    table = INDEX.split("## Times of the newest kernels")[1].split("\n## ")[0]
+def test_times_of_the_page_are_those_of_the_benchmark() -> None:
+    table = TEXTS["benchmark"].split("## Times of the newest kernels")[1].split("\n## ")[0]
     starts = {
         ("benchmark/h100_sweep", "direct"): "d_model 512, 1 head",
         ("benchmark/h100_sweep", "direct-heads8"): "8 heads of 128",
@@ -198,8 +208,9 @@ def device(content: Any) -> str:
 
 
 @pytest.mark.parametrize("name", names_of("a5-cpu", "a5-one-head", "copying-one-head", "benchmark"))
-def test_the_index_lists_every_run_with_its_device(name: str) -> None:
-    cells = line(INDEX, f"{name} ")
+def test_the_page_lists_every_run_with_its_device(name: str) -> None:
+    folder, run = name.split("/")
+    cells = line(TEXTS[folder].split("\n| run | command |")[1], f"{run} ")
     content = raw(name)
     assert cells[2] == device(content)
     if isinstance(content, dict) and "seconds" in content:
@@ -209,12 +220,12 @@ def test_the_index_lists_every_run_with_its_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("run", runs_of("tuning"))
-def test_tuning_runs_are_those_of_the_index(run: str) -> None:
+def test_tuning_runs_are_those_of_the_page(run: str) -> None:
     content = runs_of("tuning")[run]
     (row,) = content["rows"]
     assert device(content) == "H100" and content["config"]["first_seed"] >= 100
     task, name = run.split("-", 1)
-    table = INDEX.split(f"| tuning/{task}-…")[1].split("\n\n")[0]
+    table = TEXTS["tuning"].split(f"| tuning/{task}-…")[1].split("\n\n")[0]
     both = [f"{a['token'][0]:.2f} / {a['sequence'][0]:.2f}" for a in row["accuracy"].values()]
     assert line(table, f"{name} ")[1:] == [*both, f"{row['seconds']:.0f}"]
 
@@ -243,7 +254,7 @@ FOLDERS = (
 
 
 @pytest.mark.parametrize("name", names_of(*FOLDERS))
-def test_runs_of_words_and_copying_are_those_of_the_index(name: str) -> None:
+def test_runs_of_words_and_copying_are_those_of_the_pages(name: str) -> None:
     folder, content = name.partition("/")[0], raw(name)
     small = folder.endswith("s-small")
     reported = small or folder in ("words", "words-equal", "controls", "copying")
@@ -262,7 +273,7 @@ def test_runs_of_words_and_copying_are_those_of_the_index(name: str) -> None:
             values = [" ".join(f"{value:.2f}" for value in of[metric]) for of in accuracy]
             size = f"{row['parameters'] / 1e6:.2f} M"
             cells = (label, size, kind, *values, f"{row['seconds']:.0f}")
-            assert f"| {' | '.join(cells)} |" in INDEX
+            assert f"| {' | '.join(cells)} |" in TEXTS[folder]
 
 
 def test_runs_with_too_many_skipped_steps_are_marked_as_failed() -> None:
@@ -280,10 +291,10 @@ def test_runs_with_too_many_skipped_steps_are_marked_as_failed() -> None:
 
 
 @pytest.mark.parametrize("run", runs_of("both-trials"))
-def test_trials_of_both_tasks_are_those_of_the_index(run: str) -> None:
+def test_trials_of_both_tasks_are_those_of_the_page(run: str) -> None:
     content = runs_of("both-trials")[run]
     assert device(content) == "H200" and content["config"]["first_seed"] >= 100
-    lines = [row for row in INDEX.splitlines() if row.startswith(f"| {run}: ")]
+    lines = [row for row in TEXTS["both-trials"].splitlines() if row.startswith(f"| {run}: ")]
     shown = [[cell.strip() for cell in row.strip("|").split(" | ")][1:] for row in lines]
     expected = []
     for row in content["rows"]:
@@ -295,7 +306,7 @@ def test_trials_of_both_tasks_are_those_of_the_index(run: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bedouin", "mamba", "deltaproduct", "attention", "lstm"])
-def test_language_models_are_those_of_the_index(name: str) -> None:
+def test_language_models_are_those_of_the_page(name: str) -> None:
     found = runs_of("language-model")
     runs = [found[run] for run in found if run.startswith(f"{name}-seed")]
     assert {device(run) for run in runs} == {"H200"}
@@ -307,11 +318,10 @@ def test_language_models_are_those_of_the_index(name: str) -> None:
         " ".join(f"{run['tokens_per_second'] / 1e3:.0f}" for run in runs),
         f"{max(run['peak_memory'] for run in runs) / 2**30:.1f}",
     ]
-    table = INDEX.split("## A language model of bytes")[1].split("\n## ")[0]
-    assert line(table, f"{name}, 4 layers")[1:] == expected
+    assert line(TEXTS["language-model"], f"{name}, 4 layers")[1:] == expected
 
 
-def test_controls_on_a_cpu_are_those_of_the_index() -> None:
+def test_controls_on_a_cpu_are_those_of_the_page() -> None:
     parts = ("no_mixing", "no_feedback", "mixer_feedback", "lstm")
     paths = {part: f"controls-cpu/{part}-seed{{}}" for part in parts}
     for name, path in ({"make a5": "a5-cpu/a5_cpu_delta_seed{}"} | paths).items():
@@ -324,7 +334,7 @@ def test_controls_on_a_cpu_are_those_of_the_index() -> None:
             ]
             shown.append(" / ".join(" ".join(values) for values in kinds))
         seconds = " ".join(f"{run['seconds']:.0f}" for run in runs)
-        assert line(INDEX, f"{name} | ")[1:] == [*shown, seconds]
+        assert line(TEXTS["controls-cpu"], f"{name} | ")[1:] == [*shown, seconds]
 
 
 def test_table_of_parameterizations_is_that_of_the_raw_results() -> None:
@@ -332,7 +342,7 @@ def test_table_of_parameterizations_is_that_of_the_raw_results() -> None:
         point = row["point"]
         start = f"{point['input_scale']}, n {point['d_state']}, k {point['num_householder']} |"
         accuracy = [" ".join(f"{v:.2f}" for v in a["token"]) for a in row["accuracy"].values()]
-        assert line(INDEX, start)[1:4] == accuracy
+        assert line(TEXTS["a5-one-head"], start)[1:4] == accuracy
 
 
 def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
@@ -349,17 +359,17 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
         token, sequence = content["accuracy"], content["sequence_accuracy"]
         shown = [f"{token[n]:.3f} / {sequence[n]:.3f}" for n in ("6", "12", "24")]
         end = " with 5,500 steps |" if name.endswith("same") else " |"
-        assert line(INDEX, name + end)[1:] == [*shown, f"{content['seconds']:.0f}"]
+        assert line(TEXTS["a5-cpu"], name + end)[1:] == [*shown, f"{content['seconds']:.0f}"]
     (row,) = raw("a5-one-head/a5_five_seeds")["rows"]
     accuracies = row["accuracy"].values()
     for seed in range(5):
         shown = [f"{a['token'][seed]:.3f} / {a['sequence'][seed]:.3f}" for a in accuracies]
-        assert line(INDEX, f"{seed} | 1.000 / 1.000")[1:] == shown
+        assert line(TEXTS["a5-one-head"], f"{seed} | 1.000 / 1.000")[1:] == shown
     for row in raw("copying-one-head/copy_parameterizations")["rows"]:
         accuracy, point = row["accuracy"], row["point"]
         shown = [" ".join(f"{v:.3f}" for v in accuracy[n]["token"]) for n in ("8", "16")]
         start = f"{point['input_scale']}, k {point['num_householder']} |"
-        assert line(INDEX, start)[1:3] == shown
+        assert line(TEXTS["copying-one-head"], start)[1:3] == shown
 
 
 def test_table_of_schedules_is_that_of_the_raw_results() -> None:
@@ -369,4 +379,4 @@ def test_table_of_schedules_is_that_of_the_raw_results() -> None:
     }
     for lr in (0.001, 0.0015, 0.002):
         shown = [" ".join(f"{v:.3f}" for v in rows[lr, name]) for name in ("hold", "cosine")]
-        assert line(INDEX, f"{lr} |")[1:] == shown
+        assert line(TEXTS["a5-one-head"], f"{lr} |")[1:] == shown

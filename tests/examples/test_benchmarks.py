@@ -366,11 +366,11 @@ def test_context_of_a_toy_run(tmp_path: Path) -> None:
     assert context.machine.copy_gb_per_s > 0 and context.machine.gemm_tflop_per_s > 0
 
 
-def test_the_table_of_the_index_is_that_of_its_results() -> None:
+def test_the_table_of_the_page_is_that_of_its_results() -> None:
     results = Path(__file__).parents[2] / "examples" / "results"
     report = read_run(results / "benchmark" / "h100_benchmark")
-    index = (results / "README.md").read_text()
-    shown = index.split("<!-- bench -->\n")[1].split("<!-- /bench -->")[0].splitlines()
+    page = (results / "benchmark" / "README.md").read_text()
+    shown = page.split("<!-- bench -->\n")[1].split("<!-- /bench -->")[0].splitlines()
     # without the lines that newer measurements replace
     assert len(shown) > 30 and set(shown) <= set(table.markdown(report).splitlines())
 

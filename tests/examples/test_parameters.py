@@ -44,4 +44,4 @@ def test_a_saved_storage_counts_once() -> None:
 def test_the_table_is_that_of_the_raw_file() -> None:
     report = json.loads((RESULTS / "parameters" / "parameters.json").read_text())
     rows = [parameters.Sizes(**row) for row in report["layers"]]
-    assert "\n".join(parameters.table(rows)) in (RESULTS / "README.md").read_text()
+    assert "\n".join(parameters.table(rows)) in (RESULTS / "parameters" / "README.md").read_text()
