@@ -20,7 +20,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 from common.runs import RUNS, read_runs  # noqa: E402  (a script of that folder imports it so)
 
 PAGES = {
-    **{"README": ROOT / "README.md", "index": RESULTS / "README.md"},
+    "README": ROOT / "README.md",
+    "examples": ROOT / "examples" / "README.md",
+    "index": RESULTS / "README.md",
     **{path.parent.name: path for path in sorted(RESULTS.glob("*/README.md"))},
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
@@ -92,10 +94,18 @@ def test_the_readme_is_short() -> None:
     assert len(text.split()) <= 2000
 
 
+def test_the_page_of_the_examples_is_short_and_names_every_folder() -> None:
+    assert len(TEXTS["examples"].split()) <= 200
+    folders = [path.parent for path in (ROOT / "examples").glob("*/*.py")]
+    assert all(path.name in TEXTS["examples"] for path in folders)
+    script = (ROOT / "examples" / "train_a5.py").read_text(encoding="utf-8")
+    assert len(script.splitlines()) <= 150  # the page tells to copy it
+
+
 def test_the_index_is_short_and_leads_to_every_experiment() -> None:
     assert len(TEXTS["index"].split()) <= 1500
     folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
-    assert folders == PAGES.keys() - {"README", "index"}
+    assert folders == PAGES.keys() - {"README", "examples", "index"}
     assert all(f"({folder}/README.md)" in TEXTS["index"] for folder in folders)
 
 

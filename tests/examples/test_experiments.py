@@ -96,6 +96,13 @@ def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     assert contents.keys() - names == (NOT_PLANNED if name == "a5-cpu" else set())
 
 
+def test_listed_commands_name_scripts_that_exist(tmp_path: Path) -> None:
+    root = Path(experiment.__file__).parents[2]
+    scripts = set(re.findall(r"`python (\S+\.py) ", experiment.listing(ALL, tmp_path)))
+    assert len(scripts) == len(experiment.SCRIPTS)
+    assert all((root / script).is_file() for script in scripts)
+
+
 def _listed(value: Any) -> Any:
     return sorted(value, key=str) if isinstance(value, list | tuple) else value
 
