@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import Bedouin
-from common.checks import check_heads, check_ranges, whole
+from common.checks import Count, check_heads, check_types
 from common.layers import BASELINES, count
 from common.report import device_name, versions, write_metrics
 
@@ -39,20 +39,19 @@ KIB = 1024
 class Config:
     """The sizes of the layers."""
 
-    d_model: tuple[int, ...] = (256, 512, 1024)
+    d_model: tuple[Count, ...] = (256, 512, 1024)
     """Widths of every layer."""
-    num_householder: int = 4
+    num_householder: Count = 4
     """Reflections of Bedouin."""
-    num_heads: tuple[int, ...] = (1, 8, 16)
+    num_heads: tuple[Count, ...] = (1, 8, 16)
     """Numbers of heads of Bedouin."""
-    length: int = 256
+    length: Count = 256
     """Tokens of the sequence."""
     out: Path | None = None
     """Also write the numbers to this JSON file."""
 
     def __post_init__(self) -> None:
-        sizes = ("d_model", "num_householder", "num_heads", "length")
-        check_ranges(self, dict.fromkeys(sizes, whole(1)))
+        check_types(self)
         for heads in self.num_heads:
             for d_model in self.d_model:
                 check_heads(heads, EXPAND * d_model)
