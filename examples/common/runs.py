@@ -7,7 +7,6 @@ line. Several processes may write into one file at the same time.
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,8 @@ RUNS = "runs.json"
 def read_runs(folder: Path) -> dict[str, Any]:
     """All runs of a folder by name; none if it has no file of runs."""
     path = folder / RUNS
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return dict(json.loads(text)) if text else {}  # a new file is empty until it is first written
 
 
 def read_run(path: Path) -> Any:
@@ -41,7 +41,7 @@ def read_run(path: Path) -> Any:
 def add_runs(folder: Path, runs: Mapping[str, Any]) -> None:
     """Add runs to those of a folder, in place of runs of the same names."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with _locked(folder / RUNS):
         _write(folder / RUNS, {**read_runs(folder), **runs})
 
 
@@ -52,23 +52,22 @@ def _write(path: Path, runs: Mapping[str, Any]) -> None:
         for name in sorted(runs)
     )
     text = "{\n" + ",\n".join(lines) + "\n}\n"
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f"{path.name}.", delete=False
-    ) as unfinished:
-        try:
-            unfinished.write(text)
-            unfinished.close()
-            os.chmod(unfinished.name, mode)
-            os.replace(unfinished.name, path)
-        except BaseException:
-            os.unlink(unfinished.name)
-            raise
+    unfinished = path.with_name("runs.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)  # after an error, to free the space on a full disk
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process writes the runs of this folder."""
-    with (folder / "runs.lock").open("a") as lock:  # given up when it is closed, also by a crash
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process writes the file, which is created if there is none; a process
+    that ends gives its lock up."""
+    while True:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # otherwise another process has replaced the file since it was opened
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield
+                return
