@@ -68,10 +68,10 @@ lm: $(STAMP)
 	$(KEEP_PAGES) $(ENV_PYTHON) examples/train_lm.py $(ARGS)
 
 bench: $(STAMP)
-	$(ENV_PYTHON) examples/bench.py --speed examples/results/speed.json $(ARGS)
+	$(ENV_PYTHON) examples/benchmarks/bench.py --speed examples/results/benchmark/speed.json $(ARGS)
 
 experiments: $(STAMP)
-	$(ENV_PYTHON) examples/experiment.py $(ARGS)
+	$(ENV_PYTHON) examples/research/experiment.py $(ARGS)
 
 # -P keeps the repository root, and with it `kernels` and `solvers`, off sys.path.
 # A process either interprets all Triton kernels or compiles them.

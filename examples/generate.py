@@ -24,7 +24,7 @@ from torch import Tensor
 from bedouin import Decoder, SequenceModel
 from bedouin.generation import Sampling
 from common.checkpoint import read_checkpoint
-from common.checks import check_ranges, naming_flags, whole
+from common.checks import Count, Natural, check_types, naming_flags
 from common.device import Device, choose_device
 from common.errors import UsageError
 from common.folder import CHECKPOINT
@@ -40,7 +40,7 @@ class Config:
     """Folder of a run of `train_lm.py`."""
     prompt: str = ""
     """The text that is continued; without one a document begins."""
-    length: int = 1000
+    length: Count = 1000
     """Bytes at most."""
     temperature: float = 0.8
     """0 takes the most probable byte; otherwise logits are divided by it, and a byte is drawn."""
@@ -48,13 +48,13 @@ class Config:
     """Draw from the k most probable bytes."""
     top_p: float | None = None
     """Draw from the fewest bytes that have this probability together."""
-    seed: int = 0
+    seed: Natural = 0
     """Seed of the draws."""
     device: Device = "auto"
     """auto: the GPU if there is one."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"length": whole(1), "seed": whole(0)})
+        check_types(self)
         with naming_flags(("temperature", "top_k", "top_p")):
             Sampling(self.temperature, self.top_k, self.top_p)
 

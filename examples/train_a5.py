@@ -17,12 +17,12 @@ from typing import Literal
 import torch
 
 from bedouin.tasks import Batch, Group, Stream, WordProblem, sequence_accuracy, token_accuracy
-from common.checks import check_ranges, naming_flags, whole
+from common.checks import Count, naming_flags
 from common.curriculum import draws_lengths, first_length
-from common.data import WordOptions, word_options
 from common.job import Problem
 from common.options import TrainConfig
 from common.script import run_script
+from common.tasks import WordOptions, word_options
 from common.training import train
 
 
@@ -32,14 +32,13 @@ class WordProblemConfig(TrainConfig, WordOptions):
 
     group: str = "A5"
     """The group, e.g. A5, S5, Z60, D8 or a product like A4xZ5."""
-    length: int = 6
+    length: Count = 6
     """Length of the training sequences."""
     protocol: Literal["plain", "official"] = "plain"
     """official: special tokens and a counted BOS, as in the code of Fixed-Point RNNs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, {"length": whole(1)})
         first_length(self, self.length)
         with naming_flags(("group",)):
             order = Group.from_name(self.group).order

@@ -17,10 +17,10 @@ from typing import Literal
 from bedouin.tasks import Batch, Copying, Stream
 from common.checks import naming_flags
 from common.curriculum import first_length
-from common.data import limited
 from common.job import Problem
 from common.options import TrainConfig
 from common.script import run_script
+from common.tasks import limited
 from common.training import train
 
 

@@ -1,8 +1,9 @@
 """The README's Python code runs, and its numbers are those of the raw results."""
 
-import json
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ from bedouin.baselines import LSTM, Mamba
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "examples" / "results"
-PAGES = {"README": ROOT / "README.md", "index": RESULTS / "README.md"}
-README, INDEX = (path.read_text(encoding="utf-8") for path in PAGES.values())
+sys.path.insert(0, str(ROOT / "examples"))
+
+from common.runs import RUNS, read_runs  # noqa: E402  (a script of that folder imports it so)
+
+PAGES = {
+    "README": ROOT / "README.md",
+    "examples": ROOT / "examples" / "README.md",
+    "index": RESULTS / "README.md",
+    **{path.parent.name: path for path in sorted(RESULTS.glob("*/README.md"))},
+}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
+README = TEXTS["README"]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -26,8 +37,21 @@ def run(block: str) -> dict[str, Any]:
     return names
 
 
+@cache
+def runs_of(folder: str) -> dict[str, Any]:
+    """All runs of an experiment by name."""
+    return read_runs(RESULTS / folder)
+
+
 def raw(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
+    """The content of the run EXPERIMENT/NAME."""
+    folder, run = name.split("/")
+    return runs_of(folder)[run]
+
+
+def names_of(*folders: str) -> list[str]:
+    """The runs of experiments as EXPERIMENT/NAME."""
+    return [f"{folder}/{run}" for folder in folders for run in runs_of(folder)]
 
 
 def line(page: str, start: str) -> list[str]:
@@ -52,8 +76,8 @@ def test_blocks_give_what_they_promise() -> None:
     assert both["layer"](torch.randn(2, 5, 512)).shape == (2, 5, 512)
 
 
-def test_the_script_of_the_index_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", INDEX, re.DOTALL)
+def test_the_script_of_iterations_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", TEXTS["iterations"], re.DOTALL)
     assert "STEPS = 1000\n" in block
     run(block.replace("STEPS = 1000", "STEPS = 0"))
     assert capsys.readouterr().out.startswith("Jacobi 32 ")
@@ -70,17 +94,31 @@ def test_the_readme_is_short() -> None:
     assert len(text.split()) <= 2000
 
 
+def test_the_page_of_the_examples_is_short_and_names_every_folder() -> None:
+    assert len(TEXTS["examples"].split()) <= 200
+    folders = [path.parent for path in (ROOT / "examples").glob("*/*.py")]
+    assert all(path.name in TEXTS["examples"] for path in folders)
+    script = (ROOT / "examples" / "train_a5.py").read_text(encoding="utf-8")
+    assert len(script.splitlines()) <= 150  # the page tells to copy it
+
+
+def test_the_index_is_short_and_leads_to_every_experiment() -> None:
+    assert len(TEXTS["index"].split()) <= 1500
+    folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
+    assert folders == PAGES.keys() - {"README", "examples", "index"}
+    assert all(f"({folder}/README.md)" in TEXTS["index"] for folder in folders)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_no_row_says_skipped(page: str) -> None:
-    assert "skipped" not in PAGES[page].read_text(encoding="utf-8")
+    assert "skipped" not in TEXTS[page]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    path = PAGES[page]
-    targets = re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)]+)\)", TEXTS[page])
     local = [target for target in targets if not target.startswith("https://")]
-    assert local and all((path.parent / target).is_file() for target in local)
+    assert all((PAGES[page].parent / target).is_file() for target in local)
 
 
 def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
@@ -89,15 +127,15 @@ def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    sweep = numbers("h100_sweep.json")
+    sweep = numbers("benchmark/h100_sweep")
     of_case = {case: sweep for case in ("direct", "direct-heads8", "direct-heads16")}
-    of_case["direct-no-feedback"] = numbers("h100_no_feedback.json")
-    of_case["lstm"] = numbers("h100_many_states.json")
+    of_case["direct-no-feedback"] = numbers("benchmark/h100_no_feedback")
+    of_case["lstm"] = numbers("benchmark/h100_many_states")
     for shape in ("128x16", "64x256", "16x1024", "8x4096"):
         times = [rows[case, shape] for case, rows in of_case.items()]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
         assert line(README, f"{shape} ")[1:6] == shown
-    rows = numbers("h100_heads.json")
+    rows = numbers("benchmark/h100_heads")
     decode = [rows[case, "1x1"] for case in ("decode", "decode-heads8", "decode-heads16")]
     spans = [
         " to ".join(f"{end([n[key] for n in decode]):.0f}" for end in (min, max))
@@ -107,18 +145,18 @@ def test_speed_is_that_of_the_benchmark() -> None:
     assert text in " ".join(README.split())
 
 
-def test_times_of_the_index_are_those_of_the_benchmark() -> None:
-    table = INDEX.split("## Times of the newest kernels")[1].split("\n## ")[0]
+def test_times_of_the_page_are_those_of_the_benchmark() -> None:
+    table = TEXTS["benchmark"].split("## Times of the newest kernels")[1].split("\n## ")[0]
     starts = {
-        ("h100_sweep.json", "direct"): "d_model 512, 1 head",
-        ("h100_sweep.json", "direct-heads8"): "8 heads of 128",
-        ("h100_sweep.json", "direct-heads16"): "16 heads of 64 |",
-        ("h100_delta.json", "direct-delta-heads16-n64"): "16 heads of 64, n 64",
-        ("h100_no_feedback.json", "direct-no-feedback"): "1 head, no feedback",
-        ("h100_sweep.json", "direct-256-n32"): "d_model 256, 1 head, k 2, n 32",
-        ("h100_many_states.json", "direct-256-n64"): "d_model 256, 1 head, k 2, n 64",
-        ("h100_many_states.json", "lstm"): "cuDNN LSTM",
-        ("h100_autocast.json", "direct"): "1 head, autocast",
+        ("benchmark/h100_sweep", "direct"): "d_model 512, 1 head",
+        ("benchmark/h100_sweep", "direct-heads8"): "8 heads of 128",
+        ("benchmark/h100_sweep", "direct-heads16"): "16 heads of 64 |",
+        ("benchmark/h100_delta", "direct-delta-heads16-n64"): "16 heads of 64, n 64",
+        ("benchmark/h100_no_feedback", "direct-no-feedback"): "1 head, no feedback",
+        ("benchmark/h100_sweep", "direct-256-n32"): "d_model 256, 1 head, k 2, n 32",
+        ("benchmark/h100_many_states", "direct-256-n64"): "d_model 256, 1 head, k 2, n 64",
+        ("benchmark/h100_many_states", "lstm"): "cuDNN LSTM",
+        ("benchmark/h100_autocast", "direct"): "1 head, autocast",
     }
     for (name, case), start in starts.items():
         rows, expected, peaks = numbers(name), [], []
@@ -127,7 +165,7 @@ def test_times_of_the_index_are_those_of_the_benchmark() -> None:
             expected.append(f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" if n else "–")
             peaks += [f"{n['peak_gib']:.3g}"] if n else []
         assert line(table, start)[1:] == [*expected, ", ".join(peaks)]
-    for row in raw("h100_packed.json")["rows"]:
+    for row in raw("benchmark/h100_packed")["rows"]:
         n = row["numbers"]
         shown = [row["shape"], f"{n['both_ms']:.3g}", f"{n['over_padded']:.2f}"]
         assert line(table, row["title"] + " |")[1:] == shown
@@ -159,12 +197,12 @@ def of_seeds(name: str, metric: str) -> Iterator[str]:
 
 
 def test_results_are_sequence_accuracies_of_the_raw_files() -> None:
-    runs = [raw(f"a5_cpu_delta_seed{seed}.json")["sequence_accuracy"] for seed in range(3)]
+    runs = [raw(f"a5-cpu/a5_cpu_delta_seed{seed}")["sequence_accuracy"] for seed in range(3)]
     cpu = [f"{n}: " + " ".join(f"{run[n]:.2f}" for run in runs) for n in ("6", "12", "24")]
     assert line(README, "A5, length 6 ")[3:] == cpu
     shown = line(README, "A5, length 16, d_model 128 ")
-    assert shown[3:] == list(of_seeds("a5_five_seeds.json", "sequence"))
-    copying = raw("copy_cpu_seed0.json")
+    assert shown[3:] == list(of_seeds("a5-one-head/a5_five_seeds", "sequence"))
+    copying = raw("copying-one-head/copy_cpu_seed0")
     strings = copying["string_accuracy"]
     assert line(README, "copying, 4–8")[3:] == [f"{n}: {strings[n]:.2f}" for n in ("8", "12", "16")]
     letters = copying["character_accuracy"]
@@ -179,15 +217,11 @@ def device(content: Any) -> str:
     return "CPU" if name.startswith("cpu") else re.findall(r"H\d00", name)[0]
 
 
-@pytest.mark.parametrize(
-    "path",
-    # the summary is made from other files
-    sorted(set(RESULTS.glob("*.json")) - {RESULTS / "summary.json"}),
-    ids=lambda path: str(path.name),
-)
-def test_the_index_lists_every_file_with_its_device(path: Path) -> None:
-    cells = line(INDEX, f"[{path.name}]({path.name}) ")
-    content = raw(path.name)
+@pytest.mark.parametrize("name", names_of("a5-cpu", "a5-one-head", "copying-one-head", "benchmark"))
+def test_the_page_lists_every_run_with_its_device(name: str) -> None:
+    folder, run = name.split("/")
+    cells = line(TEXTS[folder].split("\n| run | command |")[1], f"{run} ")
+    content = raw(name)
     assert cells[2] == device(content)
     if isinstance(content, dict) and "seconds" in content:
         assert cells[3] == f"{content['seconds']:.0f}"
@@ -195,15 +229,13 @@ def test_the_index_lists_every_file_with_its_device(path: Path) -> None:
         assert cells[3] == f"{sum(row['seconds'] for row in content['rows']):.0f}"
 
 
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("tuning/*.json")), ids=lambda path: str(path.name)
-)
-def test_tuning_runs_are_those_of_the_index(path: Path) -> None:
-    content = json.loads(path.read_text())
+@pytest.mark.parametrize("run", runs_of("tuning"))
+def test_tuning_runs_are_those_of_the_page(run: str) -> None:
+    content = runs_of("tuning")[run]
     (row,) = content["rows"]
     assert device(content) == "H100" and content["config"]["first_seed"] >= 100
-    task, name = path.stem.split("-", 1)
-    table = INDEX.split(f"| tuning/{task}-…")[1].split("\n\n")[0]
+    task, name = run.split("-", 1)
+    table = TEXTS["tuning"].split(f"| tuning/{task}-…")[1].split("\n\n")[0]
     both = [f"{a['token'][0]:.2f} / {a['sequence'][0]:.2f}" for a in row["accuracy"].values()]
     assert line(table, f"{name} ")[1:] == [*both, f"{row['seconds']:.0f}"]
 
@@ -218,8 +250,8 @@ def test_the_table_of_both_tasks_is_that_of_the_raw_results() -> None:
     for start, (task, length, metric) in rows.items():
         shown = line(README, start)[2:]
         for cell, model in zip(shown, models, strict=True):
-            name, expected = f"{task}-{model}.json", "–"
-            if (RESULTS / name).exists():
+            name, expected = f"{task}-{model}", "–"
+            if name in names_of(task.partition("/")[0]):
                 expected = dict(of.split(": ") for of in of_seeds(name, metric))[length]
             assert cell == expected
 
@@ -231,20 +263,16 @@ FOLDERS = (
 )
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(path for folder in FOLDERS for path in RESULTS.glob(f"{folder}/*.json")),
-    ids=lambda path: f"{path.parent.name}-{path.name}",
-)
-def test_runs_of_words_and_copying_are_those_of_the_index(path: Path) -> None:
-    name, content = f"{path.parent.name}/{path.stem}", json.loads(path.read_text())
-    small = path.parent.name.endswith("s-small")
-    reported = small or path.parent.name in ("words", "words-equal", "controls", "copying")
+@pytest.mark.parametrize("name", names_of(*FOLDERS))
+def test_runs_of_words_and_copying_are_those_of_the_pages(name: str) -> None:
+    folder, content = name.partition("/")[0], raw(name)
+    small = folder.endswith("s-small")
+    reported = small or folder in ("words", "words-equal", "controls", "copying")
     first_seed = content["config"]["first_seed"]
     usual = "CPU" if small else "H200"
     where = "" if device(content) == usual else f" ({device(content)})"
     assert first_seed == 0 if reported else first_seed >= 100
-    copies = path.parent.name.startswith("copying")
+    copies = folder.startswith("copying")
     kinds = ("characters", "strings") if copies else ("labels", "sequences")
     rows = content["rows"]
     for row in rows:
@@ -255,30 +283,28 @@ def test_runs_of_words_and_copying_are_those_of_the_index(path: Path) -> None:
             values = [" ".join(f"{value:.2f}" for value in of[metric]) for of in accuracy]
             size = f"{row['parameters'] / 1e6:.2f} M"
             cells = (label, size, kind, *values, f"{row['seconds']:.0f}")
-            assert f"| {' | '.join(cells)} |" in INDEX
+            assert f"| {' | '.join(cells)} |" in TEXTS[folder]
 
 
 def test_runs_with_too_many_skipped_steps_are_marked_as_failed() -> None:
     """In their files, also in those that were written before `ensemble.py` did so."""
     found = set()
-    for path in RESULTS.glob("**/*.json"):
-        content = json.loads(path.read_text())
+    for name in names_of(*(path.parent.name for path in RESULTS.glob(f"*/{RUNS}"))):
+        content = raw(name)
         for row in content.get("rows", ()) if isinstance(content, dict) else ():
             skipped = [entry["skipped"] for entry in row.get("history", ()) if "skipped" in entry]
             share = [sum(of) / row["point"]["steps"] for of in zip(*skipped, strict=True)]
             if any(value > 0.01 for value in share):
-                found.add(path.stem)
-                assert row["failed"] == [value > 0.01 for value in share], path
-    assert found == {"copy-bedouin_k2", "one-step"}
+                found.add(name)
+                assert row["failed"] == [value > 0.01 for value in share], name
+    assert found == {"copying/copy-bedouin_k2", "copying-trials/one-step"}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("both-trials/*.json")), ids=lambda path: str(path.name)
-)
-def test_trials_of_both_tasks_are_those_of_the_index(path: Path) -> None:
-    content = json.loads(path.read_text())
+@pytest.mark.parametrize("run", runs_of("both-trials"))
+def test_trials_of_both_tasks_are_those_of_the_page(run: str) -> None:
+    content = runs_of("both-trials")[run]
     assert device(content) == "H200" and content["config"]["first_seed"] >= 100
-    lines = [row for row in INDEX.splitlines() if row.startswith(f"| {path.stem}: ")]
+    lines = [row for row in TEXTS["both-trials"].splitlines() if row.startswith(f"| {run}: ")]
     shown = [[cell.strip() for cell in row.strip("|").split(" | ")][1:] for row in lines]
     expected = []
     for row in content["rows"]:
@@ -290,9 +316,9 @@ def test_trials_of_both_tasks_are_those_of_the_index(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bedouin", "mamba", "deltaproduct", "attention", "lstm"])
-def test_language_models_are_those_of_the_index(name: str) -> None:
-    paths = sorted(RESULTS.glob(f"language-model/{name}-seed*.json"))
-    runs = [json.loads(path.read_text()) for path in paths]
+def test_language_models_are_those_of_the_page(name: str) -> None:
+    found = runs_of("language-model")
+    runs = [found[run] for run in found if run.startswith(f"{name}-seed")]
     assert {device(run) for run in runs} == {"H200"}
     lengths = [" ".join(f"{run['bits_per_byte'][n]:.3f}" for run in runs) for n in ("1024", "8192")]
     expected = [
@@ -302,14 +328,13 @@ def test_language_models_are_those_of_the_index(name: str) -> None:
         " ".join(f"{run['tokens_per_second'] / 1e3:.0f}" for run in runs),
         f"{max(run['peak_memory'] for run in runs) / 2**30:.1f}",
     ]
-    table = INDEX.split("## A language model of bytes")[1].split("\n## ")[0]
-    assert line(table, f"{name}, 4 layers")[1:] == expected
+    assert line(TEXTS["language-model"], f"{name}, 4 layers")[1:] == expected
 
 
-def test_controls_on_a_cpu_are_those_of_the_index() -> None:
+def test_controls_on_a_cpu_are_those_of_the_page() -> None:
     parts = ("no_mixing", "no_feedback", "mixer_feedback", "lstm")
-    paths = {part: f"controls-cpu/{part}-seed{{}}.json" for part in parts}
-    for name, path in ({"make a5": "a5_cpu_delta_seed{}.json"} | paths).items():
+    paths = {part: f"controls-cpu/{part}-seed{{}}" for part in parts}
+    for name, path in ({"make a5": "a5-cpu/a5_cpu_delta_seed{}"} | paths).items():
         runs = [raw(path.format(seed)) for seed in range(3)]
         assert [(run["seed"], device(run)) for run in runs] == [(s, "CPU") for s in range(3)]
         shown = []
@@ -319,49 +344,49 @@ def test_controls_on_a_cpu_are_those_of_the_index() -> None:
             ]
             shown.append(" / ".join(" ".join(values) for values in kinds))
         seconds = " ".join(f"{run['seconds']:.0f}" for run in runs)
-        assert line(INDEX, f"{name} | ")[1:] == [*shown, seconds]
+        assert line(TEXTS["controls-cpu"], f"{name} | ")[1:] == [*shown, seconds]
 
 
 def test_table_of_parameterizations_is_that_of_the_raw_results() -> None:
-    for row in raw("a5_parameterizations.json")["rows"]:
+    for row in raw("a5-one-head/a5_parameterizations")["rows"]:
         point = row["point"]
         start = f"{point['input_scale']}, n {point['d_state']}, k {point['num_householder']} |"
         accuracy = [" ".join(f"{v:.2f}" for v in a["token"]) for a in row["accuracy"].values()]
-        assert line(INDEX, start)[1:4] == accuracy
+        assert line(TEXTS["a5-one-head"], start)[1:4] == accuracy
 
 
 def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
-    again = raw("a5_cpu_seed1_again.json")
+    again = raw("a5-cpu/a5_cpu_seed1_again")
     names = ["seed 0", "seed 1", "seed 2"]
-    runs = [raw(f"a5_cpu_seed{seed}.json") for seed in range(3)] + again
+    runs = [raw(f"a5-cpu/a5_cpu_seed{seed}") for seed in range(3)] + again
     names += [f"seed 1, length 6 throughout, {x['note']}" for x in again[:2]] + ["seed 1, the same"]
-    buffers = raw("a5_cpu_buffers.json")
+    buffers = raw("a5-cpu/a5_cpu_buffers")
     names += [f"seed {x['seed']}, {x['note']}" for x in buffers]
     fed = [("delta", 0), ("delta", 1), ("delta", 2), ("delta", 100), ("bounded_delta", 100)]
     names += [f"feedback of Δ alone, {scale}, seed {seed}" for scale, seed in fed]
-    only = [raw(f"a5_cpu_{scale}_seed{seed}.json") for scale, seed in fed]
+    only = [raw(f"a5-cpu/a5_cpu_{scale}_seed{seed}") for scale, seed in fed]
     for name, content in zip(names, runs + buffers + only, strict=True):
         token, sequence = content["accuracy"], content["sequence_accuracy"]
         shown = [f"{token[n]:.3f} / {sequence[n]:.3f}" for n in ("6", "12", "24")]
         end = " with 5,500 steps |" if name.endswith("same") else " |"
-        assert line(INDEX, name + end)[1:] == [*shown, f"{content['seconds']:.0f}"]
-    (row,) = raw("a5_five_seeds.json")["rows"]
+        assert line(TEXTS["a5-cpu"], name + end)[1:] == [*shown, f"{content['seconds']:.0f}"]
+    (row,) = raw("a5-one-head/a5_five_seeds")["rows"]
     accuracies = row["accuracy"].values()
     for seed in range(5):
         shown = [f"{a['token'][seed]:.3f} / {a['sequence'][seed]:.3f}" for a in accuracies]
-        assert line(INDEX, f"{seed} | 1.000 / 1.000")[1:] == shown
-    for row in raw("copy_parameterizations.json")["rows"]:
+        assert line(TEXTS["a5-one-head"], f"{seed} | 1.000 / 1.000")[1:] == shown
+    for row in raw("copying-one-head/copy_parameterizations")["rows"]:
         accuracy, point = row["accuracy"], row["point"]
         shown = [" ".join(f"{v:.3f}" for v in accuracy[n]["token"]) for n in ("8", "16")]
         start = f"{point['input_scale']}, k {point['num_householder']} |"
-        assert line(INDEX, start)[1:3] == shown
+        assert line(TEXTS["copying-one-head"], start)[1:3] == shown
 
 
 def test_table_of_schedules_is_that_of_the_raw_results() -> None:
     rows = {
         (row["point"]["lr"], row["point"]["schedule"]): row["accuracy"]["12"]["token"]
-        for row in raw("a5_schedules.json")["rows"]
+        for row in raw("a5-one-head/a5_schedules")["rows"]
     }
     for lr in (0.001, 0.0015, 0.002):
         shown = [" ".join(f"{v:.3f}" for v in rows[lr, name]) for name in ("hold", "cosine")]
-        assert line(INDEX, f"{lr} |")[1:] == shown
+        assert line(TEXTS["a5-one-head"], f"{lr} |")[1:] == shown

@@ -1,1 +1,1 @@
-"""Time, memory and lower bounds of the layer, its parts and other layers; see ../bench.py."""
+"""Time, memory and lower bounds of the layer, its parts and other layers; see bench.py."""

@@ -1,10 +1,15 @@
-"""Checks of options, with messages that name the flag."""
+"""Checks of options, with messages that name the flag.
+
+The type of an option may carry its range, as in `lr: Positive` or `seed: Annotated[int, whole(0)]`;
+`check_types` finds it inside tuples and optional types as well.
+"""
 
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,35 @@ def whole(low: int, high: float = math.inf) -> Range:
     return Range(low, high, whole=True)
 
 
+Count = Annotated[int, whole(1)]
+Natural = Annotated[int, whole(0)]
+Positive = Annotated[float, Range(0, brackets="()")]
+Share = Annotated[float, Range(0, 1, "[]")]
+
+
 def flag(name: str) -> str:
     """The flag of a field: num_layers -> --num-layers."""
     return f"--{name.replace('_', '-')}"
+
+
+def check_types(options: object) -> None:
+    """Raise ValueError with the flag's name unless all numbers are in the ranges of their types."""
+    ranges, optional = _annotated(type(options))
+    check_ranges(options, ranges, optional)
+
+
+def _annotated(kind: type) -> tuple[dict[str, Range], frozenset[str]]:
+    """The ranges in the types of a class by name, and the names of what may be None."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = {name: wanted for name, hint in hints.items() if (wanted := _range_in(hint))}
+    return found, frozenset(name for name in found if type(None) in get_args(hints[name]))
+
+
+def _range_in(hint: Any) -> Range | None:
+    """The first range in a type, at any depth."""
+    if isinstance(hint, Range):
+        return hint
+    return next((found for part in get_args(hint) if (found := _range_in(part))), None)
 
 
 def check_ranges(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from common.checks import Range, check_ranges, whole
+from common.checks import Count, Share, check_types
 
 Kind = Literal["none", "uniform", "double"]
 
@@ -16,22 +16,15 @@ class CurriculumOptions:
     """none: the task's own lengths; uniform: in the first steps lengths from --curriculum-from to
     the longest; double: --curriculum-from at first, twice as long after every log entry whose
     training accuracy reaches --curriculum-threshold."""
-    curriculum_from: int = 2
+    curriculum_from: Count = 2
     """Shortest length of a curriculum."""
-    curriculum_share: float = 1 / 3
+    curriculum_share: Share = 1 / 3
     """Share of the steps in which "uniform" draws lengths."""
-    curriculum_threshold: float = 0.95
+    curriculum_threshold: Share = 0.95
     """Training accuracy at which "double" doubles the length."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, _RANGES)
-
-
-_RANGES = {
-    "curriculum_from": whole(1),
-    "curriculum_share": Range(0, 1, "[]"),
-    "curriculum_threshold": Range(0, 1, "[]"),
-}
+        check_types(self)
 
 
 def first_length(options: CurriculumOptions, longest: int) -> int:

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from bedouin.solvers import (
     Solver,
     UnrolledAdjoint,
 )
-from common.checks import Range, check_ranges, whole
+from common.checks import Count, Range, check_types
 
 Baseline = Literal["lstm", "mamba", "deltanet", "deltaproduct", "attention"]
 
@@ -43,6 +43,9 @@ TAKES: dict[str, tuple[str, ...]] = {
 }
 """The options of Bedouin that a baseline takes as well."""
 
+Tolerance = Annotated[float, Range(0, 1e6, "[]")]
+_OfGamma = Annotated[float, Range(0, 1e6, "(]")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SolverOptions:
@@ -50,23 +53,22 @@ class SolverOptions:
 
     solver: Literal["auto", "direct", "jacobi", "picard", "anderson", "broyden"] = "auto"
     """How the fixed point is found; auto lets the layer choose."""
-    rtol: float = 1e-4
+    rtol: Tolerance = 1e-4
     """Relative tolerance of the iterative solvers; unused by auto and direct."""
-    atol: float = 1e-30
+    atol: Tolerance = 1e-30
     """Absolute tolerance of the iterative solvers; unused by auto and direct."""
-    solver_steps: int = 100
+    solver_steps: Count = 100
     """Steps that an iterative solver may take."""
-    train_solver_steps: int | None = None
+    train_solver_steps: Count | None = None
     """Steps that it may take in training, at most --solver-steps; None: --solver-steps."""
-    gamma_cap: tuple[float, float] | None = None
+    gamma_cap: tuple[_OfGamma, _OfGamma] | None = None
     """Shape and scale of a Gamma distribution from which the steps of each training call are drawn,
     at most --solver-steps; the paper's are 4 1."""
     adjoint: Literal["implicit", "one_step", "phantom", "unrolled"] = "implicit"
     """How the gradient of the fixed point is computed."""
 
     def __post_init__(self) -> None:
-        optional = ("train_solver_steps", "gamma_cap")
-        check_ranges(self, _RANGES, optional)
+        check_types(self)
         if self.train_solver_steps is not None and self.gamma_cap is not None:
             raise ValueError(
                 "--gamma-cap draws the steps in training: leave out --train-solver-steps"
@@ -76,16 +78,6 @@ class SolverOptions:
                 f"--train-solver-steps must be at most --solver-steps = {self.solver_steps}, got "
                 f"{self.train_solver_steps}"
             )
-
-
-_TOLERANCE = Range(0, 1e6, "[]")
-_RANGES = {
-    "rtol": _TOLERANCE,
-    "atol": _TOLERANCE,
-    "solver_steps": whole(1),
-    "train_solver_steps": whole(1),
-    "gamma_cap": Range(0, 1e6, "(]"),
-}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bedouin import SequenceModel
-from common.checks import check_ranges, whole
+from common.checks import Count
 from common.lm_text import VOCABULARY
 from common.options import RunConfig, build_model
 
@@ -19,42 +19,32 @@ class LanguageConfig(RunConfig):
     Python's library, without its tests."""
     pattern: str | None = None
     """Names of the files in the folder; None: all that are not hidden, or *.py without --text."""
-    length: int = 1024
+    length: Count = 1024
     """Tokens of a training row; documents in a row are kept apart."""
-    batch_size: int = 64
+    batch_size: Count = 64
     """Rows of an optimizer step, those of all processes together."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Parts of a batch, whose gradients are added up: more of them need less memory."""
     shard: bool = False
     """Distribute parameters, gradients and the optimizer's state over several GPUs (FSDP2);
     otherwise every process has all of them."""
-    eval_lengths: tuple[int, ...] = ()
+    eval_lengths: tuple[Count, ...] = ()
     """Lengths of the pieces into which held-out files are cut; --length is always one of them."""
-    eval_bytes: int = 2**17
+    eval_bytes: Count = 2**17
     """Held-out bytes of an evaluation during training."""
-    final_bytes: int = 2**22
+    final_bytes: Count = 2**22
     """Held-out bytes of the evaluation after training."""
-    eval_tokens: int = 2**16
+    eval_tokens: Count = 2**16
     """Tokens of an evaluation batch, at least one piece."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, _RANGES)
         if self.preset == "paper":
             raise ValueError("--preset must be auto, cpu or gpu, got paper: it has no such task")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"--accumulate must divide --batch-size = {self.batch_size}, got {self.accumulate}"
             )
-
-
-_RANGES = dict.fromkeys(
-    (
-        *("length", "accumulate", "eval_lengths", "eval_bytes"),
-        *("final_bytes", "eval_tokens"),
-    ),
-    whole(1),
-)
 
 
 def build_language_model(config: LanguageConfig) -> SequenceModel:

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -17,7 +17,17 @@ from torch import nn
 from bedouin import Bedouin, Convolved
 from bedouin.model import SequenceModel
 from bedouin.tasks.streams import MAX_SEED
-from common.checks import Range, check_heads, check_ranges, flag, whole
+from common.checks import (
+    Count,
+    Natural,
+    Positive,
+    Range,
+    Share,
+    check_heads,
+    check_ranges,
+    flag,
+    whole,
+)
 from common.curriculum import CurriculumOptions
 from common.layers import (
     BASELINES,
@@ -33,6 +43,8 @@ from common.matching import matching_width
 from common.schedule import Schedule
 from common.trackers import TrackerOptions
 
+_MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
+_Beta = Annotated[float, Range(0, 1)]
 Preset = Literal["auto", "cpu", "gpu", "paper"]
 Feedback = Literal["delta", "B", "C", "mixer"]
 
@@ -43,7 +55,7 @@ class RunConfig(SolverOptions, TrackerOptions):
 
     preset: Preset = "auto"
     """Where the other defaults come from; auto is gpu if torch sees a GPU, else cpu."""
-    seed: int = 0
+    seed: Annotated[int, whole(0, _MAX_SEED)] = 0
     """Seed of the initialization and of the data."""
     out: Path | None = None
     """Folder of the results; None is runs/TASK-seedSEED."""
@@ -53,49 +65,49 @@ class RunConfig(SolverOptions, TrackerOptions):
     """Replace the run in the folder of the results, if there is one."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: the GPU if there is one; cpu: the CPU even then."""
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads of torch; None leaves torch's choice."""
     autocast: Literal["no", "bf16"] = "no"
     """Precision of the matrix products; the fixed point stays in float32 either way."""
 
-    steps: int = 4000
+    steps: Count = 4000
     """Optimizer steps."""
-    batch_size: int = 128
+    batch_size: Count = 128
     """Rows of a training batch, in each process."""
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Peak learning rate of AdamW."""
     schedule: Schedule = "cosine"
     """Decay of the learning rate to zero after the warm-up; hold: only over the last 40 %."""
-    warmup_steps: int = 100
+    warmup_steps: Natural = 100
     """Steps of linear warm-up."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Range(0)] = 0.01
     """Weight decay; parameters marked `_no_weight_decay` (A_log, omega, D) are not decayed."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.99)
     """AdamW's averaging constants."""
-    clip: float = 1.0
-    """Largest norm of the gradient."""
+    clip: Annotated[float, Range(0, brackets="(]")] = 1.0
+    """Largest norm of the gradient; inf: gradients are not clipped."""
 
     mixer_layer: Literal["bedouin", "paper"] | Baseline = "bedouin"
     """bedouin; paper: `Bedouin.from_paper`, which fixes every option of the layer but the sizes; or
     a baseline, which takes few options of Bedouin and refuses the others."""
-    d_model: int = 128
+    d_model: Count = 128
     """Width of the model; see --match-parameters."""
-    match_parameters: int | None = None
+    match_parameters: Count | None = None
     """Replace --d-model by the width, a multiple of 32, with which the model has about this many
     parameters."""
-    num_layers: int = 1
+    num_layers: Count = 1
     """Residual blocks."""
-    mlp_expand: float | None = None
+    mlp_expand: Positive | None = None
     """Width of a gated MLP after each layer, as a multiple of d_model; None: no MLP."""
-    d_state: int = 16
+    d_state: Count = 16
     """States per channel."""
-    expand: int = 2
+    expand: Count = 2
     """Inner channels as a multiple of d_model."""
-    num_heads: int | None = None
+    num_heads: Count | None = None
     """Heads, a divisor of d_model * expand; None: the layer's own choice; 1: the paper's layer."""
-    num_householder: int = 2
+    num_householder: Natural = 2
     """Reflections in the channel mixer; 0: channels are not mixed. DeltaProduct has at least 1."""
-    beta_max: float = 1.0
+    beta_max: Annotated[float, Range(0, 2, "(]")] = 1.0
     """Largest beta of a reflection, in (0, 2]."""
     decay: Literal["mamba", "griffin"] = "mamba"
     """Parameterization of the decay."""
@@ -105,23 +117,23 @@ class RunConfig(SolverOptions, TrackerOptions):
     """Range of the decay: [0, 1] or [-1, 1]; None: the layer's own default."""
     feedback: tuple[Feedback, ...] = ("delta", "B", "C", "mixer")
     """What depends on the previous output; the flag without values switches feedback off."""
-    feedback_init: float = 0.1
+    feedback_init: Annotated[float, Range(0, 1e3, "[]")] = 0.1
     """Factor on the initial feedback weights."""
-    rate_scale: tuple[float, float] = (1.0, 1.0)
+    rate_scale: tuple[Positive, Positive] = (1.0, 1.0)
     """Factors on the initial decay rates of the first and the last head, for mamba's decay."""
-    d_conv: int | None = None
+    d_conv: Count | None = None
     """Width of a short convolution before each layer; None: no convolution. Baselines have their
     own."""
-    feedback_lr_scale: float = 1.0
+    feedback_lr_scale: Share = 1.0
     """Factor on the learning rate of W^y in the first steps."""
-    feedback_lr_steps: int = 0
+    feedback_lr_steps: Natural = 0
     """For so many steps that factor holds."""
 
-    log_every: int = 20
+    log_every: Count = 20
     """Steps between two updates of the progress bar, which read numbers from the device."""
-    eval_every: int = 500
+    eval_every: Count = 500
     """Steps between two evaluations."""
-    checkpoint_every: int = 500
+    checkpoint_every: Count = 500
     """Steps between two checkpoints; one is also written after the last step."""
 
     def __post_init__(self) -> None:
@@ -129,7 +141,6 @@ class RunConfig(SolverOptions, TrackerOptions):
         TrackerOptions.__post_init__(self)
         if self.resume and self.overwrite:
             raise ValueError("--resume continues a run and --overwrite replaces it: give one")
-        check_ranges(self, _RANGES, _OPTIONAL)
         self._check_default(_NOT_TAKEN.get(self.mixer_layer, ()))
         if self.mixer_layer not in BASELINES:
             check_heads(self.num_heads, self.expand * self.d_model)
@@ -149,59 +160,27 @@ class RunConfig(SolverOptions, TrackerOptions):
 class TrainConfig(CurriculumOptions, RunConfig):
     """Options of a training run whose accuracy is evaluated by length."""
 
-    curriculum_every: int = 50
+    curriculum_every: Count = 50
     """Steps between two decisions of "double", each by the accuracy of one batch."""
 
-    eval_lengths: tuple[int, ...] = ()
+    eval_lengths: tuple[Count, ...] = ()
     """Lengths evaluated during training and after it."""
-    final_lengths: tuple[int, ...] = ()
+    final_lengths: tuple[Count, ...] = ()
     """Lengths evaluated only after training, for a finer curve."""
-    eval_rows: int = 512
+    eval_rows: Count = 512
     """Test rows of an evaluation during training, per length and process."""
-    final_rows: int = 2048
+    final_rows: Count = 2048
     """Test rows of the evaluation after training, per length and process."""
-    eval_batch_size: int = 256
+    eval_batch_size: Count = 256
     """Rows of a test batch."""
-    stop_at_accuracy: float | None = None
+    stop_at_accuracy: Share | None = None
     """End early once an evaluation reaches this accuracy at the training lengths; None: never."""
 
     def __post_init__(self) -> None:
         CurriculumOptions.__post_init__(self)
         RunConfig.__post_init__(self)
-        check_ranges(self, _TRAIN_RANGES, ("stop_at_accuracy",))
 
 
-_MAX_SEED = MAX_SEED // 2  # a run uses two of the task's seeds: during and after training
-_FROM_ONE = (
-    *("threads", "steps", "batch_size", "d_model", "num_layers", "d_state", "expand"),
-    *("num_heads", "log_every", "eval_every", "checkpoint_every", "match_parameters"),
-)
-_RANGES = {
-    **{name: whole(1) for name in _FROM_ONE},
-    "seed": whole(0, _MAX_SEED),
-    "lr": Range(0, brackets="()"),
-    "warmup_steps": whole(0),
-    "weight_decay": Range(0),
-    "betas": Range(0, 1),
-    "num_householder": whole(0),
-    "clip": Range(0, brackets="(]"),  # inf: gradients are not clipped
-    "mlp_expand": Range(0, brackets="()"),
-    "beta_max": Range(0, 2, "(]"),
-    "feedback_init": Range(0, 1e3, "[]"),
-    "rate_scale": Range(0, brackets="()"),
-    "d_conv": whole(1),
-    "feedback_lr_scale": Range(0, 1, "[]"),
-    "feedback_lr_steps": whole(0),
-}
-_OPTIONAL = ("threads", "num_heads", "mlp_expand", "d_conv", "match_parameters")
-_TRAIN_FROM_ONE = (
-    *("curriculum_every", "eval_lengths", "final_lengths", "eval_rows", "final_rows"),
-    "eval_batch_size",
-)
-_TRAIN_RANGES = {
-    **{name: whole(1) for name in _TRAIN_FROM_ONE},
-    "stop_at_accuracy": Range(0, 1, "[]"),
-}
 _FIXED_BY_PAPER = (
     *("num_heads", "beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
     *("rate_scale", "d_conv", "feedback_lr_scale", "feedback_lr_steps"),

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-import bench
 from bedouin import Bedouin
 from bedouin.kernels.backend import interpreter_is_on
-from benchmarks import agreement, cases, figure, special, speed, subjects, table
+from benchmarks import agreement, bench, cases, figure, special, speed, subjects, table
 from benchmarks.cost import iteration_cost, layer_cost, scan_cost
 from benchmarks.measure import Context, Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import fed_values
 from benchmarks.targets import TARGETS, Target
 from benchmarks.timing import Cost, Machine, kept_gib, median_ms, peak_gib
+from common.runs import read_run
 
 CPU = torch.device("cpu")
 PACKED = tuple(case.name for case in (cases.PACKED[0], cases.PACKED[-1]))
@@ -366,11 +366,11 @@ def test_context_of_a_toy_run(tmp_path: Path) -> None:
     assert context.machine.copy_gb_per_s > 0 and context.machine.gemm_tflop_per_s > 0
 
 
-def test_the_table_of_the_index_is_that_of_its_results() -> None:
+def test_the_table_of_the_page_is_that_of_its_results() -> None:
     results = Path(__file__).parents[2] / "examples" / "results"
-    report = json.loads((results / "h100_benchmark.json").read_text())
-    index = (results / "README.md").read_text()
-    shown = index.split("<!-- bench -->\n")[1].split("<!-- /bench -->")[0].splitlines()
+    report = read_run(results / "benchmark" / "h100_benchmark")
+    page = (results / "benchmark" / "README.md").read_text()
+    shown = page.split("<!-- bench -->\n")[1].split("<!-- /bench -->")[0].splitlines()
     # without the lines that newer measurements replace
     assert len(shown) > 30 and set(shown) <= set(table.markdown(report).splitlines())
 
@@ -391,7 +391,7 @@ def test_times_become_curves(tmp_path: Path) -> None:
 
 def test_what_was_skipped_is_one_sentence() -> None:
     results = Path(__file__).parents[2] / "examples" / "results"
-    written = table.markdown(json.loads((results / "h100_benchmark.json").read_text()))
+    written = table.markdown(read_run(results / "benchmark" / "h100_benchmark"))
     assert "skipped" not in written
     assert "\nNot measured: scan of mamba-ssm (mamba_ssm is not installed), gated" in written
     assert table.skipped([{"status": "measured"}]) == ""

@@ -13,19 +13,19 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
 from torch import Tensor
 
-import ensemble
 from bedouin import Bedouin
 from bedouin.kernels.feedback import padded_rows
 from bedouin.tasks import IGNORE, Copying, ModularArithmetic, WordProblem, stream
 from bedouin.testing import assert_close
-from common import study, trackers
-from common.data import Data, metrics
+from common import trackers
 from common.errors import UsageError
 from common.layers import count
 from common.matching import WIDTH_STEP
-from common.positions import by_position
 from common.schedule import decay
 from common.skipping import has_failed
+from research import ensemble, study
+from research.data import Data, metrics
+from research.positions import by_position
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},

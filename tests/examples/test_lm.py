@@ -29,7 +29,7 @@ from common.lm_options import LanguageConfig, build_language_model
 from common.lm_text import END, VOCABULARY, make_corpus, read_corpora
 from common.options import matched, num_parameters, parse_config
 from common.script import leave_process_group
-from experiments.language_model import MIXERS, language_model
+from research.experiments.language_model import MIXERS, language_model
 
 LINES = "def {}(x):\n    return x\n"
 SMALL: dict[str, Any] = {

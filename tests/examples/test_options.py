@@ -26,6 +26,7 @@ from bedouin.solvers import (
     Picard,
 )
 from bedouin.tasks import Group, WordProblem, generating_set
+from common.checks import Count, Share, check_types
 from common.layers import build_adjoint, build_cap, build_solver
 from common.options import TrainConfig, automatic_preset, build_model, parse_config
 
@@ -244,6 +245,30 @@ def test_a_baseline_replaces_the_layer_and_the_presets_options_of_bedouin() -> N
     assert isinstance(model.mixers[0], DeltaNet) and model.mixers[0].num_heads == 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranged:
+    plain: int = -1
+    share: Share = 0.5
+    counts: tuple[Count, ...] = ()
+    either: Count | None = None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"share": 1.5}, r"--share must be a number in \[0, 1\], got 1.5"),
+        ({"share": None}, r"--share must be a number in \[0, 1\], got None"),
+        ({"counts": (3, 0)}, r"--counts must be an int in \[1, inf\), got 0"),
+        ({"either": 0}, r"--either must be an int in \[1, inf\), got 0"),
+    ],
+)
+def test_ranges_are_those_of_the_types(change: dict[str, Any], message: str) -> None:
+    check_types(Ranged())
+    check_types(Ranged(counts=(1, 2), either=3))
+    with pytest.raises(ValueError, match=message):
+        check_types(Ranged(**change))
+
+
 def test_model_is_a_function_of_the_seed() -> None:
     def weights(seed: int) -> list[float]:
         model = build_model(TrainConfig(seed=seed, d_model=8, d_state=2), 7, 5)
@@ -254,11 +279,11 @@ def test_model_is_a_function_of_the_seed() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its name is valid")
-@pytest.mark.parametrize("name", ["bench", "ensemble", "generate"])
+@pytest.mark.parametrize("name", ["benchmarks/bench", "research/ensemble", "generate"])
 def test_a_device_that_does_not_exist_is_an_error_of_the_flag(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = str(Path(train_a5.__file__).with_name(f"{name}.py"))
+    script = str(Path(train_a5.__file__).parent / f"{name}.py")
     for device, message in (("gpu", "invalid choice 'gpu'"), ("cuda", "--device cuda needs a GPU")):
         monkeypatch.setattr(sys, "argv", [script, "--device", device])
         if name == "generate":

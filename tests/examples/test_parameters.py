@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import parameters
 from bedouin import Bedouin
+from research import parameters
 
-RESULTS = Path(parameters.__file__).parent / "results"
+RESULTS = Path(parameters.__file__).parents[1] / "results"
 
 
 def test_numbers_are_those_of_the_layers(
@@ -42,6 +42,6 @@ def test_a_saved_storage_counts_once() -> None:
 
 
 def test_the_table_is_that_of_the_raw_file() -> None:
-    report = json.loads((RESULTS / "parameters.json").read_text())
+    report = json.loads((RESULTS / "parameters" / "parameters.json").read_text())
     rows = [parameters.Sizes(**row) for row in report["layers"]]
-    assert "\n".join(parameters.table(rows)) in (RESULTS / "README.md").read_text()
+    assert "\n".join(parameters.table(rows)) in (RESULTS / "parameters" / "README.md").read_text()

@@ -11,7 +11,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-import summarize
 from bedouin.solvers import SolveStats
 from common.evaluation import layer_stats, solve_scores
 from common.report import (
@@ -22,6 +21,8 @@ from common.report import (
     table,
     write_metrics,
 )
+from common.runs import read_run
+from research import summarize
 
 RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"
 
@@ -132,7 +133,7 @@ def test_chance_is_one_over_the_number_of_answers() -> None:
 
 
 def test_three_seeds_become_one_figure(tmp_path: Path, figures: list[Figure]) -> None:
-    paths = tuple(RESULTS / f"a5_cpu_seed{seed}.json" for seed in range(3))
+    paths = tuple(RESULTS / "a5-cpu" / f"a5_cpu_seed{seed}" for seed in range(3))
     summarize.main(summarize.Config(paths, tmp_path / "f.png"))
     axes = figures[0].axes[0]
     assert (
@@ -143,7 +144,7 @@ def test_three_seeds_become_one_figure(tmp_path: Path, figures: list[Figure]) ->
 
 
 def test_runs_of_other_options_are_not_drawn_together(tmp_path: Path) -> None:
-    run = json.loads((RESULTS / "a5_cpu_seed0.json").read_text())
+    run = read_run(RESULTS / "a5-cpu" / "a5_cpu_seed0")
     other = copy.deepcopy(run)
     other["config"]["lr"] = 1.0
     with pytest.raises(ValueError, match=r"differ in the seed only, got other \['lr'\]"):
@@ -153,7 +154,7 @@ def test_runs_of_other_options_are_not_drawn_together(tmp_path: Path) -> None:
 
 
 def test_a_figure_of_copying_with_a_nonfinite_score(tmp_path: Path) -> None:
-    run = json.loads((RESULTS / "copy_cpu_seed0.json").read_text())
+    run = read_run(RESULTS / "copying-one-head" / "copy_cpu_seed0")
     run["accuracy"]["16"] = None
     summarize.draw(tmp_path / "f.png", [run])
     assert (tmp_path / "f.png").exists()

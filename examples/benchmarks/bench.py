@@ -1,0 +1,361 @@
+"""Time, memory and share of the floor of the layer, its solvers, its parts and other layers.
+
+    python examples/benchmarks/bench.py             # every row at its shapes, under 4 minutes
+    python examples/benchmarks/bench.py --quick     # the exact sweep only, under a minute
+    python examples/benchmarks/bench.py --rows direct lstm --shapes 64x256
+    python examples/benchmarks/bench.py --readme runs/bench/results.json    # a result as Markdown
+    python examples/benchmarks/bench.py --rows direct-heads16 lstm \\
+        --shapes 1x256 16x256 128x256 16x1024 --figure runs/bench/times.png
+    python examples/benchmarks/bench.py --warm --rows direct    # only fill the compiler's cache
+    python examples/benchmarks/bench.py --speed examples/results/benchmark/speed.json  # make bench
+    python examples/benchmarks/bench.py --device cpu --tiny --precision float32 --repeats 1
+
+Before a row is timed, its fast path is compared with the plain reference, in float32 and in the
+precision of the run, and the row is run once. This compiles the kernels, which may take minutes
+that do not count towards the limits of the measurement. `--warm` does only this and prints only
+failures; several processes can run it side by side, each for other rows or shapes.
+
+A time is the median of `--repeats` calls (plain torch: 3) after a warm-up, by CUDA events, on sets
+of random inputs that alternate so that none is left in the L2 cache. Forward is without gradients;
+forward + backward computes the gradients of the input and all parameters; "graph" is the replay of
+a CUDA graph of the same call. Peak memory ("GiB") is torch.cuda.max_memory_allocated of one call,
+including parameters, input and gradients; "kept GiB" is what a forward pass leaves allocated for
+its backward pass, including its output. The floor is the larger of bytes / copy bandwidth and
+flops / GEMM rate, both measured at the start (benchmarks/cost.py defines bytes and flops).
+
+`--speed` writes a list with layer, shape, graph_ms and eager_ms (forward + backward), forward_ms
+(captured where possible), peak_gib and first_call_s for each row of a layer in cases.SPEED, by
+default of all of these. A row without a time has null there and the reason under "error".
+first_call_s are the seconds of one forward + backward in a new process with an empty compiler's
+cache, without imports, measured after all rows in `--processes` processes side by side. The file
+examples/results/benchmark/speed.json is only written by whole runs on a GPU.
+
+A row that fails is reported with its message, and the other rows are still measured; the exit
+status is then 1.
+"""
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
+
+from benchmarks import agreement, cases, figure, speed, table
+from benchmarks.measure import Context, Numbers, first_line
+from benchmarks.setting import Precision, Setting, Shape
+from benchmarks.timing import measure_machine, release_memory
+from common.device import choose_device
+from common.errors import UsageError
+from common.runs import read_run
+
+RECORDED = Path(__file__).resolve().parents[1] / "results" / "benchmark" / "speed.json"
+"""The times of the layers that are in the repository."""
+
+Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]
+"""The results of the comparisons made so far: None, or the message of a difference."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Time limits in seconds."""
+
+    prepare: float
+    """For each comparison of a row, and for its first run."""
+    row: float
+    """For measuring a row."""
+    left: float
+    """For measuring all rows that remain."""
+
+    def after(self, row: table.Row) -> "Limits":
+        """The limits after this row was measured."""
+        return replace(self, left=self.left - row.get("seconds", 0.0))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    rows: tuple[str, ...] = ()
+    """Names of the rows to measure; none: all."""
+    shapes: tuple[str, ...] = ()
+    """Shapes BATCHxTIME; none: each row's own."""
+    quick: bool = False
+    """Only the exact sweep: with feedback, without it, and with heads."""
+    tiny: bool = False
+    """Toy sizes, to check that every row runs; the times are meaningless."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where to measure; without a GPU rows of full size take minutes, and many fail: see --tiny."""
+    precision: Precision = "bf16"
+    """bf16: parameters and inputs; autocast: float32 parameters; float32."""
+    repeats: int = 20
+    """Timed calls of each kind."""
+    graph: bool = True
+    """Also time replays of captured calls."""
+    warm: bool = False
+    """Only check and run every chosen row once, so that its kernels are compiled."""
+    budget: float = 200.0
+    """Seconds of measuring after which no further row is started."""
+    row_limit: float = 60.0
+    """Seconds of measuring after which a row is aborted."""
+    prepare_limit: float = 240.0
+    """Seconds after which a comparison of a row, or its first run, is aborted; both compile."""
+    speed: Path | None = None
+    """Also measure first calls, and write the times of the layers in cases.SPEED, see above."""
+    processes: int = 4
+    """New processes side by side for first calls."""
+    first_call: bool = False
+    """Only print the seconds of the first call of a row of cases.SPEED, in this process."""
+    out: Path = Path("runs/bench/results.json")
+    """The numbers of all rows."""
+    readme: Path | None = None
+    """Print this earlier result as Markdown, and measure nothing; also FOLDER/NAME, the run NAME of
+    FOLDER/runs.json."""
+    figure: Path | None = None
+    """Also draw the times against tokens and batch size into this file, those of --readme or of
+    this run; needs two shapes that share one of them."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+        if self.processes < 1:
+            raise ValueError(f"processes must be at least 1, got {self.processes}")
+        if self.first_call and not set(self.rows) <= set(cases.SPEED):
+            raise ValueError(f"first_call takes rows among {tuple(cases.SPEED)}, got {self.rows}")
+        if self.quick and self.rows:
+            raise ValueError("quick chooses the rows: give it or rows, not both")
+
+
+def main(config: Config) -> int:
+    """Measure all rows, print and write them; returns the exit status."""
+    if config.readme is not None:
+        report = read_run(config.readme)
+        print(table.markdown(report))
+        draw(config, report["rows"])
+        return 0
+    if config.warm:
+        return warm(config)
+    if config.first_call:
+        return first_call(config)
+    started = time.perf_counter()
+    path = speed_path(config)
+    context = make_context(config)
+    limits = Limits(config.prepare_limit, config.row_limit, config.budget)
+    rows: list[table.Row] = []
+    report = {"machine": context.machine.facts, "setting": describe(context), "rows": rows}
+    print(table.describe_machine(report))
+    print(table.text_header(), flush=True)
+    agreed: Agreed = {}
+    for case, shape in chosen(config):
+        rows.append(run_row(context, case, shape, agreed, limits))
+        limits = limits.after(rows[-1])
+        print(table.text_line(rows[-1]), flush=True)
+        write(config.out, report)
+    print(table.text_targets(rows))
+    draw(config, rows)
+    if path is not None:
+        speed.add_first_calls(rows, first_call_command(config), config.processes, limits.prepare)
+        write(config.out, report)
+        write(path, speed.entries(rows))
+        for row in rows:
+            if reason := row["numbers"].get("first_call_failed"):
+                print(f"{row['case']} {row['shape']}, first call: {reason}")
+    print(f"{time.perf_counter() - started:.0f} s, numbers in {config.out}")
+    failed = (row["status"] == "failed" or "first_call_failed" in row["numbers"] for row in rows)
+    return int(any(failed))
+
+
+def speed_path(config: Config) -> Path | None:
+    """Where the times of the layers go; None, with a message, for the recorded file if they are not
+    those of a whole run on a GPU."""
+    whole = ("device", "precision", "tiny", "quick", "rows", "shapes", "graph")
+    changed = [name for name in whole if getattr(config, name) != getattr(Config, name)]
+    if config.speed is None or config.speed.resolve() != RECORDED or not changed:
+        return config.speed
+    given = ", ".join(f"--{name}" for name in changed)
+    print(f"{config.speed} is not written, because of {given}: give another --speed")
+    return None
+
+
+def first_call_command(config: Config) -> list[str]:
+    """The command that prints the seconds of a first call, without its row and shape."""
+    options = ["--device", config.device, "--precision", config.precision]
+    tiny = ["--tiny"] if config.tiny else []
+    return [sys.executable, __file__, "--first-call", *options, *tiny]
+
+
+def first_call(config: Config) -> int:
+    """Print the seconds of the first call of every chosen row; returns the exit status."""
+    context = replace(make_context(config), first_call=True)
+    for case, shape in chosen(config):
+        adapted = replace(context, setting=case.adapt(context.setting))
+        print(case.measure(adapted, shape)["first_call_s"])
+    return 0
+
+
+def draw(config: Config, rows: list[table.Row]) -> None:
+    """Draw the figure, if one was asked for."""
+    if config.figure is not None:
+        figure.draw(config.figure, rows)
+
+
+def warm(config: Config) -> int:
+    """Compare and run every chosen row once; returns the exit status."""
+    context = make_context(config)
+    agreed: Agreed = {}
+    failed = False
+    for case, shape in chosen(config):
+        if case.missing(context.setting.device) is not None:
+            continue
+        adapted = replace(context, setting=case.adapt(context.setting))
+        try:
+            prepare(adapted, case, shape, agreed, config.prepare_limit)
+            if case.compiles:
+                run_once(adapted, case, shape, config.prepare_limit)
+        except Exception as error:  # reported; the kernels of the other rows are still compiled
+            print(f"{case.name} {shape.label}: {first_line(error)}", file=sys.stderr)
+            failed = True
+        release_memory()
+    return int(failed)
+
+
+def chosen(config: Config) -> list[tuple[cases.Case, Shape]]:
+    """The cases to measure with their shapes, in order."""
+    shapes = config.shapes or (cases.TINY if config.tiny else ())
+    named = config.rows or (tuple(cases.SPEED) if config.speed or config.first_call else ())
+    return cases.select(cases.QUICK if config.quick else named, shapes)
+
+
+def make_context(config: Config) -> Context:
+    """Device, sizes and speed of the machine."""
+    device = choose_device(config.device)
+    sizes = {"m": 8, "n": 2, "k": 2} if config.tiny else {}
+    setting = Setting(device, config.precision, **sizes)
+    # a small product suffices if the speed of the machine is not used
+    size = 8192 if device.type == "cuda" and not (config.warm or config.first_call) else 256
+    machine = measure_machine(device, setting.gemm_dtype, size)
+    return Context(setting, machine, config.repeats, config.graph)
+
+
+def describe(context: Context) -> dict[str, Any]:
+    """The setting as JSON."""
+    setting = context.setting
+    dtype = str(setting.gemm_dtype).removeprefix("torch.")
+    return asdict(setting) | {
+        "device": str(setting.device),
+        "gemm_dtype": dtype,
+        "repeats": context.repeats,
+    }
+
+
+def run_row(
+    context: Context,
+    case: cases.Case,
+    shape: Shape,
+    agreed: Agreed,
+    limits: Limits,
+) -> table.Row:
+    """Measure one row; an error of the row is recorded and not raised."""
+    context = replace(context, setting=case.adapt(context.setting))
+    row: table.Row = {"case": case.name, "title": case.title, "shape": shape.label, "numbers": {}}
+    reason = case.missing(context.setting.device)
+    if reason is None and limits.left <= 0:
+        reason = "the time budget is spent"
+    if reason is not None:
+        return row | {"status": "skipped", "reason": reason}
+    started = time.perf_counter()
+    prepared = None
+    try:
+        prepare(context, case, shape, agreed, limits.prepare)
+        prepared = time.perf_counter()
+        with time_limit(min(limits.row, limits.left)):
+            numbers = measure(context, case, shape)
+        row |= {"status": "measured", "numbers": numbers}
+    except Exception as error:  # reported in the row, the table and the exit status
+        row |= {"status": "failed", "reason": first_line(error)}
+    release_memory()
+    ended = time.perf_counter()
+    prepared = ended if prepared is None else prepared
+    return row | {"prepare_seconds": prepared - started, "seconds": ended - prepared}
+
+
+def prepare(context: Context, case: cases.Case, shape: Shape, agreed: Agreed, limit: float) -> None:
+    """Compare the row with its reference and run it once, each within `limit` seconds, so that all
+    kernels are compiled. Raises TimeoutError after that, AssertionError for a difference."""
+    with time_limit(limit):
+        check_agreement(context.setting, case, shape, agreed)
+    if not case.compiles:
+        run_once(context, case, shape, limit)
+
+
+def run_once(context: Context, case: cases.Case, shape: Shape, limit: float) -> None:
+    """Make every call of the row once, without timing it."""
+    with time_limit(limit):
+        case.measure(replace(context, repeats=0, graph=False), shape)
+    release_memory()
+
+
+def measure(context: Context, case: cases.Case, shape: Shape) -> Numbers:
+    """The numbers of a row, including "repeats" if they are fewer than in the context."""
+    if case.most_repeats is None or case.most_repeats >= context.repeats:
+        return case.measure(context, shape)
+    fewer = replace(context, repeats=case.most_repeats)
+    return case.measure(fewer, shape) | {"repeats": fewer.repeats}
+
+
+def check_agreement(setting: Setting, case: cases.Case, shape: Shape, agreed: Agreed) -> None:
+    """Make the row's comparisons that are not in `agreed`. Raises AssertionError if one failed."""
+    if case.agrees is None:
+        return
+    for check in agreement.checks(setting, shape):
+        key = (case.agrees, *check)
+        if key not in agreed:
+            try:
+                case.agrees(*check)
+                agreed[key] = None
+            except AssertionError as error:
+                agreed[key] = first_line(error)
+        message = agreed[key]
+        if message is not None:
+            raise AssertionError(f"not timed, it differs from the reference: {message}")
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds; no effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError(f"gave up after {seconds:.0f} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def write(path: Path, report: dict[str, Any] | list[Numbers]) -> None:
+    """Write the report as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Config, description=__doc__)))
+    except UsageError as error:
+        options = "--tiny --precision float32 --repeats 1"
+        sys.exit(f"error: {error}, with {options} to run every row at toy sizes")

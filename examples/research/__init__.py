@@ -1,0 +1,1 @@
+"""Grids of settings and seeds, the experiments behind the results, and their tables and figures."""

@@ -1,0 +1,206 @@
+"""The tasks of `ensemble.py`, with every variant, and their training and test rows.
+
+Letters: s seeds, b batch, t time, v classes.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bedouin.tasks import (
+    IGNORE,
+    Batch,
+    Copying,
+    Group,
+    ModularArithmetic,
+    Parity,
+    Stream,
+    WordProblem,
+    last_position_accuracy,
+    scaled_accuracy,
+    sequence_accuracy,
+    stream,
+    token_accuracy,
+)
+from common.checks import flag
+from common.curriculum import CurriculumOptions, draws_lengths, first_length, next_length
+from common.tasks import Task, WordOptions, limited, word_options
+
+Metric = Callable[[Tensor, Tensor], Tensor]
+
+DRAWN_AHEAD = 50
+"""Number of batches drawn at once, because a draw takes dozens of launches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(CurriculumOptions, WordOptions):
+    """Options of the task, of which each task takes its own and refuses the others."""
+
+    task: Literal["word", "copy", "parity", "arithmetic", "brackets"] = "word"
+    """A word problem, copying, parity, or arithmetic modulo 5 without or with brackets."""
+    group: str = "A5"
+    """Group of the word problem."""
+    length: int = 16
+    """Training length; the longest one of parity and arithmetic."""
+    min_length: int = 3
+    """Shortest training row of parity and arithmetic."""
+    eval_from: int | None = None
+    """Shortest test row of parity and arithmetic, 40 as published; None: the length alone."""
+    multiplication: bool = True
+    """Whether arithmetic draws products, with and without brackets."""
+    min_string: int = 4
+    """Shortest string to copy."""
+    max_string: int = 8
+    """Longest string to copy."""
+    context: int = 32
+    """Context of the copying task."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in sorted(set().union(*TAKEN.values()) - TAKEN[self.task]):
+            default = getattr(TaskOptions, name)
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"--task {self.task} takes no {flag(name)}: leave it at {default!r}, got "
+                    f"{getattr(self, name)!r}"
+                )
+
+
+_LENGTHS = {"length", "min_length", "eval_from"}
+TAKEN = {
+    "word": {"group", "length", *WordOptions.__dataclass_fields__},
+    "copy": {"min_string", "max_string", "context"},
+    "parity": _LENGTHS,
+    "arithmetic": _LENGTHS | {"multiplication"},
+    "brackets": _LENGTHS | {"multiplication"},
+}
+"""The options that each task takes."""
+
+
+def make_task(options: TaskOptions) -> Task:
+    """The task that the flags describe. Raises ValueError for flags that it does not take."""
+    least = min(options.min_length, options.length)
+    match options.task:
+        case "word":
+            group = Group.from_name(options.group)
+            return WordProblem(group, options.length, **word_options(options))
+        case "copy":
+            return Copying(
+                min_length=options.min_string,
+                max_length=options.max_string,
+                context_len=options.context,
+            )
+        case "parity":
+            return Parity(options.length, least)
+        case "arithmetic" | "brackets":
+            return ModularArithmetic(
+                brackets=options.task == "brackets",
+                length=options.length,
+                min_length=least,
+                multiplication=options.multiplication,
+            )
+
+
+def metrics(task: Task) -> dict[str, Metric]:
+    """The accuracies of a task by name, functions of logits (b, t, v) and labels (b, t): of the
+    labels and of whole rows, and for all but copying that of the last label, on the scale of
+    guessing where the literature gives it so."""
+    if isinstance(task, Copying):
+        return {"token": task.character_accuracy, "sequence": task.string_accuracy}
+    both: dict[str, Metric] = {"token": token_accuracy, "sequence": sequence_accuracy}
+    if isinstance(task, WordProblem):
+        return {**both, "last": last_position_accuracy}
+    return {**both, "scaled": partial(scaled_accuracy, chance=task.chance)}
+
+
+def longest_length(task: Task) -> int:
+    """The longest training length."""
+    return task.max_length if isinstance(task, Copying) else task.length
+
+
+def _check_curriculum(options: TaskOptions) -> None:
+    draws = options.task != "word" or options.label_at == "last"
+    if options.curriculum == "uniform" and draws:
+        raise ValueError(
+            "--curriculum uniform is for word problems with a label at every element: parity, "
+            "arithmetic and copying draw their lengths without it"
+        )
+
+
+class Data:
+    """Training and test rows for all seeds: tokens and labels (s, b, t)."""
+
+    def __init__(self, options: TaskOptions, seeds: range, device: torch.device) -> None:
+        self.options, self.task = options, make_task(options)
+        _check_curriculum(options)
+        self.longest = longest_length(self.task)
+        first = first_length(options, self.longest)
+        try:
+            limited(self.task, first)
+        except ValueError as error:
+            raise ValueError(
+                f"--curriculum-from must be a length of --task {options.task}, got {first}: {error}"
+            ) from error
+        self.reached = [first] * len(seeds)
+        """The longest training length of each seed so far."""
+        self.train = [stream("train", seed, device) for seed in seeds]
+        self.test = [stream("test", seed, device) for seed in seeds]
+        empty = self.task.sample(0, stream("train", 0))
+        self.width = empty.tokens.shape[1]
+
+    def batch(self, size: int, step: int, steps: int) -> tuple[Tensor, Tensor]:
+        """Rows of a training step, filled up to the same number of tokens at every step."""
+        rows = [
+            self._train_rows(size, *pair, uniform=draws_lengths(self.options, step, steps))
+            for pair in zip(self.reached, self.train, strict=True)
+        ]
+        return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
+
+    def _train_rows(self, size: int, longest: int, source: Stream, *, uniform: bool) -> Batch:
+        task = self.task if longest == self.longest else limited(self.task, longest)
+        tokens, labels = task.sample(size, source)
+        missing = self.width - tokens.shape[1]
+        tokens, labels = pad(tokens, (0, missing)), pad(labels, (0, missing), value=IGNORE)
+        if uniform and isinstance(task, WordProblem):  # the other tasks draw their lengths
+            least, shape = self.options.curriculum_from, (size, 1)
+            ends = torch.randint(
+                least, task.length + 1, shape, generator=source, device=source.device
+            )
+            position = torch.arange(self.width, device=source.device)
+            beyond = position >= ends * task.tokens_per_transition
+            labels = labels.masked_fill(beyond, IGNORE)
+        return Batch(tokens, labels)
+
+    def batches(self, size: int, steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless batches, `ahead` of them drawn at once; a longer length comes into effect at the
+        next draw."""
+        step = 0
+        while True:
+            tokens, labels = self.batch(size * ahead, step, steps)
+            yield from zip(tokens.split(size, 1), labels.split(size, 1), strict=True)
+            step += ahead
+
+    def advance(self, accuracy: list[float]) -> None:
+        """Let the lengths grow after the training accuracies of the seeds."""
+        self.reached = [
+            next_length(self.options, reached, self.longest, value)
+            for reached, value in zip(self.reached, accuracy, strict=True)
+        ]
+
+    def eval_batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
+        """Test rows of one length, or from `eval_from` to it."""
+        rows = [self._test_rows(size, length, source) for source in self.test]
+        return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
+
+    def _test_rows(self, size: int, length: int, source: Stream) -> Batch:
+        if isinstance(self.task, Copying):
+            return self.task.sample_eval(size, length, source)
+        if isinstance(self.task, WordProblem) or self.options.eval_from is None:
+            return self.task.sample(size, source, length=length)
+        least = min(self.options.eval_from, length)
+        return replace(self.task, length=length, min_length=least).sample(size, source)

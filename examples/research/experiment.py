@@ -1,0 +1,284 @@
+"""Run experiments, list their commands, or write summary.json and the figure from their runs.
+
+    python examples/research/experiment.py                  # list every run (make experiments)
+    python examples/research/experiment.py words copying    # make the runs that are not there yet
+    python examples/research/experiment.py words --only a5-bedouin a5-lstm_l1
+    python examples/research/experiment.py words --extra="--steps 20 --device cpu" --out runs/trial
+    python examples/research/experiment.py language-model --devices 2   # two at a time, a GPU each
+    python examples/research/experiment.py --summary
+
+The experiments are defined in examples/research/experiments/, one short file each. Each run adds
+its numbers to OUT/EXPERIMENT/runs.json, in place of those of an earlier run of its name
+(`common/runs.py`). The list has, for every run, its command and, once it has been made, its device,
+its seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json
+and OUT/both.png from the runs of `words` and `copying`.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import tyro
+from accelerate.state import AcceleratorState
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
+
+import train_a5
+import train_copy
+import train_lm
+from common.options import parse_config
+from common.runs import add_runs, read_run, read_runs
+from research import ensemble
+from research.experiments.both_trials import BOTH_TRIALS
+from research.experiments.controls import CONTROLS, CONTROLS_CPU, CONTROLS_SMALL
+from research.experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SMALL, COPYING_TUNING
+from research.experiments.earlier import A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TRIALS, TUNING_RUNS
+from research.experiments.heads import heads
+from research.experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
+from research.experiments.languages import LANGUAGES, LANGUAGES_SMALL
+from research.experiments.plan import Experiment, Run, Script
+from research.experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
+from research.summary import figure_of_both, summarize
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Experiments to run; none: list all."""
+    only: tuple[str, ...] = ()
+    """Run only these runs of the experiments."""
+    again: bool = False
+    """Also make runs that have been made."""
+    extra: str = ""
+    """Flags appended to every command, for trials; written --extra="--flag value"."""
+    out: Path = RESULTS
+    """Folder with a folder for each experiment."""
+    devices: int = 1
+    """Runs made at the same time. With more than one each has a process and a GPU of its own, if
+    there are GPUs, and what it prints is in runs/experiments/EXPERIMENT/RUN.log."""
+    summary: bool = False
+    """Write summary.json and the figure, and run nothing."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"--devices must be at least 1, got {self.devices}")
+
+
+def experiments() -> dict[str, Experiment]:
+    """Every experiment by name."""
+    found = (
+        *(
+            A5_CPU,
+            A5_ONE_HEAD,
+            COPYING_ONE_HEAD,
+            TUNING_RUNS,
+            TRIALS,
+            BOTH_TRIALS,
+            WORDS_TUNING,
+            WORDS_TRIALS,
+            COPYING_TUNING,
+            COPYING_SMALL,
+            WORDS,
+            equal_parameters(),
+            COPYING,
+        ),
+        *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, CONTROLS_SMALL),
+        *(heads(), LANGUAGES, LANGUAGES_SMALL, language_model()),
+        LANGUAGE_MODEL_TRIALS,
+    )
+    return {experiment.name: experiment for experiment in found}
+
+
+def _ensemble(arguments: Sequence[str]) -> None:
+    ensemble.main(ensemble.parse(arguments))
+
+
+def _train_a5(arguments: Sequence[str]) -> None:
+    train_a5.main(parse_config(train_a5.PRESETS, arguments))
+
+
+def _train_copy(arguments: Sequence[str]) -> None:
+    train_copy.main(parse_config(train_copy.PRESETS, arguments))
+
+
+def _train_lm(arguments: Sequence[str]) -> None:
+    train_lm.main(parse_config(train_lm.PRESETS, arguments))
+
+
+SCRIPTS: dict[Script, tuple[Callable[[Sequence[str]], None], str]] = {
+    "ensemble": (_ensemble, "results.json"),
+    "train_a5": (_train_a5, "metrics.json"),
+    "train_copy": (_train_copy, "metrics.json"),
+    "train_lm": (_train_lm, "metrics.json"),
+}
+"""How a script is called, and the file with its numbers."""
+
+
+def run_folder(experiment: Experiment, run: Run) -> Path:
+    """The folder of all that a run writes."""
+    return Path("runs") / "experiments" / experiment.name / run.name
+
+
+def make(experiment: Experiment, run: Run, config: Config) -> None:
+    """Make one run and keep its numbers; all that it wrote stays in runs/experiments."""
+    script, file = SCRIPTS[run.script]
+    folder = run_folder(experiment, run)
+    print(f"== {experiment.name} {run.name}", flush=True)
+    AcceleratorState._reset_state()  # it keeps the precision of the last run
+    extra = shlex.split(config.extra)
+    # what an earlier try has left is replaced, unless it is to be continued
+    replacing = () if "--resume" in extra else ("--overwrite",)
+    script([*run.arguments, *extra, *replacing, "--out", str(folder)])
+    add_runs(config.out / experiment.name, {run.name: read_run(folder / file)})
+
+
+def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
+    """Make runs one after the other; returns the number of those that failed."""
+    failed = 0
+    for experiment, run in made:
+        try:
+            make(experiment, run, config)
+        except Exception as error:  # reported; a long list of runs goes on
+            print(f"{run.name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            failed += 1
+    return failed
+
+
+def make_side_by_side(made: list[tuple[Experiment, Run]], config: Config) -> int:
+    """Make `config.devices` runs at a time; returns the number of those that failed."""
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for device in visible_devices(config.devices):
+        free.put(device)
+
+    def start(pair: tuple[Experiment, Run]) -> int:
+        device = free.get()
+        try:
+            return make_in_process(*pair, config, device)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(config.devices) as pool:
+        return sum(pool.map(start, made))
+
+
+def visible_devices(number: int) -> list[str | None]:
+    """Values of CUDA_VISIBLE_DEVICES for so many processes; None without a GPU.
+
+    Raises ValueError if there are GPUs, but fewer.
+    """
+    count = torch.cuda.device_count()
+    if count == 0:
+        return [None] * number
+    if count < number:
+        raise ValueError(f"--devices must be at most {count}, the number of GPUs, got {number}")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(count)] if named is None else named.split(",")
+    return list(names[:number])
+
+
+def make_in_process(experiment: Experiment, run: Run, config: Config, device: str | None) -> int:
+    """Make one run in a process of its own; returns whether it failed, and prints so."""
+    log = run_folder(experiment, run).with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, experiment.name, "--only", run.name, "--again"]
+    command += [f"--extra={config.extra}", "--out", str(config.out)]
+    changes = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    place = "" if device is None else f" on GPU {device}"
+    print(f"== {experiment.name} {run.name}{place}, see {log}", flush=True)
+    with log.open("w") as output:
+        status = subprocess.run(
+            command, env=os.environ | changes, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    if status:
+        print(f"{run.name} failed with exit status {status}, see {log}", file=sys.stderr)
+    return int(status != 0)
+
+
+def seconds_and_seeds(content: dict[str, Any]) -> tuple[float, str]:
+    """Of what a run has written, in either of the formats; the seeds with the number of those that
+    failed."""
+    if "rows" not in content:
+        seed = str(content["seed"])
+        return content["seconds"], f"{seed} (failed)" if content.get("failed") else seed
+    first, number = content["config"].get("first_seed", 0), content["config"]["seeds"]
+    seeds = " ".join(str(seed) for seed in range(first, first + number))
+    if failed := sum(sum(row.get("failed", ())) for row in content["rows"]):
+        seeds += f" ({failed} failed)"
+    seconds = [row["seconds"] for row in content["rows"]]
+    # points that were trained at the same time have the seconds of all
+    together = content["config"].get("concurrent", False)
+    return max(seconds) if together else sum(seconds), seeds
+
+
+def listing(found: dict[str, Experiment], out: Path) -> str:
+    """Every run as Markdown, with device, seconds and seeds where it has been made."""
+    lines = []
+    for experiment in found.values():
+        contents = read_runs(out / experiment.name)
+        lines += [
+            f"**{experiment.name}**: {experiment.question}",
+            "",
+            "| run | device | seconds | seeds | command |",
+            "|---|---|---|---|---|",
+        ]
+        for run in experiment.runs:
+            made = "not run | | "
+            if content := contents.get(run.name):
+                seconds, seeds = seconds_and_seeds(content)
+                made = f"{content['device']} | {seconds:.0f} | {seeds}"
+            folder = "examples/research" if run.script == "ensemble" else "examples"
+            command = f"python {folder}/{run.script}.py {run.options}"
+            lines.append(f"| {run.name} | {made} | `{command}` |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experiment, Run]]:
+    """The runs to make. Raises ValueError for a name that does not exist."""
+    for name in config.names:
+        if name not in found:
+            raise ValueError(f"an experiment must be among {tuple(found)}, got {name!r}")
+    named = [(found[name], run) for name in config.names for run in found[name].runs]
+    made = {name: read_runs(config.out / name) for name in config.names}
+    for name in config.only:
+        if name not in [run.name for _, run in named]:
+            raise ValueError(f"--only must be among {[run.name for _, run in named]}, got {name!r}")
+    return [
+        (experiment, run)
+        for experiment, run in named
+        if not config.only or run.name in config.only
+        if config.again or run.name not in made[experiment.name]
+    ]
+
+
+def main(config: Config) -> int:
+    """Returns the exit status: 1 if a run failed; the others are made all the same."""
+    if config.summary:
+        report = summarize(config.out)
+        figure_of_both(report["both"], config.out / "both.png")
+        (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
+        return 0
+    found = experiments()
+    if not config.names:
+        print(listing(found, config.out))
+        return 0
+    made = chosen(found, config)
+    failed = (make_all if config.devices == 1 else make_side_by_side)(made, config)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Config, description=__doc__)))

@@ -1,0 +1,207 @@
+"""The runs of the README and of examples/results, most of them stacked and with one head."""
+
+from research.experiments.copying import STRINGS
+from research.experiments.models import NARROW
+from research.experiments.plan import TUNING, Experiment, Run, joined
+from research.experiments.words import LENGTHS
+
+_OLD = "--num-heads 1 --eval-rows 256"
+_SCALES = "bounded_delta delta one_minus_decay"
+_CPU = "--preset cpu --num-heads 1"
+_DELTA_A5 = "--preset cpu --feedback delta --threads 1"
+_CPU_A5 = f"{_CPU} --input-scale bounded_delta --feedback delta B C mixer"
+
+A5_CPU = Experiment(
+    "a5-cpu",
+    "How far does one layer track A5, trained at length 6 on a CPU?",
+    (
+        *(Run(f"a5_cpu_seed{seed}", f"{_CPU_A5} --seed {seed}", "train_a5") for seed in range(3)),
+        *(
+            Run(
+                f"a5_cpu_{name}_seed{seed}",
+                f"{_DELTA_A5} --input-scale {name} --seed {seed}",
+                "train_a5",
+            )
+            for name, seed in (
+                *(("delta", seed) for seed in (0, 1, 2, 100)),
+                ("bounded_delta", 100),
+            )
+        ),
+    ),
+)
+
+A5_ONE_HEAD = Experiment(
+    "a5-one-head",
+    "How far does a layer with one head track A5, and with which schedule and parameterization?",
+    (
+        Run(
+            "a5_schedules",
+            f"--stacked {_OLD} --length 6 --eval-lengths 6 12 24 --num-householder 2 "
+            "--batch-size 128 --steps 3000 --seeds 6 --schedule hold cosine "
+            "--lr 0.001 0.0015 0.002",
+        ),
+        Run("a5_five_seeds", f"--stacked {_OLD} --steps 6000"),
+        Run("a5_paper_size", f"--preset paper {_OLD}"),
+        Run("a5_paper_size_3000_steps", f"--preset paper {_OLD} --steps 3000"),
+        Run(
+            "a5_parameterizations",
+            f"--stacked {_OLD} --steps 2500 --input-scale {_SCALES} --d-state 16 4 "
+            "--num-householder 4 2",
+        ),
+    ),
+)
+
+COPYING_ONE_HEAD = Experiment(
+    "copying-one-head",
+    "Does a layer with one head copy strings of twice the training length?",
+    (
+        Run("copy_cpu_seed0", _CPU, "train_copy"),
+        Run(
+            "copy_parameterizations",
+            f"--stacked {_OLD} --task copy --eval-lengths 4 8 16 --input-scale bounded_delta delta "
+            "--num-householder 1 2 --batch-size 64 --steps 3000 --seeds 3",
+        ),
+    ),
+)
+
+_TASKS = {
+    "a": f"{NARROW} --length 16 --eval-lengths 16 48 128 --batch-size 128 --steps 12000 --lr 5e-4",
+    "c": f"{NARROW} {STRINGS} --steps 5000 --lr 1e-3",
+}
+_WORDS = {
+    "griffin": "--decay griffin",
+    "mamba": "--decay mamba",
+    "delta": "--input-scale delta",
+    "bounded": "--input-scale bounded_delta",
+    "coupled": "--input-scale one_minus_decay",
+    "all": "--feedback delta+B+C+mixer",
+    "bcm": "--feedback B+C+mixer",
+    "rate0.1": "--rate-scale 0.1",
+    "rate0.03": "--rate-scale 0.03",
+    "lr2e": "",  # "lr2e-3" is split at its hyphen
+    "3": "--lr 2e-3",
+    "seed101": "--first-seed 101",
+    "seed102": "--first-seed 102",
+    "d512": "--d-model 512",
+    "heads8": "--num-heads 8",
+    "heads16": "--num-heads 16",
+    **{f"k{k}": f"--num-householder {k}" for k in (1, 2, 4)},
+    **{f"n{n}": f"--d-state {n}" for n in (16, 64)},
+}
+_BASELINES = {
+    "lstm-l1": "--mixer-layer lstm",
+    "lstm-l2": "--mixer-layer lstm --num-layers 2",
+    "attention-l2": "--mixer-layer attention --num-layers 2",
+    "mamba-l2": "--mixer-layer mamba --num-layers 2",
+    "mamba-full-l2": "--mixer-layer mamba --eigenvalues full --num-layers 2",
+    "deltanet-l2": "--mixer-layer deltanet --num-layers 2",
+    "deltaproduct-l1": "--mixer-layer deltaproduct",
+}
+_SETTINGS = {
+    "a": (
+        "griffin-delta-all-k2 griffin-delta-bcm-k2 griffin-bounded-all-k2 mamba-bounded-all-k2 "
+        "mamba-bounded-all-k2-rate0.1 mamba-bounded-all-k2-rate0.03 mamba-delta-all-k2-rate0.1 "
+        "lstm-l1 attention-l2 mamba-full-l2 deltaproduct-l1 deltanet-l2 "
+        "mamba-bounded-all-k4-n16-d512-heads16"
+    ),
+    "c": (
+        "griffin-delta-all-k2 griffin-delta-all-k4 griffin-delta-bcm-k2 griffin-delta-bcm-k4 "
+        "griffin-bounded-bcm-k2 mamba-bounded-all-k2 mamba-bounded-all-k2-rate0.1 "
+        "mamba-bounded-all-k2-rate0.03 mamba-bounded-bcm-k2 mamba-delta-all-k2-rate0.1 "
+        "mamba-delta-bcm-k2 mamba-bounded-all-k2-rate0.1-lr2e-3 mamba-bounded-all-k2-rate0.1-n64 "
+        "mamba-delta-all-k2-rate0.1-n64 mamba-bounded-all-k2-rate0.1-n16 "
+        "mamba-bounded-all-k2-rate0.1-seed101 mamba-bounded-all-k1-rate0.1 "
+        "mamba-delta-all-k2-rate0.1-seed101 mamba-coupled-all-k2-rate0.1 "
+        "attention-l2 deltanet-l2 lstm-l1 lstm-l2 mamba-l2 deltanet-l2-seed101 deltanet-l2-seed102 "
+        "attention-l2-seed101 attention-l2-seed102 mamba-delta-all-k2-rate0.1-n16-heads8"
+    ),
+}
+
+
+def setting(name: str) -> str:
+    """The flags that the name of a tuning run stands for."""
+    baseline = next((b for b in _BASELINES if name == b or name.startswith(f"{b}-seed")), None)
+    if baseline is not None:
+        rest = name.removeprefix(baseline).removeprefix("-")
+        return joined(_BASELINES[baseline], _WORDS.get(rest, ""))
+    return joined("--d-state 32 --num-heads 1", *(_WORDS[word] for word in name.split("-")))
+
+
+TUNING_RUNS = Experiment(
+    "tuning",
+    "Which setting copies and tracks?",
+    tuple(
+        Run(f"{task}-{name}", joined(_TASKS[task], TUNING, setting(name)))
+        for task, names in _SETTINGS.items()
+        for name in names.split()
+    ),
+)
+
+_TRIAL = joined(
+    _TASKS["c"],
+    TUNING,
+    "--d-state 16 --num-householder 2 --num-heads 8 --input-scale delta --rate-scale 0.1",
+    "--concurrent",
+)
+_SLOW = "--rate-scale 0.01"
+_WIDE = f"--d-model 512 --num-heads 16 {_SLOW}"
+_NO_REFLECTIONS = "--num-householder 1 --beta-max 1e-3"
+_A5 = f"{LENGTHS} --batch-size 128 --steps 12000"
+_TWO_KINDS = "--recall-heads 8 --expand 1 --num-heads 2 --d-state 4 --num-householder 4"
+_SLOW_FEEDBACK = (
+    f"--feedback delta+B+C --d-state 64 --d-conv 4 --input-scale delta {_SLOW} {_NO_REFLECTIONS}"
+)
+_SLOW_FEEDBACK_A5 = joined(
+    NARROW, TUNING, _A5, _SLOW_FEEDBACK, "--num-heads 8 --concurrent --lr 5e-4"
+)
+_GRIFFIN = "--decay griffin --rate-scale 1"
+TRIALS = Experiment(
+    "copying-trials",
+    "Why does one layer of eight heads not copy strings of twice the training length?",
+    (
+        Run("two-kinds-a5", joined(NARROW, TUNING, _A5, _TWO_KINDS, "--lr 2e-3 --concurrent")),
+        Run("slow-feedback-a5", f"{_SLOW_FEEDBACK_A5} --feedback-lr-scale 1 0.1 0.01"),
+        Run(
+            "slow-feedback-third-a5",
+            f"{_SLOW_FEEDBACK_A5} --feedback-lr-scale 0.01 --feedback-lr-share 0.3",
+        ),
+        *(
+            Run(name, joined(_TRIAL, change))
+            for name, change in {
+                "heads16": "--num-heads 16",
+                "delta-from-x0": "--delta-from-x-init 0 --rate-scale 0.1 0.01",
+                "lr": "--lr 2e-3 4e-3",
+                "feedback": "--feedback B+C B+C+mixer",
+                "no-feedback": "--feedback none",
+                "griffin": _GRIFFIN,
+                "griffin-lr": f"{_GRIFFIN} --lr 2e-3 4e-3",
+                "griffin-feedback-init1": f"{_GRIFFIN} --feedback-init 1.0 --lr 3e-4 1e-3",
+                "bounded": "--input-scale bounded_delta",
+                "bounded-slow": f"--input-scale bounded_delta {_SLOW} --lr 4e-3",
+                "slow-lr": "--rate-scale 0.01 0.001 --lr 2e-3 4e-3",
+                "wide": f"{_WIDE} --lr 2e-3",
+                "wide-feedback-init1": f"{_WIDE} --feedback-init 1.0 --lr 3e-4 1e-3",
+                "conv": f"{_SLOW} --lr 2e-3 4e-3 --d-conv 4",
+                "conv-griffin": f"{_GRIFFIN} --lr 2e-3 4e-3 --d-conv 4",
+                "conv-no-feedback": f"--feedback none {_SLOW} --lr 2e-3 4e-3 --d-conv 4",
+                "conv-no-feedback-no-reflections": (
+                    f"--feedback none {_NO_REFLECTIONS} {_SLOW} --lr 2e-3 --d-conv 4 "
+                    "--d-state 16 64"
+                ),
+                "no-reflections": f"--feedback B+C {_NO_REFLECTIONS} {_SLOW} --lr 2e-3",
+                "one-step": f"--adjoint one_step {_SLOW} --lr 1e-3 4e-3",
+                "same-keys": f"--key-init same {_SLOW} --lr 2e-3 --d-conv 4",
+                "wide1024": f"--d-model 1024 --num-heads 32 {_SLOW} --lr 2e-3",
+                "two-kinds": f"{_TWO_KINDS} --input-scale bounded_delta --rate-scale 1 --lr 2e-3",
+                "slow-feedback": f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.1 0.01",
+                "slow-feedback-half": (
+                    f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.01 --feedback-lr-share 0.5"
+                ),
+                "slow-feedback-wide": (
+                    f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.01 --d-model 512 "
+                    "--num-heads 16"
+                ),
+            }.items()
+        ),
+    ),
+)

@@ -1,0 +1,53 @@
+"""A language model of bytes on the source of Python's library, with every layer."""
+
+from research.experiments.plan import Experiment, Run, joined
+
+COMMON = (
+    "--preset gpu --num-layers 4 --steps 700 --warmup-steps 100 --eval-every 100 "
+    "--checkpoint-every 700"
+)
+"""46 million tokens, between four and five times the text."""
+MIXERS = {
+    "bedouin": "--d-model 384 --num-heads 6 --num-householder 2",
+    "mamba": "--d-model 456 --mixer-layer mamba",
+    "deltaproduct": "--d-model 384 --mixer-layer deltaproduct --num-householder 2 --num-heads 6",
+    "lstm": "--d-model 288 --mixer-layer lstm",
+    "attention": "--d-model 512 --mixer-layer attention --num-heads 8",
+}
+"""Widths with equal numbers of parameters, and heads of sizes for which kernels are fast: 128 for
+Bedouin, whose default they are, 64 for the others."""
+SEEDS = (0, 1, 2)
+
+
+def language_model() -> Experiment:
+    """Every mixer with as many parameters as Bedouin, three seeds each."""
+    return Experiment(
+        "language-model",
+        "How many bits per byte of held-out source files does each layer need?",
+        tuple(
+            Run(f"{name}-seed{seed}", joined(COMMON, flags, f"--seed {seed}"), "train_lm")
+            for name, flags in MIXERS.items()
+            for seed in SEEDS
+        ),
+    )
+
+
+_CONVOLVED = f"{MIXERS['bedouin']} --d-conv 4"
+_TRIALS = {
+    "convolved": _CONVOLVED,
+    "feedback_delta": f"{_CONVOLVED} --feedback delta --input-scale delta",
+    "chosen": (
+        "--d-model 416 --num-heads 13 --num-householder 0 --d-conv 4 --d-state 64 "
+        "--feedback delta --input-scale delta --rate-scale 8 0.001"
+    ),
+}
+
+LANGUAGE_MODEL_TRIALS = Experiment(
+    "language-model-trials",
+    "Does a short convolution, feedback of Delta alone, or the layer of both tasks help?",
+    tuple(
+        Run(name, joined(COMMON, flags, "--seed 100"), "train_lm")
+        for name, flags in _TRIALS.items()
+    ),
+)
+"""Mamba and DeltaProduct have a short convolution, the layer has none by default."""

@@ -1,0 +1,49 @@
+"""What an experiment is: a question, and the runs that answer it."""
+
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+Script = Literal["ensemble", "train_a5", "train_copy", "train_lm"]
+
+TUNING = "--seeds 1 --first-seed 100"
+"""Settings are chosen on seeds from 100 on."""
+THREE_TUNING = "--seeds 3 --first-seed 100"
+"""For choices that one seed cannot decide."""
+REPORTED = "--seeds 3 --first-seed 0"
+"""Results are reported once, on seeds 0, 1 and 2."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command."""
+
+    name: str
+    """Its name in the file of the experiment's runs."""
+    options: str
+    """The command line of the script."""
+    script: Script = "ensemble"
+
+    @property
+    def arguments(self) -> list[str]:
+        return shlex.split(self.options)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A question, and the runs that answer it."""
+
+    name: str
+    """Also that of its folder in examples/results."""
+    question: str
+    runs: tuple[Run, ...]
+
+    def __post_init__(self) -> None:
+        names = [run.name for run in self.runs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the runs of {self.name} must have different names, got {names}")
+
+
+def joined(*options: str) -> str:
+    """Several groups of flags as one command line; a later flag overrides an earlier one."""
+    return " ".join(part for part in options if part)

@@ -1,0 +1,278 @@
+"""Options of `ensemble.py`, and the layer and the model that they describe."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bedouin import Bedouin, Convolved, Kronecker, Monarch, SequenceModel
+from common.device import Device
+from common.layers import (
+    BASELINES,
+    TAKES,
+    Baseline,
+    Parallel,
+    SolverOptions,
+    copy_keys,
+    count,
+    fixed_point_options,
+    make_bedouin,
+    mixer_options,
+)
+from common.matching import matching_width
+from common.schedule import Schedule
+from common.trackers import TrackerOptions
+from research.data import TaskOptions, make_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TaskOptions, SolverOptions, TrackerOptions):
+    """Options of the study; those with several values span a grid."""
+
+    preset: Literal["small", "paper"] = "small"
+    """Determines the other defaults; paper: the width of Fixed-Point RNNs, appendix D.2, with
+    another training schedule."""
+    eval_lengths: tuple[int, ...] = (16, 48, 128)
+    """Lengths at which the trained models are evaluated."""
+    input_scale: tuple[str, ...] = ("bounded_delta",)
+    d_state: tuple[int, ...] = (16,)
+    num_heads: tuple[int | None, ...] = (None,)
+    """Heads of Bedouin, deltanet, deltaproduct and attention; None: the layer's own default."""
+    num_householder: tuple[int, ...] = (4,)
+    decay: tuple[str, ...] = ("mamba",)
+    rate_scale: tuple[float, ...] = (1.0,)
+    """Factor on the initial decay rates -A of "mamba" (1 .. d_state); below 1 memory is longer."""
+    rate_scale_last: tuple[float | None, ...] = (None,)
+    """That factor for the last head; those of the heads between are spaced geometrically. None:
+    the same for all heads."""
+    beta_max: tuple[float, ...] = (1.0,)
+    mixer: Literal["householder", "kronecker", "monarch"] = "householder"
+    """Q: a product of reflections, or one of the mixers whose local systems are dense."""
+    feedback: tuple[str, ...] = ("delta+B+C+mixer",)
+    """What depends on y_{t-1}, joined by "+"; "none" switches feedback off."""
+    mixer_layer: Literal["bedouin"] | Baseline = "bedouin"
+    """The layer: Bedouin, or a baseline, which takes no option of Bedouin but those in
+    `TAKES`; the others then keep their defaults."""
+    eigenvalues: Literal["positive", "full"] | None = None
+    """Of Bedouin, mamba, deltanet and deltaproduct; None: the layer's own default."""
+    num_layers: int = 1
+    feedback_init: tuple[float, ...] = (0.1,)
+    d_conv: tuple[int | None, ...] = (None,)
+    """Width of a short convolution before a layer of Bedouin; None: no convolution. The baselines
+    have their own."""
+    feedback_lr_scale: tuple[float, ...] = (1.0,)
+    """Factor on the learning rate of W^y, so that what the layer can learn without feedback, it
+    learns first."""
+    feedback_lr_share: tuple[float, ...] = (1.0,)
+    """Share of the steps, from the first on, in which that factor holds; afterwards it is 1."""
+    delta_from_x_init: tuple[float, ...] = (1.0,)
+    """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
+    expand: tuple[int, ...] = (2,)
+    """Channels of a layer of Bedouin for each one of the model."""
+    recall_heads: tuple[int | None, ...] = (None,)
+    """Heads of a second layer beside each one of Bedouin, whose outputs are added: with a short
+    convolution, --recall-state states, and neither feedback nor reflections, so that it can find
+    a token by its neighbours only. None: no such layer."""
+    recall_state: int = 64
+    """d_state of the second layer."""
+    key_init: tuple[Literal["drawn", "same"], ...] = ("drawn",)
+    """Initial weights of B and C: drawn independently, or those of C the same as those of B, as in
+    mimetic initialization (arXiv 2410.11135)."""
+    lr: tuple[float, ...] = (1e-3,)
+    schedule: tuple[Schedule, ...] = ("cosine",)
+    batch_size: tuple[int, ...] = (256,)
+    steps: tuple[int, ...] = (5000,)
+    d_model: int = 128
+    """Width of the model; see --match-parameters."""
+    match_parameters: int | None = None
+    """Replace --d-model by the width with which the model has about this many parameters."""
+    seeds: int = 5
+    """Number of models in the stack."""
+    first_seed: int = 0
+    """Model i draws parameters and data from seed first_seed + i. Settings are chosen on seeds from
+    100 on and reported on 0, 1, 2."""
+    eval_rows: int = 2048
+    """Test rows of each model and length."""
+    warmup: int = 100
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip: float = 1.0
+    log_every: int = 50
+    graph: bool = True
+    """Capture the step as a CUDA graph (GPU only)."""
+    stacked: bool = False
+    """Whether to vmap over the models; otherwise they run one after the other, with the kernels
+    that torch.func transforms do not use. Faster only where neither takes much time."""
+    concurrent: bool = False
+    """Train all points of the grid and all seeds at the same time, each on a CUDA stream of its own
+    (GPU only). The seconds of a point are then those of all."""
+    autocast: Literal["no", "bf16"] = "no"
+    """Precision of the matrix products; the fixed point stays in float32 either way."""
+    out: Path = Path("runs/ensemble")
+    """Folder for results.json."""
+    overwrite: bool = False
+    """Replace the results in that folder, if there are any."""
+    device: Device = "auto"
+    """auto: the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        TaskOptions.__post_init__(self)
+        SolverOptions.__post_init__(self)
+        TrackerOptions.__post_init__(self)
+        if self.concurrent and self.stacked:
+            raise ValueError("--concurrent must be off with --stacked, which is one computation")
+        if self.graph and self.gamma_cap is not None:
+            raise ValueError("--gamma-cap needs --no-graph: a captured step repeats its first draw")
+
+
+PAPER = Config(
+    preset="paper",
+    d_model=512,
+    batch_size=(128,),
+    steps=(12000,),
+    lr=(5e-4,),
+    seeds=1,
+    stacked=False,
+    autocast="bf16",
+)
+PRESETS = {"small": Config(), "paper": PAPER}
+
+DENSE_MIXERS = {"kronecker": Kronecker, "monarch": Monarch}
+
+NEARLY_IDENTITY = 1e-3
+"""beta_max with which reflections change nothing."""
+RECALL_RATE, RECALL_WIDTH = 0.01, 4
+"""Of the second layer: the factor on the initial decay rates, and the width of the convolution."""
+
+LAYER_OPTIONS = (
+    "input_scale",
+    "d_state",
+    "num_heads",
+    "num_householder",
+    "decay",
+    "expand",
+    "beta_max",
+    "feedback",
+    "feedback_init",
+    "delta_from_x_init",
+)
+MODEL_OPTIONS = ("rate_scale", "rate_scale_last", "d_conv", "key_init", "recall_heads")
+"""Options of what is around the layer, and of its initial weights."""
+GRID = (
+    *LAYER_OPTIONS,
+    *MODEL_OPTIONS,
+    "feedback_lr_scale",
+    "feedback_lr_share",
+    "lr",
+    "schedule",
+    "batch_size",
+    "steps",
+)
+
+
+def model_seeds(config: Config) -> range:
+    """The seeds of the models of the stack."""
+    return range(config.first_seed, config.first_seed + config.seeds)
+
+
+def layer_options(point: dict[str, Any]) -> dict[str, Any]:
+    """The options of the layer at a point of the grid."""
+    options = {name: point[name] for name in LAYER_OPTIONS}
+    fed, first, last = options["feedback"], point["rate_scale"], point["rate_scale_last"]
+    options["rate_scale"] = first if last is None else (first, last)
+    return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
+
+
+def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
+    """The mixing layer at a point of the grid; ValueError for an option that it does not take."""
+    if config.mixer_layer != "bedouin":
+        return _baseline(config, point)
+    options = {**layer_options(point), **fixed_point_options(config)}
+    reflections = options.pop("num_householder"), options.pop("beta_max")
+    dense = DENSE_MIXERS.get(config.mixer)
+    if dense is None:
+        options |= mixer_options(*reflections)
+    elif reflections[:1] != PRESETS[config.preset].num_householder:
+        raise ValueError(
+            f"num_householder must keep its default with --mixer {config.mixer}, which has no "
+            f"reflections, got {reflections[0]}"
+        )
+    else:
+        options["mixer"] = dense()
+    if config.eigenvalues is not None:
+        options["eigenvalues"] = config.eigenvalues
+    layer = make_bedouin(config.d_model, on_unconverged="ignore", **options)
+    if point["key_init"] == "same":
+        copy_keys(layer)
+    width, heads = point["d_conv"], point["recall_heads"]
+    mixed = layer if width is None else Convolved(layer, width)
+    return mixed if heads is None else Parallel(mixed, _recall(config, heads))
+
+
+def _recall(config: Config, num_heads: int) -> nn.Module:
+    """The second layer of `recall_heads`."""
+    layer = Bedouin(
+        config.d_model,
+        d_state=config.recall_state,
+        num_heads=num_heads,
+        num_householder=1,
+        beta_max=NEARLY_IDENTITY,
+        feedback=(),
+        input_scale="delta",
+        rate_scale=RECALL_RATE,
+        on_unconverged="ignore",
+    )
+    return Convolved(layer, RECALL_WIDTH)
+
+
+def make_model(config: Config, point: dict[str, Any]) -> SequenceModel:
+    """The whole model at a point of the grid: embedding, layers and head."""
+    task = make_task(config)
+    return SequenceModel(
+        task.vocab_size,
+        config.d_model,
+        lambda _: make_layer(config, point),
+        num_layers=config.num_layers,
+        output_size=task.output_size,
+    )
+
+
+def matched(config: Config, point: dict[str, Any]) -> Config:
+    """The configuration with the width that `match_parameters` asks for, a multiple of WIDTH_STEP.
+
+    Raises ValueError if even the narrowest model has 1.5 times as many parameters.
+    """
+    wanted = config.match_parameters
+    if wanted is None:
+        return config
+
+    def size(d_model: int) -> int:
+        with torch.device("meta"):  # allocates no memory
+            return count(make_model(replace(config, d_model=d_model), point))
+
+    return replace(config, d_model=matching_width(size, wanted))
+
+
+def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
+    name = config.mixer_layer
+    if config.stacked:
+        raise ValueError(f"stacked must be False for mixer_layer {name!r}: pass --no-stacked")
+    takes = TAKES[name]
+    for option in (*LAYER_OPTIONS, *MODEL_OPTIONS):
+        default = getattr(PRESETS[config.preset], option)
+        if option not in takes and (point[option],) != default:
+            raise ValueError(
+                f"{option} must keep its default {default[0]!r} for mixer_layer {name!r}, got "
+                f"{point[option]!r}: {name} takes no such option"
+            )
+    for option in SolverOptions.__dataclass_fields__:
+        if getattr(config, option) != getattr(PRESETS["small"], option):
+            raise ValueError(f"{option} must keep its default for mixer_layer {name!r}")
+    options = {o: point[o] for o in takes if o in point and point[o] is not None}
+    if config.eigenvalues is not None:
+        if "eigenvalues" not in takes:
+            raise ValueError(f"eigenvalues must be None for mixer_layer {name!r}")
+        options["eigenvalues"] = config.eigenvalues
+    return BASELINES[name](config.d_model, **options)
