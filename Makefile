@@ -68,7 +68,7 @@ lm: $(STAMP)
 	$(KEEP_PAGES) $(ENV_PYTHON) examples/train_lm.py $(ARGS)
 
 bench: $(STAMP)
-	$(ENV_PYTHON) examples/benchmarks/bench.py --speed examples/results/benchmark/speed.json $(ARGS)
+	$(ENV_PYTHON) examples/benchmarks/bench.py --speed examples/results/speed.json $(ARGS)
 
 experiments: $(STAMP)
 	$(ENV_PYTHON) examples/research/experiment.py $(ARGS)

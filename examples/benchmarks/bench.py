@@ -7,7 +7,7 @@
     python examples/benchmarks/bench.py --rows direct-heads16 lstm \\
         --shapes 1x256 16x256 128x256 16x1024 --figure runs/bench/times.png
     python examples/benchmarks/bench.py --warm --rows direct    # only fill the compiler's cache
-    python examples/benchmarks/bench.py --speed examples/results/benchmark/speed.json  # make bench
+    python examples/benchmarks/bench.py --speed examples/results/speed.json  # make bench
     python examples/benchmarks/bench.py --device cpu --tiny --precision float32 --repeats 1
 
 Before a row is timed, its fast path is compared with the plain reference, in float32 and in the
@@ -28,7 +28,7 @@ flops / GEMM rate, both measured at the start (benchmarks/cost.py defines bytes 
 default of all of these. A row without a time has null there and the reason under "error".
 first_call_s are the seconds of one forward + backward in a new process with an empty compiler's
 cache, without imports, measured after all rows in `--processes` processes side by side. The file
-examples/results/benchmark/speed.json is only written by whole runs on a GPU.
+examples/results/speed.json is only written by whole runs on a GPU.
 
 A row that fails is reported with its message, and the other rows are still measured; the exit
 status is then 1.
@@ -57,7 +57,7 @@ from common.device import choose_device
 from common.errors import UsageError
 from common.runs import read_run
 
-RECORDED = Path(__file__).resolve().parents[1] / "results" / "benchmark" / "speed.json"
+RECORDED = Path(__file__).resolve().parents[1] / "results" / "speed.json"
 """The times of the layers that are in the repository."""
 
 Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]

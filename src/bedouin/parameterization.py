@@ -44,9 +44,9 @@ LARGE_DELTA = 100.0
 def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
 
-    The choice depends on neither b, t nor the device. Times on H100s, of Jacobi from
-    examples/results/h100_benchmark.json and of Direct from h100_sweep.json: with feedback, 16
-    iterations of Jacobi take 23 ms at 64 x 256 forward and backward, Direct 8.8 ms. A parallel
+    The choice depends on neither b, t nor the device. Times on H100s, from the runs h100_benchmark
+    (Jacobi) and h100_sweep (Direct) in examples/results/benchmark: with feedback, 16 iterations of
+    Jacobi take 23 ms at 64 x 256 forward and backward, Direct 8.8 ms. A parallel
     method needs about 10 iterations on an untrained layer and, after 1,000 steps on A5, 12 at 32
     and 115 at 128 tokens (examples/results/README.md). Without feedback, Jacobi(rtol=1e-5) needs 3
     on an untrained layer: with the gradient it is slower than Direct at every shape; forward alone

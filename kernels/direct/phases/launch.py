@@ -33,16 +33,19 @@ from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 LANES = 4
-"""Lanes of a warp that share the states of a channel in phases S and R; the others have other
-channels. With at most 32 states half as many, so that two programs share a multiprocessor."""
+"""Lanes of a warp that share the states of a channel in phase R; the others have other channels.
+With at most 32 states half as many, so that two programs share a multiprocessor."""
+
+SWEEP_LANES = 2
+"""Those of phase S, which holds half as many values."""
 
 CHANNEL_LANES = 16
 """Lanes of a warp that share the channels of a state in phase G."""
 
-STATES = 32
+STATES = 16
 """States of a program of phase G: small programs, so that several share a multiprocessor."""
 
-GROUP = 4
+GROUP = 2
 """Tokens whose memory phase G has in registers at once; a divisor of CHUNK."""
 
 TOKENS = 16
@@ -78,7 +81,7 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
     (d, n, P, N, V, rows, k), (of_delta, of_x), options, keeps = how
     layout, eps = options.known_layout(), options.feedback_norm_eps
-    lanes = LANES if N > 32 else LANES // 2
+    lanes = SWEEP_LANES if kernel is SWEEP else LANES if N > 32 else LANES // 2
     r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
