@@ -75,11 +75,21 @@ def unfold_state(state: BedouinState, num_heads: int) -> BedouinState:
     pair = state.ssm, state.y
     if num_heads == 1:
         ssm, y = (v.clone() for v in pair)
-    else:
+    elif torch.is_grad_enabled():
         # joined by torch.cat, since a view keeps FSDP from gathering the parameters for its
         # backward
         ssm, y = (torch.cat(v.unflatten(0, (num_heads, -1)).unbind(), 1) for v in pair)
+    else:
+        ssm, y = (_joined_heads(v, num_heads) for v in pair)
     return BedouinState(ssm, y, state.conv)
+
+
+def _joined_heads(
+    v: Tensor,  # (H b, p, ...)
+    num_heads: int,
+) -> Tensor:  # (b, d, ...), in new memory
+    of_heads = v.unflatten(0, (num_heads, -1)).transpose(0, 1)
+    return of_heads.clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
 
 class HeadLinear(nn.Module):

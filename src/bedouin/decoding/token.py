@@ -91,9 +91,9 @@ class Buffers:
 
     def copies(self) -> tuple[BedouinState, SolveStats]:
         """State and statistics of the last token."""
-        # outside inference mode tensors have version counters, which tell whether a state that is
-        # passed back was changed or can stay in place
-        with torch._C._InferenceMode(False):
+        # outside inference mode, where gradients are on, tensors have version counters, which tell
+        # whether a state that is passed back was changed or can stay in place
+        with torch._C._InferenceMode(False), torch.no_grad():
             state = unfold_state(self.state, self._heads)
             conv = None if state.conv is None else state.conv.clone()
             residual, pivot, converged = self._statistics.clone()
