@@ -45,13 +45,13 @@ def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
 
     The choice depends on neither b, t nor the device. Times on H100s, from the runs h100_benchmark
-    (Jacobi) and h100_sweep (Direct) in examples/results/benchmark: with feedback, 16 iterations of
-    Jacobi take 23 ms at 64 x 256 forward and backward, Direct 8.8 ms. A parallel
+    (Jacobi) and h100_layers (Direct) in examples/results/benchmark: with feedback and one head, 16
+    iterations of Jacobi take 23 ms at 64 x 256 forward and backward, Direct 11.8 ms. A parallel
     method needs about 10 iterations on an untrained layer and, after 1,000 steps on A5, 12 at 32
     and 115 at 128 tokens (examples/results/README.md). Without feedback, Jacobi(rtol=1e-5) needs 3
-    on an untrained layer: with the gradient it is slower than Direct at every shape; forward alone
-    it is slower at 16 x 1024 (4.5 ms, Direct 2.7) and hardly faster at 8 x 4096 (8.9 ms, Direct
-    9.2). It has a tolerance and its time depends on the weights, so request Jacobi explicitly.
+    on an untrained layer and is slower than Direct with the gradient and without it (forward at
+    16 x 1024: 4.5 ms, Direct 2.2; at 8 x 4096: 8.9 ms, Direct 6.3). It has a tolerance and its time
+    depends on the weights, so request Jacobi explicitly.
     """
     if solver == "auto":
         return Direct() if is_structured else Picard()
