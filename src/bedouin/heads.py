@@ -88,7 +88,7 @@ def _joined_heads(
     v: Tensor,  # (H b, p, ...)
     num_heads: int,
 ) -> Tensor:  # (b, d, ...), in new memory
-    of_heads = v.unflatten(0, (num_heads, -1)).transpose(0, 1)
+    of_heads: Tensor = v.unflatten(0, (num_heads, -1)).transpose(0, 1)
     return of_heads.clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
 
