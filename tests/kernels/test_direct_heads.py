@@ -140,9 +140,8 @@ def launched(
     known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
     assert operands.W_y is not None
     assert buffers.W_y is not None
-    firsts = launch_head_reverse(known, grads, buffers.W_y, options, keep_every, samples, parts)
-    assert firsts is not None
-    every = collect_gradients(grads, firsts[0], sweep.y, operands, options, wants_y0=True)
+    normed = launch_head_reverse(known, grads, buffers.W_y, options, keep_every, samples, parts)
+    every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
     found = dict(zip(Sweep._fields, values, strict=True))
     for name, v, operand in zip(NAMES, every, operands, strict=True):
         if operand is not None:
