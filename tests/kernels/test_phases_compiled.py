@@ -21,7 +21,7 @@ from bedouin.kernels.direct.phases.launch import (
     GRADIENTS,
     PREPARE_REFLECTIONS,
     REVERSE,
-    STATISTICS,
+    SOLVED_STATISTICS,
     SWEEP,
     How,
     constants_of,
@@ -71,6 +71,11 @@ def launched(kernel: PlannedKernel, V: int, size: int, k: int, capability: int) 
     return compiled(kernel.kernel, constants_of(kernel, how), types, capability)
 
 
+SPILLED = 512
+"""Bytes of phase S with 64 states, two lanes a channel: with four nothing is spilled, but only one
+program fits a multiprocessor, which took 1.8 instead of 1.1 ms on an H100."""
+
+
 def spilled(kernel: CompiledKernel) -> int:
     """Bytes of a thread's stack, where values are that do not fit its registers."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -87,12 +92,12 @@ def spilled(kernel: CompiledKernel) -> int:
 @pytest.mark.parametrize(
     ("kernel", "V", "barriers", "stack"),
     [
-        (SWEEP, 4, 2, 0),
-        (SWEEP, 2, 2, 0),
+        (SWEEP, 4, 2, SPILLED),
+        (SWEEP, 2, 2, SPILLED),
         (REVERSE, 4, 3, 0),
         # a thread has at most 255 registers, and float32 needs twice as many words as bfloat16
         (REVERSE, 2, 3, 288),
-        # and here it has the h of four tokens
+        # and here it has the h of two tokens
         (GRADIENTS, 4, 0, 128),
         (GRADIENTS, 2, 0, 128),
     ],
@@ -104,12 +109,12 @@ def test_barriers_and_registers(kernel: PlannedKernel, V: int, barriers: int, st
     assert spilled(found) <= stack
 
 
-REFLECTIONS = PREPARE_REFLECTIONS, STATISTICS, FINISH_REFLECTIONS
+REFLECTIONS = PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS
 
 
 @pytest.mark.parametrize("kernel", [SWEEP, REVERSE, *REFLECTIONS])
 def test_reflections(kernel: PlannedKernel) -> None:
-    assert spilled(launched(kernel, 4, 64, 2, 90)) <= 64
+    assert spilled(launched(kernel, 4, 64, 2, 90)) <= (SPILLED if kernel is SWEEP else 64)
 
 
 @pytest.mark.parametrize("capability", [80, 89])
@@ -117,4 +122,4 @@ def test_reflections(kernel: PlannedKernel) -> None:
 def test_other_gpus(kernel: PlannedKernel, capability: int) -> None:
     found = launched(kernel, 4, 64, 0, capability)
     assert found.metadata.shared <= 4096
-    assert spilled(found) <= 128
+    assert spilled(found) <= (SPILLED if kernel is SWEEP else 128)

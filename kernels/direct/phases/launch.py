@@ -37,7 +37,8 @@ LANES = 4
 With at most 32 states half as many, so that two programs share a multiprocessor."""
 
 SWEEP_LANES = 2
-"""Those of phase S, which holds half as many values."""
+"""Those of phase S. With 64 states it then spills some values, but two programs share a
+multiprocessor: 1.1 instead of 1.8 ms at 64x256 on an H100."""
 
 CHANNEL_LANES = 16
 """Lanes of a warp that share the channels of a state in phase G."""
