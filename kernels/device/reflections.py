@@ -56,23 +56,6 @@ def sums(values, AXIS: tl.constexpr = 0):
 
 
 @triton.jit
-def _sums_of_joined(values, LEVELS: tl.constexpr):
-    """Sums of up to 2^LEVELS vectors (d,), which are joined to one tensor; its sum over d is taken
-    apart again."""
-    N: tl.constexpr = len(values)
-    parts = (tl.sum(_joined(values, LEVELS), axis=0),)
-    for level in tl.static_range(LEVELS):
-        firsts = ()
-        seconds = ()
-        for i in tl.static_range(2**level):
-            first, second = tl.split(parts[i])
-            firsts = firsts + (first,)
-            seconds = seconds + (second,)
-        parts = firsts + seconds
-    return parts[0:N]
-
-
-@triton.jit
 def _joined(values, LEVELS: tl.constexpr):
     """Up to 2^LEVELS vectors (d,) and zeros as one tensor (d, 2, ..., 2)."""
     joined = values

@@ -99,13 +99,14 @@ def per_head(
 
 
 def input_strides(
-    x: Tensor,  # (b, t, d), or with heads also (H, b / H, t, d)
+    x: Tensor,  # (b, t, d)
     A: Tensor,  # (n, d) or (H, n, d)
 ) -> tuple[int | None, ...]:
     """Strides of the axes of heads, of which there is none for one head, batch and time."""
     if A.dim() == 2:
         return None, *x.stride()[:2]
-    return (x if x.dim() == 4 else x.unflatten(0, (len(A), -1))).stride()[:3]
+    of_heads: Tensor = x.unflatten(0, (len(A), -1))
+    return of_heads.stride()[:3]
 
 
 def token_strides(
@@ -193,7 +194,7 @@ def launch_options(
     A: Tensor | Like,  # (n, d)
 ) -> dict[str, Any]:
     """Warps and stages of a kernel that holds the memory of a sample."""
-    # one stage: the kernels prefetch their operands explicitly
+    # one stage: the kernels have no loop over tokens to pipeline
     return {"num_warps": num_warps(d, A.shape[-2]), "num_stages": 1}
 
 

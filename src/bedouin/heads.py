@@ -87,7 +87,9 @@ def unfold_state(state: BedouinState, num_heads: int) -> BedouinState:
 def _joined_heads(
     v: Tensor,  # (H b, p, ...)
     num_heads: int,
-) -> Tensor:  # (b, d, ...), in new memory
+) -> Tensor:  # (b, d, ...)
+    """The channels of all heads side by side, in new memory: one operation for any number of heads,
+    where torch.cat needs a view of each."""
     of_heads: Tensor = v.unflatten(0, (num_heads, -1)).transpose(0, 1)
     return of_heads.clone(memory_format=torch.contiguous_format).flatten(1, 2)
 

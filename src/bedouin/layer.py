@@ -463,8 +463,9 @@ class FixedPointLayer(GraphedLayer, ABC):
 
     def _one_token(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """`step` without a graph."""
-        call = self._project(x_t.unsqueeze(1), state, self.token_options)
-        output, after, _ = self._solve_token(call, self.token_options, self._caller())
+        options = self.token_options
+        call = self._project(x_t.unsqueeze(1), state, options)
+        output, after, _ = self._solve_token(call, options, self._caller())
         return output, unfold_state(after, self.num_heads)
 
     def advance(
@@ -516,7 +517,8 @@ class FixedPointLayer(GraphedLayer, ABC):
     ) -> Call:
         """Everything before the solve: projections, weights, the map and the initial y.
 
-        `wants_state`: whether the call is asked for its state after the last token."""
+        wants_state: whether the call is asked for its state after the last token.
+        """
         if not is_untouched(self.mixer) and self.layout() is not None:
             refuse_mixer(self.mixer)
         self.deferred.flush()

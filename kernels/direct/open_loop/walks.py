@@ -122,7 +122,7 @@ def plan_chunks(
 
 
 def launch_walk(
-    given: Tensor,  # (b, t, d), or with heads also (H, b / H, t, d): x or the cotangent of y
+    given: Tensor,  # (b, t, d), x or the cotangent of y
     raw: Tensor,  # (b, t, r)
     delta: Tensor,  # (b, t, d)
     solver: Tensor,  # (b, t, WIDTH)

@@ -32,13 +32,13 @@ from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
-LANES = 4
-"""Lanes of a warp that share the states of a channel in phase R; the others have other channels.
-With at most 32 states half as many, so that two programs share a multiprocessor."""
+LANES = 2
+"""Lanes of a warp that share the states of a channel in phases S and R; the others have other
+channels. Two programs then share a multiprocessor. With 64 states S spills some values, and still
+takes 1.1 ms at 64x256 on an H100, with four lanes 1.8."""
 
-SWEEP_LANES = 2
-"""Those of phase S. With 64 states it then spills some values, but two programs share a
-multiprocessor: 1.1 instead of 1.8 ms at 64x256 on an H100."""
+REVERSE_LANES = 4
+"""Those of phase R with more than 32 states, of which it holds more values than S."""
 
 CHANNEL_LANES = 16
 """Lanes of a warp that share the channels of a state in phase G."""
@@ -82,7 +82,7 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
     (d, n, P, N, V, rows, k), (of_delta, of_x), options, keeps = how
     layout, eps = options.known_layout(), options.feedback_norm_eps
-    lanes = SWEEP_LANES if kernel is SWEEP else LANES if N > 32 else LANES // 2
+    lanes = REVERSE_LANES if kernel is REVERSE and N > 32 else LANES
     r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},

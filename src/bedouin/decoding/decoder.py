@@ -46,7 +46,7 @@ class Decoder:
 
     Computes the same numbers as `layer.step`, without copying the state between two tokens, and is
     not differentiable. On a GPU a call replays a CUDA graph and returns a buffer that the next call
-    overwrites: clone outputs that you keep. Without one (on a CPU, with a mixer that has no
+    overwrites: clone outputs that you keep. Where no graph is captured (on a CPU, a mixer without
     kernels, backend="reference", on_unconverged="raise") a call runs `step`.
 
     `Decoder(model, batch_size)` does the same for a whole `SequenceModel`, from ids (b,) to logits
