@@ -14,15 +14,16 @@ from torch import Tensor
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.solvers.adjoint_solve import attach_iterative
 from bedouin.solvers.base import (
-    ExactAdjointMap,
+    Problem,
     Solver,
+    check_count,
     check_number,
-    is_exact_adjoint,
     map_name,
+    offers,
     strict_options,
 )
 from bedouin.solvers.direct import Direct
-from bedouin.solvers.problem import Problem
+from bedouin.solvers.reporting import Reporting
 from bedouin.solvers.solution import Solution
 
 
@@ -81,7 +82,7 @@ class Adjoint(ABC):
     """How the gradient at a fixed point is computed."""
 
     @abstractmethod
-    def apply(self, problem: Problem) -> Solution:
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
         """Run the solve and return a solution whose value carries the gradient."""
 
 
@@ -111,10 +112,10 @@ class ImplicitAdjoint(Adjoint):
         if self.solver is not None and not isinstance(self.solver, Solver):
             raise TypeError(f"solver must be a Solver or None, got {type(self.solver).__name__}")
 
-    def apply(self, problem: Problem) -> Solution:
-        f, is_swept = problem.f, isinstance(problem.solver, Direct)
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
+        f, is_swept = problem.f, isinstance(solver, Direct)
         by_sweep = self.solver is None or isinstance(self.solver, Direct)
-        exact: ExactAdjointMap | None = f if by_sweep and is_exact_adjoint(f) else None
+        exact = f if by_sweep and offers(f, "attach") else None
         if exact is None and isinstance(self.solver, Direct):
             raise TypeError(
                 f"ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got "
@@ -122,16 +123,16 @@ class ImplicitAdjoint(Adjoint):
             )
         # the direct sweep itself has the exact gradient
         with torch.set_grad_enabled(torch.is_grad_enabled() and exact is not None and is_swept):
-            solution = problem.run()
+            solution = solver.solve(problem)
         cell = solution.stats._backward
         # a compiled graph returns the cell as an output and cannot call a listener
         if exact is not None and not torch.compiler.is_compiling():
-            cell.listen(problem.reporting.sweep)
+            cell.listen(reporting.sweep)
         if not torch.is_grad_enabled() or (exact is not None and is_swept):
             return solution
         if exact is not None:
             return replace(solution, value=exact.attach(solution.value, cell))
-        return attach_iterative(problem, self.solver or problem.solver, solution)
+        return attach_iterative(problem, self.solver or solver, solution, reporting)
 
 
 @strict_options
@@ -143,8 +144,8 @@ class OneStepAdjoint(Adjoint):
     Source: arXiv 2503.10799, theorem 3.3; arXiv 2103.12803.
     """
 
-    def apply(self, problem: Problem) -> Solution:
-        return PhantomAdjoint(num_steps=1, damping=1.0).apply(problem)
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
+        return PhantomAdjoint(num_steps=1, damping=1.0).apply(problem, solver, reporting)
 
 
 @strict_options
@@ -161,13 +162,12 @@ class PhantomAdjoint(Adjoint):
     damping: float = 0.8
 
     def __post_init__(self) -> None:
-        if type(self.num_steps) is not int or self.num_steps < 1:
-            raise ValueError(f"num_steps must be an int >= 1, got {self.num_steps!r}")
+        check_count("num_steps", self.num_steps)
         check_number("damping", self.damping, 0, 1, open_low=True)
 
-    def apply(self, problem: Problem) -> Solution:
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
         with torch.no_grad():
-            solution = problem.run()
+            solution = solver.solve(problem)
         if not torch.is_grad_enabled():
             return solution
         y = y_star = solution.value.detach()
@@ -187,13 +187,13 @@ class UnrolledAdjoint(Adjoint):
     unrolled.
     """
 
-    def apply(self, problem: Problem) -> Solution:
-        if not problem.solver.can_unroll:
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
+        if not solver.can_unroll:
             raise TypeError(
-                f"UnrolledAdjoint cannot differentiate {type(problem.solver).__name__}: "
+                f"UnrolledAdjoint cannot differentiate {type(solver).__name__}: "
                 "use Picard, Jacobi or Direct, or another adjoint"
             )
-        solution = problem.run(unroll=True)
+        solution = solver.solve(replace(problem, unroll=True))
         if not torch.is_grad_enabled():
             return solution
         return replace(solution, value=_attach(solution.value, solution.value.detach()))

@@ -14,17 +14,18 @@ from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     BlockMap,
     GraphMap,
-    Map,
+    Problem,
     Solver,
-    TimeDim,
     TransposedBlockMap,
     counted_tokens,
 )
-from bedouin.solvers.problem import Problem
+from bedouin.solvers.reporting import Reporting
 from bedouin.solvers.solution import Solution, SolveStats, can_read_device
 
 
-def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> Solution:
+def attach_iterative(
+    problem: Problem, solver: Solver, solution: Solution, reporting: Reporting
+) -> Solution:
     """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
     if torch.compiler.is_compiling():
         f = problem.f
@@ -32,7 +33,7 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
             found = f.attach_in_graph(solver, solution.value.detach(), problem.max_steps)
             if found is not None:
                 return replace(solution, value=found)
-        return _attach_outside(problem, solver, solution)
+        return _attach_outside(problem, solver, solution, reporting)
     if not can_read_device(solution.value):
         raise RuntimeError(
             "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.func "
@@ -42,8 +43,9 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
     tracked = problem.f(y)
     if not _depends_on_another(tracked, y):
         return solution
-    adjoint = _AdjointSolve(problem, solver, y, tracked, solution.stats)
-    return replace(solution, value=_attach_implicit(tracked, y.detach(), adjoint))
+    adjoint = _AdjointSolve(problem, solver, y, tracked, solution.stats, reporting)
+    value: Tensor = _ImplicitGrad.apply(tracked, y.detach(), adjoint)  # type: ignore[no-untyped-call]
+    return replace(solution, value=value)
 
 
 @outside_of_graphs(
@@ -51,8 +53,10 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
     "it is one of Picard or Jacobi for a HouseholderProduct: use that, OneStepAdjoint, or "
     "torch.compile with fullgraph=False",
 )
-def _attach_outside(problem: Problem, solver: Solver, solution: Solution) -> Solution:
-    return attach_iterative(problem, solver, solution)
+def _attach_outside(
+    problem: Problem, solver: Solver, solution: Solution, reporting: Reporting
+) -> Solution:
+    return attach_iterative(problem, solver, solution, reporting)
 
 
 class _ImplicitGrad(torch.autograd.Function):
@@ -87,15 +91,6 @@ class _ImplicitGrad(torch.autograd.Function):
             w = ctx.solve_adjoint(grad_output)
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([w], sources), None, None)
-
-
-def _attach_implicit(
-    tracked: Tensor,  # (b, ...), F(y*)
-    y_star: Tensor,  # (b, ...)
-    solve_adjoint: Callable[[Tensor], Tensor],
-) -> Tensor:  # (b, ...)
-    value: Tensor = _ImplicitGrad.apply(tracked, y_star, solve_adjoint)  # type: ignore[no-untyped-call]
-    return value
 
 
 def _depends_on_another(
@@ -198,8 +193,10 @@ class _AdjointSolve:
         y: Tensor,  # (b, ...), y*
         tracked: Tensor,  # (b, ...), F(y*)
         stats: SolveStats,
+        reporting: Reporting,
     ) -> None:
         self.problem, self.solver, self.stats = problem, solver, stats
+        self.reporting = reporting
         self.y, self.tracked = y, tracked
         self.hooked, self.autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
 
@@ -221,33 +218,29 @@ class _AdjointSolve:
         grad_output: Tensor,  # (b, ...)
     ) -> Tensor:  # (b, ...)
         y, tracked = self._evaluation()
-        problem = self.problem
-        w, solution = solve_adjoint(
-            problem.f, self.solver, y, tracked, grad_output, problem.max_steps, problem.time_dim
-        )
+        w, solution = solve_adjoint(self.problem, self.solver, y, tracked, grad_output)
         cell = self.stats._backward
         cell.stats = solution.stats
         assert cell.stats is not None
-        problem.reporting.adjoint(cell.stats, solution.result)
+        self.reporting.adjoint(cell.stats, solution.result)
         return w
 
 
 def solve_adjoint(
-    f: Map,
+    problem: Problem,
     solver: Solver,
     y: Tensor,  # (b, ...), y*
     tracked: Tensor,  # (b, ...), F(y*), on a graph from y
     grad_output: Tensor,  # (b, ...)
-    max_steps: int,
-    time_dim: TimeDim,
 ) -> tuple[Tensor, Solution]:
-    """w = J^T w + grad_output, (b, ...), and the solution of the map that was iterated."""
-    flips = time_dim == 1
+    """w = J^T w + grad_output, (b, ...), and the solution of the map that was iterated, in at most
+    as many steps as the problem."""
+    f, flips = problem.f, problem.time_dim == 1
     adjoint: _AdjointMap
     if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
         adjoint = _BlockAdjointMap(y, tracked, grad_output, f)
     else:
         adjoint = _AdjointMap(y, tracked, grad_output, flips, counted_tokens(f))
     start = torch.zeros_like(grad_output)
-    solution = solver.solve(adjoint, start, max_steps=max_steps, time_dim=time_dim, unroll=False)
+    solution = solver.solve(Problem(adjoint, start, problem.max_steps, problem.time_dim))
     return adjoint.flip(solution.value), solution

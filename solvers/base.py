@@ -7,11 +7,12 @@ is a single token and t = 1.
 
 import difflib
 import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,21 +26,27 @@ Map = Callable[[Tensor], Tensor]
 TimeDim = Literal[1] | None
 
 
-class SweepResult(Protocol):
-    """Result of a direct sweep: y (b, t, c), the norms defect, scale and magnitude (b, t), and the
-    smallest pivot (b,). It may also have the attributes residual and converged (b,) of
-    SolveStats."""
+@dataclass(frozen=True)
+class Problem:
+    """What a solver solves: y = f(y) from y0, in at most max_steps steps.
 
-    @property
-    def y(self) -> Tensor: ...
-    @property
-    def defect(self) -> Tensor: ...
-    @property
-    def scale(self) -> Tensor: ...
-    @property
-    def magnitude(self) -> Tensor: ...
-    @property
-    def pivot(self) -> Tensor: ...
+    With `unroll` the value carries the gradient of the loop; `watch` is called at each evaluation
+    of the map.
+    """
+
+    f: Map
+    y0: Tensor  # (b, ...)
+    max_steps: int
+    time_dim: TimeDim
+    unroll: bool = False
+    watch: Watch | None = None
+
+    def tokens(self) -> tuple[Map, Tensor]:
+        """The map and y0 in the shape (b, t, c)."""
+        y0, axes = self.y0, 1 if self.time_dim is None else 2
+        t = 1 if self.time_dim is None else y0.shape[1]
+        y = y0.reshape(y0.shape[0], t, math.prod(y0.shape[axes:]))
+        return (self.f if y.shape == y0.shape else TokenMap(self.f, y0.shape, y.shape)), y
 
 
 @runtime_checkable
@@ -59,22 +66,30 @@ class BlockMap(Protocol):
         the values of the other tokens in y."""
 
 
-class TriangularMap(Protocol):
-    """A map that is block lower-triangular in time, as `Direct` requires."""
+class SweptMap(Protocol):
+    """A map that is block lower-triangular in time: `Direct` requires `sweep`, and `attach` is the
+    exact adjoint of any solver."""
 
-    def __call__(
+    def sweep(self, unroll: bool, cell: BackwardStats) -> Any:
+        """Solve token after token, with the exact implicit gradient, whose backward pass reports
+        into `cell`; with `unroll`, with that of back-propagation through the loop.
+
+        Of the result, such as kernels.direct.Sweep, y (b, t, c), the norms defect, scale and
+        magnitude (b, t) and the smallest pivot (b,) are read, and residual and converged (b,) of
+        SolveStats if it has them.
+        """
+
+    def attach(
         self,
-        y: Tensor,  # (b, t, c)
-    ) -> Tensor: ...  # (b, t, c)
-
-    def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
-        """Solve token after token. The result carries the exact implicit gradient, whose backward
-        pass reports into `cell`; with `unroll`, that of back-propagation through the loop."""
+        y_star: Tensor,  # (b, t, c)
+        cell: BackwardStats,
+    ) -> Tensor:  # (b, t, c)
+        """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
 
 
-def is_triangular(f: object) -> TypeGuard[TriangularMap]:
-    """Whether f is a `TriangularMap`, for which isinstance takes several times as long."""
-    return callable(getattr(f, "sweep", None))
+def offers(f: object, method: str) -> TypeGuard[SweptMap]:
+    """Whether f has this method of a `SweptMap`; isinstance takes several times as long."""
+    return callable(getattr(f, method, None))
 
 
 class Steps(Protocol):
@@ -124,34 +139,11 @@ class GraphMap(Protocol):
         above."""
 
 
-class PaddedMap(Protocol):
-    """A map of sequences of several lengths, each followed by padding, where its values are 0."""
-
-    @property
-    def real(self) -> Tensor | None:
-        """(b, t) bool, False in the padding, which counts as converged; None: no padding."""
-
-
 def counted_tokens(f: object) -> Tensor | None:
-    """`real` (b, t) of a `PaddedMap`; None for other maps."""
+    """(b, t) bool, False in the padding of a map of sequences of several lengths, where its values
+    are 0: it counts as converged. None for maps without an attribute `real`."""
     real: Tensor | None = getattr(f, "real", None)
     return real
-
-
-class ExactAdjointMap(Protocol):
-    """A map that offers the exact reverse sweep."""
-
-    def attach(
-        self,
-        y_star: Tensor,  # (b, t, c)
-        cell: BackwardStats,
-    ) -> Tensor:  # (b, t, c)
-        """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
-
-
-def is_exact_adjoint(f: object) -> TypeGuard[ExactAdjointMap]:
-    """Whether f is an `ExactAdjointMap`; see `is_triangular`."""
-    return callable(getattr(f, "attach", None))
 
 
 @runtime_checkable
@@ -167,24 +159,35 @@ class TransposedBlockMap(Protocol):
 
 
 SolverT = TypeVar("SolverT", bound=type)
+InitT = TypeVar("InitT", bound=Callable[..., None])
 
 
 def strict_options(cls: SolverT) -> SolverT:
     """Class decorator: an unknown option raises a TypeError that lists the valid names."""
-    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    valid = [f.name for f in fields(cls) if f.init]
+    cls.__init__ = known_options(cls.__init__)  # type: ignore[misc]
+    return cls
+
+
+def known_options(init: InitT) -> InitT:
+    """Decorator of a constructor: an unknown option raises a TypeError that lists the valid ones,
+    or gives the reason that the class has in `absent_options`. The signature stays what it is for
+    type checkers and help()."""
+    valid = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **options: Any) -> None:
+    def checked(self: object, *args: Any, **options: Any) -> None:
+        owner = type(self).__name__
         for name in options:
             if name not in valid:
-                raise TypeError(unknown_option(cls.__name__, name, valid))
+                reason = getattr(type(self), "absent_options", {}).get(name)
+                if reason is not None:
+                    raise TypeError(f"{owner} has no option {name}: {reason}")
+                raise TypeError(unknown_option(owner, name, valid))
         if len(args) > len(valid):
-            raise TypeError(f"{cls.__name__} takes {len(valid)} options {valid}, got {len(args)}")
+            raise TypeError(f"{owner} takes {len(valid)} options {valid}, got {len(args)}")
         init(self, *args, **options)
 
-    cls.__init__ = checked  # type: ignore[misc]
-    return cls
+    return cast(InitT, checked)
 
 
 def unknown_option(owner: str, name: str, valid: list[str]) -> str:
@@ -204,6 +207,20 @@ def check_number(name: str, value: float, low: float, high: float, *, open_low: 
         raise ValueError(f"{name} must lie in {bracket}{low}, {high}], got {value!r}")
 
 
+def check_count(name: str, value: object, least: int = 1, *, optional: bool = False) -> None:
+    """Raise ValueError unless `value` is an int of at least `least`, or with `optional` None."""
+    if (optional and value is None) or (type(value) is int and value >= least):
+        return
+    none = "None or " if optional else ""
+    raise ValueError(f"{name} must be {none}an int >= {least}, got {value!r}")
+
+
+def check_tolerances(rtol: float, atol: float) -> None:
+    """Raise ValueError unless both are in [0, 1e6]."""
+    check_number("rtol", rtol, 0, 1e6, open_low=False)
+    check_number("atol", atol, 0, 1e6, open_low=False)
+
+
 class Solver(ABC):
     """A method that finds y with f(y) = y. Solvers are frozen dataclasses that hold options
     only."""
@@ -216,36 +233,17 @@ class Solver(ABC):
     effect."""
 
     @abstractmethod
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
-        """Solve from y0. With `unroll` the value carries the gradient of the loop; `watch` is
-        called at each evaluation of the map."""
+    def solve(self, problem: Problem) -> Solution:
+        """Solve the problem; the value has the shape of y0."""
 
 
-def solve_outside_of_graphs(reason: str) -> Callable[..., Solution]:
-    """A function (solver, f, y0, max_steps, time_dim, unroll, watch) -> Solution that calls
-    `solver.solve` where torch.compile breaks the graph; `reason` as in `outside_of_graphs`."""
+def solve_outside_of_graphs(reason: str) -> Callable[[Solver, Problem], Solution]:
+    """A function that calls `solver.solve` where torch.compile breaks the graph; `reason` as in
+    `outside_of_graphs`."""
 
     @outside_of_graphs(reason)
-    def solve_outside(
-        solver: Solver,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None,
-    ) -> Solution:
-        options: dict[str, Any] = {"time_dim": time_dim, "unroll": unroll, "watch": watch}
-        return solver.solve(f, y0, max_steps=max_steps, **options)
+    def solve_outside(solver: Solver, problem: Problem) -> Solution:
+        return solver.solve(problem)
 
     return solve_outside
 
@@ -276,11 +274,3 @@ class TokenMap(MapWrapper):
         y: Tensor,  # (b, t, c)
     ) -> Tensor:  # (b, t, c)
         return self.f(y.reshape(self.shape)).reshape(self.tokens)
-
-
-def as_tokens(y: Tensor, time_dim: TimeDim) -> Tensor:
-    """y (b, ...) as (b, t, c): axis 1 is time with `time_dim=1`, otherwise a sample is one
-    token."""
-    if time_dim == 1:
-        return y.reshape(y.shape[0], y.shape[1], math.prod(y.shape[2:]))
-    return y.reshape(y.shape[0], 1, math.prod(y.shape[1:]))

@@ -16,11 +16,9 @@ from bedouin.solvers.base import (
     FusedMap,
     GraphMap,
     Map,
+    Problem,
     Solver,
     Steps,
-    TimeDim,
-    TokenMap,
-    as_tokens,
     counted_tokens,
     solve_outside_of_graphs,
 )
@@ -108,27 +106,19 @@ class IterativeSolver(Solver):
         """The solver's step as data, for a `FusedMap`; None: this solver cannot be fused."""
         return None
 
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
+    def solve(self, problem: Problem) -> Solution:
+        f, y0, max_steps = problem.f, problem.y0, problem.max_steps
         if torch.compiler.is_compiling():
-            if isinstance(f, GraphMap) and not unroll and watch is None:
+            if isinstance(f, GraphMap) and not problem.unroll and problem.watch is None:
                 found = f.solve_in_graph(self, y0, max_steps)
                 if found is not None:
                     return found
             if max_steps > MAX_TRACED_STEPS:
-                return _solve_outside(self, f, y0, max_steps, time_dim, unroll, watch)
-        y = as_tokens(y0, time_dim)
+                return _solve_outside(self, problem)
+        f, y = problem.tokens()
         if y.numel() == 0:
             return empty_solution(y0)
-        steps = self._steps(f, y, y0.shape, unroll, watch)
+        steps = self._steps(f, y, problem)
         # with so few steps an early stop saves less than the synchronization costs
         readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every, taken = CHECK_EVERY if y.is_cuda else 1, 0
@@ -152,20 +142,14 @@ class IterativeSolver(Solver):
         self,
         f: Map,
         y: Tensor,  # (b, t, c)
-        shape: torch.Size,  # of the user's y, (b, ...)
-        unroll: bool,
-        watch: Watch | None,
+        problem: Problem,
     ) -> Steps:
-        if y.shape != shape:
-            f = TokenMap(f, shape, y.shape)
-        if watch is not None:
-            # fused steps overwrite the y that they have measured
-            return _WatchedSteps(self, f, y, watch)
-        rule = self.rule()
-        # fused steps record no autograd graph
-        if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
+        # fused steps overwrite the y that they have measured, and record no autograd graph
+        fusible = not (problem.watch or problem.unroll or torch.is_grad_enabled())
+        rule = self.rule() if fusible else None
+        if rule is not None and isinstance(f, FusedMap):
             return f.fuse(y, rule) or _PlainSteps(self, f, y)
-        return _PlainSteps(self, f, y)
+        return _PlainSteps(self, f, y, problem.watch)
 
 
 _solve_outside = solve_outside_of_graphs(
@@ -183,8 +167,9 @@ class _PlainSteps:
         solver: IterativeSolver,
         f: Map,
         y: Tensor,  # (b, t, c)
+        watch: Watch | None = None,
     ) -> None:
-        self.solver, self.f, self.real = solver, f, counted_tokens(f)
+        self.solver, self.f, self.watch, self.real = solver, f, watch, counted_tokens(f)
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
@@ -219,38 +204,10 @@ class _PlainSteps:
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = holds_so_far(small if self.real is None else small | ~self.real)
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
+        if self.watch is not None:
+            self.watch(before.y, reported_residual(defect, scale))
         norms = defect, scale, measured.pivot
         return Progress(before.y, frozen, failed, before.num_steps, *norms)
-
-
-class _WatchedSteps(_PlainSteps):
-    """`_PlainSteps` that report each evaluation."""
-
-    def __init__(
-        self,
-        solver: IterativeSolver,
-        f: Map,
-        y: Tensor,  # (b, t, c)
-        watch: Watch,
-    ) -> None:
-        super().__init__(solver, f, y)
-        self.watch = watch
-
-    def advance(self) -> None:
-        y = self.progress.y
-        super().advance()
-        self._report(y)
-
-    def certify(self) -> None:
-        super().certify()
-        self._report(self.progress.y)
-
-    def _report(
-        self,
-        y: Tensor,  # (b, t, c), at which the map was evaluated
-    ) -> None:
-        residual = reported_residual(self.progress.defect, self.progress.scale)
-        self.watch(y, residual)
 
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:

@@ -6,13 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import (
-    BlockMap,
-    Map,
-    check_number,
-    map_name,
-    strict_options,
-)
+from bedouin.solvers.base import BlockMap, Map, check_tolerances, map_name, strict_options
 from bedouin.solvers.convergence import ATOL
 from bedouin.solvers.iterate import IterativeSolver, Measurement
 
@@ -38,8 +32,7 @@ class Jacobi(IterativeSolver):
     atol: float = ATOL
 
     def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
+        check_tolerances(self.rtol, self.atol)
 
     def rule(self) -> IterationRule:
         return IterationRule("jacobi", self.rtol, self.atol)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import Map, check_number, strict_options
+from bedouin.solvers.base import Map, check_count, check_number, check_tolerances, strict_options
 from bedouin.solvers.convergence import ATOL, holds_so_far, within_tolerance
 from bedouin.solvers.iterate import IterativeSolver, Measurement
 
@@ -61,12 +61,10 @@ class Picard(IterativeSolver):
     stop_rule: StopRule = "prefix"
 
     def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
+        check_tolerances(self.rtol, self.atol)
         check_number("damping", self.damping, 0, 1, open_low=True)
         check_number("shrink", self.shrink, 0, 1, open_low=True)
-        if self.patience is not None and (type(self.patience) is not int or self.patience < 1):
-            raise ValueError(f"patience must be None or an int >= 1, got {self.patience!r}")
+        check_count("patience", self.patience, optional=True)
         if self.stop_rule not in get_args(StopRule):
             raise ValueError(
                 f"stop_rule must be one of {get_args(StopRule)}, got {self.stop_rule!r}"

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, check_backend
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
-from bedouin.solvers.base import Map, MapWrapper, Solver, TimeDim
+from bedouin.solvers.base import Map, MapWrapper, Problem, Solver, TimeDim
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.deferred import DeferredWarning
-from bedouin.solvers.problem import Problem
 from bedouin.solvers.reporting import OnUnconverged, Reporting
 from bedouin.solvers.solution import Solution, SolveStats, join_parts
 from bedouin.solvers.trees import as_tensor_problem
@@ -91,8 +90,8 @@ class SolveOptions:
         steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
         cut_at = steps if steps < self.cap.limit else None
         reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
-        problem = Problem(f, y0, self.solver, steps, time_dim, reporting, caller.watch)
-        solution = (self.adjoint or _EXACT).apply(problem)
+        problem = Problem(f, y0, steps, time_dim, watch=caller.watch)
+        solution = (self.adjoint or _EXACT).apply(problem, self.solver, reporting)
         if caller.watch is not None:
             solution = caller.watch.into(solution)
         if caller.num_parts > 1:

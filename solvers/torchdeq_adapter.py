@@ -25,11 +25,11 @@ from torch import Tensor
 
 from bedouin.solvers.base import (
     Map,
+    Problem,
     Solver,
-    TimeDim,
-    TokenMap,
-    as_tokens,
+    check_count,
     check_number,
+    check_tolerances,
     counted_tokens,
     solve_outside_of_graphs,
     strict_options,
@@ -220,30 +220,21 @@ class _TorchDEQSolver(Solver):
         """One round of torchdeq from z, of at least one evaluation of the guarded map."""
 
     @torch.no_grad()
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
+    def solve(self, problem: Problem) -> Solution:
         if torch.compiler.is_compiling():
-            return _solve_outside(self, f, y0, max_steps, time_dim, unroll, watch)
+            return _solve_outside(self, problem)
+        y0, max_steps = problem.y0, problem.max_steps
         if not can_read_device(y0):
             raise RuntimeError(
                 f"{type(self).__name__} reads the device at every step and cannot run under "
                 "torch.func transforms or graph capture, nor on the meta device: use Direct, "
                 "Jacobi or Picard"
             )
-        y = as_tokens(y0, time_dim)
+        f, y = problem.tokens()
         if y.numel() == 0:
             return empty_solution(y0)
-        f_tokens = f if y.shape == y0.shape else TokenMap(f, y0.shape, y.shape)
         # one evaluation more than steps: the one that only measures the last iterate
-        guarded = _GuardedMap(f_tokens, y, self.rtol, self.atol, max_steps + 1, watch)
+        guarded = _GuardedMap(f, y, self.rtol, self.atol, max_steps + 1, problem.watch)
         while not guarded.finished:
             self._run(guarded, guarded.start_round())
         return self._conclude(guarded, y0.shape, max_steps)
@@ -292,12 +283,10 @@ class Anderson(_TorchDEQSolver):
     damping: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
+        check_tolerances(self.rtol, self.atol)
         check_number("regularization", self.regularization, 0, 1e6, open_low=True)
         check_number("damping", self.damping, 0, 1, open_low=True)
-        if type(self.memory) is not int or self.memory < 2:
-            raise ValueError(f"memory must be an int >= 2, got {self.memory!r}")
+        check_count("memory", self.memory, 2)
 
     def _run(
         self,
@@ -348,10 +337,8 @@ class Broyden(_TorchDEQSolver):
     max_rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
-        if self.max_rank is not None and (type(self.max_rank) is not int or self.max_rank < 1):
-            raise ValueError(f"max_rank must be None or an int >= 1, got {self.max_rank!r}")
+        check_tolerances(self.rtol, self.atol)
+        check_count("max_rank", self.max_rank, optional=True)
 
     def _run(
         self,

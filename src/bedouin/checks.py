@@ -3,20 +3,17 @@
 Letters: b batch, t time, m d_model.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from bedouin.kernels.backend import autocast_dtype
-from bedouin.solvers.base import unknown_option
+from bedouin.solvers.base import known_options as known_options
 
 OptionT = TypeVar("OptionT", bound=str)
-InitT = TypeVar("InitT", bound=Callable[..., None])
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -119,23 +116,3 @@ def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -
     if not all(v in valid for v in names):
         raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
     return tuple(v for v in valid if v in names)
-
-
-def known_options(init: InitT) -> InitT:
-    """Decorator of a layer's constructor: an unknown option raises a TypeError that lists the valid
-    ones, or gives the reason that the class has in `absent_options`. The signature stays what it is
-    for type checkers and help()."""
-    valid = [name for name in inspect.signature(init).parameters if name != "self"]
-
-    @functools.wraps(init)
-    def checked(self: nn.Module, *args: Any, **options: Any) -> None:
-        for name in options:
-            if name not in valid:
-                owner = type(self).__name__
-                reason = getattr(type(self), "absent_options", {}).get(name)
-                if reason is not None:
-                    raise TypeError(f"{owner} has no option {name}: {reason}")
-                raise TypeError(unknown_option(owner, name, valid))
-        init(self, *args, **options)
-
-    return cast(InitT, checked)

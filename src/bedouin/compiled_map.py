@@ -27,6 +27,7 @@ from bedouin.kernels.operation import operation
 from bedouin.mixers import householder_product
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint_solve import solve_adjoint
+from bedouin.solvers.base import Problem
 from bedouin.solvers.iterate import IterativeSolver
 from bedouin.solvers.solution import BackwardStats, Result, Solution
 
@@ -178,7 +179,7 @@ def iterate(
     (b,) each, the last one empty for Picard."""
     f, solver, max_steps = _problem(start, flat)
     with torch.no_grad(), torch.autocast(start.device.type, enabled=False):
-        solution = solver.solve(f, start, max_steps=max_steps, time_dim=1, unroll=False)
+        solution = solver.solve(Problem(f, start, max_steps, 1))
     stats, pivot = solution.stats, solution.stats.conditioning
     if pivot is None:  # of Picard, and where there are no tokens
         pivot = start.new_full((len(start) if isinstance(solver, Jacobi) else 0,), math.inf)
@@ -209,7 +210,7 @@ def iterate_adjoint(
         y = y_star.detach().clone().requires_grad_()
         tracked = f(y)
         with torch.no_grad():
-            w, _ = solve_adjoint(f, solver, y, tracked, grad, max_steps, 1)
+            w, _ = solve_adjoint(Problem(f, y, max_steps, 1), solver, y, tracked, grad)
     return w.contiguous()
 
 

@@ -31,9 +31,8 @@ from bedouin.solvers import (
     Solver,
     SolveStats,
 )
-from bedouin.solvers.base import Map, TimeDim
+from bedouin.solvers.base import Map, Problem
 from bedouin.solvers.solution import join_parts
-from bedouin.solvers.watch import Watch
 from bedouin.state import BedouinState
 
 GROWTH_LIMIT = 1e6
@@ -104,20 +103,9 @@ class _Recorder(Solver):
     inner: Solver
     calls: list[tuple[Map, Solution]] = field(default_factory=list)
 
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
-        solution = self.inner.solve(
-            f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll, watch=watch
-        )
-        self.calls.append((f, solution))
+    def solve(self, problem: Problem) -> Solution:
+        solution = self.inner.solve(problem)
+        self.calls.append((problem.f, solution))
         return solution
 
 
