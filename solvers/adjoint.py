@@ -28,30 +28,20 @@ from bedouin.solvers.solution import Solution
 
 
 class _Attach(torch.autograd.Function):
-    """The value y_star, whose gradient is passed on to `tracked`."""
+    """The value y_star, whose gradient is passed on to `tracked`; all tensors are (b, ...)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        tracked: Tensor,  # (b, ...)
-        y_star: Tensor,  # (b, ...)
-    ) -> Tensor:  # (b, ...)
+    def forward(tracked: Tensor, y_star: Tensor) -> Tensor:
         return y_star.clone()
 
     @staticmethod
-    def setup_context(
-        ctx: Any,
-        inputs: tuple[Tensor, ...],  # tracked and y_star
-        output: Tensor,  # (b, ...)
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad_output: Tensor,  # (b, ...)
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([grad_output], sources), None)
 
@@ -61,18 +51,11 @@ class _AttachEager(_Attach):
     torch.compile cannot trace a Function that has a jvp."""
 
     @staticmethod
-    def jvp(
-        ctx: Any,
-        tangent: Tensor,  # (b, ...), that of `tracked`
-        unused: Tensor | None,  # that of y_star
-    ) -> Tensor:  # (b, ...)
+    def jvp(ctx: Any, tangent: Tensor, unused: Tensor | None) -> Tensor:
         return tangent
 
 
-def _attach(
-    tracked: Tensor,  # (b, ...)
-    y_star: Tensor,  # (b, ...)
-) -> Tensor:  # (b, ...)
+def _attach(tracked: Tensor, y_star: Tensor) -> Tensor:
     function = _Attach if torch.compiler.is_compiling() else _AttachEager
     value: Tensor = function.apply(tracked, y_star)  # type: ignore[no-untyped-call]
     return value
@@ -99,11 +82,7 @@ class ImplicitAdjoint(Adjoint):
         `Direct()` requires the reverse sweep.
 
     The adjoint solve is reported in `stats.backward`, and `on_unconverged` applies to it as to the
-    forward solve. "raise" raises ConvergenceError from backward(), which synchronizes with a GPU.
-    "warn" warns in backward(), except that on a GPU a warning about the reverse sweep comes one
-    call late, from an asynchronous copy. Under torch.compile, torch.func transforms and graph
-    capture the outcome is not read. An iterative adjoint that a drawn cap below its limit cuts
-    short is not reported as a failure; the reverse sweep has no cap.
+    forward solve (see `solve`), with errors and warnings from backward().
     """
 
     solver: Solver | None = None

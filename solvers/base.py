@@ -19,8 +19,7 @@ from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.outside import outside_of_graphs
-from bedouin.solvers.solution import BackwardStats, Solution
-from bedouin.solvers.watch import Watch
+from bedouin.solvers.solution import BackwardStats, Solution, Watch
 
 Map = Callable[[Tensor], Tensor]
 TimeDim = Literal[1] | None
@@ -53,15 +52,9 @@ class Problem:
 class BlockMap(Protocol):
     """A map whose local equation can be solved token by token, as `Jacobi` requires."""
 
-    def __call__(
-        self,
-        y: Tensor,  # (b, t, c)
-    ) -> Tensor: ...  # (b, t, c)
+    def __call__(self, y: Tensor) -> Tensor: ...  # (b, t, c) -> (b, t, c)
 
-    def block_solve(
-        self,
-        y: Tensor,  # (b, t, c)
-    ) -> tuple[Tensor, Tensor]:
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """G(y) (b, t, c) and the smallest pivot (b,). G solves the local equation of each token for
         the values of the other tokens in y."""
 
@@ -79,11 +72,7 @@ class SweptMap(Protocol):
         SolveStats if it has them.
         """
 
-    def attach(
-        self,
-        y_star: Tensor,  # (b, t, c)
-        cell: BackwardStats,
-    ) -> Tensor:  # (b, t, c)
+    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # y_star: (b, t, c)
         """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
 
 
@@ -119,24 +108,14 @@ class FusedMap(Protocol):
 
 @runtime_checkable
 class GraphMap(Protocol):
-    """A map whose solves can be single operations in a graph of torch.compile."""
+    """A map whose solves can be single operations in a graph of torch.compile. Both methods return
+    None if the solver or the map do not allow it."""
 
-    def solve_in_graph(
-        self,
-        solver: "Solver",
-        y0: Tensor,  # (b, t, c)
-        max_steps: int,
-    ) -> Solution | None:
-        """The solve from y0 without gradient; None if the solver or the map do not allow it."""
+    def solve_in_graph(self, solver: "Solver", y0: Tensor, max_steps: int) -> Solution | None:
+        """The solve from y0 (b, t, c) without gradient."""
 
-    def attach_in_graph(
-        self,
-        solver: "Solver",
-        y_star: Tensor,  # (b, t, c)
-        max_steps: int,
-    ) -> Tensor | None:  # (b, t, c)
-        """y_star with the implicit gradient, whose adjoint equation the solver solves; None as
-        above."""
+    def attach_in_graph(self, solver: "Solver", y_star: Tensor, max_steps: int) -> Tensor | None:
+        """y_star (b, t, c) with the implicit gradient, whose adjoint equation the solver solves."""
 
 
 def counted_tokens(f: object) -> Tensor | None:
@@ -150,12 +129,9 @@ def counted_tokens(f: object) -> Tensor | None:
 class TransposedBlockMap(Protocol):
     """A map whose adjoint equation can be solved token by token, by Jacobi backward in time."""
 
-    def block_transpose(
-        self,
-        y_star: Tensor,  # (b, t, c)
-    ) -> tuple[Callable[[Tensor], Tensor], ...]:
+    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
         """Two functions on (b, t, c): w -> L^T w and r -> (I - L^T)^-1 r, where L is the block
-        diagonal of the Jacobian at y_star."""
+        diagonal of the Jacobian at y_star (b, t, c)."""
 
 
 SolverT = TypeVar("SolverT", bound=type)
@@ -269,8 +245,5 @@ class TokenMap(MapWrapper):
         super().__init__(f)
         self.shape, self.tokens = shape, tokens
 
-    def __call__(
-        self,
-        y: Tensor,  # (b, t, c)
-    ) -> Tensor:  # (b, t, c)
+    def __call__(self, y: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
         return self.f(y.reshape(self.shape)).reshape(self.tokens)

@@ -15,7 +15,7 @@ from bedouin.solvers.solution import (
     Solution,
     SolveStats,
     can_read_device,
-    empty_stats,
+    empty_solution,
     read_result,
 )
 
@@ -43,7 +43,7 @@ class Direct(Solver):
         cell = BackwardStats()
         swept = f.sweep(problem.unroll, cell)
         if y0.numel() == 0:
-            return Solution(swept.y, empty_stats(y0), Result.converged)
+            return empty_solution(swept.y)
         residual, converged = self._judge(swept)
         if problem.watch is not None:
             problem.watch(swept.y, residual)

@@ -3,8 +3,7 @@
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
-from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +33,11 @@ from bedouin.solvers.solution import (
     Result,
     Solution,
     SolveStats,
+    Watch,
     can_read_device,
     empty_solution,
     read_result,
 )
-from bedouin.solvers.watch import Watch
 
 CHECK_EVERY = 4
 """Evaluations between two checks for termination on a GPU. A check costs a synchronization; a
@@ -48,13 +47,6 @@ the device. A solve of at most this many steps does not read its outcome (`Resul
 MAX_TRACED_STEPS = 16
 """Most steps that torch.compile unrolls: each adds some hundred nodes to the graph, and a graph
 cannot stop early."""
-
-
-class Measurement(NamedTuple):
-    """One evaluation of the map that a solver iterates: F, or G for Jacobi."""
-
-    f_y: Tensor  # (b, t, c)
-    pivot: Tensor | None  # (b,)
 
 
 class IterativeSolver(Solver):
@@ -75,31 +67,22 @@ class IterativeSolver(Solver):
         rather than the y at which it was measured."""
         return False
 
-    def start(self, y0: Tensor) -> Any:
-        """What the solver keeps between steps, from y0 (b, t, c); None for solvers without
-        memory."""
+    def start(self, y0: Tensor) -> Any:  # y0: (b, t, c)
+        """What the solver keeps between steps; None for solvers without memory."""
         return None
 
-    @abstractmethod
-    def evaluate(self, f: Map, y: Tensor) -> Measurement:
-        """Evaluate the map that is iterated at y (b, t, c)."""
+    def evaluate(self, f: Map, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The value at y (b, t, c) of the map that is iterated, F or for Jacobi G, and the smallest
+        pivot (b,) if there are pivots."""
+        return f(y), None
 
-    @abstractmethod
-    def update(
-        self,
-        y: Tensor,  # (b, t, c)
-        f_y: Tensor,  # (b, t, c), the map at y
-        memory: Any,
-    ) -> tuple[Tensor, Any]:
-        """The next iterate (b, t, c) and the next memory."""
+    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """The next iterate from y and the value there, all (b, t, c), and the next memory."""
+        return f_y, None
 
-    def within_tolerance(
-        self,
-        defect: Tensor,  # (b, t)
-        scale: Tensor,  # (b, t), |F(y)_t|
-    ) -> Tensor:  # (b, t)
-        """Which tokens have a defect within tolerance, regardless of the tokens before them; the
-        caller requires the same of all earlier tokens."""
+    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:  # all (b, t)
+        """Which tokens have a defect within tolerance, regardless of the tokens before them, of
+        which the caller requires the same; scale is |F(y)_t|."""
         return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
 
     def rule(self) -> IterationRule | None:
@@ -117,7 +100,7 @@ class IterativeSolver(Solver):
                 return _solve_outside(self, problem)
         f, y = problem.tokens()
         if y.numel() == 0:
-            return empty_solution(y0)
+            return empty_solution(y0.clone())
         steps = self._steps(f, y, problem)
         # with so few steps an early stop saves less than the synchronization costs
         readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
@@ -178,25 +161,27 @@ class _PlainSteps:
     def advance(self) -> None:
         before = self.progress
         active = ~before.failed & ~before.frozen.all(1)
-        measured = self.solver.evaluate(self.f, before.y)
-        y_next, self.memory = self.solver.update(before.y, measured.f_y, self.memory)
-        value = measured.f_y if self.solver.returns_evaluation else None
-        now = self._judge(before, measured)
+        f_y, now = self._judge()
+        y_next, self.memory = self.solver.update(before.y, f_y, self.memory)
         keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
-        y = torch.where(keep, before.y, y_next)
         # the evaluation of a frozen y does not change, so the last one holds for every token
-        num_steps = before.num_steps + active
-        self.progress = now._replace(y=y, num_steps=num_steps, value=value)
+        self.progress = now._replace(
+            y=torch.where(keep, before.y, y_next),
+            num_steps=before.num_steps + active,
+            value=f_y if self.solver.returns_evaluation else None,
+        )
 
     def certify(self) -> None:
-        measured = self.solver.evaluate(self.f, self.progress.y)
-        self.progress = self._judge(self.progress, measured)
+        _, self.progress = self._judge()
 
     def finished(self) -> bool:
         return bool((self.progress.failed | self.progress.frozen.all(1)).all())
 
-    def _judge(self, before: Progress, measured: Measurement) -> Progress:
-        f_y = measured.f_y.detach()
+    def _judge(self) -> tuple[Tensor, Progress]:
+        """The value of the map at y (b, t, c), and the progress that it shows."""
+        before = self.progress
+        evaluation, pivot = self.solver.evaluate(self.f, before.y)
+        f_y = evaluation.detach()
         # small tolerances would underflow to zero in float16
         dtype = accumulator(f_y.dtype)
         defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
@@ -206,8 +191,8 @@ class _PlainSteps:
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
         if self.watch is not None:
             self.watch(before.y, reported_residual(defect, scale))
-        norms = defect, scale, measured.pivot
-        return Progress(before.y, frozen, failed, before.num_steps, *norms)
+        now = Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
+        return evaluation, now
 
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:

@@ -1,15 +1,15 @@
 """Picard: damped fixed-point iteration."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import Map, check_count, check_number, check_tolerances, strict_options
+from bedouin.solvers.base import check_count, check_number, check_tolerances, strict_options
 from bedouin.solvers.convergence import ATOL, holds_so_far, within_tolerance
-from bedouin.solvers.iterate import IterativeSolver, Measurement
+from bedouin.solvers.iterate import IterativeSolver
 
 StopRule = Literal["prefix", "paper"]
 
@@ -78,38 +78,20 @@ class Picard(IterativeSolver):
     def returns_evaluation(self) -> bool:
         return self.stop_rule == "paper"
 
-    def start(
-        self,
-        y0: Tensor,  # (b, t, c)
-    ) -> _Damping | None:
+    def start(self, y0: Tensor) -> _Damping | None:  # y0: (b, t, c)
         if self.patience is None:
             return None
         factor = torch.full_like(y0[:, 0, 0], self.damping)
         return _Damping(factor, torch.full_like(factor, torch.inf), torch.zeros_like(factor))
 
-    def evaluate(
-        self,
-        f: Map,
-        y: Tensor,  # (b, t, c)
-    ) -> Measurement:
-        return Measurement(f(y), None)
-
-    def update(
-        self,
-        y: Tensor,  # (b, t, c)
-        f_y: Tensor,  # (b, t, c)
-        memory: _Damping | None,
-    ) -> tuple[Tensor, _Damping | None]:
+    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, _Damping | None]:
         if memory is None:
             return (f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)), None
         memory = self._adapt(memory, (f_y - y).detach().abs().amax((1, 2)))
         return torch.lerp(y, f_y, memory.factor[:, None, None]), memory
 
-    def _adapt(
-        self,
-        memory: _Damping,
-        defect: Tensor,  # (b,), the largest of the sample
-    ) -> _Damping:
+    def _adapt(self, memory: _Damping, defect: Tensor) -> _Damping:
+        """The memory after a step whose largest defect in each sample is `defect` (b,)."""
         improved = defect < memory.lowest
         stalled = torch.where(improved, 0.0, memory.stalled + 1)
         shrinks = stalled >= (self.patience or 0)
@@ -119,11 +101,7 @@ class Picard(IterativeSolver):
             torch.where(shrinks, 0.0, stalled),
         )
 
-    def within_tolerance(
-        self,
-        defect: Tensor,  # (b, t)
-        scale: Tensor,  # (b, t), |F(y)_t|
-    ) -> Tensor:  # (b, t)
+    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:
         if self.stop_rule == "prefix":
             return super().within_tolerance(defect, scale)
         # tokens from the first non-finite one on must not prevent the earlier ones from stopping

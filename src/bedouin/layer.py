@@ -62,12 +62,10 @@ from bedouin.projection import project_raw, split_projected
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.base import check_number
-from bedouin.solvers.deferred import DeferredWarning
-from bedouin.solvers.draws import Draws
-from bedouin.solvers.recompute import is_recomputation
-from bedouin.solvers.reporting import OnUnconverged
+from bedouin.solvers.draws import Draws, is_recomputation
+from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
+from bedouin.solvers.solution import StepRecorder
 from bedouin.solvers.solve import Caller, SolveOptions
-from bedouin.solvers.watch import StepRecorder
 from bedouin.state import BedouinState, StateSize, zero_state
 from bedouin.wrapped import (
     effective_weight,
