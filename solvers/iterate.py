@@ -121,12 +121,7 @@ class IterativeSolver(Solver):
                 steps.certify()
         return _conclude(steps.progress, y0.shape, readable)
 
-    def _steps(
-        self,
-        f: Map,
-        y: Tensor,  # (b, t, c)
-        problem: Problem,
-    ) -> Steps:
+    def _steps(self, f: Map, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
         # fused steps overwrite the y that they have measured, and record no autograd graph
         fusible = not (problem.watch or problem.unroll or torch.is_grad_enabled())
         rule = self.rule() if fusible else None

@@ -146,10 +146,7 @@ def rebuild(
     return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths)
 
 
-def _of_width(
-    f: StructuredMap,
-    y: Tensor,  # (b, t, H d)
-) -> StructuredMap | JoinedHeads:
+def _of_width(f: StructuredMap, y: Tensor) -> StructuredMap | JoinedHeads:  # y: (b, t, H d)
     """The map that takes y: `f` for its d channels, with its heads joined for those of all H."""
     num_heads = y.shape[-1] // f.operands.x.shape[-1]
     return f if num_heads == 1 else JoinedHeads(f, num_heads)
@@ -261,10 +258,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.scalars = inputs[9:]
 
 
-def _vjp(
-    ctx: Any,
-    grad: Tensor,  # (b, t, d)
-) -> tuple[Tensor | None, ...]:
+def _vjp(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: (b, t, d)
     with torch.no_grad():
         w = iterate_adjoint(grad, *ctx.saved_tensors, *ctx.scalars)
     (marked,) = refuse_second_derivative([w], [grad, *ctx.saved_tensors])

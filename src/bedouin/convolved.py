@@ -318,10 +318,7 @@ class Convolved(nn.Module):
             )
         return ConvolvedState(self.init_window(batch_size), inner)
 
-    def graphed(
-        self,
-        sample: Tensor,  # (b, t, m)
-    ) -> Graphed:
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """`Bedouin.graphed` of convolution and layer together, with the same errors; TypeError for
         a layer that is not defined by a fixed point."""
         self._method("graphed")

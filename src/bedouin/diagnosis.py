@@ -263,10 +263,7 @@ def diagnose(
 
 
 @torch.no_grad()
-def _convolved(
-    layer: Convolved,
-    x: Tensor,  # (b, t, m)
-) -> Tensor:  # (b, t, m)
+def _convolved(layer: Convolved, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
     """What `layer` calls the layer behind its convolution with."""
     layer.check_input(x, rank=3)
     return layer.convolve(x, layer.init_window(len(x)))[0]
@@ -327,10 +324,7 @@ def _pivots(runs: tuple[SolverRun, ...]) -> Tensor | None:
 
 
 @torch.no_grad()
-def _contraction(
-    probe: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-) -> float | None:
+def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t, m)
     """The largest spectral radius of a token's diag(sigma)(I - Q) at the fixed point."""
     if not probe.is_structured:
         return None
@@ -349,10 +343,7 @@ def _contraction(
     return (2 * total / POWER_STEPS).exp().max().item()
 
 
-def _compare_gradients(
-    probe: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-) -> tuple[float, float]:
+def _compare_gradients(probe: FixedPointLayer, x: Tensor) -> tuple[float, float]:  # x: (b, t, m)
     """Bias and cosine of the gradients of all parameters by the layer's solver and adjoint."""
     chosen, solver = layer_gradients(probe, x), EXACT
     if probe.is_structured:

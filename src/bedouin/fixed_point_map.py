@@ -125,25 +125,16 @@ class FixedPointMap:
         token is that of the state."""
         return with_feedback(y, self.wide, self.parameterization)
 
-    def __call__(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
+    def __call__(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
         """F(y)."""
         tensors, options = self._scan_arguments(y)
         return self._without_padding(selective_scan(*tensors, **options)[0])
 
-    def _without_padding(
-        self,
-        v: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
+    def _without_padding(self, v: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
         """v, where the values of the padding are 0: solvers that combine all tokens see these."""
         return v if self.real is None else zero_outside(self.real, v)
 
-    def memory(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
         """h after the last token of y."""
         tensors, options = self._scan_arguments(y)
         return selective_scan(*tensors, **options)[1]
@@ -267,20 +258,14 @@ def _reverse_stats(
 def _make_reporter(cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
     """A function that puts the statistics of a reverse sweep into the cell when they are read."""
 
-    def report(
-        defect: Tensor,  # (b, t)
-        scale: Tensor,  # (b, t)
-    ) -> None:
+    def report(defect: Tensor, scale: Tensor) -> None:  # defect: (b, t), scale: (b, t)
         if can_read_device(defect):
             cell.defer(partial(_reverse_stats, defect, scale))
 
     return report
 
 
-def _judged_before(
-    real: Tensor,  # (b, t)
-    swept: Sweep,
-) -> Sweep:
+def _judged_before(real: Tensor, swept: Sweep) -> Sweep:  # real: (b, t)
     """The sweep without the defects of its padding, which are left to the solver to reduce."""
     defect, scale, magnitude, *_ = (zero_outside(real, v) for v in swept[2:5])
     return Sweep(swept.y, swept.h, defect, scale, magnitude, swept.pivot)
@@ -296,10 +281,7 @@ class StructuredMap(FixedPointMap):
         """How raw values become coefficients, for the operations of kernels.direct."""
         return MixerBind(self.split, self.mixer)
 
-    def coefficients(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> tuple[Tensor, Coefficients]:  # (b, t, d)
+    def coefficients(self, y: Tensor) -> tuple[Tensor, Coefficients]:  # (b, t, d) -> (b, t, d)
         """x and the coefficients of all tokens for the feedback that y gives."""
         x, raw = self.fed(y)
         return x, self.bind(raw, *self.mixer_values)
@@ -317,21 +299,14 @@ class StructuredMap(FixedPointMap):
             return self._swept
         return _judged_before(self.real, self._swept)
 
-    def memory(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
         """h after the last token of y, without another scan if y is the result of the last
         sweep."""
         if self._swept is not None and self._swept.y is y:
             return self._swept.h
         return super().memory(y)
 
-    def attach(
-        self,
-        y_star: Tensor,  # (b, t, d)
-        cell: BackwardStats,
-    ) -> Tensor:  # (b, t, d)
+    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # (b, t, d) -> (b, t, d)
         """y_star with the exact implicit gradient."""
         return direct_sweep(
             self.operands,
@@ -343,11 +318,7 @@ class StructuredMap(FixedPointMap):
             backend=self.backend,
         ).y
 
-    def fuse(
-        self,
-        y: Tensor,  # (b, t, d)
-        rule: IterationRule,
-    ) -> Steps | None:
+    def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:  # y: (b, t, d)
         """Steps in kernels, or None if these do not support the rule or this map, whose mixer must
         be a HouseholderProduct, and for tensors without values. Raises ValueError if
         backend="triton" cannot run."""
@@ -360,10 +331,7 @@ class StructuredMap(FixedPointMap):
             backend=backend,
         )
 
-    def block_solve(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> tuple[Tensor, Tensor]:
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
         """G(y) (b, t, d) and the smallest pivot (b,). G solves the local equation of each token,
         with its memory and its feedback computed from y."""
         x, (delta, B, C, e, U, M, erase) = self.coefficients(y)
@@ -388,14 +356,10 @@ class StructuredMap(FixedPointMap):
             sigma, gap = self._input_gain(delta, B, C)
             factors = factor_local(sigma, diagonal, U, M, gap)
 
-        def apply(
-            w: Tensor,  # (b, t, d)
-        ) -> Tensor:  # (b, t, d)
+        def apply(w: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
             return apply_complement_transposed(sigma * w, diagonal, U, M)
 
-        def invert(
-            r: Tensor,  # (b, t, d)
-        ) -> Tensor:  # (b, t, d)
+        def invert(r: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
             return solve_local_transposed(r, factors)
 
         return apply, invert

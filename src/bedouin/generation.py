@@ -54,10 +54,7 @@ class Sampling:
                 f"generator must be None or a torch.Generator, got {type(self.generator).__name__}"
             )
 
-    def choose(
-        self,
-        logits: Tensor,  # (b, v)
-    ) -> Tensor:  # (b,)
+    def choose(self, logits: Tensor) -> Tensor:  # (b, v) -> (b,)
         """A token for each sample."""
         if self.temperature == 0:
             return logits.argmax(-1)
@@ -129,10 +126,7 @@ def is_sharded(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
-def _last_logits(
-    logits: Tensor,  # (b, t, v)
-    mask: Tensor | None,  # (b, t)
-) -> Tensor:  # (b, v)
+def _last_logits(logits: Tensor, mask: Tensor | None) -> Tensor:  # (b, t, v), (b, t) -> (b, v)
     """Those of each sample's last real token."""
     if mask is None:
         return logits[:, -1]

@@ -47,19 +47,12 @@ class _Result(torch.autograd.Function):
     and only once."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        graphed: "Graphed",
-        output: Tensor,  # (b, t, m)
-    ) -> Tensor:  # (b, t, m)
+    def forward(ctx: Any, graphed: "Graphed", output: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         ctx.graphed, ctx.call, ctx.ran = graphed, graphed.calls, False
         return output.clone()
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad: Tensor,  # (b, t, m)
-    ) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # grad: (b, t, m)
         if ctx.call != ctx.graphed.calls:
             raise RuntimeError(
                 "the backward pass of a graphed layer must come before its next call, which "
@@ -93,10 +86,7 @@ class Graphed:
         self._run = capture(layer, self._sample, self._parameters)
         self._watch = ReplacementWatch(layer)
 
-    def __call__(
-        self,
-        x: Tensor,  # (b, t, m)
-    ) -> Tensor:  # (b, t, m)
+    def __call__(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         """The output for x; raises TypeError, ValueError or RuntimeError where a replay would not
         be the same as a call of the layer."""
         self._check(x)
@@ -204,10 +194,7 @@ class GraphedLayer(SavedLayer):
     @abstractmethod
     def check_input(self, x: Tensor, rank: int) -> None: ...
 
-    def graphed(
-        self,
-        sample: Tensor,  # (b, t, m)
-    ) -> Graphed:
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
         passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
         the layer, and a call costs the host a few launches.

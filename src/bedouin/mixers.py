@@ -54,11 +54,7 @@ class ChannelMixer(nn.Module, ABC):
         return 0
 
     @abstractmethod
-    def complement(
-        self,
-        raw: Tensor,  # (..., r)
-        v: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
         """(I - Q) v for the Q that `raw` parameterizes."""
 
     def mix(
@@ -74,10 +70,7 @@ class ChannelMixer(nn.Module, ABC):
         """
         return x + self.complement(raw, y - x)
 
-    def dense(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> Tensor:  # (..., d, d)
+    def dense(self, raw: Tensor) -> Tensor:  # (..., r) -> (..., d, d)
         """Q as a matrix."""
         raise NotImplementedError(f"{type(self).__name__} declares no dense(raw)")
 
@@ -86,10 +79,7 @@ class ChannelMixer(nn.Module, ABC):
         and the exact adjoint need."""
         return type(self).dense is not ChannelMixer.dense and d_inner <= MAX_DENSE
 
-    def forward(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> WYForm:
+    def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
         """(e, U, M) of the Q that `raw` parameterizes: e = 0, U = I and M = I - Q."""
         Q = self.dense(raw)
         identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device).expand_as(Q)
@@ -103,17 +93,10 @@ class StructuredMixer(ChannelMixer):
         return True
 
     @abstractmethod
-    def forward(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> WYForm:
+    def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
         """(e, U, M) of the Q that `raw` parameterizes."""
 
-    def complement(
-        self,
-        raw: Tensor,  # (..., r)
-        v: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
         return apply_complement(v, *WYForm(*self(raw)).of_channels(v.shape[-1]))
 
     def mix(
@@ -219,11 +202,7 @@ class LowRank(StructuredMixer):
         return f"rank={self.rank}"
 
 
-def _small_matrices(
-    raw: Tensor,  # (..., n p p)
-    n: int,
-    p: int,
-) -> Tensor:  # (..., n, p, p)
+def _small_matrices(raw: Tensor, n: int, p: int) -> Tensor:  # (..., n p p) -> (..., n, p, p)
     """n matrices with their raw values scaled to a Frobenius norm below 1, which is a bound of the
     spectral norm."""
     rows: Tensor = raw.unflatten(-1, (n, p * p))
@@ -274,11 +253,7 @@ class FactoredMixer(ChannelMixer):
         of_R, of_S = self.counts(i, j)
         return of_R * i * i + of_S * j * j
 
-    def matrices(
-        self,
-        raw: Tensor,  # (..., r)
-        d: int,
-    ) -> tuple[Tensor, Tensor]:
+    def matrices(self, raw: Tensor, d: int) -> tuple[Tensor, Tensor]:  # raw: (..., r)
         """R (..., 1 or j, i, i) and S (..., 1 or i, j, j)."""
         i, j = self.split(d)
         of_R, of_S = self.counts(i, j)

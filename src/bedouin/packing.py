@@ -62,10 +62,7 @@ class _Gather(torch.autograd.Function):
         return gathered if kept is None else zero_outside(kept, gathered, in_place=True)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad: Tensor,  # (k, l, ...)
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: (k, l, ...)
         index, inverse, kept, used = ctx.saved_tensors
         return _gather(grad, inverse, index, used, kept, ctx.size), None, None, None, None, None
 
@@ -121,10 +118,7 @@ class Packing:
             setattr(self.real, _LENGTHS, self.lengths)
         return self.real
 
-    def take(
-        self,
-        x: Tensor,  # (b, t, ...)
-    ) -> Tensor:  # (l, w, ...)
+    def take(self, x: Tensor) -> Tensor:  # (b, t, ...) -> (l, w, ...)
         """The tokens of each sequence, and zeros in its padding, even where x is NaN."""
         if self.source is not None and self.target is not None:
             return _gather(x, self.source, self.target, self.real, self.mask, self.size)
@@ -179,18 +173,12 @@ class Packing:
         assert self.source is not None and self.target is not None
         return replace(self, mask=mask, source=source[self.source], target=self.target[target])
 
-    def steps(
-        self,
-        num_steps: Tensor,  # (l,)
-    ) -> Tensor:  # (l,)
+    def steps(self, num_steps: Tensor) -> Tensor:  # (l,) -> (l,)
         """Steps of a solve; a sequence without tokens takes none."""
         return num_steps if self.real is None else num_steps * (self.lengths > 0)
 
 
-def tokens_before(
-    lengths: Tensor,  # (l,)
-    w: int,
-) -> Tensor:  # (l, w)
+def tokens_before(lengths: Tensor, w: int) -> Tensor:  # (l,) -> (l, w)
     """Which of w places come before the end of each sequence."""
     return torch.arange(w, device=lengths.device) < lengths.unsqueeze(1)
 

@@ -233,9 +233,7 @@ def split_feedback_weight(
     return torch.cat([*blocks, *(rows[name] for name in rows if name == X)], -2), gate
 
 
-def griffin_omega(
-    like: Tensor,  # any shape
-) -> Tensor:  # as `like`
+def griffin_omega(like: Tensor) -> Tensor:  # any shape -> as `like`
     """Random omega for which the decay at Delta = 1, exp(-8 softplus(omega)), is uniform in
     [0.9, 0.999]."""
     decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)

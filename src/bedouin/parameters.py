@@ -54,18 +54,12 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(accumulator(tensor.dtype))
 
 
-def log_uniform(
-    like: Tensor,  # any shape
-    low: float,
-    high: float,
-) -> Tensor:  # as `like`
+def log_uniform(like: Tensor, low: float, high: float) -> Tensor:  # any shape -> as `like`
     """Random values in [low, high] with a uniformly distributed logarithm."""
     span = math.log(high) - math.log(low)
     return torch.exp(torch.rand_like(like) * span + math.log(low))
 
 
-def inverse_softplus(
-    value: Tensor,  # any shape
-) -> Tensor:  # as `value`
+def inverse_softplus(value: Tensor) -> Tensor:  # any shape -> as `value`
     """The x with softplus(x) = `value`, for positive values."""
     return value + torch.log(-torch.expm1(-value))

@@ -294,10 +294,7 @@ def _flat(gradients: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def decode_gap(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-) -> float:
+def decode_gap(layer: FixedPointLayer, x: Tensor) -> float:  # x: (b, t, m)
     """The relative error, in the max norm, of `step` token by token against one call on x.
 
     Of a copy in evaluation mode, because a random cap would stop the call early.
@@ -351,10 +348,7 @@ def _flat_state(state: BedouinState) -> Tensor:
     return torch.cat([v.flatten(1) for v in state.tensors], 1)
 
 
-def _state_like(
-    one: BedouinState,
-    flat: Tensor,  # (b, numbers of a state)
-) -> BedouinState:
+def _state_like(one: BedouinState, flat: Tensor) -> BedouinState:  # flat: (b, numbers of a state)
     """The inverse of `_flat_state`, for states of the sizes that `one` has."""
     parts = flat.split([v[0].numel() for v in one.tensors], 1)
     pairs = zip(parts, one.tensors, strict=True)

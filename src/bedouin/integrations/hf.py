@@ -158,10 +158,7 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         if self.state is not None:
             self.write(self.state._each(lambda v: v.repeat_interleave(repeats, 0)), 0)
 
-    def batch_select_indices(
-        self,
-        indices: Tensor,  # (samples kept,)
-    ) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:  # indices: (samples kept,)
         if self.state is not None:
             kept: Any = self.state[indices.to(self.device)]
             self.write(kept, 0)
