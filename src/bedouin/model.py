@@ -49,7 +49,7 @@ class GatedMLP(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
     mlp_expand: hidden width of the MLP as a multiple of d_model; None for no MLP.
@@ -74,6 +74,18 @@ class Block(nn.Module):
                 nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype),
                 GatedMLP(d_model, mlp_expand, device=device, dtype=dtype),
             )
+
+    def _residual(self, x: Tensor, mixed: Tensor) -> Tensor:  # (..., m), (..., m) -> (..., m)
+        """x with the mixer's output, and then the MLP's, added."""
+        x = x + mixed
+        if self.mlp is None:
+            return x
+        update: Tensor = self.mlp(x)
+        return x + update
+
+
+class Block(ResidualBlock):
+    """A block of a `SequenceModel`."""
 
     def forward(
         self,
@@ -123,17 +135,6 @@ class Block(nn.Module):
     ) -> Tensor:  # (b, m)
         """One token with `mix`, a decoder of the mixer, in its place."""
         return self._residual(x, mix(self.norm(x)))
-
-    def _residual(
-        self,
-        x: Tensor,  # (..., m)
-        mixed: Tensor,  # (..., m), the mixer's output
-    ) -> Tensor:  # (..., m)
-        x = x + mixed
-        if self.mlp is None:
-            return x
-        update: Tensor = self.mlp(x)
-        return x + update
 
 
 class SequenceModel(nn.Module):
