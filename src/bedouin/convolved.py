@@ -5,7 +5,7 @@ or documents (bedouin.packing).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from bedouin.checks import (
 )
 from bedouin.graphed import Graphed
 from bedouin.kernels.launch import accumulator
-from bedouin.packing import Packing, Places, check_takes_mask, find_packing
+from bedouin.packing import Packing, SequenceCall, check_takes_mask, find_packing
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, Join, RecurrentState, check_field, check_kind
@@ -194,36 +194,6 @@ class Convolved(nn.Module):
     def solve_options(self, options: SolveOptions) -> None:
         self.layer.solve_options = options
 
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: ConvolvedState | None = None,
-        return_state: Literal[False] = False,
-        **places: Unpack[Places],
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: ConvolvedState | None = None,
-        *,
-        return_state: Literal[True],
-        **places: Unpack[Places],
-    ) -> tuple[Tensor, ConvolvedState]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: ConvolvedState | None = None,
-        return_state: bool = False,
-        *,
-        one_token: bool = False,
-        **places: Unpack[Places],
-    ) -> Any: ...
-
     def forward(
         self,
         x: Tensor,  # (b, t, m)
@@ -276,7 +246,7 @@ class Convolved(nn.Module):
         return output, after if packing is None else packing.after(after)
 
     if TYPE_CHECKING:
-        __call__ = forward  # torch's is a Callable[..., Any]
+        __call__: SequenceCall[ConvolvedState]  # torch's is a Callable[..., Any]
 
     def step(
         self,

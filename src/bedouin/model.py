@@ -5,7 +5,7 @@ Letters: b batch, t time, m d_model, v classes (output_size).
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bedouin.checks import check_bool, check_dtype, check_tensor, known_options, positive_int
 from bedouin.generation import Sampling, generate
 from bedouin.model_checks import check_tied, make_mixers
-from bedouin.packing import Packing, Places, check_takes_mask, find_packing
+from bedouin.packing import Packing, SequenceCall, check_takes_mask, find_packing
 from bedouin.solvers.base import check_number
 
 Run = Literal["whole", "chunk", "token"]
@@ -214,35 +214,6 @@ class SequenceModel(nn.Module):
         if tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        state: ModelState | None = None,
-        return_state: Literal[False] = False,
-        **places: Unpack[Places],
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        state: ModelState | None = None,
-        *,
-        return_state: Literal[True],
-        **places: Unpack[Places],
-    ) -> tuple[Tensor, ModelState]: ...
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        state: ModelState | None = None,
-        return_state: bool = False,
-        one_token: bool = False,
-        **places: Unpack[Places],
-    ) -> Any: ...
-
     def forward(
         self,
         tokens: Tensor,  # (b, t) integer ids
@@ -295,7 +266,7 @@ class SequenceModel(nn.Module):
         return (logits, state) if return_state else logits
 
     if TYPE_CHECKING:
-        __call__ = forward  # torch's is a Callable[..., Any]
+        __call__: SequenceCall[ModelState]  # torch's is a Callable[..., Any]
 
     def generate(
         self,

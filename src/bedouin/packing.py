@@ -10,7 +10,7 @@ of the longest one.
 
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
+AnyStateT = TypeVar("AnyStateT")
 
 _LENGTHS = "_lengths_before_padding"
 """The name under which a mask of rows whose padding follows their tokens has their lengths."""
@@ -37,6 +38,39 @@ class Places(TypedDict, total=False):
     mask: Tensor | None  # (b, t)
     cu_seqlens: Tensor | None  # (documents + 1,)
     seq_idx: Tensor | None  # (b, t)
+
+
+class SequenceCall(Protocol[AnyStateT]):
+    """How a layer or model with states of this type is called, for type checkers; `one_token` is for its `step`."""
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        state: AnyStateT | None = None,
+        return_state: Literal[False] = False,
+        **places: Unpack[Places],
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        state: AnyStateT | None = None,
+        *,
+        return_state: Literal[True],
+        **places: Unpack[Places],
+    ) -> tuple[Tensor, AnyStateT]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        state: AnyStateT | None = None,
+        return_state: bool = False,
+        one_token: bool = False,
+        **places: Unpack[Places],
+    ) -> Any: ...
 
 
 class _Gather(torch.autograd.Function):
