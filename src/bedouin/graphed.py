@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import autocast_dtype, is_cuda_device
-from bedouin.replacement import ReplacementWatch
-from bedouin.saving import SavedLayer
-from bedouin.wrapped import is_untouched
+from bedouin.parameters import SavedLayer
+from bedouin.wrapped import ReplacementWatch, is_untouched
 
 Run = Callable[..., Tensor]
 

@@ -20,8 +20,11 @@ from torch.nn import functional as F
 from bedouin.checks import (
     check_batch_size,
     check_bool,
+    check_device,
     check_dtype,
     check_layer_input,
+    check_projection_dtype,
+    inner_size,
     one_of,
     ordered_subset,
     positive_int,
@@ -41,7 +44,6 @@ from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.projection import GATE, Part, split_projection, takes_split
 from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layer_checks import check_device, check_projection_dtype, inner_size
 from bedouin.layer_state import Call, incoming_state
 from bedouin.mixers import ChannelMixer
 from bedouin.packing import Packing, Places, find_packing, hold_memory

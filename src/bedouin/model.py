@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_bool, check_dtype, check_tensor, known_options, positive_int
 from bedouin.generation import Sampling, generate
-from bedouin.model_checks import check_tied, make_mixers
 from bedouin.packing import Packing, SequenceCall, check_takes_mask, find_packing
 from bedouin.solvers.base import check_number
 
@@ -201,8 +200,11 @@ class SequenceModel(nn.Module):
         check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
         check_bool("tie_embeddings", tie_embeddings)
         check_dtype(dtype)
-        check_tied(tie_embeddings, vocab_size, output_size)
-        layers = make_mixers(mixers, num_layers, d_model)
+        if tie_embeddings and vocab_size != output_size:
+            raise ValueError(
+                f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
+            )
+        layers = _make_mixers(mixers, num_layers, d_model)
         self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.blocks = nn.ModuleList(
@@ -433,3 +435,45 @@ def _check_tokens(
         raise TypeError(f"tokens must be int64 or int32 ids, got {tokens.dtype}")
     if tokens.ndim != rank:
         raise ValueError(f"tokens must have shape {shape}, got {tuple(tokens.shape)}")
+
+
+def _make_mixers(
+    mixers: Sequence[nn.Module] | Callable[[int], nn.Module],
+    num_layers: int | None,
+    d_model: int,
+) -> list[nn.Module]:
+    """The mixers as a list. Raises TypeError or ValueError for invalid arguments, among them mixers
+    with another d_model."""
+    if isinstance(mixers, nn.Module) and not isinstance(mixers, nn.ModuleList):
+        raise TypeError(
+            f"mixers must be a sequence of modules or a function that makes one, got the module "
+            f"{type(mixers).__name__}: wrap it in a list"
+        )
+    if isinstance(mixers, Sequence | nn.ModuleList):
+        if not mixers:
+            raise ValueError("mixers must contain at least one layer, got none")
+        if num_layers is not None:
+            raise ValueError(
+                f"num_layers must be None if mixers is a sequence, got {num_layers} and "
+                f"{len(mixers)} mixers: leave it out"
+            )
+        made = list(mixers)
+    elif callable(mixers):
+        if num_layers is None:
+            raise ValueError("num_layers must be at least 1 if mixers is a function, got None")
+        made = [mixers(index) for index in range(positive_int("num_layers", num_layers))]
+    else:
+        raise TypeError(
+            "mixers must be a sequence of modules or a function that makes one, got "
+            f"{type(mixers).__name__}"
+        )
+    for mixer in made:
+        if not isinstance(mixer, nn.Module):
+            raise TypeError(f"mixers must be nn.Modules, got {type(mixer).__name__}")
+        width = getattr(mixer, "d_model", d_model)
+        if isinstance(width, int) and width != d_model:
+            raise ValueError(
+                f"mixers must have the model's d_model={d_model}, got "
+                f"{type(mixer).__name__} with d_model={width}"
+            )
+    return made

@@ -41,7 +41,8 @@ class Places(TypedDict, total=False):
 
 
 class SequenceCall(Protocol[AnyStateT]):
-    """How a layer or model with states of this type is called, for type checkers; `one_token` is for its `step`."""
+    """How a layer or model with states of this type is called, for type checkers; `step` calls it
+    with one_token."""
 
     @overload
     def __call__(
