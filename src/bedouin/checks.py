@@ -3,9 +3,11 @@
 Letters: b batch, t time, m d_model.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +95,41 @@ def check_layer_input(
             f"x must have the layer's dtype {weight.dtype}, got {x.dtype}: convert one of "
             f"them{remedy}"
         )
+
+
+def check_takes_mask(mixer: nn.Module) -> None:
+    """Raise TypeError for a layer whose `forward` has no argument `mask`."""
+    # others may replace `forward` on the object; a graph that depends on the memory is recompiled
+    if "forward" in vars(mixer) or torch.compiler.is_compiling():
+        takes = _has_mask(mixer.forward)
+    else:
+        takes = _has_mask_cached(type(mixer).forward)
+    if not takes:
+        raise TypeError(
+            f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
+            "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
+        )
+
+
+def _has_mask(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+_has_mask_cached = functools.cache(_has_mask)
+
+
+def find_method(layer: object, name: str, role: str = "layer") -> Callable[..., Any]:
+    """The method of a layer. Raises TypeError if it has none of this name."""
+    method: Callable[..., Any] | None = getattr(layer, name, None)
+    if method is None or not callable(method):
+        raise TypeError(
+            f"{role} {type(layer).__name__} has no {name}(), which this needs: use a layer that "
+            "has it, such as bedouin.Bedouin, merge an adapter around the whole layer, or call it "
+            "on whole sequences without states"
+        )
+    return method
 
 
 def output_tensor(output: object) -> Tensor:

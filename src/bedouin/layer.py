@@ -46,7 +46,7 @@ from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer_state import Call, incoming_state
 from bedouin.mixers import ChannelMixer
-from bedouin.packing import Packing, Places, find_packing, hold_memory
+from bedouin.packing import Packing, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     ChosenSolver,
@@ -68,7 +68,7 @@ from bedouin.solvers.draws import Draws, is_recomputation
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
 from bedouin.solvers.solution import StepRecorder
 from bedouin.solvers.solve import Caller, SolveOptions
-from bedouin.state import BedouinState, StateSize, zero_state
+from bedouin.state import BedouinState, Places, StateSize, zero_state
 from bedouin.wrapped import (
     effective_weight,
     is_plain,

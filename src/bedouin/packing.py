@@ -8,10 +8,8 @@ Letters: b rows, t time, l sequences (the b rows without their padding, or docum
 of the longest one.
 """
 
-import inspect
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,55 +21,9 @@ from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
-AnyStateT = TypeVar("AnyStateT")
 
 _LENGTHS = "_lengths_before_padding"
 """The name under which a mask of rows whose padding follows their tokens has their lengths."""
-
-_known_takers: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
-"""Classes of layers, and whether their `forward` takes a mask."""
-
-
-class Places(TypedDict, total=False):
-    """The arguments of a call that say where tokens are, for the types of overloads."""
-
-    mask: Tensor | None  # (b, t)
-    cu_seqlens: Tensor | None  # (documents + 1,)
-    seq_idx: Tensor | None  # (b, t)
-
-
-class SequenceCall(Protocol[AnyStateT]):
-    """How a layer or model with states of this type is called, for type checkers; `step` calls it
-    with one_token."""
-
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        state: AnyStateT | None = None,
-        return_state: Literal[False] = False,
-        **places: Unpack[Places],
-    ) -> Tensor: ...
-
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        state: AnyStateT | None = None,
-        *,
-        return_state: Literal[True],
-        **places: Unpack[Places],
-    ) -> tuple[Tensor, AnyStateT]: ...
-
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        state: AnyStateT | None = None,
-        return_state: bool = False,
-        one_token: bool = False,
-        **places: Unpack[Places],
-    ) -> Any: ...
 
 
 class _Gather(torch.autograd.Function):
@@ -315,31 +267,6 @@ def find_packing(
     return _split_rows(ordered, lengths).reordered(mask, source, target)
 
 
-def check_takes_mask(mixer: nn.Module) -> None:
-    """Raise TypeError for a layer whose `forward` has no argument `mask`."""
-    if not _takes_mask(mixer):
-        raise TypeError(
-            f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
-            "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
-        )
-
-
-def _takes_mask(mixer: nn.Module) -> bool:
-    """Whether `forward` has an argument `mask`; remembered for each class."""
-    kind = type(mixer)
-    # others may replace `forward` on the object; a graph that depends on the memory is recompiled
-    forgets = "forward" in vars(mixer) or torch.compiler.is_compiling()
-    known = None if forgets else _known_takers.get(kind)
-    if known is not None:
-        return known
-    parameters = inspect.signature(mixer.forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    takes = "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-    if not forgets:
-        _known_takers[kind] = takes
-    return takes
-
-
 def _pad_rows(
     mask: Tensor,  # (b, t) bool
 ) -> Packing:
@@ -372,7 +299,7 @@ def _split_at(
 ) -> Packing:
     """Each document of the row is a sequence."""
     check_tensor("cu_seqlens", cu_seqlens, "(documents + 1,)")
-    _check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    _check_like("cu_seqlens", cu_seqlens, x, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(
             f"cu_seqlens must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}: for one "
@@ -384,7 +311,6 @@ def _split_at(
             f"cu_seqlens needs a single row, x (1, t, m) or tokens (1, t), got {tuple(x.shape)}: "
             "join the rows, or use mask or seq_idx"
         )
-    _check_device("cu_seqlens", cu_seqlens, x)
     check_readable("cu_seqlens", x)
     bounds = cu_seqlens.to(torch.int64)
     # how many tokens come before each bound, which is the bound itself without padding
@@ -396,7 +322,7 @@ def _split_at(
     ends, counts = [bounds.tolist()] * 2 if mask is None else torch.stack([bounds, tokens]).tolist()
     if ends[0] != 0 or ends[-1] != t or sorted(ends) != ends:
         raise ValueError(
-            f"cu_seqlens must ascend from 0 to t = {t}, got {_abbreviated(ends)}: it holds the "
+            f"cu_seqlens must ascend from 0 to t = {t}, got {_short(ends)}: it holds the "
             "places where documents begin, and t"
         )
     w = max([0, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
@@ -464,23 +390,19 @@ def _from_starts(
 def _check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor (b, t) of these dtypes beside x."""
     check_tensor(name, value, "(b, t)")
-    _check_dtype(name, value, dtypes)
+    _check_like(name, value, x, dtypes)
     if value.shape != x.shape[:2]:
         raise ValueError(
             f"{name} must have shape (b, t) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
         )
-    _check_device(name, value, x)
 
 
-def _check_dtype(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_like(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if value.dtype not in dtypes:
         names = " or ".join(map(str, dtypes))
         raise TypeError(
             f"{name} must have dtype {names}, got {value.dtype}: use {name}.to({dtypes[-1]})"
         )
-
-
-def _check_device(name: str, value: Tensor, x: Tensor) -> None:
     if value.device != x.device:
         raise ValueError(
             f"{name} must be on the device of x, {x.device}, got {value.device}: use "
@@ -497,6 +419,6 @@ def check_readable(name: str, x: Tensor) -> None:
         )
 
 
-def _abbreviated(values: list[Any]) -> str:
+def _short(values: list[Any]) -> str:
     text = str(values)
     return text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"

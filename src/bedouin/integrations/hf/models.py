@@ -14,11 +14,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
+from bedouin.checks import find_method
 from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
-from bedouin.model import ResidualBlock, find_method
+from bedouin.model import ResidualBlock
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
 
@@ -64,7 +65,7 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         kept = cache_layer(cache, self.layer_idx)
         state = kept.state
         if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
-            output, state = find_method(self.mixer, "step")(x.squeeze(1), state)
+            output, state = find_method(self.mixer, "step", "mixer")(x.squeeze(1), state)
             output = output.unsqueeze(1)
         else:
             packing = {"mask": mask, "seq_idx": seq_idx}
