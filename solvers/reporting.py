@@ -24,7 +24,7 @@ from bedouin.solvers.solution import (
     SolveStats,
     accepted,
     can_read_device,
-    describe,
+    unconverged_message,
 )
 
 OnUnconverged = Literal["warn", "raise", "ignore"]
@@ -93,7 +93,7 @@ class DeferredWarning:
             del self._pending[subject]
             if not bool(pending.accepted.all()):
                 named = f"{subject} (an earlier call)"
-                self.warn(describe(pending.stats, named, pending.cut_at), subject)
+                self.warn(unconverged_message(pending.stats, named, pending.cut_at), subject)
 
     def warn(self, message: str, subject: str) -> None:
         """Warn about the 1st, 10th, 100th, ... call for `subject`, with its number, or every call.
@@ -173,7 +173,7 @@ class Reporting:
             return
         if bool((stats.verdict if cut_at is None else accepted(stats, cut_at)).all()):
             return
-        message = describe(stats, subject, cut_at)
+        message = unconverged_message(stats, subject, cut_at)
         if self.policy == "raise":
             error = ConvergenceError(message)
             error.stats = stats

@@ -315,7 +315,7 @@ def accepted(stats: SolveStats, cut_at: int | None) -> Tensor:
     return stats.converged | (~stats.residual.isnan() & (stats.num_steps >= cut_at))
 
 
-def describe(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
+def unconverged_message(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
     """One line about the samples that are not `accepted`: their number, steps and worst residual,
     and what to do."""
     open_samples = ~accepted(stats, cut_at)

@@ -24,7 +24,7 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization, RawLayout
 from bedouin.kernels.operation import operation
-from bedouin.mixers import householder_product
+from bedouin.mixers import make_householder
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint_solve import solve_adjoint
 from bedouin.solvers.base import Problem
@@ -126,11 +126,11 @@ def split_by_layout(
 ) -> ScanInputs:
     """What a layer's `_split` returns."""
     *first, u, alpha, last = layout.parts(*sizes)
-    delta, *BC, of_mixer, erase = raw.split([*first, u + alpha, last], -1)
+    delta, *BC, mixer_raw, erase = raw.split([*first, u + alpha, last], -1)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in BC) if BC else (ones, ones)
     erase = layout.erase * torch.sigmoid(erase)
-    return ScanInputs(activate_delta(layout, delta), B, C, of_mixer, erase)
+    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw, erase)
 
 
 def rebuild(
@@ -141,7 +141,7 @@ def rebuild(
 ) -> StructuredMap:
     """The map that an operation was given in parts."""
     layout, (d, n) = options.known_layout(), operands.A.shape[-2:]
-    mixer = householder_product(layout.num_householder, layout.beta_max)
+    mixer = make_householder(layout.num_householder, layout.beta_max)
     split = partial(split_by_layout, layout, (d, n))
     return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths)
 

@@ -17,7 +17,7 @@ from bedouin.checks import check_tensor, positive_int
 from bedouin.decoding import Decoder
 
 READ_EVERY = 32
-"""Tokens between two looks at a GPU for whether all samples have ended: a look stops the host."""
+"""Tokens between two reads of whether all samples have ended, each of which synchronizes a GPU."""
 
 
 @dataclass(frozen=True)

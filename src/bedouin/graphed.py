@@ -18,7 +18,7 @@ from bedouin.kernels.backend import autocast_dtype, is_cuda_device
 from bedouin.parameters import SavedLayer
 from bedouin.wrapped import ReplacementWatch, is_untouched
 
-Run = Callable[..., Tensor]
+Replay = Callable[..., Tensor]
 
 
 class _Given(torch.autograd.Function):
@@ -153,7 +153,7 @@ def capture(
     layer: Any,
     sample: Tensor,  # (b, t, m)
     parameters: tuple[Tensor, ...],  # of the layer
-) -> Run:
+) -> Replay:
     """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
     device, cast_to, options = sample.device.type, autocast_dtype(sample), layer.solve_options
     # without the cache of autocast, whose casts of the weights would become constants
@@ -167,12 +167,12 @@ def capture(
             )
     finally:
         layer.solve_options = options
-    return cast(Run, run)
+    return cast(Replay, run)
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A capture without what would end it or what torch says about its own streams."""
+    """A capture without what would end it and without torch's warning about its own streams."""
     collects = gc.isenabled()
     # a graph of an earlier layer that is freed during a capture makes the capture fail
     gc.collect()

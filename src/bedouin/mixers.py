@@ -166,7 +166,7 @@ class NoMixing(HouseholderProduct):
         return ""
 
 
-def householder_product(num_householder: int, beta_max: float) -> HouseholderProduct:
+def make_householder(num_householder: int, beta_max: float) -> HouseholderProduct:
     """The product of so many reflections, `NoMixing` for none."""
     return HouseholderProduct(num_householder, beta_max) if num_householder else NoMixing()
 
@@ -250,15 +250,15 @@ class FactoredMixer(ChannelMixer):
 
     def raw_size(self, d_inner: int) -> int:
         i, j = self.split(d_inner)
-        of_R, of_S = self.counts(i, j)
-        return of_R * i * i + of_S * j * j
+        num_R, num_S = self.counts(i, j)
+        return num_R * i * i + num_S * j * j
 
     def matrices(self, raw: Tensor, d: int) -> tuple[Tensor, Tensor]:  # raw: (..., r)
         """R (..., 1 or j, i, i) and S (..., 1 or i, j, j)."""
         i, j = self.split(d)
-        of_R, of_S = self.counts(i, j)
-        R, S = raw.split([of_R * i * i, of_S * j * j], -1)
-        return _small_matrices(R, of_R, i), _small_matrices(S, of_S, j)
+        num_R, num_S = self.counts(i, j)
+        R, S = raw.split([num_R * i * i, num_S * j * j], -1)
+        return _small_matrices(R, num_R, i), _small_matrices(S, num_S, j)
 
     def complement(self, raw: Tensor, v: Tensor) -> Tensor:
         R, S = self.matrices(raw, v.shape[-1])
@@ -268,7 +268,7 @@ class FactoredMixer(ChannelMixer):
         return (columns + rows).flatten(-2)
 
     def dense(self, raw: Tensor) -> Tensor:
-        assert self.factors is not None, "a layer asks for raw_size first"
+        assert self.factors is not None, "a layer calls raw_size first"
         R, S = self.matrices(raw, math.prod(self.factors))
         columns, rows = (torch.eye(v.shape[-1], dtype=v.dtype, device=v.device) - v for v in (R, S))
         # Q[a j + n, b j + m] = (I - R_m)[a, b] (I - S_a)[n, m], as (..., a, n, b, m)

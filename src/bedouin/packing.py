@@ -322,7 +322,7 @@ def _split_at(
     ends, counts = [bounds.tolist()] * 2 if mask is None else torch.stack([bounds, tokens]).tolist()
     if ends[0] != 0 or ends[-1] != t or sorted(ends) != ends:
         raise ValueError(
-            f"cu_seqlens must ascend from 0 to t = {t}, got {_short(ends)}: it holds the "
+            f"cu_seqlens must ascend from 0 to t = {t}, got {_abbreviated(ends)}: it holds the "
             "places where documents begin, and t"
         )
     w = max([0, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
@@ -411,7 +411,7 @@ def _check_like(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, 
 
 
 def check_readable(name: str, x: Tensor) -> None:
-    """Raise ValueError where the host must not wait for the device of x."""
+    """Raise ValueError where the host must not synchronize with the device of x."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{name} must be None during the capture of a CUDA graph, since the host reads the "
@@ -419,6 +419,6 @@ def check_readable(name: str, x: Tensor) -> None:
         )
 
 
-def _short(values: list[Any]) -> str:
+def _abbreviated(values: list[Any]) -> str:
     text = str(values)
     return text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"

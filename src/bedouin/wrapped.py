@@ -18,7 +18,7 @@ from bedouin.heads import HeadLinear
 from bedouin.kernels.linear import apply_weight
 from bedouin.solvers.solution import has_values
 
-Projection = nn.Linear | HeadLinear
+LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -126,7 +126,7 @@ def _trained_copy(norm: Any) -> Any:
 
 
 def apply_projection(
-    module: Projection,
+    module: LinearModule,
     v: Tensor,  # (H b, ..., p)
     dtype: torch.dtype,
 ) -> Tensor:  # (H b, ..., r)
@@ -139,7 +139,7 @@ def apply_projection(
 
 def effective_weight(
     name: str,
-    module: Projection,
+    module: LinearModule,
     inputs: int,
     like: Tensor,  # a parameter of the layer, any shape
     num_heads: int,

@@ -69,7 +69,7 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         self.conv_kernel_size[0] = 1
         self.is_conv_states_initialized = {0: True, 1: window is not None}
         self.is_recurrent_states_initialized[0] = True
-        # of both, since `Cache` asks whether all have one
+        # of both, since `Cache` reads whether all have one
         self.has_previous_state = {0: True, 1: True}
         self.is_initialized = True
         self.num_tokens += num_tokens

@@ -35,7 +35,7 @@ _OTHERWISE = {
     "d_intermediate": "give intermediate_size, which is None for no MLP",
     "mlp_expand": "give intermediate_size, the hidden width itself",
 }
-"""Options of other layers and models, and what says the same here."""
+"""Options of other layers and models, and what to give instead."""
 
 _OF_TRANSFORMERS = {
     *GenerationConfig().to_dict(),
