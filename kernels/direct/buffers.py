@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.feedback import normalize_feedback, normalize_feedback_vjp, padded_rows
+from bedouin.kernels.feedback import normalize_feedback_vjp, padded_rows
 from bedouin.kernels.heads import count_heads, sum_samples
 from bedouin.kernels.launch import last_axis_contiguous
 from bedouin.kernels.linear import apply_weight, padding, weight_gradient
@@ -141,12 +141,10 @@ def allocate_sweep(
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, count_kept(t_end, keep_every), n, d)
     h, normed = _first_memory(h0, b, A), y
     if W_y is not None:
-        normed = W_y.new_empty(b, min(t_end, 1) if together else t_end, d)
-        if y0 is None:
-            normed[:, :1].zero_()
-        else:
-            eps = parameterization.feedback_norm_eps
-            normed[:, :1] = normalize_feedback(y0, eps).unsqueeze(1)
+        normed = start = _normed_start(y0, x, W_y, parameterization)
+        if not together:
+            normed = W_y.new_empty(b, t_end, d)
+            normed[:, :1] = start[:, :t_end]
         W_y = padded_rows(W_y, raw.shape[2])
     first = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, exponents(A)
     return SweepBuffers(*first, h, kept, y, normed, A.new_empty(4, b, t_end))
@@ -265,6 +263,21 @@ def normed_past(
         return y.to(W_y.dtype)
     eps = parameterization.feedback_norm_eps
     return shifted_norm_forward(y, operands.y0, eps, W_y.dtype)
+
+
+def _normed_start(
+    y0: Tensor | None,  # (b, d); None: zeros
+    x: Tensor,  # (b, t, d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
+    parameterization: Parameterization,
+) -> Tensor:  # (b, 1, d)
+    """norm(y0) in the dtype of W^y."""
+    if y0 is None or not y0.numel():
+        return W_y.new_zeros(len(x), 1, x.shape[2])
+    from bedouin.kernels.output.launch import shifted_norm_forward
+
+    eps = parameterization.feedback_norm_eps
+    return shifted_norm_forward(y0.unsqueeze(1), y0, eps, W_y.dtype)
 
 
 def _feedback(

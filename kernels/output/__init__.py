@@ -35,13 +35,13 @@ def gated_output(
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
     backend: Backend = "auto",
-) -> Tensor:  # (b, t, d)
+) -> Tensor:  # (b / H, t, H d)
     """SiLU(gate + fed + z) * rms_norm(y + D x) * weight, or (gate + fed) * SiLU(y + D x).
 
     The first with z and weight; the second, the paper's, without both. Computes in the dtype of y;
     the other operands may have a lower one. The result has `dtype`, by default that of y.
     With D (H, d) the batch is H groups of b/H samples, one group for each head: sample i uses
-    D[i // (b/H)], and weight in the same way.
+    D[i // (b/H)], and weight in the same way. The result has the heads of a sample side by side.
     Source: Fixed-Point RNNs (arXiv 2503.10799), section 5. The Triton version is once
     differentiable and saves only its operands.
 

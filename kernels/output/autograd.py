@@ -21,7 +21,7 @@ OPERANDS = "Tensor y, Tensor x, Tensor D, Tensor gate, Tensor? fed, Tensor? z, T
     schema=f"({OPERANDS}, float eps, ScalarType dtype) -> Tensor",
 )
 def _output(*flat: Any) -> Tensor:
-    """The gated output (b, t, d) in `dtype`."""
+    """The gated output (b / H, t, H d) in `dtype`."""
     from bedouin.kernels.output.launch import output_forward
 
     *operands, eps, dtype = flat
@@ -30,8 +30,9 @@ def _output(*flat: Any) -> Tensor:
 
 @_output.register_fake
 def _output_fake(*flat: Any) -> Tensor:
-    y, *_, dtype = flat
-    out: Tensor = y.new_empty(y.shape, dtype=dtype)
+    *operands, _, dtype = flat
+    shape = OutputOperands(*operands).joined_shape
+    out: Tensor = flat[0].new_empty(shape, dtype=dtype)
     return out
 
 
@@ -40,7 +41,7 @@ def _output_fake(*flat: Any) -> Tensor:
     schema=f"(Tensor grad, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _output_backward(
-    grad: Tensor,  # (b, t, d)
+    grad: Tensor,  # (b / H, t, H d)
     *flat: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of y, x and gate, each (b, t, d), and those of D and weight together, (2, d) or
@@ -53,7 +54,7 @@ def _output_backward(
 
 @_output_backward.register_fake
 def _output_backward_fake(
-    grad: Tensor,  # (b, t, d)
+    grad: Tensor,  # (b / H, t, H d)
     *flat: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y, x, D, gate, _, _, weight = OutputOperands(*flat[:7])
@@ -64,7 +65,7 @@ def _output_backward_fake(
 def _save_output(
     ctx: Any,
     inputs: tuple[Any, ...],
-    output: Tensor,  # (b, t, d)
+    output: Tensor,  # (b / H, t, H d)
 ) -> None:
     *operands, ctx.eps, _ = inputs
     ctx.save_for_backward(*operands)
@@ -72,9 +73,9 @@ def _save_output(
 
 def _backward_output(
     ctx: Any,
-    grad: Tensor,  # (b, t, d)
+    grad: Tensor,  # (b / H, t, H d)
 ) -> tuple[Tensor | None, ...]:
-    """Cotangents of all operands from that of the output (b, t, d)."""
+    """Cotangents of all operands from that of the output."""
     operands = OutputOperands(*ctx.saved_tensors)
     _, _, D, gate, fed, z, weight = operands
     with torch.no_grad():
@@ -91,7 +92,7 @@ _output.register_autograd(_backward_output, setup_context=_save_output)
 
 
 def run_gated_output(operands: OutputOperands, eps: float, dtype: torch.dtype) -> Tensor:
-    """The gated output (b, t, d) in `dtype`. Once differentiable; no size may be 0."""
+    """The gated output (b / H, t, H d) in `dtype`. Once differentiable; no size may be 0."""
     out: Tensor = _output(*operands, eps, dtype)
     return out
 

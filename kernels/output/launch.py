@@ -43,11 +43,11 @@ def output_forward(
     operands: OutputOperands,
     eps: float,
     dtype: torch.dtype,
-) -> Tensor:  # (b, t, d)
+) -> Tensor:  # (b / H, t, H d)
     """The gated output in `dtype`. No size may be 0."""
     y, x, D, gate, fed, z, weight = operands
-    out = torch.empty(y.shape, dtype=dtype, device=y.device)
-    d, heads = y.shape[-1], D.numel() // y.shape[-1]
+    d, heads = y.shape[-1], operands.heads
+    out = torch.empty(operands.joined_shape, dtype=dtype, device=y.device)
     rows = _as_rows(y, x, gate, fed, z)
     tokens, parts = y.shape[:2].numel() // heads, (fed is not None, weight is not None)
     constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
@@ -55,14 +55,14 @@ def output_forward(
     OUTPUT.launch(
         (ceil_div(tokens, constants["TOKENS"]), heads),
         (rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
-        (tokens, d, *_strides(rows, tokens, heads)),
+        (tokens, d, *_strides(rows, tokens, heads, joined=heads * d)),
         constants,
     )
     return out
 
 
 def output_backward(
-    grad: Tensor,  # (b, t, d)
+    grad: Tensor,  # (b / H, t, H d)
     operands: OutputOperands,
     eps: float,
     *,
@@ -75,8 +75,9 @@ def output_backward(
     """
     y, x, D, gate, fed, z, weight = operands
     grads = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (y, x, gate)]
-    d, heads = y.shape[-1], D.numel() // y.shape[-1]
-    rows = [*_as_rows(grad), *_as_rows(y, x, gate, fed, z)]
+    d, heads = y.shape[-1], operands.heads
+    grad = evenly_spaced(grad)
+    rows = _as_rows(y, x, gate, fed, z)
     tokens, parts = y.shape[:2].numel() // heads, (fed is not None, weight is not None)
     constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
     programs = min(ceil_div(most_programs, heads), ceil_div(tokens, constants["TOKENS"]))
@@ -84,8 +85,8 @@ def output_backward(
     norm_weight = D if weight is None else weight.contiguous()
     OUTPUT_BACKWARD.launch(
         (programs, heads),
-        (*rows[:3], D.contiguous(), *rows[3:], norm_weight, *grads, sums),
-        (tokens, d, *_strides(rows, tokens, heads)),
+        (grad, *rows[:2], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
+        (tokens, d, *_strides(rows, tokens, heads, joined=_row_stride(grad))),
         constants,
     )
     return grads[0], grads[1], grads[2], sums.sum(0)
@@ -161,12 +162,21 @@ def _as_rows(first: Tensor, *others: Tensor | None) -> list[Tensor]:
     return [rows, *[rows if v is None else evenly_spaced(v) for v in others]]
 
 
-def _strides(rows: list[Tensor], tokens: int, heads: int) -> list[int]:
-    """The distances of rows, then those of heads: zeros for one head, since they depend on the
-    number of tokens, and each would need a kernel of its own."""
+def _row_stride(
+    v: Tensor,  # (b, t, d)
+) -> int:
+    """The distance of evenly spaced rows."""
     # the stride of an axis of size 1 says nothing
-    strides = [v.stride(1) if v.shape[1] > 1 else v.stride(0) for v in rows]
-    return [*strides, *[tokens * stride if heads > 1 else 0 for stride in strides]]
+    return v.stride(1) if v.shape[1] > 1 else v.stride(0)
+
+
+def _strides(rows: list[Tensor], tokens: int, heads: int, *, joined: int) -> list[int]:
+    """The distances of rows, first of those where heads are side by side, at the distance `joined`,
+    then the distances of heads: zeros for one head, since they depend on the number of tokens, and
+    each would need a kernel of its own."""
+    strides, d = [_row_stride(v) for v in rows], rows[0].shape[-1]
+    of_heads = [d, *[tokens * stride for stride in strides]] if heads > 1 else [0] * (len(rows) + 1)
+    return [joined, *strides, *of_heads]
 
 
 def _blocks(tokens: int, d: int) -> dict[str, int]:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from bedouin.kernels.feedback import normalize_feedback, shifted
-from bedouin.kernels.heads import per_sample
+from bedouin.kernels.heads import per_sample, unfold
 from bedouin.kernels.output.types import OutputOperands
 
 
-def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (b, t, d), as y
+def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (b / H, t, H d), as y
     """The gated output, computed in the dtype of y; without z or weight, that of the paper."""
     y, x, D, gate, fed, z, weight = operands
     dtype = y.dtype
@@ -25,10 +25,10 @@ def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (
         gate = gate + fed.to(dtype)
     v = y + _of_tokens(D, y) * x.to(dtype)
     if z is None or weight is None:
-        return gate * silu(v)
+        return unfold(gate * silu(v), operands.heads)
     # torch's rms_norm would make zeros of vectors whose squares overflow
     normed = normalize_feedback(v, eps) * _of_tokens(weight, y)
-    return silu(gate + z.to(dtype)) * normed
+    return unfold(silu(gate + z.to(dtype)) * normed, operands.heads)
 
 
 def _of_tokens(

@@ -44,11 +44,13 @@ def output_kernel(
     out_ptr,  # (H, T, d)
     T,
     d,
+    out_stride,
     y_stride,
     x_stride,
     gate_stride,
     fed_stride,
     z_stride,
+    out_stride_h,
     y_stride_h,
     x_stride_h,
     gate_stride_h,
@@ -75,7 +77,7 @@ def output_kernel(
         gate_ptr += head * gate_stride_h
         fed_ptr += head * fed_stride_h
         z_ptr += head * z_stride_h
-        out_ptr += head * T * d
+        out_ptr += head * out_stride_h
 
     y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(ACC)
     x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(ACC)
@@ -91,7 +93,7 @@ def output_kernel(
         out = gate * _sigmoid(gate) * v * inverse[:, None] * weight
     else:
         out = gate * v * _sigmoid(v)
-    _store(out_ptr + token * d + channel, out, mask)
+    _store(out_ptr + token * out_stride + channel, out, mask)
 
 
 @triton.jit

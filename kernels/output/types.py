@@ -18,3 +18,14 @@ class OutputOperands(NamedTuple):
     fed: Tensor | None  # (b, t, d)
     z: Tensor | None  # (b, t, d)
     weight: Tensor | None  # (d,) or (H, d), of the norm
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return len(self.D) if self.D.dim() == 2 else 1
+
+    @property
+    def joined_shape(self) -> tuple[int, int, int]:
+        """The shape of the output, in which the heads of a sample are side by side."""
+        b, t, d = self.y.shape
+        return b // self.heads, t, self.heads * d

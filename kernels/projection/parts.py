@@ -54,6 +54,11 @@ class Parts(NamedTuple):
     r: int
     c: int
 
+    @property
+    def widest(self) -> int:
+        """The size of the widest part."""
+        return max(placed.part.size for placed in self.placed)
+
     @staticmethod
     @lru_cache(maxsize=256)
     def of(flat: tuple[int, ...], num_heads: int) -> "Parts":

@@ -1,10 +1,11 @@
-"""Kernels of one part of the projected input: from all heads side by side to each head by itself.
+"""Kernels of the projected input: from all heads side by side to each head by itself.
 
     v'_t = SiLU(sum_i weight[:, i] v_{t - w + 1 + i})         of a convolved part
     v'_t = v_t + bias                                         of another one
 
-A program of the forward has some tokens of a head's part. Letters: b batch, t time, s values of the
-part for each head, c convolved channels of all parts, w width of the convolution, H heads.
+A program has some tokens of one part of one head; programs of all parts are in one launch. Letters:
+b batch, t time, p channels and r raw values of a head, s values of a part of a head, c convolved
+channels of all parts and heads, w width of the convolution, H heads.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
@@ -14,6 +15,10 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import sigmoid
+
+FIELDS = tl.constexpr(6)
+"""Numbers of a part in `PARTS`: its size, that as a power of two, its place (parts.py), whether it
+is convolved or at least activated, its first column, and its first convolved channel."""
 
 
 @triton.jit
@@ -60,147 +65,217 @@ def _convolve(inputs, weights):
     return total
 
 
-@triton.jit(do_not_specialize=["t_end", "num_heads"])
+@triton.jit
+def _split_part(
+    pointers, strides,  # those of `split_kernel`
+    t_end, block, head, sample, i: tl.constexpr, PARTS: tl.constexpr,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A block of tokens of the i-th part."""
+    from_ptr, bias_ptr, weight_ptr, window_ptr, x_ptr, raw_ptr, gate_ptr = pointers
+    from_stride_b, from_stride_t, bias_stride = strides
+    P: tl.constexpr = SIZES[0]
+    R: tl.constexpr = SIZES[1]
+    C: tl.constexpr = SIZES[2]
+    s: tl.constexpr = PARTS[FIELDS * i]
+    BLOCK: tl.constexpr = PARTS[FIELDS * i + 1]
+    place: tl.constexpr = PARTS[FIELDS * i + 2]
+    ACTIVATED: tl.constexpr = PARTS[FIELDS * i + 3]
+    WEIGHTED: tl.constexpr = ACTIVATED and WIDTH > 0
+    W: tl.constexpr = WIDTH if WEIGHTED else 1
+    TOKENS: tl.constexpr = TILE // BLOCK if TILE // BLOCK > 16 else 16
+    begin = block * TOKENS
+    folded = head * tl.num_programs(2) + sample
+    if begin < t_end:
+        columns = tl.arange(0, BLOCK)[None, :]
+        inside = columns < s
+        time = begin + tl.arange(0, TOKENS)[:, None]
+        first = PARTS[FIELDS * i + 5] + head * s
+        row = from_ptr + sample * from_stride_b + PARTS[FIELDS * i + 4] + head * s
+        window = window_ptr + sample * (W - 1) * C + first
+        weights = _load_weights(weight_ptr + first * W, columns, inside, W, WEIGHTED)
+        inputs = ()
+        for j in tl.static_range(W):
+            at = time - (W - 1 - j)
+            v = _load_input(row, window, at, columns, inside, from_stride_t, C, t_end, W)
+            inputs = inputs + (v,)
+        v = _convolve(inputs, weights)
+        if ACTIVATED:
+            v *= sigmoid(v)
+        if place >= 0:
+            bias = bias_ptr + head * bias_stride + place + columns
+            v += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+            at = raw_ptr + (folded * t_end + time) * R + place + columns
+        elif place == -1:
+            at = x_ptr + (folded * t_end + time) * P + columns
+        else:
+            at = gate_ptr + (folded * t_end + time) * P + columns
+        tl.store(at, v.to(x_ptr.dtype.element_ty), mask=(time < t_end) & inside)
+
+
+@triton.jit(do_not_specialize=["t_end"])
 def split_kernel(
-    from_ptr,  # (b, t, H s)
-    bias_ptr,  # (H, s)
-    weight_ptr,  # (H s, w)
-    window_ptr,  # (b, w - 1, H s), float32
-    to_ptr,  # (H b, t, s), written
+    from_ptr,  # (b, t, columns)
+    bias_ptr,  # (H, r)
+    weight_ptr,  # (c, w)
+    window_ptr,  # (b, w - 1, c), float32
+    x_ptr,  # (H b, t, p), written
+    raw_ptr,  # (H b, t, r), written
+    gate_ptr,  # (H b, t, p), written
     t_end,
-    num_heads,
-    s,
-    c,
     from_stride_b,
     from_stride_t,
     bias_stride,  # from head to head
-    to_stride_b,
-    to_stride_t,
-    WIDTH: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,  # `FIELDS` of each part
+    SIZES: tl.constexpr,  # p, r and c
+    WIDTH: tl.constexpr,  # 0: no convolution
+    TILE: tl.constexpr,
 ):
+    COUNT: tl.constexpr = len(PARTS) // FIELDS
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    columns = tl.arange(0, BLOCK)[None, :]
-    inside = columns < s
-    time = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    first = head * s
-    row = from_ptr + sample * from_stride_b + first
-    window = window_ptr + sample * (WIDTH - 1) * c + first
-    weights = _load_weights(weight_ptr + first * WIDTH, columns, inside, WIDTH, WEIGHTED)
-    inputs = ()
-    for i in tl.static_range(WIDTH):
-        earlier = time - (WIDTH - 1 - i)
-        v = _load_input(row, window, earlier, columns, inside, from_stride_t, c, t_end, WIDTH)
-        inputs = inputs + (v,)
-    v = _convolve(inputs, weights)
-    if ACTIVATED:
-        v *= sigmoid(v)
-    if BIASED:
-        bias = tl.load(bias_ptr + head * bias_stride + columns, mask=inside, other=0.0)
-        v += bias.to(tl.float32)
-    at = to_ptr + (head * tl.num_programs(2) + sample) * to_stride_b
-    at += time.to(tl.int64) * to_stride_t + columns
-    tl.store(at, v.to(to_ptr.dtype.element_ty), mask=(time < t_end) & inside)
+    pointers = from_ptr, bias_ptr, weight_ptr, window_ptr, x_ptr, raw_ptr, gate_ptr
+    strides = from_stride_b, from_stride_t, bias_stride
+    block = tl.program_id(0) // COUNT
+    for i in tl.static_range(COUNT):
+        if tl.program_id(0) % COUNT == i:
+            _split_part(pointers, strides, t_end, block, head, sample, i, PARTS, SIZES, WIDTH, TILE)
 
 
-@triton.jit(do_not_specialize=["t_end", "num_heads", "length"])
-def split_backward_kernel(
-    from_ptr,  # (b, t, H s)
-    weight_ptr,  # (H s, w)
-    window_ptr,  # (b, w - 1, H s), float32
-    grad_ptr,  # (H b, t, s), of the result
-    grad_from_ptr,  # (b, t, H s), written
-    grad_window_ptr,  # (b, w - 1, H s), written
-    grad_bias_ptr,  # (b blocks, H, s), written
-    grad_weight_ptr,  # (b blocks, w, H s), written
-    t_end,
-    num_heads,
-    length,  # tokens of a row
-    s,
-    c,
-    from_stride_b,
-    from_stride_t,
-    grad_stride_b,
-    grad_stride_t,
-    to_stride_b,
-    to_stride_t,
-    bias_row,  # H r, between two rows of grad_bias
-    bias_stride,
-    WIDTH: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Each row of a tile walks over tokens of its own, with the last inputs and cotangents in
-    registers:
+@triton.jit
+def _split_part_vjp(
+    pointers, strides,  # those of `split_backward_kernel`
+    t_end, splits, block, head, sample, i: tl.constexpr, PARTS: tl.constexpr,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """A block of tokens of the i-th part. Each row of a tile walks over tokens of its own, with the
+    last inputs and cotangents in registers:
 
     g_t = grad_t SiLU'(sum_i weight[:, i] v_{t - w + 1 + i}),  grad v_t = sum_j weight[:, w - 1 - j]
     g_{t + j}
     """
-    block, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    own = sample * tl.num_programs(0) + block
-    columns = tl.arange(0, BLOCK)[None, :]
-    inside = columns < s
-    first = head * s
-    row = from_ptr + sample * from_stride_b + first
-    window = window_ptr + sample * (WIDTH - 1) * c + first
-    weights = _load_weights(weight_ptr + first * WIDTH, columns, inside, WIDTH, WEIGHTED)
-    grads = grad_ptr + (head * tl.num_programs(2) + sample) * grad_stride_b + columns
-    to = grad_from_ptr + sample * to_stride_b + first + columns
+    from_ptr, weight_ptr, window_ptr, grad_ptrs, grad_from_ptr = pointers[0:5]
+    grad_window_ptr, grad_bias_ptr, grad_weight_ptr = pointers[5:8]
+    from_stride_b, from_stride_t, grad_strides, to_stride_b, to_stride_t = strides
+    R: tl.constexpr = SIZES[1]
+    C: tl.constexpr = SIZES[2]
+    s: tl.constexpr = PARTS[FIELDS * i]
+    BLOCK: tl.constexpr = PARTS[FIELDS * i + 1]
+    place: tl.constexpr = PARTS[FIELDS * i + 2]
+    ACTIVATED: tl.constexpr = PARTS[FIELDS * i + 3]
+    WEIGHTED: tl.constexpr = ACTIVATED and WIDTH > 0
+    W: tl.constexpr = WIDTH if WEIGHTED else 1
+    ROWS: tl.constexpr = LENGTHS[0] // BLOCK if LENGTHS[0] > BLOCK else 1
+    # of x, of the raw values or of the gate
+    which: tl.constexpr = 1 if place >= 0 else 0 if place == -1 else 2
+    stride_t = grad_strides[2 * which + 1]
+    length = tl.maximum(LENGTHS[1] if WEIGHTED else 1, tl.cdiv(t_end, ROWS * splits))
+    folded = head * tl.num_programs(2) + sample
     dtype = grad_from_ptr.dtype.element_ty
-    begin = (block * ROWS + tl.arange(0, ROWS)[:, None]) * length
-    end = tl.minimum(begin + length, t_end)
-    # the first row also has the tokens of the window
-    start = tl.where(begin == 0, 1 - WIDTH, begin)
-    zeros = tl.zeros([ROWS, BLOCK], tl.float32)
-    of_bias = zeros
-    of_weights = (zeros,) * WIDTH
-    g = (zeros,) * WIDTH
-    inputs = (zeros,)
-    for i in tl.static_range(WIDTH - 1):
-        earlier = start + (i - WIDTH + 1)
-        v = _load_input(row, window, earlier, columns, inside, from_stride_t, c, t_end, WIDTH)
-        inputs = inputs + (v,)
-    for i in range(0, length + 2 * (WIDTH - 1)):
-        time = start + i
-        here = (time >= 0) & (time < t_end) & inside
-        grad = tl.load(grads + time.to(tl.int64) * grad_stride_t, mask=here, other=0.0)
-        of_v = grad.to(tl.float32)
-        mine = (time >= begin) & (time < end)
-        if BIASED:
-            of_bias += tl.where(mine, of_v, 0.0)
-        if ACTIVATED:
-            v = _load_input(row, window, time, columns, inside, from_stride_t, c, t_end, WIDTH)
-            inputs = inputs[1:WIDTH] + (v,)
-            v = _convolve(inputs, weights)
-            share = sigmoid(v)
-            of_v *= share * (1 + v * (1 - share))
+    if block * ROWS * length < t_end:
+        columns = tl.arange(0, BLOCK)[None, :]
+        inside = columns < s
+        first = PARTS[FIELDS * i + 5] + head * s
+        column = PARTS[FIELDS * i + 4] + head * s
+        row = from_ptr + sample * from_stride_b + column
+        to = grad_from_ptr + sample * to_stride_b + column + columns
+        window = window_ptr + sample * (W - 1) * C + first
+        weights = _load_weights(weight_ptr + first * W, columns, inside, W, WEIGHTED)
+        grads = grad_ptrs[which] + folded * grad_strides[2 * which] + columns
+        if place >= 0:
+            grads += place
+        begin = (block * ROWS + tl.arange(0, ROWS)[:, None]) * length
+        end = tl.minimum(begin + length, t_end)
+        # the first row also has the tokens of the window
+        start = tl.where(begin == 0, 1 - W, begin)
+        zeros = tl.zeros([ROWS, BLOCK], tl.float32)
+        of_bias = zeros
+        of_weights = (zeros,) * W
+        g = (zeros,) * W
+        inputs = (zeros,)
+        for j in tl.static_range(W - 1):
+            at = start + (j - W + 1)
+            v = _load_input(row, window, at, columns, inside, from_stride_t, C, t_end, W)
+            inputs = inputs + (v,)
+        for step in range(0, length + 2 * (W - 1)):
+            time = start + step
+            here = (time >= 0) & (time < t_end) & inside
+            grad = tl.load(grads + time.to(tl.int64) * stride_t, mask=here, other=0.0)
+            of_v = grad.to(tl.float32)
+            mine = (time >= begin) & (time < end)
+            if place >= 0:
+                of_bias += tl.where(mine, of_v, 0.0)
+            if ACTIVATED:
+                v = _load_input(row, window, time, columns, inside, from_stride_t, C, t_end, W)
+                inputs = inputs[1:W] + (v,)
+                v = _convolve(inputs, weights)
+                share = sigmoid(v)
+                of_v *= share * (1 + v * (1 - share))
+            if WEIGHTED:
+                g = g[1:W] + (of_v,)
+                of_mine = tl.where(mine, of_v, 0.0)
+                added = ()
+                of_v = weights[W - 1] * g[0]
+                for j in tl.static_range(W):
+                    added = added + (of_weights[j] + of_mine * inputs[j],)
+                    if j > 0:
+                        of_v += weights[W - 1 - j] * g[j]
+                of_weights = added
+            at = time - (W - 1)
+            complete = (at >= start) & (at < end) & inside
+            tl.store(to + at.to(tl.int64) * to_stride_t, of_v.to(dtype), mask=complete & (at >= 0))
+            if W > 1:
+                at_window = grad_window_ptr + (sample * (W - 1) + at + W - 1) * C + first
+                tl.store(at_window + columns, of_v, mask=complete & (at < 0))
+        own = sample * splits + block
+        if place >= 0:
+            at_bias = grad_bias_ptr + (own * tl.num_programs(1) + head) * R + place + columns
+            tl.store(at_bias, tl.sum(of_bias, 0)[None, :], mask=inside)
         if WEIGHTED:
-            g = g[1:WIDTH] + (of_v,)
-            of_mine = tl.where(mine, of_v, 0.0)
-            added = ()
-            of_v = weights[WIDTH - 1] * g[0]
-            for j in tl.static_range(WIDTH):
-                added = added + (of_weights[j] + of_mine * inputs[j],)
-                if j > 0:
-                    of_v += weights[WIDTH - 1 - j] * g[j]
-            of_weights = added
-        at = time - (WIDTH - 1)
-        complete = (at >= start) & (at < end) & inside
-        tl.store(to + at.to(tl.int64) * to_stride_t, of_v.to(dtype), mask=complete & (at >= 0))
-        if WIDTH > 1:
-            at_window = grad_window_ptr + (sample * (WIDTH - 1) + at + WIDTH - 1) * c + first
-            tl.store(at_window + columns, of_v, mask=complete & (at < 0))
-    if BIASED:
-        at_bias = grad_bias_ptr + own * bias_row + head * bias_stride + columns
-        tl.store(at_bias, tl.sum(of_bias, 0)[None, :], mask=inside)
-    if WEIGHTED:
-        for i in tl.static_range(WIDTH):
-            at_sum = grad_weight_ptr + (own * WIDTH + i) * c + first + columns
-            tl.store(at_sum, tl.sum(of_weights[i], 0)[None, :], mask=inside)
+            for j in tl.static_range(W):
+                at_sum = grad_weight_ptr + (own * W + j) * C + first + columns
+                tl.store(at_sum, tl.sum(of_weights[j], 0)[None, :], mask=inside)
+
+
+@triton.jit(do_not_specialize=["t_end", "splits"])
+def split_backward_kernel(
+    from_ptr,  # (b, t, columns)
+    weight_ptr,  # (c, w)
+    window_ptr,  # (b, w - 1, c), float32
+    grad_x_ptr,  # (H b, t, p)
+    grad_raw_ptr,  # (H b, t, r)
+    grad_gate_ptr,  # (H b, t, p)
+    grad_from_ptr,  # (b, t, columns), written
+    grad_window_ptr,  # (b, w - 1, c), written
+    grad_bias_ptr,  # (b splits, H, r), zeros, written where there are tokens
+    grad_weight_ptr,  # (b splits, w, c), likewise
+    t_end,
+    splits,
+    from_stride_b,
+    from_stride_t,
+    x_stride_b,
+    x_stride_t,
+    raw_stride_b,
+    raw_stride_t,
+    gate_stride_b,
+    gate_stride_t,
+    to_stride_b,
+    to_stride_t,
+    PARTS: tl.constexpr,  # `FIELDS` of each part
+    SIZES: tl.constexpr,  # p, r and c
+    WIDTH: tl.constexpr,  # 0: no convolution
+    LENGTHS: tl.constexpr,  # values of a tile, and fewest tokens of a row of a convolved part
+):
+    COUNT: tl.constexpr = len(PARTS) // FIELDS
+    block, head = tl.program_id(0) // COUNT, tl.program_id(1)
+    sample = tl.program_id(2).to(tl.int64)
+    grad_ptrs = grad_x_ptr, grad_raw_ptr, grad_gate_ptr
+    given = from_ptr, weight_ptr, window_ptr, grad_ptrs, grad_from_ptr
+    pointers = given + (grad_window_ptr, grad_bias_ptr, grad_weight_ptr)
+    grad_strides = x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, gate_stride_b, gate_stride_t
+    strides = from_stride_b, from_stride_t, grad_strides, to_stride_b, to_stride_t
+    for i in tl.static_range(COUNT):
+        if tl.program_id(0) % COUNT == i:
+            _split_part_vjp(
+                pointers, strides, t_end, splits, block, head, sample, i, PARTS, SIZES, WIDTH,
+                LENGTHS,
+            )  # fmt: skip

@@ -42,7 +42,7 @@ class GatedStage(NamedTuple):
         self,
         layer: GatedLayer,
         y: Tensor,  # (b', t, p), the fixed point
-    ) -> Tensor:  # (b', t, p)
+    ) -> Tensor:  # (b, t, d)
         """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
         includes its feedback W^y norm(y_{t-1})."""
         backend: Backend = layer.backend

@@ -814,7 +814,7 @@ class FixedPointLayer(GraphedLayer, ABC):
             if isinstance(call.f, JoinedHeads):
                 y = fold(y, self.num_heads)
             after = call.after(y) if wants_state else None
-            hidden = unfold(call.stage.gated(self, y), self.num_heads)
+            hidden = call.stage.gated(self, y)
         output: Tensor = self.out_proj(hidden)
         return output, after
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.iteration import IterationRule
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output
@@ -99,7 +100,8 @@ def scan(*operands: Tensor, backend: Any) -> Sequence[Tensor]:
 
 
 def output(*operands: Tensor, backend: Any) -> Sequence[Tensor]:
-    return (gated_output(*operands, backend=backend),)
+    D = operands[2]
+    return (fold(gated_output(*operands, backend=backend), len(D) if D.dim() == 2 else 1),)
 
 
 @implementations
@@ -155,7 +157,7 @@ def test_output_where_a_program_takes_many_tokens_of_its_head(device: str) -> No
     out, *expected = results(lambda *v: output(*v, backend="reference"), operands)
     y, x, D, gate, _, _, weight = expected
     given = OutputOperands(*operands)
-    actual = output_backward(weights_like(out), given, 1e-5, most_programs=3)
+    actual = output_backward(unfold(weights_like(out), 2), given, 1e-5, most_programs=3)
     for i, pair in enumerate(zip(actual, [y, x, gate, torch.stack([D, weight])], strict=True)):
         assert_close(f"result {i}", *pair, 1e-12, atol=1e-12)
 
@@ -231,7 +233,8 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(stage, given, test_utils=utils)
     values = [v.detach() for v in leaves]
     backward = torch.ops.bedouin.gated_output_backward
-    torch.library.opcheck(backward, (values[0], *values, 1e-5), test_utils=utils)
+    joined = unfold(values[0], 2), *values, 1e-5
+    torch.library.opcheck(backward, joined, test_utils=utils)
 
 
 @pytest.mark.gpu

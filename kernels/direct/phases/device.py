@@ -128,6 +128,15 @@ def load_states(
 
 
 @triton.jit
+def no_states(A, V: tl.constexpr):
+    """A memory of zeros, in the layout of A."""
+    out = ()
+    for v in tl.static_range(V):
+        out = out + (tl.zeros_like(A[v]),)
+    return out
+
+
+@triton.jit
 def store_states(
     ptr,  # (n, d)
     h, one, d: tl.constexpr, n: tl.constexpr,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.buffers import CHUNK, exponents, state_major
+from bedouin.kernels.direct.buffers import CHUNK, exponents
 from bedouin.kernels.direct.phases.limits import Sizes, fed_vectors, sizes_of
 from bedouin.kernels.direct.phases.triton_gradients import gradient_kernel
 from bedouin.kernels.direct.phases.triton_prepare import (
@@ -71,16 +71,26 @@ class How(NamedTuple):
     fed: tuple[bool, bool]  # whether Delta and x are
     options: Parameterization
     keeps: bool = True  # whether a gradient may be asked for
+    starts: bool = False  # whether h0 or y0 is given
+    ends: bool = False  # whether the cotangent of the last h is
 
     @staticmethod
-    def of(sizes: Sizes, operands: Operands, options: Parameterization, *, keeps: bool) -> "How":
-        return How(sizes[2:], fed_vectors(operands, options), options, keeps)
+    def of(
+        sizes: Sizes,
+        operands: Operands,
+        options: Parameterization,
+        *,
+        keeps: bool,
+        ends: bool = False,
+    ) -> "How":
+        starts = operands.h0 is not None or operands.y0 is not None
+        return How(sizes[2:], fed_vectors(operands, options), options, keeps, starts, ends)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), (of_delta, of_x), options, keeps = how
+    (d, n, P, N, V, rows, k), (of_delta, of_x), options, keeps, starts, ends = how
     layout, eps = options.known_layout(), options.feedback_norm_eps
     lanes = REVERSE_LANES if kernel is REVERSE and N > 32 else LANES
     r = layout.size(d, n)
@@ -89,6 +99,7 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
         **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
         **{"S": min(N, STATES), "SUB": GROUP},
         **{"KEEP": CHUNK if keeps else 0, "KEEP_ROWS": keeps or k > 0},
+        **{"START": starts, "LAST": ends},
         **{"OF_DELTA": int(of_delta), "OF_X": int(of_x), "FEEDS": of_delta + of_x},
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
@@ -115,9 +126,9 @@ class _Inputs(NamedTuple):
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    W: Tensor  # (H, FEEDS d, d); without feedback any tensor
+    W: Tensor  # (H, FEEDS d, d), contiguous for each head; without feedback any tensor
     A: Tensor  # (H, n, d), log2(e) A
-    y0: Tensor  # (b, d)
+    y0: Tensor  # (b, d), or any tensor
     B: Tensor  # (b, t, N / V), int64
     C: Tensor  # likewise
     scalars: Tensor  # (b, t, `Sizes.scalars`)
@@ -137,10 +148,20 @@ class _Inputs(NamedTuple):
         if sizes.k:
             constants = constants_of(PREPARE_REFLECTIONS, how)
             PREPARE_REFLECTIONS.launch(grid, (raw, scalars), numbers, constants)
-        W = A if W_y is None else W_y.contiguous()
-        y0 = A.new_zeros(b, d) if y0 is None else y0.contiguous()
+        W = A if W_y is None else W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
+        if W.stride()[1:] != (d, 1):
+            W = W.contiguous()
+        if y0 is None:
+            y0 = A.new_zeros(b, d) if how.starts else A
+        y0 = y0.contiguous()
         words = B.view(torch.int64), C.view(torch.int64)
         return _Inputs(x, raw, W, A, y0, *words, scalars, b // len(A))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those that phases S and R need: samples of a head, tokens, a one that the compiler does
+        not know, and the distance of the W^y of two heads."""
+        return self.per_head, self.x.shape[1], 1, self.W.stride(0)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -176,12 +197,14 @@ def launch_sweep(
     how = How.of(sizes, operands, options, keeps=keeps)
     inputs, (b, t, d, n) = _Inputs.of(operands, sizes, how), sizes[:4]
     A, h0 = inputs.A, operands.h0
-    h = A.new_zeros(b, n, d) if h0 is None else state_major(h0)
+    first = h = A.new_empty(b, n, d)
+    if how.starts:
+        first = A.new_zeros(b, n, d) if h0 is None else h0.mT.contiguous()
     y, kept = A.new_empty(b, t, d), A.new_empty(b, sizes.kept if keeps or sizes.k else 0)
     parts = _Kept.of(kept, sizes) if len(kept[0]) else _Kept(y, y, y, y)
-    first = inputs.x, inputs.raw, inputs.scalars, inputs.B, inputs.C, inputs.W, A, inputs.y0
-    tensors = *first, h, y, parts.rows, parts.inverse, parts.states, parts.solved
-    numbers = inputs.per_head, t, 1, *inputs.strides
+    given = inputs.x, inputs.raw, inputs.scalars, inputs.B, inputs.C, inputs.W, A, inputs.y0
+    tensors = *given, first, h, y, parts.rows, parts.inverse, parts.states, parts.solved
+    numbers = *inputs.numbers, *inputs.strides
     SWEEP.launch((b,), tensors, numbers, constants_of(SWEEP, how))
     statistics = A.new_empty(4, b, t)
     if sizes.k:
@@ -228,32 +251,31 @@ def launch_reverse(
 ) -> Gradients:
     """Phases P, R and G, and the adjoint of P."""
     sizes = sizes_of(operands, options)
-    how = How.of(sizes, operands, options, keeps=True)
+    how = How.of(sizes, operands, options, keeps=True, ends=grad_h is not None)
     inputs, parts = _Inputs.of(operands, sizes, how), _Kept.of(kept, sizes)
-    (b, t, d, n), A = sizes[:4], inputs.A
-    H = A.new_zeros(b, n, d) if grad_h is None else state_major(grad_h)
-    solved = _reverse(grad_y.contiguous(), H, y, inputs, parts, sizes, how)
+    b, t, d = sizes[:3]
+    last = None if grad_h is None else grad_h.mT.contiguous()
+    solved = _reverse(grad_y.contiguous(), last, y, inputs, parts, sizes, how)
     grad_B, grad_C, grad_A = _gradients(inputs, parts, solved, sizes, how)
     r = inputs.raw.shape[2]
     grad_raw = inputs.raw.new_empty(b, t, r + padding(r))
-    tensors = inputs.raw, solved.fed, grad_B, grad_C, parts.rows, solved.adjoint, grad_raw
+    statistics = inputs.A.new_empty(2, b, t)
+    given = inputs.raw, solved.fed, grad_B, grad_C, parts.rows, solved.adjoint
     numbers = b * t, t, *inputs.raw.stride()[:2]
-    FINISH.launch(_by_tokens(sizes), tensors, numbers, constants_of(FINISH, how))
-    statistics = A.new_zeros(2, b, t)
+    constants = constants_of(FINISH, how)
+    FINISH.launch(_by_tokens(sizes), (*given, grad_raw, statistics), numbers, constants)
     if sizes.k:
         known = inputs.x, y, inputs.raw, inputs.scalars, solved.f, parts.rows, solved.adjoint
         numbers = b * t, t, *inputs.strides
         constants = constants_of(FINISH_REFLECTIONS, how)
         FINISH_REFLECTIONS.launch((b * t,), (*known, grad_raw, statistics), numbers, constants)
-    else:
-        statistics[1] = torch.linalg.vector_norm(solved.adjoint[:, :, 0], torch.inf, -1)
     fed, of_h0, of_y0 = solved.fed, solved.H, solved.y0
     return Gradients(fed[..., d:], grad_raw, fed, grad_A, of_h0, of_y0, statistics)
 
 
 def _reverse(
     grad_y: Tensor,  # (b, t, d)
-    H: Tensor,  # (b, n, d), of the last h, overwritten by that of h0
+    last: Tensor | None,  # (b, n, d), of the last h; None: zeros
     y: Tensor,  # (b, t, d)
     inputs: _Inputs,
     parts: _Kept,
@@ -261,16 +283,17 @@ def _reverse(
     how: How,
 ) -> _Solved:
     """Phase R."""
-    b, t, d, _, P, N, V, _, k = sizes
+    b, t, d, n, P, N, V, _, k = sizes
     A, chunks = inputs.A, sizes.chunks
     edges, adjoint = A.new_empty(b, chunks, N * P), A.new_empty(b, t, 2, P)
     fed, f = inputs.x.new_empty(b, t, 2 * d), A.new_empty(b, t, k)
-    solved = _Solved(edges, adjoint, fed, f, H, A.new_empty(b, d))
+    solved = _Solved(edges, adjoint, fed, f, A.new_empty(b, n, d), A.new_empty(b, d))
     scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
     known = grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
-    results = scratch, H, edges, adjoint, fed, f, solved.y0
-    numbers = inputs.per_head, t, 1, *inputs.raw.stride()[:2]
+    H = solved.H
+    results = scratch, H if last is None else last, H, edges, adjoint, fed, f, solved.y0
+    numbers = *inputs.numbers, *inputs.raw.stride()[:2]
     REVERSE.launch((b,), (*known, *values, *results), numbers, constants_of(REVERSE, how))
     return solved
 

@@ -113,6 +113,7 @@ def finish_kernel(
     kept_ptr,  # (b, t, ROWS, P), whose last row is r = a B
     adjoint_ptr,  # (b, t, 2, P), whose last row is the cotangent of `written`
     grad_raw_ptr,  # (b, t, WIDE), written but for reflections, zeros from r on, fewer than 64
+    statistics_ptr,  # (2, b, t), written without reflections: defect and scale of the adjoint
     count,  # b t
     t_end,
     raw_stride_b,
@@ -122,6 +123,7 @@ def finish_kernel(
     P: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
+    K: tl.constexpr,
     WIDE: tl.constexpr,
     ERASE_AT: tl.constexpr,
     ERASE_MAX: tl.constexpr,
@@ -150,6 +152,12 @@ def finish_kernel(
         share = sigmoid(tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32))
         grad = -ERASE_MAX * tl.sum(erased * of_erased, 1) * share * (1 - share)
         tl.store(grad_raw_ptr + token * WIDE + ERASE_AT, grad.to(dtype), mask=here)
+    if K == 0:
+        # each w is explicit
+        w = tl.load(adjoint_ptr + token[:, None] * (2 * P) + p, mask=here[:, None], other=0.0)
+        scale = max_norm(w, 1)
+        tl.store(statistics_ptr + token, 0 * scale, mask=here)
+        tl.store(statistics_ptr + tl.cast(count, tl.int64) + token, scale, mask=here)
     rest = SIZE + tl.arange(0, 64)[None, :]
     zeros = tl.zeros([TOKENS, 64], tl.float32).to(dtype)
     tl.store(to + rest, zeros, mask=here[:, None] & (rest < WIDE))

@@ -42,6 +42,7 @@ from bedouin.kernels.direct.phases.device import (
     load_reflections,
     load_states,
     load_words,
+    no_states,
     over_states,
     pack,
     places_of_channels,
@@ -142,7 +143,7 @@ def load_replayed(
 @triton.jit
 def load_past(
     grad_y_ptr, y_ptr, y0_ptr,
-    sample, token, first, p, d: tl.constexpr, NORM: tl.constexpr,
+    sample, token, first, p, d: tl.constexpr, NORM: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     """The cotangent of y before a token but for what is fed back, and that y in two parts, of which
     one is 0: their sum would wait for the loads."""
@@ -155,7 +156,10 @@ def load_past(
     start = w
     if NORM:
         y = tl.load(y_ptr + earlier * d + p, mask=real, other=0.0)
-        start = tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
+        if START:
+            start = tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
+        else:
+            start = tl.zeros_like(w)
     return w, y, start
 
 
@@ -163,7 +167,7 @@ def load_past(
 def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
-    y0_ptr,  # (b, d)
+    y0_ptr,  # (b, d), with START
     raw_ptr,  # (b, t, r), of which the reflections are read
     solved_ptr,  # (b, t, K + 1 + PAIRS), from phase S
     kept_ptr,  # (b, t, ROWS, P)
@@ -171,11 +175,12 @@ def reverse_kernel(
     scalars_ptr,  # (b, t, SCALARS)
     B_ptr,  # (b, t, N / V), words
     C_ptr,  # likewise
-    W_ptr,  # (H, FEEDS d, d), W^y
+    W_ptr,  # (H, FEEDS d, d), W^y, contiguous for each head
     A_ptr,  # (H, n, d), log2(e) A
     states_ptr,  # (b, ceil(t / KEEP), N, P)
     scratch_ptr,  # (b, KEEP, N P / V), int64
-    H_ptr,  # (b, n, d), in place
+    last_ptr,  # (b, n, d), with LAST: H after the last token, else zeros
+    H_ptr,  # (b, n, d), written: H before the first token
     edges_ptr,  # (b, ceil(t / KEEP), N, P), written: H after the last token of each chunk
     adjoint_ptr,  # (b, t, 2, P), written: w and the cotangent of `written`
     fed_ptr,  # (b, t, 2, d), written: the cotangents of raw Delta and of x
@@ -184,6 +189,7 @@ def reverse_kernel(
     per_head,
     t_end,
     one,
+    W_stride,  # from head to head
     raw_stride_b,
     raw_stride_t,
     d: tl.constexpr,
@@ -194,6 +200,8 @@ def reverse_kernel(
     V: tl.constexpr,
     K: tl.constexpr,
     KEEP: tl.constexpr,
+    START: tl.constexpr,
+    LAST: tl.constexpr,
     OF_DELTA: tl.constexpr,
     OF_X: tl.constexpr,
     NORM: tl.constexpr,
@@ -221,8 +229,11 @@ def reverse_kernel(
     channels = places_of_channels(one, P, NL)
     inside = channels < d
     if FEEDS > 0:
-        W = load_transposed(W_ptr + head * FEEDS * d * d, one, d, P, NL, FEEDS, SLOTS)
-    H = load_states(H_ptr + sample * n * d, one, d, n, P, N, NL, V)
+        W = load_transposed(W_ptr + head * W_stride, one, d, P, NL, FEEDS, SLOTS)
+    if LAST:
+        H = load_states(last_ptr + sample * n * d, one, d, n, P, N, NL, V)
+    else:
+        H = no_states(A, V)
     chunks = tl.cdiv(t_end, KEEP)
     scratch = scratch_ptr + sample * KEEP * (SIZE // V)
     first = sample * t_end
@@ -265,7 +276,7 @@ def reverse_kernel(
         kept_ptr, B_ptr, first + tl.maximum(replayed, 0), replayed >= 0, words, p, P, ROWS, WORDS
     )
     w_next, y, y_start = load_past(
-        grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, d, (FEEDS > 0) and NORM
+        grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, d, (FEEDS > 0) and NORM, START
     )
     for step in range(0, t_end):
         token = first + t_end - 1 - step
@@ -283,7 +294,7 @@ def reverse_kernel(
         B_next = tl.load(B_ptr + earlier * WORDS + words)
         C_next = tl.load(C_ptr + earlier * WORDS + words)
         w_later, y_later, start_later = load_past(
-            grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, d, (FEEDS > 0) and NORM
+            grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, d, (FEEDS > 0) and NORM, START
         )
         replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
         at = first + tl.maximum(replayed, 0)

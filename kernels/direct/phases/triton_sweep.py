@@ -34,6 +34,7 @@ from bedouin.kernels.device.reflections import (
 from bedouin.kernels.direct.phases.device import (
     load_reflections,
     load_states,
+    no_states,
     over_states,
     places_of_channels,
     put,
@@ -86,10 +87,11 @@ def sweep_kernel(
     scalars_ptr,  # (b, t, SCALARS): B C and beta^e, then those of `load_reflections`
     B_ptr,  # (b, t, N / V), words
     C_ptr,  # likewise
-    W_ptr,  # (H, FEEDS d, d), W^y
+    W_ptr,  # (H, FEEDS d, d), W^y, contiguous for each head
     A_ptr,  # (H, n, d), log2(e) A
-    y0_ptr,  # (b, d)
-    h_ptr,  # (b, n, d), in place
+    y0_ptr,  # (b, d), with START
+    h0_ptr,  # (b, n, d), with START
+    h_ptr,  # (b, n, d), written
     y_ptr,  # (b, t, d)
     kept_ptr,  # (b, t, ROWS, P), written with KEEP
     inverse_ptr,  # (b, t), likewise: 1 / rms of y_{t-1}
@@ -98,6 +100,7 @@ def sweep_kernel(
     per_head,  # samples of a head, b / H
     t_end,
     one,
+    W_stride,  # from head to head
     x_stride_b,
     x_stride_t,
     raw_stride_b,
@@ -111,6 +114,7 @@ def sweep_kernel(
     K: tl.constexpr,
     KEEP: tl.constexpr,  # tokens between two kept h; 0: none is kept
     KEEP_ROWS: tl.constexpr,  # whether the vectors of each token are kept
+    START: tl.constexpr,  # whether y0 and h0 are given, else zeros
     OF_DELTA: tl.constexpr,  # what is fed back
     OF_X: tl.constexpr,
     NORM: tl.constexpr,
@@ -136,12 +140,16 @@ def sweep_kernel(
     A = load_states(A_ptr + head * n * d, one, d, n, P, N, NL, V)
     channels = places_of_channels(one, P, NL)
     inside = channels < d
-    W_at = W_ptr + head * FEEDS * d * d
+    W_at = W_ptr + head * W_stride
     W = ()
     for i in tl.static_range(FEEDS):
         W = W + (load_weights(W_at + i * d * d, one, d, P, NL),)
-    h = load_states(h_ptr + sample * n * d, one, d, n, P, N, NL, V)
-    y = row_of(y0_ptr + sample * d, p, d, P)
+    if START:
+        h = load_states(h0_ptr + sample * n * d, one, d, n, P, N, NL, V)
+        y = row_of(y0_ptr + sample * d, p, d, P)
+    else:
+        h = no_states(A, V)
+        y = tl.zeros((P,), tl.float32)
     token = sample * t_end
     x_at, raw_at = x_ptr + sample * x_stride_b, raw_ptr + sample * raw_stride_b
     x, raw = row_of(x_at, p, d, P), row_of(raw_at, p, d, P)

@@ -70,7 +70,8 @@ class Buffers:
         y = like.new_zeros(self._heads * b, d // self._heads)
         conv = None if window is None else like.new_zeros(b, *window)
         self.state = BedouinState(h.mT, y, conv)
-        self._statistics = like.new_zeros(3, self._parts * b)
+        # residual, pivot and convergence of the last token: of a graph, at fixed places, too
+        self._statistics: tuple[Tensor, Tensor, Tensor] | None = None
         self._all_converged = torch.ones(self._parts * b, dtype=torch.bool, device=like.device)
 
     def load(self, state: BedouinState) -> None:
@@ -85,8 +86,7 @@ class Buffers:
         """Take over the results of a token."""
         self._copy(after)
         assert stats.conditioning is not None
-        of_token = stats.residual, stats.conditioning, stats.converged.to(stats.residual.dtype)
-        torch.stack(of_token, out=self._statistics)
+        self._statistics = stats.residual, stats.conditioning, stats.converged
         self._all_converged.logical_and_(stats.converged)
 
     def copies(self) -> tuple[BedouinState, SolveStats]:
@@ -96,16 +96,23 @@ class Buffers:
         with torch._C._InferenceMode(False), torch.no_grad():
             state = unfold_state(self.state, self._heads)
             conv = None if state.conv is None else state.conv.clone()
-            residual, pivot, converged = self._statistics.clone()
-        stats = DeferredStats(None, residual, converged > 0, pivot).of_parts(self._parts)
+            residual, pivot, converged = self._last_statistics()
+        stats = DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
         return BedouinState(state.ssm, state.y, conv), stats
 
     def take_stats(self) -> SolveStats:
         """Statistics of the last token, where `converged` covers all tokens since the last call."""
-        residual, pivot, _ = self._statistics.clone()
+        residual, pivot, _ = self._last_statistics()
         converged = self._all_converged.clone()
         self.forget()
         return DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
+
+    def _last_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of residual, pivot and convergence of the last token."""
+        assert self._statistics is not None
+        *numbers, converged = self._statistics
+        residual, pivot = torch.stack(numbers)
+        return residual, pivot, converged.clone()
 
     def forget(self) -> None:
         """Discard whether tokens have converged."""
