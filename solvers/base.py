@@ -82,7 +82,7 @@ def offers(f: object, method: str) -> TypeGuard[SweptMap]:
 
 
 class Steps(Protocol):
-    """A running iteration: its state, and how it is advanced and judged."""
+    """A running iteration."""
 
     def advance(self) -> None:
         """Evaluate the map at y, freeze converged tokens, update the others, and count the step."""

@@ -2,7 +2,6 @@
 activation checkpointing."""
 
 from collections import OrderedDict
-from typing import Any
 
 import torch
 
@@ -43,11 +42,8 @@ class Draws:
         self.count = count
         self._numbers: OrderedDict[int, int] = OrderedDict()  # key -> number of the call
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Draws":
-        return Draws(self.count)
-
     def __reduce__(self) -> tuple[type["Draws"], tuple[int]]:
-        return Draws, (self.count,)
+        return Draws, (self.count,)  # for copies and pickles
 
     def next(self, cap: Cap) -> int:
         """The number of the current training call, counted from 0.

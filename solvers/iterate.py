@@ -52,10 +52,7 @@ cannot stop early."""
 class IterativeSolver(Solver):
     """A solver that updates all tokens at once, with one evaluation of the map in each step.
 
-    defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has
-    converged when defect_s < atol + rtol * scale_s for all s <= t; it then keeps the y at which the
-    defect was measured. If atol is below every scale of interest, as by default, convergence does
-    not depend on the units of y; only a map whose fixed point is zero needs a larger atol.
+    A token that has converged (solvers.convergence) keeps the y at which its defect was measured.
     """
 
     rtol: float

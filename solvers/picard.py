@@ -34,9 +34,9 @@ class Picard(IterativeSolver):
 
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
         s <= t. The tolerance bounds the defect, not the error: iterates that grow without bound by
-        constant steps, such as those of f(y) = y + 1, satisfy it once they are 1 / rtol times as
-        large as a step (after 10 steps with rtol = 0.1, after 10,000 with the default). The default
-        atol is for exact zeros only; if the fixed point itself is zero, pass an atol in units of y.
+        constant steps, such as those of y + 1, satisfy it once they are 1 / rtol times as large as
+        a step. The default atol is for exact zeros only; if the fixed point itself is zero, pass an
+        atol in units of y.
     damping: in (0, 1]; 1 is the undamped iteration.
     patience: if an int, the damping factor of a sample is multiplied by `shrink` whenever its
         largest defect has not reached a new minimum for this many steps (adaptive damping,
@@ -45,10 +45,10 @@ class Picard(IterativeSolver):
     shrink: in [0, 1].
     stop_rule: "prefix" is the rule above: exactly causal; returns the y whose defect was measured.
         "paper" (arXiv 2503.10799, section 5.3) stops a sample when |f(y) - y| < atol + rtol |f(y)|
-        in the max norm over its whole sequence. This is not causal, because later tokens determine
-        the number of steps of earlier ones. It returns the sample's last evaluation f(y), undamped,
-        also when max_steps ends the iteration. stats.residual then belongs to the last step, not
-        to the returned value, and adjoints use the returned value as y*.
+        in the max norm over its whole sequence, so that later tokens determine the number of steps
+        of earlier ones. It returns the sample's last evaluation f(y), undamped, also when max_steps
+        ends the iteration; stats.residual belongs to the step that made it, and adjoints use it as
+        y*.
 
     Raises ValueError for values out of range.
     """

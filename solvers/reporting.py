@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,12 +44,11 @@ class _Pending(NamedTuple):
 
 
 class DeferredWarning:
-    """Warns about solves that did not converge: the 1st, 10th, 100th, ... of each subject, or every
-    one if `every`. A subject is the name of what was solved, as messages show it.
+    """Warns about solves of a layer that did not converge: the 1st, 10th, 100th, ... of each
+    subject, which is the name of what was solved, or every one if `every`.
 
     `schedule` starts an asynchronous copy of an outcome to the host, and `flush` warns once the
-    copy is complete. Belongs to one layer; a copy of the layer starts with counts of zero and
-    without pending outcomes.
+    copy is complete. A copy of the layer starts with counts of zero and without pending outcomes.
     """
 
     def __init__(self, every: bool = False) -> None:
@@ -57,11 +56,8 @@ class DeferredWarning:
         self._pending: dict[str, _Pending] = {}
         self._counts: Counter[str] = Counter()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DeferredWarning":
-        return DeferredWarning(self._every)
-
     def __reduce__(self) -> tuple[type["DeferredWarning"], tuple[bool]]:
-        return DeferredWarning, (self._every,)
+        return DeferredWarning, (self._every,)  # for copies and pickles
 
     def is_pending(self, subject: str) -> bool:
         """Whether an outcome is being copied; until `flush` reads it no other one is scheduled."""
@@ -96,10 +92,7 @@ class DeferredWarning:
                 self.warn(unconverged_message(pending.stats, named, pending.cut_at), subject)
 
     def warn(self, message: str, subject: str) -> None:
-        """Warn about the 1st, 10th, 100th, ... call for `subject`, with its number, or every call.
-
-        The warning points at the innermost caller outside `SKIPPED_PACKAGES`.
-        """
+        """Warn about this call for `subject`, with its number, if it is one of those above."""
         if not self._every:
             self._counts[subject] += 1
             count = self._counts[subject]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -103,20 +103,9 @@ def solver_scalars(solver: Solver) -> SolverScalars | None:
     return "picard", solver.rtol, solver.atol, *how
 
 
-def solver_from_scalars(
-    kind: str,
-    rtol: float,
-    atol: float,
-    damping: float,
-    patience: int | None,
-    shrink: float,
-    stop_rule: str,
-) -> IterativeSolver:
+def solver_from_scalars(kind: str, *options: Any) -> IterativeSolver:
     """The inverse of `solver_scalars`."""
-    if kind == "jacobi":
-        return Jacobi(rtol, atol)
-    rule = cast(Literal["prefix", "paper"], stop_rule)
-    return Picard(rtol, atol, damping, patience, shrink, rule)
+    return Jacobi(*options[:2]) if kind == "jacobi" else Picard(*options)
 
 
 def split_by_layout(
@@ -211,13 +200,11 @@ def iterate_adjoint(
     return w.contiguous()
 
 
-@iterate_adjoint.register_fake
-def _iterate_adjoint_fake(
-    grad: Tensor,  # (b, t, d)
-    y_star: Tensor,  # (b, t, d)
-    *options: Any,
-) -> Tensor:
+def _like_y_star(first: Tensor, y_star: Tensor, *options: Any) -> Tensor:
     return y_star.new_empty(y_star.shape)
+
+
+iterate_adjoint.register_fake(_like_y_star)
 
 
 @contextmanager
@@ -244,13 +231,7 @@ def implicit(
     return y_star.clone(memory_format=torch.contiguous_format)
 
 
-@implicit.register_fake
-def _implicit_fake(
-    tracked: Tensor,  # (b, t, d)
-    y_star: Tensor,  # (b, t, d)
-    *options: Any,
-) -> Tensor:
-    return y_star.new_empty(y_star.shape)
+implicit.register_fake(_like_y_star)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

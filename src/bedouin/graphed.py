@@ -26,10 +26,7 @@ class _Given(torch.autograd.Function):
     graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        *tensors: Tensor,  # any shapes
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # *tensors: any shapes
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 

@@ -320,11 +320,7 @@ def _split_at(
     ends: list[int]
     # in one read of the device
     ends, counts = [bounds.tolist()] * 2 if mask is None else torch.stack([bounds, tokens]).tolist()
-    if ends[0] != 0 or ends[-1] != t or sorted(ends) != ends:
-        raise ValueError(
-            f"cu_seqlens must ascend from 0 to t = {t}, got {_abbreviated(ends)}: it holds the "
-            "places where documents begin, and t"
-        )
+    check_bounds("cu_seqlens", ends, t)
     w = max([0, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
     lengths = tokens.diff()
     if mask is None:
@@ -419,6 +415,12 @@ def check_readable(name: str, x: Tensor) -> None:
         )
 
 
-def _abbreviated(values: list[Any]) -> str:
-    text = str(values)
-    return text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"
+def check_bounds(name: str, ends: list[int], t: int) -> None:
+    """Raise ValueError unless `ends` are the bounds of documents in a row of t tokens."""
+    if ends[:1] != [0] or ends[-1] != t or sorted(ends) != ends:
+        text = str(ends)
+        got = text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"
+        raise ValueError(
+            f"{name} must ascend from 0 to t = {t}, got {got}: it holds the places where documents "
+            "begin, and t"
+        )

@@ -20,6 +20,7 @@ from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
 from bedouin.model import ResidualBlock
+from bedouin.packing import check_bounds
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
 
@@ -295,11 +296,7 @@ def _documents(
                 f"cu_seq_lens_q needs a single row of documents, got {b} rows: use seq_idx"
             )
         ends: list[int] = cu_seq_lens_q.tolist()
-        if ends[:1] != [0] or ends[-1] != t or ends != sorted(ends):
-            raise ValueError(
-                f"cu_seq_lens_q must ascend from 0 to t = {t}, got {ends!s:.60}: it holds the "
-                "places where documents begin, and t"
-            )
+        check_bounds("cu_seq_lens_q", ends, t)
         tokens = torch.arange(t, device=x.device)
         return torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
     if position_ids is None or mask is not None:
