@@ -54,25 +54,18 @@ class SolveOptions:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.solver, Solver):
-            raise TypeError(
-                "solver must be a solver object such as Picard(rtol=1e-4) or Direct(), got "
-                f"{self.solver!r}"
-            )
-        if self.adjoint is not None and not isinstance(self.adjoint, Adjoint):
-            raise TypeError(
-                "adjoint must be None or an adjoint object such as OneStepAdjoint(), got "
-                f"{self.adjoint!r}"
-            )
+        solvers, adjoints = "Picard(rtol=1e-4) or Direct()", "OneStepAdjoint()"
+        for name, kind, expected in (
+            ("solver", Solver, f"a solver object such as {solvers}"),
+            ("adjoint", Adjoint | None, f"None or an adjoint object such as {adjoints}"),
+            ("cap", Cap, "a Cap such as FixedCap(20) or GammaCap(), or an int as max_steps"),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} must be {expected}, got {getattr(self, name)!r}")
         if self.on_unconverged not in get_args(OnUnconverged):
             raise ValueError(
                 f"on_unconverged must be one of {get_args(OnUnconverged)}, got "
                 f"{self.on_unconverged!r}"
-            )
-        if not isinstance(self.cap, Cap):
-            raise TypeError(
-                f"cap must be a Cap such as FixedCap(20) or GammaCap(), got {self.cap!r}: set "
-                "max_steps, which also takes an int"
             )
         check_backend(self.backend)
 

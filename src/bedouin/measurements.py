@@ -41,13 +41,10 @@ def relative_error(
     return difference.max().item() / (scale or 1.0)
 
 
-def distance(
-    a: Tensor,  # any shape
-    e: Tensor,  # the same shape
-) -> Tensor:  # the same shape
+def distance(a: Tensor, e: Tensor) -> Tensor:  # any shape, the same for all
     """|a - e|; 0 where both are the same non-finite value, inf where only one is NaN."""
-    distance = torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, (a - e).abs())
-    return torch.where(distance.isnan(), torch.inf, distance)
+    found = torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, (a - e).abs())
+    return torch.where(found.isnan(), torch.inf, found)
 
 
 @dataclass(frozen=True)
