@@ -9,9 +9,10 @@
 
 The experiments are defined in examples/research/experiments/, one short file each. Each run adds
 its numbers to OUT/EXPERIMENT/runs.json, in place of those of an earlier run of its name
-(`common/runs.py`). The list has, for every run, its command and, once it has been made, its device,
-its seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json
-and OUT/both.png from the runs of `words` and `copying`.
+(`common/runs.py`), or its error, after which it is made again. The list has, for every run, its
+command and, once it has been made, its device, its seconds and its seeds, with the number of those
+that failed. `--summary` writes OUT/summary.json and OUT/both.png from the runs of "table" and
+"table-more", and prints their table.
 """
 
 import json
@@ -46,8 +47,9 @@ from research.experiments.heads import heads
 from research.experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
 from research.experiments.languages import LANGUAGES, LANGUAGES_SMALL
 from research.experiments.plan import Experiment, Run, Script
+from research.experiments.table import tables
 from research.experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
-from research.summary import figure_of_both, summarize
+from research.summary import figure_of_both, markdown, summarize
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -98,6 +100,7 @@ def experiments() -> dict[str, Experiment]:
         *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, CONTROLS_SMALL),
         *(heads(), LANGUAGES, LANGUAGES_SMALL, language_model()),
         LANGUAGE_MODEL_TRIALS,
+        *tables(RESULTS),
     )
     return {experiment.name: experiment for experiment in found}
 
@@ -152,7 +155,10 @@ def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
         try:
             make(experiment, run, config)
         except Exception as error:  # reported; a long list of runs goes on
-            print(f"{run.name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            message = f"{type(error).__name__}: {error}"
+            print(f"{run.name} failed: {message}", file=sys.stderr)
+            record = {"error": message, "options": run.options}
+            add_runs(config.out / experiment.name, {run.name: record})
             failed += 1
     return failed
 
@@ -236,7 +242,10 @@ def listing(found: dict[str, Experiment], out: Path) -> str:
         ]
         for run in experiment.runs:
             made = "not run | | "
-            if content := contents.get(run.name):
+            content = contents.get(run.name, {})
+            if "error" in content:
+                made = "failed | | "
+            elif content:
                 seconds, seeds = seconds_and_seeds(content)
                 made = f"{content['device']} | {seconds:.0f} | {seeds}"
             folder = "examples/research" if run.script == "ensemble" else "examples"
@@ -260,7 +269,7 @@ def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experimen
         (experiment, run)
         for experiment, run in named
         if not config.only or run.name in config.only
-        if config.again or run.name not in made[experiment.name]
+        if config.again or "error" in made[experiment.name].get(run.name, {"error": "not run"})
     ]
 
 
@@ -268,8 +277,9 @@ def main(config: Config) -> int:
     """Returns the exit status: 1 if a run failed; the others are made all the same."""
     if config.summary:
         report = summarize(config.out)
-        figure_of_both(report["both"], config.out / "both.png")
+        figure_of_both(report, config.out / "both.png")
         (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(markdown(config.out))
         return 0
     found = experiments()
     if not config.names:
