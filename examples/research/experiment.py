@@ -5,6 +5,7 @@
     python examples/research/experiment.py words --only a5-bedouin a5-lstm_l1
     python examples/research/experiment.py words --extra="--steps 20 --device cpu" --out runs/trial
     python examples/research/experiment.py language-model --devices 2   # two at a time, a GPU each
+    python examples/research/experiment.py table --per-device 6         # six at a time on one GPU
     python examples/research/experiment.py --summary
 
 The experiments are defined in examples/research/experiments/, one short file each. Each run adds
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 import train_a5
 import train_copy
 import train_lm
+from common.checks import flag
 from common.options import parse_config
 from common.runs import add_runs, read_run, read_runs
 from research import ensemble
@@ -71,12 +73,16 @@ class Config:
     devices: int = 1
     """Runs made at the same time. With more than one each has a process and a GPU of its own, if
     there are GPUs, and what it prints is in runs/experiments/EXPERIMENT/RUN.log."""
+    per_device: int = 1
+    """Runs made at the same time on each GPU, also in processes of their own; small layers leave
+    much of a GPU idle, which NVIDIA's MPS lets processes share."""
     summary: bool = False
     """Write summary.json and the figure, and run nothing."""
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise ValueError(f"--devices must be at least 1, got {self.devices}")
+        for name in ("devices", "per_device"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
 
 
 def experiments() -> dict[str, Experiment]:
@@ -164,9 +170,11 @@ def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
 
 
 def make_side_by_side(made: list[tuple[Experiment, Run]], config: Config) -> int:
-    """Make `config.devices` runs at a time; returns the number of those that failed."""
+    """Make `config.per_device` runs at a time on each device; returns the number of those that
+    failed."""
     free: SimpleQueue[str | None] = SimpleQueue()
-    for device in visible_devices(config.devices):
+    devices = visible_devices(config.devices) * config.per_device
+    for device in devices:
         free.put(device)
 
     def start(pair: tuple[Experiment, Run]) -> int:
@@ -176,7 +184,7 @@ def make_side_by_side(made: list[tuple[Experiment, Run]], config: Config) -> int
         finally:
             free.put(device)
 
-    with ThreadPoolExecutor(config.devices) as pool:
+    with ThreadPoolExecutor(len(devices)) as pool:
         return sum(pool.map(start, made))
 
 
@@ -286,7 +294,8 @@ def main(config: Config) -> int:
         print(listing(found, config.out))
         return 0
     made = chosen(found, config)
-    failed = (make_all if config.devices == 1 else make_side_by_side)(made, config)
+    one = config.devices * config.per_device == 1
+    failed = (make_all if one else make_side_by_side)(made, config)
     return int(failed > 0)
 
 

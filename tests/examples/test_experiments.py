@@ -170,6 +170,11 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
         experiment.visible_devices(3)
     with pytest.raises(ValueError, match="--devices must be at least 1, got 0"):
         experiment.Config(devices=0)
+    with pytest.raises(ValueError, match="--per-device must be at least 1, got 0"):
+        experiment.Config(per_device=0)
+    started.clear()
+    two = experiment.Config(("few",), devices=1, per_device=2, only=("a", "b"), out=tmp_path)
+    assert experiment.main(two) == 0 and {v[1] for v in started.values()} == {"5"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert experiment.visible_devices(2) == [None, None]
 
