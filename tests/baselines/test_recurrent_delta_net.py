@@ -1,5 +1,7 @@
 """Recurrent Delta Net: equal to its equations, head by head."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,3 +44,48 @@ def test_equals_the_recurrence(d_conv: int | None) -> None:
     inputs = [x, *layer.parameters()]
     grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.interpreter
+def test_triton_equals_the_reference() -> None:
+    check_backends("cpu", 2e-5)
+
+
+@pytest.mark.gpu
+def test_triton_equals_the_reference_on_a_gpu() -> None:
+    check_backends("cuda", 1e-3)  # the reference's products may be in TensorFloat32
+
+
+def check_backends(device: str, tolerance: float) -> None:
+    """Outputs, state and gradients, through a second chunk."""
+    options: dict[str, Any] = {
+        "num_heads": 2,
+        "head_dim": 32,
+        "expand_v": 0.5,
+        "feedback_init": 3.0,
+    }
+    layers = [
+        RecurrentDeltaNet(8, device=device, **options, backend=backend)
+        for backend in ("triton", "reference")
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, results = torch.randn(2, 9, 8, device=device), []
+    for layer in layers:
+        u = x.clone().requires_grad_()
+        first, state = layer(u[:, :5], return_state=True)
+        y, state = layer(u[:, 5:], state, return_state=True)
+        loss = torch.stack([v.square().sum() for v in (first, y, *state.tensors)]).sum()
+        inputs = [u, *layer.parameters()]
+        results.append((first, y, *state.tensors, *torch.autograd.grad(loss, inputs)))
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.interpreter
+def test_calls_that_the_kernel_does_not_support() -> None:
+    layer = RecurrentDeltaNet(8, num_heads=2, backend="triton")
+    with pytest.raises(ValueError, match="does not support heads of 4 key and 4 value channels"):
+        layer(torch.randn(2, 3, 8))
+    layer = RecurrentDeltaNet(8, head_dim=16, backend="triton")
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="does not support padding with return_state=True"):
+        layer(torch.randn(2, 3, 8), return_state=True, mask=mask)

@@ -1,7 +1,7 @@
 """M2RNN: a nonlinear RNN whose state is a matrix.
 
-Letters: b batch, t time, m d_model, h heads, p key channels and v value channels of a head, w
-convolution width.
+Letters: b batch, t time, m d_model, h heads, p key channels and v value channels of a head, r = 2 p
++ v, w convolution width.
 """
 
 from typing import NamedTuple
@@ -11,10 +11,16 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.interface import Baseline, Sizes
-from bedouin.baselines.options import expanded, head_size, positive_number, reset_dt_bias
+from bedouin.baselines.interface import Baseline, Sizes, owned
+from bedouin.baselines.options import (
+    expanded,
+    head_size,
+    positive_number,
+    reset_dt_bias,
+    unfit_for_kernels,
+)
 from bedouin.checks import known_options, positive_int
-from bedouin.kernels.backend import without_autocast
+from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
@@ -53,6 +59,8 @@ class M2RNN(Baseline[M2RNNState]):
         expand_v: v is expand_v * p.
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         conv_bias: whether that convolution has a bias.
+        backend: of the recurrence: "reference": plain torch; "triton": one kernel, for p and v that
+            are powers of two from 16 to 128; "auto": that on a GPU where it can.
     """
 
     state_type = M2RNNState
@@ -68,6 +76,7 @@ class M2RNN(Baseline[M2RNNState]):
         d_conv: int | None = 4,
         conv_bias: bool = False,
         norm_eps: float = 1e-5,
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -75,7 +84,8 @@ class M2RNN(Baseline[M2RNNState]):
         h = self.num_heads = positive_int("num_heads", num_heads)
         p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
         v = expanded("expand_v", expand_v, "head_dim", p)
-        self.head_dim, self.value_dim = p, v
+        check_backend(backend)
+        self.head_dim, self.value_dim, self.backend = p, v, backend
         self.norm_eps = positive_number("norm_eps", norm_eps)
         factory = factory_options(device, dtype)
         self.qkv_proj = nn.Linear(d_model, h * (2 * p + v), bias=False, **factory)
@@ -120,17 +130,35 @@ class M2RNN(Baseline[M2RNNState]):
         low, f_raw, gate = qkv.dtype, self.f_proj(x), self.g_proj(x)
         with without_autocast(x.device):
             qkv = F.silu(at_least_float32(rearrange(qkv, "b t (h r) -> b t h r", h=self.num_heads)))
-            q, k, v = qkv.split([self.head_dim, self.head_dim, self.value_dim], dim=-1)
+            v = qkv[..., 2 * self.head_dim :]
             dt = F.softplus(at_least_float32(f_raw) + at_least_float32(self.dt_bias))
             if lengths is not None:  # padding leaves the state: f = 1
                 dt = zero_outside(tokens_before(lengths, x.shape[1]), dt)
             f = torch.exp(-torch.exp(at_least_float32(self.A_log)) * dt)
-            o, memory = recurrence(q, k, v, f, at_least_float32(self.state_weight), state.memory)
+            o, memory = self._recur(qkv, f, at_least_float32(self.state_weight), state.memory)
             o = o + at_least_float32(self.D) * v
             gate = rearrange(F.silu(at_least_float32(gate)), "b t (h v) -> b t h v", v=v.shape[-1])
             o = F.rms_norm(o * gate, (self.value_dim,), None, self.norm_eps) * self.norm_weight
             o = rearrange(o, "b t h v -> b t (h v)").to(low)
         return self.out_proj(o), M2RNNState(window, memory)
+
+    def _recur(
+        self,
+        qkv: Tensor,  # (b, t, h, r)
+        f: Tensor,  # (b, t, h)
+        W: Tensor,  # (h, v, v)
+        memory: Tensor,  # (b, h, p, v)
+    ) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
+        unfit = unfit_for_kernels(qkv, (self.head_dim, self.value_dim), None)
+        if choose_backend(self.backend, qkv.device, qkv.dtype, unfit) == "reference":
+            return recurrence(qkv, f, W, memory)
+        # only here, because importing Triton is slow
+        from bedouin.baselines.triton_m2rnn import Recurrence
+
+        o, memory = Recurrence.apply(  # type: ignore[no-untyped-call]
+            qkv, f, W, memory, torch.is_grad_enabled()
+        )
+        return o, owned(memory)
 
     def extra_repr(self) -> str:
         return (
@@ -140,18 +168,18 @@ class M2RNN(Baseline[M2RNNState]):
 
 
 def recurrence(
-    q: Tensor,  # (b, t, h, p)
-    k: Tensor,  # (b, t, h, p)
-    v: Tensor,  # (b, t, h, v)
+    qkv: Tensor,  # (b, t, h, r)
     f: Tensor,  # (b, t, h)
     W: Tensor,  # (h, v, v)
     memory: Tensor,  # (b, h, p, v)
 ) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
-    """S^T q of every token, and the last S, which owns its memory."""
+    """S^T q of every token, and the last S, which owns its memory, in plain PyTorch."""
+    p, v = memory.shape[2:]
+    q, k, value = qkv.split([p, p, v], dim=-1)
     S = rearrange(memory, "b h p v -> h b p v")
     queries = rearrange(q, "b t h p -> t (h b) 1 p").unbind(0)
     keys = rearrange(k, "b t h p -> t h b p 1").unbind(0)
-    values = rearrange(v, "b t h v -> t h b 1 v").unbind(0)
+    values = rearrange(value, "b t h v -> t h b 1 v").unbind(0)
     rates = rearrange(f, "b t h -> t h b 1 1").unbind(0)
     outputs = []
     for q_t, k_t, v_t, f_t in zip(queries, keys, values, rates, strict=True):

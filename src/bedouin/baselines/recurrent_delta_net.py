@@ -12,9 +12,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from bedouin.baselines.interface import Baseline, Sizes, owned
-from bedouin.baselines.options import expanded, head_size, positive_number
+from bedouin.baselines.options import (
+    expanded,
+    head_size,
+    positive_number,
+    unfit_for_kernels,
+)
 from bedouin.checks import known_options, positive_int
-from bedouin.kernels.backend import without_autocast
+from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
 from bedouin.packing import tokens_before
 from bedouin.parameters import at_least_float32, factory_options
 from bedouin.short_convolution import ShortConvolution
@@ -53,6 +58,8 @@ class RecurrentDeltaNet(Baseline[RecurrentDeltaState]):
             default): no convolution.
         conv_bias: whether that convolution has a bias.
         feedback_init: factor on R at initialization, 1: that of torch.nn.Linear.
+        backend: of the recurrence: "reference": plain torch; "triton": one kernel, for p and v that
+            are powers of two from 16 to 128, without padding; "auto": that on a GPU where it can.
     """
 
     state_type = RecurrentDeltaState
@@ -68,6 +75,7 @@ class RecurrentDeltaNet(Baseline[RecurrentDeltaState]):
         d_conv: int | None = None,
         conv_bias: bool = False,
         feedback_init: float = 1.0,
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -75,7 +83,8 @@ class RecurrentDeltaNet(Baseline[RecurrentDeltaState]):
         h = self.num_heads = positive_int("num_heads", num_heads)
         p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
         v = expanded("expand_v", expand_v, "head_dim", p)
-        self.head_dim, self.value_dim = p, v
+        check_backend(backend)
+        self.head_dim, self.value_dim, self.backend = p, v, backend
         self.feedback_init = positive_number("feedback_init", feedback_init)
         factory = factory_options(device, dtype)
         self.qkv_proj = nn.Linear(d_model, h * (2 * p + v), bias=False, **factory)
@@ -102,45 +111,65 @@ class RecurrentDeltaNet(Baseline[RecurrentDeltaState]):
         lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, RecurrentDeltaState]:  # (b, t, m)
         qkv, window = self.conv(self.qkv_proj(x), state.conv, lengths)
-        qkv = rearrange(qkv, "b t (h r) -> t h b r", h=self.num_heads)
-        beta = rearrange(self.b_proj(x), "b t h -> t h b 1")
-        real = None if lengths is None else tokens_before(lengths, x.shape[1])
+        qkv = rearrange(qkv, "b t (h r) -> b t h r", h=self.num_heads)
+        beta = self.b_proj(x).unsqueeze(-1)
         with without_autocast(x.device):
             raw = at_least_float32(torch.cat([qkv, beta.to(qkv.dtype)], dim=-1))
-            y, memory, last = self._recur(raw, state.memory, state.y, real)
-        y = rearrange(y, "t h b v -> b t (h v)")
-        return self.out_proj(y.to(qkv.dtype)), RecurrentDeltaState(window, owned(memory), last)
+            R = at_least_float32(self.y_proj)
+            y, memory, last = self._recur(raw, R, state, lengths)
+        output = self.out_proj(rearrange(y, "b t h v -> b t (h v)").to(qkv.dtype))
+        return output, RecurrentDeltaState(window, owned(memory), last)
 
     def _recur(
         self,
-        raw: Tensor,  # (t, h, b, r)
-        memory: Tensor,  # (b, h, p, v)
-        y: Tensor,  # (b, h, v)
-        real: Tensor | None,  # (b, t)
-    ) -> tuple[Tensor, Tensor, Tensor]:  # (t, h, b, v), (b, h, p, v), (b, h, v)
-        p, v = self.head_dim, self.value_dim
-        R = at_least_float32(self.y_proj)
-        S = rearrange(memory, "b h p v -> (h b) p v")
-        y = rearrange(y, "b h v -> h b v")
-        outputs = []
-        for t, raw_t in enumerate(raw.unbind(0)):
-            fed = torch.baddbmm(raw_t, torch.tanh(y), R).flatten(0, 1)  # (h b, r)
-            keys, value, beta = fed.split([2 * p, v, 1], dim=-1)
-            qk = torch.softmax(keys.unflatten(-1, (2, p)), dim=-1)  # (h b, 2, p)
-            q, k = qk.unbind(1)
-            read_q, read_k = (qk @ S).unbind(1)
-            step = torch.sigmoid(beta) * (value - read_k)  # (h b, v)
-            if real is not None:  # padding writes nothing
-                step = step.masked_fill(~real[:, t].repeat(self.num_heads).unsqueeze(1), 0)
-            S = torch.baddbmm(S, k.unsqueeze(2), step.unsqueeze(1))
-            new = (read_q + (q * k).sum(-1, keepdim=True) * step).unflatten(0, y.shape[:2])
-            y = new if real is None else torch.where(real[:, t, None], new, y)
-            outputs.append(y)
-        memory = rearrange(S, "(h b) p v -> b h p v", h=self.num_heads)
-        return torch.stack(outputs), memory, rearrange(y, "h b v -> b h v").clone()
+        raw: Tensor,  # (b, t, h, r)
+        R: Tensor,  # (h, v, r)
+        state: RecurrentDeltaState,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v), (b, h, v)
+        unfit = unfit_for_kernels(raw, (self.head_dim, self.value_dim), lengths)
+        if choose_backend(self.backend, raw.device, raw.dtype, unfit) == "reference":
+            return recurrence(raw, R, state.memory, state.y, lengths)
+        # only here, because importing Triton is slow
+        from bedouin.baselines.triton_recurrent_delta_net import Recurrence
+
+        y, memory = Recurrence.apply(  # type: ignore[no-untyped-call]
+            raw, R, state.memory, state.y
+        )
+        return y, memory, y[:, -1].clone()
 
     def extra_repr(self) -> str:
         return (
             f"{self.d_model}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
             f"value_dim={self.value_dim}"
         )
+
+
+def recurrence(
+    raw: Tensor,  # (b, t, h, r)
+    R: Tensor,  # (h, v, r)
+    memory: Tensor,  # (b, h, p, v)
+    y: Tensor,  # (b, h, v)
+    lengths: Tensor | None,  # (b,)
+) -> tuple[Tensor, Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v), (b, h, v)
+    """The outputs, and the memory and the output after the last token, in plain PyTorch."""
+    (h, v, _), p = R.shape, memory.shape[2]
+    real = None if lengths is None else tokens_before(lengths, raw.shape[1])
+    S = rearrange(memory, "b h p v -> (h b) p v")
+    y = rearrange(y, "b h v -> h b v")
+    outputs = []
+    for t, raw_t in enumerate(rearrange(raw, "b t h r -> t h b r").unbind(0)):
+        fed = torch.baddbmm(raw_t, torch.tanh(y), R).flatten(0, 1)  # (h b, r)
+        keys, value, beta = fed.split([2 * p, v, 1], dim=-1)
+        qk = torch.softmax(keys.unflatten(-1, (2, p)), dim=-1)  # (h b, 2, p)
+        q, k = qk.unbind(1)
+        read_q, read_k = (qk @ S).unbind(1)
+        step = torch.sigmoid(beta) * (value - read_k)  # (h b, v)
+        if real is not None:  # padding writes nothing
+            step = step.masked_fill(~real[:, t].repeat(h).unsqueeze(1), 0)
+        S = torch.baddbmm(S, k.unsqueeze(2), step.unsqueeze(1))
+        new = (read_q + (q * k).sum(-1, keepdim=True) * step).view_as(y)
+        y = new if real is None else torch.where(real[:, t, None], new, y)
+        outputs.append(y)
+    memory = rearrange(S, "(h b) p v -> b h p v", h=h)
+    return rearrange(outputs, "t h b v -> b t h v"), memory, rearrange(y, "h b v -> b h v").clone()
