@@ -17,6 +17,7 @@ from research.experiments.table import (  # noqa: E402
     TASKS,
     TUNED,
     VARIANTS,
+    rows_of,
     tuning_rows,
 )
 
@@ -52,17 +53,11 @@ def summarize(results: Path) -> dict[str, Models]:
     for task in TASKS:
         found[task] = {}
         for model in VARIANTS:
-            rows = [row for runs in folders for row in _rows(runs, f"{task}-{model}")]
+            rows = [row for runs in folders for row in rows_of(runs, f"{task}-{model}")]
             if rows:
                 number = len(tuning_rows(tuning, task, model)) + _screened(results, task, model)
                 found[task][model] = {**_measures(task, rows), "tuning_runs": number}
     return found
-
-
-def _rows(runs: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The rows of a run; none where it has not been made, or failed."""
-    rows: list[dict[str, Any]] = runs.get(name, {}).get("rows", [])
-    return rows
 
 
 def _measures(task: str, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -97,7 +92,7 @@ def markdown(results: Path) -> str:
         header = ["model", "parameters", "state", *SHOWN[task], "tuning runs"]
         lines += [f"**{task}**", "", *(" | ".join(v) for v in (header, ["---"] * len(header)))]
         for model, numbers in models.items():
-            (row,) = _rows(runs, f"{task}-{model}") or [{}]
+            row = next(iter(rows_of(runs, f"{task}-{model}")), {})
             sizes = [str(row.get(name, "")) for name in ("parameters", "state_size")]
             values = [" ".join(f"{v:.2f}" for v in numbers[name]) for name in SHOWN[task]]
             lines.append(" | ".join([model, *sizes, *values, str(numbers["tuning_runs"])]))

@@ -7,12 +7,13 @@ same rates. What a model has to choose besides, as gating, is chosen there, too.
 """
 
 import math
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from common.runs import read_runs
-from research.experiments.plan import REPORTED, TUNING, Experiment, Run, joined
+from research.experiments.plan import TUNING, Experiment, Run, joined
 
 Runs = dict[str, Any]
 """The content of a runs.json."""
@@ -83,6 +84,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "hybrid_l2": ("hybrid_l2",),
 }
 """The models of the table, and the forms of each that tuning compares."""
+SLOW = ("recall_layer",)
+"""Models without a kernel, each of whose seeds and rates is a run of its own."""
 
 
 def takes_part(task: str, model: str) -> bool:
@@ -96,14 +99,23 @@ def score(row: dict[str, Any]) -> float:
     return -math.inf if math.isnan(found) else found
 
 
+def rows_of(runs: Runs, name: str) -> list[dict[str, Any]]:
+    """The rows of a run, and of those whose names add a learning rate or a seed to its name."""
+    return [
+        row
+        for found in sorted(runs)
+        if found == name or re.fullmatch(rf"{name}-(seed\d|0\.\d+)", found)
+        for row in runs[found].get("rows", ())
+    ]
+
+
 def tuning_rows(runs: Runs, task: str, model: str) -> dict[tuple[str, float], dict[str, Any]]:
     """The tuning runs of a model for a task that have been made, by form and learning rate."""
-    found = {}
-    for form in VARIANTS[model]:
-        for name in (f"{RATES_OF[task]}-{form}", f"{RATES_OF[task]}-{form}-beyond"):
-            for row in runs.get(name, {}).get("rows", ()):
-                found[form, row["point"]["lr"]] = row
-    return found
+    return {
+        (form, row["point"]["lr"]): row
+        for form in VARIANTS[model]
+        for row in rows_of(runs, f"{RATES_OF[task]}-{form}")
+    }
 
 
 def chosen(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
@@ -124,23 +136,38 @@ def _tuning(runs: Runs) -> Experiment:
             best = chosen(runs, task, model) if tuning_rows(runs, task, model) else None
             for form in forms:
                 options = joined(TASKS[task], RECIPE, NARROW, f"--model {form}", TUNING)
-                rates = " ".join(f"{rate:g}" for rate in RATES)
-                found.append(Run(f"{task}-{form}", f"{options} --lr {rates}"))
+                single = list(RATES) if model in SLOW else []
+                if not single:
+                    rates = " ".join(f"{rate:g}" for rate in RATES)
+                    found.append(Run(f"{task}-{form}", f"{options} --lr {rates}"))
                 if best is not None and best[0] == form and best[1] != RATES[1]:
-                    rate = BEYOND.get(best[1], best[1])
-                    found.append(Run(f"{task}-{form}-beyond", f"{options} --lr {rate:g}"))
+                    single.append(BEYOND.get(best[1], best[1]))
+                found += [
+                    Run(f"{task}-{form}-{rate:g}", f"{options} --lr {rate:g}") for rate in single
+                ]
     return Experiment(TUNED, "Which learning rate and which form?", tuple(found))
 
 
-def _reported(runs: Runs, name: str, question: str, tasks: Tasks, *options: str) -> Experiment:
+def _reported(
+    runs: Runs, name: str, question: str, tasks: Tasks, seeds: range, width: str = NARROW
+) -> Experiment:
     """The runs of all models whose learning rate is known."""
     found = []
     for task, flags in tasks.items():
         for model in VARIANTS:
             choice = chosen(runs, task, model) if takes_part(task, model) else None
-            if choice is not None:
-                layer = f"--model {choice[0]} --lr {choice[1]:g}"
-                found.append(Run(f"{task}-{model}", joined(flags, RECIPE, layer, *options)))
+            if choice is None:
+                continue
+            layer = f"--model {choice[0]} --lr {choice[1]:g}"
+            options = joined(flags, RECIPE, width, layer)
+            if model in SLOW:
+                found += [
+                    Run(f"{task}-{model}-seed{seed}", f"{options} --seeds 1 --first-seed {seed}")
+                    for seed in seeds
+                ]
+            else:
+                drawn = f"--seeds {len(seeds)} --first-seed {seeds[0]}"
+                found.append(Run(f"{task}-{model}", f"{options} {drawn}"))
     return Experiment(name, question, tuple(found))
 
 
@@ -148,16 +175,12 @@ def tables(results: Path) -> tuple[Experiment, ...]:
     """Tuning, the reported seeds, two more of them, a larger width, and the controls."""
     runs = read_runs(results / TUNED)
     wide = {task: TASKS[task] for task in ("a5", "copy", "bound_a5")}
-    questions: dict[str, tuple[str, Tasks, str]] = {
-        REPORTED_RUNS[0]: ("Which layer tracks, recalls, and does both?", TASKS, REPORTED),
-        REPORTED_RUNS[1]: ("The same for two more seeds", TASKS, "--seeds 2 --first-seed 3"),
-        "table-controls": ("What makes bound permutations hard?", CONTROLS, REPORTED),
-    }
+    table, more = REPORTED_RUNS
+    three = range(3)
     return (
         _tuning(runs),
-        *(
-            _reported(runs, name, question, tasks, NARROW, seeds)
-            for name, (question, tasks, seeds) in questions.items()
-        ),
-        _reported(runs, "table-wide", "The same at d_model 512", wide, "--d-model 512", REPORTED),
+        _reported(runs, table, "Which layer tracks, recalls, and does both?", TASKS, three),
+        _reported(runs, more, "The same for two more seeds", TASKS, range(3, 5)),
+        _reported(runs, "table-wide", "The same at d_model 512", wide, three, "--d-model 512"),
+        _reported(runs, "table-controls", "What makes bound names hard?", CONTROLS, three),
     )

@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bedouin.baselines.delta_product import A_MAX
 from bedouin.baselines.interface import Baseline, Sizes, owned
 from bedouin.baselines.options import (
     expanded,
@@ -25,9 +26,6 @@ from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
-
-A_MAX = 16.0
-"""The largest initial exp(A_log), as in Gated DeltaNet."""
 
 
 class _M2RNNFields(NamedTuple):

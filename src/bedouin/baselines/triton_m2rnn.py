@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from bedouin.kernels.guard import Launching
 
+LAUNCH = {"enable_fp_fusion": True}
+"""The default of Triton differs between its versions."""
+
 
 @triton.jit
 def _candidate(S, W, k, v):
@@ -126,7 +129,7 @@ class Recurrence(torch.autograd.Function):
         o, last = qkv.new_empty(b, t, h, v), torch.empty_like(memory)
         memories = qkv.new_empty((b, h, t, p, v) if keep else (0,))
         with Launching(qkv):
-            forward_kernel[b * h,](qkv, f, W, memory, o, memories, last, t, h, p, v, keep)
+            forward_kernel[b * h,](qkv, f, W, memory, o, memories, last, t, h, p, v, keep, **LAUNCH)
         ctx.save_for_backward(qkv, f, W, memories)
         return o, last
 
@@ -142,5 +145,6 @@ class Recurrence(torch.autograd.Function):
             backward_kernel[b * h,](
                 *(qkv, f, W, memories, grad_o, grad_last),
                 *(grad_qkv, grad_f, grad_W, grad_memory, t, h, p, v),
+                **LAUNCH,
             )
         return grad_qkv, grad_f, grad_W.sum(0), grad_memory, None

@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from bedouin.kernels.guard import Launching
 
+LAUNCH = {"enable_fp_fusion": True}
+"""The default of Triton differs between its versions."""
+
 
 @triton.jit
 def _tanh(x):
@@ -139,7 +142,7 @@ class Recurrence(torch.autograd.Function):
         outputs, last = raw.new_empty(b, t, h, v), torch.empty_like(memory)
         steps = torch.empty_like(outputs)
         with Launching(raw):
-            forward_kernel[b * h,](raw, R, memory, y, outputs, steps, last, t, h, p, v)
+            forward_kernel[b * h,](raw, R, memory, y, outputs, steps, last, t, h, p, v, **LAUNCH)
         ctx.save_for_backward(raw, R, y, outputs, steps, last)
         return outputs, last
 
@@ -155,6 +158,7 @@ class Recurrence(torch.autograd.Function):
             backward_kernel[b * h,](
                 *(raw, R, before, steps, last, grad_outputs, grad_last),
                 *(grad_raw, grad_memory, grad_y, t, h, *last.shape[2:]),
+                **LAUNCH,
             )
         grad_R = torch.einsum("bthv,bthr->hvr", torch.tanh(before), grad_raw)
         return grad_raw, grad_R, grad_memory, grad_y
