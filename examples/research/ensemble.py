@@ -28,7 +28,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from math import isinf
 from pathlib import Path
@@ -257,10 +257,12 @@ class Ensemble:
             rows = min(left, EVAL_BATCH, max(1, EVAL_TOKENS // width))
             left -= rows
             tokens, labels = self.data.eval_batch(rows, point)
-            logits = self._each(tokens)
-            for name, metric in found.items():
-                values = [metric(*each) for each in zip(logits, labels, tokens, strict=True)]
-                sums[name] += rows / self.config.eval_rows * torch.stack(values)
+            values = [
+                torch.stack([metric(*each) for metric in found.values()])
+                for each in zip(self._each(tokens), labels, tokens, strict=True)
+            ]
+            for name, value in zip(found, torch.stack(values, dim=1), strict=True):
+                sums[name] += rows / self.config.eval_rows * value
         return {name: value.tolist() for name, value in sums.items()}
 
     @torch.no_grad()
@@ -273,11 +275,11 @@ class Ensemble:
     def _each(
         self,
         rows: Tensor,  # (s, b, t)
-    ) -> Tensor:  # (s, b, t, v)
+    ) -> Iterator[Tensor]:  # (b, t, v)
         """The logits of every model for its rows."""
         if self.config.stacked:
-            return vmap(self._stacked_logits)(self.params, rows)
-        return torch.stack([self._logits(m, row) for m, row in zip(self.models, rows, strict=True)])
+            return iter(vmap(self._stacked_logits)(self.params, rows))
+        return (self._logits(m, row) for m, row in zip(self.models, rows, strict=True))
 
 
 def stepper(ensemble: Ensemble) -> Callable[[], None]:
