@@ -272,6 +272,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (RecurrentDeltaNet, {"feedback_init": 0}, ValueError, "feedback_init must be finite and > 0"),
     (RecurrentDeltaNet, {"expand_v": 0.1}, ValueError, "expand_v * head_dim must be at least 1"),
     (M2RNN, {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+    (M2RNN, {"backend": "fla"}, ValueError, "backend must be one of ('auto', 'triton', "),
     (M2RNN, {"norm_eps": -1.0}, ValueError, "norm_eps must be finite and > 0, got -1.0"),
     (Attention, {"rope_base": -1.0}, ValueError, "rope_base must be finite and > 0, got -1.0"),
 ]

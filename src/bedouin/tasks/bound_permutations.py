@@ -83,9 +83,9 @@ class BoundPermutations:
         self,
         batch_size: int,
         generator: torch.Generator,
-        *,
         definitions: int | None = None,
         operations: int | None = None,
+        *,
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
@@ -178,12 +178,22 @@ class BoundPermutations:
         others = row_hash(tokens.masked_fill(tokens == padding, 0))
         bound = bound.scatter(1, m - 1, draw_last(others, n, split, rng).unsqueeze(1))
 
-        same = slot.unsqueeze(1) == slot.unsqueeze(2)  # (b, L, L)
-        earlier = same & rebinds.unsqueeze(1) & (operation.unsqueeze(1) < operation.unsqueeze(2))
-        last = operation.unsqueeze(1).masked_fill(~earlier, -1).amax(-1)
-        current = rebound.gather(1, last.clamp(min=0))
-        current = torch.where(last < 0, bound.gather(1, slot), current)
+        current = _current(bound, slot, rebinds, rebound)
         product = self.group.prefix_products(current.masked_fill(~uses, 0))  # 0 is the identity
         answer = torch.where(uses, product, current).masked_fill(rebinds, IGNORE)
         labels = torch.full_like(row, IGNORE).scatter(1, start + 1, answer)
         return Batch(write(bound), labels[:, :width])
+
+
+def _current(
+    bound: Tensor,  # (b, m), the elements of the definitions
+    slot: Tensor,  # (b, L), the definition of an operation's name
+    rebinds: Tensor,  # (b, L) bool
+    rebound: Tensor,  # (b, L), the elements that rebinding operations bind
+) -> Tensor:  # (b, L)
+    """The element to which the name of each operation is bound before it."""
+    operation = torch.arange(slot.shape[1], device=slot.device)
+    same = (slot.unsqueeze(1) == slot.unsqueeze(2)) & rebinds.unsqueeze(1)  # (b, L, L)
+    earlier = same & (operation < operation.unsqueeze(1))
+    last = operation.masked_fill(~earlier, -1).amax(-1)
+    return torch.where(last < 0, bound.gather(1, slot), rebound.gather(1, last.clamp(min=0)))
