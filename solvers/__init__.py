@@ -18,10 +18,10 @@ from bedouin.solvers.solution import (
     Result,
     Solution,
     SolveStats,
+    SolveStep,
 )
 from bedouin.solvers.solve import solve
 from bedouin.solvers.torchdeq_adapter import Anderson, Broyden
-from bedouin.solvers.watch import SolveStep
 
 __all__ = [
     "Adjoint",

@@ -14,43 +14,34 @@ from torch import Tensor
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.solvers.adjoint_solve import attach_iterative
 from bedouin.solvers.base import (
-    ExactAdjointMap,
+    Problem,
     Solver,
+    check_count,
     check_number,
-    is_exact_adjoint,
     map_name,
+    offers,
     strict_options,
 )
 from bedouin.solvers.direct import Direct
-from bedouin.solvers.problem import Problem
+from bedouin.solvers.reporting import Reporting
 from bedouin.solvers.solution import Solution
 
 
 class _Attach(torch.autograd.Function):
-    """The value y_star, whose gradient is passed on to `tracked`."""
+    """The value y_star, whose gradient is passed on to `tracked`; all tensors are (b, ...)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        tracked: Tensor,  # (b, ...)
-        y_star: Tensor,  # (b, ...)
-    ) -> Tensor:  # (b, ...)
+    def forward(tracked: Tensor, y_star: Tensor) -> Tensor:
         return y_star.clone()
 
     @staticmethod
-    def setup_context(
-        ctx: Any,
-        inputs: tuple[Tensor, ...],  # tracked and y_star
-        output: Tensor,  # (b, ...)
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad_output: Tensor,  # (b, ...)
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([grad_output], sources), None)
 
@@ -60,18 +51,11 @@ class _AttachEager(_Attach):
     torch.compile cannot trace a Function that has a jvp."""
 
     @staticmethod
-    def jvp(
-        ctx: Any,
-        tangent: Tensor,  # (b, ...), that of `tracked`
-        unused: Tensor | None,  # that of y_star
-    ) -> Tensor:  # (b, ...)
+    def jvp(ctx: Any, tangent: Tensor, unused: Tensor | None) -> Tensor:
         return tangent
 
 
-def _attach(
-    tracked: Tensor,  # (b, ...)
-    y_star: Tensor,  # (b, ...)
-) -> Tensor:  # (b, ...)
+def _attach(tracked: Tensor, y_star: Tensor) -> Tensor:
     function = _Attach if torch.compiler.is_compiling() else _AttachEager
     value: Tensor = function.apply(tracked, y_star)  # type: ignore[no-untyped-call]
     return value
@@ -81,7 +65,7 @@ class Adjoint(ABC):
     """How the gradient at a fixed point is computed."""
 
     @abstractmethod
-    def apply(self, problem: Problem) -> Solution:
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
         """Run the solve and return a solution whose value carries the gradient."""
 
 
@@ -98,11 +82,7 @@ class ImplicitAdjoint(Adjoint):
         `Direct()` requires the reverse sweep.
 
     The adjoint solve is reported in `stats.backward`, and `on_unconverged` applies to it as to the
-    forward solve. "raise" raises ConvergenceError from backward(), which synchronizes with a GPU.
-    "warn" warns in backward(), except that on a GPU a warning about the reverse sweep comes one
-    call late, from an asynchronous copy. Under torch.compile, torch.func transforms and graph
-    capture the outcome is not read. An iterative adjoint that a drawn cap below its limit cuts
-    short is not reported as a failure; the reverse sweep has no cap.
+    forward solve (see `solve`), with errors and warnings from backward().
     """
 
     solver: Solver | None = None
@@ -111,10 +91,10 @@ class ImplicitAdjoint(Adjoint):
         if self.solver is not None and not isinstance(self.solver, Solver):
             raise TypeError(f"solver must be a Solver or None, got {type(self.solver).__name__}")
 
-    def apply(self, problem: Problem) -> Solution:
-        f, is_swept = problem.f, isinstance(problem.solver, Direct)
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
+        f, is_swept = problem.f, isinstance(solver, Direct)
         by_sweep = self.solver is None or isinstance(self.solver, Direct)
-        exact: ExactAdjointMap | None = f if by_sweep and is_exact_adjoint(f) else None
+        exact = f if by_sweep and offers(f, "attach") else None
         if exact is None and isinstance(self.solver, Direct):
             raise TypeError(
                 f"ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got "
@@ -122,16 +102,16 @@ class ImplicitAdjoint(Adjoint):
             )
         # the direct sweep itself has the exact gradient
         with torch.set_grad_enabled(torch.is_grad_enabled() and exact is not None and is_swept):
-            solution = problem.run()
+            solution = solver.solve(problem)
         cell = solution.stats._backward
         # a compiled graph returns the cell as an output and cannot call a listener
         if exact is not None and not torch.compiler.is_compiling():
-            cell.listen(problem.reporting.sweep)
+            cell.listen(reporting.sweep)
         if not torch.is_grad_enabled() or (exact is not None and is_swept):
             return solution
         if exact is not None:
             return replace(solution, value=exact.attach(solution.value, cell))
-        return attach_iterative(problem, self.solver or problem.solver, solution)
+        return attach_iterative(problem, self.solver or solver, solution, reporting)
 
 
 @strict_options
@@ -143,8 +123,8 @@ class OneStepAdjoint(Adjoint):
     Source: arXiv 2503.10799, theorem 3.3; arXiv 2103.12803.
     """
 
-    def apply(self, problem: Problem) -> Solution:
-        return PhantomAdjoint(num_steps=1, damping=1.0).apply(problem)
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
+        return PhantomAdjoint(num_steps=1, damping=1.0).apply(problem, solver, reporting)
 
 
 @strict_options
@@ -161,13 +141,12 @@ class PhantomAdjoint(Adjoint):
     damping: float = 0.8
 
     def __post_init__(self) -> None:
-        if type(self.num_steps) is not int or self.num_steps < 1:
-            raise ValueError(f"num_steps must be an int >= 1, got {self.num_steps!r}")
+        check_count("num_steps", self.num_steps)
         check_number("damping", self.damping, 0, 1, open_low=True)
 
-    def apply(self, problem: Problem) -> Solution:
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
         with torch.no_grad():
-            solution = problem.run()
+            solution = solver.solve(problem)
         if not torch.is_grad_enabled():
             return solution
         y = y_star = solution.value.detach()
@@ -187,13 +166,13 @@ class UnrolledAdjoint(Adjoint):
     unrolled.
     """
 
-    def apply(self, problem: Problem) -> Solution:
-        if not problem.solver.can_unroll:
+    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
+        if not solver.can_unroll:
             raise TypeError(
-                f"UnrolledAdjoint cannot differentiate {type(problem.solver).__name__}: "
+                f"UnrolledAdjoint cannot differentiate {type(solver).__name__}: "
                 "use Picard, Jacobi or Direct, or another adjoint"
             )
-        solution = problem.run(unroll=True)
+        solution = solver.solve(replace(problem, unroll=True))
         if not torch.is_grad_enabled():
             return solution
         return replace(solution, value=_attach(solution.value, solution.value.detach()))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from bedouin.kernels.backend import is_batched, without_autocast
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
@@ -14,17 +14,18 @@ from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     BlockMap,
     GraphMap,
-    Map,
+    Problem,
     Solver,
-    TimeDim,
     TransposedBlockMap,
     counted_tokens,
 )
-from bedouin.solvers.problem import Problem
-from bedouin.solvers.solution import Solution, SolveStats, can_read_device
+from bedouin.solvers.reporting import Reporting
+from bedouin.solvers.solution import Solution, can_read_device
 
 
-def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> Solution:
+def attach_iterative(
+    problem: Problem, solver: Solver, solution: Solution, reporting: Reporting
+) -> Solution:
     """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
     if torch.compiler.is_compiling():
         f = problem.f
@@ -32,18 +33,36 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
             found = f.attach_in_graph(solver, solution.value.detach(), problem.max_steps)
             if found is not None:
                 return replace(solution, value=found)
-        return _attach_outside(problem, solver, solution)
+        return _attach_outside(problem, solver, solution, reporting)
     if not can_read_device(solution.value):
         raise RuntimeError(
             "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.func "
             "transforms or graph capture, nor on the meta device: use Direct, or solver=None"
         )
-    y = solution.value.detach().requires_grad_()
+    y, stats = solution.value.detach().requires_grad_(), solution.stats
     tracked = problem.f(y)
     if not _depends_on_another(tracked, y):
         return solution
-    adjoint = _AdjointSolve(problem, solver, y, tracked, solution.stats)
-    return replace(solution, value=_attach_implicit(tracked, y.detach(), adjoint))
+    hooked, autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
+
+    def solve(grad_output: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
+        point = y, tracked
+        if hooked:
+            # Hooks such as those of non-reentrant checkpointing may recompute the forward pass, or
+            # copy, whenever a saved tensor is read, and each step of the adjoint solve reads all of
+            # them. So the map is evaluated once more, outside of the hooks.
+            y_again = y.detach().requires_grad_()
+            with torch.enable_grad(), autocast:
+                point = y_again, problem.f(y_again)
+        w, adjoint = solve_adjoint(problem, solver, *point, grad_output)
+        cell = stats._backward
+        cell.stats = adjoint.stats
+        assert cell.stats is not None
+        reporting.adjoint(cell.stats, adjoint.result)
+        return w
+
+    value: Tensor = _ImplicitGrad.apply(tracked, y.detach(), solve)  # type: ignore[no-untyped-call]
+    return replace(solution, value=value)
 
 
 @outside_of_graphs(
@@ -51,8 +70,38 @@ def attach_iterative(problem: Problem, solver: Solver, solution: Solution) -> So
     "it is one of Picard or Jacobi for a HouseholderProduct: use that, OneStepAdjoint, or "
     "torch.compile with fullgraph=False",
 )
-def _attach_outside(problem: Problem, solver: Solver, solution: Solution) -> Solution:
-    return attach_iterative(problem, solver, solution)
+def _attach_outside(*arguments: Any) -> Solution:
+    return attach_iterative(*arguments)
+
+
+def _saved_tensors_are_hooked() -> bool:
+    """Whether saved_tensors_hooks are active. True also where this torch cannot tell, which costs
+    one more evaluation of the map."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
+
+
+def _present_autocast(device: str) -> torch.autocast:
+    """A context that restores the present autocast state of a device type."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype, enabled=enabled)
+
+
+def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
+    """Whether a leaf of the graph other than y (b, ...) receives a gradient from `tracked`."""
+    if not tracked.requires_grad:
+        return False
+    seen: set[Node] = set()
+    found: list[Node | None] = [get_gradient_edge(tracked).node]
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", y) is not y:
+            return True
+        found.extend(following for following, _ in node.next_functions)
+    return False
 
 
 class _ImplicitGrad(torch.autograd.Function):
@@ -73,10 +122,7 @@ class _ImplicitGrad(torch.autograd.Function):
         return y_star.clone()
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad_output: Tensor,  # (b, ...)
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if is_batched(grad_output):
             raise RuntimeError(
                 "ImplicitAdjoint with an iterative solve takes one cotangent at a time, not "
@@ -87,35 +133,6 @@ class _ImplicitGrad(torch.autograd.Function):
             w = ctx.solve_adjoint(grad_output)
         sources = [grad_output, *ctx.saved_tensors]
         return (*refuse_second_derivative([w], sources), None, None)
-
-
-def _attach_implicit(
-    tracked: Tensor,  # (b, ...), F(y*)
-    y_star: Tensor,  # (b, ...)
-    solve_adjoint: Callable[[Tensor], Tensor],
-) -> Tensor:  # (b, ...)
-    value: Tensor = _ImplicitGrad.apply(tracked, y_star, solve_adjoint)  # type: ignore[no-untyped-call]
-    return value
-
-
-def _depends_on_another(
-    tracked: Tensor,  # (b, ...), F(y)
-    y: Tensor,  # (b, ...)
-) -> bool:
-    """Whether a leaf of the graph other than y receives a gradient from `tracked`."""
-    if not tracked.requires_grad:
-        return False
-    seen: set[torch.autograd.graph.Node] = set()
-    found: list[torch.autograd.graph.Node | None] = [get_gradient_edge(tracked).node]
-    while found:
-        node = found.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "variable", y) is not y:
-            return True
-        found.extend(following for following, _ in node.next_functions)
-    return False
 
 
 class _AdjointMap:
@@ -131,22 +148,16 @@ class _AdjointMap:
         tracked: Tensor,  # (b, ...), F(y)
         grad_output: Tensor,  # (b, ...)
         flips: bool,
-        real: Tensor | None,  # (b, t), of a `PaddedMap`
+        real: Tensor | None,  # (b, t), of a map with padding
     ) -> None:
         self.y, self.tracked, self.flips = y, tracked, flips
         self.g = self.flip(grad_output)
         self.real = None if real is None else self.flip(real)
 
-    def flip(
-        self,
-        w: Tensor,  # (b, ...)
-    ) -> Tensor:  # (b, ...)
+    def flip(self, w: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
         return w.flip(1) if self.flips else w
 
-    def __call__(
-        self,
-        w: Tensor,  # (b, ...)
-    ) -> Tensor:  # (b, ...)
+    def __call__(self, w: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
         (product,) = torch.autograd.grad(
             self.tracked, self.y, self.flip(w), retain_graph=True, allow_unused=True
         )
@@ -156,98 +167,32 @@ class _AdjointMap:
 class _BlockAdjointMap(_AdjointMap):
     """The adjoint map of a map whose local equation can be solved, for Jacobi backward in time."""
 
-    def __init__(
-        self,
-        y: Tensor,  # (b, t, c)
-        tracked: Tensor,  # (b, t, c), F(y)
-        grad_output: Tensor,  # (b, t, c)
-        f: TransposedBlockMap,
-    ) -> None:
-        super().__init__(y, tracked, grad_output, True, counted_tokens(f))
-        self.diagonal, self.invert = f.block_transpose(y.detach())
+    diagonal: Callable[[Tensor], Tensor]
+    invert: Callable[[Tensor], Tensor]
 
-    def block_solve(
-        self,
-        w: Tensor,  # (b, t, c)
-    ) -> tuple[Tensor, None]:
+    def block_solve(self, w: Tensor) -> tuple[Tensor, None]:  # w: (b, t, c)
         w_in_time = self.flip(w)
         rest = self.flip(self(w)) - self.diagonal(w_in_time)
         return self.flip(self.invert(rest)), None
 
 
-def _saved_tensors_are_hooked() -> bool:
-    """Whether saved_tensors_hooks are active. True also where this torch cannot tell, which costs
-    one more evaluation of the map."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
-
-
-def _present_autocast(device: str) -> torch.autocast:
-    """A context that restores the present autocast state of a device type."""
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return torch.autocast(device, dtype, enabled=enabled)
-
-
-class _AdjointSolve:
-    """A function grad_output -> w that solves the adjoint equation and reports its statistics."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        solver: Solver,
-        y: Tensor,  # (b, ...), y*
-        tracked: Tensor,  # (b, ...), F(y*)
-        stats: SolveStats,
-    ) -> None:
-        self.problem, self.solver, self.stats = problem, solver, stats
-        self.y, self.tracked = y, tracked
-        self.hooked, self.autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
-
-    def _evaluation(self) -> tuple[Tensor, Tensor]:
-        """y* and F(y*), both (b, ...), in a graph whose saved tensors no hook has replaced.
-
-        Hooks such as those of non-reentrant checkpointing may recompute the forward pass, or copy,
-        whenever a saved tensor is read, and each step of the adjoint solve reads all of them. So
-        the map is evaluated once more, outside of the hooks.
-        """
-        if not self.hooked:
-            return self.y, self.tracked
-        y = self.y.detach().requires_grad_()
-        with torch.enable_grad(), self.autocast:
-            return y, self.problem.f(y)
-
-    def __call__(
-        self,
-        grad_output: Tensor,  # (b, ...)
-    ) -> Tensor:  # (b, ...)
-        y, tracked = self._evaluation()
-        problem = self.problem
-        w, solution = solve_adjoint(
-            problem.f, self.solver, y, tracked, grad_output, problem.max_steps, problem.time_dim
-        )
-        cell = self.stats._backward
-        cell.stats = solution.stats
-        assert cell.stats is not None
-        problem.reporting.adjoint(cell.stats, solution.result)
-        return w
-
-
 def solve_adjoint(
-    f: Map,
+    problem: Problem,
     solver: Solver,
     y: Tensor,  # (b, ...), y*
     tracked: Tensor,  # (b, ...), F(y*), on a graph from y
     grad_output: Tensor,  # (b, ...)
-    max_steps: int,
-    time_dim: TimeDim,
 ) -> tuple[Tensor, Solution]:
-    """w = J^T w + grad_output, (b, ...), and the solution of the map that was iterated."""
-    flips = time_dim == 1
-    adjoint: _AdjointMap
+    """w = J^T w + grad_output, (b, ...), and the solution of the map that was iterated, in at most
+    as many steps as the problem."""
+    f, flips = problem.f, problem.time_dim == 1
+    given = y, tracked, grad_output, flips, counted_tokens(f)
     if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
-        adjoint = _BlockAdjointMap(y, tracked, grad_output, f)
+        blocks = _BlockAdjointMap(*given)
+        blocks.diagonal, blocks.invert = f.block_transpose(y.detach())
+        adjoint: _AdjointMap = blocks
     else:
-        adjoint = _AdjointMap(y, tracked, grad_output, flips, counted_tokens(f))
+        adjoint = _AdjointMap(*given)
     start = torch.zeros_like(grad_output)
-    solution = solver.solve(adjoint, start, max_steps=max_steps, time_dim=time_dim, unroll=False)
+    solution = solver.solve(Problem(adjoint, start, problem.max_steps, problem.time_dim))
     return adjoint.flip(solution.value), solution

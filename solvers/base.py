@@ -7,78 +7,82 @@ is a single token and t = 1.
 
 import difflib
 import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.outside import outside_of_graphs
-from bedouin.solvers.solution import BackwardStats, Solution
-from bedouin.solvers.watch import Watch
+from bedouin.solvers.solution import BackwardStats, Solution, Watch
 
 Map = Callable[[Tensor], Tensor]
 TimeDim = Literal[1] | None
 
 
-class SweepResult(Protocol):
-    """Result of a direct sweep: y (b, t, c), the norms defect, scale and magnitude (b, t), and the
-    smallest pivot (b,). It may also have the attributes residual and converged (b,) of
-    SolveStats."""
+@dataclass(frozen=True)
+class Problem:
+    """What a solver solves: y = f(y) from y0, in at most max_steps steps.
 
-    @property
-    def y(self) -> Tensor: ...
-    @property
-    def defect(self) -> Tensor: ...
-    @property
-    def scale(self) -> Tensor: ...
-    @property
-    def magnitude(self) -> Tensor: ...
-    @property
-    def pivot(self) -> Tensor: ...
+    With `unroll` the value carries the gradient of the loop; `watch` is called at each evaluation
+    of the map.
+    """
+
+    f: Map
+    y0: Tensor  # (b, ...)
+    max_steps: int
+    time_dim: TimeDim
+    unroll: bool = False
+    watch: Watch | None = None
+
+    def tokens(self) -> tuple[Map, Tensor]:
+        """The map and y0 in the shape (b, t, c)."""
+        y0, axes = self.y0, 1 if self.time_dim is None else 2
+        t = 1 if self.time_dim is None else y0.shape[1]
+        y = y0.reshape(y0.shape[0], t, math.prod(y0.shape[axes:]))
+        return (self.f if y.shape == y0.shape else TokenMap(self.f, y0.shape, y.shape)), y
 
 
 @runtime_checkable
 class BlockMap(Protocol):
     """A map whose local equation can be solved token by token, as `Jacobi` requires."""
 
-    def __call__(
-        self,
-        y: Tensor,  # (b, t, c)
-    ) -> Tensor: ...  # (b, t, c)
+    def __call__(self, y: Tensor) -> Tensor: ...  # (b, t, c) -> (b, t, c)
 
-    def block_solve(
-        self,
-        y: Tensor,  # (b, t, c)
-    ) -> tuple[Tensor, Tensor]:
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """G(y) (b, t, c) and the smallest pivot (b,). G solves the local equation of each token for
         the values of the other tokens in y."""
 
 
-class TriangularMap(Protocol):
-    """A map that is block lower-triangular in time, as `Direct` requires."""
+class SweptMap(Protocol):
+    """A map that is block lower-triangular in time: `Direct` requires `sweep`, and `attach` is the
+    exact adjoint of any solver."""
 
-    def __call__(
-        self,
-        y: Tensor,  # (b, t, c)
-    ) -> Tensor: ...  # (b, t, c)
+    def sweep(self, unroll: bool, cell: BackwardStats) -> Any:
+        """Solve token after token, with the exact implicit gradient, whose backward pass reports
+        into `cell`; with `unroll`, with that of back-propagation through the loop.
 
-    def sweep(self, unroll: bool, cell: BackwardStats) -> SweepResult:
-        """Solve token after token. The result carries the exact implicit gradient, whose backward
-        pass reports into `cell`; with `unroll`, that of back-propagation through the loop."""
+        Of the result, such as kernels.direct.Sweep, y (b, t, c), the norms defect, scale and
+        magnitude (b, t) and the smallest pivot (b,) are read, and residual and converged (b,) of
+        SolveStats if it has them.
+        """
+
+    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # y_star: (b, t, c)
+        """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
 
 
-def is_triangular(f: object) -> TypeGuard[TriangularMap]:
-    """Whether f is a `TriangularMap`, for which isinstance takes several times as long."""
-    return callable(getattr(f, "sweep", None))
+def offers(f: object, method: str) -> TypeGuard[SweptMap]:
+    """Whether f has this method of a `SweptMap`; isinstance takes several times as long."""
+    return callable(getattr(f, method, None))
 
 
 class Steps(Protocol):
-    """A running iteration: its state, and how it is advanced and judged."""
+    """A running iteration."""
 
     def advance(self) -> None:
         """Evaluate the map at y, freeze converged tokens, update the others, and count the step."""
@@ -104,87 +108,62 @@ class FusedMap(Protocol):
 
 @runtime_checkable
 class GraphMap(Protocol):
-    """A map whose solves can be single operations in a graph of torch.compile."""
+    """A map whose solves can be single operations in a graph of torch.compile. Both methods return
+    None if the solver or the map do not allow it."""
 
-    def solve_in_graph(
-        self,
-        solver: "Solver",
-        y0: Tensor,  # (b, t, c)
-        max_steps: int,
-    ) -> Solution | None:
-        """The solve from y0 without gradient; None if the solver or the map do not allow it."""
+    def solve_in_graph(self, solver: "Solver", y0: Tensor, max_steps: int) -> Solution | None:
+        """The solve from y0 (b, t, c) without gradient."""
 
-    def attach_in_graph(
-        self,
-        solver: "Solver",
-        y_star: Tensor,  # (b, t, c)
-        max_steps: int,
-    ) -> Tensor | None:  # (b, t, c)
-        """y_star with the implicit gradient, whose adjoint equation the solver solves; None as
-        above."""
-
-
-class PaddedMap(Protocol):
-    """A map of sequences of several lengths, each followed by padding, where its values are 0."""
-
-    @property
-    def real(self) -> Tensor | None:
-        """(b, t) bool, False in the padding, which counts as converged; None: no padding."""
+    def attach_in_graph(self, solver: "Solver", y_star: Tensor, max_steps: int) -> Tensor | None:
+        """y_star (b, t, c) with the implicit gradient, whose adjoint equation the solver solves."""
 
 
 def counted_tokens(f: object) -> Tensor | None:
-    """`real` (b, t) of a `PaddedMap`; None for other maps."""
+    """(b, t) bool, False in the padding of a map of sequences of several lengths, where its values
+    are 0: it counts as converged. None for maps without an attribute `real`."""
     real: Tensor | None = getattr(f, "real", None)
     return real
-
-
-class ExactAdjointMap(Protocol):
-    """A map that offers the exact reverse sweep."""
-
-    def attach(
-        self,
-        y_star: Tensor,  # (b, t, c)
-        cell: BackwardStats,
-    ) -> Tensor:  # (b, t, c)
-        """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
-
-
-def is_exact_adjoint(f: object) -> TypeGuard[ExactAdjointMap]:
-    """Whether f is an `ExactAdjointMap`; see `is_triangular`."""
-    return callable(getattr(f, "attach", None))
 
 
 @runtime_checkable
 class TransposedBlockMap(Protocol):
     """A map whose adjoint equation can be solved token by token, by Jacobi backward in time."""
 
-    def block_transpose(
-        self,
-        y_star: Tensor,  # (b, t, c)
-    ) -> tuple[Callable[[Tensor], Tensor], ...]:
+    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
         """Two functions on (b, t, c): w -> L^T w and r -> (I - L^T)^-1 r, where L is the block
-        diagonal of the Jacobian at y_star."""
+        diagonal of the Jacobian at y_star (b, t, c)."""
 
 
 SolverT = TypeVar("SolverT", bound=type)
+InitT = TypeVar("InitT", bound=Callable[..., None])
 
 
 def strict_options(cls: SolverT) -> SolverT:
     """Class decorator: an unknown option raises a TypeError that lists the valid names."""
-    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    valid = [f.name for f in fields(cls) if f.init]
+    cls.__init__ = known_options(cls.__init__)  # type: ignore[misc]
+    return cls
+
+
+def known_options(init: InitT) -> InitT:
+    """Decorator of a constructor: an unknown option raises a TypeError that lists the valid ones,
+    or gives the reason that the class has in `absent_options`. The signature stays what it is for
+    type checkers and help()."""
+    valid = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **options: Any) -> None:
+    def checked(self: object, *args: Any, **options: Any) -> None:
+        owner = type(self).__name__
         for name in options:
             if name not in valid:
-                raise TypeError(unknown_option(cls.__name__, name, valid))
+                reason = getattr(type(self), "absent_options", {}).get(name)
+                if reason is not None:
+                    raise TypeError(f"{owner} has no option {name}: {reason}")
+                raise TypeError(unknown_option(owner, name, valid))
         if len(args) > len(valid):
-            raise TypeError(f"{cls.__name__} takes {len(valid)} options {valid}, got {len(args)}")
+            raise TypeError(f"{owner} takes {len(valid)} options {valid}, got {len(args)}")
         init(self, *args, **options)
 
-    cls.__init__ = checked  # type: ignore[misc]
-    return cls
+    return cast(InitT, checked)
 
 
 def unknown_option(owner: str, name: str, valid: list[str]) -> str:
@@ -204,6 +183,20 @@ def check_number(name: str, value: float, low: float, high: float, *, open_low: 
         raise ValueError(f"{name} must lie in {bracket}{low}, {high}], got {value!r}")
 
 
+def check_count(name: str, value: object, least: int = 1, *, optional: bool = False) -> None:
+    """Raise ValueError unless `value` is an int of at least `least`, or with `optional` None."""
+    if (optional and value is None) or (type(value) is int and value >= least):
+        return
+    none = "None or " if optional else ""
+    raise ValueError(f"{name} must be {none}an int >= {least}, got {value!r}")
+
+
+def check_tolerances(rtol: float, atol: float) -> None:
+    """Raise ValueError unless both are in [0, 1e6]."""
+    check_number("rtol", rtol, 0, 1e6, open_low=False)
+    check_number("atol", atol, 0, 1e6, open_low=False)
+
+
 class Solver(ABC):
     """A method that finds y with f(y) = y. Solvers are frozen dataclasses that hold options
     only."""
@@ -216,36 +209,17 @@ class Solver(ABC):
     effect."""
 
     @abstractmethod
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
-        """Solve from y0. With `unroll` the value carries the gradient of the loop; `watch` is
-        called at each evaluation of the map."""
+    def solve(self, problem: Problem) -> Solution:
+        """Solve the problem; the value has the shape of y0."""
 
 
-def solve_outside_of_graphs(reason: str) -> Callable[..., Solution]:
-    """A function (solver, f, y0, max_steps, time_dim, unroll, watch) -> Solution that calls
-    `solver.solve` where torch.compile breaks the graph; `reason` as in `outside_of_graphs`."""
+def solve_outside_of_graphs(reason: str) -> Callable[[Solver, Problem], Solution]:
+    """A function that calls `solver.solve` where torch.compile breaks the graph; `reason` as in
+    `outside_of_graphs`."""
 
     @outside_of_graphs(reason)
-    def solve_outside(
-        solver: Solver,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None,
-    ) -> Solution:
-        options: dict[str, Any] = {"time_dim": time_dim, "unroll": unroll, "watch": watch}
-        return solver.solve(f, y0, max_steps=max_steps, **options)
+    def solve_outside(solver: Solver, problem: Problem) -> Solution:
+        return solver.solve(problem)
 
     return solve_outside
 
@@ -271,16 +245,5 @@ class TokenMap(MapWrapper):
         super().__init__(f)
         self.shape, self.tokens = shape, tokens
 
-    def __call__(
-        self,
-        y: Tensor,  # (b, t, c)
-    ) -> Tensor:  # (b, t, c)
+    def __call__(self, y: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
         return self.f(y.reshape(self.shape)).reshape(self.tokens)
-
-
-def as_tokens(y: Tensor, time_dim: TimeDim) -> Tensor:
-    """y (b, ...) as (b, t, c): axis 1 is time with `time_dim=1`, otherwise a sample is one
-    token."""
-    if time_dim == 1:
-        return y.reshape(y.shape[0], y.shape[1], math.prod(y.shape[2:]))
-    return y.reshape(y.shape[0], 1, math.prod(y.shape[1:]))

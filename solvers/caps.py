@@ -12,14 +12,14 @@ class Cap(ABC):
     """A limit on the steps of a solve, which may be drawn at random for each training call."""
 
     @property
-    @abstractmethod
-    def limit(self) -> int:
-        """The most steps that any call may take; the cap of every call in evaluation."""
+    def is_random(self) -> bool:
+        """Whether a draw may be smaller than `limit`."""
+        return False
 
     @property
     @abstractmethod
-    def is_random(self) -> bool:
-        """Whether a draw may be smaller than `limit`."""
+    def limit(self) -> int:
+        """The most steps that any call may take; the cap of every call in evaluation."""
 
     @abstractmethod
     def draw(self, index: int) -> int:
@@ -34,15 +34,11 @@ class FixedCap(Cap):
     steps: int = 100
 
     def __post_init__(self) -> None:
-        _check_count("steps", self.steps)
+        _check_steps("steps", self.steps)
 
     @property
     def limit(self) -> int:
         return self.steps
-
-    @property
-    def is_random(self) -> bool:
-        return False
 
     def draw(self, index: int) -> int:
         return self.steps
@@ -55,14 +51,9 @@ class GammaCap(Cap):
 
     Draw i depends only on (seed, i), so all ranks of a data-parallel run draw the same cap, and a
     resumed run draws the same caps as an uninterrupted one. Gamma(4, 1) is the paper's choice
-    (arXiv 2503.10799, figure 1). Raises TypeError for values of the wrong type, ValueError for
-    values that are not positive.
-
-    A layer's training call with a random cap draws one number from torch's default CPU generator.
-    The number does not influence the cap. It identifies the call: activation checkpointing restores
-    that generator, so a call recomputed in the backward pass draws the same number and gets the cap
-    of the original call. With preserve_rng_state=False, or if the random state was reset between
-    the calls, a recomputed call cannot be identified and raises RuntimeError in the backward pass.
+    (arXiv 2503.10799, figure 1). `Draws` says which number a layer's call has, also where
+    activation checkpointing recomputes it. Raises TypeError for values of the wrong type,
+    ValueError for values that are not positive.
     """
 
     shape: float = 4.0
@@ -76,7 +67,7 @@ class GammaCap(Cap):
                 raise TypeError(f"{name} must be a positive number, got {value!r}")
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
-        _check_count("limit", self.limit)
+        _check_steps("limit", self.limit)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
 
@@ -95,11 +86,11 @@ def as_cap(max_steps: int | Cap) -> Cap:
     """`max_steps` as a Cap. Raises TypeError or ValueError unless it is a Cap or an int >= 1."""
     if isinstance(max_steps, Cap):
         return max_steps
-    _check_count("max_steps", max_steps)
+    _check_steps("max_steps", max_steps)
     return FixedCap(max_steps)
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_steps(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int >= 1 or a Cap, got {value!r}")
     if value < 1:

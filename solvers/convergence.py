@@ -27,13 +27,8 @@ def largest_so_far(size: Tensor) -> Tensor:
     return torch.cummax(size, dim=1).values
 
 
-def within_tolerance(
-    defect: Tensor,  # (b, t) or (b, 1)
-    largest: Tensor,  # as defect: the scale that it is judged against
-    rtol: float,
-    atol: float,
-) -> Tensor:  # as defect
-    """Whether each defect is small enough; `holds_so_far` extends this to all earlier tokens."""
+def within_tolerance(defect: Tensor, largest: Tensor, rtol: float, atol: float) -> Tensor:
+    """Whether each defect (b, t) is small for `largest`, the scale that it is judged against."""
     return defect < atol + rtol * largest
 
 
@@ -47,11 +42,8 @@ def within_rounding(
     return is_rounding(defect, largest_so_far(scale), largest_so_far(magnitude)).all(1)
 
 
-def first_open_token_is_nonfinite(
-    frozen: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t), |F(y)_t|
-) -> Tensor:  # (b,)
-    """Whether the first token that has not converged is NaN or Inf, so the sample has failed.
+def first_open_token_is_nonfinite(frozen: Tensor, scale: Tensor) -> Tensor:  # (b, t) x 2 -> (b,)
+    """Whether the first token that is not frozen is NaN or Inf, so that the sample has failed.
 
     Tokens after it may be non-finite during the iteration and still converge later.
     """
@@ -60,32 +52,21 @@ def first_open_token_is_nonfinite(
     return ~torch.isfinite(scale).gather(1, first_open).squeeze(1) & ~frozen.all(1)
 
 
-def relative_residual(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t), |F(y)_t|
-) -> Tensor:  # (b,)
+def relative_residual(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t) -> (b,)
     """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where this ratio is not finite."""
     ratio = _ratio(defect, scale)
     return _largest(torch.where(torch.isfinite(ratio), ratio, torch.nan))
 
 
-def reported_residual(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t), |F(y)_t|
-) -> Tensor:  # (b,)
+def reported_residual(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t) -> (b,)
     """`relative_residual`, but infinite where the scale of a finite defect is 0, so that NaN always
     means a value that is not finite."""
     return _largest(torch.where(torch.isfinite(defect), _ratio(defect, scale), torch.nan))
 
 
-def _ratio(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t)
-) -> Tensor:  # (b, t)
+def _ratio(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t) -> (b, t)
     return torch.where(defect == 0, torch.zeros_like(defect), defect / largest_so_far(scale))
 
 
-def _largest(
-    ratio: Tensor,  # (b, t)
-) -> Tensor:  # (b,)
+def _largest(ratio: Tensor) -> Tensor:  # (b, t) -> (b,)
     return ratio.amax(1) if ratio.shape[1] else ratio.new_zeros(ratio.shape[0])

@@ -1,19 +1,12 @@
 """Direct: the exact fixed point in one sweep over time."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bedouin.solvers.base import (
-    Map,
-    Solver,
-    SweepResult,
-    TimeDim,
-    is_triangular,
-    map_name,
-    strict_options,
-)
+from bedouin.solvers.base import Problem, Solver, map_name, offers, strict_options
 from bedouin.solvers.convergence import relative_residual, within_rounding
 from bedouin.solvers.solution import (
     BackwardStats,
@@ -22,10 +15,9 @@ from bedouin.solvers.solution import (
     Solution,
     SolveStats,
     can_read_device,
-    empty_stats,
+    empty_solution,
     read_result,
 )
-from bedouin.solvers.watch import Watch
 
 
 @strict_options
@@ -41,37 +33,29 @@ class Direct(Solver):
 
     is_exact = True
 
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, t, c)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
-        if not is_triangular(f):
+    def solve(self, problem: Problem) -> Solution:
+        f, y0 = problem.f, problem.y0
+        if not offers(f, "sweep"):
             raise TypeError(
                 f"Direct needs a map with a method sweep, got {map_name(f)}: use Picard, "
                 "Anderson or Broyden for a plain function or a mixer without the form (e, U, M)"
             )
         cell = BackwardStats()
-        swept = f.sweep(unroll, cell)
+        swept = f.sweep(problem.unroll, cell)
         if y0.numel() == 0:
-            return Solution(swept.y, empty_stats(y0), Result.converged)
+            return empty_solution(swept.y)
         residual, converged = self._judge(swept)
-        if watch is not None:
-            watch(swept.y, residual)
+        if problem.watch is not None:
+            problem.watch(swept.y, residual)
         if not can_read_device(residual):
             steps = torch.ones_like(residual, dtype=torch.int64)
             plain = SolveStats(steps, residual, converged, swept.pivot, cell)
             return Solution(swept.y, plain, Result.unknown)
         stats = DeferredStats(None, residual, converged, swept.pivot, cell)
-        # a look at a GPU would stop the host once a layer: the caller may look later
+        # reading a GPU would stop the host once a layer: the caller may read it later
         return Solution(swept.y, stats, Result.unknown if residual.is_cuda else read_result(stats))
 
-    def _judge(self, swept: SweepResult) -> tuple[Tensor, Tensor]:
+    def _judge(self, swept: Any) -> tuple[Tensor, Tensor]:
         """The residual, and whether rounding explains it, (b,) each."""
         # where the sweep has reduced them
         residual: Tensor | None = getattr(swept, "residual", None)

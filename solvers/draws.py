@@ -1,12 +1,11 @@
-"""Numbering of a layer's training calls: a random cap is a function of the call's number."""
+"""Numbering of a layer's training calls, on which random caps depend, and their recomputation by
+activation checkpointing."""
 
 from collections import OrderedDict
-from typing import Any
 
 import torch
 
 from bedouin.solvers.caps import Cap
-from bedouin.solvers.recompute import in_backward
 
 MAX_CALLS = 4096
 """Calls of a layer that are remembered for their recomputation; the oldest are dropped first."""
@@ -15,30 +14,36 @@ _AMBIGUOUS = -1
 """Stored instead of a call's number if several calls drew the same key."""
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def is_recomputation() -> bool:
+    """Whether a call recomputes an earlier one with its graph, as activation checkpointing does in
+    a backward pass. Backward passes of other functions run without gradients by default."""
+    return in_backward() and torch.is_grad_enabled()
+
+
 class Draws:
     """Counts training calls; a call recomputed by activation checkpointing keeps its number.
 
-    For a random cap each call draws a key from torch's default CPU generator. Checkpointing
-    restores the state of that generator for a recomputation (preserve_rng_state=True, its default),
-    so the recomputed call draws the key of the original. A call in a backward pass whose key no
-    call or more than one has drawn, because the random state was not restored or was reset between
-    the calls, raises RuntimeError; it never gets a new number.
+    For a random cap each call draws a key from torch's default CPU generator, which has no
+    influence on the cap. Checkpointing restores the state of that generator for a recomputation
+    (preserve_rng_state=True, its default), so the recomputed call draws the key of the original. A
+    call in a backward pass whose key no call or more than one has drawn, because the random state
+    was not restored or was reset between the calls, raises RuntimeError.
 
-    With other caps the number of a call has no influence: no key is drawn, and calls in a backward
-    pass are not counted. A copy keeps the count but not the record of earlier calls.
-
-    count: training calls so far.
+    With other caps no key is drawn, and calls in a backward pass are not counted. A copy keeps the
+    count, that of training calls so far, but not the record of earlier calls.
     """
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
         self._numbers: OrderedDict[int, int] = OrderedDict()  # key -> number of the call
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Draws":
-        return Draws(self.count)
-
     def __reduce__(self) -> tuple[type["Draws"], tuple[int]]:
-        return Draws, (self.count,)
+        return Draws, (self.count,)  # for copies and pickles
 
     def next(self, cap: Cap) -> int:
         """The number of the current training call, counted from 0.
@@ -53,33 +58,26 @@ class Draws:
         return self.count - 1
 
     def _identify(self) -> int:
-        key = _draw_key()
+        # outside torch.func transforms, which reject random operations or run them for each sample
+        with torch._C._DisableFuncTorch():
+            key = int(torch.randint(2**63 - 1, (), device="cpu"))
         if in_backward():
-            return self._recall(key)
+            known = self._numbers.get(key)
+            if known is None:
+                raise RuntimeError(_message("no earlier call drew the same random key"))
+            if known == _AMBIGUOUS:
+                raise RuntimeError(_message("several calls drew the same random key"))
+            return known
         index, self.count = self.count, self.count + 1
         self._numbers[key] = _AMBIGUOUS if key in self._numbers else index
         if len(self._numbers) > MAX_CALLS:
             self._numbers.popitem(last=False)
         return index
 
-    def _recall(self, key: int) -> int:
-        index = self._numbers.get(key)
-        if index is None:
-            raise RuntimeError(_message("no earlier call drew the same random key"))
-        if index == _AMBIGUOUS:
-            raise RuntimeError(_message("several calls drew the same random key"))
-        return index
-
 
 # The autograd engine and the generator do not exist inside a compiled graph. torch.compiler.disable
 # would import the compiler.
 _identify_eagerly = torch._disable_dynamo(Draws._identify)  # type: ignore[attr-defined]
-
-
-def _draw_key() -> int:
-    # outside torch.func transforms, which reject random operations or run them for each sample
-    with torch._C._DisableFuncTorch():
-        return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _message(reason: str) -> str:

@@ -3,8 +3,7 @@
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
-from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ from bedouin.solvers.base import (
     FusedMap,
     GraphMap,
     Map,
+    Problem,
     Solver,
     Steps,
-    TimeDim,
-    TokenMap,
-    as_tokens,
     counted_tokens,
     solve_outside_of_graphs,
 )
@@ -36,11 +33,11 @@ from bedouin.solvers.solution import (
     Result,
     Solution,
     SolveStats,
+    Watch,
     can_read_device,
     empty_solution,
     read_result,
 )
-from bedouin.solvers.watch import Watch
 
 CHECK_EVERY = 4
 """Evaluations between two checks for termination on a GPU. A check costs a synchronization; a
@@ -52,20 +49,10 @@ MAX_TRACED_STEPS = 16
 cannot stop early."""
 
 
-class Measurement(NamedTuple):
-    """One evaluation of the map that a solver iterates: F, or G for Jacobi."""
-
-    f_y: Tensor  # (b, t, c)
-    pivot: Tensor | None  # (b,)
-
-
 class IterativeSolver(Solver):
     """A solver that updates all tokens at once, with one evaluation of the map in each step.
 
-    defect_t = |F(y)_t - y_t| and scale_t = max_{s<=t} |F(y)_s| in the max norm. Token t has
-    converged when defect_s < atol + rtol * scale_s for all s <= t; it then keeps the y at which the
-    defect was measured. If atol is below every scale of interest, as by default, convergence does
-    not depend on the units of y; only a map whose fixed point is zero needs a larger atol.
+    A token that has converged (solvers.convergence) keeps the y at which its defect was measured.
     """
 
     rtol: float
@@ -77,58 +64,41 @@ class IterativeSolver(Solver):
         rather than the y at which it was measured."""
         return False
 
-    def start(self, y0: Tensor) -> Any:
-        """What the solver keeps between steps, from y0 (b, t, c); None for solvers without
-        memory."""
+    def start(self, y0: Tensor) -> Any:  # y0: (b, t, c)
+        """What the solver keeps between steps; None for solvers without memory."""
         return None
 
-    @abstractmethod
-    def evaluate(self, f: Map, y: Tensor) -> Measurement:
-        """Evaluate the map that is iterated at y (b, t, c)."""
+    def evaluate(self, f: Map, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The value at y (b, t, c) of the map that is iterated, F or for Jacobi G, and the smallest
+        pivot (b,) if there are pivots."""
+        return f(y), None
 
-    @abstractmethod
-    def update(
-        self,
-        y: Tensor,  # (b, t, c)
-        f_y: Tensor,  # (b, t, c), the map at y
-        memory: Any,
-    ) -> tuple[Tensor, Any]:
-        """The next iterate (b, t, c) and the next memory."""
+    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """The next iterate from y and the value there, all (b, t, c), and the next memory."""
+        return f_y, None
 
-    def within_tolerance(
-        self,
-        defect: Tensor,  # (b, t)
-        scale: Tensor,  # (b, t), |F(y)_t|
-    ) -> Tensor:  # (b, t)
-        """Which tokens have a defect within tolerance, regardless of the tokens before them; the
-        caller requires the same of all earlier tokens."""
+    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:  # all (b, t)
+        """Which tokens have a defect within tolerance, regardless of the tokens before them, of
+        which the caller requires the same; scale is |F(y)_t|."""
         return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
 
     def rule(self) -> IterationRule | None:
         """The solver's step as data, for a `FusedMap`; None: this solver cannot be fused."""
         return None
 
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
+    def solve(self, problem: Problem) -> Solution:
+        f, y0, max_steps = problem.f, problem.y0, problem.max_steps
         if torch.compiler.is_compiling():
-            if isinstance(f, GraphMap) and not unroll and watch is None:
+            if isinstance(f, GraphMap) and not problem.unroll and problem.watch is None:
                 found = f.solve_in_graph(self, y0, max_steps)
                 if found is not None:
                     return found
             if max_steps > MAX_TRACED_STEPS:
-                return _solve_outside(self, f, y0, max_steps, time_dim, unroll, watch)
-        y = as_tokens(y0, time_dim)
+                return _solve_outside(self, problem)
+        f, y = problem.tokens()
         if y.numel() == 0:
-            return empty_solution(y0)
-        steps = self._steps(f, y, y0.shape, unroll, watch)
+            return empty_solution(y0.clone())
+        steps = self._steps(f, y, problem)
         # with so few steps an early stop saves less than the synchronization costs
         readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every, taken = CHECK_EVERY if y.is_cuda else 1, 0
@@ -148,24 +118,13 @@ class IterativeSolver(Solver):
                 steps.certify()
         return _conclude(steps.progress, y0.shape, readable)
 
-    def _steps(
-        self,
-        f: Map,
-        y: Tensor,  # (b, t, c)
-        shape: torch.Size,  # of the user's y, (b, ...)
-        unroll: bool,
-        watch: Watch | None,
-    ) -> Steps:
-        if y.shape != shape:
-            f = TokenMap(f, shape, y.shape)
-        if watch is not None:
-            # fused steps overwrite the y that they have measured
-            return _WatchedSteps(self, f, y, watch)
-        rule = self.rule()
-        # fused steps record no autograd graph
-        if rule is not None and isinstance(f, FusedMap) and not (unroll or torch.is_grad_enabled()):
+    def _steps(self, f: Map, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
+        # fused steps overwrite the y that they have measured, and record no autograd graph
+        fusible = not (problem.watch or problem.unroll or torch.is_grad_enabled())
+        rule = self.rule() if fusible else None
+        if rule is not None and isinstance(f, FusedMap):
             return f.fuse(y, rule) or _PlainSteps(self, f, y)
-        return _PlainSteps(self, f, y)
+        return _PlainSteps(self, f, y, problem.watch)
 
 
 _solve_outside = solve_outside_of_graphs(
@@ -183,8 +142,9 @@ class _PlainSteps:
         solver: IterativeSolver,
         f: Map,
         y: Tensor,  # (b, t, c)
+        watch: Watch | None = None,
     ) -> None:
-        self.solver, self.f, self.real = solver, f, counted_tokens(f)
+        self.solver, self.f, self.watch, self.real = solver, f, watch, counted_tokens(f)
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
@@ -193,25 +153,27 @@ class _PlainSteps:
     def advance(self) -> None:
         before = self.progress
         active = ~before.failed & ~before.frozen.all(1)
-        measured = self.solver.evaluate(self.f, before.y)
-        y_next, self.memory = self.solver.update(before.y, measured.f_y, self.memory)
-        value = measured.f_y if self.solver.returns_evaluation else None
-        now = self._judge(before, measured)
+        f_y, now = self._judge()
+        y_next, self.memory = self.solver.update(before.y, f_y, self.memory)
         keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
-        y = torch.where(keep, before.y, y_next)
         # the evaluation of a frozen y does not change, so the last one holds for every token
-        num_steps = before.num_steps + active
-        self.progress = now._replace(y=y, num_steps=num_steps, value=value)
+        self.progress = now._replace(
+            y=torch.where(keep, before.y, y_next),
+            num_steps=before.num_steps + active,
+            value=f_y if self.solver.returns_evaluation else None,
+        )
 
     def certify(self) -> None:
-        measured = self.solver.evaluate(self.f, self.progress.y)
-        self.progress = self._judge(self.progress, measured)
+        _, self.progress = self._judge()
 
     def finished(self) -> bool:
         return bool((self.progress.failed | self.progress.frozen.all(1)).all())
 
-    def _judge(self, before: Progress, measured: Measurement) -> Progress:
-        f_y = measured.f_y.detach()
+    def _judge(self) -> tuple[Tensor, Progress]:
+        """The value of the map at y (b, t, c), and the progress that it shows."""
+        before = self.progress
+        evaluation, pivot = self.solver.evaluate(self.f, before.y)
+        f_y = evaluation.detach()
         # small tolerances would underflow to zero in float16
         dtype = accumulator(f_y.dtype)
         defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
@@ -219,38 +181,10 @@ class _PlainSteps:
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = holds_so_far(small if self.real is None else small | ~self.real)
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
-        norms = defect, scale, measured.pivot
-        return Progress(before.y, frozen, failed, before.num_steps, *norms)
-
-
-class _WatchedSteps(_PlainSteps):
-    """`_PlainSteps` that report each evaluation."""
-
-    def __init__(
-        self,
-        solver: IterativeSolver,
-        f: Map,
-        y: Tensor,  # (b, t, c)
-        watch: Watch,
-    ) -> None:
-        super().__init__(solver, f, y)
-        self.watch = watch
-
-    def advance(self) -> None:
-        y = self.progress.y
-        super().advance()
-        self._report(y)
-
-    def certify(self) -> None:
-        super().certify()
-        self._report(self.progress.y)
-
-    def _report(
-        self,
-        y: Tensor,  # (b, t, c), at which the map was evaluated
-    ) -> None:
-        residual = reported_residual(self.progress.defect, self.progress.scale)
-        self.watch(y, residual)
+        if self.watch is not None:
+            self.watch(before.y, reported_residual(defect, scale))
+        now = Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
+        return evaluation, now
 
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:

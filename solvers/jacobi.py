@@ -1,20 +1,13 @@
 """Block Jacobi in time: all tokens in parallel, with each token's local equation solved exactly."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import (
-    BlockMap,
-    Map,
-    check_number,
-    map_name,
-    strict_options,
-)
+from bedouin.solvers.base import BlockMap, Map, check_tolerances, map_name, strict_options
 from bedouin.solvers.convergence import ATOL
-from bedouin.solvers.iterate import IterativeSolver, Measurement
+from bedouin.solvers.iterate import IterativeSolver
 
 
 @strict_options
@@ -24,43 +17,25 @@ class Jacobi(IterativeSolver):
 
     The error operator is strictly lower triangular in time, so the iteration is exact after at most
     t steps from any start and for any Q, contractive or not; one more step confirms convergence.
-    Fewer steps suffice if memory decays fast or feedback is off. Token t has converged when
-    |G(y)_s - y_s| < atol + rtol max_{r<=s} |G(y)_r| for all s <= t.
-
-    rtol: relative tolerance, >= 0.
-    atol: absolute tolerance in units of y, >= 0; by default for exact zeros only.
-
-    Raises ValueError for values out of range, and TypeError in `solve` for a map without
-    `block_solve`.
+    Fewer steps suffice if memory decays fast or feedback is off. rtol and atol are those of
+    `Picard`, for G in place of f. Raises ValueError for values out of range, and TypeError in
+    `solve` for a map without `block_solve`.
     """
 
     rtol: float = 1e-4
     atol: float = ATOL
 
     def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
+        check_tolerances(self.rtol, self.atol)
 
     def rule(self) -> IterationRule:
         return IterationRule("jacobi", self.rtol, self.atol)
 
-    def evaluate(
-        self,
-        f: Map,
-        y: Tensor,  # (b, t, c)
-    ) -> Measurement:
+    def evaluate(self, f: Map, y: Tensor) -> tuple[Tensor, Tensor | None]:
         if not isinstance(f, BlockMap):
             raise TypeError(
                 "Jacobi needs a map with a method block_solve(y), and time_dim=1, got "
                 f"{map_name(f)}: use Picard, Anderson or Broyden for a plain function or a mixer "
                 "without the form (e, U, M)"
             )
-        return Measurement(*f.block_solve(y))
-
-    def update(
-        self,
-        y: Tensor,  # (b, t, c)
-        f_y: Tensor,  # (b, t, c)
-        memory: Any,
-    ) -> tuple[Tensor, Any]:
-        return f_y, None
+        return f.block_solve(y)

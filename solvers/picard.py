@@ -1,15 +1,15 @@
 """Picard: damped fixed-point iteration."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import Map, check_number, strict_options
+from bedouin.solvers.base import check_count, check_number, check_tolerances, strict_options
 from bedouin.solvers.convergence import ATOL, holds_so_far, within_tolerance
-from bedouin.solvers.iterate import IterativeSolver, Measurement
+from bedouin.solvers.iterate import IterativeSolver
 
 StopRule = Literal["prefix", "paper"]
 
@@ -34,9 +34,9 @@ class Picard(IterativeSolver):
 
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
         s <= t. The tolerance bounds the defect, not the error: iterates that grow without bound by
-        constant steps, such as those of f(y) = y + 1, satisfy it once they are 1 / rtol times as
-        large as a step (after 10 steps with rtol = 0.1, after 10,000 with the default). The default
-        atol is for exact zeros only; if the fixed point itself is zero, pass an atol in units of y.
+        constant steps, such as those of y + 1, satisfy it once they are 1 / rtol times as large as
+        a step. The default atol is for exact zeros only; if the fixed point itself is zero, pass an
+        atol in units of y.
     damping: in (0, 1]; 1 is the undamped iteration.
     patience: if an int, the damping factor of a sample is multiplied by `shrink` whenever its
         largest defect has not reached a new minimum for this many steps (adaptive damping,
@@ -45,10 +45,10 @@ class Picard(IterativeSolver):
     shrink: in [0, 1].
     stop_rule: "prefix" is the rule above: exactly causal; returns the y whose defect was measured.
         "paper" (arXiv 2503.10799, section 5.3) stops a sample when |f(y) - y| < atol + rtol |f(y)|
-        in the max norm over its whole sequence. This is not causal, because later tokens determine
-        the number of steps of earlier ones. It returns the sample's last evaluation f(y), undamped,
-        also when max_steps ends the iteration. stats.residual then belongs to the last step, not
-        to the returned value, and adjoints use the returned value as y*.
+        in the max norm over its whole sequence, so that later tokens determine the number of steps
+        of earlier ones. It returns the sample's last evaluation f(y), undamped, also when max_steps
+        ends the iteration; stats.residual belongs to the step that made it, and adjoints use it as
+        y*.
 
     Raises ValueError for values out of range.
     """
@@ -61,12 +61,10 @@ class Picard(IterativeSolver):
     stop_rule: StopRule = "prefix"
 
     def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
+        check_tolerances(self.rtol, self.atol)
         check_number("damping", self.damping, 0, 1, open_low=True)
         check_number("shrink", self.shrink, 0, 1, open_low=True)
-        if self.patience is not None and (type(self.patience) is not int or self.patience < 1):
-            raise ValueError(f"patience must be None or an int >= 1, got {self.patience!r}")
+        check_count("patience", self.patience, optional=True)
         if self.stop_rule not in get_args(StopRule):
             raise ValueError(
                 f"stop_rule must be one of {get_args(StopRule)}, got {self.stop_rule!r}"
@@ -80,38 +78,20 @@ class Picard(IterativeSolver):
     def returns_evaluation(self) -> bool:
         return self.stop_rule == "paper"
 
-    def start(
-        self,
-        y0: Tensor,  # (b, t, c)
-    ) -> _Damping | None:
+    def start(self, y0: Tensor) -> _Damping | None:  # y0: (b, t, c)
         if self.patience is None:
             return None
         factor = torch.full_like(y0[:, 0, 0], self.damping)
         return _Damping(factor, torch.full_like(factor, torch.inf), torch.zeros_like(factor))
 
-    def evaluate(
-        self,
-        f: Map,
-        y: Tensor,  # (b, t, c)
-    ) -> Measurement:
-        return Measurement(f(y), None)
-
-    def update(
-        self,
-        y: Tensor,  # (b, t, c)
-        f_y: Tensor,  # (b, t, c)
-        memory: _Damping | None,
-    ) -> tuple[Tensor, _Damping | None]:
+    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, _Damping | None]:
         if memory is None:
             return (f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)), None
         memory = self._adapt(memory, (f_y - y).detach().abs().amax((1, 2)))
         return torch.lerp(y, f_y, memory.factor[:, None, None]), memory
 
-    def _adapt(
-        self,
-        memory: _Damping,
-        defect: Tensor,  # (b,), the largest of the sample
-    ) -> _Damping:
+    def _adapt(self, memory: _Damping, defect: Tensor) -> _Damping:
+        """The memory after a step whose largest defect in each sample is `defect` (b,)."""
         improved = defect < memory.lowest
         stalled = torch.where(improved, 0.0, memory.stalled + 1)
         shrinks = stalled >= (self.patience or 0)
@@ -121,11 +101,7 @@ class Picard(IterativeSolver):
             torch.where(shrinks, 0.0, stalled),
         )
 
-    def within_tolerance(
-        self,
-        defect: Tensor,  # (b, t)
-        scale: Tensor,  # (b, t), |F(y)_t|
-    ) -> Tensor:  # (b, t)
+    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:
         if self.stop_rule == "prefix":
             return super().within_tolerance(defect, scale)
         # tokens from the first non-finite one on must not prevent the earlier ones from stopping

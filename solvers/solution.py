@@ -1,11 +1,11 @@
-"""What a solve returns: its value, its statistics and its outcome with a message for the user.
+"""What a solve returns: its value, statistics, outcome with a message for the user, and its steps.
 
 Letters: b batch, t tokens of a sample, q parts of a sample.
 """
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,8 +56,8 @@ class Result(enum.Enum):
 class BackwardStats:
     """A mutable cell for the statistics of the adjoint solve, which runs after the forward solve.
 
-    num_parts: the q with which `join_parts` reduces the statistics that the cell receives. A copy
-    keeps the statistics, without the deferred computation and the listener.
+    num_parts: the q with which `join_parts` reduces what the cell receives. A copy keeps the
+    statistics, without the deferred computation and the listener.
     """
 
     num_parts = 1
@@ -98,19 +98,15 @@ class SolveStats:
 
     num_steps: evaluations of the map until the sample froze; for Jacobi at most t + 1, the last of
         which only confirms convergence; 1 for Direct.
-    residual: max over tokens of defect_t / scale_t at the returned value, where
-        defect_t = |F(y)_t - y_t| and scale_t = max_{s <= t} |F(y)_s| (max norms); dimensionless.
-        Infinite if that scale is 0 and the defect is not, NaN if a value is not finite. It bounds
-        the defect, not the distance to the fixed point. With Picard's stop_rule="paper" it is the
-        residual of the last step, whose F(y) is the returned value.
-    converged: whether every token of the sample converged by the criterion of its solver. With a
-        relative tolerance Picard and Jacobi also accept iterates that have grown 1 / rtol times as
-        large as their steps (see `Picard`); Anderson and Broyden do not.
+    residual: max over tokens of defect_t / scale_t at the returned value (solvers.convergence),
+        dimensionless. Infinite if the scale is 0 and the defect is not, NaN if a value is not
+        finite. It bounds the defect, not the distance to the fixed point. With Picard's
+        stop_rule="paper" it is that of the last step, whose F(y) is the returned value.
+    converged: whether every token of the sample converged by the criterion of its solver.
     conditioning: smallest pivot of the sample's local systems (Direct, Jacobi), else None.
-    history: the residual at each evaluation of the map, (evaluations, b), the last being
-        `residual` itself or, for Anderson and Broyden, which return their best iterate, one of the
-        last; of `solve(..., record_history=True)` and of layers with `record_history = True`, else
-        None.
+    history: the residual at each evaluation of the map, (evaluations, b), with record_history of
+        `solve` or of a layer, else None. Anderson and Broyden, which return their best iterate, may
+        end with another one.
     """
 
     num_steps: Tensor  # (b,) int64
@@ -135,6 +131,14 @@ class SolveStats:
     def plain(self) -> "SolveStats":
         """These statistics as an object for `dataclasses.replace`."""
         return self
+
+    def without_cell(self) -> "SolveStats":
+        """The same statistics without those of the adjoint solve."""
+        return SolveStats(self.num_steps, self.residual, self.converged, self.conditioning)
+
+
+def _of_plain(name: str) -> Any:
+    return property(lambda stats: getattr(stats.plain, name))
 
 
 class DeferredStats(SolveStats):
@@ -165,8 +169,11 @@ class DeferredStats(SolveStats):
         return DeferredStats(*self._found, self._backward, num_parts)
 
     def without_cell(self) -> "DeferredStats":
-        """The same statistics without those of the adjoint solve."""
         return DeferredStats(*self._found, None, self._num_parts)
+
+    @property
+    def plain(self) -> SolveStats:
+        return self._plain
 
     @cached_property
     def _plain(self) -> SolveStats:
@@ -176,25 +183,10 @@ class DeferredStats(SolveStats):
         stats = SolveStats(num_steps, residual, converged, pivot, self._backward)
         return join_parts(stats, self._num_parts)
 
-    @property
-    def plain(self) -> SolveStats:
-        return self._plain
-
-    @property
-    def num_steps(self) -> Tensor:
-        return self._plain.num_steps
-
-    @property
-    def residual(self) -> Tensor:
-        return self._plain.residual
-
-    @property
-    def converged(self) -> Tensor:
-        return self._plain.converged
-
-    @property
-    def conditioning(self) -> Tensor | None:
-        return self._plain.conditioning
+    num_steps = _of_plain("num_steps")
+    residual = _of_plain("residual")
+    converged = _of_plain("converged")
+    conditioning = _of_plain("conditioning")
 
     @property
     def verdict(self) -> Tensor:
@@ -208,6 +200,52 @@ class Solution:
     value: Tensor  # the shape of y0, or tensors with its structure
     stats: SolveStats
     result: Result
+
+
+Watch = Callable[[Tensor, Tensor], None]
+"""Called by a solver with each y that it evaluates the map at, (b, ...) or as tokens (b, t, c), and
+its residual (b,)."""
+
+
+@dataclass(frozen=True)
+class SolveStep:
+    """One evaluation of the map, as a callback receives it; tensors are detached.
+
+    index: 0 for the first. residual: (b,), as `SolveStats.residual` but at `value`; a sample that
+    has converged keeps both. value: y, with the structure and the shapes of y0.
+    """
+
+    index: int
+    residual: Tensor  # (b,)
+    value: Any
+
+
+class StepRecorder:
+    """A `Watch` that calls `callback`, with the value that `split` makes of y, and with `keeps`
+    records the residuals."""
+
+    def __init__(
+        self,
+        callback: Callable[[SolveStep], object] | None = None,
+        keeps: bool = True,
+        split: Callable[[Tensor], Any] = Tensor.detach,
+    ) -> None:
+        self.callback, self.keeps, self.split = callback, keeps, split
+        self.residuals: list[Tensor] = []
+
+    def __call__(self, y: Tensor, residual: Tensor) -> None:
+        if self.callback is not None:
+            index = len(self.residuals)
+            self.callback(SolveStep(index, residual.detach(), self.split(y.detach())))
+        self.residuals.append(residual.detach())
+
+    def into(self, solution: Solution) -> Solution:
+        """`solution` with the recorded history in its statistics."""
+        if not self.keeps:
+            return solution
+        none = solution.stats.residual.new_empty(0, *solution.stats.residual.shape)
+        history = torch.stack(self.residuals) if self.residuals else none
+        return replace(solution, stats=replace(solution.stats.plain, history=history))
 
 
 def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:
@@ -233,20 +271,11 @@ def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:
     return SolveStats(*reduced, stats._backward, history)
 
 
-def empty_stats(
-    y0: Tensor,  # (b, ...)
-) -> SolveStats:
-    """Statistics of a solve without any element: converged after 0 steps."""
-    b = y0.shape[0]
-    zeros = torch.zeros(b, dtype=y0.dtype, device=y0.device)
-    return SolveStats(zeros.to(torch.int64), zeros, torch.ones_like(zeros, dtype=torch.bool))
-
-
-def empty_solution(
-    y0: Tensor,  # (b, ...)
-) -> Solution:
-    """The solution for a y0 without any element: a copy of y0."""
-    return Solution(y0.clone(), empty_stats(y0), Result.converged)
+def empty_solution(y: Tensor) -> Solution:  # y: (b, ...)
+    """The solution y of a problem without any element: converged after 0 steps."""
+    zeros = torch.zeros(y.shape[0], dtype=y.dtype, device=y.device)
+    stats = SolveStats(zeros.to(torch.int64), zeros, torch.ones_like(zeros, dtype=torch.bool))
+    return Solution(y, stats, Result.converged)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -261,11 +290,9 @@ def can_read_device(tensor: Tensor) -> bool:
     Not under torch.compile, torch.func transforms or graph capture, not for batched cotangents, and
     not where there are no values.
     """
-    if not has_values(tensor):
+    if not has_values(tensor) or torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    if is_batched(tensor):
+    if torch._C._functorch.peek_interpreter_stack() is not None or is_batched(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -288,7 +315,7 @@ def accepted(stats: SolveStats, cut_at: int | None) -> Tensor:
     return stats.converged | (~stats.residual.isnan() & (stats.num_steps >= cut_at))
 
 
-def describe(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
+def unconverged_message(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
     """One line about the samples that are not `accepted`: their number, steps and worst residual,
     and what to do."""
     open_samples = ~accepted(stats, cut_at)

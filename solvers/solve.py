@@ -9,14 +9,11 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, check_backend
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
-from bedouin.solvers.base import Map, MapWrapper, Solver, TimeDim
+from bedouin.solvers.base import Map, MapWrapper, Problem, Solver, TimeDim
 from bedouin.solvers.caps import Cap, as_cap
-from bedouin.solvers.deferred import DeferredWarning
-from bedouin.solvers.problem import Problem
-from bedouin.solvers.reporting import OnUnconverged, Reporting
-from bedouin.solvers.solution import Solution, SolveStats, join_parts
+from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Reporting
+from bedouin.solvers.solution import Solution, SolveStats, SolveStep, StepRecorder, join_parts
 from bedouin.solvers.trees import as_tensor_problem
-from bedouin.solvers.watch import SolveStep, StepRecorder
 
 _EXACT = ImplicitAdjoint()
 
@@ -28,11 +25,10 @@ _DEFERRED = DeferredWarning(every=True)
 class Caller:
     """Who runs a solve: the name used in messages, and what all calls of one caller share.
 
-    deferred: counts and delays the caller's warnings. draw: the number of the training call, which
-    a random cap depends on; None in evaluation. record: receives the statistics before a failure is
-    reported. num_parts: the q of `join_parts`, if the map's samples are parts of the caller's: each
-    converges by itself, and they are reported together. watch: sees each evaluation, and may keep a
-    history.
+    deferred: counts and delays the caller's warnings. draw: the number of the training call; None
+    in evaluation. record: receives the statistics before a failure is reported. num_parts: the q of
+    `join_parts`, if the map's samples are parts of the caller's. watch: is called at each
+    evaluation, and may keep a history.
     """
 
     subject: str
@@ -80,19 +76,13 @@ class SolveOptions:
             )
         check_backend(self.backend)
 
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        time_dim: TimeDim,
-        caller: Caller,
-    ) -> Solution:
-        """Like the function `solve`, but without checks of what the map returns."""
+    def solve(self, f: Map, y0: Tensor, time_dim: TimeDim, caller: Caller) -> Solution:
+        """Like the function `solve` from y0 (b, ...), without checks of what the map returns."""
         steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
         cut_at = steps if steps < self.cap.limit else None
         reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
-        problem = Problem(f, y0, self.solver, steps, time_dim, reporting, caller.watch)
-        solution = (self.adjoint or _EXACT).apply(problem)
+        problem = Problem(f, y0, steps, time_dim, watch=caller.watch)
+        solution = (self.adjoint or _EXACT).apply(problem, self.solver, reporting)
         if caller.watch is not None:
             solution = caller.watch.into(solution)
         if caller.num_parts > 1:
@@ -114,7 +104,6 @@ def solve(
     time_dim: TimeDim = None,
     draw: int | None = None,
     subject: str = "solve",
-    deferred: DeferredWarning | None = None,
     callback: Callable[[SolveStep], object] | None = None,
     record_history: bool = False,
 ) -> Solution:
@@ -129,18 +118,16 @@ def solve(
         solver: Picard, Jacobi, Direct, Anderson or Broyden.
         max_steps: an int or a Cap. The `limit` of a Cap is used unless `draw` is given.
         adjoint: None for ImplicitAdjoint().
-        on_unconverged: "raise" raises a ConvergenceError, which synchronizes with a GPU; "warn"
-            issues a ConvergenceWarning, on a GPU one call late and from an asynchronous copy if the
-            solver is Direct, takes only a few steps, or has an exact adjoint; "ignore" does
-            neither. The same holds for the adjoint solve in the backward pass. Finite samples that
-            a drawn cap below its limit cuts short are only recorded in the statistics. Under
-            torch.compile, torch.func transforms and graph capture the outcome is not read, see
-            `Result.unknown`.
+        on_unconverged: of the forward and the adjoint solve: "raise" raises a ConvergenceError,
+            which synchronizes with a GPU; "warn" issues a ConvergenceWarning, on a GPU one call
+            late and from an asynchronous copy if the solver is Direct, takes only a few steps, or
+            has an exact adjoint; "ignore" does neither. Finite samples that a drawn cap below its
+            limit cuts short are only recorded in the statistics. Under torch.compile, torch.func
+            transforms and graph capture the outcome is not read, see `Result.unknown`.
         time_dim: 1 if f is causal along axis 1, so that convergence is judged token by token. None:
             a sample converges as a whole.
         draw: the number of a training call, from which a random Cap draws its number of steps.
         subject: the name used in messages.
-        deferred: counts and delays the warnings of one caller. None: every call warns.
         callback: called with a SolveStep at each evaluation of f in the forward solve.
         record_history: whether stats.history has the residual at each of them.
 
@@ -149,42 +136,30 @@ def solve(
     that the solver needs, and for an f that changes shape or dtype, or y in place; ConvergenceError
     on request.
     """
-    _check_callables(f, callback)
-    if draw is not None:
-        _check_draw(draw)
-    options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
-    f, y0, split = as_tensor_problem(f, y0, time_dim)
-    _check_start(y0, time_dim)
-    if deferred is None:
-        deferred = _DEFERRED
-        deferred.flush()
-    watch = None
-    if callback or record_history:
-        # solvers iterate tokens (b, t, c), whatever the shape of y0
-        watch = StepRecorder(callback, record_history, lambda y: split(y.reshape(y0.shape)))
-    caller = Caller(subject, deferred, draw, watch=watch)
-    solution = options.solve(_CheckedMap.wrap(f, y0), y0, time_dim, caller)
-    return replace(solution, value=split(solution.value))
-
-
-def _check_callables(f: object, callback: object) -> None:
     if not callable(f):
         raise TypeError(f"f must be a function of y, got {f!r}")
     if callback is not None and not callable(callback):
         raise TypeError(f"callback must be a function of a SolveStep or None, got {callback!r}")
-
-
-def _check_draw(draw: object) -> None:
-    if isinstance(draw, bool) or not isinstance(draw, int):
+    if draw is not None and (isinstance(draw, bool) or not isinstance(draw, int)):
         raise TypeError(f"draw must be None or an int >= 0, got {draw!r}")
-    if draw < 0:
+    if draw is not None and draw < 0:
         raise ValueError(f"draw must be at least 0, got {draw}")
+    options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
+    f, y0, split = as_tensor_problem(f, y0, time_dim)
+    _check_start(y0, time_dim)
+    _DEFERRED.flush()
+    watch = None
+    if callback or record_history:
+        # solvers iterate tokens (b, t, c), whatever the shape of y0
+        watch = StepRecorder(callback, record_history, lambda y: split(y.reshape(y0.shape)))
+    caller = Caller(subject, _DEFERRED, draw, watch=watch)
+    if not (hasattr(f, "block_solve") or hasattr(f, "sweep")):
+        f = _CheckedMap(f)  # maps with a structure check their own results
+    solution = options.solve(f, y0, time_dim, caller)
+    return replace(solution, value=split(solution.value))
 
 
-def _check_start(
-    y0: Tensor,  # (b, ...)
-    time_dim: TimeDim,
-) -> None:
+def _check_start(y0: Tensor, time_dim: TimeDim) -> None:  # y0: (b, ...)
     if time_dim not in (None, 1):
         raise ValueError(f"time_dim must be None or 1, got {time_dim!r}")
     least = 2 if time_dim == 1 else 1
@@ -198,20 +173,15 @@ class _CheckedMap(MapWrapper):
     """A plain function, with a check of its result, which gets the dtype of its argument, and of
     the argument, whose change in place would make the defect of the step 0."""
 
-    @staticmethod
-    def wrap(
-        f: Map,
-        y0: Tensor,  # (b, ...)
-    ) -> Map:
-        """f with the check, or f itself if it has a sweep or a block solve: such maps check their
-        own results."""
-        return f if hasattr(f, "block_solve") or hasattr(f, "sweep") else _CheckedMap(f)
-
-    def __call__(
-        self,
-        y: Tensor,  # (b, ...)
-    ) -> Tensor:  # (b, ...)
-        f_y: object = self._evaluate(y)
+    def __call__(self, y: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
+        # inference tensors have no version, but a copy may change
+        version = None if y.is_inference() else y._version
+        f_y: object = self.f(y.clone() if version is None else y)
+        if version is not None and y._version != version:
+            raise ValueError(
+                "f must not change its argument in place, got one that writes into y: return a new "
+                "tensor, or begin with y.clone()"
+            )
         if not isinstance(f_y, Tensor):
             raise TypeError(f"f must return a tensor like y, got {type(f_y).__name__}")
         if torch.promote_types(f_y.dtype, y.dtype) != y.dtype:
@@ -225,17 +195,3 @@ class _CheckedMap(MapWrapper):
             )
         # autocast makes results of lower precision
         return f_y.to(y.dtype)
-
-    def _evaluate(
-        self,
-        y: Tensor,  # (b, ...)
-    ) -> object:
-        if y.is_inference():
-            return self.f(y.clone())  # inference tensors have no version, but a copy may change
-        version, f_y = y._version, self.f(y)
-        if y._version != version:
-            raise ValueError(
-                "f must not change its argument in place, got one that writes into y: return a new "
-                "tensor, or begin with y.clone()"
-            )
-        return f_y

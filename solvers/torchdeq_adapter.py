@@ -4,7 +4,7 @@ torchdeq, which is imported at the first solve because its import takes time and
 3.12, computes the iterates, and the map that it is given (`_GuardedMap`) judges them. This map
 
 * measures convergence with the rule of all solvers here, except that a scale which the iterates
-  reached by diverging does not count (`_GuardedMap._tolerance`), and returns z itself (a zero
+  reached by diverging does not count (`_GuardedMap._judge`), and returns z itself (a zero
   residual) for samples that have converged, so that they neither move nor delay other samples;
 * returns z itself for non-finite tokens, so that a NaN does not affect earlier tokens;
 * is scaled to a unit residual per sample, because torchdeq's Anderson regularizes with an absolute
@@ -20,16 +20,15 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from bedouin.solvers.base import (
     Map,
+    Problem,
     Solver,
-    TimeDim,
-    TokenMap,
-    as_tokens,
+    check_count,
     check_number,
+    check_tolerances,
     counted_tokens,
     solve_outside_of_graphs,
     strict_options,
@@ -43,19 +42,11 @@ from bedouin.solvers.convergence import (
 from bedouin.solvers.solution import (
     Solution,
     SolveStats,
+    Watch,
     can_read_device,
     empty_solution,
     read_result,
 )
-from bedouin.solvers.watch import Watch
-
-
-def _stop_tolerance(z: Tensor) -> float:
-    """The residual below which torchdeq stops: the smallest normal number of the dtype of z.
-
-    z: (b, t c). Only the exact zeros that the guarded map returns for solved samples are below it.
-    """
-    return torch.finfo(z.dtype).tiny
 
 
 class _GuardedMap:
@@ -96,23 +87,20 @@ class _GuardedMap:
         """z (b, t c) at the best iterate, in units of its residual; `__call__` reuses F there."""
         difference = self.f_best - self.best
         defect = torch.where(self.nonfinite.unsqueeze(-1), 0.0, difference)
-        size = rearrange(defect, "b t c -> b (t c)").norm(dim=1)
+        size = defect.flatten(1).norm(dim=1)
         usable = torch.isfinite(size) & (size > 0)
-        self.unit = rearrange(torch.where(usable, size, 1.0), "b -> b 1 1")
+        self.unit = torch.where(usable, size, 1.0)[:, None, None]
         self.at_start = True
-        return rearrange(self.best / self.unit, "b t c -> b (t c)")
+        return (self.best / self.unit).flatten(1)
 
     @property
     def finished(self) -> bool:
         """Whether all samples have converged or no evaluation is left; reads the device."""
         return self.budget <= 0 or bool(self.frozen.all())
 
-    def evaluate(
-        self,
-        y: Tensor,  # (b, t, c)
-        first: bool = False,
-    ) -> tuple[Tensor, Tensor]:  # (b, t, c), (b, t, 1)
-        """F(y), and the tokens that must not move: of a converged sample, or not finite."""
+    def evaluate(self, y: Tensor, first: bool = False) -> tuple[Tensor, Tensor]:
+        """F(y) (b, t, c), and the tokens (b, t, 1) that must not move: of a converged sample, or
+        not finite."""
         self.budget -= 1
         self.num_steps = self.num_steps + ~self.frozen
         y = torch.where(torch.isfinite(y).all(-1, keepdim=True), y, self.best)
@@ -124,25 +112,28 @@ class _GuardedMap:
         self._judge(y, f_y, finite)
         return f_y, (self.frozen.unsqueeze(1) | ~finite).unsqueeze(-1)
 
-    def _judge(
-        self,
-        y: Tensor,  # (b, t, c)
-        f_y: Tensor,  # (b, t, c)
-        finite: Tensor,  # (b, t), whether F(y) is finite up to the token
-    ) -> None:
-        """Measure the defect of y; update the best iterate and the samples that are frozen."""
+    def _judge(self, y: Tensor, f_y: Tensor, finite: Tensor) -> None:
+        """Measure the defect of y (b, t, c); update the best iterate and the samples that are
+        frozen. finite: (b, t), whether F(y) is finite up to the token."""
         defect = torch.where(self.nonfinite, 0.0, (f_y - y).abs().amax(-1))
         scale = torch.where(self.nonfinite, 0.0, f_y.abs().amax(-1))
         largest = self._largest_so_far(scale)
         self.change = torch.maximum(self.change, self._largest_so_far(defect))
-        judged = (finite | self.nonfinite).all(1) & self._is_measurable(largest)
-        small = defect < self._tolerance(largest)
-        small = small | self.nonfinite
+        # whether y is small enough that a constant defect would not be lost in rounding
+        measurable = (torch.finfo(largest.dtype).eps * largest <= self.change / 2).all(1)
+        judged = (finite | self.nonfinite).all(1) & measurable
+        # Quasi-Newton steps on a map without a fixed point, such as y + 1, make y grow until any
+        # constant defect is small relative to it. The second bound therefore requires that the
+        # defect has decreased from its initial size. It has no effect on iterates of at most
+        # 1 / sqrt(rtol) times `change`.
+        relative = torch.minimum(self.rtol * largest, math.sqrt(self.rtol) * self.change)
+        small = (defect < self.atol + relative) | self.nonfinite
         done = (small if self.real is None else small | ~self.real).all(1) & judged
         residual = torch.where(judged, reported_residual(defect, scale), torch.inf)
         if self.watch is not None:
-            kept = self.frozen[:, None, None]
-            self.watch(torch.where(kept, self.best, y), self._kept_residual(residual))
+            # later evaluations do not concern the value of a converged sample
+            kept = torch.where(self.frozen[:, None, None], self.best, y)
+            self.watch(kept, torch.where(self.frozen, self.lowest, residual))
         # the residual is 1 for all iterates of y / 2
         size = torch.where(judged, defect.amax(1), torch.inf)
         lower = (residual < self.lowest) | ((residual == self.lowest) & (size < self.smallest))
@@ -153,47 +144,12 @@ class _GuardedMap:
         self.smallest = torch.where(better, size, self.smallest)
         self.frozen = self.frozen | done
 
-    def _kept_residual(
-        self,
-        residual: Tensor,  # (b,), of this evaluation
-    ) -> Tensor:  # (b,)
-        """That of a converged sample's own value, which later evaluations do not concern."""
-        return torch.where(self.frozen, self.lowest, residual)
-
-    def _tolerance(
-        self,
-        largest: Tensor,  # (b, t), max_{s <= t} |F(y)_s|
-    ) -> Tensor:  # (b, t)
-        """atol + min(rtol largest, sqrt(rtol) change).
-
-        Quasi-Newton steps on a map without a fixed point, such as y + 1, make y grow until any
-        constant defect is small relative to it. The second term therefore requires that the defect
-        has decreased from its initial size. It has no effect on iterates of at most
-        1 / sqrt(rtol) times `change`.
-        """
-        relative = torch.minimum(self.rtol * largest, math.sqrt(self.rtol) * self.change)
-        return self.atol + relative
-
-    def _is_measurable(
-        self,
-        largest: Tensor,  # (b, t), max_{s <= t} |F(y)_s|
-    ) -> Tensor:  # (b,)
-        """Whether y is small enough that a constant defect would not be lost in rounding."""
-        eps = torch.finfo(largest.dtype).eps
-        return (eps * largest <= self.change / 2).all(1)
-
-    def _largest_so_far(
-        self,
-        size: Tensor,  # (b, t)
-    ) -> Tensor:  # (b, t)
+    def _largest_so_far(self, size: Tensor) -> Tensor:  # (b, t) -> (b, t)
         """max_{s <= t} size_s, without the tokens in `nonfinite`."""
         kept = torch.where(self.nonfinite, 0.0, torch.nan_to_num(size, nan=torch.inf))
         return largest_so_far(kept)
 
-    def __call__(
-        self,
-        z: Tensor,  # (b, t c)
-    ) -> Tensor:  # (b, t c)
+    def __call__(self, z: Tensor) -> Tensor:  # (b, t c) -> (b, t c)
         z_tokens = z.reshape(self.best.shape)
         if self.at_start:
             self.at_start = False
@@ -212,50 +168,33 @@ class _TorchDEQSolver(Solver):
     atol: float
 
     @abstractmethod
-    def _run(
-        self,
-        guarded: _GuardedMap,
-        z: Tensor,  # (b, t c)
-    ) -> None:
-        """One round of torchdeq from z, of at least one evaluation of the guarded map."""
+    def _run(self, guarded: _GuardedMap, z: Tensor) -> None:
+        """One round of torchdeq from z (b, t c), of at least one evaluation of the guarded map."""
 
     @torch.no_grad()
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
+    def solve(self, problem: Problem) -> Solution:
         if torch.compiler.is_compiling():
-            return _solve_outside(self, f, y0, max_steps, time_dim, unroll, watch)
+            return _solve_outside(self, problem)
+        y0, max_steps = problem.y0, problem.max_steps
         if not can_read_device(y0):
             raise RuntimeError(
                 f"{type(self).__name__} reads the device at every step and cannot run under "
                 "torch.func transforms or graph capture, nor on the meta device: use Direct, "
                 "Jacobi or Picard"
             )
-        y = as_tokens(y0, time_dim)
+        f, y = problem.tokens()
         if y.numel() == 0:
-            return empty_solution(y0)
-        f_tokens = f if y.shape == y0.shape else TokenMap(f, y0.shape, y.shape)
+            return empty_solution(y0.clone())
         # one evaluation more than steps: the one that only measures the last iterate
-        guarded = _GuardedMap(f_tokens, y, self.rtol, self.atol, max_steps + 1, watch)
+        guarded = _GuardedMap(f, y, self.rtol, self.atol, max_steps + 1, problem.watch)
         while not guarded.finished:
             self._run(guarded, guarded.start_round())
-        return self._conclude(guarded, y0.shape, max_steps)
-
-    def _conclude(self, guarded: _GuardedMap, shape: torch.Size, max_steps: int) -> Solution:
-        """The solution with the best iterates, of the shape of y0."""
         failed = guarded.nonfinite.any(1)
         value = torch.where(guarded.nonfinite.unsqueeze(-1), torch.nan, guarded.best)
         residual = torch.where(failed, torch.nan, guarded.lowest)
         num_steps = guarded.num_steps.clamp(max=max_steps)
         stats = SolveStats(num_steps, residual, guarded.frozen & ~failed)
-        return Solution(value.reshape(shape), stats, read_result(stats))
+        return Solution(value.reshape(y0.shape), stats, read_result(stats))
 
 
 _solve_outside = solve_outside_of_graphs(
@@ -271,18 +210,18 @@ class Anderson(_TorchDEQSolver):
 
     For general maps (an ordinary deep equilibrium model) that contract slowly. On a Bedouin layer
     with feedback it does worse than Picard, because F is nilpotent in time rather than slowly
-    contracting; use Direct or Jacobi there. It mixes tokens: an output is causal, and independent
-    of the other samples in the batch, only to tolerance.
+    contracting; use Direct or Jacobi there.
 
-    rtol, atol: a sample has converged when every token has (see `Picard`) and its defect is also at
-        most sqrt(rtol) times the larger of |f(y0)| and the largest defect so far; iterates that
-        grow without bound do not satisfy this, unless a single step takes them that far.
+    rtol, atol: a sample has converged when every token has (see `Picard`) and its defect has
+        decreased to sqrt(rtol) times the larger of |f(y0)| and the largest defect so far, so
+        that iterates which grow without bound do not converge.
     memory: iterates combined, >= 2.
     regularization: of the least-squares problem, relative to the residual at the start of a round.
     damping: torchdeq's tau, in (0, 1].
 
-    Raises ValueError for values out of range, and RuntimeError in `solve` if the device cannot be
-    read (torch.compile, torch.func transforms, graph capture, the meta device).
+    It mixes tokens: an output is causal, and independent of the other samples in the batch, only to
+    tolerance. Raises ValueError for values out of range, and RuntimeError in `solve` if the device
+    cannot be read (torch.func transforms, graph capture, the meta device).
     """
 
     rtol: float = 1e-4
@@ -292,18 +231,12 @@ class Anderson(_TorchDEQSolver):
     damping: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
+        check_tolerances(self.rtol, self.atol)
         check_number("regularization", self.regularization, 0, 1e6, open_low=True)
         check_number("damping", self.damping, 0, 1, open_low=True)
-        if type(self.memory) is not int or self.memory < 2:
-            raise ValueError(f"memory must be an int >= 2, got {self.memory!r}")
+        check_count("memory", self.memory, 2)
 
-    def _run(
-        self,
-        guarded: _GuardedMap,
-        z: Tensor,  # (b, t c)
-    ) -> None:
+    def _run(self, guarded: _GuardedMap, z: Tensor) -> None:
         from torchdeq.solver.anderson import anderson_solver
 
         # in float32 the rounding errors of the normal equations exceed the regularization
@@ -313,7 +246,7 @@ class Anderson(_TorchDEQSolver):
                 guarded,
                 z,
                 max_iter=min(3 * self.memory, guarded.budget + 1),
-                tol=_stop_tolerance(z),
+                tol=torch.finfo(z.dtype).tiny,
                 stop_mode="abs",
                 m=self.memory,
                 lam=self.regularization,
@@ -331,16 +264,14 @@ class Broyden(_TorchDEQSolver):
     """Broyden's quasi-Newton method with a low-rank inverse Jacobian.
 
     For general maps that do not contract; needs O(b t c max_rank) memory. On a Bedouin layer with
-    feedback it does worse than Picard; use Direct or Jacobi there. It mixes tokens: an output is
-    causal, and independent of the other samples in the batch, only to tolerance.
+    feedback it does worse than Picard; use Direct or Jacobi there.
 
-    rtol, atol: a sample has converged when every token has (see `Picard`) and its defect is also at
-        most sqrt(rtol) times the larger of |f(y0)| and the largest defect so far; iterates that
-        grow without bound do not satisfy this, unless a single step takes them that far.
+    rtol, atol: as of `Anderson`.
     max_rank: rank-one updates kept, None for all.
 
-    Raises ValueError for values out of range, and RuntimeError in `solve` if the device cannot be
-    read (torch.compile, torch.func transforms, graph capture, the meta device).
+    It mixes tokens: an output is causal, and independent of the other samples in the batch, only to
+    tolerance. Raises ValueError for values out of range, and RuntimeError in `solve` if the device
+    cannot be read (torch.func transforms, graph capture, the meta device).
     """
 
     rtol: float = 1e-4
@@ -348,16 +279,10 @@ class Broyden(_TorchDEQSolver):
     max_rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
-        if self.max_rank is not None and (type(self.max_rank) is not int or self.max_rank < 1):
-            raise ValueError(f"max_rank must be None or an int >= 1, got {self.max_rank!r}")
+        check_tolerances(self.rtol, self.atol)
+        check_count("max_rank", self.max_rank, optional=True)
 
-    def _run(
-        self,
-        guarded: _GuardedMap,
-        z: Tensor,  # (b, t c)
-    ) -> None:
+    def _run(self, guarded: _GuardedMap, z: Tensor) -> None:
         from torchdeq.solver.broyden import broyden_solver
 
         steps = guarded.budget
@@ -365,7 +290,7 @@ class Broyden(_TorchDEQSolver):
             guarded,
             z,
             max_iter=steps,
-            tol=_stop_tolerance(z),
+            tol=torch.finfo(z.dtype).tiny,
             stop_mode="abs",
             LBFGS_thres=min(self.max_rank or steps, steps),
             ls=False,

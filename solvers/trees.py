@@ -55,28 +55,18 @@ class TensorTree:
         leaves, spec = pytree.tree_flatten(tree)
         shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
         if spec != self.spec or shapes != self.shapes:
+            got = [None if shape is None else tuple(shape) for shape in shapes]
             raise ValueError(
-                f"f must return tensors of the structure and the shapes of y0, expected "
-                f"{self._describe(self.shapes)}, got {type(tree).__name__} of "
-                f"{self._describe(shapes)}"
+                "f must return tensors of the structure and the shapes of y0, expected "
+                f"{[tuple(shape) for shape in self.shapes]}, got {type(tree).__name__} of {got}"
             )
-        flat = [
-            leaf.reshape(*leaf.shape[: self.kept], size)
-            for leaf, size in zip(leaves, self.sizes, strict=True)
-        ]
-        return torch.cat(flat, -1)
+        pairs = zip(leaves, self.sizes, strict=True)
+        return torch.cat([v.reshape(*v.shape[: self.kept], size) for v, size in pairs], -1)
 
-    def split(
-        self,
-        y: Tensor,  # (b, c) or (b, t, c)
-    ) -> Any:
-        """The inverse of `join`."""
+    def split(self, y: Tensor) -> Any:
+        """The inverse of `join`, of y (b, c) or (b, t, c)."""
         parts = zip(y.split(self.sizes, -1), self.shapes, strict=True)
         return pytree.tree_unflatten([part.reshape(shape) for part, shape in parts], self.spec)
-
-    @staticmethod
-    def _describe(shapes: list[Any]) -> str:
-        return str([None if shape is None else tuple(shape) for shape in shapes])
 
 
 class TreeMap(MapWrapper):
@@ -86,10 +76,7 @@ class TreeMap(MapWrapper):
         super().__init__(f)
         self.tree = tree
 
-    def __call__(
-        self,
-        y: Tensor,  # (b, c) or (b, t, c)
-    ) -> Tensor:  # as y
+    def __call__(self, y: Tensor) -> Tensor:  # (b, c) or (b, t, c), as the result
         return self.tree.join(self.f(self.tree.split(y)))
 
 

@@ -34,7 +34,7 @@ from bedouin.solvers import (
     UnrolledAdjoint,
     solve,
 )
-from bedouin.solvers.deferred import DeferredWarning
+from bedouin.solvers.reporting import DeferredWarning
 from bedouin.testing import find_fixed_point
 
 SOLVERS: list[Solver] = [Direct(), Jacobi(), Picard(), Anderson(), Broyden()]

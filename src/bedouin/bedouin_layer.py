@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.checks import known_options, one_of
+from bedouin.checks import inner_size, known_options, one_of
 from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import by_head
 from bedouin.kernels.backend import Backend
@@ -18,7 +18,6 @@ from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer import FixedPointLayer
-from bedouin.layer_checks import inner_size
 from bedouin.mixers import ChannelMixer, HouseholderProduct
 from bedouin.parameterization import (
     GRIFFIN_SHARPNESS,

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bedouin.checks import output_tensor
-from bedouin.packing import check_takes_mask
+from bedouin.checks import check_takes_mask, output_tensor
 
 
 class Bidirectional(nn.Module):

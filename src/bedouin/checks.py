@@ -5,18 +5,19 @@ Letters: b batch, t time, m d_model.
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from bedouin.kernels.backend import autocast_dtype
-from bedouin.solvers.base import unknown_option
+from bedouin.solvers.base import check_number
+from bedouin.solvers.base import known_options as known_options
 
 OptionT = TypeVar("OptionT", bound=str)
-InitT = TypeVar("InitT", bound=Callable[..., None])
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -96,6 +97,41 @@ def check_layer_input(
         )
 
 
+def check_takes_mask(mixer: nn.Module) -> None:
+    """Raise TypeError for a layer whose `forward` has no argument `mask`."""
+    # others may replace `forward` on the object; a graph that depends on the memory is recompiled
+    if "forward" in vars(mixer) or torch.compiler.is_compiling():
+        takes = _has_mask(mixer.forward)
+    else:
+        takes = _has_mask_cached(type(mixer).forward)
+    if not takes:
+        raise TypeError(
+            f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
+            "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
+        )
+
+
+def _has_mask(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+_has_mask_cached = functools.cache(_has_mask)
+
+
+def find_method(layer: object, name: str, role: str = "layer") -> Callable[..., Any]:
+    """The method of a layer. Raises TypeError if it has none of this name."""
+    method: Callable[..., Any] | None = getattr(layer, name, None)
+    if method is None or not callable(method):
+        raise TypeError(
+            f"{role} {type(layer).__name__} has no {name}(), which this needs: use a layer that "
+            "has it, such as bedouin.Bedouin, merge an adapter around the whole layer, or call it "
+            "on whole sequences without states"
+        )
+    return method
+
+
 def output_tensor(output: object) -> Tensor:
     """The output of a layer, which is the first entry if it returns a tuple."""
     tensor = output[0] if isinstance(output, tuple) else output
@@ -121,21 +157,40 @@ def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -
     return tuple(v for v in valid if v in names)
 
 
-def known_options(init: InitT) -> InitT:
-    """Decorator of a layer's constructor: an unknown option raises a TypeError that lists the valid
-    ones, or gives the reason that the class has in `absent_options`. The signature stays what it is
-    for type checkers and help()."""
-    valid = [name for name in inspect.signature(init).parameters if name != "self"]
+def check_device(mixer: nn.Module, device: torch.device) -> None:
+    """Raise ValueError unless the mixer's parameters are on the layer's device."""
+    for name, parameter in mixer.named_parameters():
+        if parameter.device != device:
+            raise ValueError(
+                f"mixer must be on the layer's device {device}, got {name} on {parameter.device}: "
+                "make it there, or move the whole layer with to(device) once it is made"
+            )
 
-    @functools.wraps(init)
-    def checked(self: nn.Module, *args: Any, **options: Any) -> None:
-        for name in options:
-            if name not in valid:
-                owner = type(self).__name__
-                reason = getattr(type(self), "absent_options", {}).get(name)
-                if reason is not None:
-                    raise TypeError(f"{owner} has no option {name}: {reason}")
-                raise TypeError(unknown_option(owner, name, valid))
-        init(self, *args, **options)
 
-    return cast(InitT, checked)
+def inner_size(expand: float, d_model: int) -> int:
+    """d = expand * m. Raises ValueError unless it is a whole number."""
+    check_number("expand", expand, 0, 1e3, open_low=True)
+    d = round(expand * d_model)
+    if d < 1 or not math.isclose(d, expand * d_model, rel_tol=1e-9):
+        near = max(d, 1)
+        raise ValueError(
+            f"expand * d_model must be a whole number of channels, at least 1, got {expand} * "
+            f"{d_model} = {expand * d_model:.6g}: for {near} use expand={near} / {d_model}"
+        )
+    return d
+
+
+def check_projection_dtype(
+    x: Tensor,  # any shape
+    D: Tensor,  # (d,)
+    projection: nn.Module,
+) -> None:
+    """Raise TypeError if x has the dtype of the projections, but D another, which is taken for the
+    dtype of the layer."""
+    dtype = getattr(getattr(projection, "weight", None), "dtype", None)
+    if x.dtype == dtype and not autocast_dtype(x):
+        raise TypeError(
+            f"the parameter D must have the dtype of the layer's projections {dtype}, got "
+            f"{D.dtype}: convert the whole layer with to({dtype}), or keep all of it in {D.dtype} "
+            "and use torch.autocast"
+        )

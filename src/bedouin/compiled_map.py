@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization, RawLayout
 from bedouin.kernels.operation import operation
-from bedouin.mixers import householder_product
+from bedouin.mixers import make_householder
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint_solve import solve_adjoint
+from bedouin.solvers.base import Problem
 from bedouin.solvers.iterate import IterativeSolver
 from bedouin.solvers.solution import BackwardStats, Result, Solution
 
@@ -102,20 +103,9 @@ def solver_scalars(solver: Solver) -> SolverScalars | None:
     return "picard", solver.rtol, solver.atol, *how
 
 
-def solver_from_scalars(
-    kind: str,
-    rtol: float,
-    atol: float,
-    damping: float,
-    patience: int | None,
-    shrink: float,
-    stop_rule: str,
-) -> IterativeSolver:
+def solver_from_scalars(kind: str, *options: Any) -> IterativeSolver:
     """The inverse of `solver_scalars`."""
-    if kind == "jacobi":
-        return Jacobi(rtol, atol)
-    rule = cast(Literal["prefix", "paper"], stop_rule)
-    return Picard(rtol, atol, damping, patience, shrink, rule)
+    return Jacobi(*options[:2]) if kind == "jacobi" else Picard(*options)
 
 
 def split_by_layout(
@@ -125,11 +115,11 @@ def split_by_layout(
 ) -> ScanInputs:
     """What a layer's `_split` returns."""
     *first, u, alpha, last = layout.parts(*sizes)
-    delta, *BC, of_mixer, erase = raw.split([*first, u + alpha, last], -1)
+    delta, *BC, mixer_raw, erase = raw.split([*first, u + alpha, last], -1)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in BC) if BC else (ones, ones)
     erase = layout.erase * torch.sigmoid(erase)
-    return ScanInputs(activate_delta(layout, delta), B, C, of_mixer, erase)
+    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw, erase)
 
 
 def rebuild(
@@ -140,15 +130,12 @@ def rebuild(
 ) -> StructuredMap:
     """The map that an operation was given in parts."""
     layout, (d, n) = options.known_layout(), operands.A.shape[-2:]
-    mixer = householder_product(layout.num_householder, layout.beta_max)
+    mixer = make_householder(layout.num_householder, layout.beta_max)
     split = partial(split_by_layout, layout, (d, n))
     return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths)
 
 
-def _of_width(
-    f: StructuredMap,
-    y: Tensor,  # (b, t, H d)
-) -> StructuredMap | JoinedHeads:
+def _of_width(f: StructuredMap, y: Tensor) -> StructuredMap | JoinedHeads:  # y: (b, t, H d)
     """The map that takes y: `f` for its d channels, with its heads joined for those of all H."""
     num_heads = y.shape[-1] // f.operands.x.shape[-1]
     return f if num_heads == 1 else JoinedHeads(f, num_heads)
@@ -178,7 +165,7 @@ def iterate(
     (b,) each, the last one empty for Picard."""
     f, solver, max_steps = _problem(start, flat)
     with torch.no_grad(), torch.autocast(start.device.type, enabled=False):
-        solution = solver.solve(f, start, max_steps=max_steps, time_dim=1, unroll=False)
+        solution = solver.solve(Problem(f, start, max_steps, 1))
     stats, pivot = solution.stats, solution.stats.conditioning
     if pivot is None:  # of Picard, and where there are no tokens
         pivot = start.new_full((len(start) if isinstance(solver, Jacobi) else 0,), math.inf)
@@ -209,17 +196,15 @@ def iterate_adjoint(
         y = y_star.detach().clone().requires_grad_()
         tracked = f(y)
         with torch.no_grad():
-            w, _ = solve_adjoint(f, solver, y, tracked, grad, max_steps, 1)
+            w, _ = solve_adjoint(Problem(f, y, max_steps, 1), solver, y, tracked, grad)
     return w.contiguous()
 
 
-@iterate_adjoint.register_fake
-def _iterate_adjoint_fake(
-    grad: Tensor,  # (b, t, d)
-    y_star: Tensor,  # (b, t, d)
-    *options: Any,
-) -> Tensor:
+def _like_y_star(first: Tensor, y_star: Tensor, *options: Any) -> Tensor:
     return y_star.new_empty(y_star.shape)
+
+
+iterate_adjoint.register_fake(_like_y_star)
 
 
 @contextmanager
@@ -246,13 +231,7 @@ def implicit(
     return y_star.clone(memory_format=torch.contiguous_format)
 
 
-@implicit.register_fake
-def _implicit_fake(
-    tracked: Tensor,  # (b, t, d)
-    y_star: Tensor,  # (b, t, d)
-    *options: Any,
-) -> Tensor:
-    return y_star.new_empty(y_star.shape)
+implicit.register_fake(_like_y_star)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -260,10 +239,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.scalars = inputs[9:]
 
 
-def _vjp(
-    ctx: Any,
-    grad: Tensor,  # (b, t, d)
-) -> tuple[Tensor | None, ...]:
+def _vjp(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: (b, t, d)
     with torch.no_grad():
         w = iterate_adjoint(grad, *ctx.saved_tensors, *ctx.scalars)
     (marked,) = refuse_second_derivative([w], [grad, *ctx.saved_tensors])

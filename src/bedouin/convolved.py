@@ -5,7 +5,7 @@ or documents (bedouin.packing).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,19 @@ from bedouin.checks import (
     check_bool,
     check_dtype,
     check_layer_input,
+    check_takes_mask,
     check_tensor,
+    find_method,
     known_options,
     output_tensor,
     positive_int,
 )
 from bedouin.graphed import Graphed
 from bedouin.kernels.launch import accumulator
-from bedouin.packing import Packing, Places, check_takes_mask, find_packing
+from bedouin.packing import Packing, find_packing
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, Join, RecurrentState, check_field, check_kind
+from bedouin.state import BedouinState, Join, RecurrentState, SequenceCall, check_field, check_kind
 from bedouin.wrapped import is_untouched, read_parameter
 
 
@@ -171,7 +173,7 @@ class Convolved(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew. Raises TypeError if the layer cannot."""
-        self._method("reset_parameters")()
+        find_method(self.layer, "reset_parameters")()
         self.conv.reset_parameters()
 
     @property
@@ -193,36 +195,6 @@ class Convolved(nn.Module):
     @solve_options.setter
     def solve_options(self, options: SolveOptions) -> None:
         self.layer.solve_options = options
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: ConvolvedState | None = None,
-        return_state: Literal[False] = False,
-        **places: Unpack[Places],
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: ConvolvedState | None = None,
-        *,
-        return_state: Literal[True],
-        **places: Unpack[Places],
-    ) -> tuple[Tensor, ConvolvedState]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: ConvolvedState | None = None,
-        return_state: bool = False,
-        *,
-        one_token: bool = False,
-        **places: Unpack[Places],
-    ) -> Any: ...
 
     def forward(
         self,
@@ -255,7 +227,7 @@ class Convolved(nn.Module):
         if before is not None:
             options["state"] = before.inner
         if return_state:
-            self._method("init_state")
+            find_method(self.layer, "init_state")
             options["return_state"] = True
         if packing is None:
             u, lengths = x, None
@@ -276,7 +248,7 @@ class Convolved(nn.Module):
         return output, after if packing is None else packing.after(after)
 
     if TYPE_CHECKING:
-        __call__ = forward  # torch's is a Callable[..., Any]
+        __call__: SequenceCall[ConvolvedState]  # torch's is a Callable[..., Any]
 
     def step(
         self,
@@ -299,7 +271,7 @@ class Convolved(nn.Module):
         state: ConvolvedState,
     ) -> tuple[Tensor, ConvolvedState]:  # (b, m)
         self.check_input(x_t, rank=2)
-        step = self._method("step")
+        step = find_method(self.layer, "step")
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         before = self.checked_state(state, x_t.shape[0])
@@ -310,7 +282,7 @@ class Convolved(nn.Module):
     def init_state(self, batch_size: int) -> ConvolvedState:
         """The state before the first token: a window of zeros, and the layer's own."""
         check_batch_size(batch_size)
-        inner = self._method("init_state")(batch_size)
+        inner = find_method(self.layer, "init_state")(batch_size)
         if not isinstance(inner, RecurrentState):
             raise TypeError(
                 "layer must have states that can be joined, such as BedouinState, got "
@@ -318,13 +290,10 @@ class Convolved(nn.Module):
             )
         return ConvolvedState(self.init_window(batch_size), inner)
 
-    def graphed(
-        self,
-        sample: Tensor,  # (b, t, m)
-    ) -> Graphed:
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """`Bedouin.graphed` of convolution and layer together, with the same errors; TypeError for
         a layer that is not defined by a fixed point."""
-        self._method("graphed")
+        find_method(self.layer, "graphed")
         return Graphed(self, sample)
 
     def convolve(
@@ -377,17 +346,6 @@ class Convolved(nn.Module):
         if packing is None:
             return self.checked_state(state, x.shape[0])
         return packing.before(self.checked_state(state, packing.num_states), self.init_state(1))
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        """The method of the layer. Raises TypeError if it has none of this name."""
-        method = getattr(self.layer, name, None)
-        if not callable(method):
-            raise TypeError(
-                f"layer {type(self.layer).__name__} has no {name}(), which this needs: use a layer "
-                "that has it, such as bedouin.Bedouin"
-            )
-        found: Callable[..., Any] = method
-        return found
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, d_conv={self.conv.width}"

@@ -15,6 +15,17 @@ from torch import Tensor
 from bedouin.convolved import Convolved
 from bedouin.kernels.heads import fold
 from bedouin.layer import FixedPointLayer
+from bedouin.measurements import (
+    check_layer,
+    compare_gradients,
+    copy_with,
+    decode_gap,
+    exponent,
+    find_fixed_point,
+    layer_gradients,
+    log_growth,
+    relative_error,
+)
 from bedouin.solvers import (
     Anderson,
     Broyden,
@@ -27,15 +38,6 @@ from bedouin.solvers import (
     SolveStats,
 )
 from bedouin.solvers.base import TransposedBlockMap, check_number
-from bedouin.testing import (
-    check_layer,
-    decode_gap,
-    exponent,
-    find_fixed_point,
-    layer_gradients,
-    log_growth,
-    relative_error,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -243,7 +245,7 @@ def diagnose(
         probe.cap = FixedCap(max_steps)
     growth = log_growth(probe, x)
     runs = _run_solvers(probe, x, rtol)
-    bias, cosine = _compare_gradients(_copy(layer).double(), x.double())
+    bias, cosine = _gradient_bias(_copy(layer).double(), x.double())
     found = Diagnosis(
         layer=f"{type(layer).__name__}{around}, {_short(layer.solver)}, "
         f"{_short(layer.adjoint or ImplicitAdjoint())}",
@@ -263,10 +265,7 @@ def diagnose(
 
 
 @torch.no_grad()
-def _convolved(
-    layer: Convolved,
-    x: Tensor,  # (b, t, m)
-) -> Tensor:  # (b, t, m)
+def _convolved(layer: Convolved, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
     """What `layer` calls the layer behind its convolution with."""
     layer.check_input(x, rank=3)
     return layer.convolve(x, layer.init_window(len(x)))[0]
@@ -288,25 +287,20 @@ def _run_solvers(
     rtol: float,
 ) -> tuple[SolverRun, ...]:
     """The layer's own solver, and all others that take its mixer."""
-    structured = probe.is_structured
-    own: list[Solver] = [probe.solver]
-    exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if structured else []
+    exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if probe.is_structured else []
     others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]
-    solvers = own + [solver for solver in exact + others if solver != probe.solver]
-    probe = copy.deepcopy(probe)
-    probe.record_history = True
+    solvers = [probe.solver, *(solver for solver in exact + others if solver != probe.solver)]
+    probe = copy_with(probe, record_history=True)
     outputs, stats = [], []
     for solver in solvers:
         probe.solver, probe.adjoint = solver, None
         outputs.append(probe(x))
         assert probe.stats is not None
         stats.append(probe.stats)
-    reference = outputs[solvers.index(Direct())] if structured else None
+    reference = outputs[solvers.index(Direct())] if exact else None
     errors = (math.nan if reference is None else relative_error(y, reference) for y in outputs)
-    return tuple(
-        SolverRun(_short(solver), of_solver, error)
-        for solver, of_solver, error in zip(solvers, stats, errors, strict=True)
-    )
+    names = map(_short, solvers)
+    return tuple(SolverRun(*run) for run in zip(names, stats, errors, strict=True))
 
 
 def _short(options: object) -> str:
@@ -327,10 +321,7 @@ def _pivots(runs: tuple[SolverRun, ...]) -> Tensor | None:
 
 
 @torch.no_grad()
-def _contraction(
-    probe: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-) -> float | None:
+def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t, m)
     """The largest spectral radius of a token's diag(sigma)(I - Q) at the fixed point."""
     if not probe.is_structured:
         return None
@@ -349,20 +340,12 @@ def _contraction(
     return (2 * total / POWER_STEPS).exp().max().item()
 
 
-def _compare_gradients(
-    probe: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-) -> tuple[float, float]:
+def _gradient_bias(probe: FixedPointLayer, x: Tensor) -> tuple[float, float]:  # x: (b, t, m)
     """Bias and cosine of the gradients of all parameters by the layer's solver and adjoint."""
-    chosen, solver = layer_gradients(probe, x), EXACT
-    if probe.is_structured:
-        solver = Direct()
+    chosen, solver = layer_gradients(probe, x), Direct() if probe.is_structured else EXACT
     probe.cap = FixedCap(10_000)
-    reference = layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
-    names = [name for name in reference if name != "x"]
-    g, g_exact = (torch.cat([v[name].flatten() for name in names]) for v in (chosen, reference))
-    size = g_exact.norm()
-    return ((g - g_exact).norm() / size).item(), (g @ g_exact / (g.norm() * size)).item()
+    exact = layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
+    return compare_gradients(chosen, exact)
 
 
 def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.direct import (
     ROUNDING,
+    LocalFactors,
     Sweep,
     direct_sweep,
     direct_sweep_reference,
@@ -92,11 +93,6 @@ class FixedPointMap:
         return self._real
 
     @property
-    def y0(self) -> Tensor | None:  # (b, d)
-        """The output before the first token; None: zeros."""
-        return self.operands.y0
-
-    @property
     def wide(self) -> Operands:
         """`Operands.wide`, for plain torch; the kernels read `operands` directly."""
         if self._wide is None:
@@ -125,55 +121,33 @@ class FixedPointMap:
         token is that of the state."""
         return with_feedback(y, self.wide, self.parameterization)
 
-    def __call__(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
+    def __call__(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
         """F(y)."""
-        tensors, options = self._scan_arguments(y)
-        return self._without_padding(selective_scan(*tensors, **options)[0])
+        return self._without_padding(self._scanned(y)[0])
 
-    def _without_padding(
-        self,
-        v: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
+    def _without_padding(self, v: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
         """v, where the values of the padding are 0: solvers that combine all tokens see these."""
         return v if self.real is None else zero_outside(self.real, v)
 
-    def memory(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
         """h after the last token of y."""
-        tensors, options = self._scan_arguments(y)
-        return selective_scan(*tensors, **options)[1]
+        return self._scanned(y)[1]
 
-    def _scan_arguments(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Tensors and options of the scan that yields F(y)."""
+    def _scanned(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
+        """F(y) (b, t, d), also in the padding, and h (b, d, n) after the last token."""
         x, raw = self.fed(y)
         delta, B, C, mixer_raw, erase = self.split(raw)
-        return self._scan_of(self._mix(mixer_raw, x, y), delta, B, C, erase)
+        mixed = self._mix(mixer_raw, x, y)
+        return selective_scan(mixed, delta, self.operands.A, B, C, **self._scan_options(erase))
 
-    def _scan_of(
-        self,
-        mixed: Tensor,  # (b, t, d), x~
-        delta: Tensor,  # (b, t, d)
-        B: Tensor,  # (b, t, n)
-        C: Tensor,  # (b, t, n)
-        erase: Tensor,  # (b, t, 1) or (b, t, 0)
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Tensors and options of a scan of `mixed`."""
-        h0, _ = self.wide.start()
-        options: dict[str, Any] = {
+    def _scan_options(self, erase: Tensor) -> dict[str, Any]:  # erase: (b, t, 1) or (b, t, 0)
+        return {
+            "h0": self.wide.start()[0],
             "input_scale": self.parameterization.input_scale,
             "eigenvalues": self.parameterization.eigenvalues,
             "erase": erase if erase.shape[-1] else None,
             "backend": self.backend,
         }
-        return (mixed, delta, self.operands.A, B, C, h0), options
 
     def _mix(
         self,
@@ -267,23 +241,11 @@ def _reverse_stats(
 def _make_reporter(cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
     """A function that puts the statistics of a reverse sweep into the cell when they are read."""
 
-    def report(
-        defect: Tensor,  # (b, t)
-        scale: Tensor,  # (b, t)
-    ) -> None:
+    def report(defect: Tensor, scale: Tensor) -> None:  # defect: (b, t), scale: (b, t)
         if can_read_device(defect):
             cell.defer(partial(_reverse_stats, defect, scale))
 
     return report
-
-
-def _judged_before(
-    real: Tensor,  # (b, t)
-    swept: Sweep,
-) -> Sweep:
-    """The sweep without the defects of its padding, which are left to the solver to reduce."""
-    defect, scale, magnitude, *_ = (zero_outside(real, v) for v in swept[2:5])
-    return Sweep(swept.y, swept.h, defect, scale, magnitude, swept.pivot)
 
 
 class StructuredMap(FixedPointMap):
@@ -296,109 +258,76 @@ class StructuredMap(FixedPointMap):
         """How raw values become coefficients, for the operations of kernels.direct."""
         return MixerBind(self.split, self.mixer)
 
-    def coefficients(
+    def _local(
         self,
         y: Tensor,  # (b, t, d)
-    ) -> tuple[Tensor, Coefficients]:  # (b, t, d)
-        """x and the coefficients of all tokens for the feedback that y gives."""
+    ) -> tuple[Tensor, Coefficients, Tensor | None, Tensor, LocalFactors]:
+        """x and the coefficients of all tokens for the feedback that y gives, e or None where it is
+        0, sigma (b, t, d), and the factors of the local equations."""
         x, raw = self.fed(y)
-        return x, self.bind(raw, *self.mixer_values)
+        found = self.bind(raw, *self.mixer_values)
+        diagonal = self.parameterization.diagonal(found.e)
+        sigma, gap = self._input_gain(found.delta, found.B, found.C)
+        return x, found, diagonal, sigma, factor_local(sigma, diagonal, found.U, found.M, gap)
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
-        how = self.parameterization, self.bind, self.mixer_values
+        arguments = self.operands, self.parameterization, self.bind, self.mixer_values
         if unroll:
-            self._swept = direct_sweep_reference(self.operands, *how)
+            swept = direct_sweep_reference(*arguments)
         else:
-            report = _make_reporter(cell)
-            options: dict[str, Any] = {"report": report, "backend": self.backend}
-            self._swept = direct_sweep(self.operands, *how, lengths=self.lengths, **options)
-        if self._swept.residual is not None or self.real is None:
-            return self._swept
-        return _judged_before(self.real, self._swept)
+            options: dict[str, Any] = {"report": _make_reporter(cell), "backend": self.backend}
+            swept = direct_sweep(*arguments, lengths=self.lengths, **options)
+        self._swept = swept
+        if swept.residual is not None or self.real is None:
+            return swept
+        # the defects of the padding are left to the solver to reduce
+        names = "defect", "scale", "magnitude"
+        return swept._replace(**{n: zero_outside(self.real, getattr(swept, n)) for n in names})
 
-    def memory(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
         """h after the last token of y, without another scan if y is the result of the last
         sweep."""
         if self._swept is not None and self._swept.y is y:
             return self._swept.h
         return super().memory(y)
 
-    def attach(
-        self,
-        y_star: Tensor,  # (b, t, d)
-        cell: BackwardStats,
-    ) -> Tensor:  # (b, t, d)
+    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # (b, t, d) -> (b, t, d)
         """y_star with the exact implicit gradient."""
-        return direct_sweep(
-            self.operands,
-            self.parameterization,
-            self.bind,
-            self.mixer_values,
-            y_star=y_star,
-            report=_make_reporter(cell),
-            backend=self.backend,
-        ).y
+        arguments = self.operands, self.parameterization, self.bind, self.mixer_values
+        options: dict[str, Any] = {"report": _make_reporter(cell), "backend": self.backend}
+        return direct_sweep(*arguments, y_star=y_star, **options).y
 
-    def fuse(
-        self,
-        y: Tensor,  # (b, t, d)
-        rule: IterationRule,
-    ) -> Steps | None:
+    def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:  # y: (b, t, d)
         """Steps in kernels, or None if these do not support the rule or this map, whose mixer must
         be a HouseholderProduct, and for tensors without values. Raises ValueError if
         backend="triton" cannot run."""
         if not has_values(y):
             return None
-        values, backend = self.mixer_values, self.backend
-        return fuse_iteration(
-            *(self.operands, y, self.parameterization, values, rule),
-            lengths=self.lengths,
-            backend=backend,
-        )
+        arguments = self.operands, y, self.parameterization, self.mixer_values, rule
+        return fuse_iteration(*arguments, lengths=self.lengths, backend=self.backend)
 
-    def block_solve(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> tuple[Tensor, Tensor]:
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
         """G(y) (b, t, d) and the smallest pivot (b,). G solves the local equation of each token,
         with its memory and its feedback computed from y."""
-        x, (delta, B, C, e, U, M, erase) = self.coefficients(y)
-        diagonal = self.parameterization.diagonal(e)
-        tensors, options = self._scan_of(mix_channels(x, y, diagonal, U, M), delta, B, C, erase)
-        p, _ = selective_scan(*tensors, exclusive=True, **options)
-        sigma, gap = self._input_gain(delta, B, C)
-        factors = factor_local(sigma, diagonal, U, M, gap)
+        x, (delta, B, C, _, U, M, erase), diagonal, _, factors = self._local(y)
+        mixed, A = mix_channels(x, y, diagonal, U, M), self.operands.A
+        options = self._scan_options(erase)
+        p, _ = selective_scan(mixed, delta, A, B, C, exclusive=True, **options)
         # the pivots of padding are 1, the largest that a pivot is
         pivot = smallest_pivot(factors).amin(1)
         return self._without_padding(solve_local(p, factors, x)), pivot
 
-    def block_transpose(
-        self,
-        y_star: Tensor,  # (b, t, d)
-    ) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """The functions w -> L^T w and r -> (I - L^T)^-1 r, L_t = diag(sigma_t)(I - Q_t), at
-        y_star."""
+    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """The functions w -> L^T w and r -> (I - L^T)^-1 r of (b, t, d), L_t = diag(sigma_t)
+        (I - Q_t), at y_star (b, t, d)."""
         with torch.no_grad():
-            _, (delta, B, C, e, U, M, _) = self.coefficients(y_star)
-            diagonal = self.parameterization.diagonal(e)
-            sigma, gap = self._input_gain(delta, B, C)
-            factors = factor_local(sigma, diagonal, U, M, gap)
+            _, found, diagonal, sigma, factors = self._local(y_star)
 
-        def apply(
-            w: Tensor,  # (b, t, d)
-        ) -> Tensor:  # (b, t, d)
-            return apply_complement_transposed(sigma * w, diagonal, U, M)
+        def apply(w: Tensor) -> Tensor:
+            return apply_complement_transposed(sigma * w, diagonal, found.U, found.M)
 
-        def invert(
-            r: Tensor,  # (b, t, d)
-        ) -> Tensor:  # (b, t, d)
-            return solve_local_transposed(r, factors)
-
-        return apply, invert
+        return apply, partial(solve_local_transposed, factors=factors)
 
     def _input_gain(
         self,

@@ -17,7 +17,7 @@ from bedouin.checks import check_tensor, positive_int
 from bedouin.decoding import Decoder
 
 READ_EVERY = 32
-"""Tokens between two looks at a GPU for whether all samples have ended: a look stops the host."""
+"""Tokens between two reads of whether all samples have ended, each of which synchronizes a GPU."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,7 @@ class Sampling:
                 f"generator must be None or a torch.Generator, got {type(self.generator).__name__}"
             )
 
-    def choose(
-        self,
-        logits: Tensor,  # (b, v)
-    ) -> Tensor:  # (b,)
+    def choose(self, logits: Tensor) -> Tensor:  # (b, v) -> (b,)
         """A token for each sample."""
         if self.temperature == 0:
             return logits.argmax(-1)
@@ -129,10 +126,7 @@ def is_sharded(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
-def _last_logits(
-    logits: Tensor,  # (b, t, v)
-    mask: Tensor | None,  # (b, t)
-) -> Tensor:  # (b, v)
+def _last_logits(logits: Tensor, mask: Tensor | None) -> Tensor:  # (b, t, v), (b, t) -> (b, v)
     """Those of each sample's last real token."""
     if mask is None:
         return logits[:, -1]

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import autocast_dtype, is_cuda_device
-from bedouin.replacement import ReplacementWatch
-from bedouin.saving import SavedLayer
-from bedouin.wrapped import is_untouched
+from bedouin.parameters import SavedLayer
+from bedouin.wrapped import ReplacementWatch, is_untouched
 
-Run = Callable[..., Tensor]
+Replay = Callable[..., Tensor]
 
 
 class _Given(torch.autograd.Function):
@@ -27,10 +26,7 @@ class _Given(torch.autograd.Function):
     graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        *tensors: Tensor,  # any shapes
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # *tensors: any shapes
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -47,19 +43,12 @@ class _Result(torch.autograd.Function):
     and only once."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        graphed: "Graphed",
-        output: Tensor,  # (b, t, m)
-    ) -> Tensor:  # (b, t, m)
+    def forward(ctx: Any, graphed: "Graphed", output: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         ctx.graphed, ctx.call, ctx.ran = graphed, graphed.calls, False
         return output.clone()
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad: Tensor,  # (b, t, m)
-    ) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # grad: (b, t, m)
         if ctx.call != ctx.graphed.calls:
             raise RuntimeError(
                 "the backward pass of a graphed layer must come before its next call, which "
@@ -93,10 +82,7 @@ class Graphed:
         self._run = capture(layer, self._sample, self._parameters)
         self._watch = ReplacementWatch(layer)
 
-    def __call__(
-        self,
-        x: Tensor,  # (b, t, m)
-    ) -> Tensor:  # (b, t, m)
+    def __call__(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         """The output for x; raises TypeError, ValueError or RuntimeError where a replay would not
         be the same as a call of the layer."""
         self._check(x)
@@ -164,7 +150,7 @@ def capture(
     layer: Any,
     sample: Tensor,  # (b, t, m)
     parameters: tuple[Tensor, ...],  # of the layer
-) -> Run:
+) -> Replay:
     """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
     device, cast_to, options = sample.device.type, autocast_dtype(sample), layer.solve_options
     # without the cache of autocast, whose casts of the weights would become constants
@@ -178,12 +164,12 @@ def capture(
             )
     finally:
         layer.solve_options = options
-    return cast(Run, run)
+    return cast(Replay, run)
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A capture without what would end it or what torch says about its own streams."""
+    """A capture without what would end it and without torch's warning about its own streams."""
     collects = gc.isenabled()
     # a graph of an earlier layer that is freed during a capture makes the capture fail
     gc.collect()
@@ -204,10 +190,7 @@ class GraphedLayer(SavedLayer):
     @abstractmethod
     def check_input(self, x: Tensor, rank: int) -> None: ...
 
-    def graphed(
-        self,
-        sample: Tensor,  # (b, t, m)
-    ) -> Graphed:
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
         passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
         the layer, and a call costs the host a few launches.

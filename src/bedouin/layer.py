@@ -20,8 +20,11 @@ from torch.nn import functional as F
 from bedouin.checks import (
     check_batch_size,
     check_bool,
+    check_device,
     check_dtype,
     check_layer_input,
+    check_projection_dtype,
+    inner_size,
     one_of,
     ordered_subset,
     positive_int,
@@ -41,10 +44,9 @@ from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.projection import GATE, Part, split_projection, takes_split
 from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layer_checks import check_device, check_projection_dtype, inner_size
 from bedouin.layer_state import Call, incoming_state
 from bedouin.mixers import ChannelMixer
-from bedouin.packing import Packing, Places, find_packing, hold_memory
+from bedouin.packing import Packing, find_packing, hold_memory
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     ChosenSolver,
@@ -62,13 +64,11 @@ from bedouin.projection import project_raw, split_projected
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.base import check_number
-from bedouin.solvers.deferred import DeferredWarning
-from bedouin.solvers.draws import Draws
-from bedouin.solvers.recompute import is_recomputation
-from bedouin.solvers.reporting import OnUnconverged
+from bedouin.solvers.draws import Draws, is_recomputation
+from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
+from bedouin.solvers.solution import StepRecorder
 from bedouin.solvers.solve import Caller, SolveOptions
-from bedouin.solvers.watch import StepRecorder
-from bedouin.state import BedouinState, StateSize, zero_state
+from bedouin.state import BedouinState, Places, StateSize, zero_state
 from bedouin.wrapped import (
     effective_weight,
     is_plain,

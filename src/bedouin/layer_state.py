@@ -36,7 +36,7 @@ class Call(NamedTuple):
         if before is not None and y.shape[1] == 0:
             return before.clone()
         f = f.f if isinstance(f, JoinedHeads) else f
-        last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.y0)
+        last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
         return BedouinState(f.memory(y), last, self.window)
 
 

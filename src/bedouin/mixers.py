@@ -54,11 +54,7 @@ class ChannelMixer(nn.Module, ABC):
         return 0
 
     @abstractmethod
-    def complement(
-        self,
-        raw: Tensor,  # (..., r)
-        v: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
         """(I - Q) v for the Q that `raw` parameterizes."""
 
     def mix(
@@ -74,10 +70,7 @@ class ChannelMixer(nn.Module, ABC):
         """
         return x + self.complement(raw, y - x)
 
-    def dense(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> Tensor:  # (..., d, d)
+    def dense(self, raw: Tensor) -> Tensor:  # (..., r) -> (..., d, d)
         """Q as a matrix."""
         raise NotImplementedError(f"{type(self).__name__} declares no dense(raw)")
 
@@ -86,10 +79,7 @@ class ChannelMixer(nn.Module, ABC):
         and the exact adjoint need."""
         return type(self).dense is not ChannelMixer.dense and d_inner <= MAX_DENSE
 
-    def forward(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> WYForm:
+    def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
         """(e, U, M) of the Q that `raw` parameterizes: e = 0, U = I and M = I - Q."""
         Q = self.dense(raw)
         identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device).expand_as(Q)
@@ -103,17 +93,10 @@ class StructuredMixer(ChannelMixer):
         return True
 
     @abstractmethod
-    def forward(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> WYForm:
+    def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
         """(e, U, M) of the Q that `raw` parameterizes."""
 
-    def complement(
-        self,
-        raw: Tensor,  # (..., r)
-        v: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
         return apply_complement(v, *WYForm(*self(raw)).of_channels(v.shape[-1]))
 
     def mix(
@@ -183,7 +166,7 @@ class NoMixing(HouseholderProduct):
         return ""
 
 
-def householder_product(num_householder: int, beta_max: float) -> HouseholderProduct:
+def make_householder(num_householder: int, beta_max: float) -> HouseholderProduct:
     """The product of so many reflections, `NoMixing` for none."""
     return HouseholderProduct(num_householder, beta_max) if num_householder else NoMixing()
 
@@ -219,11 +202,7 @@ class LowRank(StructuredMixer):
         return f"rank={self.rank}"
 
 
-def _small_matrices(
-    raw: Tensor,  # (..., n p p)
-    n: int,
-    p: int,
-) -> Tensor:  # (..., n, p, p)
+def _small_matrices(raw: Tensor, n: int, p: int) -> Tensor:  # (..., n p p) -> (..., n, p, p)
     """n matrices with their raw values scaled to a Frobenius norm below 1, which is a bound of the
     spectral norm."""
     rows: Tensor = raw.unflatten(-1, (n, p * p))
@@ -271,19 +250,15 @@ class FactoredMixer(ChannelMixer):
 
     def raw_size(self, d_inner: int) -> int:
         i, j = self.split(d_inner)
-        of_R, of_S = self.counts(i, j)
-        return of_R * i * i + of_S * j * j
+        num_R, num_S = self.counts(i, j)
+        return num_R * i * i + num_S * j * j
 
-    def matrices(
-        self,
-        raw: Tensor,  # (..., r)
-        d: int,
-    ) -> tuple[Tensor, Tensor]:
+    def matrices(self, raw: Tensor, d: int) -> tuple[Tensor, Tensor]:  # raw: (..., r)
         """R (..., 1 or j, i, i) and S (..., 1 or i, j, j)."""
         i, j = self.split(d)
-        of_R, of_S = self.counts(i, j)
-        R, S = raw.split([of_R * i * i, of_S * j * j], -1)
-        return _small_matrices(R, of_R, i), _small_matrices(S, of_S, j)
+        num_R, num_S = self.counts(i, j)
+        R, S = raw.split([num_R * i * i, num_S * j * j], -1)
+        return _small_matrices(R, num_R, i), _small_matrices(S, num_S, j)
 
     def complement(self, raw: Tensor, v: Tensor) -> Tensor:
         R, S = self.matrices(raw, v.shape[-1])
@@ -293,7 +268,7 @@ class FactoredMixer(ChannelMixer):
         return (columns + rows).flatten(-2)
 
     def dense(self, raw: Tensor) -> Tensor:
-        assert self.factors is not None, "a layer asks for raw_size first"
+        assert self.factors is not None, "a layer calls raw_size first"
         R, S = self.matrices(raw, math.prod(self.factors))
         columns, rows = (torch.eye(v.shape[-1], dtype=v.dtype, device=v.device) - v for v in (R, S))
         # Q[a j + n, b j + m] = (I - R_m)[a, b] (I - S_a)[n, m], as (..., a, n, b, m)

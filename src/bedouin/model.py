@@ -4,18 +4,25 @@ Letters: b batch, t time, m d_model, v classes (output_size).
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bedouin.checks import check_bool, check_dtype, check_tensor, known_options, positive_int
+from bedouin.checks import (
+    check_bool,
+    check_dtype,
+    check_takes_mask,
+    check_tensor,
+    find_method,
+    known_options,
+    positive_int,
+)
 from bedouin.generation import Sampling, generate
-from bedouin.model_checks import check_tied, make_mixers
-from bedouin.packing import Packing, Places, check_takes_mask, find_packing
+from bedouin.packing import find_packing
 from bedouin.solvers.base import check_number
+from bedouin.state import SequenceCall
 
 Run = Literal["whole", "chunk", "token"]
 """What a call of a `Block` computes: a sequence, a sequence from a state, one token."""
@@ -49,7 +56,7 @@ class GatedMLP(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
     mlp_expand: hidden width of the MLP as a multiple of d_model; None for no MLP.
@@ -75,6 +82,18 @@ class Block(nn.Module):
                 GatedMLP(d_model, mlp_expand, device=device, dtype=dtype),
             )
 
+    def _residual(self, x: Tensor, mixed: Tensor) -> Tensor:  # (..., m), (..., m) -> (..., m)
+        """x with the mixer's output, and then the MLP's, added."""
+        x = x + mixed
+        if self.mlp is None:
+            return x
+        update: Tensor = self.mlp(x)
+        return x + update
+
+
+class Block(ResidualBlock):
+    """A block of a `SequenceModel`."""
+
     def forward(
         self,
         x: Tensor,  # (b, t, m)
@@ -82,8 +101,11 @@ class Block(nn.Module):
         run: Run = "whole",
         mask: Tensor | None = None,  # (b, t)
     ) -> Any:
-        """(b, t, m) -> (b, t, m). `forward_state` and `step` are calls with another `run`, because
-        hooks of a module, as those with which FSDP gathers its parameters, run in calls alone."""
+        """(b, t, m) -> (b, t, m), and with another `run` than "whole" also the state after it.
+
+        Chunks and tokens (b, m) are calls, because hooks of a module, as those with which FSDP
+        gathers its parameters, run in calls alone.
+        """
         normed = self.norm(x)
         options = {} if mask is None else {"mask": mask}
         if mask is not None:
@@ -91,30 +113,11 @@ class Block(nn.Module):
         if run == "whole":
             return self._residual(x, _mixed(self.mixer, self.mixer(normed, **options), x))
         if run == "chunk":
-            find_method(self.mixer, "init_state")
+            find_method(self.mixer, "init_state", "mixer")
             output, state = self.mixer(normed, state=state, return_state=True, **options)
         else:
-            output, state = find_method(self.mixer, "step")(normed, state)
+            output, state = find_method(self.mixer, "step", "mixer")(normed, state)
         return self._residual(x, _mixed(self.mixer, output, x)), state
-
-    def forward_state(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: Any,
-        mask: Tensor | None = None,  # (b, t)
-    ) -> tuple[Tensor, Any]:  # (b, t, m) and the state
-        """`forward` from a state; also returns the state after the last token."""
-        found: tuple[Tensor, Any] = self(x, state, "chunk", mask)
-        return found
-
-    def step(
-        self,
-        x: Tensor,  # (b, m)
-        state: Any,
-    ) -> tuple[Tensor, Any]:  # (b, m) and the state
-        """One token; also returns the next state."""
-        found: tuple[Tensor, Any] = self(x, state, "token")
-        return found
 
     def decode(
         self,
@@ -123,17 +126,6 @@ class Block(nn.Module):
     ) -> Tensor:  # (b, m)
         """One token with `mix`, a decoder of the mixer, in its place."""
         return self._residual(x, mix(self.norm(x)))
-
-    def _residual(
-        self,
-        x: Tensor,  # (..., m)
-        mixed: Tensor,  # (..., m), the mixer's output
-    ) -> Tensor:  # (..., m)
-        x = x + mixed
-        if self.mlp is None:
-            return x
-        update: Tensor = self.mlp(x)
-        return x + update
 
 
 class SequenceModel(nn.Module):
@@ -200,8 +192,11 @@ class SequenceModel(nn.Module):
         check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
         check_bool("tie_embeddings", tie_embeddings)
         check_dtype(dtype)
-        check_tied(tie_embeddings, vocab_size, output_size)
-        layers = make_mixers(mixers, num_layers, d_model)
+        if tie_embeddings and vocab_size != output_size:
+            raise ValueError(
+                f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
+            )
+        layers = _make_mixers(mixers, num_layers, d_model)
         self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.blocks = nn.ModuleList(
@@ -212,35 +207,6 @@ class SequenceModel(nn.Module):
         self.head = nn.Linear(d_model, output_size, bias=False, device=device, dtype=dtype)
         if tie_embeddings:
             self.head.weight = self.embedding.weight
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        state: ModelState | None = None,
-        return_state: Literal[False] = False,
-        **places: Unpack[Places],
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        state: ModelState | None = None,
-        *,
-        return_state: Literal[True],
-        **places: Unpack[Places],
-    ) -> tuple[Tensor, ModelState]: ...
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        state: ModelState | None = None,
-        return_state: bool = False,
-        one_token: bool = False,
-        **places: Unpack[Places],
-    ) -> Any: ...
 
     def forward(
         self,
@@ -268,7 +234,7 @@ class SequenceModel(nn.Module):
         if one_token:
             _check_tokens(tokens, 1, "(b,)")
             given: Any = state  # None is refused
-            x, state = self._run_blocks(self.embedding(tokens), given, Block.step)
+            x, state = self._run_blocks(self.embedding(tokens), given, "token")
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
@@ -281,20 +247,22 @@ class SequenceModel(nn.Module):
         if state is None and not return_state:
             for block in self.blocks:
                 x = block(x, mask=real)
-            return self._placed_logits(x, tokens, packing)
+            logits = self._logits(x)
+            return logits if packing is None else packing.put(logits, tokens.shape)
         if state is None:
             state = self.init_state(ids.shape[0])
         elif packing is not None:
             pairs = zip(self._checked_states(state), self.init_state(1), strict=True)
             state = tuple(packing.before(*pair) for pair in pairs)
-        x, state = self._run_blocks(x, state, partial(Block.forward_state, mask=real))
+        x, state = self._run_blocks(x, state, "chunk", real)
+        logits = self._logits(x)
         if packing is not None:
+            logits = packing.put(logits, tokens.shape)
             state = tuple(packing.after(after) for after in state)
-        logits = self._placed_logits(x, tokens, packing)
         return (logits, state) if return_state else logits
 
     if TYPE_CHECKING:
-        __call__ = forward  # torch's is a Callable[..., Any]
+        __call__: SequenceCall[ModelState]  # torch's is a Callable[..., Any]
 
     def generate(
         self,
@@ -332,7 +300,7 @@ class SequenceModel(nn.Module):
         Raises:
             TypeError: a mixer without `init_state`.
         """
-        return tuple(find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
+        return tuple(find_method(mixer, "init_state", "mixer")(batch_size) for mixer in self.mixers)
 
     def step(
         self,
@@ -367,12 +335,13 @@ class SequenceModel(nn.Module):
         self,
         x: Tensor,  # (..., m)
         state: ModelState,
-        run: Callable[[Block, Tensor, Any], tuple[Tensor, Any]],
+        run: Run,
+        mask: Tensor | None = None,  # (b, t)
     ) -> tuple[Tensor, ModelState]:  # (..., m) and the states
-        """`run` on each block in turn, with its entry of `state`."""
+        """Each block in turn, with its entry of `state`."""
         states: list[Any] = []
         for block, before in zip(self._blocks, self._checked_states(state), strict=True):
-            x, after = run(block, x, before)
+            x, after = block(x, before, run, mask)
             states.append(after)
         return x, tuple(states)
 
@@ -406,23 +375,10 @@ class SequenceModel(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def _placed_logits(
-        self,
-        x: Tensor,  # (l, w, m), or (b, t, m) without a packing
-        tokens: Tensor,  # (b, t)
-        packing: Packing | None,
-    ) -> Tensor:  # (b, t, v)
-        logits = self._logits(x)
-        return logits if packing is None else packing.put(logits, tokens.shape)
 
-
-def _mixed(
-    mixer: nn.Module,
-    output: object,
-    x: Tensor,  # (..., m), the residual stream
-) -> Tensor:  # (..., m)
+def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:  # x: (..., m)
     """The tensor in `output`, the return value of `mixer`. Raises TypeError if there is none and
-    ValueError if its shape is not that of x."""
+    ValueError if its shape is not that of the residual stream x."""
     tensor = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(tensor, Tensor):
         raise TypeError(
@@ -437,27 +393,52 @@ def _mixed(
     return tensor
 
 
-def find_method(mixer: object, name: str) -> Callable[..., Any]:
-    """The method of a mixer. Raises TypeError if it has none of this name."""
-    method = getattr(mixer, name, None)
-    if not callable(method):
-        raise TypeError(
-            f"mixer {type(mixer).__name__} has no {name}(), which states and steps need: use a "
-            "layer that has it, such as bedouin.Bedouin, merge an adapter around the whole layer, "
-            "or call the model on whole sequences"
-        )
-    found: Callable[..., Any] = method
-    return found
-
-
-def _check_tokens(
-    tokens: Tensor,  # of `rank` axes
-    rank: int,
-    shape: str,
-) -> None:
-    """Raise TypeError or ValueError unless `tokens` are integer ids; `shape` is for messages."""
+def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
+    """Raise TypeError or ValueError unless `tokens` are integer ids of `rank` axes."""
     check_tensor("tokens", tokens, shape)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"tokens must be int64 or int32 ids, got {tokens.dtype}")
     if tokens.ndim != rank:
         raise ValueError(f"tokens must have shape {shape}, got {tuple(tokens.shape)}")
+
+
+def _make_mixers(
+    mixers: Sequence[nn.Module] | Callable[[int], nn.Module],
+    num_layers: int | None,
+    d_model: int,
+) -> list[nn.Module]:
+    """The mixers as a list. Raises TypeError or ValueError for invalid arguments, among them mixers
+    with another d_model."""
+    if isinstance(mixers, nn.Module) and not isinstance(mixers, nn.ModuleList):
+        raise TypeError(
+            f"mixers must be a sequence of modules or a function that makes one, got the module "
+            f"{type(mixers).__name__}: wrap it in a list"
+        )
+    if isinstance(mixers, Sequence | nn.ModuleList):
+        if not mixers:
+            raise ValueError("mixers must contain at least one layer, got none")
+        if num_layers is not None:
+            raise ValueError(
+                f"num_layers must be None if mixers is a sequence, got {num_layers} and "
+                f"{len(mixers)} mixers: leave it out"
+            )
+        made = list(mixers)
+    elif callable(mixers):
+        if num_layers is None:
+            raise ValueError("num_layers must be at least 1 if mixers is a function, got None")
+        made = [mixers(index) for index in range(positive_int("num_layers", num_layers))]
+    else:
+        raise TypeError(
+            "mixers must be a sequence of modules or a function that makes one, got "
+            f"{type(mixers).__name__}"
+        )
+    for mixer in made:
+        if not isinstance(mixer, nn.Module):
+            raise TypeError(f"mixers must be nn.Modules, got {type(mixer).__name__}")
+        width = getattr(mixer, "d_model", d_model)
+        if isinstance(width, int) and width != d_model:
+            raise ValueError(
+                f"mixers must have the model's d_model={d_model}, got "
+                f"{type(mixer).__name__} with d_model={width}"
+            )
+    return made

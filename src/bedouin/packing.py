@@ -8,10 +8,8 @@ Letters: b rows, t time, l sequences (the b rows without their padding, or docum
 of the longest one.
 """
 
-import inspect
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +24,6 @@ StateT = TypeVar("StateT", bound=RecurrentState)
 
 _LENGTHS = "_lengths_before_padding"
 """The name under which a mask of rows whose padding follows their tokens has their lengths."""
-
-_known_takers: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
-"""Classes of layers, and whether their `forward` takes a mask."""
-
-
-class Places(TypedDict, total=False):
-    """The arguments of a call that say where tokens are, for the types of overloads."""
-
-    mask: Tensor | None  # (b, t)
-    cu_seqlens: Tensor | None  # (documents + 1,)
-    seq_idx: Tensor | None  # (b, t)
 
 
 class _Gather(torch.autograd.Function):
@@ -62,10 +49,7 @@ class _Gather(torch.autograd.Function):
         return gathered if kept is None else zero_outside(kept, gathered, in_place=True)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad: Tensor,  # (k, l, ...)
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: (k, l, ...)
         index, inverse, kept, used = ctx.saved_tensors
         return _gather(grad, inverse, index, used, kept, ctx.size), None, None, None, None, None
 
@@ -121,10 +105,7 @@ class Packing:
             setattr(self.real, _LENGTHS, self.lengths)
         return self.real
 
-    def take(
-        self,
-        x: Tensor,  # (b, t, ...)
-    ) -> Tensor:  # (l, w, ...)
+    def take(self, x: Tensor) -> Tensor:  # (b, t, ...) -> (l, w, ...)
         """The tokens of each sequence, and zeros in its padding, even where x is NaN."""
         if self.source is not None and self.target is not None:
             return _gather(x, self.source, self.target, self.real, self.mask, self.size)
@@ -179,18 +160,12 @@ class Packing:
         assert self.source is not None and self.target is not None
         return replace(self, mask=mask, source=source[self.source], target=self.target[target])
 
-    def steps(
-        self,
-        num_steps: Tensor,  # (l,)
-    ) -> Tensor:  # (l,)
+    def steps(self, num_steps: Tensor) -> Tensor:  # (l,) -> (l,)
         """Steps of a solve; a sequence without tokens takes none."""
         return num_steps if self.real is None else num_steps * (self.lengths > 0)
 
 
-def tokens_before(
-    lengths: Tensor,  # (l,)
-    w: int,
-) -> Tensor:  # (l, w)
+def tokens_before(lengths: Tensor, w: int) -> Tensor:  # (l,) -> (l, w)
     """Which of w places come before the end of each sequence."""
     return torch.arange(w, device=lengths.device) < lengths.unsqueeze(1)
 
@@ -292,31 +267,6 @@ def find_packing(
     return _split_rows(ordered, lengths).reordered(mask, source, target)
 
 
-def check_takes_mask(mixer: nn.Module) -> None:
-    """Raise TypeError for a layer whose `forward` has no argument `mask`."""
-    if not _takes_mask(mixer):
-        raise TypeError(
-            f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
-            "layer that does, such as bedouin.Bedouin, or one document a row of the same length"
-        )
-
-
-def _takes_mask(mixer: nn.Module) -> bool:
-    """Whether `forward` has an argument `mask`; remembered for each class."""
-    kind = type(mixer)
-    # others may replace `forward` on the object; a graph that depends on the memory is recompiled
-    forgets = "forward" in vars(mixer) or torch.compiler.is_compiling()
-    known = None if forgets else _known_takers.get(kind)
-    if known is not None:
-        return known
-    parameters = inspect.signature(mixer.forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    takes = "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-    if not forgets:
-        _known_takers[kind] = takes
-    return takes
-
-
 def _pad_rows(
     mask: Tensor,  # (b, t) bool
 ) -> Packing:
@@ -349,7 +299,7 @@ def _split_at(
 ) -> Packing:
     """Each document of the row is a sequence."""
     check_tensor("cu_seqlens", cu_seqlens, "(documents + 1,)")
-    _check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    _check_like("cu_seqlens", cu_seqlens, x, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(
             f"cu_seqlens must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}: for one "
@@ -361,7 +311,6 @@ def _split_at(
             f"cu_seqlens needs a single row, x (1, t, m) or tokens (1, t), got {tuple(x.shape)}: "
             "join the rows, or use mask or seq_idx"
         )
-    _check_device("cu_seqlens", cu_seqlens, x)
     check_readable("cu_seqlens", x)
     bounds = cu_seqlens.to(torch.int64)
     # how many tokens come before each bound, which is the bound itself without padding
@@ -371,11 +320,7 @@ def _split_at(
     ends: list[int]
     # in one read of the device
     ends, counts = [bounds.tolist()] * 2 if mask is None else torch.stack([bounds, tokens]).tolist()
-    if ends[0] != 0 or ends[-1] != t or sorted(ends) != ends:
-        raise ValueError(
-            f"cu_seqlens must ascend from 0 to t = {t}, got {_abbreviated(ends)}: it holds the "
-            "places where documents begin, and t"
-        )
+    check_bounds("cu_seqlens", ends, t)
     w = max([0, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
     lengths = tokens.diff()
     if mask is None:
@@ -441,23 +386,19 @@ def _from_starts(
 def _check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor (b, t) of these dtypes beside x."""
     check_tensor(name, value, "(b, t)")
-    _check_dtype(name, value, dtypes)
+    _check_like(name, value, x, dtypes)
     if value.shape != x.shape[:2]:
         raise ValueError(
             f"{name} must have shape (b, t) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
         )
-    _check_device(name, value, x)
 
 
-def _check_dtype(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_like(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if value.dtype not in dtypes:
         names = " or ".join(map(str, dtypes))
         raise TypeError(
             f"{name} must have dtype {names}, got {value.dtype}: use {name}.to({dtypes[-1]})"
         )
-
-
-def _check_device(name: str, value: Tensor, x: Tensor) -> None:
     if value.device != x.device:
         raise ValueError(
             f"{name} must be on the device of x, {x.device}, got {value.device}: use "
@@ -466,7 +407,7 @@ def _check_device(name: str, value: Tensor, x: Tensor) -> None:
 
 
 def check_readable(name: str, x: Tensor) -> None:
-    """Raise ValueError where the host must not wait for the device of x."""
+    """Raise ValueError where the host must not synchronize with the device of x."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{name} must be None during the capture of a CUDA graph, since the host reads the "
@@ -474,6 +415,12 @@ def check_readable(name: str, x: Tensor) -> None:
         )
 
 
-def _abbreviated(values: list[Any]) -> str:
-    text = str(values)
-    return text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"
+def check_bounds(name: str, ends: list[int], t: int) -> None:
+    """Raise ValueError unless `ends` are the bounds of documents in a row of t tokens."""
+    if ends[:1] != [0] or ends[-1] != t or sorted(ends) != ends:
+        text = str(ends)
+        got = text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"
+        raise ValueError(
+            f"{name} must ascend from 0 to t = {t}, got {got}: it holds the places where documents "
+            "begin, and t"
+        )

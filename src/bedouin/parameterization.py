@@ -84,8 +84,8 @@ def check_structure(mixer: ChannelMixer, head_dim: int, options: SolveOptions) -
     """Raise TypeError if a solver needs the form (e, U, M), which the mixer does not have."""
     if mixer.is_structured(head_dim):
         return
-    of_adjoint = getattr(options.adjoint, "solver", None)
-    for name, solver in (("solver", options.solver), ("the adjoint's solver", of_adjoint)):
+    adjoint_solver = getattr(options.adjoint, "solver", None)
+    for name, solver in (("solver", options.solver), ("the adjoint's solver", adjoint_solver)):
         if isinstance(solver, Direct | Jacobi):
             raise TypeError(
                 f"{name} must work without the form (e, U, M), which the mixer "
@@ -221,9 +221,9 @@ def split_feedback_weight(
     # the gradient of one split is one concatenation
     loop, gate = weight.split([sum(fed.values()), p], -2)
     names = tuple(sizes)
-    of_raw = [name for name in feedback if name != X]
-    first = names[: names.index(of_raw[-1]) + 1] if of_raw else ()
-    if tuple(of_raw) == first:
+    raw_names = [name for name in feedback if name != X]
+    first = names[: names.index(raw_names[-1]) + 1] if raw_names else ()
+    if tuple(raw_names) == first:
         return loop, gate
     rows = dict(zip(fed, loop.split(list(fed.values()), -2), strict=True))
     *heads, _, c = gate.shape
@@ -233,9 +233,7 @@ def split_feedback_weight(
     return torch.cat([*blocks, *(rows[name] for name in rows if name == X)], -2), gate
 
 
-def griffin_omega(
-    like: Tensor,  # any shape
-) -> Tensor:  # as `like`
+def griffin_omega(like: Tensor) -> Tensor:  # any shape -> as `like`
     """Random omega for which the decay at Delta = 1, exp(-8 softplus(omega)), is uniform in
     [0.9, 0.999]."""
     decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)

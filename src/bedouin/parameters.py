@@ -1,4 +1,4 @@
-"""Dtypes, marks and initial values of parameters, shared by layers and baselines."""
+"""What layers and baselines share: dtypes, marks, initial values and saving of parameters."""
 
 import math
 from collections.abc import Callable
@@ -6,8 +6,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bedouin.kernels.launch import accumulator
+from bedouin.solvers import SolveStats
+from bedouin.solvers.draws import Draws
 
 DELTA_RANGE = (1e-3, 0.1)
 
@@ -38,6 +41,51 @@ class MarkedModule(nn.Module):
         return self
 
 
+class SavedLayer(MarkedModule):
+    """A layer whose extra state is the counter of its training calls, on which random caps depend.
+
+    The counter is always present, so that `load_state_dict(strict=True)` works between layers that
+    differ only in solver, adjoint, cap or backend.
+    """
+
+    draws: Draws
+    stats: SolveStats | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies and pickles, without statistics of a torch.func transform."""
+        state = dict(vars(self))
+        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.verdict):
+            state["stats"] = None
+        return state
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.draws.count)
+
+    def set_extra_state(
+        self,
+        state: Tensor,  # (), the count of draws
+    ) -> None:
+        self.draws.count = int(state)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
+    ) -> None:
+        """As torch's, but a missing counter is no error and leaves the count as it is: tools that
+        save parameters alone, such as averages of weights, leave it out."""
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *others
+        )
+        key = prefix + "_extra_state"
+        if key in missing_keys:
+            missing_keys.remove(key)
+
+
 def mark(parameter: Tensor | None, name: str) -> None:
     """Set the mark `name`, "_no_weight_decay" or "_no_reinit", unless the parameter is None."""
     if parameter is not None:
@@ -54,18 +102,12 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(accumulator(tensor.dtype))
 
 
-def log_uniform(
-    like: Tensor,  # any shape
-    low: float,
-    high: float,
-) -> Tensor:  # as `like`
+def log_uniform(like: Tensor, low: float, high: float) -> Tensor:  # any shape -> as `like`
     """Random values in [low, high] with a uniformly distributed logarithm."""
     span = math.log(high) - math.log(low)
     return torch.exp(torch.rand_like(like) * span + math.log(low))
 
 
-def inverse_softplus(
-    value: Tensor,  # any shape
-) -> Tensor:  # as `value`
+def inverse_softplus(value: Tensor) -> Tensor:  # any shape -> as `value`
     """The x with softplus(x) = `value`, for positive values."""
     return value + torch.log(-torch.expm1(-value))

@@ -150,10 +150,7 @@ class FixedPointRNN(FixedPointLayer):
     def _component_sizes(self) -> dict[str, int]:
         return {"decay": self.head_dim, "mixer": self.mixer.raw_size(self.head_dim)}
 
-    def _split(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> ScanInputs:
+    def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
         decay_raw, mixer_raw = raw.split(list(self._sizes.values()), -1)
         # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
         sigmoid = self.decay == "sigmoid"
@@ -185,9 +182,6 @@ class FixedPointRNN(FixedPointLayer):
     def _raw_without_delta(self) -> float:
         return CLOSED if self.decay == "sigmoid" else -CLOSED
 
-    def drive(
-        self,
-        x: Tensor,  # (b', t, p)
-    ) -> Tensor:  # (b', t, p)
+    def drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
         assert self.b_proj is not None
         return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x

@@ -1,16 +1,30 @@
-"""The recurrent states of layers.
+"""The recurrent states of layers, and calls with them.
 
 Letters: b batch, d d_inner, n d_state, w width of a convolution, c channels convolved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from bedouin.checks import check_tensor
+
+AnyStateT = TypeVar("AnyStateT")
 
 Join = Callable[[list[Tensor]], Tensor]
 """Such as `torch.cat`."""
@@ -298,3 +312,45 @@ def zero_state(
     if size.window is not None:
         window = torch.zeros(b, *size.window, dtype=dtype, device=device)
     return BedouinState(ssm, y, window)
+
+
+class Places(TypedDict, total=False):
+    """The arguments of a call that say where tokens are."""
+
+    mask: Tensor | None  # (b, t)
+    cu_seqlens: Tensor | None  # (documents + 1,)
+    seq_idx: Tensor | None  # (b, t)
+
+
+class SequenceCall(Protocol[AnyStateT]):
+    """How a layer or model with states of this type is called, for type checkers; `step` calls it
+    with one_token."""
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        state: AnyStateT | None = None,
+        return_state: Literal[False] = False,
+        **places: Unpack[Places],
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        state: AnyStateT | None = None,
+        *,
+        return_state: Literal[True],
+        **places: Unpack[Places],
+    ) -> tuple[Tensor, AnyStateT]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        state: AnyStateT | None = None,
+        return_state: bool = False,
+        one_token: bool = False,
+        **places: Unpack[Places],
+    ) -> Any: ...

@@ -1,71 +1,42 @@
-"""Measurements and assertions for layers that are defined as a fixed point.
+"""Assertions and random layers for tests, and the measurements of layers (bedouin.measurements)."""
 
-Feedback amplifies rounding errors. Two ways to compute the same values therefore agree up to the
-growth of a perturbation of the input (`measure_growth`). If the growth exceeds `GROWTH_LIMIT`,
-`assert_same_fixed_point` compares residuals instead of values. Imports torch and this library only.
-Letters: b batch, t time, m d_model, d d_inner, n d_state.
-"""
-
-import copy
 import random
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.fixed_point_map import FixedPointMap
-from bedouin.joined_heads import JoinedHeads
-from bedouin.kernels.heads import unfold
 from bedouin.layer import FixedPointLayer
+from bedouin.measurements import (
+    FixedPoint,
+    decode_gap,
+    distance,
+    find_fixed_point,
+    gradient_cosine,
+    layer_gradients,
+    log_growth,
+    lyapunov,
+    measure_growth,
+    relative_error,
+)
 from bedouin.mixers import HouseholderProduct, LowRank, NoMixing
 from bedouin.rnn_layer import FixedPointRNN
-from bedouin.solvers import (
-    Adjoint,
-    Direct,
-    Picard,
-    Solution,
-    Solver,
-    SolveStats,
-)
-from bedouin.solvers.base import Map, TimeDim
-from bedouin.solvers.solution import join_parts
-from bedouin.solvers.watch import Watch
-from bedouin.state import BedouinState
 
-GROWTH_LIMIT = 1e6
-"""Above this measured growth two correct values may differ in all significant digits."""
-
-LayerT = TypeVar("LayerT", bound=FixedPointLayer)
-
-
-def relative_error(
-    actual: Tensor,  # any shape
-    expected: Tensor,  # the same shape
-) -> float:
-    """max|actual - expected| / max|expected|, or the absolute error if `expected` is zero.
-
-    The error is inf if an entry is NaN or Inf in only one of the tensors, or if non-finite entries
-    differ; equal non-finite entries have error 0.
-    """
-    a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
-    difference = _distance(a, e)
-    if difference.numel() == 0:
-        return 0.0
-    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item()
-    return difference.max().item() / (scale or 1.0)
-
-
-def _distance(
-    a: Tensor,  # any shape
-    e: Tensor,  # the same shape
-) -> Tensor:  # the same shape
-    """|a - e|; 0 where both are the same non-finite value, inf where only one is NaN."""
-    distance = torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, (a - e).abs())
-    return torch.where(distance.isnan(), torch.inf, distance)
+__all__ = [
+    "FixedPoint",
+    "assert_close",
+    "decode_gap",
+    "find_fixed_point",
+    "gradient_cosine",
+    "layer_gradients",
+    "log_growth",
+    "lyapunov",
+    "measure_growth",
+    "random_layer",
+    "relative_error",
+]
 
 
 def assert_close(
@@ -89,316 +60,12 @@ def assert_close(
     error = relative_error(a, e)
     if error * (scale or 1.0) <= atol + rtol * scale:
         return
-    worst = _distance(a, e).flatten().argmax()
+    worst = distance(a, e).flatten().argmax()
     index = tuple(int(i) for i in torch.unravel_index(worst, a.shape))
     raise AssertionError(
         f"{name}: relative error {error:.2e} > {rtol:.1e} (largest expected {scale:.2e}), worst at "
         f"{index}: {a[index].item():.17g}, expected {e[index].item():.17g}"
     )
-
-
-@dataclass(frozen=True)
-class _Recorder(Solver):
-    """A solver that records the map and the solution of every call."""
-
-    inner: Solver
-    calls: list[tuple[Map, Solution]] = field(default_factory=list)
-
-    def solve(
-        self,
-        f: Map,
-        y0: Tensor,  # (b, ...)
-        *,
-        max_steps: int,
-        time_dim: TimeDim,
-        unroll: bool,
-        watch: Watch | None = None,
-    ) -> Solution:
-        solution = self.inner.solve(
-            f, y0, max_steps=max_steps, time_dim=time_dim, unroll=unroll, watch=watch
-        )
-        self.calls.append((f, solution))
-        return solution
-
-
-@dataclass(frozen=True)
-class FixedPoint:
-    """A fixed point that a solver found, with its map."""
-
-    f: Map
-    y: Tensor  # (b, t, d)
-    output: Tensor  # (b, t, m), the layer's output
-    stats: SolveStats
-
-    @property
-    @torch.no_grad()
-    def residual(self) -> Tensor:
-        """max_t |F(y)_t - y_t| / max|F(y)| (b,), from a new evaluation of the layer's map."""
-        f_y = self.f(self.y)
-        scale = f_y.abs().amax((1, 2))
-        return (f_y - self.y).abs().amax((1, 2)) / torch.where(scale == 0, 1.0, scale)
-
-
-def check_layer(layer: object) -> None:
-    """Raise TypeError unless the layer is defined by a fixed point."""
-    if not isinstance(layer, FixedPointLayer):
-        raise TypeError(
-            f"layer must be a Bedouin or FixedPointRNN, got {type(layer).__name__}: of a model, "
-            "pass one of its layers and what that layer is called with"
-        )
-
-
-@torch.no_grad()
-def find_fixed_point(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), t >= 1
-    *,
-    solver: Solver | None = None,
-    state: BedouinState | None = None,
-) -> FixedPoint:
-    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings.
-
-    Raises TypeError for another kind of layer.
-    """
-    check_layer(layer)
-    recorder = _Recorder(layer.solver if solver is None else solver)
-    probe = _with(layer, solver=recorder, on_unconverged="ignore")
-    output = probe(x, state=state)
-    f, solution = recorder.calls[-1]
-    if layer.num_heads == 1 or isinstance(f, JoinedHeads):
-        return FixedPoint(f, solution.value, output, solution.stats)
-    assert isinstance(f, FixedPointMap)
-    heads, stats = layer.num_heads, join_parts(solution.stats, layer.num_heads)
-    return FixedPoint(JoinedHeads(f, heads), unfold(solution.value, heads), output, stats)
-
-
-@torch.no_grad()
-def measure_growth(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-    *,
-    state: BedouinState | None = None,
-    size: float = 1e-9,
-    seed: int = 0,
-    num_directions: int = 3,
-) -> float:
-    """The factor by which a relative perturbation of the input grows in the result.
-
-    max|r(x + dx) - r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point)
-    and over a few random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite.
-    Computed with copies in float64 and in evaluation mode, by `Direct` if the mixer allows it.
-
-    size: relative size of the perturbation, dimensionless.
-    seed, num_directions: of the random directions of dx.
-    Raises TypeError for another kind of layer, ValueError for size <= 0.
-    """
-    check_layer(layer)
-    if size <= 0:
-        raise ValueError(f"size must be positive, got {size}")
-    probe = _with(layer, on_unconverged="ignore").double().eval()
-    x = x.detach().double()
-    solver = Direct() if probe.is_structured else probe.solver
-    state = None if state is None else state.detach().to(torch.float64)
-    if x.numel() == 0:
-        return 1.0
-    generator = torch.Generator().manual_seed(seed)
-    base = find_fixed_point(probe, x, solver=solver, state=state)
-    growth = 1.0
-    for _ in range(num_directions):
-        direction = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
-        dx = size * x.abs().max() * direction / direction.abs().max()
-        moved = find_fixed_point(probe, x + dx, solver=solver, state=state)
-        pairs = ((moved.output, base.output), (moved.y, base.y))
-        if not all(bool(r.isfinite().all()) for pair in pairs for r in pair):
-            return float("inf")
-        growth = max([growth, *(relative_error(r, r0) / size for r, r0 in pairs)])
-    return growth
-
-
-def assert_same_fixed_point(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-    solver: Solver,
-    *,
-    reference: Solver | None = None,
-    state: BedouinState | None = None,
-    rtol: float = 1e-10,
-    growth_limit: float = GROWTH_LIMIT,
-) -> None:
-    """Raise AssertionError unless `solver` and `reference` (None: Direct()) find one fixed point.
-
-    Both residuals must be at most rtol. If the measured growth is at most `growth_limit`, outputs
-    and fixed points must also agree to rtol times the growth.
-    """
-    expected = find_fixed_point(layer, x, solver=reference or Direct(), state=state)
-    actual = find_fixed_point(layer, x, solver=solver, state=state)
-    for found, by in ((expected, reference or Direct()), (actual, solver)):
-        worst = found.residual.max().item() if x.shape[0] else 0.0
-        if not worst <= rtol:
-            raise AssertionError(f"{by}: residual {worst:.2e} > {rtol:.1e} (stats: {found.stats})")
-    growth = measure_growth(layer, x, state=state)
-    if growth <= growth_limit:
-        assert_close(f"fixed point by {solver}", actual.y, expected.y, rtol * growth)
-        assert_close(f"output by {solver}", actual.output, expected.output, rtol * growth)
-
-
-def layer_gradients(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-    adjoint: Adjoint | None = None,
-    *,
-    solver: Solver | None = None,
-    state: BedouinState | None = None,
-    seed: int = 0,
-) -> dict[str, Tensor]:
-    """Gradients of a random linear function of output and new state, by name.
-
-    The names are those of the parameters, "x", and, if a state is given, "state.ssm", "state.y"
-    and, of a layer with a convolution, "state.conv".
-    The function depends only on the shapes and `seed`. `adjoint` or `solver` None means the
-    layer's own. Works on a copy; gradients and statistics of `layer` do not change.
-    """
-    probe = _with(layer, adjoint=adjoint or layer.adjoint, solver=solver or layer.solver)
-    named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
-    if state is not None:
-        state = BedouinState(*(s.detach().clone().requires_grad_() for s in state.tensors))
-        named |= {f"state.{name}": v for name, v in state._asdict().items()}
-    loss = _random_functional(probe(named["x"], state=state, return_state=True), seed)
-    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(value) if grad is None else grad
-        for (name, value), grad in zip(named.items(), grads, strict=True)
-    }
-
-
-def _random_functional(
-    result: tuple[Tensor, BedouinState],  # (b, t, m), ((b, d, n), (b, d))
-    seed: int,
-) -> Tensor:  # ()
-    """A random linear function of output and state, the same for the same shapes and seed."""
-    generator = torch.Generator().manual_seed(seed)
-    total = result[0].new_zeros(())
-    for value in (result[0], *result[1].tensors):
-        weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-        total = total + (weight.to(value) * value).sum().to(total.dtype)
-    return total
-
-
-def gradient_cosine(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-    adjoint_a: Adjoint,
-    adjoint_b: Adjoint,
-) -> float:
-    """Cosine between the gradients of all parameters by two adjoints, for a random linear loss.
-
-    Includes the parameters of the output stage, which are outside the fixed point. NaN if one of
-    the gradients is zero.
-    """
-    a, b = (_flat(layer_gradients(layer, x, adjoint)) for adjoint in (adjoint_a, adjoint_b))
-    return float(a @ b / (a.norm() * b.norm()))
-
-
-def _flat(gradients: dict[str, Tensor]) -> Tensor:
-    """The gradients of all parameters in one float64 vector."""
-    own = (g for name, g in gradients.items() if name != "x")
-    return torch.cat([g.flatten().to(torch.float64) for g in own])
-
-
-@torch.no_grad()
-def decode_gap(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-) -> float:
-    """The relative error, in the max norm, of `step` token by token against one call on x.
-
-    Of a copy in evaluation mode, because a random cap would stop the call early.
-    """
-    probe = _with(layer, on_unconverged="ignore").eval()
-    expected = probe(x)
-    state, steps = probe.init_state(x.shape[0]), []
-    for t in range(x.shape[1]):
-        y_t, state = probe.step(x[:, t], state)
-        steps.append(y_t)
-    return relative_error(torch.stack(steps, 1), expected) if steps else 0.0
-
-
-@torch.no_grad()
-def log_growth(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), t >= 1
-    *,
-    num_directions: int = 8,
-    seed: int = 0,
-) -> Tensor:  # (t, b)
-    """log |J_t ... J_1 v|, where J_s is the Jacobian of token s, from the state before it to the
-    state after it, at the states that x leads to from zero.
-
-    The largest of a few random unit vectors v, in the 2-norm of the whole state; -inf where all of
-    them have become 0. J v is a difference quotient in float64 over 1e-7 of the length of the last
-    state, by `Direct` if the mixer allows it.
-    """
-    probe = _with(layer, on_unconverged="ignore").double().eval()
-    probe.solver = Direct() if probe.is_structured else Picard(rtol=1e-13)
-    x, b, one = x.detach().double(), len(x), probe.init_state(1)
-    last = _flat_state(probe(x, return_state=True)[1]).norm(dim=1, keepdim=True)
-    size = 1e-7 * torch.where(last.isfinite() & (last > 0), last, 1.0)
-    base = _flat_state(one).repeat(b, 1)
-    generator = torch.Generator().manual_seed(seed)
-    v = torch.randn(num_directions, *base.shape, generator=generator, dtype=x.dtype).to(x)
-    v, total, rows = v / v.norm(dim=2, keepdim=True), x.new_zeros(()), []
-    for x_t in x.unbind(1):
-        states = torch.cat([base, (base + size * v).flatten(0, 1)])
-        before = _state_like(one, states)
-        after = _flat_state(probe.step(x_t.repeat(1 + num_directions, 1), before)[1])
-        base, v = after[:b], (after[b:].unflatten(0, (-1, b)) - after[:b]) / size
-        norm = v.norm(dim=2, keepdim=True)
-        v, total = v / torch.where(norm == 0, 1.0, norm), total + norm.squeeze(2).log()
-        rows.append(total.amax(0))
-    return torch.stack(rows)
-
-
-def _flat_state(state: BedouinState) -> Tensor:
-    """(b, numbers of a state): memory, y and window of each sample."""
-    return torch.cat([v.flatten(1) for v in state.tensors], 1)
-
-
-def _state_like(
-    one: BedouinState,
-    flat: Tensor,  # (b, numbers of a state)
-) -> BedouinState:
-    """The inverse of `_flat_state`, for states of the sizes that `one` has."""
-    parts = flat.split([v[0].numel() for v in one.tensors], 1)
-    pairs = zip(parts, one.tensors, strict=True)
-    return BedouinState(*(part.reshape(len(flat), *v.shape[1:]) for part, v in pairs))
-
-
-def lyapunov(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), t >= 1
-    *,
-    num_directions: int = 8,
-    seed: int = 0,
-) -> Tensor:  # (b,)
-    """The largest Lyapunov exponent of each sample: the growth of `log_growth` a token.
-
-    Above 0 small differences grow over time, below 0 they are forgotten. The first quarter of the
-    tokens, in which the vectors turn to the direction that grows most, is left out.
-    Raises TypeError for another kind of layer, ValueError for x without tokens.
-    """
-    check_layer(layer)
-    if x.dim() != 3 or not x.shape[0] or not x.shape[1]:
-        raise ValueError(f"x must have shape (b, t, m) with b, t >= 1, got {tuple(x.shape)}")
-    return exponent(log_growth(layer, x, num_directions=num_directions, seed=seed))
-
-
-def exponent(
-    growth: Tensor,  # (t, b), of `log_growth`
-) -> Tensor:  # (b,)
-    """The growth a token over the last three quarters of the tokens."""
-    t, first = len(growth), len(growth) // 4
-    before = growth[first - 1] if first else torch.zeros_like(growth[0])
-    return torch.where(growth[-1] == -torch.inf, -torch.inf, (growth[-1] - before) / (t - first))
 
 
 def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
@@ -409,28 +76,9 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
     number of heads.
     """
     kind = fixed.pop("kind", None) or rng.choice((Bedouin, FixedPointRNN))
-    options = _shared_options(rng) | (_bedouin_options(rng) if kind is Bedouin else {})
-    if kind is FixedPointRNN:
-        options["decay"] = rng.choice(("sigmoid", "griffin"))
-        options["feedback"] = rng.choice((("mixer",), ()))
-    options |= {"dtype": torch.float64, "on_unconverged": "ignore"} | fixed
-    if "num_heads" not in options:
-        d = int(options["d_model"] * options["expand"])
-        options["num_heads"] = rng.choice([h for h in range(1, d + 1) if d % h == 0])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng.randint(0, 2**16))
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "input_scale='delta'", UserWarning
-            )  # drawn, not chosen
-            layer: FixedPointLayer = kind(options.pop("d_model"), **options)
-    return layer
-
-
-def _shared_options(rng: random.Random) -> dict[str, Any]:
     products = [HouseholderProduct(k, beta) for k in (1, 2, 3, 4) for beta in (0.5, 1.0, 2.0)]
     mixers = [NoMixing(), *products, *(LowRank(k) for k in (1, 2, 3))]
-    return {
+    options: dict[str, Any] = {
         "d_model": rng.randint(1, 5),
         "expand": rng.choice((1, 2)),
         "mixer": rng.choice(mixers),
@@ -438,26 +86,25 @@ def _shared_options(rng: random.Random) -> dict[str, Any]:
         "feedback_norm": rng.choice((True, False)),
         "feedback_init": rng.choice((0.1, 1.0)),
     }
-
-
-def _bedouin_options(rng: random.Random) -> dict[str, Any]:
-    return {
-        "d_state": rng.choice((1, 2, 4)),
-        "decay": rng.choice(("mamba", "griffin")),
-        "input_scale": rng.choice(("delta", "bounded_delta", "one_minus_decay")),
-        "feedback": _subset(rng, ("delta", "B", "C", "mixer")),
-        "output": rng.choice(("norm", "paper")),
-        "bias": rng.choice((True, False)),
-    }
-
-
-def _subset(rng: random.Random, names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if rng.choice((True, False)))
-
-
-def _with(layer: LayerT, **attributes: Any) -> LayerT:
-    """A copy of the layer with the given attributes."""
-    probe = copy.deepcopy(layer)
-    for name, value in attributes.items():
-        setattr(probe, name, value)
-    return probe
+    if kind is Bedouin:
+        options |= {
+            "d_state": rng.choice((1, 2, 4)),
+            "decay": rng.choice(("mamba", "griffin")),
+            "input_scale": rng.choice(("delta", "bounded_delta", "one_minus_decay")),
+            "feedback": [v for v in ("delta", "B", "C", "mixer") if rng.choice((True, False))],
+            "output": rng.choice(("norm", "paper")),
+            "bias": rng.choice((True, False)),
+        }
+    else:
+        options["decay"] = rng.choice(("sigmoid", "griffin"))
+        options["feedback"] = rng.choice((("mixer",), ()))
+    options |= {"dtype": torch.float64, "on_unconverged": "ignore"} | fixed
+    if "num_heads" not in options:
+        d = int(options["d_model"] * options["expand"])
+        options["num_heads"] = rng.choice([h for h in range(1, d + 1) if d % h == 0])
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # drawn, not chosen
+        warnings.filterwarnings("ignore", "input_scale='delta'", UserWarning)
+        torch.manual_seed(rng.randint(0, 2**16))
+        layer: FixedPointLayer = kind(options.pop("d_model"), **options)
+    return layer

@@ -7,7 +7,8 @@ differentiable and passes through parametrizations, adapters and gathered shards
 Letters: p inputs and r outputs of a projection, H heads.
 """
 
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +18,7 @@ from bedouin.heads import HeadLinear
 from bedouin.kernels.linear import apply_weight
 from bedouin.solvers.solution import has_values
 
-Projection = nn.Linear | HeadLinear
+LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -125,7 +126,7 @@ def _trained_copy(norm: Any) -> Any:
 
 
 def apply_projection(
-    module: Projection,
+    module: LinearModule,
     v: Tensor,  # (H b, ..., p)
     dtype: torch.dtype,
 ) -> Tensor:  # (H b, ..., r)
@@ -138,7 +139,7 @@ def apply_projection(
 
 def effective_weight(
     name: str,
-    module: Projection,
+    module: LinearModule,
     inputs: int,
     like: Tensor,  # a parameter of the layer, any shape
     num_heads: int,
@@ -240,3 +241,41 @@ def _unrelated(i: int, shape: torch.Size, device: torch.device) -> Tensor:
     """
     n = torch.arange(shape.numel(), dtype=torch.float64, device=device)
     return torch.sin((0.61 + 0.017 * i) * n.square() + n + i).reshape(shape)
+
+
+class HasModules(Protocol):
+    """A module, or what is known of one."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+class ReplacementWatch:
+    """Detects that a module, parameter or storage of a layer or model was replaced since the watch
+    was made.
+
+    Changes in place are not detected and need not be: a graph reads the current values.
+    """
+
+    def __init__(self, layer: HasModules) -> None:
+        self._submodules: list[tuple[dict[str, Any], str, object]] = []
+        self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._hooks = [hooks for module in layer.modules() for hooks in hooks_of(module)]
+        for module in layer.modules():
+            self._submodules += [(module._modules, *item) for item in module._modules.items()]
+            for owner in (module._parameters, module._buffers):
+                for name, tensor in owner.items():
+                    if tensor is not None:
+                        self._tensors.append((owner, name, tensor, tensor.data_ptr()))
+
+    def has_changed(self) -> bool:
+        """Whether anything was replaced; compares addresses, so it does not synchronize. A hook
+        that was registered counts, since it would not run in a replay."""
+        if any(self._hooks):
+            return True
+        for owner, name, module in self._submodules:
+            if owner.get(name) is not module:
+                return True
+        for owner, name, tensor, pointer in self._tensors:
+            if owner.get(name) is not tensor or tensor.data_ptr() != pointer:
+                return True
+        return False

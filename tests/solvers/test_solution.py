@@ -15,9 +15,9 @@ from bedouin.solvers.solution import (
     DeferredStats,
     accepted,
     can_read_device,
-    describe,
     join_parts,
     read_result,
+    unconverged_message,
 )
 
 INF, NAN = torch.inf, torch.nan
@@ -44,16 +44,16 @@ def test_the_outcome(converged: list[bool], residual: list[float], result: Resul
 
 def test_the_message_is_about_the_samples_that_did_not_converge() -> None:
     stats = _stats([False, True, False], [0.25, 0.5, 0.125])
-    message = describe(stats, "layer 3")
+    message = unconverged_message(stats, "layer 3")
     assert message.startswith("layer 3: 2 of 3 samples did not converge in 3 steps")
     assert "(worst residual 2.5e-01)" in message and "raise max_steps" in message
-    message = describe(_stats([False, True, True], [0.25, 0.5, 0.125]), "layer 3")
+    message = unconverged_message(_stats([False, True, True], [0.25, 0.5, 0.125]), "layer 3")
     assert "1 of 3 samples did not converge in 1 steps (worst residual 2.5e-01)" in message
 
 
 @pytest.mark.parametrize("residual", [[1e-6, NAN, 1e-5], [0.25, NAN, 0.5]])
 def test_a_sample_that_is_not_finite_is_the_worst(residual: list[float]) -> None:
-    message = describe(_stats([residual[0] < 1e-3, False, True], residual), "solve")
+    message = unconverged_message(_stats([residual[0] < 1e-3, False, True], residual), "solve")
     assert "(worst residual not finite)" in message and "stats.conditioning" in message
 
 
@@ -62,7 +62,7 @@ def test_samples_that_a_drawn_cap_cuts_short_are_accepted() -> None:
     assert accepted(stats, None).tolist() == [False, True, False, False, False]
     # the numbers of steps are 1 .. 5; values with an infinite relative residual are finite
     assert accepted(stats, 4).tolist() == [False, True, False, True, True]
-    message = describe(stats, "solve", 1)
+    message = unconverged_message(stats, "solve", 1)
     assert "1 of 5 samples" in message and "not finite" in message
 
 

@@ -16,9 +16,9 @@ from bedouin.checks import (
     check_tensor,
     positive_int,
 )
-from bedouin.packing import Packing, Places, find_packing
+from bedouin.packing import Packing, find_packing
 from bedouin.parameters import MarkedModule
-from bedouin.state import RecurrentState, check_field, check_kind
+from bedouin.state import Places, RecurrentState, check_field, check_kind
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 

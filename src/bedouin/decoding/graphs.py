@@ -16,8 +16,8 @@ from torch import Tensor
 from bedouin.decoding.parts import make_part, solved_layer
 from bedouin.decoding.token import DecodedLayer
 from bedouin.kernels.backend import autocast_dtype
-from bedouin.replacement import HasModules, ReplacementWatch
 from bedouin.state import BedouinState
+from bedouin.wrapped import HasModules, ReplacementWatch
 
 MAX_GRAPHS = 8
 """Graphs that a layer keeps, one for each batch size, dtype, autocast dtype and stream; the least

@@ -18,8 +18,8 @@ from bedouin.kernels.backend import (
     is_transformed,
 )
 from bedouin.kernels.operands import RawLayout
-from bedouin.solvers.deferred import DeferredWarning
 from bedouin.solvers.draws import Draws
+from bedouin.solvers.reporting import DeferredWarning
 from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, StateSize, check_state

@@ -81,7 +81,7 @@ class BedouinLayer(nn.Module):
         output_attentions: bool | None = False,
         *,
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
-        **of_others: Any,
+        **others: Any,
     ) -> tuple[Tensor, None, Any]:
         """(b, t, m) -> (output (b, t, m), None, past_key_values).
 
@@ -91,7 +91,7 @@ class BedouinLayer(nn.Module):
             use_cache the one after them, of each row or of each document: recurrent_state is the
             tuple of h (b, d, n) and y (b, d), and with a convolution conv_state its window
             (b, w - 1, m).
-        of_others: FLA's models pass all their arguments to every layer; no other one concerns it.
+        others: FLA's models pass all their arguments to every layer; no other one concerns it.
 
         Raises ValueError for a mask of another shape, output_attentions, a cache without layer_idx.
         """

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bedouin.solvers import ConvergenceWarning, SolveStats
-from bedouin.solvers.deferred import DeferredWarning
+from bedouin.solvers.reporting import DeferredWarning
 
 
 def _stats(*converged: bool) -> SolveStats:

@@ -1,0 +1,42 @@
+"""Bedouin language models for transformers: configuration, backbone, causal language model, cache.
+
+    from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM
+    model = BedouinForCausalLM(BedouinConfig(vocab_size=256, hidden_size=128, num_hidden_layers=2))
+    model.generate(ids, max_new_tokens=20)
+
+The import registers them with AutoConfig, AutoModel and AutoModelForCausalLM. Requires
+transformers 5.16 or newer (pip install ".[hf]" in a clone).
+
+Letters: b batch, t time, m hidden_size, d d_inner, n state_size, w conv_kernel, v vocab_size.
+"""
+
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    from bedouin.integrations.hf.cache import BedouinCacheLayer
+    from bedouin.integrations.hf.configuration import BedouinConfig
+    from bedouin.integrations.hf.models import (
+        BedouinBlock,
+        BedouinForCausalLM,
+        BedouinModel,
+        BedouinPreTrainedModel,
+    )
+except ImportError as error:
+    raise ImportError(
+        "bedouin.integrations.hf needs transformers 5.16 or newer: pip install "
+        '"transformers>=5.16,<6"',
+        name="transformers",
+    ) from error
+
+__all__ = [
+    "BedouinBlock",
+    "BedouinCacheLayer",
+    "BedouinConfig",
+    "BedouinForCausalLM",
+    "BedouinModel",
+    "BedouinPreTrainedModel",
+]
+
+AutoConfig.register(BedouinConfig.model_type, BedouinConfig, exist_ok=True)
+AutoModel.register(BedouinConfig, BedouinModel, exist_ok=True)
+AutoModelForCausalLM.register(BedouinConfig, BedouinForCausalLM, exist_ok=True)

@@ -1,0 +1,121 @@
+"""The state of a Bedouin layer in a cache of transformers.
+
+Letters: b batch, d d_inner, n state_size, w conv_kernel.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import (
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from bedouin.convolved import ConvolvedState, StateParts
+from bedouin.state import BedouinState
+
+_IS_RENAMED = "cache" in [field.name for field in fields(BaseModelOutputWithPast)]
+CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
+"""The name of the cache in outputs and in what `generate` passes, which transformers 5.24 has
+changed. `forward` takes both."""
+
+LAYER_TYPE = "bedouin"
+
+
+class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
+    """The state of one layer in a `Cache`: h as recurrent state, y as convolution state of width 1.
+
+    Of a layer with a short convolution the window (b, channels, w - 1) is a second convolution
+    state.
+    `DynamicCache(config=model.config)` consists of these layers. Unlike transformers' layers of
+    linear attention it counts its tokens, which chunked prefill and continued generation need, and
+    gradients flow through it from one call to the next. It is not compiled, and cannot be cropped.
+    """
+
+    _layer_type = LAYER_TYPE
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, **sizes: Any) -> None:
+        # sizes: those of a static cache, which a state of constant size does not need
+        CacheLayerMixin.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=2)
+        self.num_tokens = 0
+        self.is_before_layer = False  # where the convolution is
+
+    @property
+    def state(self) -> BedouinState | ConvolvedState | None:
+        """The state after the tokens so far; None before the first one."""
+        if not self.has_previous_state[0]:
+            return None
+        window = self.conv_states[1].mT if self.is_conv_states_initialized[1] else None
+        parts = StateParts(self.recurrent_states[0], self.conv_states[0].squeeze(-1), window)
+        return parts.state(before=self.is_before_layer)
+
+    def write(self, state: BedouinState | ConvolvedState, num_tokens: int) -> None:
+        """Keep `state`, that after `num_tokens` more tokens."""
+        # assigned, not copied: a graph of autograd may contain the previous tensors
+        ssm, y, window = StateParts.of(state)
+        self.is_before_layer = isinstance(state, ConvolvedState)
+        if window is not None:
+            self.conv_states[1], self.conv_kernel_size[1] = window.mT, window.shape[1]
+        self.device, self.dtype = y.device, y.dtype
+        self.recurrent_states[0], self.conv_states[0] = ssm, y.unsqueeze(-1)
+        self.conv_kernel_size[0] = 1
+        self.is_conv_states_initialized = {0: True, 1: window is not None}
+        self.is_recurrent_states_initialized[0] = True
+        # of both, since `Cache` reads whether all have one
+        self.has_previous_state = {0: True, 1: True}
+        self.is_initialized = True
+        self.num_tokens += num_tokens
+
+    def reset(self) -> None:
+        self.has_previous_state, self.num_tokens = {0: False, 1: False}, 0
+
+    def get_seq_length(self) -> int:
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.num_tokens + query_length, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> Any:
+        raise TypeError("a Bedouin layer has no keys and values: its cache is written by `write`")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.write(self.state._each(lambda v: v.repeat_interleave(repeats, 0)), 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:  # indices: (samples kept,)
+        if self.state is not None:
+            kept: Any = self.state[indices.to(self.device)]
+            self.write(kept, 0)
+
+
+STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = BedouinCacheLayer
+
+
+def cache_layer(cache: Cache, layer_idx: int) -> BedouinCacheLayer:
+    layers = getattr(cache, "layers", ())
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    if not isinstance(layer, BedouinCacheLayer):
+        raise TypeError(
+            f"past_key_values must have a BedouinCacheLayer for layer {layer_idx}, got "
+            f"{type(cache).__name__} with {type(layer).__name__}: use "
+            "DynamicCache(config=model.config)"
+        )
+    return layer
+
+
+def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache, which has two names."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("past_key_values and cache are names of the same: give one of them")
+    return cache if past_key_values is None else past_key_values

@@ -1,0 +1,304 @@
+"""Backbone and causal language model of Bedouin layers for transformers.
+
+Letters: b batch, t time, m hidden_size, v vocab_size.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+
+from bedouin.checks import find_method
+from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
+from bedouin.integrations.hf.configuration import BedouinConfig
+from bedouin.integrations.masks import row_mask
+from bedouin.layer import FixedPointLayer
+from bedouin.model import ResidualBlock
+from bedouin.packing import check_bounds
+from bedouin.short_convolution import ShortConvolution
+from bedouin.solvers.base import unknown_option
+
+_LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q."""
+
+_OF_DOCUMENTS = ("seq_idx", "position_ids", "cu_seq_lens_q")
+"""The arguments that say where documents of a prompt are."""
+
+_OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
+
+
+class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[misc]
+    """A block whose states are in a cache."""
+
+    def __init__(self, config: BedouinConfig, layer_idx: int) -> None:
+        m, hidden = config.hidden_size, config.intermediate_size
+        expand = None if hidden is None else hidden / m
+        mixer = config.make_mixer(layer_idx)
+        ResidualBlock.__init__(self, m, mixer, expand, norm_eps=config.rms_norm_eps)
+        self.layer_idx = layer_idx
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        past_key_values: Cache | None = None,
+        mask: Tensor | None = None,  # (b, t) bool
+        seq_idx: Tensor | None = None,  # (b, t)
+    ) -> Tensor:  # (b, t, m)
+        return self._residual(x, self._mix(self.norm(x), past_key_values, mask, seq_idx))
+
+    def _mix(
+        self,
+        x: Tensor,  # (b, t, m)
+        cache: Cache | None,
+        mask: Tensor | None,  # (b, t)
+        seq_idx: Tensor | None,  # (b, t)
+    ) -> Tensor:  # (b, t, m)
+        output: Tensor
+        if cache is None:
+            output = self.mixer(x, mask=mask, seq_idx=seq_idx)
+            return output
+        kept = cache_layer(cache, self.layer_idx)
+        state = kept.state
+        if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
+            output, state = find_method(self.mixer, "step", "mixer")(x.squeeze(1), state)
+            output = output.unsqueeze(1)
+        else:
+            packing = {"mask": mask, "seq_idx": seq_idx}
+            output, state = self.mixer(x, state=state, return_state=True, **packing)
+        kept.write(state, x.shape[1])
+        return output
+
+
+class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """What both models share: initialization, checkpointing, names for loading and saving."""
+
+    config: BedouinConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["BedouinBlock"]
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _can_compile_fullgraph = False
+    # quantizers leave these modules alone: the solve needs the matrix of y_proj
+    _keep_in_fp32_modules = ["y_proj"]
+    # the counter of random caps, which tools that save parameters alone leave out
+    _keys_to_ignore_on_load_missing = [r"\._extra_state$"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize the parameters of `module` that no checkpoint has set."""
+        super()._init_weights(module)
+        if not isinstance(module, FixedPointLayer | ShortConvolution):
+            return
+        loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+        values = [p.clone() for p in loaded]
+        # after the children, whose projections transformers has filled with its own values
+        module.reset_parameters()
+        for parameter, value in zip(loaded, values, strict=True):
+            parameter.copy_(value)
+
+
+class BedouinModel(BedouinPreTrainedModel):
+    """Embedding, blocks and final norm."""
+
+    def __init__(self, config: BedouinConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(BedouinBlock(config, i) for i in layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (b, t)
+        attention_mask: Tensor | None = None,  # (b, t) or (b, tokens before + t)
+        inputs_embeds: Tensor | None = None,  # (b, t, m)
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        seq_idx: Tensor | None = None,  # (b, t)
+        position_ids: Tensor | None = None,  # (b, t)
+        cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
+        cache: Cache | None = None,
+        **lengths: Any,
+    ) -> Any:
+        """`BaseModelOutputWithPast`, or with return_dict=False a tuple.
+
+        attention_mask: True or 1 for real tokens, padding anywhere; with a cache it may also cover
+            the tokens before, as generate's does.
+        past_key_values, cache: `DynamicCache(config=model.config)` by one of its names, which is
+            updated in place; None: a new one if use_cache. In training, use_cache is False unless
+            it is given.
+        seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
+            describes them, the first that is given counting. A document starts where seq_idx
+            changes or position_ids is 0. The cache holds the state after a row's last document.
+            Padding by attention_mask belongs to no document. Beside that mask position_ids do not
+            describe documents, as in transformers, whose generate passes both.
+
+        Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
+        two caches, for attention_mask of another shape, and what the layers raise.
+        """
+        _check_names(lengths)
+        if self._choose(output_attentions, "output_attentions"):
+            raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = row_mask(attention_mask, x)
+        seq_idx = _documents(x, mask, seq_idx, cu_seq_lens_q, position_ids)
+        cache = self._cache(one_cache(past_key_values, cache), use_cache)
+        wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
+        hidden: list[Tensor] = []
+        for layer in self.layers:
+            hidden.append(x)
+            x = layer(x, past_key_values=cache, mask=mask, seq_idx=seq_idx)
+        x = self.norm(x)
+        all_hidden = (*hidden, x) if wants_hidden else None
+        found = BaseModelOutputWithPast(x, cache, all_hidden)
+        return found if self._choose(return_dict, "return_dict") else found.to_tuple()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    def _cache(self, past: Cache | None, use_cache: bool | None) -> Cache | None:
+        if use_cache is None:
+            use_cache = past is not None or (self.config.use_cache and not self.training)
+        if self.gradient_checkpointing and self.training:
+            # the recomputation of a block would continue from the state after it
+            if past is not None:
+                raise ValueError(
+                    "past_key_values must be None under gradient checkpointing in training: call "
+                    "model.gradient_checkpointing_disable() or model.eval()"
+                )
+            return None
+        return DynamicCache(config=self.config) if use_cache and past is None else past
+
+    def _choose(self, value: bool | None, name: str) -> bool:
+        return bool(getattr(self.config, name) if value is None else value)
+
+
+class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """`BedouinModel` with a linear head, a loss and `generate`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: BedouinConfig) -> None:
+        super().__init__(config)
+        self.model = BedouinModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (b, t)
+        attention_mask: Tensor | None = None,  # (b, t) or (b, tokens before + t)
+        inputs_embeds: Tensor | None = None,  # (b, t, m)
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,  # (b, t), -100 where there is no loss
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        seq_idx: Tensor | None = None,  # (b, t)
+        position_ids: Tensor | None = None,  # (b, t)
+        cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
+        cache: Cache | None = None,
+        **others: Any,
+    ) -> Any:
+        """`CausalLMOutputWithPast`, or with return_dict=False a tuple.
+
+        labels: input_ids themselves; the loss shifts them. logits_to_keep: the number of last
+        tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all. Other
+        arguments are those of `BedouinModel.forward` and of transformers' loss. `Trainer` drops the
+        columns of a data set that have no name here.
+        """
+        for_loss = {name: others.pop(name) for name in _OF_THE_LOSS if name in others}
+        return_dict = self.model._choose(return_dict, "return_dict")
+        found = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=one_cache(past_key_values, cache),
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            seq_idx=seq_idx,
+            position_ids=position_ids,
+            cu_seq_lens_q=cu_seq_lens_q,
+            **others,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            sizes = {"vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits, labels=labels, **sizes, **for_loss)
+        past, hidden = getattr(found, CACHE_NAME), found.hidden_states
+        output = CausalLMOutputWithPast(loss, logits, past, hidden)
+        return output if return_dict else output.to_tuple()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,  # (b, t)
+        *,
+        inputs_embeds: Tensor | None = None,  # (b, t, m)
+        is_first_iteration: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The arguments of `forward` for the next call of `generate`, which reads from the names
+        here that embeddings and, by `kwargs`, the arguments of `forward` are admitted."""
+        given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
+        inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
+        if kwargs.get(CACHE_NAME) is not None and not is_first_iteration:
+            # a token after the prompt is real and in its last document: `step` decodes it
+            for name in ("attention_mask", *_OF_DOCUMENTS):
+                inputs.pop(name, None)
+        return inputs
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **options: Any) -> None:
+        """None: positions that a caller does not give would be read as those of a document."""
+
+
+def _check_names(given: dict[str, Any]) -> None:
+    """Raise TypeError for names that `BedouinModel.forward` neither has nor may ignore."""
+    for name in given:
+        if name not in _LENGTHS:
+            own = list(inspect.signature(BedouinModel.forward).parameters)
+            raise TypeError(unknown_option("forward", name, [*own[1:-1], *_LENGTHS]))
+
+
+def _documents(
+    x: Tensor,  # (b, t, m)
+    mask: Tensor | None,  # (b, t)
+    seq_idx: Tensor | None,  # (b, t)
+    cu_seq_lens_q: Tensor | None,  # (documents + 1,)
+    position_ids: Tensor | None,  # (b, t)
+) -> Tensor | None:  # (b, t)
+    """The index of each token's document; None for one document a row."""
+    if seq_idx is not None:
+        return seq_idx
+    if cu_seq_lens_q is not None:
+        b, t = x.shape[:2]
+        if b != 1:
+            raise ValueError(
+                f"cu_seq_lens_q needs a single row of documents, got {b} rows: use seq_idx"
+            )
+        ends: list[int] = cu_seq_lens_q.tolist()
+        check_bounds("cu_seq_lens_q", ends, t)
+        tokens = torch.arange(t, device=x.device)
+        return torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
+    if position_ids is None or mask is not None:
+        return None
+    return (position_ids == 0).cumsum(-1).expand(x.shape[:2])
