@@ -205,7 +205,8 @@ def visible_devices(number: int) -> list[str | None]:
 
 def make_in_process(experiment: Experiment, run: Run, config: Config, device: str | None) -> int:
     """Make one run in a process of its own; returns whether it failed, and prints so."""
-    log = run_folder(experiment, run).with_suffix(".log")
+    folder = run_folder(experiment, run)
+    log = folder.with_name(f"{folder.name}.log")  # a name may have a point in a learning rate
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, experiment.name, "--only", run.name, "--again"]
     command += [f"--extra={config.extra}", "--out", str(config.out)]

@@ -144,7 +144,7 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    runs = tuple(Run(name, "--length 3") for name in "abc")
+    runs = tuple(Run(name, "--length 3") for name in ("a", "b", "c-0.002"))
     monkeypatch.setattr(experiment, "experiments", lambda: {"few": Experiment("few", "?", runs)})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
@@ -154,19 +154,23 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     def start(command: list[str], env: dict[str, str], **options: Any) -> Any:
         config = tyro.cli(experiment.Config, args=command[2:])
         (name,) = config.only
-        if name != "c":
+        if name != "c-0.002":
             both.wait()  # fails unless the first two run at the same time
         started[name] = config, env["CUDA_VISIBLE_DEVICES"]
-        return SimpleNamespace(returncode=int(name == "c"))
+        return SimpleNamespace(returncode=int(name == "c-0.002"))
 
     monkeypatch.setattr("subprocess.run", start)
     config = experiment.Config(("few",), extra="--steps 2", devices=2, out=tmp_path)
     assert experiment.main(config) == 1
     assert {started["a"][1], started["b"][1]} == {"5", "7"}
-    expected = experiment.Config(("few",), only=("c",), again=True, extra="--steps 2", out=tmp_path)
-    assert started["c"][0] == expected
-    log = Path("runs") / "experiments" / "few" / "c.log"
-    assert f"c failed with exit status 1, see {log}" in capsys.readouterr().err and log.exists()
+    expected = experiment.Config(
+        ("few",), only=("c-0.002",), again=True, extra="--steps 2", out=tmp_path
+    )
+    assert started["c-0.002"][0] == expected
+    log = Path("runs") / "experiments" / "few" / "c-0.002.log"
+    assert (
+        f"c-0.002 failed with exit status 1, see {log}" in capsys.readouterr().err and log.exists()
+    )
     with pytest.raises(ValueError, match="--devices must be at most 2, the number of GPUs, got 3"):
         experiment.visible_devices(3)
     with pytest.raises(ValueError, match="--devices must be at least 1, got 0"):
