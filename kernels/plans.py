@@ -11,6 +11,7 @@ launch.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import triton
@@ -21,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bedouin.kernels.backend import version_numbers
+from bedouin.kernels.compilation import without_coalescing
 
 KNOWN_VERSIONS = range(6, 10)
 """Minor versions of Triton 3 whose `CompiledKernel` has been read."""
@@ -49,8 +51,13 @@ _KNOWN = _is_known(triton.__version__)
 class Constants(dict[str, Any]):
     """Compile-time constants and launch options by name, never changed; equal only to itself.
 
-    A function that makes them is cached, so that equal ones are the same object.
+    A function that makes them is cached, so that equal ones are the same object. Operations are
+    fused, which is Triton's default in some versions alone.
     """
+
+    def __init__(self, *constants: dict[str, Any], **more: Any) -> None:
+        super().__init__(*constants, **more)
+        self["enable_fp_fusion"] = True
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -74,11 +81,12 @@ class PlannedKernel:
     """A Triton kernel whose launches are planned.
 
     The parameters of the kernel are pointers, then integers, then constants. Integers that the
-    kernel does not specialize on are free to change without another plan.
+    kernel does not specialize on are free to change without another plan. `coalesces` False: it is
+    compiled `without_coalescing`, in versions of Triton that are known.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, *, coalesces: bool = True) -> None:
+        self.kernel, self._coalesces = kernel, coalesces
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         # the plans again, by all integers: these need not be looked at then
         self._seen: dict[tuple[Any, ...], _Plan] = {}
@@ -143,7 +151,8 @@ class PlannedKernel:
                 self._seen.clear()
             self._seen[seen] = plan
             return plan
-        compiled = self.kernel[grid](*tensors, *integers, **constants)
+        with nullcontext() if self._coalesces else without_coalescing():
+            compiled = self.kernel[grid](*tensors, *integers, **constants)
         if regular and isinstance(compiled, CompiledKernel):
             names = self._names[len(tensors) + len(integers) :]
             if len(self._plans) >= MAX_PLANS:

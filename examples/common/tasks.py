@@ -3,9 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from bedouin.tasks import Copying, ModularArithmetic, Parity, WordProblem
+from bedouin.tasks import (
+    MQAR,
+    BoundPermutations,
+    Copying,
+    ModularArithmetic,
+    Parity,
+    WordProblem,
+)
 
-Task = WordProblem | Copying | Parity | ModularArithmetic
+Task = WordProblem | Copying | Parity | ModularArithmetic | BoundPermutations | MQAR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +42,10 @@ def limited(task: Task, longest: int) -> Task:
     """The task with training rows up to a length."""
     if isinstance(task, Copying):
         return replace(task, min_length=min(task.min_length, longest), max_length=longest)
-    if isinstance(task, WordProblem):
+    if isinstance(task, BoundPermutations):
+        least = min(task.min_operations, longest)
+        return replace(task, min_operations=least, max_operations=longest)
+    if isinstance(task, WordProblem | MQAR):
         return replace(task, length=longest)
     least = longest if task.min_length is None else min(task.min_length, longest)
     return replace(task, length=longest, min_length=least)

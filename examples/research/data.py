@@ -3,7 +3,7 @@
 Letters: s seeds, b batch, t time, v classes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -14,7 +14,9 @@ from torch.nn.functional import pad
 
 from bedouin.tasks import (
     IGNORE,
+    MQAR,
     Batch,
+    BoundPermutations,
     Copying,
     Group,
     ModularArithmetic,
@@ -27,11 +29,13 @@ from bedouin.tasks import (
     stream,
     token_accuracy,
 )
-from common.checks import flag
+from common.checks import Share, flag
 from common.curriculum import CurriculumOptions, draws_lengths, first_length, next_length
 from common.tasks import Task, WordOptions, limited, word_options
 
-Metric = Callable[[Tensor, Tensor], Tensor]
+Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
+Point = int | tuple[int, int]
+"""What test rows have in common: their length, or numbers of definitions and of operations."""
 
 DRAWN_AHEAD = 50
 """Number of batches drawn at once, because a draw takes dozens of launches."""
@@ -41,12 +45,15 @@ DRAWN_AHEAD = 50
 class TaskOptions(CurriculumOptions, WordOptions):
     """Options of the task, of which each task takes its own and refuses the others."""
 
-    task: Literal["word", "copy", "parity", "arithmetic", "brackets"] = "word"
-    """A word problem, copying, parity, or arithmetic modulo 5 without or with brackets."""
+    task: Literal["word", "copy", "parity", "arithmetic", "brackets", "bound", "mqar"] = "word"
+    """A word problem, copying, parity, arithmetic modulo 5 without or with brackets, bound
+    permutations, or multi-query associative recall."""
     group: str = "A5"
-    """Group of the word problem."""
+    """Group of the word problem and of bound permutations."""
     length: int = 16
     """Training length; the longest one of parity and arithmetic."""
+    curriculum_until: Share = 1.0
+    """Share of the steps in which the lengths of "double" hold; afterwards it is the longest."""
     min_length: int = 3
     """Shortest training row of parity and arithmetic."""
     eval_from: int | None = None
@@ -59,6 +66,19 @@ class TaskOptions(CurriculumOptions, WordOptions):
     """Longest string to copy."""
     context: int = 32
     """Context of the copying task."""
+    min_definitions: int = 4
+    """Fewest bound names of bound permutations."""
+    max_definitions: int = 16
+    """Most bound names of bound permutations."""
+    max_operations: int = 32
+    """Most operations of bound permutations, of which --curriculum-from is the smallest number."""
+    eval_definitions: tuple[int, ...] = (16,)
+    """Bound names of the test rows of bound permutations, one number for each --eval-lengths, which
+    are numbers of operations; a single one is that of all."""
+    vocabulary: int = 8192
+    """Tokens of associative recall."""
+    pairs: int = 32
+    """Pairs of associative recall at --length; test rows have as many for each of their tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,6 +98,10 @@ TAKEN = {
     "parity": _LENGTHS,
     "arithmetic": _LENGTHS | {"multiplication"},
     "brackets": _LENGTHS | {"multiplication"},
+    "bound": {
+        *("group", "min_definitions", "max_definitions", "max_operations", "eval_definitions"),
+    },
+    "mqar": {"length", "vocabulary", "pairs"},
 }
 """The options that each task takes."""
 
@@ -104,27 +128,74 @@ def make_task(options: TaskOptions) -> Task:
                 min_length=least,
                 multiplication=options.multiplication,
             )
+        case "bound":
+            return BoundPermutations(
+                Group.from_name(options.group),
+                options.min_definitions,
+                options.max_definitions,
+                min(options.curriculum_from, options.max_operations),
+                options.max_operations,
+            )
+        case "mqar":
+            return MQAR(options.vocabulary, options.length, options.pairs)
 
 
 def metrics(task: Task) -> dict[str, Metric]:
-    """The accuracies of a task by name, functions of logits (b, t, v) and labels (b, t): of the
-    labels and of whole rows, and for all but copying that of the last label, on the scale of
-    guessing where the literature gives it so."""
+    """The accuracies of a task by name, functions of logits (b, t, v), labels and tokens (b, t): of
+    the labels and of whole rows; of word problems that of the last label; of bound permutations
+    both are those of products, and "recall" is that of answers; of parity and arithmetic that of
+    the label on the scale of guessing, as the literature gives it."""
+    if isinstance(task, BoundPermutations):
+        return {
+            "token": _of(token_accuracy, task.products),
+            "sequence": _of(sequence_accuracy, task.products),
+            "recall": _of(token_accuracy, task.answers),
+        }
     if isinstance(task, Copying):
-        return {"token": task.character_accuracy, "sequence": task.string_accuracy}
-    both: dict[str, Metric] = {"token": token_accuracy, "sequence": sequence_accuracy}
+        return {"token": _of(task.character_accuracy), "sequence": _of(task.string_accuracy)}
+    both = {"token": _of(token_accuracy), "sequence": _of(sequence_accuracy)}
     if isinstance(task, WordProblem):
-        return {**both, "last": last_position_accuracy}
-    return {**both, "scaled": partial(scaled_accuracy, chance=task.chance)}
+        return {**both, "last": _of(last_position_accuracy)}
+    if isinstance(task, MQAR):
+        return both
+    return {**both, "scaled": _of(partial(scaled_accuracy, chance=task.chance))}
+
+
+def _of(
+    accuracy: Callable[[Tensor, Tensor], Tensor],
+    chosen: Callable[[Tensor, Tensor], Tensor] = lambda labels, tokens: labels,
+) -> Metric:
+    """The accuracy of the labels that `chosen` leaves."""
+    return lambda logits, labels, tokens: accuracy(logits, chosen(labels, tokens))
 
 
 def longest_length(task: Task) -> int:
     """The longest training length."""
+    if isinstance(task, BoundPermutations):
+        return task.max_operations
     return task.max_length if isinstance(task, Copying) else task.length
+
+
+def eval_points(options: TaskOptions, lengths: Sequence[int]) -> list[Point]:
+    """The test lengths of a task. Raises ValueError unless there are as many --eval-definitions as
+    --eval-lengths, or one."""
+    if options.task != "bound":
+        return list(lengths)
+    definitions = options.eval_definitions
+    if len(definitions) == 1:
+        definitions *= len(lengths)
+    if len(definitions) != len(lengths):
+        raise ValueError(
+            f"--eval-definitions must be one number or {len(lengths)}, as many as --eval-lengths, "
+            f"got {options.eval_definitions}"
+        )
+    return list(zip(definitions, lengths, strict=True))
 
 
 def _check_curriculum(options: TaskOptions) -> None:
     draws = options.task != "word" or options.label_at == "last"
+    if options.curriculum != "none" and options.task == "mqar":
+        raise ValueError("--curriculum must be none for --task mqar, whose rows have one length")
     if options.curriculum == "uniform" and draws:
         raise ValueError(
             "--curriculum uniform is for word problems with a label at every element: parity, "
@@ -148,6 +219,9 @@ class Data:
             ) from error
         self.reached = [first] * len(seeds)
         """The longest training length of each seed so far."""
+        self.passed = [0] * len(seeds)
+        """The longest training length of each seed at which its accuracy was that of
+        --curriculum-threshold."""
         self.train = [stream("train", seed, device) for seed in seeds]
         self.test = [stream("test", seed, device) for seed in seeds]
         empty = self.task.sample(0, stream("train", 0))
@@ -155,6 +229,8 @@ class Data:
 
     def batch(self, size: int, step: int, steps: int) -> tuple[Tensor, Tensor]:
         """Rows of a training step, filled up to the same number of tokens at every step."""
+        if step >= self.options.curriculum_until * steps:
+            self.reached = [self.longest] * len(self.reached)
         rows = [
             self._train_rows(size, *pair, uniform=draws_lengths(self.options, step, steps))
             for pair in zip(self.reached, self.train, strict=True)
@@ -187,20 +263,40 @@ class Data:
 
     def advance(self, accuracy: list[float]) -> None:
         """Let the lengths grow after the training accuracies of the seeds."""
+        self.passed = [
+            max(passed, reached) if value >= self.options.curriculum_threshold else passed
+            for passed, reached, value in zip(self.passed, self.reached, accuracy, strict=True)
+        ]
         self.reached = [
             next_length(self.options, reached, self.longest, value)
             for reached, value in zip(self.reached, accuracy, strict=True)
         ]
 
-    def eval_batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
+    def eval_batch(self, size: int, point: Point) -> tuple[Tensor, Tensor]:
         """Test rows of one length, or from `eval_from` to it."""
-        rows = [self._test_rows(size, length, source) for source in self.test]
+        rows = [self._test_rows(size, point, source) for source in self.test]
         return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
 
-    def _test_rows(self, size: int, length: int, source: Stream) -> Batch:
-        if isinstance(self.task, Copying):
-            return self.task.sample_eval(size, length, source)
-        if isinstance(self.task, WordProblem) or self.options.eval_from is None:
-            return self.task.sample(size, source, length=length)
+    def _test_rows(self, size: int, point: Point, source: Stream) -> Batch:
+        if isinstance(self.task, BoundPermutations):
+            assert isinstance(point, tuple)
+            return self.task.sample(size, source, definitions=point[0], operations=point[1])
+        assert isinstance(point, int)
+        return self._rows_of_length(self.task, size, point, source)
+
+    def _rows_of_length(
+        self,
+        task: WordProblem | Copying | Parity | ModularArithmetic | MQAR,
+        size: int,
+        length: int,
+        source: Stream,
+    ) -> Batch:
+        if isinstance(task, MQAR):
+            pairs = task.num_pairs * length // task.length
+            return task.sample(size, source, length=length, num_pairs=pairs)
+        if isinstance(task, Copying):
+            return task.sample_eval(size, length, source)
+        if isinstance(task, WordProblem) or self.options.eval_from is None:
+            return task.sample(size, source, length=length)
         least = min(self.options.eval_from, length)
-        return replace(self.task, length=length, min_length=least).sample(size, source)
+        return replace(task, length=length, min_length=least).sample(size, source)

@@ -28,7 +28,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from math import isinf
 from pathlib import Path
@@ -52,7 +52,7 @@ from common.layers import count
 from common.schedule import decay, slow_at_first
 from common.skipping import has_failed, skip_unless
 from common.trackers import log_run, tracked_scores
-from research.data import DRAWN_AHEAD, Data, metrics
+from research.data import DRAWN_AHEAD, Data, Point, eval_points, metrics
 from research.positions import by_position
 from research.study import GRID, PRESETS, Config, make_model, matched, model_seeds
 
@@ -62,8 +62,8 @@ Params = dict[str, Tensor]
 
 
 RESULTS = "results.json"
-EVAL_BATCH = 256
-"""Test rows evaluated at once."""
+EVAL_BATCH, EVAL_TOKENS = 256, 2**17
+"""Test rows evaluated at once, and their tokens."""
 
 
 class Ensemble:
@@ -247,19 +247,22 @@ class Ensemble:
         return row
 
     @torch.no_grad()
-    def accuracy(self, length: int) -> dict[str, list[float]]:
+    def accuracy(self, point: Point) -> dict[str, list[float]]:
         """The accuracies of `metrics` of each seed, on `eval_rows` test rows."""
         found = metrics(self.data.task)
         sums = {name: torch.zeros(self.config.seeds, device=self.device) for name in found}
         left = self.config.eval_rows
+        width = self.data.eval_batch(0, point)[0].shape[-1]
         while left > 0:
-            rows = min(left, EVAL_BATCH)
+            rows = min(left, EVAL_BATCH, max(1, EVAL_TOKENS // width))
             left -= rows
-            tokens, labels = self.data.eval_batch(rows, length)
-            logits = self._each(tokens)
-            for name, metric in found.items():
-                values = [metric(*pair) for pair in zip(logits, labels, strict=True)]
-                sums[name] += rows / self.config.eval_rows * torch.stack(values)
+            tokens, labels = self.data.eval_batch(rows, point)
+            values = [
+                torch.stack([metric(*each) for metric in found.values()])
+                for each in zip(self._each(tokens), labels, tokens, strict=True)
+            ]
+            for name, value in zip(found, torch.stack(values, dim=1), strict=True):
+                sums[name] += rows / self.config.eval_rows * value
         return {name: value.tolist() for name, value in sums.items()}
 
     @torch.no_grad()
@@ -272,11 +275,11 @@ class Ensemble:
     def _each(
         self,
         rows: Tensor,  # (s, b, t)
-    ) -> Tensor:  # (s, b, t, v)
+    ) -> Iterator[Tensor]:  # (b, t, v)
         """The logits of every model for its rows."""
         if self.config.stacked:
-            return vmap(self._stacked_logits)(self.params, rows)
-        return torch.stack([self._logits(m, row) for m, row in zip(self.models, rows, strict=True)])
+            return iter(vmap(self._stacked_logits)(self.params, rows))
+        return (self._logits(m, row) for m, row in zip(self.models, rows, strict=True))
 
 
 def stepper(ensemble: Ensemble) -> Callable[[], None]:
@@ -359,7 +362,11 @@ class Training:
         for model in self.ensemble.models:
             model.eval()
         lengths = self.config.eval_lengths
-        accuracy = {str(length): self.ensemble.accuracy(length) for length in lengths}
+        points = {
+            str(point) if isinstance(point, int) else "_".join(map(str, point)): point
+            for point in eval_points(self.config, lengths)
+        }
+        accuracy = {name: self.ensemble.accuracy(point) for name, point in points.items()}
         seeds, history = range(self.config.seeds), self.history
         pivots = [[h["conditioning"][i] for h in history] for i in seeds]
         # the history may end before the last step
@@ -370,9 +377,11 @@ class Training:
         row = {
             **{"point": self.point, "accuracy": accuracy, "seconds": seconds, "history": history},
             **{"parameters": self.size, "d_model": self.config.d_model},
+            "state_size": state_size(self.ensemble.model),
             "num_heads": getattr(self.ensemble.model.mixers[0], "num_heads", None),
             "ms_per_step": 1e3 * seconds / self.point["steps"],
             "step_at_0.99": [first_at(history, i) for i in seeds],
+            "passed": self.data.passed,
             "smallest_conditioning": [min(p) if p and None not in p else None for p in pivots],
             "skipped": skipped,
             "failed": [has_failed(n, self.point["steps"]) for n in skipped],
@@ -380,6 +389,12 @@ class Training:
         if isinstance(self.data.task, Copying):
             row["positions"] = {str(length): self.ensemble.positions(length) for length in lengths}
         return row
+
+
+def state_size(model: SequenceModel) -> int:
+    """The numbers that the layers keep of a sample before its first token."""
+    makers = [getattr(mixer, "init_state", None) for mixer in model.mixers]
+    return sum(tensor.numel() for make in makers if make for tensor in make(1).tensors)
 
 
 def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> int | None:

@@ -5,13 +5,15 @@
     python examples/research/experiment.py words --only a5-bedouin a5-lstm_l1
     python examples/research/experiment.py words --extra="--steps 20 --device cpu" --out runs/trial
     python examples/research/experiment.py language-model --devices 2   # two at a time, a GPU each
+    python examples/research/experiment.py table --per-device 6         # six at a time on one GPU
     python examples/research/experiment.py --summary
 
 The experiments are defined in examples/research/experiments/, one short file each. Each run adds
 its numbers to OUT/EXPERIMENT/runs.json, in place of those of an earlier run of its name
-(`common/runs.py`). The list has, for every run, its command and, once it has been made, its device,
-its seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json
-and OUT/both.png from the runs of `words` and `copying`.
+(`common/runs.py`), or its error, after which it is made again. The list has, for every run, its
+command and, once it has been made, its device, its seconds and its seeds, with the number of those
+that failed. `--summary` writes OUT/summary.json and OUT/both.png from the runs of "table" and
+"table-more", and prints their table.
 """
 
 import json
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 import train_a5
 import train_copy
 import train_lm
+from common.checks import flag
 from common.options import parse_config
 from common.runs import add_runs, read_run, read_runs
 from research import ensemble
@@ -46,8 +49,9 @@ from research.experiments.heads import heads
 from research.experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
 from research.experiments.languages import LANGUAGES, LANGUAGES_SMALL
 from research.experiments.plan import Experiment, Run, Script
+from research.experiments.table import tables
 from research.experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
-from research.summary import figure_of_both, summarize
+from research.summary import figure_of_both, markdown, summarize
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -69,12 +73,16 @@ class Config:
     devices: int = 1
     """Runs made at the same time. With more than one each has a process and a GPU of its own, if
     there are GPUs, and what it prints is in runs/experiments/EXPERIMENT/RUN.log."""
+    per_device: int = 1
+    """Runs made at the same time on each GPU, also in processes of their own; small layers leave
+    much of a GPU idle, which NVIDIA's MPS lets processes share."""
     summary: bool = False
     """Write summary.json and the figure, and run nothing."""
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise ValueError(f"--devices must be at least 1, got {self.devices}")
+        for name in ("devices", "per_device"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
 
 
 def experiments() -> dict[str, Experiment]:
@@ -98,6 +106,7 @@ def experiments() -> dict[str, Experiment]:
         *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, CONTROLS_SMALL),
         *(heads(), LANGUAGES, LANGUAGES_SMALL, language_model()),
         LANGUAGE_MODEL_TRIALS,
+        *tables(RESULTS),
     )
     return {experiment.name: experiment for experiment in found}
 
@@ -152,15 +161,20 @@ def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
         try:
             make(experiment, run, config)
         except Exception as error:  # reported; a long list of runs goes on
-            print(f"{run.name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            message = f"{type(error).__name__}: {error}"
+            print(f"{run.name} failed: {message}", file=sys.stderr)
+            record = {"error": message, "options": run.options}
+            add_runs(config.out / experiment.name, {run.name: record})
             failed += 1
     return failed
 
 
 def make_side_by_side(made: list[tuple[Experiment, Run]], config: Config) -> int:
-    """Make `config.devices` runs at a time; returns the number of those that failed."""
+    """Make `config.per_device` runs at a time on each device; returns the number of those that
+    failed."""
     free: SimpleQueue[str | None] = SimpleQueue()
-    for device in visible_devices(config.devices):
+    devices = visible_devices(config.devices) * config.per_device
+    for device in devices:
         free.put(device)
 
     def start(pair: tuple[Experiment, Run]) -> int:
@@ -170,7 +184,7 @@ def make_side_by_side(made: list[tuple[Experiment, Run]], config: Config) -> int
         finally:
             free.put(device)
 
-    with ThreadPoolExecutor(config.devices) as pool:
+    with ThreadPoolExecutor(len(devices)) as pool:
         return sum(pool.map(start, made))
 
 
@@ -191,7 +205,8 @@ def visible_devices(number: int) -> list[str | None]:
 
 def make_in_process(experiment: Experiment, run: Run, config: Config, device: str | None) -> int:
     """Make one run in a process of its own; returns whether it failed, and prints so."""
-    log = run_folder(experiment, run).with_suffix(".log")
+    folder = run_folder(experiment, run)
+    log = folder.with_name(f"{folder.name}.log")  # a name may have a point in a learning rate
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, experiment.name, "--only", run.name, "--again"]
     command += [f"--extra={config.extra}", "--out", str(config.out)]
@@ -236,7 +251,10 @@ def listing(found: dict[str, Experiment], out: Path) -> str:
         ]
         for run in experiment.runs:
             made = "not run | | "
-            if content := contents.get(run.name):
+            content = contents.get(run.name, {})
+            if "error" in content:
+                made = "failed | | "
+            elif content:
                 seconds, seeds = seconds_and_seeds(content)
                 made = f"{content['device']} | {seconds:.0f} | {seeds}"
             folder = "examples/research" if run.script == "ensemble" else "examples"
@@ -260,7 +278,7 @@ def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experimen
         (experiment, run)
         for experiment, run in named
         if not config.only or run.name in config.only
-        if config.again or run.name not in made[experiment.name]
+        if config.again or "error" in made[experiment.name].get(run.name, {"error": "not run"})
     ]
 
 
@@ -268,15 +286,17 @@ def main(config: Config) -> int:
     """Returns the exit status: 1 if a run failed; the others are made all the same."""
     if config.summary:
         report = summarize(config.out)
-        figure_of_both(report["both"], config.out / "both.png")
+        figure_of_both(report, config.out / "both.png")
         (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(markdown(config.out))
         return 0
     found = experiments()
     if not config.names:
         print(listing(found, config.out))
         return 0
     made = chosen(found, config)
-    failed = (make_all if config.devices == 1 else make_side_by_side)(made, config)
+    one = config.devices * config.per_device == 1
+    failed = (make_all if one else make_side_by_side)(made, config)
     return int(failed > 0)
 
 

@@ -1,5 +1,6 @@
 """Options of `ensemble.py`, and the layer and the model that they describe."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from common.matching import matching_width
 from common.schedule import Schedule
 from common.trackers import TrackerOptions
 from research.data import TaskOptions, make_task
+from research.models import MODELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,9 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Q: a product of reflections, or one of the mixers whose local systems are dense."""
     feedback: tuple[str, ...] = ("delta+B+C+mixer",)
     """What depends on y_{t-1}, joined by "+"; "none" switches feedback off."""
+    model: str | None = None
+    """One of the layers of `models.py`, which has its own options: those of a layer must keep their
+    defaults, and say nothing about it where results list them."""
     mixer_layer: Literal["bedouin"] | Baseline = "bedouin"
     """The layer: Bedouin, or a baseline, which takes no option of Bedouin but those in
     `TAKES`; the others then keep their defaults."""
@@ -121,6 +126,11 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
         TaskOptions.__post_init__(self)
         SolverOptions.__post_init__(self)
         TrackerOptions.__post_init__(self)
+        if self.model is not None and (self.model not in MODELS or self.num_layers != 1):
+            raise ValueError(
+                f"--model must be among {tuple(MODELS)}, which have their own --num-layers, got "
+                f"{self.model!r} and {self.num_layers}"
+            )
         if self.concurrent and self.stacked:
             raise ValueError("--concurrent must be off with --stacked, which is one computation")
         if self.graph and self.gamma_cap is not None:
@@ -187,6 +197,8 @@ def layer_options(point: dict[str, Any]) -> dict[str, Any]:
 
 def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
     """The mixing layer at a point of the grid; ValueError for an option that it does not take."""
+    if config.model is not None:
+        return make_layers(config, point)[0]
     if config.mixer_layer != "bedouin":
         return _baseline(config, point)
     options = {**layer_options(point), **fixed_point_options(config)}
@@ -227,14 +239,21 @@ def _recall(config: Config, num_heads: int) -> nn.Module:
     return Convolved(layer, RECALL_WIDTH)
 
 
+def make_layers(config: Config, point: dict[str, Any]) -> list[nn.Module]:
+    """The mixing layers from the input on."""
+    if config.model is None:
+        return [make_layer(config, point) for _ in range(config.num_layers)]
+    _refuse_options(config, point, f"model {config.model!r}", ())
+    return [layer(config.d_model) for layer in MODELS[config.model]]
+
+
 def make_model(config: Config, point: dict[str, Any]) -> SequenceModel:
     """The whole model at a point of the grid: embedding, layers and head."""
     task = make_task(config)
     return SequenceModel(
         task.vocab_size,
         config.d_model,
-        lambda _: make_layer(config, point),
-        num_layers=config.num_layers,
+        make_layers(config, point),
         output_size=task.output_size,
     )
 
@@ -257,22 +276,29 @@ def matched(config: Config, point: dict[str, Any]) -> Config:
 
 def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
     name = config.mixer_layer
-    if config.stacked:
-        raise ValueError(f"stacked must be False for mixer_layer {name!r}: pass --no-stacked")
     takes = TAKES[name]
-    for option in (*LAYER_OPTIONS, *MODEL_OPTIONS):
-        default = getattr(PRESETS[config.preset], option)
-        if option not in takes and (point[option],) != default:
-            raise ValueError(
-                f"{option} must keep its default {default[0]!r} for mixer_layer {name!r}, got "
-                f"{point[option]!r}: {name} takes no such option"
-            )
-    for option in SolverOptions.__dataclass_fields__:
-        if getattr(config, option) != getattr(PRESETS["small"], option):
-            raise ValueError(f"{option} must keep its default for mixer_layer {name!r}")
+    _refuse_options(config, point, f"mixer_layer {name!r}", takes)
     options = {o: point[o] for o in takes if o in point and point[o] is not None}
     if config.eigenvalues is not None:
         if "eigenvalues" not in takes:
             raise ValueError(f"eigenvalues must be None for mixer_layer {name!r}")
         options["eigenvalues"] = config.eigenvalues
     return BASELINES[name](config.d_model, **options)
+
+
+def _refuse_options(
+    config: Config, point: dict[str, Any], name: str, takes: Collection[str]
+) -> None:
+    """ValueError for an option of Bedouin that is not among those that the layer takes."""
+    if config.stacked:
+        raise ValueError(f"stacked must be False for {name}: pass --no-stacked")
+    for option in (*LAYER_OPTIONS, *MODEL_OPTIONS):
+        default = getattr(PRESETS[config.preset], option)
+        if option not in takes and (point[option],) != default:
+            raise ValueError(
+                f"{option} must keep its default {default[0]!r} for {name}, got "
+                f"{point[option]!r}: it takes no such option"
+            )
+    for option in SolverOptions.__dataclass_fields__:
+        if getattr(config, option) != getattr(PRESETS["small"], option):
+            raise ValueError(f"{option} must keep its default for {name}")

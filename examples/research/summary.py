@@ -1,5 +1,6 @@
-"""The numbers of all experiments in one table, and the figure of tracking against copying."""
+"""The numbers of the table: one file, Markdown, and a figure of tracking against copying."""
 
+import json
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -10,97 +11,107 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
 
 from common.runs import read_runs  # noqa: E402
+from research.experiments.table import (  # noqa: E402
+    RATES_OF,
+    REPORTED_RUNS,
+    TASKS,
+    TUNED,
+    VARIANTS,
+    rows_of,
+    tuning_rows,
+)
 
 Models = dict[str, dict[str, Any]]
-"""By model: lists over the seeds by metric, and its number of parameters; where a seed failed, also
-which ones ("failed")."""
+"""By model: measures, each a list over the seeds, and its number of tuning runs."""
 
-METRICS = {
-    "a5": ("words", {"sequence_128": ("128", "sequence"), "token_512": ("512", "token")}),
-    "s5": ("words", {"token_128": ("128", "token"), "token_512": ("512", "token")}),
-    "copy": (
-        "copying",
-        {
-            "characters_100": ("100", "token"),
-            "strings_100": ("100", "sequence"),
-            "characters_200": ("200", "token"),
-        },
-    ),
+NAMES = {"token": "token", "sequence": "sequence", "recall": "recall"}
+MEASURES = {
+    "copy": {"token": "characters", "sequence": "strings"},
+    "mqar": {"token": "accuracy"},
 }
-"""The experiment of each task, and the length and accuracy of each number."""
+"""The names of accuracies in the summary, by task; those of other tasks are NAMES."""
 
+SHOWN = {
+    "a5": ("sequence_128", "token_512", "token_2048"),
+    "s5": ("token_128", "token_512"),
+    "copy": ("characters_100", "characters_200"),
+    "mqar": ("accuracy_256", "accuracy_512"),
+    "bound_s3": ("token_16_32", "sequence_16_32", "sequence_16_128", "recall_16_128"),
+    "bound_a5": ("token_16_32", "sequence_16_32", "recall_16_32"),
+}
+"""The columns of the table."""
 
-def read_task(results: Path, task: str) -> Models:
-    """The models of a task that have been run, by the names of their runs."""
-    folder, wanted = METRICS[task]
-    found = {}
-    for run, content in read_runs(results / folder).items():
-        if not run.startswith(f"{task}-"):
-            continue
-        (row,) = content["rows"]
-        numbers = {key: row["accuracy"][n][name] for key, (n, name) in wanted.items()}
-        numbers["parameters"] = row["parameters"]
-        if any(row.get("failed", ())):
-            numbers["failed"] = row["failed"]
-        found[run.removeprefix(f"{task}-")] = numbers
-    return found
-
-
-def with_better_forms(models: Models, key: str) -> Models:
-    """The models, and for every baseline under its name without the number of layers the form with
-    the higher mean of `key`."""
-    found = dict(models)
-    for name, numbers in models.items():
-        family, _, layers = name.rpartition("_l")
-        if family and layers.isdigit():
-            better = found.get(family)
-            if better is None or mean(numbers[key]) > mean(better[key]):
-                found[family] = {**numbers, "layers": int(layers)}
-    return found
-
-
-def read_both(a5: Models, copying: Models) -> Models:
-    """The models that were trained on A5 and on copying without a failed seed, with one number from
-    each."""
-    found = {}
-    for name in sorted(a5.keys() & copying.keys()):
-        if "failed" in a5[name] or "failed" in copying[name]:
-            continue
-        found[name] = {
-            "a5_sequence_128": a5[name]["sequence_128"],
-            "copy_characters_100": copying[name]["characters_100"],
-            "parameters": a5[name]["parameters"],
-        }
-        sums = zip(found[name]["a5_sequence_128"], found[name]["copy_characters_100"], strict=True)
-        found[name]["sum"] = [first + second for first, second in sums]
-    return found
+SCREENED = Path("recall-trials") / "trials.json"
+"""Runs that chose the setting of Bedouin.recall, which are its tuning runs as well."""
 
 
 def summarize(results: Path) -> dict[str, Models]:
-    """The content of summary.json: the tasks, and both A5 and copying."""
-    tasks = {task: read_task(results, task) for task in METRICS}
-    both = with_better_forms(read_both(tasks["a5"], tasks["copy"]), "sum")
-    for numbers in both.values():
-        del numbers["sum"]
-    first = {task: next(iter(wanted)) for task, (_, wanted) in METRICS.items()}
-    named = {task: with_better_forms(models, first[task]) for task, models in tasks.items()}
-    return {**named, "both": both}
+    """The content of summary.json: by task and model, every measure of all reported seeds."""
+    folders = [read_runs(results / name) for name in REPORTED_RUNS]
+    tuning = read_runs(results / TUNED)
+    found: dict[str, Models] = {}
+    for task in TASKS:
+        found[task] = {}
+        for model in VARIANTS:
+            rows = [row for runs in folders for row in rows_of(runs, f"{task}-{model}")]
+            if rows:
+                number = len(tuning_rows(tuning, task, model)) + _screened(results, task, model)
+                found[task][model] = {**_measures(task, rows), "tuning_runs": number}
+    return found
 
 
-def figure_of_both(both: Models, path: Path) -> None:
+def _measures(task: str, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    names = MEASURES.get(task, NAMES)
+    return {
+        f"{shown}_{length}": [value for row in rows for value in row["accuracy"][length][name]]
+        for length, measured in rows[0]["accuracy"].items()
+        for name, shown in names.items()
+        if name in measured
+    }
+
+
+def _screened(results: Path, task: str, model: str) -> int:
+    """For `recall`: the layers of Bedouin that were screened on a task or on that of its rate."""
+    path = results / SCREENED
+    if model != "recall" or not path.exists():
+        return 0
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return sum(
+        len(row["models"])
+        for row in rows
+        if row.get("layer") in (None, "bedouin")
+        if {"bound": "bound_s3"}.get(row["task"], row["task"]) in (task, RATES_OF[task])
+    )
+
+
+def markdown(results: Path) -> str:
+    """The table: a line for each model and task, with the values of all seeds."""
+    summary, lines = summarize(results), []
+    for task, models in summary.items():
+        runs = read_runs(results / REPORTED_RUNS[0])
+        header = ["model", "parameters", "state", *SHOWN[task], "tuning runs"]
+        lines += [f"**{task}**", "", *(" | ".join(v) for v in (header, ["---"] * len(header)))]
+        for model, numbers in models.items():
+            row = next(iter(rows_of(runs, f"{task}-{model}")), {})
+            sizes = [str(row.get(name, "")) for name in ("parameters", "state_size")]
+            values = [" ".join(f"{v:.2f}" for v in numbers[name]) for name in SHOWN[task]]
+            lines.append(" | ".join([model, *sizes, *values, str(numbers["tuning_runs"])]))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def figure_of_both(summary: dict[str, Models], path: Path) -> None:
     """Plot copying against A5: one point for each model at the mean of its seeds, with lines over
-    their range; of a baseline its better form. Raises ValueError if there is no model."""
-    families = [name for name, numbers in both.items() if "layers" in numbers]
-    shown = {name: both[name] for name in both if name.startswith("bedouin") or name in families}
+    their range. Raises ValueError if there is no model."""
+    a5, copying = summary["a5"], summary["copy"]
+    shown = [model for model in a5 if model in copying]
     if not shown:
         raise ValueError("no model has runs of both A5 and copying: run the experiments first")
     figure, axes = plt.subplots(figsize=(5.4, 4.4), layout="constrained")
-    for name, numbers in shown.items():
-        x, y = numbers["a5_sequence_128"], numbers["copy_characters_100"]
-        layers = numbers.get("layers", 1)
-        label = f"{name}, {layers} layer{'s' if layers > 1 else ''}"
+    for model in shown:
+        x, y = a5[model]["sequence_128"], copying[model]["characters_100"]
         ranges = [[[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y)]
-        axes.errorbar(mean(x), mean(y), xerr=ranges[0], yerr=ranges[1], marker="o", label=label)
+        axes.errorbar(mean(x), mean(y), xerr=ranges[0], yerr=ranges[1], marker="o", label=model)
     axes.set(
         xlabel="A5: sequences of length 128 without an error (trained at 16)",
         ylabel="copying: characters at 100 letters (trained to 50)",

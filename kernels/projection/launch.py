@@ -122,5 +122,4 @@ def _common_constants(parts: Parts, width: int) -> dict[str, Any]:
         "SIZES": (parts.p, parts.r, parts.c),
         "WIDTH": width,
         "num_stages": 1,
-        "enable_fp_fusion": True,
     }

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from bedouin import Bedouin, Convolved, baselines
-from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
+from bedouin.baselines import (
+    LSTM,
+    M2RNN,
+    Attention,
+    DeltaNet,
+    DeltaProduct,
+    Mamba,
+    RecurrentDeltaNet,
+)
 from bedouin.model import SequenceModel
 
 Kind = Callable[..., Any]
@@ -31,8 +39,12 @@ KINDS: list[Any] = [
         "delta_net_gated": partial(DeltaNet, gated=True, d_conv=None),
         "delta_product": DeltaProduct,
         "delta_product_gated": partial(DeltaProduct, gated=True, num_householder=3, expand_v=1.5),
+        "recurrent_delta_net": RecurrentDeltaNet,
+        "recurrent_delta_net_conv": partial(RecurrentDeltaNet, d_conv=3, head_dim=3, expand_v=1.5),
+        "m2rnn": M2RNN,
+        "m2rnn_plain": partial(M2RNN, d_conv=None, head_dim=3, expand_v=1.5),
         "attention": Attention,
-        "attention_conv": partial(Attention, d_conv=4, rope_base=None),
+        "attention_conv": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
         "convolved": convolved(Bedouin),
         "convolved_attention": convolved(Attention),
     }.items()
@@ -255,7 +267,13 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DeltaProduct, {"norm_eps": 0.0}, ValueError, "norm_eps must be finite and > 0, got 0.0"),
     (DeltaProduct, {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
     (Attention, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3: choose"),
-    (Attention, {"num_heads": 8}, ValueError, "got d_model / num_heads = 1: choose another"),
+    (Attention, {"num_heads": 8}, ValueError, "channels a head, got 1: choose another num_heads"),
+    (RecurrentDeltaNet, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3"),
+    (RecurrentDeltaNet, {"feedback_init": 0}, ValueError, "feedback_init must be finite and > 0"),
+    (RecurrentDeltaNet, {"expand_v": 0.1}, ValueError, "expand_v * head_dim must be at least 1"),
+    (M2RNN, {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+    (M2RNN, {"backend": "fla"}, ValueError, "backend must be one of ('auto', 'triton', "),
+    (M2RNN, {"norm_eps": -1.0}, ValueError, "norm_eps must be finite and > 0, got -1.0"),
     (Attention, {"rope_base": -1.0}, ValueError, "rope_base must be finite and > 0, got -1.0"),
 ]
 

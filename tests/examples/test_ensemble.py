@@ -24,7 +24,7 @@ from common.matching import WIDTH_STEP
 from common.schedule import decay
 from common.skipping import has_failed
 from research import ensemble, study
-from research.data import Data, metrics
+from research.data import Data, eval_points, metrics
 from research.positions import by_position
 
 POINT = {
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 def small(**changes: Any) -> study.Config:
     values: dict[str, Any] = {"eval_lengths": (4, 6), "d_model": 8, "seeds": 2}
-    if changes.get("task") != "copy":
+    if changes.get("task") not in ("copy", "bound"):
         values["length"] = 4
     return study.Config(**{**values, "warmup": 1, "log_every": 2, "device": "cpu", **changes})
 
@@ -108,7 +108,7 @@ def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     ensemble.main(small(out=tmp_path, overwrite=True, **grid))
 
 
-def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
+def eval_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     """The results are those of one point after the other, also with fewer steps for one."""
     grid: dict[str, Any] = {name: (value,) for name, value in POINT.items()}
     grid |= {"steps": (2, 4), "d_conv": (3,)}
@@ -361,6 +361,37 @@ def test_a_baseline_learns_something(tmp_path: Path, name: Any) -> None:
     assert last < first and row["parameters"] > 0 and row["smallest_conditioning"] == [None]
 
 
+def test_lengths_of_a_curriculum_end_and_those_that_passed_are_known() -> None:
+    changes = {"task": "bound", "curriculum": "double", "curriculum_from": 2, "seeds": 2}
+    data = make_data(**changes, max_operations=16, curriculum_until=0.5)
+    assert data.reached == [2, 2]
+    for step in range(4):
+        data.batch(1, step, 10)
+        data.advance([0.9, 0.96])
+    assert data.reached == [2, 16] and data.passed == [0, 16]
+    data.batch(1, 4, 10)
+    assert data.reached == [2, 16]
+    data.batch(1, 5, 10)
+    assert data.reached == [16, 16] and data.passed == [0, 16]
+    with pytest.raises(ValueError, match="--curriculum must be none for --task mqar"):
+        make_data(task="mqar", length=16, pairs=2, curriculum="double")
+    with pytest.raises(ValueError, match="--eval-definitions must be one number or 3, as many as"):
+        eval_points(small(task="bound", eval_definitions=(4, 8)), (2, 4, 8))
+
+
+def test_a_model_by_name_takes_no_option_of_a_layer() -> None:
+    point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
+    config = small(model="hybrid_l2", d_model=256)
+    assert [type(v).__name__ for v in study.make_model(config, point).mixers] == [
+        "DeltaNet",
+        "LSTM",
+    ]
+    with pytest.raises(ValueError, match="d_state must keep its default 16 for model 'hybrid_l2'"):
+        study.make_model(config, {**point, "d_state": 2})
+    with pytest.raises(ValueError, match="--model must be among .*, got 'other' and 1"):
+        small(model="other")
+
+
 def test_options_that_a_baseline_does_not_take_are_refused() -> None:
     point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
     lstm = small(mixer_layer="lstm", stacked=False)
@@ -388,6 +419,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"task": "arithmetic", "length": 12},
     {"task": "brackets", "length": 12, "eval_from": 8},
     {"task": "copy", "curriculum": "double"},
+    {"task": "mqar", "length": 16, "vocabulary": 20, "pairs": 2},
+    {"task": "bound", "curriculum": "double", "max_operations": 8, "eval_lengths": (40,)},
 ]
 
 
@@ -396,10 +429,10 @@ def test_every_task_has_rows_and_accuracies(changes: dict[str, Any]) -> None:
     data = make_data(**changes)
     tokens, labels = data.batch(4, 0, 10)
     assert tokens.shape == labels.shape == (2, 4, data.width) and bool((labels != IGNORE).any())
-    tokens, labels = data.eval_batch(4, 16)
+    tokens, labels = data.eval_batch(4, (16, 40) if changes.get("task") == "bound" else 16)
     right = torch.nn.functional.one_hot(labels.clamp(min=0), data.task.output_size).float()
     for name, metric in metrics(data.task).items():
-        assert float(metric(right[0], labels[0])) == 1.0, name
+        assert float(metric(right[0], labels[0], tokens[0])) == 1.0, name
     assert int(tokens.max()) < data.task.vocab_size
 
 

@@ -19,13 +19,18 @@ from research import ensemble, experiment
 from research.experiments.copying import COPY
 from research.experiments.models import CHOSEN
 from research.experiments.plan import Experiment, Run
+from research.experiments.table import RATES, TASKS, VARIANTS, chosen, tables
+from research.models import MODELS
 from research.study import GRID, make_layer
 from research.summary import figure_of_both, summarize
 
 ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
-REPORTED = ("words", "words-equal", "copying", "copying-feedback", "controls", "languages")
+REPORTED = (
+    *("words", "words-equal", "copying", "copying-feedback", "controls", "languages"),
+    *("table", "table-wide", "table-controls"),
+)
 TUNING = (
     "words-tuning",
     "copying-tuning",
@@ -36,6 +41,7 @@ TUNING = (
     "words-trials",
     "copying-small",
     "heads",
+    "table-tuning",
 )
 
 
@@ -63,7 +69,8 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
             with torch.device("meta"):
                 make_layer(config, {name: getattr(config, name)[0] for name in GRID})
         if found.name in REPORTED:
-            assert (config.first_seed, config.seeds) == (0, 3), run.name
+            seeds = int(run.name[-1]) if "-seed" in run.name else 0, 1 if "-seed" in run.name else 3
+            assert (config.first_seed, config.seeds) == seeds, run.name
         elif found.name in TUNING:
             assert config.first_seed >= 100, run.name
 
@@ -120,6 +127,13 @@ def test_a_run_is_made_once_and_listed(tmp_path: Path, monkeypatch: pytest.Monke
     broken = Experiment("tiny", "Does it run?", (Run("b", "--group S3 --length 0"),))
     monkeypatch.setattr(experiment, "experiments", lambda: {"tiny": broken})
     assert experiment.main(config) == 1
+    record = read_runs(config.out / "tiny")["b"]
+    assert (
+        "length must be at least 1" in record["error"]
+        and record["options"] == "--group S3 --length 0"
+    )
+    assert "| b | failed | " in experiment.listing({"tiny": broken}, config.out)
+    assert len(experiment.chosen({"tiny": broken}, config)) == 1
     with pytest.raises(ValueError, match="an experiment must be among"):
         experiment.chosen({"tiny": tiny}, experiment.Config(("huge",)))
     with pytest.raises(ValueError, match="--only must be among"):
@@ -130,7 +144,7 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    runs = tuple(Run(name, "--length 3") for name in "abc")
+    runs = tuple(Run(name, "--length 3") for name in ("a", "b", "c-0.002"))
     monkeypatch.setattr(experiment, "experiments", lambda: {"few": Experiment("few", "?", runs)})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
@@ -140,23 +154,32 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     def start(command: list[str], env: dict[str, str], **options: Any) -> Any:
         config = tyro.cli(experiment.Config, args=command[2:])
         (name,) = config.only
-        if name != "c":
+        if name != "c-0.002":
             both.wait()  # fails unless the first two run at the same time
         started[name] = config, env["CUDA_VISIBLE_DEVICES"]
-        return SimpleNamespace(returncode=int(name == "c"))
+        return SimpleNamespace(returncode=int(name == "c-0.002"))
 
     monkeypatch.setattr("subprocess.run", start)
     config = experiment.Config(("few",), extra="--steps 2", devices=2, out=tmp_path)
     assert experiment.main(config) == 1
     assert {started["a"][1], started["b"][1]} == {"5", "7"}
-    expected = experiment.Config(("few",), only=("c",), again=True, extra="--steps 2", out=tmp_path)
-    assert started["c"][0] == expected
-    log = Path("runs") / "experiments" / "few" / "c.log"
-    assert f"c failed with exit status 1, see {log}" in capsys.readouterr().err and log.exists()
+    expected = experiment.Config(
+        ("few",), only=("c-0.002",), again=True, extra="--steps 2", out=tmp_path
+    )
+    assert started["c-0.002"][0] == expected
+    log = Path("runs") / "experiments" / "few" / "c-0.002.log"
+    assert (
+        f"c-0.002 failed with exit status 1, see {log}" in capsys.readouterr().err and log.exists()
+    )
     with pytest.raises(ValueError, match="--devices must be at most 2, the number of GPUs, got 3"):
         experiment.visible_devices(3)
     with pytest.raises(ValueError, match="--devices must be at least 1, got 0"):
         experiment.Config(devices=0)
+    with pytest.raises(ValueError, match="--per-device must be at least 1, got 0"):
+        experiment.Config(per_device=0)
+    started.clear()
+    two = experiment.Config(("few",), devices=1, per_device=2, only=("a", "b"), out=tmp_path)
+    assert experiment.main(two) == 0 and {v[1] for v in started.values()} == {"5"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert experiment.visible_devices(2) == [None, None]
 
@@ -184,28 +207,120 @@ def write(
     add_runs(folder, {name: {"rows": [row]}})
 
 
-def test_summary_takes_the_better_form_of_a_baseline(tmp_path: Path) -> None:
-    for name, value in (("bedouin", 0.9), ("lstm_l1", 0.5), ("lstm_l2", 0.7), ("mamba_l1", 0.1)):
-        three = {"token": [value] * 3, "sequence": [value, value / 2, 0.0]}
-        write(tmp_path / "words", f"a5-{name}", {"128": three, "512": three})
-        if name != "mamba_l1":
-            write(tmp_path / "copying", f"copy-{name}", {"100": three, "200": three})
-    three, failed = {"token": [0.5] * 3, "sequence": [0.5] * 3}, [False, True, False]
-    write(tmp_path / "words", "a5-bedouin_k2", {"128": three, "512": three})
-    write(tmp_path / "copying", "copy-bedouin_k2", {"100": three, "200": three}, failed=failed)
-    report = summarize(tmp_path)
-    assert report["a5"]["bedouin"]["sequence_128"] == [0.9, 0.45, 0.0]
-    assert report["copy"]["lstm"] == {
-        **{"characters_100": [0.7] * 3, "strings_100": [0.7, 0.35, 0.0]},
-        **{"characters_200": [0.7] * 3, "parameters": 10, "layers": 2},
-    }
-    assert report["copy"]["bedouin_k2"]["failed"] == failed  # and therefore not in the figure
-    assert set(report["both"]) == {"bedouin", "lstm_l1", "lstm_l2", "lstm"} and not report["s5"]
+def test_the_summary_has_every_measure_of_all_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def three(value: float) -> dict[str, list[float]]:
+        return {"token": [value] * 3, "sequence": [value, value / 2, 0.0], "last": [0.0] * 3}
+
+    lengths = {"16": three(1.0), "128": three(0.9), "512": three(0.5), "2048": three(0.1)}
+    write(tmp_path / "table", "a5-recall", lengths, state_size=5)
+    write(tmp_path / "table-more", "a5-recall", lengths)
+    write(tmp_path / "table", "copy-recall", {n: three(0.7) for n in ("50", "100", "200")})
+    bound = {n: {**three(0.8), "recall": [0.4] * 3} for n in ("16_32", "16_128", "24_128")}
+    write(tmp_path / "table", "bound_s3-recall", bound)
+    for seed in range(2):
+        write(tmp_path / "table", f"bound_a5-recall_layer-seed{seed}", bound)
+    write(tmp_path / "table-tuning", "a5-recall", lengths, point={"lr": 1e-3})
+    add_runs(tmp_path / "table", {"mqar-recall": {"error": "it failed"}})
     assert experiment.main(experiment.Config(summary=True, out=tmp_path)) == 0
-    assert json.loads((tmp_path / "summary.json").read_text()) == report
+    report = json.loads((tmp_path / "summary.json").read_text())
+    assert report == summarize(tmp_path)
+    assert set(report) == {"a5", "s5", "copy", "mqar", "bound_s3", "bound_a5"}
+    a5 = report["a5"]["recall"]
+    assert a5["sequence_128"] == [0.9, 0.45, 0.0] * 2 and a5["token_2048"] == [0.1] * 6
+    assert a5["tuning_runs"] == 1
+    assert report["copy"]["recall"]["characters_200"] == [0.7] * 3
+    found = report["bound_s3"]["recall"]
+    assert found["recall_16_128"] == [0.4] * 3 and found["sequence_24_128"] == [0.8, 0.4, 0.0]
+    assert report["bound_a5"]["recall_layer"]["token_16_32"] == [0.8] * 6
+    assert report["mqar"] == report["s5"] == {}
     assert (tmp_path / "both.png").stat().st_size > 5000
+    assert "recall | 10 | 5 | 0.90 0.45 0.00 0.90" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no model has runs of both"):
-        figure_of_both({}, tmp_path / "f.png")
+        figure_of_both({"a5": {}, "copy": {}}, tmp_path / "f.png")
+
+
+def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
+    def tuned(name: str, values: dict[float, float]) -> None:
+        rows = [
+            {"accuracy": {"16": {"token": [value]}}, "point": {"lr": rate}}
+            for rate, value in values.items()
+        ]
+        add_runs(tmp_path / "table-tuning", {name: {"rows": rows}})
+
+    tuned("a5-rdn_l1", {1e-3: 0.5, 2e-3: 0.6, 4e-3: float("nan")})
+    tuned("a5-rdn_l1_slow", {1e-3: 0.5, 2e-3: 0.6, 4e-3: 0.7})
+    tuned("copy-recall", {1e-3: 0.5, 2e-3: 0.4, 4e-3: 0.3})
+    runs = read_runs(tmp_path / "table-tuning")
+    assert chosen(runs, "s5", "rdn_l1") == ("rdn_l1_slow", 4e-3)
+    assert chosen(runs, "mqar", "recall") == ("recall", 1e-3)
+    assert chosen(runs, "a5", "recall") == ("recall", 4e-3)  # from the screening
+    assert chosen(runs, "copy", "rdn_l1") is None
+    found = {e.name: {run.name: run.options for run in e.runs} for e in tables(tmp_path)}
+    beyond = {n: options for n, options in found["table-tuning"].items() if "-0." in n}
+    of_layer = {f"bound_s3-recall_layer-{rate}" for rate in RATES}  # a run for each rate
+    assert beyond.keys() - of_layer == {"a5-rdn_l1_slow-0.008", "copy-recall-0.0005"}
+    assert beyond["a5-rdn_l1_slow-0.008"].endswith("--lr 0.008")
+    assert "--model rdn_l1_slow --lr 0.004" in found["table"]["s5-rdn_l1"]
+    assert "copy-rdn_l1" not in found["table"] and "mqar-recall_layer" not in found["table"]
+    tuned("a5-rdn_l1_slow-0.008", {8e-3: 0.8})
+    again = {run.name: run.options for e in tables(tmp_path)[:2] for run in e.runs}
+    assert again["a5-rdn_l1_slow-0.008"] == beyond["a5-rdn_l1_slow-0.008"]
+    assert "--model rdn_l1_slow --lr 0.008" in again["a5-rdn_l1"]
+
+
+def test_models_of_the_table_have_equal_parameters() -> None:
+    assert {form for forms in VARIANTS.values() for form in forms} == MODELS.keys()
+    for d_model in (256, 512):
+        with torch.device("meta"):
+            sizes = {
+                name: sum(p.numel() for layer in layers for p in layer(d_model).parameters())
+                for name, layers in MODELS.items()
+            }
+        for name, size in sizes.items():
+            # a head is 3 to 8 % of the layer
+            assert abs(size / sizes["recall"] - 1) < 0.11, (d_model, name, size)
+
+
+SHORT = (
+    "--device cpu --steps 2 --log-every 1 --seeds 2 --batch-size 2 --eval-rows 2 --autocast no "
+    "--eval-lengths"
+)
+SHORT_TASKS = {
+    "a5": f"--length 3 {SHORT} 3 4",
+    "copy": f"--min-string 2 --max-string 3 --context 12 {SHORT} 3 4",
+    "mqar": f"--vocabulary 16 --length 8 --pairs 2 {SHORT} 8 16",
+    "bound_s3": (
+        f"--min-definitions 1 --max-definitions 2 --max-operations 5 {SHORT} 2 20 20 "
+        "--eval-definitions 1 2 2"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [("bound_s3", model) for model in VARIANTS]
+    + [(task, "recall") for task in SHORT_TASKS if task != "bound_s3"],
+)
+def test_a_short_run_of_the_table(
+    task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rates = " ".join(map(str, RATES[:2]))
+    options = f"{TASKS[task]} --d-model 256 --model {model} --lr {rates} --concurrent"
+    tiny = Experiment("tiny", "?", (Run(f"{task}-{model}", f"{options} --curriculum-from 2"),))
+    monkeypatch.setattr(experiment, "experiments", lambda: {"tiny": tiny})
+    config = experiment.Config(("tiny",), extra=SHORT_TASKS[task], out=tmp_path)
+    assert experiment.main(config) == 0
+    rows = read_runs(tmp_path / "tiny")[f"{task}-{model}"]["rows"]
+    assert [row["point"]["lr"] for row in rows] == list(RATES[:2])
+    for row in rows:
+        assert list(row["failed"]) == [False, False] and row["state_size"] >= 0
+        assert all(h["loss"][0] > 0 for h in row["history"])
+        names = {"bound_s3": ["1_2", "2_20"]}.get(task, list(row["accuracy"]))
+        assert list(row["accuracy"]) == names
+        assert all(len(v) == 2 for found in row["accuracy"].values() for v in found.values())
 
 
 def test_the_readme_shows_the_layer_of_both_tasks() -> None:

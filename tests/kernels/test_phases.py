@@ -106,14 +106,14 @@ def run(case: Case, backend: Backend, operands: Operands | None = None) -> dict[
     return found | {f"gradient of {name}": v for name, v in zip(named, grads, strict=True)}
 
 
-def check(case: Case, operands: Operands | None = None, factor: float = 1.0) -> None:
-    """The kernels against plain torch; `factor` widens the tolerance."""
+def check(case: Case, operands: Operands | None = None) -> None:
+    """The kernels against plain torch."""
     given = case.operands() if operands is None else operands
     assert takes_phases(given, case.options())
     actual, expected = run(case, "triton", given), run(case, "reference", given)
     for name, theirs in expected.items():
         # also of cotangents of size 1, where those of a norm of few channels cancel
-        tolerance = factor * TOLERANCE[case.dtype]
+        tolerance = TOLERANCE[case.dtype]
         assert_close(name, actual[name].to(theirs.dtype), theirs, tolerance, atol=tolerance)
 
 
@@ -212,10 +212,16 @@ def test_without_a_gradient(k: int) -> None:
 )
 def test_many_samples_compiled(p: int, n: int, k: int, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"input_scale": "bounded_delta", "fed": "d", "erase": 0.0}
-    # The largest error of 11,200 tokens: feedback amplifies the rounding of B and C to bfloat16 in
-    # some of the samples.
     case = Case(heads=16, b=20, t=35, p=p, n=n, k=k, dtype=dtype, starts=False, **options)
-    check(case, factor=3.0 if dtype == torch.bfloat16 else 1.0)
+    if dtype == torch.float32:
+        check(case)
+        return
+    # By the sum of squares: in some of 320 samples feedback amplifies the rounding of B and C to
+    # bfloat16, to 5 percent of the largest value in plain torch with rounded B and C.
+    actual, expected = run(case, "triton"), run(case, "reference")
+    for name, theirs in expected.items():
+        error = torch.linalg.vector_norm(actual[name].to(theirs.dtype) - theirs)
+        assert error <= TOLERANCE[dtype] * torch.linalg.vector_norm(theirs), name
 
 
 def test_what_they_do_not_take() -> None:

@@ -116,9 +116,8 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
     warps = {SWEEP: of_channels, REVERSE: of_channels, GRADIENTS: of_states}
     by_token = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
-    # Triton's default for the fusion of operations changes with its version
-    launch = {"num_stages": 1, "enable_fp_fusion": True}
-    return Constants(num_warps=max(1, warps.get(kernel, 1 if by_token else 4)), **chosen, **launch)
+    warps_of = max(1, warps.get(kernel, 1 if by_token else 4))
+    return Constants(num_warps=warps_of, num_stages=1, **chosen)
 
 
 class _Inputs(NamedTuple):

@@ -4,17 +4,23 @@ from bedouin.baselines.attention import Attention, AttentionState, PaddedAttenti
 from bedouin.baselines.delta_net import DeltaNet
 from bedouin.baselines.delta_product import DeltaProduct, DeltaState
 from bedouin.baselines.lstm import LSTM, LSTMState
+from bedouin.baselines.m2rnn import M2RNN, M2RNNState
 from bedouin.baselines.mamba import Mamba, MambaState
+from bedouin.baselines.recurrent_delta_net import RecurrentDeltaNet, RecurrentDeltaState
 
 __all__ = [
     "LSTM",
+    "M2RNN",
     "Attention",
     "AttentionState",
     "DeltaNet",
     "DeltaProduct",
     "DeltaState",
     "LSTMState",
+    "M2RNNState",
     "Mamba",
     "MambaState",
     "PaddedAttentionState",
+    "RecurrentDeltaNet",
+    "RecurrentDeltaState",
 ]

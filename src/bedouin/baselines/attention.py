@@ -98,7 +98,7 @@ class Attention(Baseline[AttentionState]):
     rotations R.
 
     Args:
-        num_heads: must divide d_model.
+        num_heads: h. head_dim: p; None: d_model / num_heads.
         rope_base: base of the rotary frequencies, which need an even number of channels a head;
             None: no positions.
         bias: whether the projections have biases.
@@ -115,6 +115,7 @@ class Attention(Baseline[AttentionState]):
         d_model: int,
         *,
         num_heads: int = 4,
+        head_dim: int | None = None,
         rope_base: float | None = 10_000.0,
         bias: bool = False,
         d_conv: int | None = None,
@@ -125,17 +126,18 @@ class Attention(Baseline[AttentionState]):
         super().__init__(d_model, dtype)
         factory = factory_options(device, dtype)
         check_bool("bias", bias)
-        self.num_heads = positive_int("num_heads", num_heads)
-        self.head_dim = head_size(d_model, num_heads)
+        h = self.num_heads = positive_int("num_heads", num_heads)
+        p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
+        self.head_dim = p
         self.rope_base = None if rope_base is None else positive_number("rope_base", rope_base)
         if rope_base is not None and self.head_dim % 2:
             raise ValueError(
-                "rotary positions need an even number of channels a head, got d_model / num_heads "
-                f"= {self.head_dim}: choose another num_heads, or rope_base=None for no positions"
+                f"rotary positions need an even number of channels a head, got {self.head_dim}: "
+                "choose another num_heads or head_dim, or rope_base=None for no positions"
             )
-        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=bias, **factory)
-        self.conv = ShortConvolution(3 * d_model, d_conv, bias=conv_bias, **factory)
-        self.out_proj = nn.Linear(d_model, d_model, bias=bias, **factory)
+        self.in_proj = nn.Linear(d_model, 3 * h * p, bias=bias, **factory)
+        self.conv = ShortConvolution(3 * h * p, d_conv, bias=conv_bias, **factory)
+        self.out_proj = nn.Linear(h * p, d_model, bias=bias, **factory)
 
     def reset_parameters(self) -> None:
         for module in (self.in_proj, self.conv, self.out_proj):

@@ -34,6 +34,23 @@ def head_size(d_model: int, num_heads: int) -> int:
     return d_model // num_heads
 
 
+def unfit_for_kernels(
+    tensor: Tensor,  # any shape
+    sizes: tuple[int, int],
+    lengths: Tensor | None,  # (b,)
+) -> str | None:
+    """Why the Triton kernels of a sequential baseline do not fit a call; None if they do.
+
+    sizes: the key and the value channels of a head."""
+    if lengths is not None:
+        return "padding with return_state=True"
+    if tensor.dtype != torch.float32:
+        return f"{tensor.dtype}"
+    if any(size not in (16, 32, 64, 128) for size in sizes):
+        return f"heads of {sizes[0]} key and {sizes[1]} value channels"
+    return None
+
+
 @torch.no_grad()
 def reset_dt_bias(bias: Tensor) -> None:
     """Fill `bias` so that softplus(bias) is log-uniform in [1e-3, 0.1], as Mamba does."""

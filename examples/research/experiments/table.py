@@ -1,0 +1,186 @@
+"""One layer against the best rivals: tracking, recall, and both in one sequence, with one recipe.
+
+Every model has the parameters of `Bedouin.recall(256)` (`models.py`), one optimizer, schedule,
+warm-up and weight decay, and a learning rate that "table-tuning" chose for it on seed 100, on A5,
+copying and bound permutations of S3; S5, associative recall and bound permutations of A5 take the
+same rates. What a model has to choose besides, as gating, is chosen there, too.
+"""
+
+import math
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from common.runs import read_runs
+from research.experiments.plan import TUNING, Experiment, Run, joined
+
+Runs = dict[str, Any]
+"""The content of a runs.json."""
+Tasks = dict[str, str]
+"""Flags of tasks."""
+
+TUNED, REPORTED_RUNS = "table-tuning", ("table", "table-more")
+"""The experiments that choose, and those that the summary shows."""
+NARROW = "--d-model 256"
+RECIPE = "--autocast bf16 --schedule hold --concurrent"
+_WORDS = (
+    "--length 16 --eval-lengths 16 128 512 2048 --batch-size 256 --steps 12000 "
+    "--curriculum double --curriculum-until 0.5"
+)
+_BOUND = (
+    "--task bound --eval-definitions 16 16 24 --eval-lengths 32 128 128 --batch-size 128 "
+    "--curriculum double --curriculum-from 4 --curriculum-until 0.3"
+)
+TASKS = {
+    "a5": _WORDS,
+    "s5": f"{_WORDS} --group S5",
+    "copy": (
+        "--task copy --min-string 5 --max-string 50 --context 256 --eval-lengths 50 100 200 "
+        "--batch-size 64 --steps 5000"
+    ),
+    "mqar": (
+        "--task mqar --length 256 --pairs 32 --eval-lengths 256 512 --batch-size 64 --steps 5000"
+    ),
+    "bound_s3": f"{_BOUND} --group S3 --steps 8000",
+    "bound_a5": f"{_BOUND} --group A5 --steps 12000",
+}
+"""From --curriculum-until on, models that have not learned the short rows train on all lengths,
+too."""
+CONTROLS = {
+    "bound_z60": f"{_BOUND} --group Z60 --steps 12000",
+    "bound_a5_one_name": joined(
+        f"{_BOUND} --group A5 --steps 12000",
+        "--min-definitions 1 --max-definitions 1 --eval-definitions 1 --eval-lengths 32 128",
+    ),
+}
+"""A commutative group; one binding at a time. Plain A5 is one binding for each element."""
+RATES = (1e-3, 2e-3, 4e-3)
+BEYOND = {1e-3: 5e-4, 4e-3: 8e-3}
+"""The further rate where the best one is at an edge."""
+RATES_OF = {
+    **{"a5": "a5", "s5": "a5", "copy": "copy", "mqar": "copy"},
+    **{"bound_s3": "bound_s3", "bound_a5": "bound_s3"},
+    **dict.fromkeys(CONTROLS, "bound_s3"),
+}
+"""The task whose tuning runs choose the rate."""
+RECALL_RATE = 4e-3
+"""Of Bedouin.recall and its ablations without tuning runs; "recall-trials" chose it."""
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "recall": ("recall",),
+    "recall_no_feedback": ("recall_no_feedback",),
+    "recall_no_x": ("recall_no_x",),
+    "recall_no_erase": ("recall_no_erase",),
+    "recall_k2": ("recall_k2",),
+    "recall_layer": ("recall_layer",),
+    "deltaproduct_l1": ("deltaproduct_l1", "deltaproduct_l1_gated"),
+    "deltaproduct_l2": ("deltaproduct_l2", "deltaproduct_l2_gated"),
+    "gated_deltanet_l1": ("gated_deltanet_l1",),
+    "lstm_l1": ("lstm_l1",),
+    "attention_l2": ("attention_l2",),
+    "rdn_l1": ("rdn_l1", "rdn_l1_slow"),
+    "m2rnn_l1": ("m2rnn_l1",),
+    "hybrid_l2": ("hybrid_l2",),
+}
+"""The models of the table, and the forms of each that tuning compares."""
+SLOW = ("recall_layer",)
+"""Models without a kernel, each of whose seeds and rates is a run of its own."""
+
+
+def takes_part(task: str, model: str) -> bool:
+    """Whether a model is trained on a task: feedback of the whole layer is for bound names."""
+    return model != "recall_layer" or task.startswith("bound")
+
+
+def score(row: dict[str, Any]) -> float:
+    """What tuning compares: the share of labels that are right, averaged over test lengths."""
+    found = fmean(fmean(measures["token"]) for measures in row["accuracy"].values())
+    return -math.inf if math.isnan(found) else found
+
+
+def rows_of(runs: Runs, name: str) -> list[dict[str, Any]]:
+    """The rows of a run, and of those whose names add a learning rate or a seed to its name."""
+    return [
+        row
+        for found in sorted(runs)
+        if found == name or re.fullmatch(rf"{name}-(seed\d|0\.\d+)", found)
+        for row in runs[found].get("rows", ())
+    ]
+
+
+def tuning_rows(runs: Runs, task: str, model: str) -> dict[tuple[str, float], dict[str, Any]]:
+    """The tuning runs of a model for a task that have been made, by form and learning rate."""
+    return {
+        (form, row["point"]["lr"]): row
+        for form in VARIANTS[model]
+        for row in rows_of(runs, f"{RATES_OF[task]}-{form}")
+    }
+
+
+def chosen(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
+    """The form and the learning rate with the best score; None without tuning runs."""
+    rows = tuning_rows(runs, task, model)
+    if rows:
+        return max(rows, key=lambda choice: score(rows[choice]))
+    return (model, RECALL_RATE) if model.startswith("recall") else None
+
+
+def _tuning(runs: Runs) -> Experiment:
+    """Three rates for every form, and a further one where the best is at an edge."""
+    found = []
+    for task in sorted(set(RATES_OF.values())):
+        for model, forms in VARIANTS.items():
+            if not takes_part(task, model):
+                continue
+            best = chosen(runs, task, model) if tuning_rows(runs, task, model) else None
+            for form in forms:
+                options = joined(TASKS[task], RECIPE, NARROW, f"--model {form}", TUNING)
+                single = list(RATES) if model in SLOW else []
+                if not single:
+                    rates = " ".join(f"{rate:g}" for rate in RATES)
+                    found.append(Run(f"{task}-{form}", f"{options} --lr {rates}"))
+                if best is not None and best[0] == form and best[1] != RATES[1]:
+                    single.append(BEYOND.get(best[1], best[1]))
+                found += [
+                    Run(f"{task}-{form}-{rate:g}", f"{options} --lr {rate:g}") for rate in single
+                ]
+    return Experiment(TUNED, "Which learning rate and which form?", tuple(found))
+
+
+def _reported(
+    runs: Runs, name: str, question: str, tasks: Tasks, seeds: range, width: str = NARROW
+) -> Experiment:
+    """The runs of all models whose learning rate is known."""
+    found = []
+    for task, flags in tasks.items():
+        for model in VARIANTS:
+            choice = chosen(runs, task, model) if takes_part(task, model) else None
+            if choice is None:
+                continue
+            layer = f"--model {choice[0]} --lr {choice[1]:g}"
+            options = joined(flags, RECIPE, width, layer)
+            if model in SLOW:
+                found += [
+                    Run(f"{task}-{model}-seed{seed}", f"{options} --seeds 1 --first-seed {seed}")
+                    for seed in seeds
+                ]
+            else:
+                drawn = f"--seeds {len(seeds)} --first-seed {seeds[0]}"
+                found.append(Run(f"{task}-{model}", f"{options} {drawn}"))
+    return Experiment(name, question, tuple(found))
+
+
+def tables(results: Path) -> tuple[Experiment, ...]:
+    """Tuning, the reported seeds, two more of them, a larger width, and the controls."""
+    runs = read_runs(results / TUNED)
+    wide = {task: TASKS[task] for task in ("a5", "copy", "bound_a5")}
+    table, more = REPORTED_RUNS
+    three = range(3)
+    return (
+        _tuning(runs),
+        _reported(runs, table, "Which layer tracks, recalls, and does both?", TASKS, three),
+        _reported(runs, more, "The same for two more seeds", TASKS, range(3, 5)),
+        _reported(runs, "table-wide", "The same at d_model 512", wide, three, "--d-model 512"),
+        _reported(runs, "table-controls", "What makes bound names hard?", CONTROLS, three),
+    )

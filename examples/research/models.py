@@ -1,0 +1,80 @@
+"""The layers of the table, with equal numbers of parameters, by name.
+
+Every model has about the parameters of `Bedouin.recall(256)`, in one layer or in two together, by
+its inner width, and a short convolution of width 4. Names end with the number of layers, except for
+those of Bedouin. At another d_model the number of heads grows in proportion.
+
+Letters: m d_model.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from bedouin import Bedouin
+from bedouin.baselines import (
+    LSTM,
+    M2RNN,
+    Attention,
+    DeltaNet,
+    DeltaProduct,
+    RecurrentDeltaNet,
+)
+
+Layer = Callable[[int], nn.Module]
+"""A layer for a d_model, a multiple of 256."""
+
+WIDTH, CONVOLUTION = 256, 4
+
+
+def heads(kind: Callable[..., nn.Module], number: int, **options: Any) -> Layer:
+    """A layer of `kind` with so many heads at d_model 256."""
+    return lambda m: kind(m, num_heads=number * m // WIDTH, d_conv=CONVOLUTION, **options)
+
+
+def recall(**options: Any) -> Layer:
+    """`Bedouin.recall` with other options."""
+    return partial(Bedouin.recall, on_unconverged="ignore", **options)
+
+
+def delta_product(number: int, *, gated: bool) -> Layer:
+    """Four steps a token with eigenvalues in [-1, 1]."""
+    size = {"head_dim": 68, "expand_v": 1}
+    options = {"num_householder": 4, "eigenvalues": "full", "gated": gated}
+    return heads(DeltaProduct, number, **size, **options)
+
+
+def gated_delta_net(number: int) -> Layer:
+    """Eigenvalues in [-1, 1]."""
+    return heads(DeltaNet, number, head_dim=64, gated=True, eigenvalues="full")
+
+
+def lstm(units: int) -> Layer:
+    """An LSTM with so many units at d_model 256."""
+    return partial(LSTM, expand=units / WIDTH, d_conv=CONVOLUTION)
+
+
+MODELS: dict[str, tuple[Layer, ...]] = {
+    "recall": (recall(),),
+    # without feedback there is no W^y: one head more
+    "recall_no_feedback": (recall(feedback=(), expand=2.25),),
+    "recall_no_x": (recall(feedback=("delta",)),),
+    "recall_no_erase": (recall(erase=0.0),),
+    # reflections need the bounded scale (examples/results/recall-trials)
+    "recall_k2": (recall(num_householder=2, input_scale="bounded_delta", expand=1.5),),
+    "recall_layer": (recall(feedback_scope="layer", expand=1.25),),
+    "deltaproduct_l1": (delta_product(4, gated=False),),
+    "deltaproduct_l1_gated": (delta_product(4, gated=True),),
+    "deltaproduct_l2": (delta_product(2, gated=False),) * 2,
+    "deltaproduct_l2_gated": (delta_product(2, gated=True),) * 2,
+    "gated_deltanet_l1": (gated_delta_net(6),),
+    "lstm_l1": (lstm(312),),
+    "attention_l2": (heads(Attention, 8, head_dim=48),) * 2,
+    "rdn_l1": (heads(RecurrentDeltaNet, 14, head_dim=64, expand_v=0.5),),
+    "rdn_l1_slow": (heads(RecurrentDeltaNet, 14, head_dim=64, expand_v=0.5, feedback_init=0.1),),
+    "m2rnn_l1": (heads(M2RNN, 17, head_dim=64, expand_v=0.25),),
+    "hybrid_l2": (gated_delta_net(3), lstm(192)),
+}
+"""The layers of every model, from the input on."""

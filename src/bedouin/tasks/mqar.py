@@ -1,0 +1,116 @@
+"""Multi-query associative recall.
+
+Letters: b batch, t time, r pairs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from bedouin.tasks.batch import IGNORE, Batch
+from bedouin.tasks.checks import whole_number
+from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+
+
+@dataclass(frozen=True)
+class MQAR:
+    """Pairs of a key and a value, then the keys again, each at a random place: what was its value?
+
+    A row with `vocab_size=12, length=16, num_pairs=2`, in which keys are 1 to 5 and values 6 to 11.
+    A blank stands for `IGNORE`, and `*` for a random token, which may look like a key:
+
+        tokens  2 8 4 7 * * 4 * * * 2 * * * * *
+        labels              7       8
+
+    Protocol (Zoology, arXiv 2312.04927, and its code, zoology/data/multiquery_ar.py). Keys and
+    values of a row are drawn without replacement; queries stand at even distances g from the end of
+    the pairs, which are drawn without replacement with probabilities proportional to
+    (g / 2 + 1)^(power - 1), so mostly soon after the pairs. Tokens in between are uniform over the
+    whole vocabulary. The last value is drawn from those that the stream's split allows (see
+    `bedouin.tasks.streams`), where it may repeat another value of the row.
+
+    Args:
+        vocab_size: number of ids, the smaller half of which but 0 are keys.
+        length: t, even. num_pairs: r.
+        power: of the distribution of distances; 1 is uniform.
+
+    Raises:
+        ValueError: a field out of its range, or a length that 4 r exceeds.
+        TypeError: a number that is no int.
+    """
+
+    vocab_size: int = 8192
+    length: int = 256
+    num_pairs: int = 32
+    power: float = 0.01
+
+    def __post_init__(self) -> None:
+        whole_number("vocab_size", self.vocab_size, 4)
+        whole_number("num_pairs", self.num_pairs, 1, self.vocab_size // 2)
+        self._check_length(whole_number("length", self.length, 1), self.num_pairs)
+        if not self.power > 0:
+            raise ValueError(f"power must be > 0, got {self.power}")
+
+    def _check_length(self, length: int, num_pairs: int) -> None:
+        if length < 4 * num_pairs or length % 2:
+            raise ValueError(
+                f"length must be even and at least 4 num_pairs = {4 * num_pairs}, got {length}: "
+                "a pair and its query take two places each"
+            )
+
+    @property
+    def output_size(self) -> int:
+        """Number of classes, the vocabulary."""
+        return self.vocab_size
+
+    def sample(
+        self,
+        batch_size: int,
+        generator: torch.Generator,
+        *,
+        device: torch.device | str | None = None,
+        length: int | None = None,
+        num_pairs: int | None = None,
+        split: Split | None = None,
+    ) -> Batch:
+        """Draw rows on the generator's device, without synchronization.
+
+        Args:
+            batch_size: number of rows, 0 or more.
+            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from all
+                rows, or from `split`.
+            device: the device of the result; None: the generator's.
+            length, num_pairs: t and r of these rows; None: those of the task.
+            split: None: the stream's own. Another one than the stream's raises an error.
+
+        Returns:
+            tokens and labels (b, t).
+
+        Raises:
+            ValueError: a number out of its range, or a split that is not the stream's.
+            TypeError: a number that is not an int, or a generator that is not one.
+        """
+        t = whole_number("length", self.length if length is None else length, 1)
+        r = self.num_pairs if num_pairs is None else num_pairs
+        r = whole_number("num_pairs", r, 1, self.vocab_size // 2)
+        self._check_length(t, r)
+        b = whole_number("batch_size", batch_size, 0)
+        return self._draw(b, t, r, resolve_split(generator, split), generator).to(device)
+
+    def _draw(self, b: int, t: int, r: int, split: Split, rng: torch.Generator) -> Batch:
+        half, device = self.vocab_size // 2, rng.device
+        keys = 1 + torch.rand(b, half - 1, generator=rng, device=device).topk(r).indices
+        values = half + torch.rand(b, half, generator=rng, device=device).topk(r).indices
+        # the smallest of exponential variables with these rates are a draw without replacement
+        rate = torch.arange(1, t // 2 - r + 1, device=device) ** (self.power - 1)
+        times = torch.empty(b, len(rate), device=device).exponential_(generator=rng) / rate
+        query = 2 * (r + times.topk(r, largest=False).indices)  # (b, r)
+        tokens = torch.randint(self.vocab_size, (b, t), generator=rng, device=device)
+        tokens[:, : 2 * r : 2] = keys
+        tokens[:, 1 : 2 * r : 2] = values
+        tokens = tokens.scatter(1, query, keys)
+        last = 2 * r - 1
+        tokens[:, last] = 0
+        tokens[:, last] = half + draw_last(row_hash(tokens), self.vocab_size - half, split, rng)
+        labels = torch.full_like(tokens, IGNORE).scatter(1, query, tokens[:, 1 : 2 * r : 2])
+        return Batch(tokens, labels)

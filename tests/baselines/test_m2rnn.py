@@ -1,0 +1,99 @@
+"""M2RNN: equal to its equations, head by head."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bedouin.baselines import M2RNN, M2RNNState
+
+
+def recurrence(layer: M2RNN, x: Tensor, state: M2RNNState) -> Tensor:
+    """The outputs (b, t, m) of inputs (b, t, m), sample by sample and head by head."""
+    h, p, v = layer.num_heads, layer.head_dim, layer.value_dim
+    qkv = F.silu(layer.conv(layer.qkv_proj(x), state.conv)[0])
+    dt = F.softplus(layer.f_proj(x) + layer.dt_bias)
+    f, gate = torch.exp(-layer.A_log.exp() * dt), F.silu(layer.g_proj(x))
+    rows = []
+    for i in range(len(x)):
+        heads = []
+        for j in range(h):
+            S, W, outputs = state.memory[i, j], layer.state_weight[j], []
+            for t in range(x.shape[1]):
+                q, k, value = qkv[i, t].view(h, -1)[j].split([p, p, v])
+                new = torch.tanh(S @ W + torch.outer(k, value))
+                S = f[i, t, j] * S + (1 - f[i, t, j]) * new
+                o = (S.T @ q + layer.D[j] * value) * gate[i, t].view(h, v)[j]
+                o = o * torch.rsqrt(o.square().mean() + layer.norm_eps) * layer.norm_weight[j]
+                outputs.append(o)
+            heads.append(torch.stack(outputs))
+        rows.append(torch.cat(heads, dim=-1))
+    return torch.stack(rows) @ layer.out_proj.weight.T
+
+
+@pytest.mark.parametrize("d_conv", [None, 3])
+def test_equals_the_recurrence(d_conv: int | None) -> None:
+    layer = M2RNN(6, num_heads=2, expand_v=2 / 3, d_conv=d_conv, dtype=torch.float64)
+    assert (layer.head_dim, layer.value_dim) == (3, 2)
+    with torch.no_grad():
+        for parameter in (layer.state_weight, layer.D, layer.norm_weight):
+            parameter.add_(torch.randn_like(parameter))
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+    state = M2RNNState(*(torch.randn_like(v) for v in layer.init_state(2)))
+    expected, y = recurrence(layer, x, state), layer(x, state)
+    torch.testing.assert_close(y, expected)
+    inputs = [x, *layer.parameters()]
+    grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_decay_and_skip_are_not_decayed() -> None:
+    marked = {n for n, p in M2RNN(8).named_parameters() if getattr(p, "_no_weight_decay", False)}
+    assert marked == {"A_log", "dt_bias", "D"}
+
+
+@pytest.mark.interpreter
+def test_triton_equals_the_reference() -> None:
+    check_backends("cpu", 2e-5)
+
+
+@pytest.mark.gpu
+def test_triton_equals_the_reference_on_a_gpu() -> None:
+    check_backends("cuda", 1e-3)  # the reference's products may be in TensorFloat32
+
+
+def check_backends(device: str, tolerance: float) -> None:
+    """Outputs, state and gradients, through a second chunk."""
+    options: dict[str, Any] = {"num_heads": 2, "head_dim": 32, "expand_v": 0.5}
+    layers = [
+        M2RNN(8, device=device, **options, backend=backend) for backend in ("triton", "reference")
+    ]
+    with torch.no_grad():
+        layers[0].state_weight.add_(torch.randn_like(layers[0].state_weight))
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, results = torch.randn(2, 9, 8, device=device), []
+    for layer in layers:
+        u = x.clone().requires_grad_()
+        first, state = layer(u[:, :5], return_state=True)
+        y, state = layer(u[:, 5:], state, return_state=True)
+        loss = torch.stack([v.square().sum() for v in (first, y, *state.tensors)]).sum()
+        inputs = [u, *layer.parameters()]
+        results.append((first, y, *state.tensors, *torch.autograd.grad(loss, inputs)))
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.interpreter
+def test_calls_without_gradients_and_what_the_kernel_does_not_support() -> None:
+    layer = M2RNN(8, num_heads=2, backend="triton")
+    with pytest.raises(ValueError, match="does not support heads of 4 key and 4 value channels"):
+        layer(torch.randn(2, 3, 8))
+    with torch.no_grad():
+        layer = M2RNN(8, head_dim=16, backend="triton")
+        expected = M2RNN(8, head_dim=16, backend="reference")
+        expected.load_state_dict(layer.state_dict())
+        x, mask = torch.randn(2, 3, 8), torch.tensor([[True, True, False], [True, False, False]])
+        found = layer(x, return_state=True, mask=mask)
+        y, state = expected(x, return_state=True, mask=mask)
+    torch.testing.assert_close((found[0], *found[1]), (y, *state), rtol=1e-5, atol=1e-5)

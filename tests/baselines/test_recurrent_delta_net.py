@@ -1,0 +1,91 @@
+"""Recurrent Delta Net: equal to its equations, head by head."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin.baselines import RecurrentDeltaNet, RecurrentDeltaState
+
+
+def recurrence(layer: RecurrentDeltaNet, x: Tensor, state: RecurrentDeltaState) -> Tensor:
+    """The outputs (b, t, m) of inputs (b, t, m), sample by sample and head by head."""
+    h, p, v = layer.num_heads, layer.head_dim, layer.value_dim
+    qkv, _ = layer.conv(layer.qkv_proj(x), state.conv)
+    b_raw = layer.b_proj(x)
+    rows = []
+    for i in range(len(x)):
+        heads = []
+        for j in range(h):
+            S, y, R, outputs = state.memory[i, j], state.y[i, j], layer.y_proj[j], []
+            for t in range(x.shape[1]):
+                own = torch.cat([qkv[i, t].view(h, -1)[j], b_raw[i, t, j : j + 1]])
+                q, k, value, beta = (own + torch.tanh(y) @ R).split([p, p, v, 1])
+                k = torch.softmax(k, 0)
+                S = S + torch.sigmoid(beta) * torch.outer(k, value - S.T @ k)
+                y = S.T @ torch.softmax(q, 0)
+                outputs.append(y)
+            heads.append(torch.stack(outputs))
+        rows.append(torch.cat(heads, dim=-1))
+    return torch.stack(rows) @ layer.out_proj.weight.T
+
+
+@pytest.mark.parametrize("d_conv", [None, 3])
+def test_equals_the_recurrence(d_conv: int | None) -> None:
+    layer = RecurrentDeltaNet(
+        6, num_heads=2, expand_v=2 / 3, d_conv=d_conv, feedback_init=2.0, dtype=torch.float64
+    )
+    assert (layer.head_dim, layer.value_dim) == (3, 2)
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+    state = RecurrentDeltaState(*(torch.randn_like(v) for v in layer.init_state(2)))
+    expected, y = recurrence(layer, x, state), layer(x, state)
+    torch.testing.assert_close(y, expected)
+    inputs = [x, *layer.parameters()]
+    grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.interpreter
+def test_triton_equals_the_reference() -> None:
+    check_backends("cpu", 2e-5)
+
+
+@pytest.mark.gpu
+def test_triton_equals_the_reference_on_a_gpu() -> None:
+    check_backends("cuda", 1e-3)  # the reference's products may be in TensorFloat32
+
+
+def check_backends(device: str, tolerance: float) -> None:
+    """Outputs, state and gradients, through a second chunk."""
+    options: dict[str, Any] = {
+        "num_heads": 2,
+        "head_dim": 32,
+        "expand_v": 0.5,
+        "feedback_init": 3.0,
+    }
+    layers = [
+        RecurrentDeltaNet(8, device=device, **options, backend=backend)
+        for backend in ("triton", "reference")
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, results = torch.randn(2, 9, 8, device=device), []
+    for layer in layers:
+        u = x.clone().requires_grad_()
+        first, state = layer(u[:, :5], return_state=True)
+        y, state = layer(u[:, 5:], state, return_state=True)
+        loss = torch.stack([v.square().sum() for v in (first, y, *state.tensors)]).sum()
+        inputs = [u, *layer.parameters()]
+        results.append((first, y, *state.tensors, *torch.autograd.grad(loss, inputs)))
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.interpreter
+def test_calls_that_the_kernel_does_not_support() -> None:
+    layer = RecurrentDeltaNet(8, num_heads=2, backend="triton")
+    with pytest.raises(ValueError, match="does not support heads of 4 key and 4 value channels"):
+        layer(torch.randn(2, 3, 8))
+    layer = RecurrentDeltaNet(8, head_dim=16, backend="triton")
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="does not support padding with return_state=True"):
+        layer(torch.randn(2, 3, 8), return_state=True, mask=mask)
