@@ -101,7 +101,7 @@ $(CONTRACTS_ENV)/installed: $(STAMP)
 
 contracts: $(CONTRACTS_ENV)/installed
 	@echo "== contracts"
-	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 $(CONTRACTS_PYTHON) -P -m pytest -q \
+	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 $(CONTRACTS_PYTHON) -P -m pytest -n 2 -q \
 	    tests/contracts tests/integrations
 
 lint: $(STAMP)
