@@ -55,7 +55,7 @@ def output_forward(
     OUTPUT.launch(
         (ceil_div(tokens, constants["TOKENS"]), heads),
         (rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
-        (tokens, d, *_strides(rows, tokens, heads, joined=heads * d)),
+        (tokens, d, *_strides(out, rows, heads)),
         constants,
     )
     return out
@@ -86,7 +86,7 @@ def output_backward(
     OUTPUT_BACKWARD.launch(
         (programs, heads),
         (grad, *rows[:2], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
-        (tokens, d, *_strides(rows, tokens, heads, joined=_row_stride(grad))),
+        (tokens, d, *_strides(grad, rows, heads)),
         constants,
     )
     return grads[0], grads[1], grads[2], sums.sum(0)
@@ -162,21 +162,19 @@ def _as_rows(first: Tensor, *others: Tensor | None) -> list[Tensor]:
     return [rows, *[rows if v is None else evenly_spaced(v) for v in others]]
 
 
-def _row_stride(
-    v: Tensor,  # (b, t, d)
-) -> int:
-    """The distance of evenly spaced rows."""
+def _strides(
+    joined: Tensor,  # (b / H, t, H d), the output or its cotangent
+    rows: list[Tensor],  # (b, t, d) each
+    heads: int,
+) -> list[int]:
+    """The distances of rows, then those of heads: zeros for one head, since they depend on the
+    number of tokens, and each would need a kernel of its own."""
     # the stride of an axis of size 1 says nothing
-    return v.stride(1) if v.shape[1] > 1 else v.stride(0)
-
-
-def _strides(rows: list[Tensor], tokens: int, heads: int, *, joined: int) -> list[int]:
-    """The distances of rows, first of those where heads are side by side, at the distance `joined`,
-    then the distances of heads: zeros for one head, since they depend on the number of tokens, and
-    each would need a kernel of its own."""
-    strides, d = [_row_stride(v) for v in rows], rows[0].shape[-1]
-    of_heads = [d, *[tokens * stride for stride in strides]] if heads > 1 else [0] * (len(rows) + 1)
-    return [joined, *strides, *of_heads]
+    strides = [v.stride(1) if v.shape[1] > 1 else v.stride(0) for v in (joined, *rows)]
+    if heads == 1:
+        return [*strides, *[0 for _ in strides]]
+    b, t, width = joined.shape
+    return [*strides, width // heads, *[b * t * stride for stride in strides[1:]]]
 
 
 def _blocks(tokens: int, d: int) -> dict[str, int]:
