@@ -323,10 +323,10 @@ def test_a_short_run_of_the_table(
         assert all(len(v) == 2 for found in row["accuracy"].values() for v in found.values())
 
 
-def test_the_readme_shows_the_layer_of_both_tasks() -> None:
+def test_the_page_of_words_shows_the_layer_of_both_tasks() -> None:
     """The same layer as that of the experiments: modules, options and initial weights."""
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
-    (block,) = [v for v in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "d_conv=" in v]
+    page = Path(__file__).parents[2].joinpath("examples", "results", "words", "README.md")
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     variables: dict[str, Any] = {}
     torch.manual_seed(0)
     exec(block, variables)

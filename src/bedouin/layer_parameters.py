@@ -1,0 +1,324 @@
+"""What the layers have: options, parameters, and how large they are.
+
+Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, H num_heads,
+p = d / H head_dim, r raw values of a head, the first f with feedback. Between the projections from
+m to d and back a layer has b' = H b folded samples, each one head of one sample (bedouin.heads).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.checks import (
+    check_bool,
+    check_device,
+    check_dtype,
+    inner_size,
+    one_of,
+    ordered_subset,
+    positive_int,
+)
+from bedouin.decoding import StepGraphs
+from bedouin.fixed_point_map import ScanInputs
+from bedouin.graphed import GraphedLayer
+from bedouin.heads import choose_num_heads, make_linear
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.operands import Parameterization, RawLayout
+from bedouin.kernels.padding import CLOSED
+from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.mixers import ChannelMixer
+from bedouin.parameterization import (
+    FEEDBACK_NORM_EPS,
+    ChosenSolver,
+    FeedbackScope,
+    MaxSteps,
+    OutputStage,
+    Projection,
+    SolveArguments,
+    SolveOption,
+    X,
+    split_feedback_weight,
+)
+from bedouin.parameters import factory_options, mark
+from bedouin.short_convolution import ShortConvolution
+from bedouin.solvers import Adjoint, Cap, SolveStats
+from bedouin.solvers.base import check_number
+from bedouin.solvers.draws import Draws
+from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
+from bedouin.solvers.solve import SolveOptions
+from bedouin.state import StateSize
+from bedouin.wrapped import effective_weight
+
+
+class LayerParameters(GraphedLayer, ABC):
+    """Options and parameters of a layer.
+
+    A subclass defines the components of the raw values and how these become the inputs of the scan.
+
+    The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
+    in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
+    bedouin.wrapped, which also says what is refused). Merge adapters before decoding: a step
+    computes that matrix anew.
+    """
+
+    components: ClassVar[tuple[str, ...]]
+    """Names of the raw components, in the order of the fused projection; the gate is last."""
+
+    has_drive: ClassVar[bool] = False
+    """Whether `drive` changes its argument."""
+
+    state_size: StateSize
+    """The sizes of the state of one sample."""
+
+    x_proj: Any
+    """W^x: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
+
+    conv: ShortConvolution | None
+    """The convolution of width d_conv; None without one."""
+
+    _stats_have_graph: bool = False
+    """Whether the call that `stats` describes recorded gradients."""
+
+    solve_options: SolveOptions
+    """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
+    `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
+    solver = ChosenSolver()
+    adjoint = SolveOption[Adjoint | None]()
+    cap = SolveOption[Cap]()
+    max_steps = MaxSteps()
+    on_unconverged = SolveOption[OnUnconverged]()
+    backend = SolveOption[Backend]()
+
+    record_history: bool = False
+    """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
+
+    stats: SolveStats | None
+    """Statistics of the last call, also of one that raised a ConvergenceError. None before any
+    call, and in copies and pickles of a layer whose last call was within a torch.func transform; a
+    state_dict contains none, and loading one does not change them. Those of a sample are the worst
+    of its heads. The recomputation of non-reentrant checkpointing does not change them. Under
+    torch.func transforms they are tensors of the transform: to read them, return them from the
+    transformed function. Under torch.compile they are outputs of the graph that are not read, so
+    nothing warns or raises, and stats.backward stays None. torch.export leaves them as they
+    are."""
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int,
+        expand: float,
+        num_heads: int | None,
+        mixer: ChannelMixer,
+        input_scale: InputScale,
+        eigenvalues: Eigenvalues,
+        feedback: Collection[str],
+        feedback_norm: bool,
+        feedback_init: float,
+        feedback_scope: FeedbackScope,
+        d_conv: int | None,
+        projection: Projection,
+        norm_eps: float,
+        output: OutputStage,
+        bias: bool,
+        solve: SolveArguments,
+        layer_idx: int | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.d_model, self.d_state = (
+            positive_int("d_model", d_model),
+            positive_int("d_state", d_state),
+        )
+        self.d_inner = inner_size(expand, d_model)
+        self.num_heads = choose_num_heads(num_heads, self.d_inner)
+        self.head_dim = self.d_inner // self.num_heads
+        check_bool("feedback_norm", feedback_norm)
+        check_bool("bias", bias)
+        check_dtype(dtype)
+        if isinstance(layer_idx, bool) or not isinstance(layer_idx, int | None):
+            raise TypeError(f"layer_idx must be None or an int, got {layer_idx!r}")
+        self.feedback = ordered_subset("feedback", feedback, self.fed_names)
+        self.feedback_scope = one_of("feedback_scope", feedback_scope, get_args(FeedbackScope))
+        self.projection = one_of("projection", projection, get_args(Projection))
+        self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
+        self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
+        self.output = one_of("output", output, get_args(OutputStage))
+        check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
+        check_number("norm_eps", norm_eps, 0, 1, open_low=True)
+        self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
+        self.mixer, self.layer_idx = mixer, layer_idx
+        self.solve_options = solve.options(mixer, self.head_dim)
+        self.stats = None
+        self.draws = Draws()
+        self.deferred = DeferredWarning()
+        self.graphs = StepGraphs()
+
+        d, p, heads = self.d_inner, self.head_dim, self.num_heads
+        factory = factory_options(device, dtype)
+        self._sizes = self._component_sizes()
+        self._check_feedback()
+        r, from_input = self.raw_size, self.projection == "input"
+        self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
+        self.x_proj = None if from_input else make_linear(heads, p, r + p, **factory)
+        self.y_proj = None
+        if self.feedback:
+            fed = sum(p if name == X else self._sizes[name] for name in self.feedback)
+            self.y_proj = make_linear(heads, self.fed_channels, fed + p, **factory)
+        self.conv = None
+        if d_conv is not None:
+            width = None if positive_int("d_conv", d_conv) == 1 else d_conv
+            size = sum(self._convolved_sizes().values())
+            self.conv = ShortConvolution(size, width, bias=not from_input, **factory)
+        window = None if self.conv is None else self.conv.window_size
+        self.state_size = StateSize(d, d_state, window)
+        self.dt_bias = nn.Parameter(torch.empty(d, **factory))
+        biases = sum(self._biased_sizes().values()) if from_input else r
+        has_bias = bias and (biases > 0 or not from_input)
+        self.raw_bias = nn.Parameter(torch.empty(heads * biases, **factory)) if has_bias else None
+        self.D = nn.Parameter(torch.empty(d, **factory))
+        self.norm = nn.RMSNorm(d, eps=norm_eps, **factory) if output == "norm" else None
+        self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
+        check_device(mixer, self.D.device)
+
+    # -- methods of subclasses
+
+    @abstractmethod
+    def _component_sizes(self) -> dict[str, int]:
+        """Sizes of the raw components of a head in the order of `components`; the first has size
+        p."""
+
+    @abstractmethod
+    def _split(
+        self,
+        raw: Tensor,  # (..., r)
+    ) -> ScanInputs:
+        """Raw values converted to the inputs of the scan."""
+
+    @abstractmethod
+    def _A(self) -> Tensor:
+        """A (d, n), with which the decay is exp(A Delta)."""
+
+    @abstractmethod
+    def layout(self) -> RawLayout | None:
+        """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
+
+    @property
+    def _raw_without_delta(self) -> float:
+        """A value of the first raw component for which Delta is 0."""
+        return -CLOSED
+
+    def drive(
+        self,
+        x: Tensor,  # (b', t, p)
+    ) -> Tensor:  # (b', t, p)
+        """The input of the mixer."""
+        return x
+
+    # -- options
+
+    @property
+    def fed_names(self) -> tuple[str, ...]:
+        """The names that `feedback` may contain."""
+        return self.components
+
+    def _check_feedback(self) -> None:
+        """Raise ValueError for feedback of a component that the layer's options leave out."""
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the mixer has the form (e, U, M), which Direct, Jacobi and the exact adjoint
+        need."""
+        return self.mixer.is_structured(self.head_dim)
+
+    @property
+    def fed_channels(self) -> int:
+        """The channels of y_{t-1} that W^y of a head reads."""
+        return self.head_dim if self.feedback_scope == "head" else self.d_inner
+
+    @property
+    def _erases(self) -> bool:
+        """Whether the last raw value is that of beta^e."""
+        return False
+
+    @property
+    def projected_sizes(self) -> dict[str, int]:
+        """The parts of in_proj's output in their order: x and z, or with projection="input" x, the
+        raw values of all heads, and the gate."""
+        if self.projection == "inner":
+            return {"x": self.d_inner} | ({} if self.output == "paper" else {"z": self.d_inner})
+        raw = {name: self.num_heads * self._sizes[name] for name in self._projected_names()}
+        return {"x": self.d_inner, **raw, "gate": self.d_inner}
+
+    def _projected_names(self) -> tuple[str, ...]:
+        """The raw components in the order of in_proj's output."""
+        return self.components
+
+    def _convolved_sizes(self) -> dict[str, int]:
+        """The parts that the convolution acts on."""
+        return {"x": self.d_inner}
+
+    def _biased_sizes(self) -> dict[str, int]:
+        """With projection="input", how many values of a head have a bias, the last of their
+        component, in the order of the raw values; Delta's is dt_bias."""
+        return {"mixer": self.mixer.bias_size}
+
+    # -- parameters
+
+    @property
+    def raw_size(self) -> int:
+        """r, the number of raw values per token and head, without the gate."""
+        return sum(self._sizes.values())
+
+    @property
+    def feedback_norm_eps(self) -> float | None:
+        return FEEDBACK_NORM_EPS if self.feedback_norm else None
+
+    def parameterization(self) -> Parameterization:
+        """The options of the map for its kernels."""
+        scales = self.input_scale, self.eigenvalues
+        feeds_x = X in self.feedback
+        return Parameterization(self.layout(), *scales, self.feedback_norm_eps, feeds_x=feeds_x)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, except those of the mixer."""
+        self._mark_parameters()
+        for module in (self.in_proj, self.x_proj, self.conv, self.out_proj):
+            if module is not None:
+                module.reset_parameters()
+        with torch.no_grad():
+            if self.y_proj is not None:
+                self.y_proj.reset_parameters()
+                self.y_proj.weight.mul_(self.feedback_init)
+            if self.raw_bias is not None and self.projection == "input":
+                self.raw_bias.zero_()
+            elif self.raw_bias is not None:
+                bound = 1 / math.sqrt(self.head_dim)
+                self.raw_bias.uniform_(-bound, bound)
+            self.D.fill_(1.0)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+
+    def _mark_parameters(self) -> None:
+        # plain look-ups, because setting the first parameter calls this, too
+        mark(self._parameters.get("dt_bias"), "_no_reinit")
+        for name in ("D", "A_log", "omega"):
+            mark(self._parameters.get(name), "_no_weight_decay")
+        if self.__dict__.get("projection") == "input":
+            for name in ("dt_bias", "raw_bias"):
+                mark(self._parameters.get(name), "_no_weight_decay")
+
+    def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """W^y of the loop (f, c) or (H, f, c) and of the gate (p, c) or (H, p, c), where c is p or
+        with feedback_scope="layer" d; None without feedback, and for the loop if only components
+        without raw values have it."""
+        if self.y_proj is None:
+            return None, None
+        weight = effective_weight("y_proj", self.y_proj, self.fed_channels, self.D, self.num_heads)
+        known = self.feedback, self._sizes, self.head_dim
+        return split_feedback_weight(weight.to(dtype), *known)
