@@ -153,7 +153,8 @@ class _PlainSteps:
     def advance(self) -> None:
         before = self.progress
         active = ~before.failed & ~before.frozen.all(1)
-        f_y, now = self._judge()
+        f_y, pivot = self.solver.evaluate(self.f, before.y)
+        now = self._judge(f_y.detach(), pivot)
         y_next, self.memory = self.solver.update(before.y, f_y, self.memory)
         keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
         # the evaluation of a frozen y does not change, so the last one holds for every token
@@ -164,16 +165,19 @@ class _PlainSteps:
         )
 
     def certify(self) -> None:
-        _, self.progress = self._judge()
+        f_y, pivot = self.solver.evaluate(self.f, self.progress.y)
+        self.progress = self._judge(f_y.detach(), pivot)
 
     def finished(self) -> bool:
         return bool((self.progress.failed | self.progress.frozen.all(1)).all())
 
-    def _judge(self) -> tuple[Tensor, Progress]:
-        """The value of the map at y (b, t, c), and the progress that it shows."""
+    def _judge(
+        self,
+        f_y: Tensor,  # (b, t, c), the value of the map at y
+        pivot: Tensor | None,  # (b,)
+    ) -> Progress:
+        """The progress that a value shows."""
         before = self.progress
-        evaluation, pivot = self.solver.evaluate(self.f, before.y)
-        f_y = evaluation.detach()
         # small tolerances would underflow to zero in float16
         dtype = accumulator(f_y.dtype)
         defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
@@ -183,8 +187,7 @@ class _PlainSteps:
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
         if self.watch is not None:
             self.watch(before.y, reported_residual(defect, scale))
-        now = Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
-        return evaluation, now
+        return Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
 
 
 def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:

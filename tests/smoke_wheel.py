@@ -33,16 +33,23 @@ def import_everything() -> int:
             importlib.import_module(module.name)
             count += 1
         except ImportError as error:
-            missing = str(error.name).partition(".")[0]
-            if missing not in OPTIONAL or importlib.util.find_spec(missing) is not None:
+            if not lacks_optional_library(error):
                 raise
     return count
 
 
 def refuse(name: str) -> None:
     # walk_packages would pass over a package whose import fails
-    if importlib.util.find_spec("triton") is not None:
-        raise ImportError(f"the package {name} cannot be imported")
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        if not lacks_optional_library(error):
+            raise
+
+
+def lacks_optional_library(error: ImportError) -> bool:
+    missing = str(error.name).partition(".")[0]
+    return missing in OPTIONAL and importlib.util.find_spec(missing) is None
 
 
 def run_layer() -> tuple[int, ...]:

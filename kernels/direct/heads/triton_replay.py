@@ -1,4 +1,4 @@
-"""h before the tokens of a chunk of heads, from h before the first one.
+"""h before the tokens of a chunk of heads, from h before the first one, and what a token loads.
 
 Blocks of states are replayed one after the other, so that the values of all states need no
 registers beside what the reverse sweep holds.
@@ -153,3 +153,23 @@ def replay_tokens(
             for j in tl.static_range(N):
                 mask = inside if n % N == 0 else inside & (j < count)
                 tl.store(at + j * d, rows[j], mask=mask)
+
+
+@triton.jit
+def load_token(
+    x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
+    cols, in_row,  # the channels of a row, (s, d) or (1, d)
+    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """x, y, grad_y, x~, the raw values of Delta and u, and their feedback."""
+    x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
+    y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
+    g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
+    mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
+    raw = ()
+    fed = ()
+    for i in tl.static_range(K + 1):
+        at = (0 if i == 0 else u_at + (i - 1) * d) + cols
+        raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
+        fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
+    return x, y, g, mixed, raw, fed

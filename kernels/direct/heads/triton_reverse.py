@@ -27,11 +27,9 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.direct.heads.device import (
     as_columns,
-    columns_of,
     combine_of_samples,
     concatenated_states,
     in_lanes,
-    join_rows,
     load_scalars,
     rows_of,
     rows_of_statistics,
@@ -45,7 +43,6 @@ from bedouin.kernels.direct.heads.parts import (
     columns_of_rows,
     first_parts,
     over_channels,
-    part_of,
     sum_of_parts,
 )
 from bedouin.kernels.direct.heads.triton_blocks import (
@@ -64,89 +61,20 @@ from bedouin.kernels.direct.heads.triton_replay import (
     fetch_chunk,
     fetch_values,
     kept_memory,
+    load_token,
     replay_tokens,
 )
 from bedouin.kernels.direct.heads.triton_weights import (
     BLOCK_ALPHA,
+    in_tiles,
     load_transposed_weights,
     state_columns,
+    transposed_product,
 )
 from bedouin.kernels.direct.triton_bundles import local_padding, local_size, local_width
 
 AHEAD = tl.constexpr(3)
 """Blocks of h that are loaded before they are needed, if not all of them are."""
-
-
-@triton.jit
-def in_tiles(
-    delta, u,  # rows (s, d)
-    states,  # of each block, (s, .)
-    alpha,  # (s, .)
-    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
-):  # fmt: skip
-    """The raw values of a token in tiles, each a factor of one product.
-
-    Rows of one width are interleaved, since a change of layout for each product takes two barriers,
-    but no more than two of d channels, since a product is one chain of accumulations.
-    """
-    ROWS: tl.constexpr = delta.shape[0]
-    D: tl.constexpr = delta.shape[1]
-    alpha = part_of(alpha, PARTS)
-    if SELECTIVE:
-        states = part_of(join_blocks(states, ROWS), PARTS)
-    tiles = ()
-    if SELECTIVE and states.shape[1] == alpha.shape[1]:
-        small = join_rows((states, alpha), ROWS, 2, alpha.shape[1])
-        if small.shape[1] == D:
-            tiles = (join_rows((delta, small), ROWS, 2, D),)
-        else:
-            tiles = (delta, small)
-    elif SELECTIVE:
-        tiles = (delta, states, alpha)
-    else:
-        tiles = (delta, alpha)
-    for i in tl.static_range(0, K // 2):
-        tiles = tiles + (join_rows(u[2 * i : 2 * i + 2], ROWS, 2, D),)
-    if K % 2 == 1:
-        tiles = tiles + (u[K - 1],)
-    return tiles
-
-
-@triton.jit
-def transposed_product(
-    W, grads, S: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """(W^y)^T times the cotangents of the raw values, (d, COLUMNS).
-
-    Differences, because the compiler turns a sum of products into one chain of accumulations, in
-    which every step waits for the one before it.
-    """
-    v = columns_of(grads[0].to(DOT), S, W[0].shape[1], COLUMNS)
-    total = tl.dot(W[0], v, input_precision=PRECISION)
-    for i in tl.static_range(1, len(W)):
-        v = columns_of(-grads[i].to(DOT), S, W[i].shape[1], COLUMNS)
-        total -= tl.dot(W[i], v, input_precision=PRECISION)
-    return total
-
-
-@triton.jit
-def load_token(
-    x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
-    cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """x, y, grad_y, x~, the raw values of Delta and u, and their feedback."""
-    x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
-    y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
-    g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
-    mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
-    raw = ()
-    fed = ()
-    for i in tl.static_range(K + 1):
-        at = (0 if i == 0 else u_at + (i - 1) * d) + cols
-        raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
-        fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
-    return x, y, g, mixed, raw, fed
 
 
 @triton.jit(do_not_specialize=["start", "count", "t_end", "slots", "per_head"])

@@ -1,4 +1,4 @@
-"""W^y of a head in the tiles of its products: what the kernels of heads hold in shared memory.
+"""W^y of a head in the tiles of its products, which the kernels of heads hold in shared memory.
 
 Letters: d channels of a head, n state per channel, k reflections.
 """
@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.direct.heads.blocks import REVERSE_ALPHA
-from bedouin.kernels.direct.heads.device import small_rows
+from bedouin.kernels.direct.heads.device import columns_of, join_rows, small_rows
+from bedouin.kernels.direct.heads.parts import part_of
+from bedouin.kernels.direct.heads.triton_blocks import join_blocks
 
 BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 
@@ -126,3 +128,55 @@ def load_transposed_weights(
         numbers = u_at + (K - 1) * d + cols
         tiles = tiles + (load_columns(W_ptr, numbers, cols < d, d, BLOCK_D).to(DOT),)
     return tiles
+
+
+@triton.jit
+def in_tiles(
+    delta, u,  # rows (s, d)
+    states,  # of each block, (s, .)
+    alpha,  # (s, .)
+    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
+):  # fmt: skip
+    """The raw values of a token in tiles, each a factor of one product.
+
+    Rows of one width are interleaved, since a change of layout for each product takes two barriers,
+    but no more than two of d channels, since a product is one chain of accumulations.
+    """
+    ROWS: tl.constexpr = delta.shape[0]
+    D: tl.constexpr = delta.shape[1]
+    alpha = part_of(alpha, PARTS)
+    if SELECTIVE:
+        states = part_of(join_blocks(states, ROWS), PARTS)
+    tiles = ()
+    if SELECTIVE and states.shape[1] == alpha.shape[1]:
+        small = join_rows((states, alpha), ROWS, 2, alpha.shape[1])
+        if small.shape[1] == D:
+            tiles = (join_rows((delta, small), ROWS, 2, D),)
+        else:
+            tiles = (delta, small)
+    elif SELECTIVE:
+        tiles = (delta, states, alpha)
+    else:
+        tiles = (delta, alpha)
+    for i in tl.static_range(0, K // 2):
+        tiles = tiles + (join_rows(u[2 * i : 2 * i + 2], ROWS, 2, D),)
+    if K % 2 == 1:
+        tiles = tiles + (u[K - 1],)
+    return tiles
+
+
+@triton.jit
+def transposed_product(
+    W, grads, S: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """(W^y)^T times the cotangents of the raw values, (d, COLUMNS).
+
+    Differences, because the compiler turns a sum of products into one chain of accumulations, in
+    which every step waits for the one before it.
+    """
+    v = columns_of(grads[0].to(DOT), S, W[0].shape[1], COLUMNS)
+    total = tl.dot(W[0], v, input_precision=PRECISION)
+    for i in tl.static_range(1, len(W)):
+        v = columns_of(-grads[i].to(DOT), S, W[i].shape[1], COLUMNS)
+        total -= tl.dot(W[i], v, input_precision=PRECISION)
+    return total
