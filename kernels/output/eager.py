@@ -56,15 +56,15 @@ class _FedOutput(torch.autograd.Function):
         normed = y.new_empty(y.shape)
         normed[:, 1:] = y[:, :-1]
         normed[:, 0] = 0 if y0 is None else y0
-        of_normed = None if feedback_eps is None else _inverse_norm(normed, feedback_eps)
-        if of_normed is not None:
-            normed.mul_(of_normed)
+        inverse_normed = None if feedback_eps is None else _inverse_norm(normed, feedback_eps)
+        if inverse_normed is not None:
+            normed.mul_(inverse_normed)
         before = torch.addmm(gate.reshape(-1, d), normed.view(-1, d), W.mT).view(y.shape)
         v = torch.addcmul(y, x, D)
-        of_v = _inverse_norm(v, eps)
-        v.mul_(of_v)
+        inverse_v = _inverse_norm(v, eps)
+        v.mul_(inverse_v)
         active = F.silu(before)
-        ctx.save_for_backward(*tensors, normed, of_normed, before, active, v, of_v)
+        ctx.save_for_backward(*tensors, normed, inverse_normed, before, active, v, inverse_v)
         out: Tensor = (v * weight).mul_(active)
         return out
 
@@ -73,27 +73,27 @@ class _FedOutput(torch.autograd.Function):
         ctx: Any,
         grad: Tensor,  # (b, t, d)
     ) -> tuple[Tensor | None, ...]:
-        *operands, normed, of_normed, before, active, v, of_v = ctx.saved_tensors
+        *operands, normed, inverse_normed, before, active, v, inverse_v = ctx.saved_tensors
         _, y0, x, D, _, W, weight = operands
         d = x.shape[-1]
         with torch.no_grad(), without_autocast(x.device):
-            of_active = (grad * v).mul_(weight)
-            of_before = torch.ops.aten.silu_backward(of_active, before)
+            grad_active = (grad * v).mul_(weight)
+            grad_before = torch.ops.aten.silu_backward(grad_active, before)
             grad_y = grad * active
             products = grad_y * v
             grad_weight = products.sum((0, 1))
             along = (products @ weight).unsqueeze(-1)
-            grad_y = _unnormalize(grad_y.mul_(weight), v, along, of_v)
-            rows = of_before.reshape(-1, d)
+            grad_y = _unnormalize(grad_y.mul_(weight), v, along, inverse_v)
+            rows = grad_before.reshape(-1, d)
             grad_W = rows.mT @ normed.view(-1, d)
-            of_normed_y = (rows @ W).view(grad_y.shape)
-            if of_normed is not None:
-                along = (of_normed_y * normed).sum(-1, keepdim=True)
-                of_normed_y = _unnormalize(of_normed_y, normed, along, of_normed)
+            grad_normed = (rows @ W).view(grad_y.shape)
+            if inverse_normed is not None:
+                along = (grad_normed * normed).sum(-1, keepdim=True)
+                grad_normed = _unnormalize(grad_normed, normed, along, inverse_normed)
             grad_x, grad_D = grad_y * D, (grad_y * x).sum((0, 1))
-            grad_y[:, :-1] += of_normed_y[:, 1:]
-            grad_y0 = None if y0 is None else of_normed_y[:, 0]
-        grads = grad_y, grad_y0, grad_x, grad_D, of_before, grad_W, grad_weight
+            grad_y[:, :-1] += grad_normed[:, 1:]
+            grad_y0 = None if y0 is None else grad_normed[:, 0]
+        grads = grad_y, grad_y0, grad_x, grad_D, grad_before, grad_W, grad_weight
         return None, None, *refuse_second_derivative(grads, [grad, *operands])
 
 

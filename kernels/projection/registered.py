@@ -73,10 +73,10 @@ def _split_backward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of, b = Parts.of(tuple(parts), num_heads), projected.shape[0]
     wide = projected.new_empty(0, dtype=torch.float32)
     w = 1 if weight is None else weight.shape[1]
-    of_weight = wide.new_empty((0, of.c) if weight is None else (of.c, w))
-    of_window = wide.new_empty(b if window is not None else 0, w - 1, of.c)
-    of_bias = wide.new_empty(num_heads, of.r)
-    return projected.new_empty(projected.shape), of_bias, of_weight, of_window
+    grad_weight = wide.new_empty((0, of.c) if weight is None else (of.c, w))
+    grad_window = wide.new_empty(b if window is not None else 0, w - 1, of.c)
+    grad_bias = wide.new_empty(num_heads, of.r)
+    return projected.new_empty(projected.shape), grad_bias, grad_weight, grad_window
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -91,9 +91,9 @@ def _vjp(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     num_heads, dtype = ctx.bias
     with torch.no_grad():
         given = *grads, projected, weight, window, ctx.parts, num_heads
-        of_input, of_bias, of_weight, of_window = _split_backward(*given)
-    found: list[Tensor | None] = [of_input, of_bias.to(dtype)]
-    for grad, v in ((of_weight, weight), (of_window, window)):
+        grad_input, grad_bias, grad_weight, grad_window = _split_backward(*given)
+    found: list[Tensor | None] = [grad_input, grad_bias.to(dtype)]
+    for grad, v in ((grad_weight, weight), (grad_window, window)):
         found.append(None if v is None else grad.to(v.dtype))
     return *refuse_second_derivative(found, [*grads, *saved]), None
 

@@ -188,8 +188,8 @@ def _split_part_vjp(
         # the first row also has the tokens of the window
         start = tl.where(begin == 0, 1 - W, begin)
         zeros = tl.zeros([ROWS, BLOCK], tl.float32)
-        of_bias = zeros
-        of_weights = (zeros,) * W
+        bias_sum = zeros
+        grad_weights = (zeros,) * W
         g = (zeros,) * W
         inputs = (zeros,)
         for j in tl.static_range(W - 1):
@@ -200,40 +200,42 @@ def _split_part_vjp(
             time = start + step
             here = (time >= 0) & (time < t_end) & inside
             grad = tl.load(grads + time.to(tl.int64) * stride_t, mask=here, other=0.0)
-            of_v = grad.to(tl.float32)
+            grad_v = grad.to(tl.float32)
             mine = (time >= begin) & (time < end)
             if place >= 0:
-                of_bias += tl.where(mine, of_v, 0.0)
+                bias_sum += tl.where(mine, grad_v, 0.0)
             if ACTIVATED:
                 v = _load_input(row, window, time, columns, inside, from_stride_t, C, t_end, W)
                 inputs = inputs[1:W] + (v,)
                 v = _convolve(inputs, weights)
                 share = sigmoid(v)
-                of_v *= share * (1 + v * (1 - share))
+                grad_v *= share * (1 + v * (1 - share))
             if WEIGHTED:
-                g = g[1:W] + (of_v,)
-                of_mine = tl.where(mine, of_v, 0.0)
+                g = g[1:W] + (grad_v,)
+                grad_mine = tl.where(mine, grad_v, 0.0)
                 added = ()
-                of_v = weights[W - 1] * g[0]
+                grad_v = weights[W - 1] * g[0]
                 for j in tl.static_range(W):
-                    added = added + (of_weights[j] + of_mine * inputs[j],)
+                    added = added + (grad_weights[j] + grad_mine * inputs[j],)
                     if j > 0:
-                        of_v += weights[W - 1 - j] * g[j]
-                of_weights = added
+                        grad_v += weights[W - 1 - j] * g[j]
+                grad_weights = added
             at = time - (W - 1)
             complete = (at >= start) & (at < end) & inside
-            tl.store(to + at.to(tl.int64) * to_stride_t, of_v.to(dtype), mask=complete & (at >= 0))
+            tl.store(
+                to + at.to(tl.int64) * to_stride_t, grad_v.to(dtype), mask=complete & (at >= 0)
+            )
             if W > 1:
                 at_window = grad_window_ptr + (sample * (W - 1) + at + W - 1) * C + first
-                tl.store(at_window + columns, of_v, mask=complete & (at < 0))
+                tl.store(at_window + columns, grad_v, mask=complete & (at < 0))
         own = sample * splits + block
         if place >= 0:
             at_bias = grad_bias_ptr + (own * tl.num_programs(1) + head) * R + place + columns
-            tl.store(at_bias, tl.sum(of_bias, 0)[None, :], mask=inside)
+            tl.store(at_bias, tl.sum(bias_sum, 0)[None, :], mask=inside)
         if WEIGHTED:
             for j in tl.static_range(W):
                 at_sum = grad_weight_ptr + (own * W + j) * C + first + columns
-                tl.store(at_sum, tl.sum(of_weights[j], 0)[None, :], mask=inside)
+                tl.store(at_sum, tl.sum(grad_weights[j], 0)[None, :], mask=inside)
 
 
 @triton.jit(do_not_specialize=["t_end", "splits"])

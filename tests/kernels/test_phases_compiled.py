@@ -23,7 +23,7 @@ from bedouin.kernels.direct.phases.launch import (
     REVERSE,
     SOLVED_STATISTICS,
     SWEEP,
-    How,
+    LaunchSpec,
     constants_of,
 )
 from bedouin.kernels.direct.phases.limits import Sizes
@@ -65,7 +65,7 @@ def launched(kernel: PlannedKernel, V: int, size: int, k: int, capability: int) 
     """A kernel of the phases, for heads of `size` channels and states with k reflections."""
     layout = RawLayout("softplus", True, k, 1.0, 1.0)
     options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=True)
-    how = How(Sizes(1, 1, size, size, size, size, V, 7, k)[2:], (True, True), options)
+    how = LaunchSpec(Sizes(1, 1, size, size, size, size, V, 7, k)[2:], (True, True), options)
     types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
     return compiled(kernel.kernel, constants_of(kernel, how), types, capability)

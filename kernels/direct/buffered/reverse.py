@@ -63,7 +63,7 @@ class _Known(NamedTuple):
     maps: Tensor  # (i, k, k')
     constant: Tensor  # (i, 1, k')
     slope: Tensor  # (i, 1, d), of the activation of Delta
-    of_reads: Tensor | None  # (i, 1, d), the slope of Delta's raw value for H B
+    slope_reads: Tensor | None  # (i, 1, d), the slope of Delta's raw value for H B
     factor: Tensor  # (i, k + 2, d), U, y - x and m, which the token computes, in one matrix
     m: Tensor  # (i, 1, d)
     z: Tensor  # (i, 1, d), which the token computes, as all that follow
@@ -73,10 +73,10 @@ class _Known(NamedTuple):
     f: Tensor  # (i, 1, k), a view of found, as the next two
     found_alpha: Tensor  # (i, k, 1)
     found_u: Tensor  # (i, k, k + 2)
-    of_B: Tensor  # (i, n, 1), the cotangents of B and C
-    of_C: Tensor  # (i, n, 1)
+    grad_B: Tensor  # (i, n, 1), the cotangents of B and C
+    grad_C: Tensor  # (i, n, 1)
     pair: Tensor  # (i, 2, n), a view of both
-    of_erase: Tensor  # (i, 1, 1), the cotangent of log(beta^e); or (i, 1, 0)
+    grad_log_erase: Tensor  # (i, 1, 1), the cotangent of log(beta^e); or (i, 1, 0)
 
     def first(self, count: int) -> "_Known":
         """Views of the first rows."""
@@ -117,7 +117,7 @@ def _allocate(
         maps=new(i, k, map_width(k)),
         constant=new(i, 1, map_width(k)),
         slope=new(i, 1, d),
-        of_reads=None if maker.coupled else new(i, 1, d),
+        slope_reads=None if maker.coupled else new(i, 1, d),
         factor=factor,
         m=factor[:, k + 1 :],
         z=new(i, 1, d),
@@ -127,10 +127,10 @@ def _allocate(
         f=found[..., :k],
         found_alpha=found[..., k : 2 * k].mT,
         found_u=found[:, 0, 2 * k :].unflatten(-1, (k, k + 2)),
-        of_B=pair[0],
-        of_C=pair[1],
+        grad_B=pair[0],
+        grad_C=pair[1],
         pair=pair.squeeze(-1).transpose(0, 1),
-        of_erase=new(i, 1, int(maker.erases)),
+        grad_log_erase=new(i, 1, int(maker.erases)),
     )
 
 
@@ -147,13 +147,13 @@ def _fill_known(
     else:
         known.z.zero_()
     known.slope.copy_(activation_slope(maker.layout, rows.raw_delta))
-    if known.of_reads is not None:
+    if known.slope_reads is not None:
         torch.mul(known.mixed, rows.s, out=known.written.mT)
         if maker.erases:
             known.written.mT.sub_(rows.erased)
-        torch.mul(known.mixed, known.slope, out=known.of_reads)
+        torch.mul(known.mixed, known.slope, out=known.slope_reads)
         if maker.options.input_scale == "bounded_delta":
-            known.of_reads.div_(torch.add(rows.delta, maker.one).square_())
+            known.slope_reads.div_(torch.add(rows.delta, maker.one).square_())
 
 
 class _Step:
@@ -180,7 +180,7 @@ class _Step:
         self.other = torch.empty_like(H) if maker.options.eigenvalues == "full" else None
         new = H.new_empty
         self.reads, self.spare, self.numbers = new(b, 1, d), new(b, 1, d), new(b, 1, k)
-        self.of_erased = new(b, 1, d)
+        self.grad_erased = new(b, 1, d)
 
     def turn_to(self, j: int) -> None:
         """Go to the token j of the chunk."""
@@ -261,8 +261,8 @@ class _Step:
         if self.maker.layout.selective:
             scaled = H if scale is None else torch.mul(H, scale, out=product)
             # in this order: with the transposed memory the products take up to three times as long
-            torch.bmm(scaled, known.written, out=known.of_B)
-            torch.bmm(after, known.w_column, out=known.of_C)
+            torch.bmm(scaled, known.written, out=known.grad_B)
+            torch.bmm(after, known.w_column, out=known.grad_C)
         if scale is None:
             # B H, with the H to which C w^T has been added
             reads.addcmul_(known.BC, w)
@@ -279,17 +279,17 @@ class _Step:
         of "one_minus_decay" is overwritten: `_through_decay` corrects what it computes from H."""
         if self.scale is not None:
             torch.bmm(known.B, self.H, out=self.reads)
-        torch.bmm(known.erased, self.reads.mT, out=known.of_erase).neg_()
-        torch.mul(self.reads, known.erase, out=self.of_erased).neg_()
+        torch.bmm(known.erased, self.reads.mT, out=known.grad_log_erase).neg_()
+        torch.mul(self.reads, known.erase, out=self.grad_erased).neg_()
         if self.maker.layout.selective:
             if self.scale is not None:
-                known.of_B.baddbmm_(self.H, known.erased.mT, alpha=-1)
+                known.grad_B.baddbmm_(self.H, known.erased.mT, alpha=-1)
             self._decay(before, self.product)
-            known.of_B.baddbmm_(self.product, self.of_erased.mT)
+            known.grad_B.baddbmm_(self.product, self.grad_erased.mT)
         if self.scale is None:
-            self.H.addcmul_(known.B_column, self.of_erased)
+            self.H.addcmul_(known.B_column, self.grad_erased)
             return
-        lost = torch.mul(known.B_column, self.of_erased, out=self.scale)
+        lost = torch.mul(known.B_column, self.grad_erased, out=self.scale)
         self.H.add_(lost)
         lost.mul_(self.power if self.other is None else torch.mul(self.power, 2, out=self.other))
 
@@ -329,8 +329,8 @@ class _Step:
         self.grad_A.addcmul_(product, known.delta)
         torch.sum(product.mul_(self.A), -2, keepdim=True, out=grad)
         grad.mul_(known.slope)
-        if known.of_reads is not None:
-            grad.addcmul_(known.of_reads, reads)
+        if known.slope_reads is not None:
+            grad.addcmul_(known.slope_reads, reads)
 
 
 def _finish_rows(
@@ -351,7 +351,7 @@ def _finish_rows(
         grad_alpha.copy_(known.found_alpha)
     if maker.erases:
         # times 1 - sigmoid(raw)
-        torch.mul(known.of_erase, 1 - known.erase / maker.layout.erase, out=grad_erase)
+        torch.mul(known.grad_log_erase, 1 - known.erase / maker.layout.erase, out=grad_erase)
 
 
 def _check(

@@ -79,8 +79,8 @@ def launch_head_sweep(
     if samples is None:
         samples = choose_samples(b, A)
     programs, W = _programs(b, A, samples), _whole_rows(W_y)
-    looks = Like.of(A), Like.of(W_y), options, samples, parts, uses_tf32()
-    constants = _sweep_constants(*looks, keep_every)
+    given = Like.of(A), Like.of(W_y), options, samples, parts, uses_tf32()
+    constants = _sweep_constants(*given, keep_every)
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, samples, 2, constants["BLOCK_S"] + constants["ALPHA"])
     tensors = x, raw, W, A, h, kept, first, scratch, y, statistics
@@ -135,8 +135,8 @@ def launch_head_reverse(
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, max(1, keep_every - 1), n, d)
     W = _whole_rows(W)
-    looks = Like.of(known.A), Like.of(W), options, samples, parts, uses_tf32()
-    constants = _reverse_constants(*looks, keep_every, buffers.local.shape[2])
+    given = Like.of(known.A), Like.of(W), options, samples, parts, uses_tf32()
+    constants = _reverse_constants(*given, keep_every, buffers.local.shape[2])
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
         prepare(known, buffers, chunk, options)

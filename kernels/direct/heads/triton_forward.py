@@ -213,7 +213,7 @@ def head_sweep_kernel(
     h_at = h_ptr + sample[:, None] * (n * d) + cols
     h = load_blocks(h_at, in_row, d, n, ROWS, D, N, False)
     row_of = rows_of_statistics(per_head, t_end, S)
-    speaks = first_parts(here, ROWS, PARTS)
+    is_first_part = first_parts(here, ROWS, PARTS)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     slots = tl.cdiv(t_end, KEEP) - 1
@@ -359,7 +359,9 @@ def head_sweep_kernel(
             if K == 0:
                 whole = own[1:] + (pivot,)
             whole = as_columns(whole, 4)
-            store_statistics(statistics_ptr + token - 1, whole, row_of, speaks & (t > 0), ROWS)
+            store_statistics(
+                statistics_ptr + token - 1, whole, row_of, is_first_part & (t > 0), ROWS
+            )
         v = y
         if NORM:
             square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
@@ -373,5 +375,7 @@ def head_sweep_kernel(
     )
     if PARTS > 1:
         maxima = as_columns(over_channels((zero,), maxima, ROWS, PARTS, D)[1:], 3)
-    store_statistics(statistics_ptr + token, maxima + (pivot[:, None],), row_of, speaks, ROWS)
+    store_statistics(
+        statistics_ptr + token, maxima + (pivot[:, None],), row_of, is_first_part, ROWS
+    )
     store_blocks(h_at, h, inside, d, n, ROWS, D, N)

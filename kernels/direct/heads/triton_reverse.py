@@ -139,7 +139,7 @@ def reverse_head_kernel(
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = samples_of(per_head, S, PARTS)
-    speaks = first_parts(here, ROWS, PARTS)
+    is_first_part = first_parts(here, ROWS, PARTS)
     cols = columns_of_rows(ROWS, PARTS, D)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
@@ -152,7 +152,7 @@ def reverse_head_kernel(
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (n + N - 1) // N
     alphas = tl.arange(0, BLOCK_ALPHA)
-    in_alpha = speaks[:, None] & (alphas < K)[None, :]
+    in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     if HOLD:
@@ -313,7 +313,9 @@ def reverse_head_kernel(
         dots = as_columns(over_channels(q, extremes, ROWS, PARTS, D), len(q) + len(extremes))
         if PARTS > 1:
             whole = dots[len(q) : len(q) + 2]
-            store_statistics(statistics_ptr + token + 1, whole, row_of, speaks & (back > 0), ROWS)
+            store_statistics(
+                statistics_ptr + token + 1, whole, row_of, is_first_part & (back > 0), ROWS
+            )
         if NORM:
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
@@ -442,7 +444,7 @@ def reverse_head_kernel(
                 states_at, given = state_columns(d, i, n, N, D)
                 inv = tl.where((states_at < d + n)[None, :], inv_B[:, None], inv_C[:, None])
                 to_states = (inv * (states[i] - units[i] * along)).to(kind)
-                in_states = speaks[:, None] & given[None, :]
+                in_states = is_first_part[:, None] & given[None, :]
                 tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
                 rounded = rounded + (to_states.to(ROUND),)
             states = rounded
@@ -455,4 +457,4 @@ def reverse_head_kernel(
     if PARTS > 1:
         whole = over_channels((tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D)
         at = statistics_ptr + sample * t_end + start
-        store_statistics(at, as_columns(whole[1:], 2), row_of, speaks, ROWS)
+        store_statistics(at, as_columns(whole[1:], 2), row_of, is_first_part, ROWS)

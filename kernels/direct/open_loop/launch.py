@@ -83,12 +83,16 @@ def launch_open_reverse(
     delta, mixed, v = A.new_empty(3, b, t_end, d)
     solver = A.new_empty(b, t_end, solver_width(k, n))
     factor = A.new_empty(b, t_end, pairs + 4 * k + 2)
-    of_x, of_g, of_raw = input_strides(x, A), grads.y.stride()[:2], raw.stride()[:2]
+    x_strides, grad_y_strides, raw_strides = (
+        input_strides(x, A),
+        grads.y.stride()[:2],
+        raw.stride()[:2],
+    )
     PREPARE.launch(
         (b * t_end,),
         (x, y, grads.y, raw, A, delta, solver, v, mixed, factor),
-        (t_end, per_head(A, b), d, n, *of_x, *of_g, *of_raw),
-        _prepare_constants(Like.of(A), options, of_raw, reverse=True),
+        (t_end, per_head(A, b), d, n, *x_strides, *grad_y_strides, *raw_strides),
+        _prepare_constants(Like.of(A), options, raw_strides, reverse=True),
     )
     heads = 1 if A.dim() == 2 else len(A)
     plan = plan_scan(y, n, reverse=True, heads=heads, chunk=keep_every, limits=limits)
@@ -103,7 +107,7 @@ def launch_open_reverse(
     grad_B, grad_C = sweep_scan_backward(scan, grad_A, scales, plan, keep_every)
     if in_parts:
         torch.sum(grad_A, 1, out=grads.A)
-    of_grad = grads.raw.stride()[:2]
+    grad_raw_strides = grads.raw.stride()[:2]
     GRADIENTS.launch(
         (b * t_end,),
         (
@@ -122,8 +126,20 @@ def launch_open_reverse(
             grads.raw,
             grads.statistics,
         ),
-        (t_end, plan.channel_blocks, per_head(A, b), d, n, *of_x, *of_g, *of_raw, *of_grad),
-        _gradients_constants(Like.of(A), options, plan.channel_blocks, (*of_raw, *of_grad)),
+        (
+            t_end,
+            plan.channel_blocks,
+            per_head(A, b),
+            d,
+            n,
+            *x_strides,
+            *grad_y_strides,
+            *raw_strides,
+            *grad_raw_strides,
+        ),
+        _gradients_constants(
+            Like.of(A), options, plan.channel_blocks, (*raw_strides, *grad_raw_strides)
+        ),
     )
 
 

@@ -138,16 +138,16 @@ def launch_walk(
     b, t_end, d = out.shape
     reverse, n = e is None, A.shape[-2]
     written = h, out, out if e is None else e, kept
-    of_given, of_raw = input_strides(given, A), raw.stride()[:2]
-    look, sizes = Like(tuple(A.shape), A.dtype), (per_head(A, b), d, n)
+    given_strides, raw_strides = input_strides(given, A), raw.stride()[:2]
+    like, sizes = Like(tuple(A.shape), A.dtype), (per_head(A, b), d, n)
     k, programs = layout_of(options).num_householder, Device.of(A.device).programs
-    plan = plan_chunks(b, t_end, look, k, every, programs, CHUNK_LIMITS)
+    plan = plan_chunks(b, t_end, like, k, every, programs, CHUNK_LIMITS)
     if plan is None:
         WALK.launch(
             (b,),
             (given, raw, delta, solver, A, *written),
-            (t_end, every, kept.shape[1], *sizes, *of_given, *of_raw),
-            _walk_constants(look, options, of_raw, reverse=reverse),
+            (t_end, every, kept.shape[1], *sizes, *given_strides, *raw_strides),
+            _walk_constants(like, options, raw_strides, reverse=reverse),
         )
         return
     tokens, chunks = plan.tokens, ceil_div(t_end, plan.tokens)
@@ -155,8 +155,8 @@ def launch_walk(
     COUPLINGS.launch(
         (b * chunks,),
         (raw, delta, solver, A, couplings),
-        (t_end, chunks, *sizes, *of_raw),
-        _couplings_constants(look, options, of_raw, tokens),
+        (t_end, chunks, *sizes, *raw_strides),
+        _couplings_constants(like, options, raw_strides, tokens),
     )
     words = next_power_of_two(tokens * k) * A.dtype.itemsize // 4
     sums = torch.zeros(2, b, plan.parts, words, dtype=torch.int64, device=A.device)
@@ -176,10 +176,10 @@ def launch_walk(
                     every,
                     kept.shape[1],
                     *sizes,
-                    *of_given,
-                    *of_raw,
+                    *given_strides,
+                    *raw_strides,
                 ),
-                _chunks_constants(look, options, of_raw, plan, reverse, gather, spread),
+                _chunks_constants(like, options, raw_strides, plan, reverse, gather, spread),
             )
 
 

@@ -64,7 +64,7 @@ PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS = map(
 )
 
 
-class How(NamedTuple):
+class LaunchSpec(NamedTuple):
     """What the compile-time constants of a call depend on."""
 
     sizes: tuple[int, ...]  # those of `Sizes` without b and t
@@ -82,15 +82,15 @@ class How(NamedTuple):
         *,
         keeps: bool,
         ends: bool = False,
-    ) -> "How":
+    ) -> "LaunchSpec":
         starts = operands.h0 is not None or operands.y0 is not None
-        return How(sizes[2:], fed_vectors(operands, options), options, keeps, starts, ends)
+        return LaunchSpec(sizes[2:], fed_vectors(operands, options), options, keeps, starts, ends)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def constants_of(kernel: PlannedKernel, how: How) -> Constants:
+def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), (of_delta, of_x), options, keeps, starts, ends = how
+    (d, n, P, N, V, rows, k), (feeds_delta, feeds_x), options, keeps, starts, ends = how
     layout, eps = options.known_layout(), options.feedback_norm_eps
     lanes = REVERSE_LANES if kernel is REVERSE and N > 32 else LANES
     r = layout.size(d, n)
@@ -100,7 +100,7 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
         **{"S": min(N, STATES), "SUB": GROUP},
         **{"KEEP": CHUNK if keeps else 0, "KEEP_ROWS": keeps or k > 0},
         **{"START": starts, "LAST": ends},
-        **{"OF_DELTA": int(of_delta), "OF_X": int(of_x), "FEEDS": of_delta + of_x},
+        **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": feeds_delta + feeds_x},
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
         **{"FULL": options.eigenvalues == "full", "FAST": not interpreter_is_on()},
@@ -112,8 +112,8 @@ def constants_of(kernel: PlannedKernel, how: How) -> Constants:
         **{"BETA_MAX": layout.beta_max, "SCALARS": 2 + k * (k + 3), "WIDE": r + padding(r)},
     }
     # a thread has one channel in phases S and R, and four of four states in phase G
-    of_channels, of_states = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
-    warps = {SWEEP: of_channels, REVERSE: of_channels, GRADIENTS: of_states}
+    channel_warps, state_warps = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
+    warps = {SWEEP: channel_warps, REVERSE: channel_warps, GRADIENTS: state_warps}
     by_token = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if by_token else 4))
@@ -134,7 +134,7 @@ class _Inputs(NamedTuple):
     per_head: int
 
     @staticmethod
-    def of(operands: Operands, sizes: Sizes, how: How) -> "_Inputs":
+    def of(operands: Operands, sizes: Sizes, how: LaunchSpec) -> "_Inputs":
         """Phase P."""
         x, raw, W_y, A, _, y0 = operands
         b, t, d, _ = sizes[:4]
@@ -193,7 +193,7 @@ def launch_sweep(
     (b, `Sizes.kept`), empty unless `keeps`, and the statistics (4, b, t): defect, scale, magnitude,
     pivot. No size may be 0."""
     sizes = sizes_of(operands, options)
-    how = How.of(sizes, operands, options, keeps=keeps)
+    how = LaunchSpec.of(sizes, operands, options, keeps=keeps)
     inputs, (b, t, d, n) = _Inputs.of(operands, sizes, how), sizes[:4]
     A, h0 = inputs.A, operands.h0
     first = h = A.new_empty(b, n, d)
@@ -250,7 +250,7 @@ def launch_reverse(
 ) -> Gradients:
     """Phases P, R and G, and the adjoint of P."""
     sizes = sizes_of(operands, options)
-    how = How.of(sizes, operands, options, keeps=True, ends=grad_h is not None)
+    how = LaunchSpec.of(sizes, operands, options, keeps=True, ends=grad_h is not None)
     inputs, parts = _Inputs.of(operands, sizes, how), _Kept.of(kept, sizes)
     b, t, d = sizes[:3]
     last = None if grad_h is None else grad_h.mT.contiguous()
@@ -268,8 +268,8 @@ def launch_reverse(
         numbers = b * t, t, *inputs.strides
         constants = constants_of(FINISH_REFLECTIONS, how)
         FINISH_REFLECTIONS.launch((b * t,), (*known, grad_raw, statistics), numbers, constants)
-    fed, of_h0, of_y0 = solved.fed, solved.H, solved.y0
-    return Gradients(fed[..., d:], grad_raw, fed, grad_A, of_h0, of_y0, statistics)
+    fed, grad_h0, grad_y0 = solved.fed, solved.H, solved.y0
+    return Gradients(fed[..., d:], grad_raw, fed, grad_A, grad_h0, grad_y0, statistics)
 
 
 def _reverse(
@@ -279,7 +279,7 @@ def _reverse(
     inputs: _Inputs,
     parts: _Kept,
     sizes: Sizes,
-    how: How,
+    how: LaunchSpec,
 ) -> _Solved:
     """Phase R."""
     b, t, d, n, P, N, V, _, k = sizes
@@ -298,14 +298,14 @@ def _reverse(
 
 
 def _gradients(
-    inputs: _Inputs, parts: _Kept, solved: _Solved, sizes: Sizes, how: How
+    inputs: _Inputs, parts: _Kept, solved: _Solved, sizes: Sizes, how: LaunchSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Phase G: the gradients of the unit B and C (b, t, N), and of A for each sample (b, n, d)."""
     b, t, d, n, P, N = sizes[:6]
     A = inputs.A
     units = 1 if interpreter_is_on() else multiprocessors(A.device)
-    of_states = ceil_div(N, STATES)
-    wanted = ceil_div(PROGRAMS * units, b * of_states)
+    blocks = ceil_div(N, STATES)
+    wanted = ceil_div(PROGRAMS * units, b * blocks)
     each = ceil_div(sizes.chunks, min(wanted, sizes.chunks))
     splits = ceil_div(sizes.chunks, each)
     scratch = A.new_empty(b, splits, CHUNK // GROUP, N * P)
@@ -315,7 +315,7 @@ def _gradients(
     values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
     tensors = *pairs, *values, parts.states, solved.edges, scratch, grad_B, grad_C, grad_A
     numbers = inputs.per_head, t, 1, each
-    GRADIENTS.launch((b, splits, of_states), tensors, numbers, constants_of(GRADIENTS, how))
+    GRADIENTS.launch((b, splits, blocks), tensors, numbers, constants_of(GRADIENTS, how))
     return grad_B, grad_C, grad_A.sum(1)
 
 

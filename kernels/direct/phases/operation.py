@@ -48,8 +48,8 @@ def phase_reverse(
     grads = launch_reverse(*known, operands, options)
     grad_W_y = A.new_empty(0)
     if W_y is not None:
-        of_delta, of_x = fed_vectors(operands, options)
-        rows = grads.fed[..., 0 if of_delta else d : 2 * d if of_x else d]
+        feeds_delta, feeds_x = fed_vectors(operands, options)
+        rows = grads.fed[..., 0 if feeds_delta else d : 2 * d if feeds_x else d]
         past = normed_past(known[2], operands, W_y, options)
         grad_W_y = weight_gradient(rows.to(W_y.dtype), past, W_y)
     grad_A = grads.A.unflatten(0, (-1, len(x) // (len(A) if A.dim() == 3 else 1))).sum(1)
@@ -67,9 +67,9 @@ def _of_nothing(
     """The results of `phase_reverse` without tokens."""
     x, raw, W_y, A, _, _ = operands
     (b, t, d), r = x.shape, raw.shape[2]
-    of_raw = raw.new_empty(b, t, r + padding(r))[..., :r]
-    of_W_y = A.new_empty(0) if W_y is None else torch.zeros_like(W_y)
-    of_h = A.new_zeros(b, *A.mT.shape[-2:]) if grad_h is None else state_major(grad_h)
-    of_y0 = A.new_zeros(b if wants_y0 else 0, d)
-    first = x.new_empty(x.shape), of_raw, of_W_y, torch.zeros_like(A.mT).mT
-    return *first, of_h.mT, of_y0, A.new_empty(2, b, t)
+    grad_raw = raw.new_empty(b, t, r + padding(r))[..., :r]
+    grad_W_y = A.new_empty(0) if W_y is None else torch.zeros_like(W_y)
+    grad_h0 = A.new_zeros(b, *A.mT.shape[-2:]) if grad_h is None else state_major(grad_h)
+    grad_y0 = A.new_zeros(b if wants_y0 else 0, d)
+    first = x.new_empty(x.shape), grad_raw, grad_W_y, torch.zeros_like(A.mT).mT
+    return *first, grad_h0.mT, grad_y0, A.new_empty(2, b, t)

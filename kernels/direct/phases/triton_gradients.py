@@ -82,10 +82,10 @@ def load_token(
     for t < 0."""
     token = first + tl.maximum(t, 0)
     delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, t >= 0, HALF)
-    w, of_written = load_pair(adjoint_ptr + token * (2 * HALF), words, t >= 0, HALF)
+    w, grad_written = load_pair(adjoint_ptr + token * (2 * HALF), words, t >= 0, HALF)
     beta = tl.load(scalars_ptr + token * SCALARS + 1)
     B = load_values(B_ptr + token * INTS, state, V)
-    return delta, written, w, of_written, beta, B, load_values(C_ptr + token * INTS, state, V)
+    return delta, written, w, grad_written, beta, B, load_values(C_ptr + token * INTS, state, V)
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def gradient_kernel(
                     kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, t - 1, words, state,
                     HALF, ROWS, INTS, SCALARS, V,
                 )  # fmt: skip
-                delta, written, w, of_written, beta, B, C = token
+                delta, written, w, grad_written, beta, B, C = token
                 B, C = B[None, :, None], C[None, :, None]
                 grad_B = tl.zeros((PR, S, PL), tl.float32)
                 grad_C = grad_B
@@ -207,20 +207,20 @@ def gradient_kernel(
                 sums = ()
                 for u in tl.static_range(2):
                     before = history[SUB - 1 - i][u]
-                    of_w, by = w[u][:, None, :], written[u][:, None, :]
+                    w_u, by = w[u][:, None, :], written[u][:, None, :]
                     delta_u = delta[u][:, None, :]
                     decay = build_decay(A[u] * delta_u, FULL, FAST)
                     a = decay * before
-                    of_h = H[u] + of_w * C
-                    grad_B += of_h * by
-                    grad_C += (a + by * B) * of_w
+                    grad_h = H[u] + w_u * C
+                    grad_B += grad_h * by
+                    grad_C += (a + by * B) * w_u
                     if ERASE:
-                        of_r = of_written[u][:, None, :] * -beta
-                        grad_B += a * of_r
-                        of_h += of_r * B
+                        grad_r = grad_written[u][:, None, :] * -beta
+                        grad_B += a * grad_r
+                        grad_h += grad_r * B
                     reached = reach_of(decay, FULL) * before if FULL else a
-                    sums = sums + (grad_A[u] + of_h * reached * delta_u,)
-                    before_it = before_it + (of_h * decay,)
+                    sums = sums + (grad_A[u] + grad_h * reached * delta_u,)
+                    before_it = before_it + (grad_h * decay,)
                 H, grad_A = before_it, sums
                 to = (first + tl.maximum(t, 0)) * N + part * S
                 real = states < tl.where(t >= 0, S, 0)

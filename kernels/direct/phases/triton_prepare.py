@@ -136,8 +136,8 @@ def finish_kernel(
     to = grad_raw_ptr + token[:, None] * WIDE
     dtype = grad_raw_ptr.dtype.element_ty
     channels = here[:, None] & (p < d)
-    of_delta = tl.load(fed_ptr + token[:, None] * (2 * d) + p, mask=channels, other=0.0)
-    tl.store(to + p, of_delta.to(dtype), mask=channels)
+    grad_delta = tl.load(fed_ptr + token[:, None] * (2 * d) + p, mask=channels, other=0.0)
+    tl.store(to + p, grad_delta.to(dtype), mask=channels)
     states = here[:, None] & (state < n)
     grad = _unit_vjp(row + d, grad_B_ptr + token * N, state, states, EPS, n)
     tl.store(to + d + state, grad.to(dtype), mask=states)
@@ -148,9 +148,9 @@ def finish_kernel(
         at = kept_ptr + token[:, None] * (ROWS * P) + (ROWS - 1) * P + p
         erased = tl.load(at, mask=channels, other=0.0)
         at = adjoint_ptr + token[:, None] * (2 * P) + P + p
-        of_erased = tl.load(at, mask=channels, other=0.0)
+        grad_erased = tl.load(at, mask=channels, other=0.0)
         share = sigmoid(tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32))
-        grad = -ERASE_MAX * tl.sum(erased * of_erased, 1) * share * (1 - share)
+        grad = -ERASE_MAX * tl.sum(erased * grad_erased, 1) * share * (1 - share)
         tl.store(grad_raw_ptr + token * WIDE + ERASE_AT, grad.to(dtype), mask=here)
     if K == 0:
         # each w is explicit

@@ -67,10 +67,10 @@ def load_transposed(
     the fed vector s % FEEDS."""
     jr, slot = tl.arange(0, P // NL), tl.arange(0, SLOTS)
     p, jl = tl.arange(0, P) * one, tl.arange(0, NL) * one
-    of_output = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
-    at = of_output * d + (slot % FEEDS * (d * d))[None, :, None, None] + p[None, None, :, None]
+    output_at = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
+    at = output_at * d + (slot % FEEDS * (d * d))[None, :, None, None] + p[None, None, :, None]
     at = tl.multiple_of(tl.max_contiguous(ptr + at, [1, 1, 2, 4]), [1, 1, 1, 1])
-    inside = (of_output < d) & (p[None, None, :, None] < d)
+    inside = (output_at < d) & (p[None, None, :, None] < d)
     return tl.load(at, mask=inside & (slot >= 0)[None, :, None, None], other=0.0).to(tl.float32)
 
 
@@ -302,9 +302,9 @@ def reverse_kernel(
             kept_ptr, B_ptr, at, replayed >= 0, words, p, P, ROWS, WORDS
         )
         if next_step % KEEP == 0:
-            of_replay = tl.maximum(chunks - 2 - next_step // KEEP, 0)
+            replay_slot = tl.maximum(chunks - 2 - next_step // KEEP, 0)
             h = load_states(
-                states_ptr + (sample * chunks + of_replay) * SIZE, one, P, N, P, N, NL, V
+                states_ptr + (sample * chunks + replay_slot) * SIZE, one, P, N, P, N, NL, V
             )
         if step % KEEP == 0:
             slot = (sample + 1) * chunks - 1 - step // KEEP
@@ -318,22 +318,24 @@ def reverse_kernel(
             store_tuple(f_ptr + token * K, f, K)
             added = combine(f, u, K)
             w += added
-        of_written = H_B + B_C * w
-        of_raw = g * H_B + slope_of(delta, ACTIVATION) * LN2 * H_q + read * w
-        of_x = s * of_written
+        grad_written = H_B + B_C * w
+        grad_raw = g * H_B + slope_of(delta, ACTIVATION) * LN2 * H_q + read * w
+        grad_x = s * grad_written
         if K > 0:
-            of_x -= added
+            grad_x -= added
         put(adjoint_ptr + token * (2 * P), w, channels, inside, True, P, NL)
-        put(adjoint_ptr + token * (2 * P) + P, of_written, channels, inside, True, P, NL)
-        put(fed_ptr + token * (2 * d), of_raw, channels, inside, d == P, P, NL)
-        put(fed_ptr + token * (2 * d) + d, of_x, channels, inside, d == P, P, NL)
+        put(adjoint_ptr + token * (2 * P) + P, grad_written, channels, inside, True, P, NL)
+        put(fed_ptr + token * (2 * d), grad_raw, channels, inside, d == P, P, NL)
+        put(fed_ptr + token * (2 * d) + d, grad_x, channels, inside, d == P, P, NL)
         if FEEDS > 0:
             if OF_DELTA and OF_X:
-                rows = tl.join(of_raw, of_x)
+                rows = tl.join(grad_raw, grad_x)
                 if NORM:
-                    rows = tl.join(tl.join(of_raw, of_raw * fed[0]), tl.join(of_x, of_x * fed[1]))
+                    rows = tl.join(
+                        tl.join(grad_raw, grad_raw * fed[0]), tl.join(grad_x, grad_x * fed[1])
+                    )
             else:
-                rows = of_raw if OF_DELTA else of_x
+                rows = grad_raw if OF_DELTA else grad_x
                 if NORM:
                     rows = tl.join(rows, rows * fed[0])
             rows = tl.permute(tl.reshape(rows, (P // NL, NL, SLOTS)), (0, 2, 1))[:, :, None, :]
@@ -348,10 +350,10 @@ def reverse_kernel(
         # beside this product, for which the earlier token waits
         after = ()
         for v in tl.static_range(V):
-            of_h = H[v] + w[None, :, None] * C[v][:, None, :]
+            grad_h = H[v] + w[None, :, None] * C[v][:, None, :]
             if ERASE:
-                of_h -= (beta * of_written)[None, :, None] * B[v][:, None, :]
-            after = after + (of_h * build_decay(A[v] * delta[None, :, None], FULL, FAST),)
+                grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
+            after = after + (grad_h * build_decay(A[v] * delta[None, :, None], FULL, FAST),)
         H = after
         H_B, H_q = with_memory(H, unpack(B_next, V, True), unpack(q_words, V, False), V)
         h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)

@@ -52,11 +52,11 @@ def load_weights(
 ):  # fmt: skip
     """W^y of one fed vector, (P / NL, P, NL) for input ir NL + il of output p."""
     ir, p, il = tl.arange(0, P // NL), tl.arange(0, P) * one, tl.arange(0, NL) * one
-    of_input = (ir * NL)[:, None, None] + il[None, None, :]
+    input_at = (ir * NL)[:, None, None] + il[None, None, :]
     at = tl.multiple_of(
-        tl.max_contiguous(ptr + (p[None, :, None] * d + of_input), [1, 2, 4]), [1, 1, 1]
+        tl.max_contiguous(ptr + (p[None, :, None] * d + input_at), [1, 2, 4]), [1, 1, 1]
     )
-    return tl.load(at, mask=(p[None, :, None] < d) & (of_input < d), other=0.0).to(tl.float32)
+    return tl.load(at, mask=(p[None, :, None] < d) & (input_at < d), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -223,28 +223,28 @@ def sweep_kernel(
         put(y_ptr + token * d, y, channels, inside, d == P, P, NL)
         if KEEP_ROWS:
             # d a / d Delta = ln 2 A reach h, read out by B and C
-            of_B = tl.zeros((WORDS // NL, P, NL), tl.float32)
-            of_C = of_B
+            slope_B = tl.zeros((WORDS // NL, P, NL), tl.float32)
+            slope_C = slope_B
             for v in tl.static_range(V):
                 slope = A[v] * (decayed[v] + h[v] if FULL else decayed[v])
                 if ERASE:
-                    of_B += slope * B[v][:, None, :]
-                of_C += slope * C[v][:, None, :]
+                    slope_B += slope * B[v][:, None, :]
+                slope_C += slope * C[v][:, None, :]
         after = ()
         for v in tl.static_range(V):
             after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
         h = after
         if KEEP_ROWS:
-            of_raw = slope_of(delta, ACTIVATION)
+            slope_raw = slope_of(delta, ACTIVATION)
             g = mixed / ((1.0 + delta) * (1.0 + delta)) if INPUT_SCALE == "bounded_delta" else mixed
             if ERASE:
-                g -= LN2 * beta * over_states(of_B)
-            g = of_raw * g
+                g -= LN2 * beta * over_states(slope_B)
+            g = slope_raw * g
             row = kept_ptr + token * (ROWS * P)
             put(row, delta, channels, inside, True, P, NL)
             put(row + P, written, channels, inside, True, P, NL)
             put(row + 2 * P, g, channels, inside, True, P, NL)
-            read = B_C * g + of_raw * LN2 * over_states(of_C)
+            read = B_C * g + slope_raw * LN2 * over_states(slope_C)
             put(row + 3 * P, read, channels, inside, True, P, NL)
             for i in tl.static_range(FEEDS):
                 put(row + (4 + i) * P, fed[i], channels, inside, True, P, NL)
