@@ -17,11 +17,20 @@ from triton._C.libtriton import passes
 NAME = "bedouin: without Coalesce"
 """Of this pipeline of passes, in the key of the compiler's cache."""
 
+_LOCK = threading.RLock()
+"""Held inside, since a thread would otherwise restore what another one has installed."""
+
 
 @contextmanager
 def without_coalescing() -> Iterator[None]:
     """What this thread compiles inside is compiled without the pass; a hook that is installed
-    already is called, too."""
+    already is called, too. Other threads that enter wait."""
+    with _LOCK, _hooked():
+        yield
+
+
+@contextmanager
+def _hooked() -> Iterator[None]:
     before = knobs.runtime.add_stages_inspection_hook
     thread = threading.get_ident()
 

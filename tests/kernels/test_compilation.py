@@ -90,6 +90,33 @@ def test_a_hook_of_the_caller_is_called(compile_kernel: Callable[[int], Any]) ->
     assert 0 in calls and max(calls) > 0
 
 
+def test_threads_take_turns(compile_kernel: Callable[[int], Any]) -> None:
+    """The second thread enters when the first has left, and nothing stays installed."""
+    entered, leave = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def first() -> None:
+        with without_coalescing():
+            entered.set()
+            leave.wait()
+            order.append("first")
+
+    def second() -> None:
+        with without_coalescing():
+            order.append("second")
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    threads[0].start()
+    assert entered.wait(10)
+    threads[1].start()
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["first", "second"]
+    assert knobs.runtime.add_stages_inspection_hook is None
+    assert compile_kernel(64) == (1, True)
+
+
 def test_an_error_restores_the_pass(compile_kernel: Callable[[int], Any]) -> None:
     with pytest.raises(ZeroDivisionError), without_coalescing():
         raise ZeroDivisionError
