@@ -11,7 +11,6 @@ launch.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import triton
@@ -22,7 +21,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bedouin.kernels.backend import version_numbers
-from bedouin.kernels.compilation import without_coalescing
 
 KNOWN_VERSIONS = range(6, 10)
 """Minor versions of Triton 3 whose `CompiledKernel` has been read."""
@@ -81,12 +79,11 @@ class PlannedKernel:
     """A Triton kernel whose launches are planned.
 
     The parameters of the kernel are pointers, then integers, then constants. Integers that the
-    kernel does not specialize on are free to change without another plan. `coalesces` False: it is
-    compiled `without_coalescing`, in versions of Triton that are known.
+    kernel does not specialize on are free to change without another plan.
     """
 
-    def __init__(self, kernel: Any, *, coalesces: bool = True) -> None:
-        self.kernel, self._coalesces = kernel, coalesces
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         # the plans again, by all integers: these need not be looked at then
         self._seen: dict[tuple[Any, ...], _Plan] = {}
@@ -151,8 +148,7 @@ class PlannedKernel:
                 self._seen.clear()
             self._seen[seen] = plan
             return plan
-        with nullcontext() if self._coalesces else without_coalescing():
-            compiled = self.kernel[grid](*tensors, *integers, **constants)
+        compiled = self.kernel[grid](*tensors, *integers, **constants)
         if regular and isinstance(compiled, CompiledKernel):
             names = self._names[len(tensors) + len(integers) :]
             if len(self._plans) >= MAX_PLANS:

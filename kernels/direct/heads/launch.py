@@ -60,8 +60,7 @@ MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
 
-SWEEP = PlannedKernel(head_sweep_kernel, coalesces=False)
-REVERSE = PlannedKernel(reverse_head_kernel, coalesces=False)
+SWEEP, REVERSE = PlannedKernel(head_sweep_kernel), PlannedKernel(reverse_head_kernel)
 
 
 def launch_head_sweep(
