@@ -141,7 +141,11 @@ def allocate_sweep(
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, count_kept(t_end, keep_every), n, d)
     h, normed = _first_memory(h0, b, A), y
     if W_y is not None:
-        normed = start = _normed_start(y0, x, W_y, parameterization)
+        if y0 is None:
+            start = W_y.new_zeros(b, 1, d)
+        else:
+            start = normed_past(y0.unsqueeze(1), operands, W_y, parameterization)
+        normed = start
         if not together:
             normed = W_y.new_empty(b, t_end, d)
             normed[:, :1] = start[:, :t_end]
@@ -263,21 +267,6 @@ def normed_past(
         return y.to(W_y.dtype)
     eps = parameterization.feedback_norm_eps
     return shifted_norm_forward(y, operands.y0, eps, W_y.dtype)
-
-
-def _normed_start(
-    y0: Tensor | None,  # (b, d); None: zeros
-    x: Tensor,  # (b, t, d)
-    W_y: Tensor,  # (f, d) or (H, f, d)
-    parameterization: Parameterization,
-) -> Tensor:  # (b, 1, d)
-    """norm(y0) in the dtype of W^y."""
-    if y0 is None or not y0.numel():
-        return W_y.new_zeros(len(x), 1, x.shape[2])
-    from bedouin.kernels.output.launch import shifted_norm_forward
-
-    eps = parameterization.feedback_norm_eps
-    return shifted_norm_forward(y0.unsqueeze(1), y0, eps, W_y.dtype)
 
 
 def _feedback(

@@ -4,6 +4,7 @@ Letters: b batch, t time, p channels of a head, r raw values of a head, c convol
 w width of the convolution, H heads; b' = H b folded samples (kernels/heads.py).
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -49,8 +50,7 @@ def launch_split(
     projected, bias, parts = last_axis_contiguous(projected), bias.contiguous(), Parts.of(flat, H)
     given = projected, bias, *_or_other(weight, window, bias), *results
     # as many programs of each part as the widest one has
-    tokens = max(LEAST_TOKENS, TILE // next_power_of_two(parts.widest))
-    grid = ceil_div(t, tokens) * len(parts.placed), H, b
+    grid = ceil_div(t, _tokens(parts.widest)) * len(parts.placed), H, b
     constants = _constants(parts, 0 if weight is None else weight.shape[1])
     SPLIT.launch(grid, given, (t, *projected.stride()[:2], bias.stride(0)), constants)
 
@@ -102,23 +102,31 @@ def _constants(
     parts: Parts,
     width: int,  # 0: no convolution
 ) -> Constants:
-    common = _common_constants(parts, width)
-    return Constants(TILE=TILE, num_warps=4, **common)
+    return Constants(num_warps=4, **_common_constants(parts, width, _tokens))
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _backward_constants(parts: Parts, width: int) -> Constants:
-    common = _common_constants(parts, width)
-    return Constants(LENGTHS=(ROW_TILE, LENGTH), num_warps=2, **common)
+    return Constants(LENGTH=LENGTH, num_warps=2, **_common_constants(parts, width, _rows))
 
 
-def _common_constants(parts: Parts, width: int) -> dict[str, Any]:
-    fields = [
-        (part.size, next_power_of_two(part.size), part.place, int(part.convolved), column, channel)
-        for part, column, channel in parts.placed
-    ]
+def _tokens(size: int) -> int:
+    """Tokens of a program of the forward, for a part of this size."""
+    return max(LEAST_TOKENS, TILE // next_power_of_two(size))
+
+
+def _rows(size: int) -> int:
+    """Rows of a program of the backward, for a part of this size."""
+    return max(1, ROW_TILE // next_power_of_two(size))
+
+
+def _common_constants(parts: Parts, width: int, rows: Callable[[int], int]) -> dict[str, Any]:
+    """Those of both kernels; `rows` of a tile for a part of some size."""
+    fields: list[int] = []
+    for (size, place, convolved), column, channel in parts.placed:
+        fields += size, next_power_of_two(size), place, int(convolved), column, channel, rows(size)
     return {
-        "PARTS": sum(fields, ()),
+        "PARTS": tuple(fields),
         "SIZES": (parts.p, parts.r, parts.c),
         "WIDTH": width,
         "num_stages": 1,

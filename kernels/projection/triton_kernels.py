@@ -15,10 +15,14 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import sigmoid
+from bedouin.kernels.projection.parts import X
 
-FIELDS = tl.constexpr(6)
+FIELDS = tl.constexpr(7)
 """Numbers of a part in `PARTS`: its size, that as a power of two, its place (parts.py), whether it
-is convolved or at least activated, its first column, and its first convolved channel."""
+is convolved or at least activated, its first column, its first convolved channel, and the rows of
+a program's tile."""
+
+AT_X = tl.constexpr(X)
 
 
 @triton.jit
@@ -69,7 +73,7 @@ def _convolve(inputs, weights):
 def _split_part(
     pointers, strides,  # those of `split_kernel`
     t_end, block, head, sample, i: tl.constexpr, PARTS: tl.constexpr,
-    SIZES: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens of the i-th part."""
     from_ptr, bias_ptr, weight_ptr, window_ptr, x_ptr, raw_ptr, gate_ptr = pointers
@@ -83,7 +87,7 @@ def _split_part(
     ACTIVATED: tl.constexpr = PARTS[FIELDS * i + 3]
     WEIGHTED: tl.constexpr = ACTIVATED and WIDTH > 0
     W: tl.constexpr = WIDTH if WEIGHTED else 1
-    TOKENS: tl.constexpr = TILE // BLOCK if TILE // BLOCK > 16 else 16
+    TOKENS: tl.constexpr = PARTS[FIELDS * i + 6]
     begin = block * TOKENS
     folded = head * tl.num_programs(2) + sample
     if begin < t_end:
@@ -106,7 +110,7 @@ def _split_part(
             bias = bias_ptr + head * bias_stride + place + columns
             v += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
             at = raw_ptr + (folded * t_end + time) * R + place + columns
-        elif place == -1:
+        elif place == AT_X:
             at = x_ptr + (folded * t_end + time) * P + columns
         else:
             at = gate_ptr + (folded * t_end + time) * P + columns
@@ -129,7 +133,6 @@ def split_kernel(
     PARTS: tl.constexpr,  # `FIELDS` of each part
     SIZES: tl.constexpr,  # p, r and c
     WIDTH: tl.constexpr,  # 0: no convolution
-    TILE: tl.constexpr,
 ):
     COUNT: tl.constexpr = len(PARTS) // FIELDS
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -138,14 +141,14 @@ def split_kernel(
     block = tl.program_id(0) // COUNT
     for i in tl.static_range(COUNT):
         if tl.program_id(0) % COUNT == i:
-            _split_part(pointers, strides, t_end, block, head, sample, i, PARTS, SIZES, WIDTH, TILE)
+            _split_part(pointers, strides, t_end, block, head, sample, i, PARTS, SIZES, WIDTH)
 
 
 @triton.jit
 def _split_part_vjp(
     pointers, strides,  # those of `split_backward_kernel`
     t_end, splits, block, head, sample, i: tl.constexpr, PARTS: tl.constexpr,
-    SIZES: tl.constexpr, WIDTH: tl.constexpr, LENGTHS: tl.constexpr,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens of the i-th part. Each row of a tile walks over tokens of its own, with the
     last inputs and cotangents in registers:
@@ -164,11 +167,11 @@ def _split_part_vjp(
     ACTIVATED: tl.constexpr = PARTS[FIELDS * i + 3]
     WEIGHTED: tl.constexpr = ACTIVATED and WIDTH > 0
     W: tl.constexpr = WIDTH if WEIGHTED else 1
-    ROWS: tl.constexpr = LENGTHS[0] // BLOCK if LENGTHS[0] > BLOCK else 1
+    ROWS: tl.constexpr = PARTS[FIELDS * i + 6]
     # of x, of the raw values or of the gate
-    which: tl.constexpr = 1 if place >= 0 else 0 if place == -1 else 2
+    which: tl.constexpr = 1 if place >= 0 else 0 if place == AT_X else 2
     stride_t = grad_strides[2 * which + 1]
-    length = tl.maximum(LENGTHS[1] if WEIGHTED else 1, tl.cdiv(t_end, ROWS * splits))
+    length = tl.maximum(LENGTH if WEIGHTED else 1, tl.cdiv(t_end, ROWS * splits))
     folded = head * tl.num_programs(2) + sample
     dtype = grad_from_ptr.dtype.element_ty
     if block * ROWS * length < t_end:
@@ -265,7 +268,7 @@ def split_backward_kernel(
     PARTS: tl.constexpr,  # `FIELDS` of each part
     SIZES: tl.constexpr,  # p, r and c
     WIDTH: tl.constexpr,  # 0: no convolution
-    LENGTHS: tl.constexpr,  # values of a tile, and fewest tokens of a row of a convolved part
+    LENGTH: tl.constexpr,  # fewest tokens of a row of a convolved part
 ):
     COUNT: tl.constexpr = len(PARTS) // FIELDS
     block, head = tl.program_id(0) // COUNT, tl.program_id(1)
@@ -279,5 +282,5 @@ def split_backward_kernel(
         if tl.program_id(0) % COUNT == i:
             _split_part_vjp(
                 pointers, strides, t_end, splits, block, head, sample, i, PARTS, SIZES, WIDTH,
-                LENGTHS,
+                LENGTH,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a layer computes of its input before the solve: x, the raw values and the gate.
+"""Projections of a layer's input, before the solve: x, the raw values and the gate.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, H num_heads,
 p = d / H head_dim, r raw values of a head, the first f with feedback. Between the projections from

@@ -1,4 +1,4 @@
-"""What the layers have: options, parameters, and how large they are.
+"""Options, sizes and parameters of the layers.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, H num_heads,
 p = d / H head_dim, r raw values of a head, the first f with feedback. Between the projections from

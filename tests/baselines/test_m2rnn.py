@@ -1,7 +1,5 @@
 """M2RNN: equal to its equations, head by head."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -52,36 +50,6 @@ def test_equals_the_recurrence(d_conv: int | None) -> None:
 def test_decay_and_skip_are_not_decayed() -> None:
     marked = {n for n, p in M2RNN(8).named_parameters() if getattr(p, "_no_weight_decay", False)}
     assert marked == {"A_log", "dt_bias", "D"}
-
-
-@pytest.mark.interpreter
-def test_triton_equals_the_reference() -> None:
-    check_backends("cpu", 2e-5)
-
-
-@pytest.mark.gpu
-def test_triton_equals_the_reference_on_a_gpu() -> None:
-    check_backends("cuda", 1e-3)  # the reference's products may be in TensorFloat32
-
-
-def check_backends(device: str, tolerance: float) -> None:
-    """Outputs, state and gradients, through a second chunk."""
-    options: dict[str, Any] = {"num_heads": 2, "head_dim": 32, "expand_v": 0.5}
-    layers = [
-        M2RNN(8, device=device, **options, backend=backend) for backend in ("triton", "reference")
-    ]
-    with torch.no_grad():
-        layers[0].state_weight.add_(torch.randn_like(layers[0].state_weight))
-    layers[1].load_state_dict(layers[0].state_dict())
-    x, results = torch.randn(2, 9, 8, device=device), []
-    for layer in layers:
-        u = x.clone().requires_grad_()
-        first, state = layer(u[:, :5], return_state=True)
-        y, state = layer(u[:, 5:], state, return_state=True)
-        loss = torch.stack([v.square().sum() for v in (first, y, *state.tensors)]).sum()
-        inputs = [u, *layer.parameters()]
-        results.append((first, y, *state.tensors, *torch.autograd.grad(loss, inputs)))
-    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.interpreter

@@ -1,7 +1,5 @@
 """Recurrent Delta Net: equal to its equations, head by head."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -44,40 +42,6 @@ def test_equals_the_recurrence(d_conv: int | None) -> None:
     inputs = [x, *layer.parameters()]
     grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
     torch.testing.assert_close(*grads)
-
-
-@pytest.mark.interpreter
-def test_triton_equals_the_reference() -> None:
-    check_backends("cpu", 2e-5)
-
-
-@pytest.mark.gpu
-def test_triton_equals_the_reference_on_a_gpu() -> None:
-    check_backends("cuda", 1e-3)  # the reference's products may be in TensorFloat32
-
-
-def check_backends(device: str, tolerance: float) -> None:
-    """Outputs, state and gradients, through a second chunk."""
-    options: dict[str, Any] = {
-        "num_heads": 2,
-        "head_dim": 32,
-        "expand_v": 0.5,
-        "feedback_init": 3.0,
-    }
-    layers = [
-        RecurrentDeltaNet(8, device=device, **options, backend=backend)
-        for backend in ("triton", "reference")
-    ]
-    layers[1].load_state_dict(layers[0].state_dict())
-    x, results = torch.randn(2, 9, 8, device=device), []
-    for layer in layers:
-        u = x.clone().requires_grad_()
-        first, state = layer(u[:, :5], return_state=True)
-        y, state = layer(u[:, 5:], state, return_state=True)
-        loss = torch.stack([v.square().sum() for v in (first, y, *state.tensors)]).sum()
-        inputs = [u, *layer.parameters()]
-        results.append((first, y, *state.tensors, *torch.autograd.grad(loss, inputs)))
-    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.interpreter

@@ -1,4 +1,4 @@
-"""h before the tokens of a chunk of heads, from h before the first one, and what a token loads.
+"""h before the tokens of a chunk of heads, from h before the first one; loads of a token.
 
 Blocks of states are replayed one after the other, so that the values of all states need no
 registers beside what the reverse sweep holds.

@@ -291,7 +291,8 @@ def _reverse(
     known = grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
     H = solved.H
-    results = scratch, H if last is None else last, H, edges, adjoint, fed, f, solved.y0
+    first = H if last is None else last
+    results = scratch, first, H, edges, adjoint, fed, f, solved.y0
     numbers = *inputs.numbers, *inputs.raw.stride()[:2]
     REVERSE.launch((b,), (*known, *values, *results), numbers, constants_of(REVERSE, how))
     return solved
