@@ -111,9 +111,7 @@ def _delta(states: int) -> Case:
     )
 
 
-def _recall(
-    suffix: str, title: str, *, states: int, missing: Missing = _always, **options: Any
-) -> Case:
+def _recall(suffix: str, title: str, *, states: int, **options: Any) -> Case:
     """The layer that tracks and recalls, as `Bedouin.recall` makes it but for the states."""
     return Case(
         f"recall{suffix}",
@@ -123,7 +121,6 @@ def _recall(
         heads=16,
         states=states,
         mixes=False,
-        missing=missing,
     )
 
 
@@ -198,13 +195,7 @@ CASES = (
     _states(4),
     _delta(4),
     _recall("", "", states=4),
-    _recall(
-        "-wide",
-        ", feedback of all heads",
-        states=4,
-        feedback_scope="layer",
-        missing=subjects.wide_is_missing,
-    ),
+    _recall("-wide", ", feedback of all heads", states=4, feedback_scope="layer"),
     _recall("-chosen", "", states=2),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(

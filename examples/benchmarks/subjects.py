@@ -46,12 +46,6 @@ def recall(setting: Setting, shape: Shape, **options: Any) -> Subject:
     return _layer_subject(setting, shape, setting.recall(**options), sequential=True)
 
 
-def wide_is_missing(device: torch.device) -> str | None:
-    """Why feedback of all heads cannot be measured in a minute."""
-    is_slow = Setting(device).has_kernels
-    return "no kernels for feedback of all heads; plain PyTorch takes minutes" if is_slow else None
-
-
 def direct_recomputed(setting: Setting, shape: Shape) -> Subject:
     """The same under activation checkpointing: the backward pass recomputes the forward pass."""
     layer = setting.layer()

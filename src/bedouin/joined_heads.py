@@ -46,6 +46,13 @@ class JoinedHeads:
         """F(y)."""
         return self._unfolded(self.f(self._folded(y)))
 
+    def memory(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b', p, n)
+        """h of the folded samples after the last token of y."""
+        return self.f.memory(self._folded(y))
+
     def _folded(
         self,
         y: Tensor,  # (b, t, d)
@@ -69,6 +76,15 @@ class _StructuredHeads(JoinedHeads):
     """With a mixer of the form (e, U, M)."""
 
     f: StructuredMap
+    _swept: tuple[Tensor, Tensor] | None = None  # the y of the last sweep, and that of `f`
+
+    def memory(
+        self,
+        y: Tensor,  # (b, t, d)
+    ) -> Tensor:  # (b', p, n)
+        if self._swept is not None and self._swept[0] is y:
+            return self.f.memory(self._swept[1])
+        return super().memory(y)
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve, with the largest norms and the smallest pivot of a sample's heads."""
@@ -76,7 +92,9 @@ class _StructuredHeads(JoinedHeads):
         norms = found.defect, found.scale, found.magnitude
         defect, scale, magnitude = (self._by_head(v).amax(0) for v in norms)
         pivot = self._by_head(found.pivot).amin(0)
-        return Sweep(self._unfolded(found.y), found.h, defect, scale, magnitude, pivot)
+        y = self._unfolded(found.y)
+        self._swept = y, found.y
+        return Sweep(y, found.h, defect, scale, magnitude, pivot)
 
     def attach(
         self,

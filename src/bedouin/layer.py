@@ -289,9 +289,9 @@ class FixedPointLayer(ProjectedLayer):
         """The layer's output (b, t, m), and the state of the folded samples after the last token
         if wanted."""
         with without_autocast(y.device):
+            after = call.after(y) if wants_state else None
             if isinstance(call.f, JoinedHeads):
                 y = fold(y, self.num_heads)
-            after = call.after(y) if wants_state else None
             hidden = call.stage.gated(self, y)
         output: Tensor = self.out_proj(hidden)
         return output, after

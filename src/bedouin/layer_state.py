@@ -12,6 +12,7 @@ from bedouin.fixed_point_map import FixedPointMap
 from bedouin.gated_stage import GatedStage
 from bedouin.heads import fold_state
 from bedouin.joined_heads import JoinedHeads
+from bedouin.kernels.heads import fold
 from bedouin.kernels.launch import accumulator
 from bedouin.packing import Packing, last_token
 from bedouin.state import BedouinState, StateSize, check_state, zero_state
@@ -28,16 +29,19 @@ class Call(NamedTuple):
 
     def after(
         self,
-        y: Tensor,  # (b', t, p), the fixed point
+        y: Tensor,  # (b', t, p), the fixed point, or (b, t, d) with feedback of all heads
     ) -> BedouinState:
         """The state of the folded samples after the last token, which may share memory with what
         the call has computed."""
         before, f = self.before, self.f
         if before is not None and y.shape[1] == 0:
             return before.clone()
-        f = f.f if isinstance(f, JoinedHeads) else f
+        h = f.memory(y)
+        if isinstance(f, JoinedHeads):
+            y = fold(y, f.num_heads)
+            f = f.f
         last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
-        return BedouinState(f.memory(y), last, self.window)
+        return BedouinState(h, last, self.window)
 
 
 def incoming_state(

@@ -211,11 +211,11 @@ def test_the_rows_of_recall_are_its_layers(name: str, options: dict[str, Any]) -
 
 
 @pytest.mark.interpreter
-def test_the_rows_of_recall_run_in_kernels() -> None:
-    assert interpreter_is_on() and subjects.wide_is_missing(CPU) is not None
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_the_rows_of_recall_run_in_kernels(scope: str) -> None:
     setting = Setting(CPU, "float32", m=8, n=4, k=0, h=2)
-    assert setting.recall().backend == "triton"
-    agreement.recall_agrees(setting, Shape(1, 3))
+    assert interpreter_is_on() and setting.recall().backend == "triton"
+    agreement.recall_agrees(setting, Shape(1, 3), feedback_scope=scope)
 
 
 def test_warm_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

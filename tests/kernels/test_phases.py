@@ -22,6 +22,7 @@ from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.parameterization import FeedbackScope
 from bedouin.testing import assert_close
 
 DEVICE = "cpu" if interpreter_is_on() else "cuda"
@@ -57,6 +58,7 @@ class Case:
     norm_eps: float | None = 1e-5
     starts: bool = True
     dtype: torch.dtype = torch.float32
+    scope: FeedbackScope = "head"
 
     def options(self) -> Parameterization:
         layout = RawLayout(self.activation, True, self.k, self.beta_max, self.erase)
@@ -71,7 +73,8 @@ class Case:
 
         H, b, t, p, n = self.heads, self.heads * self.b, self.t, self.p, self.n
         x, raw = draw(b, t, p), draw(b, t, self.options().known_layout().size(p, n))
-        W_y = 0.5 * p**-0.5 * draw(H, len(self.fed) * p, p) if self.fed else None
+        read = p * (H if self.scope == "layer" else 1)
+        W_y = 0.5 * read**-0.5 * draw(H, len(self.fed) * p, read) if self.fed else None
         A, wide = -draw(H, p, n, dtype=torch.float32).exp(), torch.float32
         if H == 1:
             A, W_y = A[0], None if W_y is None else W_y[0]
@@ -146,6 +149,12 @@ CASES = [
     Case(heads=1, t=3, k=4, fed="x", norm_eps=None, activation="sigmoid", starts=False),
     Case(heads=1, t=3, p=24, k=2, fed="", input_scale="bounded_delta"),
     Case(heads=1, t=17, n=5, k=2, dtype=torch.bfloat16, input_scale="bounded_delta"),
+    # W^y reads the outputs of all heads
+    Case(scope="layer", t=18, b=2),
+    Case(scope="layer", heads=3, b=17, t=2, p=7, n=5, fed="d", starts=False),
+    Case(scope="layer", t=33, p=20, n=3, fed="x", erase=0.0, eigenvalues="full", norm_eps=None),
+    Case(scope="layer", t=1, p=64, n=64, input_scale="bounded_delta"),
+    Case(scope="layer", t=16, heads=4, dtype=torch.bfloat16),
 ]
 
 
@@ -226,6 +235,7 @@ def test_many_samples_compiled(p: int, n: int, k: int, dtype: torch.dtype) -> No
 
 def test_what_they_do_not_take() -> None:
     assert not takes_phases(*other(input_scale="one_minus_decay"))
+    assert takes_phases(*other(scope="layer")) and not takes_phases(*other(scope="layer", k=1))
     assert not takes_phases(*other(p=65)) and not takes_phases(*other(n=65))
     assert not takes_phases(*other(k=5))
     given, options = other(fed="d", erase=0.0)
@@ -321,9 +331,17 @@ def other(**changes: Any) -> tuple[Operands, Parameterization]:
 
 
 @needs_triton
-@pytest.mark.parametrize("make", [Bedouin.recall, partial(Bedouin, feedback=("delta",))])
-@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 1), (torch.bfloat16, 0)])
-def test_a_layer(dtype: torch.dtype, k: int, make: Callable[..., Bedouin]) -> None:
+@pytest.mark.parametrize(
+    ("make", "k"),
+    [
+        (Bedouin.recall, 1),
+        (partial(Bedouin, feedback=("delta",)), 1),
+        (Bedouin.recall, 0),
+        (partial(Bedouin.recall, feedback_scope="layer"), 0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer(dtype: torch.dtype, make: Callable[..., Bedouin], k: int) -> None:
     options: dict[str, Any] = {"d_state": 4, "num_heads": 2, "num_householder": k}
     options["input_scale"] = "bounded_delta" if k else "delta"
     layers = [make(8, backend=b, **options) for b in BACKENDS]

@@ -17,9 +17,12 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.phases.launch import (
+    FEED,
+    FEED_ADJOINT,
     FINISH_REFLECTIONS,
     GRADIENTS,
     PREPARE_REFLECTIONS,
+    REPLAY,
     REVERSE,
     SOLVED_STATISTICS,
     SWEEP,
@@ -61,11 +64,14 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
 
 
-def launched(kernel: PlannedKernel, V: int, size: int, k: int, capability: int) -> CompiledKernel:
+def launched(
+    kernel: PlannedKernel, V: int, size: int, k: int, capability: int, *, by_token: bool = False
+) -> CompiledKernel:
     """A kernel of the phases, for heads of `size` channels and states with k reflections."""
     layout = RawLayout("softplus", True, k, 1.0, 1.0)
     options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=True)
-    how = LaunchSpec(Sizes(1, 1, size, size, size, size, V, 7, k)[2:], (True, True), options)
+    sizes = Sizes(1, 1, size, size, size, size, V, 5 if by_token else 7, k)[2:]
+    how = LaunchSpec(sizes, (True, True), options, starts=by_token, by_token=by_token)
     types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
     return compiled(kernel.kernel, constants_of(kernel, how), types, capability)
@@ -123,3 +129,11 @@ def test_other_gpus(kernel: PlannedKernel, capability: int) -> None:
     found = launched(kernel, 4, 64, 0, capability)
     assert found.metadata.shared <= 4096
     assert spilled(found) <= (SPILLED if kernel is SWEEP else 128)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kernel", [FEED, FEED_ADJOINT, REPLAY, SWEEP, REVERSE])
+def test_a_token_of_all_heads(kernel: PlannedKernel, capability: int) -> None:
+    found = launched(kernel, 4, 64, 0, capability, by_token=True)
+    assert found.metadata.shared <= 65536
+    assert spilled(found) <= (SPILLED if kernel is SWEEP else 64)

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.buffers import CHUNK, exponents
-from bedouin.kernels.direct.phases.limits import Sizes, fed_vectors, sizes_of
+from bedouin.kernels.direct.phases.limits import Sizes, fed_vectors, feeds_all_heads, sizes_of
+from bedouin.kernels.direct.phases.triton_all_heads import (
+    feed_adjoint_kernel,
+    feed_kernel,
+    replay_kernel,
+)
 from bedouin.kernels.direct.phases.triton_gradients import gradient_kernel
 from bedouin.kernels.direct.phases.triton_prepare import (
     finish_kernel,
@@ -30,7 +35,7 @@ from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, last_axis_contiguous, multiprocessors
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, LaunchSeries, PlannedKernel
 
 LANES = 2
 """Lanes of a warp that share the states of a channel in phases S and R; the others have other
@@ -55,10 +60,14 @@ TOKENS = 16
 PROGRAMS = 8
 """Programs of phase G for each multiprocessor, at least."""
 
+OUTPUTS, SAMPLES = 32, 16
+"""Outputs and samples of a program of the product with a W^y that reads all heads."""
+
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
 )
 STATISTICS = PlannedKernel(statistics_kernel)
+FEED, FEED_ADJOINT, REPLAY = map(PlannedKernel, (feed_kernel, feed_adjoint_kernel, replay_kernel))
 PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS = map(
     PlannedKernel, (prepare_reflections_kernel, solved_statistics_kernel, finish_reflections_kernel)
 )
@@ -73,6 +82,7 @@ class LaunchSpec(NamedTuple):
     keeps: bool = True  # whether a gradient may be asked for
     starts: bool = False  # whether h0 or y0 is given
     ends: bool = False  # whether the cotangent of the last h is
+    by_token: bool = False  # whether S and R are launched for each token, and W^y beside them
 
     @staticmethod
     def of(
@@ -84,22 +94,28 @@ class LaunchSpec(NamedTuple):
         ends: bool = False,
     ) -> "LaunchSpec":
         starts = operands.h0 is not None or operands.y0 is not None
-        return LaunchSpec(sizes[2:], fed_vectors(operands, options), options, keeps, starts, ends)
+        fed = fed_vectors(operands, options)
+        if feeds_all_heads(operands):
+            return LaunchSpec(sizes[2:], fed, options, keeps, True, True, True)
+        return LaunchSpec(sizes[2:], fed, options, keeps, starts, ends)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), (feeds_delta, feeds_x), options, keeps, starts, ends = how
+    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, by_token = how
+    feeds_delta, feeds_x = (False, False) if by_token and kernel in (SWEEP, REVERSE) else fed
+    chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
     layout, eps = options.known_layout(), options.feedback_norm_eps
-    lanes = REVERSE_LANES if kernel is REVERSE and N > 32 else LANES
+    lanes = REVERSE_LANES if kernel in (REVERSE, REPLAY) and N > 32 else LANES
     r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
         **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
         **{"S": min(N, STATES), "SUB": GROUP},
-        **{"KEEP": CHUNK if keeps else 0, "KEEP_ROWS": keeps or k > 0},
-        **{"START": starts, "LAST": ends},
+        **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},
+        **{"START": starts, "LAST": ends, "ONE": by_token},
+        **{"OUTPUTS": min(P, OUTPUTS), "SAMPLES": SAMPLES},
         **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": feeds_delta + feeds_x},
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
@@ -113,7 +129,8 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     }
     # a thread has one channel in phases S and R, and four of four states in phase G
     channel_warps, state_warps = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
-    warps = {SWEEP: channel_warps, REVERSE: channel_warps, GRADIENTS: state_warps}
+    of_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), channel_warps)
+    warps = {**of_channels, GRADIENTS: state_warps}
     by_token = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if by_token else 4))
@@ -125,7 +142,8 @@ class _Inputs(NamedTuple):
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    W: Tensor  # (H, FEEDS d, d), contiguous for each head; without feedback any tensor
+    # (H, FEEDS d, d), contiguous for each head; (H, FEEDS d, H d), contiguous; without feedback any
+    W: Tensor
     A: Tensor  # (H, n, d), log2(e) A
     y0: Tensor  # (b, d), or any tensor
     B: Tensor  # (b, t, N / V), int64
@@ -148,7 +166,7 @@ class _Inputs(NamedTuple):
             constants = constants_of(PREPARE_REFLECTIONS, how)
             PREPARE_REFLECTIONS.launch(grid, (raw, scalars), numbers, constants)
         W = A if W_y is None else W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
-        if W.stride()[1:] != (d, 1):
+        if how.by_token or W.stride()[1:] != (d, 1):
             W = W.contiguous()
         if y0 is None:
             y0 = A.new_zeros(b, d) if how.starts else A
@@ -158,9 +176,21 @@ class _Inputs(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those that phases S and R need: samples of a head, tokens, a one that the compiler does
-        not know, and the distance of the W^y of two heads."""
-        return self.per_head, self.x.shape[1], 1, self.W.stride(0)
+        """Those that phases S and R of all tokens need: the first token, samples of a head, tokens
+        twice, a one that the compiler does not know, and the distance of the W^y of two heads."""
+        t = self.x.shape[1]
+        return 0, self.per_head, t, t, 1, self.W.stride(0)
+
+    @property
+    def numbers_of_token(self) -> tuple[int, ...]:
+        """Those of a single token but for its place."""
+        return self.per_head, 1, self.x.shape[1], 1, self.W.stride(0)
+
+    @property
+    def heads_and_samples(self) -> tuple[int, int, int]:
+        """Heads, samples of a head, and tokens."""
+        b, t = self.x.shape[:2]
+        return b // self.per_head, self.per_head, t
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -201,10 +231,13 @@ def launch_sweep(
         first = A.new_zeros(b, n, d) if h0 is None else h0.mT.contiguous()
     y, kept = A.new_empty(b, t, d), A.new_empty(b, sizes.kept if keeps or sizes.k else 0)
     parts = _Kept.of(kept, sizes) if len(kept[0]) else _Kept(y, y, y, y)
-    given = inputs.x, inputs.raw, inputs.scalars, inputs.B, inputs.C, inputs.W, A, inputs.y0
-    tensors = *given, first, h, y, parts.rows, parts.inverse, parts.states, parts.solved
-    numbers = *inputs.numbers, *inputs.strides
-    SWEEP.launch((b,), tensors, numbers, constants_of(SWEEP, how))
+    if how.by_token:
+        _sweep_by_token(inputs, h.copy_(first), y, parts, sizes, how)
+    else:
+        given = inputs.x, inputs.raw, inputs.scalars, inputs.B, inputs.C, inputs.W, A, inputs.y0
+        tensors = *given, first, h, y, parts.rows, parts.inverse, parts.states, parts.solved
+        numbers = *inputs.numbers, *inputs.strides
+        SWEEP.launch((b,), tensors, numbers, constants_of(SWEEP, how))
     statistics = A.new_empty(4, b, t)
     if sizes.k:
         solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, parts.rows, statistics
@@ -215,6 +248,49 @@ def launch_sweep(
         constants = constants_of(STATISTICS, how)
         STATISTICS.launch(_by_tokens(sizes), (y, statistics), (b * t,), constants)
     return y, h, kept if keeps else kept[:, :0], statistics
+
+
+def _sweep_by_token(
+    inputs: _Inputs,
+    h: Tensor,  # (b, n, d): before the first token, replaced by that after the last
+    y: Tensor,  # (b, t, d), written
+    parts: _Kept,  # written
+    sizes: Sizes,
+    how: LaunchSpec,
+) -> None:
+    """Phase S token by token, each after its product with W^y."""
+    b, t_end, d = sizes[:3]
+    given, A, (feeds_delta, feeds_x) = inputs, inputs.A, how.fed
+    if feeds_x:
+        given = given._replace(x=A.new_empty(b, t_end, d))
+    if feeds_delta:
+        given = given._replace(raw=A.new_empty(b, t_end, d))
+    constants = constants_of(FEED, how)
+    grid = _by_samples(inputs, sizes.P // constants["OUTPUTS"] * (feeds_delta + feeds_x))
+    read = inputs.x, inputs.raw, inputs.W, inputs.y0, y, given.x, given.raw
+    numbers = *inputs.heads_and_samples, *inputs.strides
+    feed = LaunchSeries(FEED, grid, read, numbers, constants)
+    values = given.x, given.raw, inputs.scalars, inputs.B, inputs.C, inputs.W, A, inputs.y0
+    tensors = *values, h, h, y, parts.rows, parts.inverse, parts.states, parts.solved
+    numbers = *inputs.numbers_of_token, *given.strides
+    sweep = LaunchSeries(SWEEP, (b,), tensors, numbers, constants_of(SWEEP, how))
+    states = _memories(parts.states, sizes) if how.keeps else ()
+    for t in range(t_end):
+        if how.keeps and (t == 0 or (t_end - t) % CHUNK == 0):
+            states[sizes.chunk_of(t)].copy_(h)
+        feed.launch(t)
+        sweep.launch(t)
+
+
+def _memories(
+    states: Tensor,  # (b chunks N P) values
+    sizes: Sizes,
+) -> tuple[Tensor, ...]:  # (b, n, d) each
+    """Those of the chunks, which phases R and G read with zeros beyond n and d."""
+    b, _, d, n, P, N = sizes[:6]
+    if (n, d) != (N, P):
+        states.zero_()
+    return states.view(b, sizes.chunks, N, P)[..., :n, :d].unbind(1)
 
 
 class Gradients(NamedTuple):
@@ -288,6 +364,10 @@ def _reverse(
     fed, f = inputs.x.new_empty(b, t, 2 * d), A.new_empty(b, t, k)
     solved = _Solved(edges, adjoint, fed, f, A.new_empty(b, n, d), A.new_empty(b, d))
     scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
+    if how.by_token:
+        w = grad_y.to(A.dtype, copy=True)
+        _reverse_by_token(w, last, y, inputs, parts, solved, scratch, sizes, how)
+        return solved
     known = grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
     H = solved.H
@@ -296,6 +376,46 @@ def _reverse(
     numbers = *inputs.numbers, *inputs.raw.stride()[:2]
     REVERSE.launch((b,), (*known, *values, *results), numbers, constants_of(REVERSE, how))
     return solved
+
+
+def _reverse_by_token(
+    w: Tensor,  # (b, t, d): grad_y, to which feedback is added
+    last: Tensor | None,  # (b, n, d), of the last h; None: zeros
+    y: Tensor,  # (b, t, d)
+    inputs: _Inputs,
+    parts: _Kept,
+    solved: _Solved,  # written
+    scratch: Tensor,  # (b, CHUNK, N P / V)
+    sizes: Sizes,
+    how: LaunchSpec,
+) -> None:
+    """Phase R token by token, each before its product with the transposed W^y."""
+    A, H, grad_y0, grid = inputs.A, solved.H, solved.y0, (sizes.b,)
+    if last is None:
+        H.zero_()
+    else:
+        H.copy_(last)
+    read = parts.rows, inputs.B, A, parts.states, scratch
+    numbers: tuple[int, ...] = sizes.t, inputs.per_head, 1
+    replay = LaunchSeries(REPLAY, grid, read, numbers, constants_of(REPLAY, how))
+    known = w, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
+    values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
+    results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, grad_y0
+    numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
+    tensors = *known, *values, *results
+    reverse = LaunchSeries(REVERSE, grid, tensors, numbers, constants_of(REVERSE, how))
+    fed = solved.fed, inputs.W, inputs.y0, y, w, grad_y0
+    constants = constants_of(FEED_ADJOINT, how)
+    heads = _by_samples(inputs, 1)
+    adjoint = LaunchSeries(FEED_ADJOINT, heads, fed, inputs.heads_and_samples, constants)
+    edges = _memories(solved.edges, sizes)
+    for t in reversed(range(sizes.t)):
+        if (sizes.t - 1 - t) % CHUNK == 0:
+            chunk = sizes.chunk_of(t)
+            edges[chunk].copy_(H)
+            replay.launch(chunk)
+        reverse.launch(t)
+        adjoint.launch(t)
 
 
 def _gradients(
@@ -318,6 +438,11 @@ def _gradients(
     numbers = inputs.per_head, t, 1, each
     GRADIENTS.launch((b, splits, blocks), tensors, numbers, constants_of(GRADIENTS, how))
     return grad_B, grad_C, grad_A.sum(1)
+
+
+def _by_samples(inputs: _Inputs, parts: int) -> tuple[int, int]:
+    heads, samples = inputs.heads_and_samples[:2]
+    return heads * parts, ceil_div(samples, SAMPLES)
 
 
 def _by_tokens(sizes: Sizes) -> tuple[int]:

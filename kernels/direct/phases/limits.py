@@ -30,10 +30,17 @@ def fed_vectors(operands: Operands, options: Parameterization) -> tuple[bool, bo
     return rows > 0, options.feeds_x
 
 
+def feeds_all_heads(operands: Operands) -> bool:
+    """Whether W^y is no part of phases S and R, but a launch of its own for each token, because it
+    reads the outputs of all heads."""
+    W_y = operands.W_y
+    return W_y is not None and reads_all_heads(W_y, operands.x.shape[-1])
+
+
 def takes_phases(operands: Operands, options: Parameterization) -> bool:
     """Whether the phases solve this call: `fits_phases`, with feedback of nothing but all of Delta
-    and x. Without feedback they take calls with erase alone: the others need no sweep over the
-    tokens (kernels/direct/open_loop)."""
+    and x, and without reflections where W^y reads all heads. Without feedback they take calls with
+    erase alone: the others need no sweep over the tokens (kernels/direct/open_loop)."""
     (d, n), W_y, layout = operands.A.shape[-2:], operands.W_y, options.layout
     if layout is None or not fits_phases(d, n, operands.A.dtype, options):
         return False
@@ -42,7 +49,7 @@ def takes_phases(operands: Operands, options: Parameterization) -> bool:
     if W_y is None:
         return layout.erase > 0
     rows = W_y.shape[-2] - (d if options.feeds_x else 0)
-    return rows in (0, d) and not reads_all_heads(W_y, d)
+    return rows in (0, d) and not (layout.num_householder and reads_all_heads(W_y, d))
 
 
 def fits_phases(d: int, n: int, dtype: torch.dtype, options: Parameterization) -> bool:
@@ -59,8 +66,8 @@ def describe_limits() -> str:
     """What `takes_phases` asks of erase and feedback of x, as a part of an error message."""
     return (
         f"but in the exact sweep of heads with at most {MAX_CHANNELS} channels, {MAX_STATES} "
-        f"states and {MAX_REFLECTIONS} reflections, which feed back y to Delta and x alone, with "
-        "another input scale than 'one_minus_decay'"
+        f"states and {MAX_REFLECTIONS} reflections, none with feedback of all heads, which feed "
+        "back y to Delta and x alone, with another input scale than 'one_minus_decay'"
     )
 
 
@@ -80,6 +87,10 @@ class Sizes(NamedTuple):
     @property
     def chunks(self) -> int:
         return ceil_div(self.t, CHUNK)
+
+    def chunk_of(self, t: int) -> int:
+        """The chunk of a token: they are counted from the end, so that the first may be shorter."""
+        return self.chunks - ceil_div(self.t - t, CHUNK)
 
     @property
     def kept(self) -> int:
@@ -103,5 +114,6 @@ def sizes_of(operands: Operands, options: Parameterization) -> Sizes:
     (b, t, d), n = operands.x.shape, operands.A.shape[-1]
     P, N = (max(16, next_power_of_two(size)) for size in (d, n))
     layout, V = options.known_layout(), 4 if operands.x.dtype == torch.bfloat16 else 2
-    rows = 4 + sum(fed_vectors(operands, options)) + (layout.erase > 0)
+    fed = 0 if feeds_all_heads(operands) else sum(fed_vectors(operands, options))
+    rows = 4 + fed + (layout.erase > 0)
     return Sizes(b, t, d, n, P, N, V, rows, layout.num_householder)

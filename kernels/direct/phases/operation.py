@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bedouin.kernels.direct.buffers import normed_past, state_major
 from bedouin.kernels.direct.phases.limits import fed_vectors, sizes_of
-from bedouin.kernels.linear import padding, weight_gradient
+from bedouin.kernels.feedback import feedback_weight_gradient
+from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 
 
@@ -51,7 +52,7 @@ def phase_reverse(
         feeds_delta, feeds_x = fed_vectors(operands, options)
         rows = grads.fed[..., 0 if feeds_delta else d : 2 * d if feeds_x else d]
         past = normed_past(known[2], operands, W_y, options)
-        grad_W_y = weight_gradient(rows.to(W_y.dtype), past, W_y)
+        grad_W_y = feedback_weight_gradient(rows, past, W_y)
     grad_A = grads.A.unflatten(0, (-1, len(x) // (len(A) if A.dim() == 3 else 1))).sum(1)
     grad_A = (grad_A if A.dim() == 3 else grad_A.squeeze(0)).mT
     last = grads.h0.mT, grads.y0[: None if wants_y0 else 0], grads.statistics

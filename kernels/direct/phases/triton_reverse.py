@@ -163,7 +163,7 @@ def load_past(
     return w, y, start
 
 
-@triton.jit(do_not_specialize=["one", "t_end", "per_head"])
+@triton.jit(do_not_specialize=["start_at", "one", "t_end", "tokens", "per_head"])
 def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
@@ -186,8 +186,10 @@ def reverse_kernel(
     fed_ptr,  # (b, t, 2, d), written: the cotangents of raw Delta and of x
     f_ptr,  # (b, t, K), written
     grad_y0_ptr,  # (b, d), written
+    start_at,  # the first token of this launch
     per_head,
-    t_end,
+    t_end,  # tokens of this launch
+    tokens,  # of a sample
     one,
     W_stride,  # from head to head
     raw_stride_b,
@@ -200,6 +202,7 @@ def reverse_kernel(
     V: tl.constexpr,
     K: tl.constexpr,
     KEEP: tl.constexpr,
+    ONE: tl.constexpr,  # whether t_end is 1, and q is in scratch memory
     START: tl.constexpr,
     LAST: tl.constexpr,
     OF_DELTA: tl.constexpr,
@@ -211,7 +214,7 @@ def reverse_kernel(
     ERASE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """All tokens of a sample of a head, from the last to the first."""
+    """Tokens of a sample of a head, from the last to the one at `start_at`: all of them, or ONE."""
     FEEDS: tl.constexpr = OF_DELTA + OF_X
     ROWS: tl.constexpr = 4 + FEEDS + ERASE
     SLOTS: tl.constexpr = FEEDS * (2 if NORM else 1)
@@ -219,8 +222,8 @@ def reverse_kernel(
     SIZE: tl.constexpr = P * N
     PAIRS: tl.constexpr = K * (K + 1) // 2
     SCALARS: tl.constexpr = 2 + 2 * (K + PAIRS)
-    raw_at = raw_ptr + tl.program_id(0).to(tl.int64) * raw_stride_b + d + 2 * n
     sample = tl.program_id(0).to(tl.int64)
+    raw_at = raw_ptr + sample * raw_stride_b + start_at * raw_stride_t + d + 2 * n
     head = sample // per_head
     p = tl.arange(0, P)
     words = (tl.arange(0, WORDS // NL) * NL)[:, None] + tl.arange(0, NL)[None, :]
@@ -236,19 +239,20 @@ def reverse_kernel(
         H = no_states(A, V)
     chunks = tl.cdiv(t_end, KEEP)
     scratch = scratch_ptr + sample * KEEP * (SIZE // V)
-    first = sample * t_end
+    first = sample * tokens + start_at
     token = first + t_end - 1
     w = row_of(grad_y_ptr + token * d, p, d, P)
     # Chunks are counted from the end, so that the first may be shorter than the others: tokens
     # before it are replayed as tokens that change nothing.
     start = t_end - KEEP
-    h = load_states(states_ptr + (sample * chunks + chunks - 1) * SIZE, one, P, N, P, N, NL, V)
-    for i in range(tl.maximum(-start, 0), KEEP):
-        delta, written, B_words = load_replayed(
-            kept_ptr, B_ptr, first + start + i, True, words, p, P, ROWS, WORDS
-        )
-        h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
-        store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))
+    if not ONE:
+        h = load_states(states_ptr + (sample * chunks + chunks - 1) * SIZE, one, P, N, P, N, NL, V)
+        for i in range(tl.maximum(-start, 0), KEEP):
+            delta, written, B_words = load_replayed(
+                kept_ptr, B_ptr, first + start + i, True, words, p, P, ROWS, WORDS
+            )
+            h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
+            store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))
     row = kept_ptr + token * (ROWS * P)
     delta, g, read, fed = load_kept(row, p, P, OF_DELTA, OF_X)
     scalars = scalars_ptr + token * SCALARS
@@ -258,27 +262,33 @@ def reverse_kernel(
     inverse = tl.load(inverse_ptr + token)
     B_words = tl.load(B_ptr + token * WORDS + words)
     C_words = tl.load(C_ptr + token * WORDS + words)
-    tl.debug_barrier()
-    q_words = load_words(scratch + (KEEP - 1) * (SIZE // V), places)
+    place = KEEP - 1
+    if ONE:
+        place -= (tokens - 1 - start_at) % KEEP
+    else:
+        tl.debug_barrier()
+    q_words = load_words(scratch + place * (SIZE // V), places)
     H_B, H_q = with_memory(H, unpack(B_words, V, True), unpack(q_words, V, False), V)
-    # the replay is one token ahead of the place in its chunk that the sweep has in its own
-    slot = sample * chunks + tl.maximum(chunks - 2, 0)
-    h = load_states(states_ptr + slot * SIZE, one, P, N, P, N, NL, V)
-    replayed = first + tl.maximum(start - KEEP, 0)
-    delta_replay, written, B_replay = load_replayed(
-        kept_ptr, B_ptr, replayed, start >= KEEP, words, p, P, ROWS, WORDS
-    )
-    h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
-    store_words(scratch + (KEEP - 1) * (SIZE // V), places, pack(q, V, FAST))
-    q_words = load_words(place_of(scratch, 1, SIZE // V, KEEP), places)
-    replayed = start - KEEP + 1
-    delta_replay, written, B_replay = load_replayed(
-        kept_ptr, B_ptr, first + tl.maximum(replayed, 0), replayed >= 0, words, p, P, ROWS, WORDS
-    )
+    if not ONE:
+        # the replay is one token ahead of the place in its chunk that the sweep has in its own
+        slot = sample * chunks + tl.maximum(chunks - 2, 0)
+        h = load_states(states_ptr + slot * SIZE, one, P, N, P, N, NL, V)
+        replayed = first + tl.maximum(start - KEEP, 0)
+        delta_replay, written, B_replay = load_replayed(
+            kept_ptr, B_ptr, replayed, start >= KEEP, words, p, P, ROWS, WORDS
+        )
+        h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
+        store_words(scratch + (KEEP - 1) * (SIZE // V), places, pack(q, V, FAST))
+        q_words = load_words(place_of(scratch, 1, SIZE // V, KEEP), places)
+        replayed = start - KEEP + 1
+        at = first + tl.maximum(replayed, 0)
+        delta_replay, written, B_replay = load_replayed(
+            kept_ptr, B_ptr, at, replayed >= 0, words, p, P, ROWS, WORDS
+        )
     w_next, y, y_start = load_past(
         grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, d, (FEEDS > 0) and NORM, START
     )
-    for step in range(0, t_end):
+    for step in range(0, 1 if ONE else t_end):
         token = first + t_end - 1 - step
         earlier = tl.maximum(token - 1, first)
         next_step = step + 1
@@ -296,19 +306,20 @@ def reverse_kernel(
         w_later, y_later, start_later = load_past(
             grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, d, (FEEDS > 0) and NORM, START
         )
-        replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
-        at = first + tl.maximum(replayed, 0)
-        delta_later, written_later, B_later = load_replayed(
-            kept_ptr, B_ptr, at, replayed >= 0, words, p, P, ROWS, WORDS
-        )
-        if next_step % KEEP == 0:
-            replay_slot = tl.maximum(chunks - 2 - next_step // KEEP, 0)
-            h = load_states(
-                states_ptr + (sample * chunks + replay_slot) * SIZE, one, P, N, P, N, NL, V
+        if not ONE:
+            replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
+            at = first + tl.maximum(replayed, 0)
+            delta_later, written_later, B_later = load_replayed(
+                kept_ptr, B_ptr, at, replayed >= 0, words, p, P, ROWS, WORDS
             )
-        if step % KEEP == 0:
-            slot = (sample + 1) * chunks - 1 - step // KEEP
-            store_states(edges_ptr + slot * SIZE, H, one, P, N, P, N, NL, V)
+            if next_step % KEEP == 0:
+                replay_slot = tl.maximum(chunks - 2 - next_step // KEEP, 0)
+                h = load_states(
+                    states_ptr + (sample * chunks + replay_slot) * SIZE, one, P, N, P, N, NL, V
+                )
+            if step % KEEP == 0:
+                slot = (sample + 1) * chunks - 1 - step // KEEP
+                store_states(edges_ptr + slot * SIZE, H, one, P, N, P, N, NL, V)
         B, C = unpack(B_words, V, True), unpack(C_words, V, True)
         s = fast_scale(delta, INPUT_SCALE, FAST)
         if K > 0:
@@ -355,11 +366,12 @@ def reverse_kernel(
                 grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
             after = after + (grad_h * build_decay(A[v] * delta[None, :, None], FULL, FAST),)
         H = after
-        H_B, H_q = with_memory(H, unpack(B_next, V, True), unpack(q_words, V, False), V)
-        h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
-        store_words(place_of(scratch, next_step, SIZE // V, KEEP), places, pack(q, V, FAST))
-        q_words = load_words(place_of(scratch, step + 2, SIZE // V, KEEP), places)
-        delta_replay, written, B_replay = delta_later, written_later, B_later
+        if not ONE:
+            H_B, H_q = with_memory(H, unpack(B_next, V, True), unpack(q_words, V, False), V)
+            h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
+            store_words(place_of(scratch, next_step, SIZE // V, KEEP), places, pack(q, V, FAST))
+            q_words = load_words(place_of(scratch, step + 2, SIZE // V, KEEP), places)
+            delta_replay, written, B_replay = delta_later, written_later, B_later
         w, w_next, y, y_start = w_next, w_later, y_later, start_later
         delta, g, read, fed = delta_next, g_next, read_next, fed_next
         B_C, beta, inverse, u, T, S = B_C_next, beta_next, inverse_next, u_next, T_next, S_next

@@ -80,7 +80,7 @@ def feed_back(
     return fed, inverse
 
 
-@triton.jit(do_not_specialize=["one", "t_end", "per_head"])
+@triton.jit(do_not_specialize=["start", "one", "t_end", "tokens", "per_head"])
 def sweep_kernel(
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), of which the first d are those of Delta
@@ -97,8 +97,10 @@ def sweep_kernel(
     inverse_ptr,  # (b, t), likewise: 1 / rms of y_{t-1}
     states_ptr,  # (b, ceil(t / KEEP), N, P), likewise: h before each chunk
     solved_ptr,  # (b, t, K + 1 + PAIRS), written: e, the smallest pivot, and S
+    start,  # the first token of this launch, 0 with KEEP
     per_head,  # samples of a head, b / H
-    t_end,
+    t_end,  # tokens of this launch
+    tokens,  # of a sample
     one,
     W_stride,  # from head to head
     x_stride_b,
@@ -125,7 +127,7 @@ def sweep_kernel(
     ERASE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """All tokens of a sample of a head."""
+    """Tokens of a sample of a head, from `start` on."""
     FEEDS: tl.constexpr = OF_DELTA + OF_X
     ROWS: tl.constexpr = 4 + FEEDS + ERASE
     WORDS: tl.constexpr = N // V
@@ -150,8 +152,9 @@ def sweep_kernel(
     else:
         h = no_states(A, V)
         y = tl.zeros((P,), tl.float32)
-    token = sample * t_end
-    x_at, raw_at = x_ptr + sample * x_stride_b, raw_ptr + sample * raw_stride_b
+    token = sample * tokens + start
+    x_at = x_ptr + sample * x_stride_b + start * x_stride_t
+    raw_at = raw_ptr + sample * raw_stride_b + start * raw_stride_t
     x, raw = row_of(x_at, p, d, P), row_of(raw_at, p, d, P)
     B_C = tl.load(scalars_ptr + token * SCALARS)
     beta = tl.load(scalars_ptr + token * SCALARS + 1)
@@ -165,7 +168,7 @@ def sweep_kernel(
     for t in range(0, t_end):
         # loads of a token are issued while the one before it is computed
         step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
-        later = sample * t_end + step
+        later = sample * tokens + start + step
         x_next = row_of(x_at + step * x_stride_t, p, d, P)
         raw_next = row_of(raw_at + step * raw_stride_t, p, d, P)
         B_C_next = tl.load(scalars_ptr + later * SCALARS)
@@ -200,7 +203,7 @@ def sweep_kernel(
             erased = over_states(r)
             written -= beta * erased
         y = over_states(q) + B_C * written
-        token = sample * t_end + t
+        token = sample * tokens + start + t
         mixed = x
         if K > 0:
             sigma = s * B_C
