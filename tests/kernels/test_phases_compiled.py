@@ -71,7 +71,8 @@ def launched(
     layout = RawLayout("softplus", True, k, 1.0, 1.0)
     options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=True)
     sizes = Sizes(1, 1, size, size, size, size, V, 5 if by_token else 7, k)[2:]
-    how = LaunchSpec(sizes, (True, True), options, starts=by_token, by_token=by_token)
+    fed = True, True
+    how = LaunchSpec(sizes, fed, options, starts=by_token, by_token=by_token, weight_size=8 // V)
     types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
     return compiled(kernel.kernel, constants_of(kernel, how), types, capability)
@@ -134,6 +135,7 @@ def test_other_gpus(kernel: PlannedKernel, capability: int) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("kernel", [FEED, FEED_ADJOINT, REPLAY, SWEEP, REVERSE])
 def test_a_token_of_all_heads(kernel: PlannedKernel, capability: int) -> None:
+    """A multiprocessor of compute capability 8.9 has 99 KiB of shared memory."""
     found = launched(kernel, 4, 64, 0, capability, by_token=True)
-    assert found.metadata.shared <= 65536
+    assert found.metadata.shared <= 99 * 1024
     assert spilled(found) <= (SPILLED if kernel is SWEEP else 64)

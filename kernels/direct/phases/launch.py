@@ -63,6 +63,9 @@ PROGRAMS = 8
 OUTPUTS, SAMPLES = 32, 16
 """Outputs and samples of a program of the product with a W^y that reads all heads."""
 
+READ = 65536
+"""Bytes of W^y that such a program reads at once."""
+
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
 )
@@ -83,6 +86,7 @@ class LaunchSpec(NamedTuple):
     starts: bool = False  # whether h0 or y0 is given
     ends: bool = False  # whether the cotangent of the last h is
     by_token: bool = False  # whether S and R are launched for each token, and W^y beside them
+    weight_size: int = 4  # bytes of a value of W^y, by token
 
     @staticmethod
     def of(
@@ -95,27 +99,29 @@ class LaunchSpec(NamedTuple):
     ) -> "LaunchSpec":
         starts = operands.h0 is not None or operands.y0 is not None
         fed = fed_vectors(operands, options)
-        if feeds_all_heads(operands):
-            return LaunchSpec(sizes[2:], fed, options, keeps, True, True, True)
+        if operands.W_y is not None and feeds_all_heads(operands):
+            size = operands.W_y.itemsize
+            return LaunchSpec(sizes[2:], fed, options, keeps, True, True, True, size)
         return LaunchSpec(sizes[2:], fed, options, keeps, starts, ends)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, by_token = how
+    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, by_token, weight_size = how
     feeds_delta, feeds_x = (False, False) if by_token and kernel in (SWEEP, REVERSE) else fed
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
     layout, eps = options.known_layout(), options.feedback_norm_eps
     lanes = REVERSE_LANES if kernel in (REVERSE, REPLAY) and N > 32 else LANES
-    r = layout.size(d, n)
+    r, outputs = layout.size(d, n), min(P, OUTPUTS)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
         **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
         **{"S": min(N, STATES), "SUB": GROUP},
         **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},
         **{"START": starts, "LAST": ends, "ONE": by_token},
-        **{"OUTPUTS": min(P, OUTPUTS), "SAMPLES": SAMPLES},
+        **{"OUTPUTS": outputs, "SAMPLES": SAMPLES},
+        **{"GROUP": max(1, READ // (P * weight_size * (outputs if kernel is FEED else P)))},
         **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": feeds_delta + feeds_x},
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
@@ -130,7 +136,7 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     # a thread has one channel in phases S and R, and four of four states in phase G
     channel_warps, state_warps = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
     of_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), channel_warps)
-    warps = {**of_channels, GRADIENTS: state_warps}
+    warps = {**of_channels, GRADIENTS: state_warps, FEED: 8, FEED_ADJOINT: 8}
     by_token = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if by_token else 4))

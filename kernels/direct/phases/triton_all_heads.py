@@ -27,30 +27,33 @@ from bedouin.kernels.direct.phases.triton_reverse import load_replayed, replay
 
 
 @triton.jit
-def add_product(
-    W, v, total,
+def products(
+    v,  # (G, SAMPLES, K)
+    W,  # (G, K, N)
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """total + W v, with v rounded to the dtype of W; the interpreter cannot multiply bfloat16."""
+    """The sum of G products (SAMPLES, N), which the warps share, of v rounded to the dtype of W."""
     v = v.to(W.dtype)
     if FAST:
-        return tl.dot(W, v, total, input_precision="ieee")
+        found = tl.dot(v, W, input_precision="ieee")
     else:
-        return tl.dot(W.to(tl.float32), v.to(tl.float32), total)
+        # the interpreter cannot multiply bfloat16
+        found = tl.dot(v.to(tl.float32), W.to(tl.float32))
+    return tl.sum(found, 0)
 
 
 @triton.jit
 def load_before(
     y_ptr, y0_ptr,
-    row, start, tokens, real, p,  # (SAMPLES,), ..., (1, SAMPLES), (P,)
+    row, start, tokens, p,
+    inside,  # which channels are read
     d: tl.constexpr,
 ):  # fmt: skip
-    """y (P, SAMPLES) before token `start` of the samples that are `real`."""
-    channels = p[:, None]
-    in_first = real & (channels < tl.where(start == 0, d, 0))
-    in_later = real & (channels < tl.where(start == 0, 0, d))
-    at = (row * tokens + tl.maximum(start - 1, 0))[None, :] * d + channels
-    first = tl.load(y0_ptr + row[None, :] * d + channels, mask=in_first, other=0.0)
+    """y before token `start` of the rows of the batch."""
+    in_first = inside & (p < tl.where(start == 0, d, 0))
+    in_later = inside & (p < tl.where(start == 0, 0, d))
+    at = (row * tokens + tl.maximum(start - 1, 0)) * d + p
+    first = tl.load(y0_ptr + row * d + p, mask=in_first, other=0.0)
     return first + tl.load(y_ptr + at, mask=in_later, other=0.0)
 
 
@@ -73,6 +76,7 @@ def feed_kernel(
     raw_stride_t,
     d: tl.constexpr,
     P: tl.constexpr,
+    GROUP: tl.constexpr,  # heads that are read at once
     OUTPUTS: tl.constexpr,  # of a program
     SAMPLES: tl.constexpr,  # likewise
     OF_DELTA: tl.constexpr,
@@ -87,25 +91,29 @@ def feed_kernel(
     part, vector = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % FEEDS
     head = tl.program_id(0) // (PARTS * FEEDS)
     sample = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
-    out, p = part * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, P)
-    real = (sample < samples)[None, :]
-    rows = W_ptr + ((head * FEEDS + vector) * d + out)[:, None] * (heads * d) + p[None, :]
-    fed = tl.zeros((OUTPUTS, SAMPLES), tl.float32)
-    for other in range(0, heads):
-        row = (other * samples + sample).to(tl.int64)
-        y = load_before(y_ptr, y0_ptr, row, start, tokens, real, p, d)
+    out = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    p, group = tl.arange(0, P)[None, None, :], tl.arange(0, GROUP)[:, None, None]
+    real = (sample < samples)[None, :, None]
+    outputs = W_ptr + ((head * FEEDS + vector) * d + out)[None, None, :] * (heads * d)
+    q = tl.arange(0, P)[None, :, None]
+    fed = tl.zeros((SAMPLES, OUTPUTS), tl.float32)
+    for first in range(0, heads, GROUP):
+        other = first + group
+        row = (other * samples + sample[None, :, None]).to(tl.int64)
+        y = load_before(y_ptr, y0_ptr, row, start, tokens, p, real & (other < heads), d)
         if NORM:
-            y = y * inverse_norm(tl.sum(y * y, 0) / d, NORM_EPS)[None, :]
-        W = tl.load(rows + other * d, mask=(out < d)[:, None] & (p < d)[None, :], other=0.0)
-        fed = add_product(W, y, fed, FAST)
-    row = (head * samples + sample).to(tl.int64)[None, :]
-    inside = real & (out < d)[:, None]
-    to = (row * tokens + start) * d + out[:, None]
+            y = y * inverse_norm(tl.sum(y * y, 2) / d, NORM_EPS)[:, :, None]
+        inside = (other < heads) & (q < d) & (out < d)[None, None, :]
+        W = tl.load(outputs + other * d + q, mask=inside, other=0.0)
+        fed += products(y, W, FAST)
+    row = (head * samples + sample).to(tl.int64)[:, None]
+    inside = (sample < samples)[:, None] & (out < d)[None, :]
+    to = (row * tokens + start) * d + out[None, :]
     if vector < OF_DELTA:
-        at = raw_ptr + row * raw_stride_b + start * raw_stride_t + out[:, None]
+        at = raw_ptr + row * raw_stride_b + start * raw_stride_t + out[None, :]
         tl.store(raw_fed_ptr + to, fed + tl.load(at, mask=inside, other=0.0), mask=inside)
     else:
-        at = x_ptr + row * x_stride_b + start * x_stride_t + out[:, None]
+        at = x_ptr + row * x_stride_b + start * x_stride_t + out[None, :]
         tl.store(x_fed_ptr + to, fed + tl.load(at, mask=inside, other=0.0), mask=inside)
 
 
@@ -123,7 +131,8 @@ def feed_adjoint_kernel(
     tokens,
     d: tl.constexpr,
     P: tl.constexpr,
-    SAMPLES: tl.constexpr,
+    GROUP: tl.constexpr,  # fed vectors that are read at once
+    SAMPLES: tl.constexpr,  # of a program
     OF_DELTA: tl.constexpr,
     OF_X: tl.constexpr,
     NORM: tl.constexpr,
@@ -132,30 +141,33 @@ def feed_adjoint_kernel(
 ):
     """The cotangent of y_{t-1} of some samples of a head."""
     FEEDS: tl.constexpr = OF_DELTA + OF_X
-    own, p, out = tl.program_id(0), tl.arange(0, P), tl.arange(0, P)
+    own, p = tl.program_id(0), tl.arange(0, P)[None, :]
     sample = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
-    real = (sample < samples)[None, :]
-    inside = real & (p < d)[:, None]
-    columns = W_ptr + (own * d + p)[:, None] + out[None, :] * (heads * d)
-    grad = tl.zeros((P, SAMPLES), tl.float32)
-    for i in range(0, heads * FEEDS):
-        row = (i // FEEDS * samples + sample).to(tl.int64)[None, :]
-        vector = i % FEEDS + (1 - OF_DELTA)
-        W = tl.load(
-            columns + i * d * (heads * d), mask=(p < d)[:, None] & (out < d)[None, :], other=0.0
-        )
-        at = fed_ptr + ((row * tokens + start) * 2 + vector) * d + out[:, None]
-        grad = add_product(W, tl.load(at, mask=inside, other=0.0), grad, FAST)
-    row = (own * samples + sample).to(tl.int64)
+    group, out = tl.arange(0, GROUP)[:, None, None], tl.arange(0, P)[None, None, :]
+    real = (sample < samples)[None, :, None]
+    q = tl.arange(0, P)[None, :, None]
+    grad = tl.zeros((SAMPLES, P), tl.float32)
+    for first in range(0, heads * FEEDS, GROUP):
+        one = first + group
+        row = (one // FEEDS * samples + sample[None, :, None]).to(tl.int64)
+        vector = one % FEEDS + (1 - OF_DELTA)
+        known = one < heads * FEEDS
+        at = fed_ptr + ((row * tokens + start) * 2 + vector) * d + out
+        given = tl.load(at, mask=real & known & (out < d), other=0.0)
+        at = W_ptr + (one * d + q) * (heads * d) + own * d + out
+        W = tl.load(at, mask=known & (q < d) & (out < d), other=0.0)
+        grad += products(given, W, FAST)
+    row = (own * samples + sample).to(tl.int64)[:, None]
+    inside = (sample < samples)[:, None] & (p < d)
     if NORM:
-        y = load_before(y_ptr, y0_ptr, row, start, tokens, real, p, d)
-        inverse = inverse_norm(tl.sum(y * y, 0) / d, NORM_EPS)[None, :]
-        along = (tl.sum(grad * y, 0) / d)[None, :]
+        y = load_before(y_ptr, y0_ptr, row, start, tokens, p, inside, d)
+        inverse = inverse_norm(tl.sum(y * y, 1) / d, NORM_EPS)[:, None]
+        along = (tl.sum(grad * y, 1) / d)[:, None]
         grad = inverse * (grad - y * inverse * inverse * along)
     if start == 0:
-        tl.store(grad_y0_ptr + row[None, :] * d + p[:, None], grad, mask=inside)
+        tl.store(grad_y0_ptr + row * d + p, grad, mask=inside)
     else:
-        at = w_ptr + (row * tokens + start - 1)[None, :] * d + p[:, None]
+        at = w_ptr + (row * tokens + start - 1) * d + p
         tl.store(at, grad + tl.load(at, mask=inside, other=0.0), mask=inside)
 
 
