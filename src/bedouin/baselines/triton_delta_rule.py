@@ -1,9 +1,10 @@
 """The gated delta rule in Triton: a program for each sample, head and block of value channels.
 
-The memory stays in registers for all tokens. Forward keeps the error value - S^T key of each step,
-v numbers where S has p v. With it, backward needs no memory to carry the cotangent of S from the
-last token to the first, and then computes S again from the first to the last, as forward did: no
-memory is kept, and none is divided by a decay.
+The memory S stays in registers for all tokens. Forward keeps the error value - S^T key of each
+step, which has v numbers where S has p v. Backward carries the cotangent of S from the last token
+to the first, for which the errors suffice, and then computes S again from the first token to the
+last, as forward did: S of no token is kept, and none is divided by a decay, which may be 0. Both
+passes together have the sums and products of one pass in which S is at hand.
 
 Letters: b batch, t time, k Householder steps a token, h heads, p key channels and v value channels
 of a head, n blocks of value channels.
@@ -23,7 +24,8 @@ from bedouin.baselines.options import LAUNCH
 from bedouin.kernels.guard import Launching
 
 CELLS = 2048
-"""Of a block of S: 64 registers of each thread of a warp. One warp sums without barriers."""
+"""Numbers of a block of S, 64 registers of each thread: one warp sums them without barriers. With
+half as many, the steps of a head of 68 channels have 9 % more instructions, compiled for sm_90."""
 
 
 @triton.jit
@@ -155,8 +157,8 @@ def backward_kernel(
 
 
 class Recurrence(torch.autograd.Function):
-    """S^T query / sqrt(p) of every token (b, t, h, v), and the memory (b, h, p, v) after the last
-    one: `delta_rule` in float32, from inputs and to results of any dtype that a GPU multiplies."""
+    """`delta_rule` in float32, from tensors in float32, bfloat16 or float16: S^T query / sqrt(p) of
+    every token (b, t, h, v), and the memory (b, h, p, v) after the last one, in its dtype."""
 
     @staticmethod
     def forward(
