@@ -1,8 +1,8 @@
-"""The delta rule: loop, definition, chunks and the kernels of flash-linear-attention agree."""
+"""The delta rule: loop, definition, chunks, the Triton kernel and flash-linear-attention agree."""
 
 import re
 from importlib.util import find_spec
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,17 +25,19 @@ B, H, P, V = 2, 3, 4, 5
 INSTANTIATED = "ignore:.*should not be instantiated:DeprecationWarning"
 
 
-def draw(t: int, k: int, *, gated: bool, beta_max: float = 2.0) -> tuple[DeltaInputs, Tensor]:
+def draw(
+    t: int, k: int, p: int = P, v: int = V, b: int = B, *, gated: bool
+) -> tuple[DeltaInputs, Tensor]:
     """Random inputs in float64 and a random memory, all with gradients."""
-    key = torch.randn(B, t, k, H, P, dtype=torch.float64)
+    key = torch.randn(b, t, k, H, p, dtype=torch.float64)
     inputs = DeltaInputs(
-        torch.randn(B, t, H, P, dtype=torch.float64).requires_grad_(),
+        torch.randn(b, t, H, p, dtype=torch.float64).requires_grad_(),
         (key / key.norm(dim=-1, keepdim=True)).requires_grad_(),
-        torch.randn(B, t, k, H, V, dtype=torch.float64).requires_grad_(),
-        (beta_max * torch.rand(B, t, k, H, dtype=torch.float64)).requires_grad_(),
-        (-3 * torch.rand(B, t, H, dtype=torch.float64)).requires_grad_() if gated else None,
+        torch.randn(b, t, k, H, v, dtype=torch.float64).requires_grad_(),
+        (2 * torch.rand(b, t, k, H, dtype=torch.float64)).requires_grad_(),
+        (-3 * torch.rand(b, t, H, dtype=torch.float64)).requires_grad_() if gated else None,
     )
-    return inputs, torch.randn(B, H, P, V, dtype=torch.float64).requires_grad_()
+    return inputs, torch.randn(b, H, p, v, dtype=torch.float64).requires_grad_()
 
 
 def results(pair: tuple[Tensor, Tensor], inputs: DeltaInputs, memory: Tensor) -> list[Tensor]:
@@ -81,6 +83,122 @@ def test_chunks_survive_a_decay_to_zero_and_equal_keys() -> None:
         hard = inputs._replace(key=key, beta=torch.full_like(inputs.beta, 2.0), log_decay=log_decay)
         pair = delta_rule_chunked(hard, memory)
         torch.testing.assert_close(pair, delta_rule_reference(hard, memory), rtol=1e-9, atol=1e-9)
+
+
+def converted(
+    inputs: DeltaInputs, memory: Tensor, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[DeltaInputs, Tensor]:
+    """Leaves with the same values, whose rows are not contiguous."""
+    leaves: list[Any] = [
+        v if v is None else v.detach().to(device, dtype).mT.contiguous().mT.requires_grad_()
+        for v in (*inputs, memory)
+    ]
+    return DeltaInputs(*leaves[:-1]), leaves[-1]
+
+
+def kernel_error(
+    inputs: DeltaInputs, memory: Tensor, device: str, dtype: torch.dtype = torch.float32
+) -> float:
+    """The largest distance between results and gradients of the kernel, from inputs of `dtype`,
+    and of the loop in float64, relative to the latter's norm."""
+    low = converted(inputs, memory, dtype, device)
+    exact = converted(*low, torch.float64)
+    found = results(delta_rule(*low, dtype, "triton"), *low)
+    expected = results(delta_rule_reference(*exact), *exact)
+    assert [(v.shape, dtype) for v in expected] == [(v.shape, v.dtype) for v in found]
+    with torch.no_grad():
+        pairs = zip(found, expected, strict=True)
+        errors = [(a.cpu() - e).norm() / (1e-9 + e.norm()) for a, e in pairs]
+    return float(torch.stack(errors).amax())  # NaN if one is, which Python's max would not be
+
+
+# t, k, p, v, b, gated
+SIZES = [
+    (1, 1, 4, 5, 2, True),
+    (9, 2, 4, 5, 1, True),
+    (7, 4, 68, 68, 1, True),
+    (5, 1, 64, 128, 1, False),
+    (3, 1, 128, 20, 1, True),
+    (63, 2, 1, 1, 1, True),
+    (64, 1, 2, 8, 1, False),
+    (100, 1, 6, 3, 1, True),
+    (4, 2, 4, 5, 0, True),
+]
+sizes_of_the_kernel = pytest.mark.parametrize("sizes", SIZES, ids=str)
+
+
+@pytest.mark.interpreter
+@sizes_of_the_kernel
+def test_the_kernel_equals_the_loop(sizes: tuple[Any, ...]) -> None:
+    assert kernel_error(*draw(*sizes[:5], gated=sizes[5]), "cpu") < 5e-5
+
+
+@pytest.mark.gpu
+@sizes_of_the_kernel
+def test_the_kernel_equals_the_loop_on_a_gpu(sizes: tuple[Any, ...]) -> None:
+    assert kernel_error(*draw(*sizes[:5], gated=sizes[5]), "cuda") < 5e-5
+
+
+@pytest.mark.interpreter
+def test_the_kernel_takes_bfloat16_and_survives_a_decay_to_zero() -> None:
+    inputs, memory = draw(9, 2, b=1, gated=True)
+    # results are rounded to 8 bits
+    assert kernel_error(inputs, memory, "cpu", torch.bfloat16) < 5e-3
+    key = inputs.key[:, :1, :1].expand_as(inputs.key)
+    decay = torch.full((1, 9, H), -500.0, dtype=torch.float64)
+    hard = inputs._replace(key=key, beta=torch.full_like(inputs.beta, 2.0), log_decay=decay)
+    low = converted(hard, memory, torch.float32)
+    pair = delta_rule(*low, torch.float32, "triton")
+    torch.testing.assert_close(pair, delta_rule_reference(*low))
+
+
+@pytest.mark.interpreter
+def test_calls_that_the_kernel_does_not_take() -> None:
+    def run(inputs: DeltaInputs, memory: Tensor) -> Tensor:
+        return delta_rule(inputs, memory, torch.float32, "triton")[0]
+
+    drawn = draw(2, 1, gated=False)
+    with pytest.raises(
+        ValueError, match="not support torch.float64: use backend='auto' or 'torch'"
+    ):
+        run(*drawn)
+    with pytest.raises(ValueError, match="heads of 257 key channels, more than 256"):
+        run(*converted(*draw(2, 1, 257, gated=False), torch.float32))
+    inputs, memory = converted(*drawn, torch.float32)
+    with pytest.raises(ValueError, match="does not support torch.func transforms"):
+        torch.func.vmap(run, (None, 0))(inputs, memory.unsqueeze(0))
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernel_on_a_gpu_where_it_can() -> None:
+    drawn = draw(3, 2, gated=True)
+    for dtype, takes in ((torch.float32, True), (torch.float64, False)):
+        inputs, memory = converted(*drawn, dtype, "cuda")
+        o, _ = delta_rule(inputs, memory, dtype, "auto")
+        assert o.grad_fn is not None and (o.grad_fn.name() == "RecurrenceBackward") is takes
+        mapped, _ = torch.func.vmap(delta_rule, (None, 0, None, None))(
+            inputs, memory.unsqueeze(0), dtype, "auto"
+        )
+        torch.testing.assert_close(mapped[0], o, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_layer_with_the_kernel_in_a_graph(no_synchronization: Any) -> None:
+    layer = DeltaProduct(64, gated=True, backend="triton", device="cuda")
+    x, graph = torch.randn(3, 70, 64, device="cuda"), torch.cuda.CUDAGraph()
+
+    def run() -> list[Tensor]:
+        y = layer(x)
+        return [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
+
+    run()
+    with no_synchronization():
+        run()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(captured, run(), rtol=1e-4, atol=1e-4)
 
 
 def test_full_eigenvalues_keep_the_norm_of_a_memory() -> None:

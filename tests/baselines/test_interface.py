@@ -261,7 +261,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DeltaNet, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3: choose"),
     (DeltaNet, {"expand_v": 0.1}, ValueError, "expand_v * head_dim must be at least 1, got 0.1"),
     (DeltaNet, {"output_gate": 0}, TypeError, "output_gate must be True or False, got 0"),
-    (DeltaNet, {"backend": "triton"}, ValueError, "backend must be one of ('auto', 'torch', 'fla"),
+    (DeltaNet, {"backend": "cuda"}, ValueError, "backend must be one of ('auto', 'torch', 'triton"),
     (DeltaProduct, {"num_householder": 0}, ValueError, "num_householder must be at least 1, got 0"),
     (DeltaProduct, {"eigenvalues": "any"}, ValueError, "eigenvalues must be one of ('positive', "),
     (DeltaProduct, {"norm_eps": 0.0}, ValueError, "norm_eps must be finite and > 0, got 0.0"),

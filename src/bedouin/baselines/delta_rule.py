@@ -1,5 +1,5 @@
-"""The gated delta rule with several Householder steps a token: loop, chunks, and the kernels of
-flash-linear-attention.
+"""The gated delta rule with several Householder steps a token: loop, chunks, a Triton kernel, and
+the kernels of flash-linear-attention.
 
 Letters: b batch, t time, h heads, k Householder steps a token, p key channels and v value channels
 of a head; in chunks also n chunks, c tokens of a chunk, i = c k steps of a chunk.
@@ -14,15 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.checks import one_of
-from bedouin.kernels.backend import triton_version
+from bedouin.kernels.backend import Backend, choose_backend, triton_version
 from bedouin.packing import zero_outside
 
-DeltaBackend = Literal["auto", "torch", "fla"]
+DeltaBackend = Literal["auto", "torch", "triton", "fla"]
 
 CHUNK_STEPS = 64
 """Householder steps of a chunk, as in flash-linear-attention."""
 
 FLA_DTYPES = (torch.bfloat16, torch.float16)
+
+KERNEL_CHANNELS = 256
+"""The most key channels of a head in the Triton kernel, which holds all of them in one program."""
 
 
 class DeltaInputs(NamedTuple):
@@ -62,14 +65,22 @@ def delta_rule(
     """S <- exp(log_decay) S, then k times S <- (I - beta key key^T) S + beta key value^T; returns
     S^T query / sqrt(p) of every token, and the last S.
 
-    `dtype` is the one that products have in this call. "torch" computes in the dtype of `inputs`.
-    "fla" casts query, key, value and beta to `dtype`, which must be bfloat16 or float16; "auto" is
-    "fla" for more than one token where that is possible, the package is installed, and Triton
-    compiles it correctly (`fla_is_wrong`).
+    `dtype` is the one that products have in this call. "torch" computes in the dtype of `inputs`,
+    in chunks, which take a half to a quarter of the loop's time on a CPU. "triton" computes in
+    float32, token by token; it has no second derivative. "fla" casts query, key, value and beta to
+    `dtype`, which must be bfloat16 or float16. "auto" is "fla" for more than one token where that
+    is possible, the package is installed, and Triton compiles it correctly (`fla_is_wrong`); else
+    "triton" on a GPU, except in float64, under transforms of torch.func and in torch.compile.
     Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (2412.06464), DeltaProduct (2502.10297).
     """
     if _takes_fla(inputs.query, dtype, backend):
         return delta_rule_fla(inputs, memory, dtype)
+    if _takes_kernel(inputs, backend):
+        # only here, because importing Triton is slow
+        from bedouin.baselines.triton_delta_rule import Recurrence
+
+        o, last = Recurrence.apply(*inputs, memory)  # type: ignore[no-untyped-call]
+        return o, last
     if inputs.query.shape[1] == 1:
         return delta_rule_reference(inputs, memory)
     return delta_rule_chunked(inputs, memory)
@@ -92,6 +103,22 @@ def _takes_fla(
         usable = fits and query.shape[1] > 1 and find_spec("fla") is not None
         return usable and not fla_is_wrong(query.device)
     return backend == "fla"
+
+
+def _takes_kernel(inputs: DeltaInputs, backend: DeltaBackend) -> bool:
+    """Whether `delta_rule` calls the Triton kernel; ValueError where it must and cannot."""
+    if backend == "torch" or backend == "auto" and torch.compiler.is_compiling():
+        return False
+    unfit, p = None, inputs.key.shape[-1]
+    if inputs.key.dtype == torch.float64:
+        unfit = "torch.float64"
+    elif p > KERNEL_CHANNELS:
+        unfit = f"heads of {p} key channels, more than {KERNEL_CHANNELS}"
+    chosen: Backend = "triton" if backend == "triton" else "auto"
+    try:
+        return choose_backend(chosen, inputs.key.device, inputs.key.dtype, unfit) == "triton"
+    except ValueError as error:  # here the name of plain torch is another one
+        raise ValueError(str(error).replace("'reference'", "'torch'")) from None
 
 
 def fla_is_wrong(device: torch.device) -> bool:

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from bedouin.parameters import DELTA_RANGE, inverse_softplus, log_uniform
 
+LAUNCH = {"enable_fp_fusion": True}
+"""Of the Triton kernels: the default of Triton differs between its versions."""
+
 
 def positive_number(name: str, value: float) -> float:
     """`value` as a float; TypeError or ValueError that names it unless it is finite and > 0."""

@@ -17,10 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bedouin.baselines.options import LAUNCH
 from bedouin.kernels.guard import Launching
-
-LAUNCH = {"enable_fp_fusion": True}
-"""The default of Triton differs between its versions."""
 
 
 @triton.jit

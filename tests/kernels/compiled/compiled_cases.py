@@ -114,6 +114,18 @@ def output(b: int, t: int, d: int, heads: int, dtype: torch.dtype = torch.bfloat
     return run
 
 
+def baseline(name: str, b: int, t: int, m: int, **options: Any) -> Case:
+    """A baseline in float32, forward and backward."""
+
+    def run() -> None:
+        from bedouin import baselines
+
+        made = getattr(baselines, name)(m, device="meta", backend="triton", **options)
+        made(draw(b, t, m, dtype=FLOAT32)).sum().backward()
+
+    return run
+
+
 FLOAT32, FLOAT16, FLOAT64 = torch.float32, torch.float16, torch.float64
 BENCH: dict[str, Any] = {"d_state": 16, "num_householder": 4, "num_heads": 1}
 HEADS: dict[str, Any] = BENCH | {"num_heads": 16}
@@ -148,6 +160,7 @@ QUICK: dict[str, Case] = {
     "decode": decode(2, 32),
     "scan": scan(2, 70, 64, 16),
     "scan in segments": scan(2, 4096, 64, 16),
+    "delta rule": baseline("DeltaProduct", 2, 18, 64),
 }
 CASES: dict[str, Case] = QUICK | {
     "direct, griffin, float32": layer(2, 18, 8, FLOAT32, **GRIFFIN),
@@ -212,4 +225,10 @@ CASES: dict[str, Case] = QUICK | {
     "jacobi, heads": iteration("Jacobi", 2, 18, 512, backward=False, **HEADS),
     "decode, heads, 1x1": decode(1, 512, **HEADS),
     "decode, heads, vector state": decode(2, 32, name="FixedPointRNN", num_heads=4),
+    "delta rule, heads of 68, four steps": baseline(
+        "DeltaProduct", 64, 120, 256, head_dim=68, expand_v=1, num_householder=4
+    ),
+    "delta rule, heads of 64 and 128, gated": baseline("DeltaNet", 64, 120, 256, gated=True),
+    "recurrent delta net": baseline("RecurrentDeltaNet", 64, 120, 256, expand_v=0.5),
+    "m2rnn": baseline("M2RNN", 64, 120, 256, expand_v=0.25),
 }
