@@ -31,6 +31,7 @@ from bedouin.kernels.direct.phases.triton_reflections import (
 )
 from bedouin.kernels.direct.phases.triton_reverse import reverse_kernel
 from bedouin.kernels.direct.phases.triton_sweep import sweep_kernel
+from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, last_axis_contiguous, multiprocessors
 from bedouin.kernels.linear import padding
@@ -60,11 +61,12 @@ TOKENS = 16
 PROGRAMS = 8
 """Programs of phase G for each multiprocessor, at least."""
 
-OUTPUTS, SAMPLES = 32, 16
+OUTPUTS, SAMPLES = 16, 16
 """Outputs and samples of a program of the product with a W^y that reads all heads."""
 
-READ = 65536
-"""Bytes of W^y that such a program reads at once."""
+READ = 32768
+"""Bytes of W^y that such a program reads at once; the transposed product would spill registers, and
+reads half as many."""
 
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
@@ -113,15 +115,15 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
     layout, eps = options.known_layout(), options.feedback_norm_eps
     lanes = REVERSE_LANES if kernel in (REVERSE, REPLAY) and N > 32 else LANES
-    r, outputs = layout.size(d, n), min(P, OUTPUTS)
+    r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
         **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
         **{"S": min(N, STATES), "SUB": GROUP},
         **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},
         **{"START": starts, "LAST": ends, "ONE": by_token},
-        **{"OUTPUTS": outputs, "SAMPLES": SAMPLES},
-        **{"GROUP": max(1, READ // (P * weight_size * (outputs if kernel is FEED else P)))},
+        **{"OUTPUTS": OUTPUTS, "SAMPLES": SAMPLES},
+        **{"GROUP": max(1, READ // (P * OUTPUTS * weight_size * (1 if kernel is FEED else 2)))},
         **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": feeds_delta + feeds_x},
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
@@ -371,10 +373,9 @@ def _reverse(
     solved = _Solved(edges, adjoint, fed, f, A.new_empty(b, n, d), A.new_empty(b, d))
     scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
     if how.by_token:
-        w = grad_y.to(A.dtype, copy=True)
-        _reverse_by_token(w, last, y, inputs, parts, solved, scratch, sizes, how)
+        _reverse_by_token(grad_y, last, y, inputs, parts, solved, scratch, sizes, how)
         return solved
-    known = grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
+    known = grad_y, grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
     H = solved.H
     first = H if last is None else last
@@ -385,35 +386,35 @@ def _reverse(
 
 
 def _reverse_by_token(
-    w: Tensor,  # (b, t, d): grad_y, to which feedback is added
+    grad_y: Tensor,  # (b, t, d)
     last: Tensor | None,  # (b, n, d), of the last h; None: zeros
     y: Tensor,  # (b, t, d)
     inputs: _Inputs,
-    parts: _Kept,
+    kept: _Kept,
     solved: _Solved,  # written
     scratch: Tensor,  # (b, CHUNK, N P / V)
     sizes: Sizes,
     how: LaunchSpec,
 ) -> None:
     """Phase R token by token, each before its product with the transposed W^y."""
-    A, H, grad_y0, grid = inputs.A, solved.H, solved.y0, (sizes.b,)
+    A, H, grid = inputs.A, solved.H, (sizes.b,)
+    grad_normed, unused = A.new_zeros(2, *solved.y0.shape).unbind()
     if last is None:
         H.zero_()
     else:
         H.copy_(last)
-    read = parts.rows, inputs.B, A, parts.states, scratch
+    read = kept.rows, inputs.B, A, kept.states, scratch
     numbers: tuple[int, ...] = sizes.t, inputs.per_head, 1
     replay = LaunchSeries(REPLAY, grid, read, numbers, constants_of(REPLAY, how))
-    known = w, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
-    values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
-    results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, grad_y0
+    known = grad_y, grad_normed, y, inputs.y0, inputs.raw, kept.solved, kept.rows, kept.inverse
+    values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, kept.states
+    results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, unused
     numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
     tensors = *known, *values, *results
     reverse = LaunchSeries(REVERSE, grid, tensors, numbers, constants_of(REVERSE, how))
-    fed = solved.fed, inputs.W, inputs.y0, y, w, grad_y0
-    constants = constants_of(FEED_ADJOINT, how)
-    heads = _by_samples(inputs, 1)
-    adjoint = LaunchSeries(FEED_ADJOINT, heads, fed, inputs.heads_and_samples, constants)
+    fed, constants = (solved.fed, inputs.W, grad_normed), constants_of(FEED_ADJOINT, how)
+    parts = _by_samples(inputs, sizes.P // constants["OUTPUTS"])
+    adjoint = LaunchSeries(FEED_ADJOINT, parts, fed, inputs.heads_and_samples, constants)
     edges = _memories(solved.edges, sizes)
     for t in reversed(range(sizes.t)):
         if (sizes.t - 1 - t) % CHUNK == 0:
@@ -422,6 +423,8 @@ def _reverse_by_token(
             replay.launch(chunk)
         reverse.launch(t)
         adjoint.launch(t)
+    eps = how.options.feedback_norm_eps
+    solved.y0.copy_(normalize_feedback_vjp(grad_normed, inputs.y0, eps))
 
 
 def _gradients(

@@ -27,34 +27,19 @@ from bedouin.kernels.direct.phases.triton_reverse import load_replayed, replay
 
 
 @triton.jit
-def products(
-    v,  # (G, SAMPLES, K)
-    W,  # (G, K, N)
+def add_product(
+    v,  # (SAMPLES, GROUP, P)
+    W,  # (GROUP P, OUTPUTS)
+    total,  # (SAMPLES, OUTPUTS)
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """The sum of G products (SAMPLES, N), which the warps share, of v rounded to the dtype of W."""
-    v = v.to(W.dtype)
+    """total + v W, with v rounded to the dtype of W."""
+    v = tl.reshape(v.to(W.dtype), (v.shape[0], W.shape[0]))
     if FAST:
-        found = tl.dot(v, W, input_precision="ieee")
+        return tl.dot(v, W, total, input_precision="ieee")
     else:
         # the interpreter cannot multiply bfloat16
-        found = tl.dot(v.to(tl.float32), W.to(tl.float32))
-    return tl.sum(found, 0)
-
-
-@triton.jit
-def load_before(
-    y_ptr, y0_ptr,
-    row, start, tokens, p,
-    inside,  # which channels are read
-    d: tl.constexpr,
-):  # fmt: skip
-    """y before token `start` of the rows of the batch."""
-    in_first = inside & (p < tl.where(start == 0, d, 0))
-    in_later = inside & (p < tl.where(start == 0, 0, d))
-    at = (row * tokens + tl.maximum(start - 1, 0)) * d + p
-    first = tl.load(y0_ptr + row * d + p, mask=in_first, other=0.0)
-    return first + tl.load(y_ptr + at, mask=in_later, other=0.0)
+        return tl.dot(v.to(tl.float32), W.to(tl.float32), total)
 
 
 @triton.jit(do_not_specialize=["start", "heads", "samples", "tokens"])
@@ -92,20 +77,25 @@ def feed_kernel(
     head = tl.program_id(0) // (PARTS * FEEDS)
     sample = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
     out = part * OUTPUTS + tl.arange(0, OUTPUTS)
-    p, group = tl.arange(0, P)[None, None, :], tl.arange(0, GROUP)[:, None, None]
-    real = (sample < samples)[None, :, None]
-    outputs = W_ptr + ((head * FEEDS + vector) * d + out)[None, None, :] * (heads * d)
-    q = tl.arange(0, P)[None, :, None]
+    group, p = tl.arange(0, GROUP)[None, :, None], tl.arange(0, P)[None, None, :]
+    row_of = sample[:, None, None]
+    # before the first token there is y0
+    in_first, in_later = tl.where(start == 0, d, 0), tl.where(start == 0, 0, d)
+    column = tl.arange(0, GROUP * P)[:, None]
+    outputs = W_ptr + ((head * FEEDS + vector) * d + out)[None, :] * (heads * d)
     fed = tl.zeros((SAMPLES, OUTPUTS), tl.float32)
     for first in range(0, heads, GROUP):
-        other = first + group
-        row = (other * samples + sample[None, :, None]).to(tl.int64)
-        y = load_before(y_ptr, y0_ptr, row, start, tokens, p, real & (other < heads), d)
+        row = ((first + group) * samples + row_of).to(tl.int64)
+        real = (row_of < samples) & (first + group < heads)
+        y = tl.load(y0_ptr + row * d + p, mask=real & (p < in_first), other=0.0)
+        at = y_ptr + (row * tokens + tl.maximum(start - 1, 0)) * d + p
+        y += tl.load(at, mask=real & (p < in_later), other=0.0)
         if NORM:
             y = y * inverse_norm(tl.sum(y * y, 2) / d, NORM_EPS)[:, :, None]
-        inside = (other < heads) & (q < d) & (out < d)[None, None, :]
-        W = tl.load(outputs + other * d + q, mask=inside, other=0.0)
-        fed += products(y, W, FAST)
+        head_of, of_head = first + column // P, column % P
+        inside = (head_of < heads) & (of_head < d) & (out < d)[None, :]
+        W = tl.load(outputs + head_of * d + of_head, mask=inside, other=0.0)
+        fed = add_product(y, W, fed, FAST)
     row = (head * samples + sample).to(tl.int64)[:, None]
     inside = (sample < samples)[:, None] & (out < d)[None, :]
     to = (row * tokens + start) * d + out[None, :]
@@ -121,10 +111,7 @@ def feed_kernel(
 def feed_adjoint_kernel(
     fed_ptr,  # (b, t, 2, d), the cotangents of raw Delta and of x
     W_ptr,  # (H, FEEDS d, H d), contiguous
-    y0_ptr,  # (b, d)
-    y_ptr,  # (b, t, d)
-    w_ptr,  # (b, t, d): grad_y, to which W^y^T is added; the cotangent of y
-    grad_y0_ptr,  # (b, d), written by the first token
+    grad_ptr,  # (b, d), written: the cotangent of norm(y_{t-1})
     start,  # the token
     heads,
     samples,  # of a head
@@ -132,43 +119,36 @@ def feed_adjoint_kernel(
     d: tl.constexpr,
     P: tl.constexpr,
     GROUP: tl.constexpr,  # fed vectors that are read at once
-    SAMPLES: tl.constexpr,  # of a program
+    OUTPUTS: tl.constexpr,  # channels of a program
+    SAMPLES: tl.constexpr,  # likewise
     OF_DELTA: tl.constexpr,
     OF_X: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """The cotangent of y_{t-1} of some samples of a head."""
+    """Some channels of a head, for some samples."""
     FEEDS: tl.constexpr = OF_DELTA + OF_X
-    own, p = tl.program_id(0), tl.arange(0, P)[None, :]
+    PARTS: tl.constexpr = P // OUTPUTS
+    part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     sample = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
-    group, out = tl.arange(0, GROUP)[:, None, None], tl.arange(0, P)[None, None, :]
-    real = (sample < samples)[None, :, None]
-    q = tl.arange(0, P)[None, :, None]
-    grad = tl.zeros((SAMPLES, P), tl.float32)
+    own = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    group, p = tl.arange(0, GROUP)[None, :, None], tl.arange(0, P)[None, None, :]
+    row_of = sample[:, None, None]
+    column = tl.arange(0, GROUP * P)[:, None]
+    grad = tl.zeros((SAMPLES, OUTPUTS), tl.float32)
     for first in range(0, heads * FEEDS, GROUP):
-        one = first + group
-        row = (one // FEEDS * samples + sample[None, :, None]).to(tl.int64)
-        vector = one % FEEDS + (1 - OF_DELTA)
-        known = one < heads * FEEDS
-        at = fed_ptr + ((row * tokens + start) * 2 + vector) * d + out
-        given = tl.load(at, mask=real & known & (out < d), other=0.0)
-        at = W_ptr + (one * d + q) * (heads * d) + own * d + out
-        W = tl.load(at, mask=known & (q < d) & (out < d), other=0.0)
-        grad += products(given, W, FAST)
-    row = (own * samples + sample).to(tl.int64)[:, None]
-    inside = (sample < samples)[:, None] & (p < d)
-    if NORM:
-        y = load_before(y_ptr, y0_ptr, row, start, tokens, p, inside, d)
-        inverse = inverse_norm(tl.sum(y * y, 1) / d, NORM_EPS)[:, None]
-        along = (tl.sum(grad * y, 1) / d)[:, None]
-        grad = inverse * (grad - y * inverse * inverse * along)
-    if start == 0:
-        tl.store(grad_y0_ptr + row * d + p, grad, mask=inside)
-    else:
-        at = w_ptr + (row * tokens + start - 1) * d + p
-        tl.store(at, grad + tl.load(at, mask=inside, other=0.0), mask=inside)
+        vector = first + group
+        row = (vector // FEEDS * samples + row_of).to(tl.int64)
+        at = ((row * tokens + start) * 2 + vector % FEEDS + (1 - OF_DELTA)) * d + p
+        real = (row_of < samples) & (vector < heads * FEEDS) & (p < d)
+        fed = tl.load(fed_ptr + at, mask=real, other=0.0)
+        vector_of, of_vector = first + column // P, column % P
+        inside = (vector_of < heads * FEEDS) & (of_vector < d) & (own < d)[None, :]
+        at = (vector_of * d + of_vector) * (heads * d) + head * d + own[None, :]
+        W = tl.load(W_ptr + at, mask=inside, other=0.0)
+        grad = add_product(fed, W, grad, FAST)
+    row = (head * samples + sample)[:, None]
+    inside = (sample < samples)[:, None] & (own < d)[None, :]
+    tl.store(grad_ptr + row * d + own[None, :], grad, mask=inside)
 
 
 @triton.jit(do_not_specialize=["chunk", "tokens", "per_head", "one"])

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_decay, fast_scale
 from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
@@ -166,6 +167,7 @@ def load_past(
 @triton.jit(do_not_specialize=["start_at", "one", "t_end", "tokens", "per_head"])
 def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
+    grad_normed_ptr,  # (b, d), with ONE: the cotangent of norm(y) that the next token sends
     y_ptr,  # (b, t, d)
     y0_ptr,  # (b, d), with START
     raw_ptr,  # (b, t, r), of which the reflections are read
@@ -208,6 +210,7 @@ def reverse_kernel(
     OF_DELTA: tl.constexpr,
     OF_X: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
@@ -242,6 +245,13 @@ def reverse_kernel(
     first = sample * tokens + start_at
     token = first + t_end - 1
     w = row_of(grad_y_ptr + token * d, p, d, P)
+    if ONE:
+        grad = row_of(grad_normed_ptr + sample * d, p, d, P)
+        if NORM:
+            y = row_of(y_ptr + token * d, p, d, P)
+            rms = inverse_norm(tl.sum(y * y, 0) / d, NORM_EPS)
+            grad = rms * (grad - y * (rms * rms * (tl.sum(grad * y, 0) / d)))
+        w += grad
     # Chunks are counted from the end, so that the first may be shorter than the others: tokens
     # before it are replayed as tokens that change nothing.
     start = t_end - KEEP
