@@ -65,14 +65,14 @@ def compiled(
 
 
 def launched(
-    kernel: PlannedKernel, V: int, size: int, k: int, capability: int, *, by_token: bool = False
+    kernel: PlannedKernel, V: int, size: int, k: int, capability: int, *, tile: int = 0
 ) -> CompiledKernel:
     """A kernel of the phases, for heads of `size` channels and states with k reflections."""
     layout = RawLayout("softplus", True, k, 1.0, 1.0)
     options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=True)
-    sizes = Sizes(1, 1, size, size, size, size, V, 5 if by_token else 7, k)[2:]
+    sizes = Sizes(1, 1, size, size, size, size, V, 5 if tile else 7, k)[2:]
     fed = True, True
-    how = LaunchSpec(sizes, fed, options, starts=by_token, by_token=by_token, weight_size=8 // V)
+    how = LaunchSpec(sizes, fed, options, starts=tile > 0, tile=tile, weight_size=8 // V)
     types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
     return compiled(kernel.kernel, constants_of(kernel, how), types, capability)
@@ -133,9 +133,13 @@ def test_other_gpus(kernel: PlannedKernel, capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", [FEED, FEED_ADJOINT, REPLAY, SWEEP, REVERSE])
-def test_a_token_of_all_heads(kernel: PlannedKernel, capability: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "tile"),
+    [(FEED, 16), (FEED, 32), (FEED_ADJOINT, 16), (FEED_ADJOINT, 32)]
+    + [(kernel, 16) for kernel in (REPLAY, SWEEP, REVERSE)],
+)
+def test_a_token_of_all_heads(kernel: PlannedKernel, tile: int, capability: int) -> None:
     """A multiprocessor of compute capability 8.9 has 99 KiB of shared memory."""
-    found = launched(kernel, 4, 64, 0, capability, by_token=True)
+    found = launched(kernel, 4, 64, 0, capability, tile=tile)
     assert found.metadata.shared <= 99 * 1024
     assert spilled(found) <= (SPILLED if kernel is SWEEP else 64)

@@ -61,8 +61,12 @@ TOKENS = 16
 PROGRAMS = 8
 """Programs of phase G for each multiprocessor, at least."""
 
-OUTPUTS, SAMPLES = 16, 16
-"""Outputs and samples of a program of the product with a W^y that reads all heads."""
+TILES = 16, 32
+"""Outputs and samples of a program of the product with a W^y that reads all heads: for up to 16
+samples, and for more."""
+
+STAGES = 3
+"""Of the loop of the transposed product, whose loads it issues in advance."""
 
 READ = 32768
 """Bytes of W^y that such a program reads at once; the transposed product would spill registers, and
@@ -87,8 +91,8 @@ class LaunchSpec(NamedTuple):
     keeps: bool = True  # whether a gradient may be asked for
     starts: bool = False  # whether h0 or y0 is given
     ends: bool = False  # whether the cotangent of the last h is
-    by_token: bool = False  # whether S and R are launched for each token, and W^y beside them
-    weight_size: int = 4  # bytes of a value of W^y, by token
+    tile: int = 0  # samples and outputs of a program that multiplies by W^y for a token; 0: S does
+    weight_size: int = 4  # bytes of a value of W^y
 
     @staticmethod
     def of(
@@ -102,28 +106,35 @@ class LaunchSpec(NamedTuple):
         starts = operands.h0 is not None or operands.y0 is not None
         fed = fed_vectors(operands, options)
         if operands.W_y is not None and feeds_all_heads(operands):
-            size = operands.W_y.itemsize
-            return LaunchSpec(sizes[2:], fed, options, keeps, True, True, True, size)
+            W, samples = operands.W_y, sizes.b // len(operands.A)
+            tile = min(TILES) if samples <= min(TILES) else max(TILES)
+            return LaunchSpec(sizes[2:], fed, options, keeps, True, True, tile, W.itemsize)
         return LaunchSpec(sizes[2:], fed, options, keeps, starts, ends)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether S and R are launched for each token, and the product with W^y beside them."""
+        return self.tile > 0
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, by_token, weight_size = how
+    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, weight_size = how
+    by_token = how.by_token
     feeds_delta, feeds_x = (False, False) if by_token and kernel in (SWEEP, REVERSE) else fed
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
     layout, eps = options.known_layout(), options.feedback_norm_eps
     lanes = REVERSE_LANES if kernel in (REVERSE, REPLAY) and N > 32 else LANES
-    r = layout.size(d, n)
+    r, outputs = layout.size(d, n), min(P, tile)
+    read = P * outputs * weight_size * (1 if kernel is FEED else 2)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
         **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
         **{"S": min(N, STATES), "SUB": GROUP},
         **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},
         **{"START": starts, "LAST": ends, "ONE": by_token},
-        **{"OUTPUTS": OUTPUTS, "SAMPLES": SAMPLES},
-        **{"GROUP": max(1, READ // (P * OUTPUTS * weight_size * (1 if kernel is FEED else 2)))},
+        **{"OUTPUTS": outputs, "SAMPLES": tile, "GROUP": max(1, READ // max(1, read))},
         **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": feeds_delta + feeds_x},
         **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
@@ -142,7 +153,8 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     by_token = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if by_token else 4))
-    return Constants(num_warps=warps_of, num_stages=1, **chosen)
+    stages = STAGES if kernel is FEED_ADJOINT else 1
+    return Constants(num_warps=warps_of, num_stages=stages, **chosen)
 
 
 class _Inputs(NamedTuple):
@@ -274,7 +286,7 @@ def _sweep_by_token(
     if feeds_delta:
         given = given._replace(raw=A.new_empty(b, t_end, d))
     constants = constants_of(FEED, how)
-    grid = _by_samples(inputs, sizes.P // constants["OUTPUTS"] * (feeds_delta + feeds_x))
+    grid = _by_samples(inputs, constants, sizes.P * (feeds_delta + feeds_x))
     read = inputs.x, inputs.raw, inputs.W, inputs.y0, y, given.x, given.raw
     numbers = *inputs.heads_and_samples, *inputs.strides
     feed = LaunchSeries(FEED, grid, read, numbers, constants)
@@ -397,7 +409,7 @@ def _reverse_by_token(
     how: LaunchSpec,
 ) -> None:
     """Phase R token by token, each before its product with the transposed W^y."""
-    A, H, grid = inputs.A, solved.H, (sizes.b,)
+    A, H = inputs.A, solved.H
     grad_normed, unused = A.new_zeros(2, *solved.y0.shape).unbind()
     if last is None:
         H.zero_()
@@ -405,16 +417,16 @@ def _reverse_by_token(
         H.copy_(last)
     read = kept.rows, inputs.B, A, kept.states, scratch
     numbers: tuple[int, ...] = sizes.t, inputs.per_head, 1
-    replay = LaunchSeries(REPLAY, grid, read, numbers, constants_of(REPLAY, how))
+    replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, constants_of(REPLAY, how))
     known = grad_y, grad_normed, y, inputs.y0, inputs.raw, kept.solved, kept.rows, kept.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, kept.states
     results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, unused
     numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
     tensors = *known, *values, *results
-    reverse = LaunchSeries(REVERSE, grid, tensors, numbers, constants_of(REVERSE, how))
+    reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, constants_of(REVERSE, how))
     fed, constants = (solved.fed, inputs.W, grad_normed), constants_of(FEED_ADJOINT, how)
-    parts = _by_samples(inputs, sizes.P // constants["OUTPUTS"])
-    adjoint = LaunchSeries(FEED_ADJOINT, parts, fed, inputs.heads_and_samples, constants)
+    grid = _by_samples(inputs, constants, sizes.P)
+    adjoint = LaunchSeries(FEED_ADJOINT, grid, fed, inputs.heads_and_samples, constants)
     edges = _memories(solved.edges, sizes)
     for t in reversed(range(sizes.t)):
         if (sizes.t - 1 - t) % CHUNK == 0:
@@ -449,9 +461,10 @@ def _gradients(
     return grad_B, grad_C, grad_A.sum(1)
 
 
-def _by_samples(inputs: _Inputs, parts: int) -> tuple[int, int]:
-    heads, samples = inputs.heads_and_samples[:2]
-    return heads * parts, ceil_div(samples, SAMPLES)
+def _by_samples(inputs: _Inputs, constants: Constants, outputs: int) -> tuple[int, int]:
+    """The grid of a product with W^y that has so many outputs for each head."""
+    heads, samples, _ = inputs.heads_and_samples
+    return heads * outputs // constants["OUTPUTS"], ceil_div(samples, constants["SAMPLES"])
 
 
 def _by_tokens(sizes: Sizes) -> tuple[int]:
