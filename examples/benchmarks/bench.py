@@ -162,6 +162,7 @@ def main(config: Config) -> int:
     print(table.text_targets(rows))
     draw(config, rows)
     if path is not None:
+        write(path, speed.entries(rows))  # in case that first calls are cut off
         speed.add_first_calls(rows, first_call_command(config), config.processes, limits.prepare)
         write(config.out, report)
         write(path, speed.entries(rows))
