@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.phases.launch import (
+from bedouin.kernels.direct.phases.limits import Sizes
+from bedouin.kernels.direct.phases.spec import (
     FEED,
     FEED_ADJOINT,
     FINISH_REFLECTIONS,
@@ -29,7 +30,6 @@ from bedouin.kernels.direct.phases.launch import (
     LaunchSpec,
     constants_of,
 )
-from bedouin.kernels.direct.phases.limits import Sizes
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.plans import PlannedKernel
 

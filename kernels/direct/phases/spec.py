@@ -1,0 +1,148 @@
+"""The kernels of the phases, and the compile-time constants that a call determines.
+
+Letters as in `launch.py`.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct.buffers import CHUNK
+from bedouin.kernels.direct.phases.limits import Sizes, fed_vectors, feeds_all_heads
+from bedouin.kernels.direct.phases.triton_all_heads import (
+    feed_adjoint_kernel,
+    feed_kernel,
+    replay_kernel,
+)
+from bedouin.kernels.direct.phases.triton_gradients import gradient_kernel
+from bedouin.kernels.direct.phases.triton_prepare import (
+    finish_kernel,
+    prepare_kernel,
+    statistics_kernel,
+)
+from bedouin.kernels.direct.phases.triton_reflections import (
+    finish_reflections_kernel,
+    prepare_reflections_kernel,
+    solved_statistics_kernel,
+)
+from bedouin.kernels.direct.phases.triton_reverse import reverse_kernel
+from bedouin.kernels.direct.phases.triton_sweep import sweep_kernel
+from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.linear import padding
+from bedouin.kernels.operands import Operands, Parameterization
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+
+LANES = 2
+"""Lanes of a warp that share the states of a channel in phases S and R; the others have other
+channels. Two programs then share a multiprocessor. With 64 states S spills some values, and still
+takes 1.1 ms at 64x256 on an H100, with four lanes 1.8."""
+
+REVERSE_LANES = 4
+"""Those of phase R with more than 32 states, of which it holds more values than S."""
+
+CHANNEL_LANES = 16
+"""Lanes of a warp that share the channels of a state in phase G."""
+
+STATES = 16
+"""States of a program of phase G: small programs, so that several share a multiprocessor."""
+
+GROUP = 2
+"""Tokens whose memory phase G has in registers at once; a divisor of CHUNK."""
+
+TOKENS = 16
+"""Tokens of a program of phase P and of its adjoint."""
+
+PROGRAMS = 8
+"""Programs of phase G for each multiprocessor, at least."""
+
+TILES = 16, 32
+"""Outputs and samples of a program of the product with a W^y that reads all heads: for up to 16
+samples, and for more."""
+
+READ = 32768
+"""Bytes of W^y that such a program reads at once; the transposed product would spill registers, and
+reads half as many."""
+
+PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
+    PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
+)
+STATISTICS = PlannedKernel(statistics_kernel)
+FEED, FEED_ADJOINT, REPLAY = map(PlannedKernel, (feed_kernel, feed_adjoint_kernel, replay_kernel))
+PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS = map(
+    PlannedKernel, (prepare_reflections_kernel, solved_statistics_kernel, finish_reflections_kernel)
+)
+
+
+class LaunchSpec(NamedTuple):
+    """What the compile-time constants of a call depend on."""
+
+    sizes: tuple[int, ...]  # those of `Sizes` without b and t
+    fed: tuple[bool, bool]  # whether Delta and x are
+    options: Parameterization
+    keeps: bool = True  # whether a gradient may be asked for
+    starts: bool = False  # whether h0 or y0 is given
+    ends: bool = False  # whether the cotangent of the last h is
+    tile: int = 0  # samples and outputs of a program that multiplies by W^y for a token; 0: S does
+    weight_size: int = 4  # bytes of a value of W^y
+
+    @staticmethod
+    def of(
+        sizes: Sizes,
+        operands: Operands,
+        options: Parameterization,
+        *,
+        keeps: bool,
+        ends: bool = False,
+    ) -> "LaunchSpec":
+        starts = operands.h0 is not None or operands.y0 is not None
+        fed = fed_vectors(operands, options)
+        if operands.W_y is not None and feeds_all_heads(operands):
+            W, samples = operands.W_y, sizes.b // len(operands.A)
+            tile = min(TILES) if samples <= min(TILES) else max(TILES)
+            return LaunchSpec(sizes[2:], fed, options, keeps, True, True, tile, W.itemsize)
+        return LaunchSpec(sizes[2:], fed, options, keeps, starts, ends)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether S and R are launched for each token, and the product with W^y beside them."""
+        return self.tile > 0
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
+    """The constants of a kernel: those of its parameters' names, and its launch options."""
+    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, weight_size = how
+    by_token = how.by_token
+    feeds_delta, feeds_x = (False, False) if by_token and kernel in (SWEEP, REVERSE) else fed
+    chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
+    layout, eps = options.known_layout(), options.feedback_norm_eps
+    lanes = REVERSE_LANES if kernel in (REVERSE, REPLAY) and N > 32 else LANES
+    r, outputs = layout.size(d, n), min(P, tile)
+    read = P * outputs * weight_size * (1 if kernel is FEED else 2)
+    every: dict[str, Any] = {
+        **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
+        **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
+        **{"S": min(N, STATES), "SUB": GROUP},
+        **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},
+        **{"START": starts, "LAST": ends, "ONE": by_token},
+        **{"OUTPUTS": outputs, "SAMPLES": tile, "GROUP": max(1, READ // max(1, read))},
+        **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": feeds_delta + feeds_x},
+        **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
+        **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
+        **{"FULL": options.eigenvalues == "full", "FAST": not interpreter_is_on()},
+        **{
+            "ERASE": int(layout.erase > 0),
+            "ERASE_MAX": layout.erase,
+            "ERASE_AT": r - (layout.erase > 0),
+        },
+        **{"BETA_MAX": layout.beta_max, "SCALARS": 2 + k * (k + 3), "WIDE": r + padding(r)},
+    }
+    # a thread has one channel in phases S and R, and four of four states in phase G
+    channel_warps, state_warps = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
+    of_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), channel_warps)
+    warps = {**of_channels, GRADIENTS: state_warps, FEED: 8, FEED_ADJOINT: 8}
+    one_warp = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
+    chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
+    warps_of = max(1, warps.get(kernel, 1 if one_warp else 4))
+    # with loads in advance the transposed product of all heads took more than twice as long
+    return Constants(num_warps=warps_of, num_stages=1, **chosen)
