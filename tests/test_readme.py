@@ -1,5 +1,6 @@
 """The README's Python code runs, and its numbers are those of the raw results."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "examples" / "results"
 sys.path.insert(0, str(ROOT / "examples"))
 
-from common.runs import RUNS, read_runs  # noqa: E402  (a script of that folder imports it so)
+# as the scripts of that folder import them
+from common.runs import RUNS, read_runs  # noqa: E402
+from research.experiments.table import tuning_rows  # noqa: E402
+from research.summary import markdown, summarize  # noqa: E402
 
 PAGES = {
     "README": ROOT / "README.md",
@@ -123,19 +127,33 @@ def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    layers = numbers("benchmark/h100_layers")
-    cases = (
-        "direct",
-        "direct-heads8",
-        "direct-heads16",
-        "recall-chosen",
-        "direct-no-feedback",
-        "lstm",
-    )
-    for shape in ("128x16", "64x256", "16x1024", "8x4096"):
-        times = [layers[case, shape] for case in cases]
+    layers = numbers("benchmark/h100_layers") | numbers("benchmark/h100_layers_before")
+    starts = {
+        "direct": "d_model 512, 1 head",
+        "direct-heads8": "8 heads of 128",
+        "direct-heads16": "16 heads of 64",
+        "recall": "recall with n 64",
+        "recall-wide": "the same, feedback of all heads",
+        "recall-chosen": "recall |",
+        "direct-no-feedback": "1 head, no feedback",
+        "lstm": "cuDNN LSTM",
+    }
+    shapes = "128x16", "64x256", "16x1024", "8x4096"
+    page = TEXTS["benchmark"].split("## Times of the present kernels")[1].split("\n## ")[0]
+    for case, start in starts.items():
+        times = [layers[case, shape] for shape in shapes]
+        shown = [f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" for n in times]
+        peaks = ", ".join(f"{n['peak_gib']:.3g}" for n in times)
+        assert line(page, start)[1:] == [*shown, peaks]
+    in_readme = [case for case in starts if case not in ("recall", "recall-wide")]
+    for shape in shapes:
+        times = [layers[case, shape] for case in in_readme]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
         assert line(README, f"{shape} ")[1:7] == shown
+    recorded = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
+    assert [row["graph_ms"] for row in recorded] == [
+        layers[case, shape]["graph_both_ms"] for case in starts for shape in shapes
+    ]
 
 
 def test_times_of_the_page_are_those_of_the_benchmark() -> None:
@@ -212,41 +230,36 @@ def test_tuning_runs_are_those_of_the_page(run: str) -> None:
     assert line(table, f"{name} ")[1:] == [*both, f"{row['seconds']:.0f}"]
 
 
-def test_the_table_of_both_tasks_is_that_of_the_raw_results() -> None:
+def test_the_first_table_is_that_of_the_summary() -> None:
+    summary = summarize(RESULTS)
     rows = {
-        "A5, sequences at 128": ("words/a5", "128", "sequence"),
-        "S5, labels at 128": ("words/s5", "128", "token"),
-        "copying, characters at 100": ("copying/copy", "100", "token"),
+        "A5, sequences at 128": ("a5", "sequence_128"),
+        "A5, labels at 512": ("a5", "token_512"),
+        "S5, labels at 128": ("s5", "token_128"),
+        "copying, characters at 100": ("copy", "characters_100"),
+        "copying, characters at 200": ("copy", "characters_200"),
+        "MQAR, 256 tokens": ("mqar", "accuracy_256"),
+        "bound S3, products": ("bound_s3", "token_16_32"),
+        "bound A5, products": ("bound_a5", "token_16_32"),
     }
-    models = "bedouin", "lstm_l1", "attention_l2", "deltanet_l2"
-    for start, (task, length, metric) in rows.items():
-        shown = line(README, start)[2:]
-        for cell, model in zip(shown, models, strict=True):
-            name, expected = f"{task}-{model}", "–"
-            if name in names_of(task.partition("/")[0]):
-                expected = dict(of.split(": ") for of in of_seeds(name, metric))[length]
-            assert cell == expected
+    for start, (task, measure) in rows.items():
+        models = [summary[task][model][measure] for model in ("recall", "lstm_l1")]
+        shown = [" ".join(f"{value:.2f}" for value in values) for values in models]
+        assert line(README, start)[1:] == shown
 
 
-def test_bound_permutations_are_those_of_the_raw_results() -> None:
-    (row,) = raw("table/bound_s3-recall")["rows"]
-    products = " ".join(f"{value:.2f}" for value in row["accuracy"]["16_32"]["token"])
-    assert f"[{products}](examples/results/table/README.md)" in README
-    names = {"products": "token", "sequences": "sequence", "answers": "recall"}
-    for start, metric in names.items():
-        cells = [" ".join(f"{v:.2f}" for v in a[metric]) for a in row["accuracy"].values()]
-        assert line(TEXTS["table"], start)[1:] == cells
+def test_the_table_of_rivals_is_that_of_the_summary() -> None:
+    shown = TEXTS["table"].split("<!-- summary -->")[1].split("<!-- /summary -->")[0]
+    assert shown.strip() == markdown(RESULTS).strip()
+    recorded = json.loads((RESULTS / "summary.json").read_text(encoding="utf-8"))
+    assert recorded == summarize(RESULTS)
 
 
+@pytest.mark.parametrize("model", ["recall", "lstm_l1"])
 @pytest.mark.parametrize("task", ["a5", "copy", "bound_s3"])
-def test_tuning_of_the_table_is_that_of_the_page(task: str) -> None:
-    runs = runs_of("table-tuning")
-    points = {
-        row["point"]["lr"]: row["accuracy"]
-        for name in runs
-        if name.startswith(f"{task}-recall")
-        for row in runs[name]["rows"]
-    }
+def test_tuning_of_the_table_is_that_of_the_page(task: str, model: str) -> None:
+    rows = tuning_rows(runs_of("table-tuning"), task, model)
+    points = {rate: row["accuracy"] for (_, rate), row in rows.items()}
     wanted = {
         "a5": [("128", "sequence"), ("512", "token"), ("2048", "token")],
         "copy": [("100", "token"), ("200", "token")],

@@ -90,14 +90,18 @@ def markdown(results: Path) -> str:
     for task, models in summary.items():
         runs = read_runs(results / REPORTED_RUNS[0])
         header = ["model", "parameters", "state", *SHOWN[task], "tuning runs"]
-        lines += [f"**{task}**", "", *(" | ".join(v) for v in (header, ["---"] * len(header)))]
+        lines += [f"**{task}**", "", _cells(header), _cells(["---"] * len(header))]
         for model, numbers in models.items():
             row = next(iter(rows_of(runs, f"{task}-{model}")), {})
             sizes = [str(row.get(name, "")) for name in ("parameters", "state_size")]
             values = [" ".join(f"{v:.2f}" for v in numbers[name]) for name in SHOWN[task]]
-            lines.append(" | ".join([model, *sizes, *values, str(numbers["tuning_runs"])]))
+            lines.append(_cells([model, *sizes, *values, str(numbers["tuning_runs"])]))
         lines.append("")
     return "\n".join(lines)
+
+
+def _cells(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def figure_of_both(summary: dict[str, Models], path: Path) -> None:
