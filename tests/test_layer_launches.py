@@ -20,7 +20,7 @@ SWEEPS = {
     1: ("sweep_kernel", "reverse_kernel"),
     2: ("head_sweep_kernel", "reverse_head_kernel"),
 }
-PHASES, WALKS = ("sweep_kernel", "reverse_kernel"), ("walk_kernel", "walk_kernel")
+PHASES, WALKS = ("phase_sweep_kernel", "phase_reverse_kernel"), ("walk_kernel", "walk_kernel")
 ALL = ("delta", "B", "C", "mixer")
 
 

@@ -13,7 +13,7 @@ from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.direct.forward import memory_of
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.loops import choose_memory, choose_sweep, run_reverse
+from bedouin.kernels.direct.loops import choose_loop, choose_memory, run_reverse
 from bedouin.kernels.direct.reference import Sweep
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
@@ -47,7 +47,7 @@ class _DirectSweep(torch.autograd.Function):
         if y_star is None:
             if keeps_memory:
                 memory = choose_memory(operands, parameterization, parameters, CHUNK)
-            sweep, kept = choose_sweep(operands, *options, memory)()
+            sweep, kept = choose_loop(operands, *options, memory)()
         else:
             h, kept = memory_of(y_star, operands, *options)
             x = operands.x

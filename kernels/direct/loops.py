@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffered import (
-    allocate_memory,
+    allocate_steps,
     buffered_reverse,
     buffered_sweep,
     takes_buffers,
@@ -21,7 +21,7 @@ from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, reverse_
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 
 
-def choose_sweep(
+def choose_loop(
     operands: Operands,  # as `Operands.wide` gives them
     parameterization: Parameterization,
     bind: Bind,
@@ -30,7 +30,7 @@ def choose_sweep(
     memory: tuple[Tensor, ...] = (),
 ) -> Callable[[], tuple[Sweep, list[Tensor]]]:
     """A function that computes the result of `forward_sweep`, in buffers where these can be used;
-    then it also writes `memory`, which `allocate_memory` has returned."""
+    then it also writes `memory`, which `allocate_steps` has returned."""
     if takes_buffers(operands, parameterization, bind_parameters):
         return partial(buffered_sweep, operands, parameterization, keep_every, memory)
     return partial(forward_sweep, operands, parameterization, bind, bind_parameters, keep_every)
@@ -42,11 +42,11 @@ def choose_memory(
     bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
 ) -> tuple[Tensor, ...]:
-    """Memory for what a sweep in buffers leaves to its adjoint; none where `choose_sweep` chooses
+    """Memory for what a sweep in buffers leaves to its adjoint; none where `choose_loop` chooses
     the other loop."""
     if not takes_buffers(operands, parameterization, bind_parameters):
         return ()
-    return allocate_memory(operands, parameterization, keep_every)
+    return allocate_steps(operands, parameterization, keep_every)
 
 
 def run_reverse(

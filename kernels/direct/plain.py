@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from bedouin.kernels.direct.forward import memory_of
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.loops import choose_sweep, run_reverse
+from bedouin.kernels.direct.loops import choose_loop, run_reverse
 from bedouin.kernels.direct.reverse import SolvedSweep
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
@@ -26,7 +26,7 @@ def plain_sweep(
     Unlike in the kernels, the kept h begin with the one before the first token.
     """
     bind = choose_bind(None, parameterization, operands.A)
-    sweep, kept = choose_sweep(operands.wide(), parameterization, bind, (), keep_every)()
+    sweep, kept = choose_loop(operands.wide(), parameterization, bind, (), keep_every)()
     pivot = sweep.pivot.unsqueeze(1).expand(operands.x.shape[:2])
     statistics = torch.stack([sweep.defect, sweep.scale, sweep.magnitude, pivot])
     return sweep.y.contiguous(), _in_new_memory(sweep.h), _stack_kept(kept, operands), statistics

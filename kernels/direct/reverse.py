@@ -70,7 +70,7 @@ class SolvedSweep(NamedTuple):
     bind: Bind
     bind_parameters: tuple[Tensor, ...]
     memory: tuple[Tensor, ...] = ()
-    """What the sweep has left to its adjoint, from `allocate_memory` in loops.py."""
+    """What the sweep has left to its adjoint, from `allocate_steps` in loops.py."""
     h: Tensor | None = None  # (b, d, n), the last, if the memory is that of a single chunk
 
     @staticmethod

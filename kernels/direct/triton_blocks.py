@@ -52,7 +52,7 @@ def store_block(ptr, tile, block, n, sizes):
 
 
 @triton.jit
-def load_states(ptr, block, sizes):
+def load_block_states(ptr, block, sizes):
     """A block of a vector (n,)."""
     rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
     return tl.load(ptr + rows, mask=rows < sizes.n, other=0.0)
@@ -74,7 +74,7 @@ def unaligned(ptr, t, sizes):
 
 
 @triton.jit
-def discretize(delta, A_log2, COUPLED: tl.constexpr, options):
+def discretize_block(delta, A_log2, COUPLED: tl.constexpr, options):
     """lambda (n, d) and the coupled scale (n, d); lambda twice where s has no state axis."""
     if COUPLED:
         return build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)

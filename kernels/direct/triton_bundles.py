@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     stride_t: Integer
 
 
-class Sizes(NamedTuple):
+class BundleSizes(NamedTuple):
     """Extents of the tensors, and the blocks in which a program holds a sample's memory (n, d)."""
 
     d: Constant

@@ -38,18 +38,18 @@ from bedouin.kernels.device.reflections import (
     wy_upper,
 )
 from bedouin.kernels.direct.triton_blocks import (
-    discretize,
+    discretize_block,
     load_block,
+    load_block_states,
     load_blocks,
-    load_states,
     store_blocks,
     unaligned,
 )
 from bedouin.kernels.direct.triton_bundles import (
+    BundleSizes,
     ForwardBuffers,
     Options,
     Rows,
-    Sizes,
     Tokens,
     token_row,
 )
@@ -68,7 +68,7 @@ def _part(v, ptr, block, sizes):
     if sizes.BLOCKS == 1:
         return v
     else:
-        return load_states(ptr, block, sizes)
+        return load_block_states(ptr, block, sizes)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def solve_token(
     h,  # BLOCKS times (BLOCK_N, BLOCK_D), h_{t-1}
     tokens,  # Tokens
     buffers,  # ForwardBuffers
-    sizes,  # Sizes
+    sizes,  # BundleSizes
     options,  # Options
     sample,
     t,
@@ -139,7 +139,7 @@ def solve_token(
     with_BC = ()
     for block in tl.static_range(BLOCKS):
         A_log2 = load_block(A_ptr, block, n, sizes)
-        decay, s_rows = discretize(delta, A_log2, COUPLED, options)
+        decay, s_rows = discretize_block(delta, A_log2, COUPLED, options)
         if COUPLED:
             B_rows, C_rows = _part(B, BC_ptr, block, sizes), _part(C, BC_ptr + n, block, sizes)
             with_BC = with_BC + (tl.sum(s_rows * (B_rows * C_rows)[:, None], axis=0),)
@@ -194,7 +194,7 @@ def solve_token(
             else:
                 # again: held over the local equation they would cost too many registers
                 block_A = load_block(A_ptr, block, n, sizes)
-                _, s_rows = discretize(delta, block_A, COUPLED, options)
+                _, s_rows = discretize_block(delta, block_A, COUPLED, options)
             new_h = new_h + (decayed[block] + s_rows * mixed[None, :] * B_rows[:, None],)
             largest = largest + (tl.max(s_rows, axis=0),)
         else:
@@ -228,7 +228,7 @@ def _sweep(
     kept_ptr,  # (b, slots, n, d)
     tokens,  # Tokens
     buffers,  # ForwardBuffers
-    sizes,  # Sizes
+    sizes,  # BundleSizes
     options,  # Options
     t,
     KEEP: tl.constexpr,
@@ -295,7 +295,7 @@ def sweep_kernel(
         kept_ptr,
         Tokens(Rows(x_ptr, x_stride_b, x_stride_t), Rows(raw_ptr, raw_stride_b, raw_stride_t)),
         ForwardBuffers(fed_ptr, fed_stride, A_ptr, BC_ptr, y_ptr, normed_ptr, statistics_ptr),
-        Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
+        BundleSizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
         Options(
             K,
             ACTIVATION,

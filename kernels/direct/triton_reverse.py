@@ -39,20 +39,20 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.direct.triton_blocks import (
-    discretize,
+    discretize_block,
     load_block,
+    load_block_states,
     load_blocks,
-    load_states,
     reach,
     store_block,
     unaligned,
 )
 from bedouin.kernels.direct.triton_bundles import (
+    BundleSizes,
     Chunk,
     Options,
     ReverseBuffers,
     Rows,
-    Sizes,
     Tokens,
     local_padding,
     local_size,
@@ -79,7 +79,7 @@ def _reverse_token(
     tokens,  # Tokens
     buffers,  # ReverseBuffers
     chunk,  # Chunk
-    sizes,  # Sizes
+    sizes,  # BundleSizes
     options,  # Options
     i_token,  # of the token in its chunk
 ):
@@ -136,10 +136,13 @@ def _reverse_token(
     with_C = from_memory
     decayed = ()
     for block in tl.static_range(BLOCKS):
-        B, C = load_states(row + SIZE, block, sizes), load_states(row + SIZE + n, block, sizes)
+        B, C = (
+            load_block_states(row + SIZE, block, sizes),
+            load_block_states(row + SIZE + n, block, sizes),
+        )
         A_log2 = load_block(A_ptr, block, n, sizes)
         h = load_block(memory_ptr, block, n, sizes)
-        decay, s_rows = discretize(delta, A_log2, COUPLED, options)
+        decay, s_rows = discretize_block(delta, A_log2, COUPLED, options)
         decayed = decayed + (decay * h,)
         if COUPLED:
             sigma += tl.sum(s_rows * (B * C)[:, None], axis=0)
@@ -242,11 +245,11 @@ def _reverse_token(
     for block in tl.static_range(BLOCKS):
         # the decay again: held over the local equation it would cost too many registers
         A_log2 = load_block(A_ptr, block, n, sizes)
-        C = load_states(row + SIZE + n, block, sizes)
-        decay, s_rows = discretize(delta, A_log2, COUPLED, options)
+        C = load_block_states(row + SIZE + n, block, sizes)
+        decay, s_rows = discretize_block(delta, A_log2, COUPLED, options)
         total = H[block] + C[:, None] * w[None, :]
         if COUPLED or FULL:
-            B = load_states(row + SIZE, block, sizes)
+            B = load_block_states(row + SIZE, block, sizes)
             h = load_block(memory_ptr, block, n, sizes)
             along = reach(h, decay, s_rows, mixed, B, COUPLED, FULL)
         else:
@@ -343,7 +346,7 @@ def reverse_kernel(
             replayed_ptr,
             slots,
         ),
-        Sizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
+        BundleSizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
         Options(
             K,
             ACTIVATION,

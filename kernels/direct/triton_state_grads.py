@@ -12,7 +12,7 @@ import triton.language as tl
 from bedouin.kernels.device.discretize import build_coupled
 from bedouin.kernels.device.reflections import sums
 from bedouin.kernels.direct.heads.device import exchange, lanes_of, unstack_states
-from bedouin.kernels.direct.triton_blocks import load_block, load_states
+from bedouin.kernels.direct.triton_blocks import load_block, load_block_states
 from bedouin.kernels.direct.triton_sums import LANES, places, sum_between_warps, sums_of_rows
 
 
@@ -67,7 +67,10 @@ def store_state_grads_in_columns(
     of_C = ()
     for block in tl.static_range(sizes.BLOCKS):
         if COUPLED:
-            B, C = load_states(BC_ptr, block, sizes), load_states(BC_ptr + sizes.n, block, sizes)
+            B, C = (
+                load_block_states(BC_ptr, block, sizes),
+                load_block_states(BC_ptr + sizes.n, block, sizes),
+            )
             A_log2 = load_block(A_ptr, block, sizes.n, sizes)
             _, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
             tile = s_rows * mixed[None, :]

@@ -17,7 +17,7 @@ from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.iteration.buffers import IterationBuffers
 from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_kernel, settle_kernel
 from bedouin.kernels.iteration.triton_scan import scan_kernel
-from bedouin.kernels.iteration.triton_tokens import finish_kernel, mix_kernel
+from bedouin.kernels.iteration.triton_tokens import finish_iteration_kernel, mix_kernel
 from bedouin.kernels.iteration.types import IterationRule
 from bedouin.kernels.launch import ceil_div, next_power_of_two, triton_dtype
 from bedouin.kernels.operands import Parameterization
@@ -45,7 +45,7 @@ RESTORERS = 4
 
 
 @dataclass(frozen=True)
-class Limits:
+class IterationLimits:
     """Sizes that bound a launch; tests give smaller ones to reach its branches with little work.
 
     states: most states of a thread of the scan in float32, half as many in float64.
@@ -58,7 +58,7 @@ class Limits:
     decide_tokens: int = 32
 
 
-LIMITS = Limits()
+LIMITS = IterationLimits()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ScanTile:
     channels: int
 
     @staticmethod
-    def of(b: int, d: int, n: int, dtype: torch.dtype, limits: Limits) -> "ScanTile":
+    def of(b: int, d: int, n: int, dtype: torch.dtype, limits: IterationLimits) -> "ScanTile":
         """All states in one thread where they fit and that makes enough programs."""
         most = limits.states * 4 // dtype.itemsize
         tile = ScanTile._from_states(min(most, next_power_of_two(n)), n, d)
@@ -109,7 +109,7 @@ class Geometry:
     options: Parameterization
     feedback: bool
     dtype: torch.dtype
-    limits: Limits
+    limits: IterationLimits
 
     @staticmethod
     def of(
@@ -119,7 +119,7 @@ class Geometry:
         A: Tensor,  # (n, d) or (H, n, d)
         options: Parameterization,
         rule: IterationRule,
-        limits: Limits = LIMITS,
+        limits: IterationLimits = LIMITS,
     ) -> "Geometry":
         """From the tensors as the kernels get them."""
         (b, t, d), n, heads, dtype = x.shape, A.shape[-2], count_heads(A), A.dtype
@@ -240,7 +240,7 @@ def finish(g: Geometry, it: IterationBuffers) -> None:
     """Jacobi: the local solve of all tokens that still move, defect, scale and pivot."""
     layout = g.options.layout
     assert layout is not None
-    finish_kernel[(g.b * g.t,)](
+    finish_iteration_kernel[(g.b * g.t,)](
         *(it.x, it.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
         *(it.y_next, it.mixed_next, it.parts, it.pivots),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.fed_stride, g.d, g.n, 0),

@@ -34,7 +34,7 @@ from bedouin.kernels.iteration.buffers import FAILED, FROZEN, STEPS, IterationBu
 from bedouin.kernels.iteration.launch import (
     LIMITS,
     Geometry,
-    Limits,
+    IterationLimits,
     decide,
     finish,
     mix,
@@ -56,7 +56,7 @@ class FusedIteration:
         y: Tensor,  # (b, t, d), the start
         parameterization: Parameterization,
         rule: IterationRule,
-        limits: Limits = LIMITS,
+        limits: IterationLimits = LIMITS,
         lengths: Tensor | None = None,  # (b,)
         backend: Backend = "auto",
     ) -> None:

@@ -173,7 +173,7 @@ def _load_vector(
 
 
 @triton.jit(do_not_specialize=["batch", "T", "zero"])
-def finish_kernel(
+def finish_iteration_kernel(
     x_ptr,  # (b t, d)
     raw_ptr,  # (b t, r), rows `raw_stride` apart
     fed_back_ptr,  # (b t, r), rows `fed_stride` apart

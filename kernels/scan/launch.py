@@ -46,7 +46,7 @@ one warp, cut until there are BACKWARD_PROGRAMS or the segments are at their sho
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScanLimits:
     """Sizes that bound a plan; tests give smaller ones to reach its branches with little work.
 
     warp: elements (channels times states) of one warp, 16 in each thread.
@@ -61,7 +61,7 @@ class Limits:
     backward_segment: int = 256
 
 
-LIMITS = Limits()
+LIMITS = ScanLimits()
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Plan:
     block_n: int
     segments: int
     segment_chunks: int
-    limits: Limits
+    limits: ScanLimits
 
     @property
     def channel_blocks(self) -> int:
@@ -108,7 +108,7 @@ def plan_scan(
     reverse: bool,
     heads: int = 1,
     chunk: int = CHUNK,
-    limits: Limits = LIMITS,
+    limits: ScanLimits = LIMITS,
 ) -> Plan:
     """The plan of the forward kernel or, with `reverse`, of the backward kernel, for segments of
     whole chunks of so many tokens."""
@@ -146,7 +146,7 @@ def _backward_block(d: int, block_n: int, warps: int, warp: int) -> int:
 
 
 def scan_forward(
-    operands: ScanOperands, options: ScanOptions, *, keep: bool, limits: Limits = LIMITS
+    operands: ScanOperands, options: ScanOptions, *, keep: bool, limits: ScanLimits = LIMITS
 ) -> ScanResult:
     """The scan; `keep` stores the memories that `scan_backward` needs. No size may be 0."""
     A, h0, D = operands.A, operands.h0, operands.D
@@ -182,7 +182,7 @@ def scan_backward(
     operands: ScanOperands,
     options: ScanOptions,
     *,
-    limits: Limits = LIMITS,
+    limits: ScanLimits = LIMITS,
 ) -> ScanCotangents:
     """The adjoint of the scan, from the last token to the first. No size may be 0."""
     h0, D = operands.h0, operands.D

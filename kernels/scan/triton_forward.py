@@ -15,7 +15,7 @@ from bedouin.kernels.scan.triton_tokens import (
     build_step,
     load_columns,
     load_exponent,
-    load_rows,
+    load_scan_rows,
     split_columns,
     write,
 )
@@ -95,8 +95,8 @@ def forward_kernel(
     kept_ptr += (batch * chunks + segment * segment_chunks) * size
     # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
     # for the exchange of B and C more than it computes.
-    xs = load_rows(x_ptr, x_stride_t, count, channel, d)
-    deltas = load_rows(delta_ptr, delta_stride_t, count, channel, d)
+    xs = load_scan_rows(x_ptr, x_stride_t, count, channel, d)
+    deltas = load_scan_rows(delta_ptr, delta_stride_t, count, channel, d)
     Bs = load_columns(B_ptr, B_stride_t, count, state, n)
     Cs = load_columns(C_ptr, C_stride_t, count, state, n)
     for done in range(0, count, 4):
@@ -111,8 +111,8 @@ def forward_kernel(
         B_ptr += tl.cast(B_stride_t, tl.int64) * 4
         C_ptr += tl.cast(C_stride_t, tl.int64) * 4
         left = count - done - 4
-        xs = load_rows(x_ptr, x_stride_t, left, channel, d)
-        deltas = load_rows(delta_ptr, delta_stride_t, left, channel, d)
+        xs = load_scan_rows(x_ptr, x_stride_t, left, channel, d)
+        deltas = load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
         Bs = load_columns(B_ptr, B_stride_t, left, state, n)
         Cs = load_columns(C_ptr, C_stride_t, left, state, n)
         for i in tl.static_range(4):

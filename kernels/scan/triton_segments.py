@@ -19,7 +19,7 @@ from bedouin.kernels.scan.triton_tokens import (
     build_step,
     load_columns,
     load_exponent,
-    load_rows,
+    load_scan_rows,
     split_columns,
     write,
 )
@@ -83,8 +83,8 @@ def segment_kernel(
     value_ptr += batch * value_stride_b + start * step * value_stride_t
     delta_ptr += batch * delta_stride_b + start * step * delta_stride_t
     vector_ptr += batch * vector_stride_b + start * step * vector_stride_t
-    values = load_rows(value_ptr, value_stride_t, count, channel, d)
-    deltas = load_rows(delta_ptr, delta_stride_t, count, channel, d)
+    values = load_scan_rows(value_ptr, value_stride_t, count, channel, d)
+    deltas = load_scan_rows(delta_ptr, delta_stride_t, count, channel, d)
     vectors = load_columns(vector_ptr, vector_stride_t, count, state, n)
     for done in range(0, count, 4):
         value_4, delta_4 = values, deltas
@@ -93,8 +93,8 @@ def segment_kernel(
         delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
         vector_ptr += tl.cast(vector_stride_t, tl.int64) * 4
         left = count - done - 4
-        values = load_rows(value_ptr, value_stride_t, left, channel, d)
-        deltas = load_rows(delta_ptr, delta_stride_t, left, channel, d)
+        values = load_scan_rows(value_ptr, value_stride_t, left, channel, d)
+        deltas = load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
         vectors = load_columns(vector_ptr, vector_stride_t, left, state, n)
         for i in tl.static_range(4):
             value, delta, vector = value_4[i].to(ACC), delta_4[i].to(ACC), vector_4[i]

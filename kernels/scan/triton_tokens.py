@@ -20,7 +20,7 @@ def load_row(pointer, batch, t, stride_b, stride_t, offsets, end):
 
 
 @triton.jit
-def load_rows(pointer, stride, left, channel, d):
+def load_scan_rows(pointer, stride, left, channel, d):
     """x or delta of four tokens, the first at `pointer`; 0 where fewer than four are left.
 
     A token of zeros leaves the memory as it is.

@@ -241,10 +241,10 @@ def test_segments_of_the_backward_begin_with_cotangents_of_the_walk(
     if in_chunks:
         request.getfixturevalue("chunks")(2, 4)
     from bedouin.kernels.direct.open_loop.launch import launch_open_reverse, launch_open_sweep
-    from bedouin.kernels.scan.launch import Limits, plan_scan
+    from bedouin.kernels.scan.launch import ScanLimits, plan_scan
 
     case, keep_every = Case(t=7, scale=scale), 2
-    limits = Limits(backward_segment=3)
+    limits = ScanLimits(backward_segment=3)
     operands, options = case.operands(), case.options()
     plan = plan_scan(operands.x, case.n, reverse=True, chunk=keep_every, limits=limits)
     assert plan.segments == 2 and plan.segment_chunks == 2

@@ -124,10 +124,10 @@ def test_scan(
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 def test_scan_of_a_cut_sequence(device: str) -> None:
     """Segments: every kernel of the scan finds A of a sample's head."""
-    from bedouin.kernels.scan.launch import Limits, scan_backward, scan_forward
+    from bedouin.kernels.scan.launch import ScanLimits, scan_backward, scan_forward
 
     operands = [v.to(device) for v in scan_operands(2, 1, 17, 2, 2)]
-    options, limits = ScanOptions("one_minus_decay", "full", False), Limits(16, 16, 16)
+    options, limits = ScanOptions("one_minus_decay", "full", False), ScanLimits(16, 16, 16)
     given = ScanOperands(*operands)
     y, h, kept = scan_forward(given, options, keep=True, limits=limits)
     grads = scan_backward(weights_like(y), weights_like(h), kept, given, options, limits=limits)

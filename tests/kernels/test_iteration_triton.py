@@ -200,13 +200,13 @@ def test_awkward_sizes(b: int, t: int, d: int, n: int, method: type[Any]) -> Non
 @pytest.mark.parametrize("method", METHODS)
 def test_blocks_of_channels_and_of_tokens(method: type[Any]) -> None:
     """Smaller blocks than a launch would have at these sizes change rounding only."""
-    from bedouin.kernels.iteration.launch import LIMITS, Limits
+    from bedouin.kernels.iteration.launch import LIMITS, IterationLimits
     from bedouin.kernels.iteration.steps import FusedIteration
 
     setting = Setting(b=1, t=3, d=9, n=4)
     f, rule = setting.map(setting.inputs(), "triton"), method(rtol=0.2, atol=0.0).rule()
     found = []
-    for limits in (LIMITS, Limits(states=2, decide_tile=2, decide_tokens=2)):
+    for limits in (LIMITS, IterationLimits(states=2, decide_tile=2, decide_tokens=2)):
         y = setting.inputs().x.cos()
         steps = FusedIteration(f.operands, y, f.parameterization, rule, limits)
         for _ in range(3):

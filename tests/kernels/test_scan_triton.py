@@ -112,9 +112,9 @@ def test_lengths_around_a_chunk(t: int, options: dict[str, Any], device: str) ->
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 @pytest.mark.parametrize(("b", "d", "n"), [(1, 1, 1), (2, 20, 1), (1, 17, 16), (1, 3, 33)])
 def test_blocks_of_channels_and_states(b: int, d: int, n: int, device: str) -> None:
-    from bedouin.kernels.scan.launch import Limits
+    from bedouin.kernels.scan.launch import ScanLimits
 
-    check(draw(b, 3, d, n, device), Limits(warp=32))
+    check(draw(b, 3, d, n, device), ScanLimits(warp=32))
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
@@ -124,9 +124,9 @@ def test_blocks_of_channels_and_states(b: int, d: int, n: int, device: str) -> N
     ids=["plain", "coupled", "three"],
 )
 def test_a_cut_sequence(t: int, segments: int, options: dict[str, Any], device: str) -> None:
-    from bedouin.kernels.scan.launch import Limits, plan_scan
+    from bedouin.kernels.scan.launch import ScanLimits, plan_scan
 
-    operands, limits = draw(1, t, 3, 2, device), Limits(segment=16, backward_segment=16)
+    operands, limits = draw(1, t, 3, 2, device), ScanLimits(segment=16, backward_segment=16)
     for reverse in (False, True):
         plan = plan_scan(operands.x, 2, reverse=reverse, limits=limits)
         assert plan.segments == segments

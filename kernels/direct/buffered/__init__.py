@@ -9,8 +9,8 @@ token are part of the recurrence (rows.py); and of a sequence of a single chunk 
 what the forward sweep has computed (trace.py), so that only the decay is computed again.
 """
 
-from bedouin.kernels.direct.buffered.forward import allocate_memory, buffered_sweep
+from bedouin.kernels.direct.buffered.forward import allocate_steps, buffered_sweep
 from bedouin.kernels.direct.buffered.reverse import buffered_reverse
 from bedouin.kernels.direct.buffered.rows import takes_buffers
 
-__all__ = ["allocate_memory", "buffered_reverse", "buffered_sweep", "takes_buffers"]
+__all__ = ["allocate_steps", "buffered_reverse", "buffered_sweep", "takes_buffers"]

@@ -137,7 +137,7 @@ class _Judge:
         return torch.cat([F.sub_(y).abs_().amax(-1), scale, sizes, pivots], -1).T
 
 
-def allocate_memory(
+def allocate_steps(
     operands: Operands,
     parameterization: Parameterization,
     keep_every: int,
@@ -160,7 +160,7 @@ def buffered_sweep(
     memory: tuple[Tensor, ...] = (),
 ) -> tuple[Sweep, list[Tensor]]:
     """The result of `forward_sweep` in kernels/direct/forward.py, where `takes_buffers` says so.
-    `operands` must be the result of `Operands.wide`. `memory`, a result of `allocate_memory`, is
+    `operands` must be the result of `Operands.wide`. `memory`, a result of `allocate_steps`, is
     overwritten; with that of a single chunk no h is kept."""
     x, raw, W_y, A, h0, y0 = operands
     assert h0 is not None and y0 is not None

@@ -166,7 +166,7 @@ def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constex
 
 
 @triton.jit
-def load_states(
+def load_head_states(
     rows_at,  # pointers (s, d) to state 0
     inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     N: tl.constexpr, UNROLLED: tl.constexpr = True,
@@ -194,13 +194,13 @@ def load_states(
 
 
 @triton.jit
-def store_states(
+def store_head_states(
     rows_at,  # pointers (s, d) to state 0
     states,  # (s, d, N)
     inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `load_states`."""
+    """The inverse of `load_head_states`."""
     for i in tl.range(0, n):
         tl.store(rows_at + i * d, state_of(states, i, S, BLOCK_D, N), mask=inside)
 

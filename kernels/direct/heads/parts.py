@@ -69,7 +69,7 @@ def sum_of_parts(v, PARTS: tl.constexpr):
 
 
 @triton.jit
-def over_channels(
+def over_channels_of_parts(
     values,  # rows (s, d)
     maxima,  # of rows, not negative, (s, 1)
     ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
@@ -84,8 +84,8 @@ def over_channels(
         return sums(values, 1)
     elif N + M > L:
         SOME: tl.constexpr = L - M
-        some = over_channels(values[0:SOME], (), ROWS, PARTS, D)
-        return some + over_channels(values[SOME:N], maxima, ROWS, PARTS, D)
+        some = over_channels_of_parts(values[0:SOME], (), ROWS, PARTS, D)
+        return some + over_channels_of_parts(values[SOME:N], maxima, ROWS, PARTS, D)
     else:
         V: tl.constexpr = triton.next_power_of_2(N + M)
         lanes = ()

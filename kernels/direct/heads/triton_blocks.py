@@ -14,27 +14,27 @@ import triton.language as tl
 from bedouin.kernels.device.discretize import build_coupled, build_decay, coupled_reach
 from bedouin.kernels.direct.heads.device import (
     join_all,
+    load_head_states,
     load_same,
-    load_states,
     spread,
-    store_states,
+    store_head_states,
     unstack_states,
 )
 
 
 @triton.jit
-def load_block(
+def load_head_block(
     rows_at,  # pointers (s, d) to state 0
     block: tl.constexpr, inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr,
     BLOCK_D: tl.constexpr, N: tl.constexpr, UNROLLED: tl.constexpr = True,
 ):  # fmt: skip
-    """States N block to N block + N - 1, as far as there are n, by `load_states`."""
+    """States N block to N block + N - 1, as far as there are n, by `load_head_states`."""
     COUNT: tl.constexpr = min(N, n - block * N)
-    return load_states(rows_at + block * N * d, inside, d, COUNT, S, BLOCK_D, N, UNROLLED)
+    return load_head_states(rows_at + block * N * d, inside, d, COUNT, S, BLOCK_D, N, UNROLLED)
 
 
 @triton.jit
-def load_blocks(
+def load_head_blocks(
     rows_at,  # pointers (s, d) to state 0
     inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     N: tl.constexpr, UNROLLED: tl.constexpr = True,
@@ -42,22 +42,22 @@ def load_blocks(
     """n states, d elements apart, in blocks of N, (s, d, N) each."""
     blocks = ()
     for i in tl.static_range((n + N - 1) // N):
-        block = load_block(rows_at, i, inside, d, n, S, BLOCK_D, N, UNROLLED)
+        block = load_head_block(rows_at, i, inside, d, n, S, BLOCK_D, N, UNROLLED)
         blocks = blocks + (block,)
     return blocks
 
 
 @triton.jit
-def store_blocks(
+def store_head_blocks(
     rows_at,  # pointers (s, d) to state 0
     blocks,  # (s, d, N) each
     inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `load_blocks`."""
+    """The inverse of `load_head_blocks`."""
     for i in tl.static_range((n + N - 1) // N):
         at = rows_at + i * N * d
-        store_states(at, blocks[i], inside, d, min(N, n - i * N), S, BLOCK_D, N)
+        store_head_states(at, blocks[i], inside, d, min(N, n - i * N), S, BLOCK_D, N)
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def total_of(parts):
 
 
 @triton.jit
-def discretize(
+def discretize_head(
     A,  # (s, d, N)
     delta, s,  # rows (s, d)
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
@@ -132,7 +132,7 @@ def discretize(
 
 @triton.jit
 def effects(
-    decay, s,  # from `discretize`
+    decay, s,  # from `discretize_head`
     h, B,  # (s, d, N)
     mixed,  # rows (s, d)
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,

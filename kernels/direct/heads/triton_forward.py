@@ -44,20 +44,20 @@ from bedouin.kernels.direct.heads.device import (
     store_statistics,
     sum_states,
 )
-from bedouin.kernels.direct.heads.parts import columns_of_rows, first_parts, over_channels
+from bedouin.kernels.direct.heads.parts import columns_of_rows, first_parts, over_channels_of_parts
 from bedouin.kernels.direct.heads.triton_blocks import (
-    discretize,
-    load_block,
-    load_blocks,
+    discretize_head,
     load_both,
-    store_blocks,
+    load_head_block,
+    load_head_blocks,
+    store_head_blocks,
     total_of,
 )
-from bedouin.kernels.direct.heads.triton_weights import load_weights
+from bedouin.kernels.direct.heads.triton_weights import load_weight_tiles
 
 
 @triton.jit
-def load_token(
+def load_raw_token(
     x_row, raw_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     small_at, in_small,  # columns of raw B, C and alpha in a row, (s, .) or (1, .)
@@ -200,7 +200,7 @@ def head_sweep_kernel(
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     W_at = W_ptr + head * W_stride_h
-    W = load_weights(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
+    W = load_weight_tiles(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
     v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
     BLOCKS: tl.constexpr = (n + N - 1) // N
     HOLD_A: tl.constexpr = BLOCKS * N * D <= 1024
@@ -209,9 +209,9 @@ def head_sweep_kernel(
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
     if HOLD_A:
-        A = load_blocks(A_at, in_row, d, n, ROWS, D, N, False)
+        A = load_head_blocks(A_at, in_row, d, n, ROWS, D, N, False)
     h_at = h_ptr + sample[:, None] * (n * d) + cols
-    h = load_blocks(h_at, in_row, d, n, ROWS, D, N, False)
+    h = load_head_blocks(h_at, in_row, d, n, ROWS, D, N, False)
     row_of = rows_of_statistics(per_head, t_end, S)
     is_first_part = first_parts(here, ROWS, PARTS)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
@@ -225,7 +225,7 @@ def head_sweep_kernel(
     # loads of a token are issued while the one before it is computed
     small_at = small_rows(small, d, n, K, SELECTIVE)
     in_small = small < STATES + K
-    x_next, next_rows, small_next = load_token(
+    x_next, next_rows, small_next = load_raw_token(
         x_row, raw_row, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
     )
     # a token before the first one, which leaves h as it is
@@ -259,7 +259,7 @@ def head_sweep_kernel(
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
             kept_at = kept_ptr + slot[:, None] * (n * d) + cols
-            store_blocks(kept_at, h, inside, d, n, ROWS, D, N)
+            store_head_blocks(kept_at, h, inside, d, n, ROWS, D, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
         values = small_next[0].to(tl.float32)
@@ -299,8 +299,8 @@ def head_sweep_kernel(
         gains = ()
         for i in tl.static_range(BLOCKS):
             B, C = both_of(now, i, n, ROWS, D, N, SELECTIVE)
-            A_block = A[i] if HOLD_A else load_block(A_at, i, in_row, d, n, ROWS, D, N)
-            decay, scale_of = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+            A_block = A[i] if HOLD_A else load_head_block(A_at, i, in_row, d, n, ROWS, D, N)
+            decay, scale_of = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
             decayed = decayed + (decay * h[i],)
             reads = reads + (sum_states(decayed[i] * C, ROWS, D, N),)
             if COUPLED:
@@ -330,7 +330,7 @@ def head_sweep_kernel(
         step = tl.minimum(t + 1, t_end - 1)
         x_at = x_row + step.to(tl.int64) * x_stride_t
         raw_at = raw_row + step.to(tl.int64) * raw_stride_t
-        x_next, next_rows, small_next = load_token(
+        x_next, next_rows, small_next = load_raw_token(
             x_at, raw_at, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
         )
         # every exchange between warps takes barriers: the first one has the maxima of the token
@@ -341,7 +341,7 @@ def head_sweep_kernel(
         y = rest
         if K > 0:
             dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
-            dots = over_channels(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
+            dots = over_channels_of_parts(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
             whole = dots[2 * PAIRS + K :] + (pivot,)
             inv = inverse_sizes(dots, d, K, EPS)
             G = scale_symmetric(dots[0:PAIRS], inv, K)
@@ -355,7 +355,7 @@ def head_sweep_kernel(
         own = ()
         if PARTS > 1:
             own = rows_times(u, y - x, K) + (y * y,)
-            own = over_channels(own, () if K > 0 else maxima, ROWS, PARTS, D)
+            own = over_channels_of_parts(own, () if K > 0 else maxima, ROWS, PARTS, D)
             if K == 0:
                 whole = own[1:] + (pivot,)
             whole = as_columns(whole, 4)
@@ -374,8 +374,8 @@ def head_sweep_kernel(
         last, cell + (t_end + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE, COUPLED
     )
     if PARTS > 1:
-        maxima = as_columns(over_channels((zero,), maxima, ROWS, PARTS, D)[1:], 3)
+        maxima = as_columns(over_channels_of_parts((zero,), maxima, ROWS, PARTS, D)[1:], 3)
     store_statistics(
         statistics_ptr + token, maxima + (pivot[:, None],), row_of, is_first_part, ROWS
     )
-    store_blocks(h_at, h, inside, d, n, ROWS, D, N)
+    store_head_blocks(h_at, h, inside, d, n, ROWS, D, N)

@@ -14,7 +14,7 @@ from bedouin.kernels.device.activations import fast_activate
 from bedouin.kernels.device.discretize import fast_scale
 from bedouin.kernels.direct.heads.device import spread, stack_states, unstack_states
 from bedouin.kernels.direct.heads.parts import columns_of_rows
-from bedouin.kernels.direct.heads.triton_blocks import discretize
+from bedouin.kernels.direct.heads.triton_blocks import discretize_head
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def replay_tokens(
             )  # fmt: skip
             delta = fast_activate(delta, ACTIVATION, FAST)
             s = delta if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
-            decay, scales = discretize(A, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+            decay, scales = discretize_head(A, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
             if COUPLED:
                 written = scales * spread(mixed, ROWS, D, N)
             else:
@@ -156,7 +156,7 @@ def replay_tokens(
 
 
 @triton.jit
-def load_token(
+def load_kept_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
     d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,

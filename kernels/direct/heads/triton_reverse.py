@@ -42,26 +42,26 @@ from bedouin.kernels.direct.heads.device import (
 from bedouin.kernels.direct.heads.parts import (
     columns_of_rows,
     first_parts,
-    over_channels,
+    over_channels_of_parts,
     sum_of_parts,
 )
 from bedouin.kernels.direct.heads.triton_blocks import (
-    discretize,
+    discretize_head,
     effects,
     in_blocks,
     join_blocks,
     keep_order,
-    load_block,
-    load_blocks,
     load_both,
-    store_blocks,
+    load_head_block,
+    load_head_blocks,
+    store_head_blocks,
     total_of,
 )
 from bedouin.kernels.direct.heads.triton_replay import (
     fetch_chunk,
     fetch_values,
     kept_memory,
-    load_token,
+    load_kept_token,
     replay_tokens,
 )
 from bedouin.kernels.direct.heads.triton_weights import (
@@ -156,7 +156,7 @@ def reverse_head_kernel(
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     if HOLD:
-        A = load_blocks(A_at, in_row, d, n, ROWS, D, N, False)
+        A = load_head_blocks(A_at, in_row, d, n, ROWS, D, N, False)
     # the cotangents of the raw values of the token after these
     W_at = W_ptr + head * W_stride_h
     W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
@@ -184,8 +184,8 @@ def reverse_head_kernel(
     last_chunk = (start + count - 1) // KEEP
     fetch_values(kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST)
     at = sample[:, None] * (n * d) + cols
-    H = load_blocks(H_ptr + at, in_row, d, n, ROWS, D, N, False)
-    grad_A = load_blocks(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
+    H = load_head_blocks(H_ptr + at, in_row, d, n, ROWS, D, N, False)
+    grad_A = load_head_blocks(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -198,7 +198,7 @@ def reverse_head_kernel(
     last = (start + count - 1).to(tl.int64)
     last_of_count = (count - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
-    loaded = load_token(
+    loaded = load_kept_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + last_of_count * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
         cols, in_row, d, u_at, K,
@@ -261,7 +261,7 @@ def reverse_head_kernel(
         if in_chunk == 0:
             h_row = kept_memory(h0_row, kept_row, (start + first) // KEEP, d, n)
         h_at = h_row[:, None] + cols
-        h = load_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), ROWS, D, N)
+        h = load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), ROWS, D, N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed = loaded
@@ -282,8 +282,8 @@ def reverse_head_kernel(
         for i in tl.static_range(BLOCKS):
             B, C = load_both(row + AT_B, i, n, ROWS, D, N)
             if HOLD or COUPLED:
-                A_block = A[i] if HOLD else load_block(A_at, i, in_row, d, n, ROWS, D, N)
-                decay, scales = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+                A_block = A[i] if HOLD else load_head_block(A_at, i, in_row, d, n, ROWS, D, N)
+                decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
             if COUPLED:
                 reads = reads + (sum_states(H[i] * scales * B, ROWS, D, N),)
                 gains = gains + (sum_states(scales * B * C, ROWS, D, N),)
@@ -310,7 +310,9 @@ def reverse_head_kernel(
         if NORM or K == 0:
             q = q + (grad_normed * y,)
         # with the statistics of the token after it: every exchange between warps takes barriers
-        dots = as_columns(over_channels(q, extremes, ROWS, PARTS, D), len(q) + len(extremes))
+        dots = as_columns(
+            over_channels_of_parts(q, extremes, ROWS, PARTS, D), len(q) + len(extremes)
+        )
         if PARTS > 1:
             whole = dots[len(q) : len(q) + 2]
             store_statistics(
@@ -326,7 +328,7 @@ def reverse_head_kernel(
                 q = q + (dots[i] - along_y * u_y,)
         else:
             q = dots[0:K]
-        loaded = load_token(
+        loaded = load_kept_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K,
@@ -405,10 +407,10 @@ def reverse_head_kernel(
                 # without it the compiler loads the values of all blocks first, and spills them
                 keep_order(FAST)
                 if i + AHEAD < BLOCKS:
-                    h = h + (load_block(h_at, i + AHEAD, in_row, d, n, ROWS, D, N),)
-                A_block = load_block(A_at, i, in_row, d, n, ROWS, D, N)
+                    h = h + (load_head_block(h_at, i + AHEAD, in_row, d, n, ROWS, D, N),)
+                A_block = load_head_block(A_at, i, in_row, d, n, ROWS, D, N)
                 B, C = load_both(row + AT_B, i, n, ROWS, D, N)
-                decay, scales = discretize(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+                decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
                 reach, written = effects(
                     decay, scales, h_block, B, mixed, ROWS, D, N, COUPLED, FULL
                 )
@@ -452,9 +454,9 @@ def reverse_head_kernel(
             to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
         )  # fmt: skip
     at = sample[:, None] * (n * d) + cols
-    store_blocks(H_ptr + at, H, inside, d, n, ROWS, D, N)
-    store_blocks(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)
+    store_head_blocks(H_ptr + at, H, inside, d, n, ROWS, D, N)
+    store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)
     if PARTS > 1:
-        whole = over_channels((tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D)
+        whole = over_channels_of_parts((tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D)
         at = statistics_ptr + sample * t_end + start
         store_statistics(at, as_columns(whole[1:], 2), row_of, is_first_part, ROWS)

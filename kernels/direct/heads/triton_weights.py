@@ -18,7 +18,7 @@ BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 
 
 @triton.jit
-def load_weights(
+def load_weight_tiles(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
     JOINED: tl.constexpr,
@@ -73,7 +73,7 @@ def joined_columns(first, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def load_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_weight_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.constexpr):
     """Columns (d, .) of (W^y)^T by their numbers, zeros where none is given."""
     cols = tl.arange(0, BLOCK_D)[:, None]
     within = (cols < d) & given[None, :]
@@ -108,25 +108,25 @@ def load_transposed_weights(
         numbers, given = small_columns(pairs // 2, d, n, K, N)
         numbers = tl.where(pairs % 2 == 0, pairs // 2, numbers)
         given = ((pairs % 2 == 0) & (pairs // 2 < d)) | ((pairs % 2 == 1) & given)
-        tiles = (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+        tiles = (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
     else:
-        tiles = (load_columns(W_ptr, cols, cols < d, d, BLOCK_D).to(DOT),)
+        tiles = (load_weight_columns(W_ptr, cols, cols < d, d, BLOCK_D).to(DOT),)
         if WIDTH == BLOCK_ALPHA:
             numbers, given = small_columns(tl.arange(0, 2 * BLOCK_ALPHA), d, n, K, N)
-            tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+            tiles = tiles + (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
         else:
             if SELECTIVE:
                 numbers, given = joined_columns(d, n, N, D)
-                tiles = tiles + (load_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+                tiles = tiles + (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
             alphas = tl.arange(0, BLOCK_ALPHA)
             numbers = u_at + K * d + alphas
-            tiles = tiles + (load_columns(W_ptr, numbers, alphas < K, d, BLOCK_D).to(DOT),)
+            tiles = tiles + (load_weight_columns(W_ptr, numbers, alphas < K, d, BLOCK_D).to(DOT),)
     for i in tl.static_range(K // 2):
         numbers = u_at + (2 * i + pairs % 2) * d + pairs // 2
-        tiles = tiles + (load_columns(W_ptr, numbers, pairs // 2 < d, d, BLOCK_D).to(DOT),)
+        tiles = tiles + (load_weight_columns(W_ptr, numbers, pairs // 2 < d, d, BLOCK_D).to(DOT),)
     if K % 2 == 1:
         numbers = u_at + (K - 1) * d + cols
-        tiles = tiles + (load_columns(W_ptr, numbers, cols < d, d, BLOCK_D).to(DOT),)
+        tiles = tiles + (load_weight_columns(W_ptr, numbers, cols < d, d, BLOCK_D).to(DOT),)
     return tiles
 
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
-from bedouin.kernels.direct.open_loop.triton_prepare import prepare_kernel
-from bedouin.kernels.direct.open_loop.triton_tokens import gradients_kernel, statistics_kernel
+from bedouin.kernels.direct.open_loop.triton_prepare import prepare_open_loop_kernel
+from bedouin.kernels.direct.open_loop.triton_tokens import gradients_kernel, token_statistics_kernel
 from bedouin.kernels.direct.open_loop.walks import (
     launch_walk,
     solver_constants,
@@ -31,15 +31,15 @@ from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 from bedouin.kernels.scan.launch import (
     LIMITS,
-    Limits,
+    ScanLimits,
     SweepScan,
     plan_scan,
     sweep_scan_backward,
 )
 from bedouin.kernels.scan.types import ScanOptions
 
-PREPARE = PlannedKernel(prepare_kernel)
-STATISTICS, GRADIENTS = PlannedKernel(statistics_kernel), PlannedKernel(gradients_kernel)
+PREPARE = PlannedKernel(prepare_open_loop_kernel)
+STATISTICS, GRADIENTS = PlannedKernel(token_statistics_kernel), PlannedKernel(gradients_kernel)
 
 CHANNELS_OF_WARP = 256
 """Channels of a warp of a kernel of one token a program: 8 in each thread."""
@@ -73,7 +73,7 @@ def launch_open_reverse(
     grads: GradBuffers,
     options: Parameterization,
     keep_every: int,
-    limits: Limits = LIMITS,
+    limits: ScanLimits = LIMITS,
 ) -> None:
     """The whole reverse sweep, in place; `limits` are those of the scan's backward."""
     x, y, raw, _, A, h0, kept = known

@@ -44,7 +44,7 @@ from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit
-def input_gain(
+def known_input_gain(
     delta,  # (BLOCK_D,)
     BC,  # (BLOCK_N,), B C
     A_ptr,  # (n, d), log2(e) A
@@ -63,7 +63,7 @@ def input_gain(
 
 
 @triton.jit
-def load_reflections(raw, cols, d: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
+def load_raw_reflections(raw, cols, d: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr):
     """u_1 .. u_k (BLOCK_D,), not normalized."""
     u = ()
     for i in tl.static_range(K):
@@ -95,7 +95,7 @@ def _factors(G, S, beta, inv, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
-def prepare_kernel(
+def prepare_open_loop_kernel(
     x_ptr,  # (b, t, d) or (H, b / H, t, d)
     y_ptr,  # (b, t, d), if REVERSE
     g_ptr,  # (b, t, d), cotangent of y, if REVERSE
@@ -154,10 +154,10 @@ def prepare_kernel(
         inv_B = tl.full([], 1.0, ACC)
         inv_C = inv_B
     u_at = d + (2 * n if SELECTIVE else 0)
-    u = load_reflections(raw + u_at, cols, d, K, ACC)
+    u = load_raw_reflections(raw + u_at, cols, d, K, ACC)
     beta = load_beta(raw + u_at + K * d, raw, K, False, BETA_MAX, ACC)
     A = matrix_of(A_ptr, sample, per_head, d, n)
-    sigma, _ = input_gain(delta, B * C, A, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
+    sigma, _ = known_input_gain(delta, B * C, A, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     sigma_u = rows_times(u, sigma, K)
     if REVERSE:

@@ -23,14 +23,14 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.direct.open_loop.triton_prepare import (
-    input_gain,
-    load_reflections,
+    known_input_gain,
+    load_raw_reflections,
 )
 from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
-def statistics_kernel(
+def token_statistics_kernel(
     x_ptr,  # (b, t, d) or (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
@@ -76,12 +76,12 @@ def statistics_kernel(
     x = tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
     y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
     delta = tl.load(delta_ptr + token * d + cols, mask=in_d, other=0.0)
-    u = load_reflections(raw + d + (2 * n if SELECTIVE else 0), cols, d, K, ACC)
+    u = load_raw_reflections(raw + d + (2 * n if SELECTIVE else 0), cols, d, K, ACC)
     U_v = sums(rows_times(u, y - x, K))
     BC = tl.load(row + BC_AT + rows, mask=in_n, other=0.0)
     BC *= tl.load(row + BC_AT + n + rows, mask=in_n, other=0.0)
     A = matrix_of(A_ptr, sample, per_head, d, n)
-    sigma, largest = input_gain(delta, BC, A, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
+    sigma, largest = known_input_gain(delta, BC, A, rows, cols, d, n, INPUT_SCALE, FULL, FAST)
     T_v = upper_times(load_tuple(row + K + K * K + PAIRS, PAIRS), U_v, K)
     missing = sigma * combine(subtract(T_v, load_tuple(e_ptr + token * K, K), K), u, K)
     terms = largest * (tl.abs(x) + tl.abs(x + combine(T_v, u, K)))
@@ -174,7 +174,7 @@ def gradients_kernel(
     at = token * d + cols
     u_at = d + (2 * n if SELECTIVE else 0)
     # before the sums and their barriers: the cotangents may take the memory of the raw values
-    u = load_reflections(raw + u_at, cols, d, K, ACC)
+    u = load_raw_reflections(raw + u_at, cols, d, K, ACC)
     raw_delta = load_raw(raw, raw, cols, in_d, False, ACC, ".cg")
     grad_mixed = tl.load(grad_mixed_ptr + at, mask=in_d, other=0.0)
     U_g = sums(rows_times(u, grad_mixed, K))

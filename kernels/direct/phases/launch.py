@@ -118,10 +118,10 @@ class _Kept(NamedTuple):
         return _Kept(*kept.view(-1).split(sections))
 
 
-def launch_sweep(
+def launch_phases(
     operands: Operands, options: Parameterization, *, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Phases P and S: y (b, t, d), the last h (b, n, d), what `launch_reverse` reads
+    """Phases P and S: y (b, t, d), the last h (b, n, d), what `launch_reverse_phases` reads
     (b, `Sizes.kept`), empty unless `keeps`, and the statistics (4, b, t): defect, scale, magnitude,
     pivot. No size may be 0."""
     sizes = sizes_of(operands, options)
@@ -218,7 +218,7 @@ class _Solved(NamedTuple):
     y0: Tensor  # (b, d)
 
 
-def launch_reverse(
+def launch_reverse_phases(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
     y: Tensor,  # (b, t, d)

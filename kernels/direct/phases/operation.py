@@ -21,9 +21,9 @@ def phase_sweep(
     (4, b, t): defect, scale, magnitude, pivot."""
     x, A = operands.x, operands.A
     if x.numel():
-        from bedouin.kernels.direct.phases.launch import launch_sweep
+        from bedouin.kernels.direct.phases.launch import launch_phases
 
-        y, h, kept, statistics = launch_sweep(operands, options, keeps=keeps)
+        y, h, kept, statistics = launch_phases(operands, options, keeps=keeps)
         return y, h.mT, kept, statistics
     y, h0 = A.new_empty(x.shape), operands.h0
     h = A.new_zeros(len(x), *A.mT.shape[-2:]) if h0 is None else state_major(h0)
@@ -44,9 +44,9 @@ def phase_reverse(
     d, r = x.shape[2], raw.shape[2]
     if not x.numel():
         return _of_nothing(known[1], operands, wants_y0=wants_y0)
-    from bedouin.kernels.direct.phases.launch import launch_reverse
+    from bedouin.kernels.direct.phases.launch import launch_reverse_phases
 
-    grads = launch_reverse(*known, operands, options)
+    grads = launch_reverse_phases(*known, operands, options)
     grad_W_y = A.new_empty(0)
     if W_y is not None:
         feeds_delta, feeds_x = fed_vectors(operands, options)

@@ -12,21 +12,21 @@ from bedouin.kernels.direct.phases.limits import Sizes, fed_vectors, feeds_all_h
 from bedouin.kernels.direct.phases.triton_all_heads import (
     feed_adjoint_kernel,
     feed_kernel,
-    replay_kernel,
+    replay_chunk_kernel,
 )
 from bedouin.kernels.direct.phases.triton_gradients import gradient_kernel
 from bedouin.kernels.direct.phases.triton_prepare import (
-    finish_kernel,
-    prepare_kernel,
-    statistics_kernel,
+    explicit_statistics_kernel,
+    finish_phases_kernel,
+    prepare_phases_kernel,
 )
 from bedouin.kernels.direct.phases.triton_reflections import (
     finish_reflections_kernel,
     prepare_reflections_kernel,
     solved_statistics_kernel,
 )
-from bedouin.kernels.direct.phases.triton_reverse import reverse_kernel
-from bedouin.kernels.direct.phases.triton_sweep import sweep_kernel
+from bedouin.kernels.direct.phases.triton_reverse import phase_reverse_kernel
+from bedouin.kernels.direct.phases.triton_sweep import phase_sweep_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
@@ -64,10 +64,19 @@ READ = 32768
 reads half as many."""
 
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
-    PlannedKernel, (prepare_kernel, sweep_kernel, reverse_kernel, gradient_kernel, finish_kernel)
+    PlannedKernel,
+    (
+        prepare_phases_kernel,
+        phase_sweep_kernel,
+        phase_reverse_kernel,
+        gradient_kernel,
+        finish_phases_kernel,
+    ),
 )
-STATISTICS = PlannedKernel(statistics_kernel)
-FEED, FEED_ADJOINT, REPLAY = map(PlannedKernel, (feed_kernel, feed_adjoint_kernel, replay_kernel))
+STATISTICS = PlannedKernel(explicit_statistics_kernel)
+FEED, FEED_ADJOINT, REPLAY = map(
+    PlannedKernel, (feed_kernel, feed_adjoint_kernel, replay_chunk_kernel)
+)
 PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS = map(
     PlannedKernel, (prepare_reflections_kernel, solved_statistics_kernel, finish_reflections_kernel)
 )

@@ -3,7 +3,7 @@
 Such a W^y is the work of many programs, so that a token is a product (`feed_kernel`) and phase S of
 this token alone, and backwards phase R of this token and the transposed product
 (`feed_adjoint_kernel`); q, which phase R replays beside its tokens elsewhere, has a kernel of its
-own (`replay_kernel`).
+own (`replay_chunk_kernel`).
 
 Sample i of head k is sample k S + i of the batch. Letters as in `triton_sweep.py`; H heads, S
 samples of a head.
@@ -152,7 +152,7 @@ def feed_adjoint_kernel(
 
 
 @triton.jit(do_not_specialize=["chunk", "tokens", "per_head", "one"])
-def replay_kernel(
+def replay_chunk_kernel(
     kept_ptr,  # (b, t, ROWS, P)
     B_ptr,  # (b, t, N / V), words
     A_ptr,  # (H, n, d), log2(e) A

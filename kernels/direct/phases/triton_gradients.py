@@ -60,7 +60,7 @@ def load_pair(
 
 
 @triton.jit
-def load_replayed(
+def load_replayed_pair(
     kept_ptr, B_ptr,
     first, t, words, state,
     HALF: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
@@ -72,7 +72,7 @@ def load_replayed(
 
 
 @triton.jit
-def load_token(
+def load_gradient_token(
     kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr,
     first, t, words, state,
     HALF: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr,
@@ -91,7 +91,7 @@ def load_token(
 @triton.jit
 def replay_pair(
     h, A,
-    row,  # of `load_replayed`
+    row,  # of `load_replayed_pair`
     FULL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """h_t from h_{t-1}."""
@@ -172,15 +172,17 @@ def gradient_kernel(
             edge = slot + hidden[None, :, None] * P + (channel + u)
             h, H = h + (load_words(states_ptr, edge),), H + (load_words(edges_ptr, edge),)
         # loads of a token are issued while another one is computed
-        row = load_replayed(kept_ptr, B_ptr, first, start, words, state, HALF, ROWS, INTS, V)
+        row = load_replayed_pair(kept_ptr, B_ptr, first, start, words, state, HALF, ROWS, INTS, V)
         for group in range(0, KEEP // SUB):
             store_places(scratch + group * (S * P), h, places, S * P, 2)
             for i in tl.static_range(SUB):
                 t = tl.minimum(start + group * SUB + i + 1, t_end - 1)
-                after = load_replayed(kept_ptr, B_ptr, first, t, words, state, HALF, ROWS, INTS, V)
+                after = load_replayed_pair(
+                    kept_ptr, B_ptr, first, t, words, state, HALF, ROWS, INTS, V
+                )
                 h = replay_pair(h, A, row, FULL, FAST)
                 row = after
-        token = load_token(
+        token = load_gradient_token(
             kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, start + KEEP - 1, words, state,
             HALF, ROWS, INTS, SCALARS, V,
         )  # fmt: skip
@@ -190,12 +192,14 @@ def gradient_kernel(
             history = (h,)
             for i in tl.static_range(SUB - 1):
                 t = start + group * SUB + i
-                row = load_replayed(kept_ptr, B_ptr, first, t, words, state, HALF, ROWS, INTS, V)
+                row = load_replayed_pair(
+                    kept_ptr, B_ptr, first, t, words, state, HALF, ROWS, INTS, V
+                )
                 h = replay_pair(h, A, row, FULL, FAST)
                 history = history + (h,)
             for i in tl.static_range(SUB):
                 t = start + group * SUB + SUB - 1 - i
-                earlier = load_token(
+                earlier = load_gradient_token(
                     kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, t - 1, words, state,
                     HALF, ROWS, INTS, SCALARS, V,
                 )  # fmt: skip

@@ -40,7 +40,7 @@ def _store_words(ptr, token, j, inside, even, odd, N: tl.constexpr, LOW: tl.cons
 
 
 @triton.jit(do_not_specialize=["count", "t_end"])
-def prepare_kernel(
+def prepare_phases_kernel(
     raw_ptr,  # (b, t, r), [Delta d | B n | C n | beta^e]
     B_ptr,  # (b, t, words), int32, written
     C_ptr,  # likewise
@@ -74,7 +74,7 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def statistics_kernel(
+def explicit_statistics_kernel(
     y_ptr,  # (b, t, d)
     statistics_ptr,  # (4, b, t), written: defect, scale, magnitude, pivot
     count,  # b t
@@ -105,7 +105,7 @@ def _unit_vjp(row, grad_row, state, inside, EPS: tl.constexpr, n: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "t_end"])
-def finish_kernel(
+def finish_phases_kernel(
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, 2, d), the cotangents of raw Delta and of x
     grad_B_ptr,  # (b, t, N)

@@ -165,7 +165,7 @@ def load_past(
 
 
 @triton.jit(do_not_specialize=["start_at", "one", "t_end", "tokens", "per_head"])
-def reverse_kernel(
+def phase_reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     grad_normed_ptr,  # (b, d), with ONE: the cotangent of norm(y) that the next token sends
     y_ptr,  # (b, t, d)

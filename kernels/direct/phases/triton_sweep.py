@@ -81,7 +81,7 @@ def feed_back(
 
 
 @triton.jit(do_not_specialize=["start", "one", "t_end", "tokens", "per_head"])
-def sweep_kernel(
+def phase_sweep_kernel(
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), of which the first d are those of Delta
     scalars_ptr,  # (b, t, SCALARS): B C and beta^e, then those of `load_reflections`
