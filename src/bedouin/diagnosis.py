@@ -326,7 +326,7 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
     if not probe.is_structured:
         return None
     found = find_fixed_point(probe, x, solver=Direct())
-    f = getattr(found.f, "f", found.f)
+    f = found.f.joining(1)
     assert isinstance(f, TransposedBlockMap)
     apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,6 @@ from bedouin.fixed_point_map import FixedPointMap
 from bedouin.gated_stage import GatedStage
 from bedouin.heads import by_head, fold_pair, unfold_state
 from bedouin.input_projection import ProjectedLayer
-from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.backend import autocast_dtype, without_autocast
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.launch import accumulator
@@ -210,7 +209,7 @@ class FixedPointLayer(ProjectedLayer):
         options: SolveOptions,
         gemm_dtype: torch.dtype,
         packing: Packing | None,
-    ) -> tuple[FixedPointMap | JoinedHeads, Tensor, GatedStage]:
+    ) -> tuple[FixedPointMap, Tensor, GatedStage]:
         """The map, where its solve starts, and the output stage."""
         dtype = accumulator(projected.dtype)
         low = dtype if dtype == torch.float64 else gemm_dtype
@@ -230,9 +229,8 @@ class FixedPointLayer(ProjectedLayer):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, drive, W_y, before, packing)
             stage = GatedStage(x, z, gate, W_gate, f.operands.y0, low)
-            if self.feedback_scope == "layer" and self.num_heads > 1:
-                joined = JoinedHeads(f, self.num_heads)
-                return joined, torch.zeros_like(unfold(x, self.num_heads), dtype=dtype), stage
+            if f.joined > 1:
+                return f, torch.zeros_like(unfold(x, f.joined), dtype=dtype), stage
             if isinstance(options.solver, Direct):
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
@@ -260,7 +258,8 @@ class FixedPointLayer(ProjectedLayer):
             raw = hold_memory(raw, packing.real, *sizes, self._raw_without_delta, self._erases)
         operands = Operands(drive, raw, W_y, A, *start)
         options = self.parameterization(), self.mixer, self._split, self.backend
-        return choose_map(self.is_structured)(operands, *options, lengths)
+        joined = self.num_heads if self.feedback_scope == "layer" else 1
+        return choose_map(self.is_structured)(operands, *options, lengths, joined)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
@@ -289,8 +288,7 @@ class FixedPointLayer(ProjectedLayer):
         """The layer's output (b, t, m), and the state of the folded samples after the last token
         if wanted."""
         with without_autocast(y.device):
-            if isinstance(call.f, JoinedHeads):
-                y = fold(y, self.num_heads)
+            y = fold(y, call.f.joined)
             after = call.after(y) if wants_state else None
             hidden = call.stage.gated(self, y)
         output: Tensor = self.out_proj(hidden)

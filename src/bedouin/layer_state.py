@@ -11,7 +11,6 @@ from torch import Tensor
 from bedouin.fixed_point_map import FixedPointMap
 from bedouin.gated_stage import GatedStage
 from bedouin.heads import fold_state
-from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.launch import accumulator
 from bedouin.packing import Packing, last_token
 from bedouin.state import BedouinState, StateSize, check_state, zero_state
@@ -20,7 +19,7 @@ from bedouin.state import BedouinState, StateSize, check_state, zero_state
 class Call(NamedTuple):
     """The intermediate values of a call, from its projections to its output stage."""
 
-    f: FixedPointMap | JoinedHeads
+    f: FixedPointMap
     start: Tensor  # (b', t, p), where the solve starts
     stage: GatedStage
     before: BedouinState | None  # of folded samples, before the first token; None: zeros
@@ -35,7 +34,6 @@ class Call(NamedTuple):
         before, f = self.before, self.f
         if before is not None and y.shape[1] == 0:
             return before.clone()
-        f = f.f if isinstance(f, JoinedHeads) else f
         last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
         return BedouinState(f.memory(y), last, self.window)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bedouin.fixed_point_map import FixedPointMap
-from bedouin.joined_heads import JoinedHeads
 from bedouin.kernels.heads import unfold
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Adjoint, Direct, Picard, Solution, Solver, SolveStats
@@ -64,7 +63,7 @@ class _Recorder(Solver):
 class FixedPoint:
     """A fixed point that a solver found, with its map."""
 
-    f: Map
+    f: FixedPointMap
     y: Tensor  # (b, t, d)
     output: Tensor  # (b, t, m), the layer's output
     stats: SolveStats
@@ -104,11 +103,12 @@ def find_fixed_point(
     probe = copy_with(layer, solver=recorder, on_unconverged="ignore")
     output = probe(x, state=state)
     f, solution = recorder.calls[-1]
-    if layer.num_heads == 1 or isinstance(f, JoinedHeads):
-        return FixedPoint(f, solution.value, output, solution.stats)
     assert isinstance(f, FixedPointMap)
-    heads, stats = layer.num_heads, join_parts(solution.stats, layer.num_heads)
-    return FixedPoint(JoinedHeads(f, heads), unfold(solution.value, heads), output, stats)
+    heads = layer.num_parts
+    if heads == 1:
+        return FixedPoint(f, solution.value, output, solution.stats)
+    stats = join_parts(solution.stats, heads)
+    return FixedPoint(f.joining(heads), unfold(solution.value, heads), output, stats)
 
 
 @torch.no_grad()
