@@ -4,23 +4,19 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, p head_dim.
 """
 
 from collections.abc import Collection
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bedouin.checks import inner_size, known_options, one_of
-from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import by_head
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.householder import unit
-from bedouin.kernels.operands import Activation, RawLayout
+from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer, HouseholderProduct
 from bedouin.parameterization import (
-    GRIFFIN_SHARPNESS,
     Decay,
     FeedbackScope,
     OutputStage,
@@ -30,7 +26,6 @@ from bedouin.parameterization import (
     X,
     check_rate_scale,
     griffin_omega,
-    householder_layout,
     log_rates,
     make_mixer,
     warn_of_singular_systems,
@@ -137,9 +132,12 @@ class Bedouin(FixedPointLayer):
     """
 
     components = ("delta", "B", "C", "mixer", "erase")
+    projected_components = ("delta", "B", "C", "erase", "mixer")
+    fed_names = (*components, X)
+    selective = True
+    activations: ClassVar[dict[str, Activation]] = {"mamba": "softplus", "griffin": "sigmoid"}
 
     A_log: nn.Parameter
-    omega: nn.Parameter
 
     @known_options
     def __init__(
@@ -176,7 +174,7 @@ class Bedouin(FixedPointLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.decay = one_of("decay", decay, get_args(Decay))
+        self.decay = one_of("decay", decay, tuple(self.activations))
         check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
         self.delta_from_x_init = float(delta_from_x_init)
         check_rate_scale(rate_scale, self.decay)
@@ -207,9 +205,9 @@ class Bedouin(FixedPointLayer):
             dtype=dtype,
         )
         warn_of_singular_systems(mixer, self.decay, self.input_scale)
-        d, n, factory = self.d_inner, self.d_state, factory_options(device, dtype)
-        name = "A_log" if decay == "mamba" else "omega"
-        self.register_parameter(name, nn.Parameter(torch.empty(d, n, **factory)))
+        if decay == "mamba":
+            size, factory = (self.d_inner, self.d_state), factory_options(device, dtype)
+            self.A_log = nn.Parameter(torch.empty(size, **factory))
         self.reset_parameters()
 
     @classmethod
@@ -334,54 +332,7 @@ class Bedouin(FixedPointLayer):
                 self.omega.copy_(griffin_omega(self.omega))
                 self.dt_bias.zero_()
 
-    def _component_sizes(self) -> dict[str, int]:
-        p, n = self.head_dim, self.d_state
-        erase = 1 if self.erase else 0
-        return {"delta": p, "B": n, "C": n, "mixer": self.mixer.raw_size(p), "erase": erase}
-
-    @property
-    def fed_names(self) -> tuple[str, ...]:
-        return *self.components, X
-
-    def _check_feedback(self) -> None:
-        if "erase" in self.feedback and not self.erase:
-            raise ValueError(
-                f'feedback of "erase" needs erase > 0, got erase={self.erase} and feedback='
-                f"{self.feedback}: give erase, or leave the name out"
-            )
-
-    @property
-    def _erases(self) -> bool:
-        return self.erase > 0
-
-    def _projected_names(self) -> tuple[str, ...]:
-        return "delta", "B", "C", "erase", "mixer"
-
-    def _convolved_sizes(self) -> dict[str, int]:
-        if self.projection == "inner":
-            return super()._convolved_sizes()
-        n = self.num_heads * self.d_state
-        return {"x": self.d_inner, "B": n, "C": n}
-
-    def _biased_sizes(self) -> dict[str, int]:
-        return super()._biased_sizes() | {"erase": 1 if self.erase else 0}
-
-    def _split(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> ScanInputs:
-        delta, B, C, mixer_raw, erase = raw.split(list(self._sizes.values()), -1)
-        delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
-        return ScanInputs(delta, unit(B), unit(C), mixer_raw, self.erase * torch.sigmoid(erase))
-
-    def layout(self) -> RawLayout | None:
-        activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
-        return householder_layout(self.mixer, activation, selective=True, erase=self.erase)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (f", erase={self.erase}" if self.erase else "")
-
     def _A(self) -> Tensor:
         if self.decay == "mamba":
             return -torch.exp(at_least_float32(self.A_log))
-        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
+        return super()._A()

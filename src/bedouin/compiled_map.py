@@ -16,12 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
+from bedouin.fixed_point_map import FixedPointMap, StructuredMap, split_by_layout
 from bedouin.kernels.backend import Backend, is_transformed
-from bedouin.kernels.direct.layout import activate_delta, is_covered
+from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.householder import unit
-from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization, RawLayout
+from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
 from bedouin.kernels.operation import operation
 from bedouin.mixers import make_householder
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
@@ -105,20 +104,6 @@ def solver_scalars(solver: Solver) -> SolverScalars | None:
 def solver_from_scalars(kind: str, *options: Any) -> IterativeSolver:
     """The inverse of `solver_scalars`."""
     return Jacobi(*options[:2]) if kind == "jacobi" else Picard(*options)
-
-
-def split_by_layout(
-    layout: RawLayout,
-    sizes: tuple[int, int],  # d, n
-    raw: Tensor,  # (..., r)
-) -> ScanInputs:
-    """What a layer's `_split` returns."""
-    *first, u, alpha, last = layout.parts(*sizes)
-    delta, *BC, mixer_raw, erase = raw.split([*first, u + alpha, last], -1)
-    ones = torch.ones_like(raw[..., :1])
-    B, C = (unit(v) for v in BC) if BC else (ones, ones)
-    erase = layout.erase * torch.sigmoid(erase)
-    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw, erase)
 
 
 def rebuild(

@@ -31,12 +31,13 @@ from bedouin.kernels.direct import (
     solve_local,
     solve_local_transposed,
 )
+from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.feedback import with_feedback
 from bedouin.kernels.guard import Launching, falls_back
 from bedouin.kernels.heads import fold, per_sample, unfold
-from bedouin.kernels.householder import apply_complement_transposed, mix_channels
+from bedouin.kernels.householder import apply_complement_transposed, mix_channels, unit
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
-from bedouin.kernels.operands import Coefficients, Operands, Parameterization
+from bedouin.kernels.operands import Coefficients, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
@@ -59,6 +60,25 @@ class ScanInputs(NamedTuple):
     C: Tensor  # (..., n)
     mixer_raw: Tensor  # (..., raw size of the mixer)
     erase: Tensor  # (..., 1), beta^e; (..., 0) where no memory is erased
+
+
+def split_by_layout(
+    layout: RawLayout,
+    sizes: tuple[int, int],  # d, n
+    raw: Tensor,  # (..., r)
+) -> ScanInputs:
+    """The raw values that the layout describes; those between C and beta^e are left to the mixer,
+    whatever reflections the layout has."""
+    d, n = sizes
+    before = [d, n, n] if layout.selective else [d]
+    last = 1 if layout.erase else 0
+    delta, *BC, mixer_raw, erase = raw.split(
+        [*before, raw.shape[-1] - sum(before) - last, last], -1
+    )
+    ones = torch.ones_like(raw[..., :1])
+    B, C = (unit(v) for v in BC) if BC else (ones, ones)
+    erase = layout.erase * torch.sigmoid(erase)
+    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw, erase)
 
 
 class FixedPointMap:
@@ -296,9 +316,10 @@ class StructuredMap(FixedPointMap):
         if self.joined > 1:
             # the largest norms and the smallest pivot of a sample's heads
             norms = swept.defect, swept.scale, swept.magnitude
-            largest = (self._by_head(v).amax(0) for v in norms)
+            defect, scale, magnitude = (self._by_head(v).amax(0) for v in norms)
             pivot = self._by_head(swept.pivot).amin(0)
-            swept = Sweep(unfold(swept.y, self.joined), swept.h, *largest, pivot)
+            y = unfold(swept.y, self.joined)
+            swept = Sweep(y, swept.h, defect, scale, magnitude, pivot)
         if swept.residual is not None or self.real is None:
             return swept
         # the defects of the padding are left to the solver to reduce

@@ -255,7 +255,7 @@ class FixedPointLayer(ProjectedLayer):
         if packing is not None and packing.real is not None:
             lengths = packing.padded_lengths(self.num_heads)
             sizes = self.num_heads, self.head_dim
-            raw = hold_memory(raw, packing.real, *sizes, self._raw_without_delta, self._erases)
+            raw = hold_memory(raw, packing.real, *sizes, self._raw_without_delta, self.erase > 0)
         operands = Operands(drive, raw, W_y, A, *start)
         options = self.parameterization(), self.mixer, self._split, self.backend
         joined = self.num_heads if self.feedback_scope == "layer" else 1

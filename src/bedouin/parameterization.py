@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import InputScale
 from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameters import inverse_softplus
@@ -189,16 +188,6 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: Decay, input_scale: Inp
         UserWarning,
         stacklevel=4,  # this function, the constructor, its check of the options, the caller
     )
-
-
-def householder_layout(
-    mixer: ChannelMixer, activation: Activation, *, selective: bool, erase: float = 0.0
-) -> RawLayout | None:
-    """The layout of the raw values for kernels; None for mixers that the kernels do not support."""
-    # exactly these classes: another subclass may read its raw values in another way
-    if isinstance(mixer, HouseholderProduct) and type(mixer) in (HouseholderProduct, NoMixing):
-        return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max, erase)
-    return None
 
 
 def split_feedback_weight(
