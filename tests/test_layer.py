@@ -13,6 +13,7 @@ from bedouin import (
     Bedouin,
     FixedPointRNN,
     HouseholderProduct,
+    Initialization,
     LowRank,
     NoMixing,
     SequenceModel,
@@ -243,7 +244,10 @@ def test_weights_from_x_to_delta_may_start_at_zero() -> None:
     for make in (Bedouin, Bedouin.from_paper):
         usual, same, zero, half = (
             made(make, **options)
-            for options in ({}, *({"delta_from_x_init": v} for v in (1.0, 0.0, 0.5)))
+            for options in (
+                {},
+                *({"initialization": Initialization(delta_from_x=v)} for v in (1.0, 0.0, 0.5)),
+            )
         )
         for name, weight in usual.state_dict().items():
             assert torch.equal(same.state_dict()[name], weight)

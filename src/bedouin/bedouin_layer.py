@@ -19,14 +19,12 @@ from bedouin.mixers import ChannelMixer, HouseholderProduct
 from bedouin.parameterization import (
     Decay,
     FeedbackScope,
+    Initialization,
     OutputStage,
     Projection,
-    RateScale,
     SolveArguments,
     X,
-    check_rate_scale,
     griffin_omega,
-    log_rates,
     make_mixer,
     warn_of_singular_systems,
 )
@@ -108,11 +106,7 @@ class Bedouin(FixedPointLayer):
             heads, so that a sample's heads converge together.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
-        delta_from_x_init: factor on the weights from x to Delta at initialization. With 0, the
-            paper's choice for copying, Delta initially depends on its bias and feedback alone.
-        rate_scale: factor on the initial decay rates exp(A_log) = 1 .. n of mamba's decay; below 1
-            memory is longer. A pair is that of the first and of the last head; those between are
-            spaced geometrically, and one head has the first. 1 for griffin's decay.
+        initialization: other initial values of Delta and the decay rates; None: Initialization().
         norm_eps: eps of the output norm.
         solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
             Picard.
@@ -135,6 +129,10 @@ class Bedouin(FixedPointLayer):
     projected_components = ("delta", "B", "C", "erase", "mixer")
     fed_names = (*components, X)
     selective = True
+    absent_options: ClassVar[dict[str, str]] = {
+        "delta_from_x_init": "use initialization=Initialization(delta_from_x=...)",
+        "rate_scale": "use initialization=Initialization(rates=...)",
+    }
     activations: ClassVar[dict[str, Activation]] = {"mamba": "softplus", "griffin": "sigmoid"}
 
     A_log: nn.Parameter
@@ -168,17 +166,23 @@ class Bedouin(FixedPointLayer):
         on_unconverged: OnUnconverged = "warn",
         output: OutputStage = "norm",
         bias: bool = True,
-        delta_from_x_init: float = 1.0,
-        rate_scale: RateScale = 1.0,
+        initialization: Initialization | None = None,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.decay = one_of("decay", decay, tuple(self.activations))
-        check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
-        self.delta_from_x_init = float(delta_from_x_init)
-        check_rate_scale(rate_scale, self.decay)
-        self.rate_scale = rate_scale
+        self.initialization = Initialization() if initialization is None else initialization
+        if not isinstance(self.initialization, Initialization):
+            raise TypeError(
+                "initialization must be None or an Initialization such as Initialization(rates="
+                f"0.1), got {initialization!r}"
+            )
+        if self.decay != "mamba" and self.initialization.rates_of_ends != (1, 1):
+            raise ValueError(
+                f"initialization.rates must be 1 with decay {decay!r}, got "
+                f"{self.initialization.rates!r}: use decay='mamba', whose rates -A it multiplies"
+            )
         check_number("erase", erase, 0, 2, open_low=False)
         self.erase = float(erase)
         mixer = make_mixer(mixer, num_householder, beta_max)
@@ -244,7 +248,7 @@ class Bedouin(FixedPointLayer):
             "input_scale": "delta",
         }
         if options.get("decay", "mamba") == "mamba":
-            chosen["rate_scale"] = RECALL_RATES if num_heads > 1 else 0.1
+            chosen["initialization"] = Initialization(rates=RECALL_RATES if num_heads > 1 else 0.1)
         return cls(
             d_model,
             expand=expand,
@@ -265,7 +269,6 @@ class Bedouin(FixedPointLayer):
         solver: Solver | Literal["auto"] | None = None,
         adjoint: Adjoint | None = None,
         max_steps: int | Cap = 100,
-        delta_from_x_init: float = 1.0,
         **options: Any,
     ) -> Self:
         """FP-Mamba exactly as in its paper (arXiv 2503.10799, section 5.3).
@@ -277,8 +280,8 @@ class Bedouin(FixedPointLayer):
 
         For the paper's random caps, pass max_steps=GammaCap(4.0, 1.0, 100); for its initialization
         in the copying task, where the weights from x to Delta are zero (v1, section 4.5), pass
-        delta_from_x_init=0.0. `options` are other options of Bedouin; one that is fixed above
-        raises TypeError.
+        initialization=Initialization(delta_from_x=0.0). `options` are other options of Bedouin; one
+        that is fixed above raises TypeError.
         """
         fixed: dict[str, Any] = {
             "num_heads": 1,
@@ -309,7 +312,6 @@ class Bedouin(FixedPointLayer):
             solver=Picard(rtol=0.1, stop_rule="paper") if solver is None else solver,
             adjoint=OneStepAdjoint() if adjoint is None else adjoint,
             max_steps=max_steps,
-            delta_from_x_init=delta_from_x_init,
             **options,
         )
 
@@ -317,16 +319,17 @@ class Bedouin(FixedPointLayer):
         super().reset_parameters()
         with torch.no_grad():
             if self.x_proj is None:
-                self.in_proj.weight[self.d_inner : 2 * self.d_inner].mul_(self.delta_from_x_init)
+                from_x = self.in_proj.weight[self.d_inner : 2 * self.d_inner]
             else:
-                self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
+                from_x = self.x_proj.weight[..., : self.head_dim, :]
+            from_x.mul_(self.initialization.delta_from_x)
             if self.erase and self.raw_bias is not None:
                 # the last raw value; with x_proj the gate's biases follow
                 last = -1 if self.x_proj is None else -1 - self.head_dim
                 by_head(self.raw_bias, self.num_heads)[..., last] = ERASE_BIAS
             if self.decay == "mamba":
-                sizes = self.d_state, self.num_heads, self.head_dim
-                self.A_log.copy_(log_rates(self.rate_scale, *sizes, self.D.device))
+                like = self.num_heads, self.head_dim, self.A_log
+                self.A_log.copy_(self.initialization.A_log(*like))
                 self.dt_bias.copy_(inverse_softplus(log_uniform(self.dt_bias, *DELTA_RANGE)))
             else:
                 self.omega.copy_(griffin_omega(self.omega))

@@ -337,7 +337,7 @@ def test_the_rates_of_heads() -> None:
     rates = layer.A_log.exp().flatten(0, -2).mT.reshape(2, 4, -1)
     expected = torch.tensor([[[1.0], [0.1], [0.01], [0.001]], [[2.0], [0.2], [0.02], [0.002]]])
     assert_close("rates", rates, expected.expand_as(rates), 1e-5)
-    with pytest.raises(ValueError, match="rate_scale must be 1 with decay 'griffin'"):
+    with pytest.raises(ValueError, match="rates must be 1 with decay 'griffin'"):
         study.make_layer(small(), {**point, "decay": "griffin", "rate_scale": 1.0})
 
 
