@@ -3,38 +3,17 @@
 Letters: b batch, m d_model, v classes.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.checks import check_batch_size, check_tensor
-from bedouin.convolved import Convolved
 from bedouin.decoding.graphs import Captured, capture_layer, graph_key, is_decoded
 from bedouin.decoding.parts import checked_state, is_buffered, solved_layer
-from bedouin.decoding.token import DecodedLayer, may_replay
+from bedouin.decoding.token import may_replay
 from bedouin.state import RecurrentState
 from bedouin.wrapped import is_untouched
-
-
-class DecodedModel(Protocol):
-    """What decoding uses of a `SequenceModel`, which this package therefore need not import."""
-
-    @property
-    def mixers(self) -> Sequence[Any]: ...
-
-    def init_state(self, batch_size: int) -> tuple[Any, ...]: ...
-
-    def decode(
-        self,
-        tokens: Tensor,  # (b,)
-        mixers: Sequence[Callable[[Tensor], Tensor]],  # (b, m) -> (b, m) each
-    ) -> Tensor: ...  # (b, v)
-
-
-Decoded = DecodedLayer | Convolved | DecodedModel
-"""What a `Decoder` takes."""
 
 
 class Decoder:
@@ -65,7 +44,13 @@ class Decoder:
         of_model = cls is Decoder and callable(getattr(layer, "decode", None))
         return super().__new__(ModelDecoder if of_model else cls)
 
-    def __init__(self, layer: Decoded, batch_size: int, *, state: Any = None) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        batch_size: int,
+        *,
+        state: Any = None,
+    ) -> None:
         if not is_decoded(layer):
             raise TypeError(
                 "layer must be a Bedouin, a FixedPointRNN or a SequenceModel, got "
@@ -154,7 +139,13 @@ class ModelDecoder(Decoder):
     `state` is a tuple with the state of each layer.
     """
 
-    def __init__(self, layer: Decoded, batch_size: int, *, state: Any = None) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        batch_size: int,
+        *,
+        state: Any = None,
+    ) -> None:
         if not callable(getattr(layer, "decode", None)):
             raise TypeError(f"layer must be a SequenceModel, got {type(layer).__name__}")
         check_batch_size(batch_size)

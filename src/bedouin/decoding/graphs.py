@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin.decoding.parts import make_part, solved_layer
 from bedouin.decoding.token import DecodedLayer
 from bedouin.kernels.backend import autocast_dtype
 from bedouin.state import BedouinState
-from bedouin.wrapped import HasModules, ReplacementWatch
+from bedouin.wrapped import ReplacementWatch
 
 MAX_GRAPHS = 8
 """Graphs that a layer keeps, one for each batch size, dtype, autocast dtype and stream; the least
@@ -36,7 +36,7 @@ class Captured:
 
     def __init__(
         self,
-        module: HasModules,
+        module: nn.Module,
         layers: Sequence[Any],
         x_t: Tensor,  # (b, m), or tokens (b,)
         compute: Compute,
@@ -47,7 +47,7 @@ class Captured:
         # because its casts of the weights would become constants of the graph.
         cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
         with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
-            self.parts = [make_part(layer, x_t) for layer in layers]
+            self.parts: list[Any] = [make_part(layer, x_t) for layer in layers]
             pairs = zip(self.parts, layers, strict=True)
             each = [partial(part.advance, layer) for part, layer in pairs]
             self.x = x_t.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""One token on buffers: what it needs of a layer, and when a CUDA graph of it may be used.
+"""When a CUDA graph of one token may be used.
 
 A token is the layer's own exact step, whatever its options: a graph removes the time that the host
 needs to launch it. Letters: b batch, m d_model.
@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bedouin.heads import fold_state, unfold_state
 from bedouin.kernels.backend import (
     choose_backend,
     interpreter_is_on,
@@ -20,9 +19,9 @@ from bedouin.kernels.backend import (
 from bedouin.kernels.operands import RawLayout
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning
-from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
+from bedouin.solvers.solution import SolveStats, has_values
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, StateSize, check_state
+from bedouin.state import BedouinState, StateSize
 from bedouin.wrapped import is_untouched
 
 
@@ -55,68 +54,6 @@ class DecodedLayer(Protocol):
     def advance(
         self, x_t: Tensor, before: BedouinState
     ) -> tuple[Tensor, BedouinState, SolveStats]: ...
-
-
-class Buffers:
-    """State and statistics of b samples at fixed places, the state that of folded samples
-    (bedouin.heads), as the layer's kernels take it."""
-
-    def __init__(self, layer: DecodedLayer, b: int) -> None:
-        self._b, self._size = b, layer.state_size
-        self._heads, self._parts = layer.num_heads, layer.num_parts
-        (d, n, window), like = self._size, layer.init_state(0).y
-        # the states before the channels in memory, as the sweeps store h
-        h = like.new_zeros(self._heads * b, n, d // self._heads)
-        y = like.new_zeros(self._heads * b, d // self._heads)
-        conv = None if window is None else like.new_zeros(b, *window)
-        self.state = BedouinState(h.mT, y, conv)
-        # residual, pivot and convergence of the last token: of a graph, at fixed places, too
-        self._statistics: tuple[Tensor, Tensor, Tensor] | None = None
-        self._all_converged = torch.ones(self._parts * b, dtype=torch.bool, device=like.device)
-
-    def load(self, state: BedouinState) -> None:
-        """Copy a state in; raises TypeError or ValueError where it does not fit."""
-        self._copy(fold_state(check_state(state, self._b, self._size, self.state.y), self._heads))
-
-    def _copy(self, state: BedouinState) -> None:
-        for to, value in zip(self.state, state, strict=True):
-            to.copy_(value)
-
-    def update(self, after: BedouinState, stats: SolveStats) -> None:
-        """Take over the results of a token."""
-        self._copy(after)
-        assert stats.conditioning is not None
-        self._statistics = stats.residual, stats.conditioning, stats.converged
-        self._all_converged.logical_and_(stats.converged)
-
-    def copies(self) -> tuple[BedouinState, SolveStats]:
-        """State and statistics of the last token."""
-        # outside inference mode, where gradients are on, tensors have version counters, which tell
-        # whether a state that is passed back was changed or can stay in place
-        with torch._C._InferenceMode(False), torch.no_grad():
-            state = unfold_state(self.state, self._heads)
-            conv = None if state.conv is None else state.conv.clone()
-            residual, pivot, converged = self._last_statistics()
-        stats = DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
-        return BedouinState(state.ssm, state.y, conv), stats
-
-    def take_stats(self) -> SolveStats:
-        """Statistics of the last token, where `converged` covers all tokens since the last call."""
-        residual, pivot, _ = self._last_statistics()
-        converged = self._all_converged.clone()
-        self.forget()
-        return DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
-
-    def _last_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of residual, pivot and convergence of the last token."""
-        assert self._statistics is not None
-        *numbers, converged = self._statistics
-        residual, pivot = torch.stack(numbers)
-        return residual, pivot, converged.clone()
-
-    def forget(self) -> None:
-        """Discard whether tokens have converged."""
-        self._all_converged.fill_(True)
 
 
 def allows_graph(layer: DecodedLayer) -> bool:
