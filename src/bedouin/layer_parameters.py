@@ -8,7 +8,7 @@ m to d and back a layer has b' = H b folded samples, each one head of one sample
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,20 @@ from bedouin.mixers import ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     GRIFFIN_SHARPNESS,
-    ChosenSolver,
     FeedbackScope,
-    MaxSteps,
     OutputStage,
     Projection,
     SolveArguments,
     SolveOption,
     X,
+    choose_solver,
     split_feedback_weight,
 )
 from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
-from bedouin.solvers import Adjoint, Cap, SolveStats
+from bedouin.solvers import Adjoint, Cap, Solver, SolveStats
 from bedouin.solvers.base import check_number
+from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
 from bedouin.solvers.solve import SolveOptions
@@ -109,12 +109,14 @@ class LayerParameters(GraphedLayer, ABC):
     solve_options: SolveOptions
     """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
     `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
-    solver = ChosenSolver()
-    adjoint = SolveOption[Adjoint | None]()
-    cap = SolveOption[Cap]()
-    max_steps = MaxSteps()
-    on_unconverged = SolveOption[OnUnconverged]()
-    backend = SolveOption[Backend]()
+    solver = SolveOption[Solver, Solver | Literal["auto"]](
+        "solver", lambda layer, value: choose_solver(value, layer.is_structured)
+    )
+    adjoint = SolveOption[Adjoint | None, Adjoint | None]("adjoint")
+    cap = SolveOption[Cap, Cap]("cap")
+    max_steps = SolveOption[Cap, int | Cap]("cap", lambda layer, value: as_cap(value))
+    on_unconverged = SolveOption[OnUnconverged, OnUnconverged]("on_unconverged")
+    backend = SolveOption[Backend, Backend]("backend")
 
     record_history: bool = False
     """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""

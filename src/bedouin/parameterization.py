@@ -5,6 +5,7 @@ Letters: b batch, t time, d channels of a head, r raw values, f raw values with 
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -143,41 +144,30 @@ class _HasSolveOptions(Protocol):
     solve_options: SolveOptions
 
 
-ValueT = TypeVar("ValueT")
+GetT = TypeVar("GetT")
+SetT = TypeVar("SetT")
 
 
-class SolveOption(Generic[ValueT]):
-    """A field of a layer's `solve_options` as a settable attribute of the layer."""
+class SolveOption(Generic[GetT, SetT]):
+    """A field of a layer's `solve_options` as a settable attribute of the layer.
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+    convert: from the layer and what is set, the value of the field.
+    """
 
-    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> ValueT:
-        value: ValueT = getattr(layer.solve_options, self.name)
+    def __init__(
+        self, field: str, convert: Callable[[Any, SetT], Any] = lambda layer, value: value
+    ) -> None:
+        self.field, self.convert = field, convert
+
+    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> GetT:
+        value: GetT = getattr(layer.solve_options, self.field)
         return value
 
-    def __set__(self, layer: _HasSolveOptions, value: ValueT) -> None:
-        changes: dict[str, Any] = {self.name: value}
+    def __set__(self, layer: _HasSolveOptions, value: SetT) -> None:
+        changes: dict[str, Any] = {self.field: self.convert(layer, value)}
         options = replace(layer.solve_options, **changes)
         check_structure(layer.mixer, layer.head_dim, options)
         layer.solve_options = options
-
-
-class ChosenSolver(SolveOption[Solver]):
-    """The solver of a layer's `solve_options`, which may be set to "auto"."""
-
-    def __set__(self, layer: _HasSolveOptions, value: Solver | Literal["auto"]) -> None:
-        super().__set__(layer, choose_solver(value, layer.mixer.is_structured(layer.head_dim)))
-
-
-class MaxSteps:
-    """The cap of a layer's `solve_options`, which may be set to an int."""
-
-    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> Cap:
-        return layer.solve_options.cap
-
-    def __set__(self, layer: _HasSolveOptions, value: int | Cap) -> None:
-        layer.solve_options = replace(layer.solve_options, cap=as_cap(value))
 
 
 def make_mixer(
