@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin.decoding.parts import make_part, solved_layer
 from bedouin.decoding.token import DecodedLayer
@@ -36,7 +36,7 @@ class Captured:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Any,
         layers: Sequence[Any],
         x_t: Tensor,  # (b, m), or tokens (b,)
         compute: Compute,
@@ -83,14 +83,6 @@ class Captured:
     def copies(self, layers: Sequence[Any]) -> tuple[Any, ...]:
         """Copies of the states after the last token; also sets the layers' `stats`."""
         return tuple(part.copies(layer) for part, layer in zip(self.parts, layers, strict=True))
-
-
-def capture_layer(
-    layer: Any,
-    x_t: Tensor,  # (b, m)
-) -> Captured:
-    """A token of a single layer."""
-    return Captured(layer, [layer], x_t, lambda u, each: each[0](u))
 
 
 def replay_step(
@@ -163,7 +155,8 @@ class StepGraphs:
             key = graph_key(x_t)
             captured = self._kept(key)
             if captured is None:
-                captured = self._entries[key] = capture_layer(layer, x_t)
+                captured = Captured(layer, [layer], x_t, lambda u, each: each[0](u))
+                self._entries[key] = captured
                 if len(self._entries) > MAX_GRAPHS:
                     del self._entries[next(iter(self._entries))]
             return replay_step(captured, layer, x_t, state)
