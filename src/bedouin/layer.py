@@ -191,26 +191,9 @@ class FixedPointLayer(ProjectedLayer):
         *,
         wants_state: bool = True,
     ) -> Call:
-        window = None
-        if self.conv is not None:
-            if not self._splits_at_once(projected):
-                projected, window = self._convolve(self.conv, projected, before, packing)
-            elif wants_state:
-                window = self._last_window(self.conv, projected, before, packing)
-        gemm_dtype = autocast_dtype(projected) or self.D.dtype
-        given = projected, u, before, options, gemm_dtype, packing
-        return Call(*self._map_and_stage(*given), before, window)
-
-    def _map_and_stage(
-        self,
-        projected: Tensor,  # (b, t, sum of projected_sizes), or (b, t, d) with u
-        u: Tensor | None,  # (b, t, m), if `projected` is x and its product with W^x is to be joined
-        before: BedouinState | None,
-        options: SolveOptions,
-        gemm_dtype: torch.dtype,
-        packing: Packing | None,
-    ) -> tuple[FixedPointMap, Tensor, GatedStage]:
         """The map, where its solve starts, and the output stage."""
+        projected, window = self._convolve(projected, before, packing, wants_state)
+        gemm_dtype = autocast_dtype(projected) or self.D.dtype
         dtype = accumulator(projected.dtype)
         low = dtype if dtype == torch.float64 else gemm_dtype
         drive, z, gate = None, None, None
@@ -229,13 +212,11 @@ class FixedPointLayer(ProjectedLayer):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, drive, W_y, before, packing)
             stage = GatedStage(x, z, gate, W_gate, f.operands.y0, low)
-            if f.joined > 1:
-                return f, torch.zeros_like(unfold(x, f.joined), dtype=dtype), stage
-            if isinstance(options.solver, Direct):
+            if isinstance(options.solver, Direct) and f.joined == 1:
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
-                start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
-        return f, start, stage
+                start = torch.zeros_like(unfold(x, f.joined), dtype=dtype, requires_grad=False)
+        return Call(f, start, stage, before, window)
 
     def _map(
         self,
