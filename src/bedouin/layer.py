@@ -7,7 +7,7 @@ m to d and back a layer has b' = H b folded samples, each one head of one sample
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,20 +18,41 @@ from bedouin.compiled_map import choose_map
 from bedouin.decoding import may_replay, takes_graph
 from bedouin.fixed_point_map import FixedPointMap
 from bedouin.gated_stage import GatedStage
-from bedouin.heads import by_head, fold_pair, unfold_state
+from bedouin.heads import by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
 from bedouin.kernels.backend import autocast_dtype, without_autocast
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands
-from bedouin.layer_state import Call, incoming_state
-from bedouin.packing import Packing, find_packing, hold_memory
+from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solution import StepRecorder
 from bedouin.solvers.solve import Caller, SolveOptions
-from bedouin.state import BedouinState, SequenceCall, zero_state
+from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
 from bedouin.wrapped import is_untouched, read_parameter, refuse_mixer
+
+
+class Call(NamedTuple):
+    """The intermediate values of a call, from its projections to its output stage."""
+
+    f: FixedPointMap
+    start: Tensor  # (b', t, p), where the solve starts
+    stage: GatedStage
+    before: BedouinState | None  # of folded samples, before the first token; None: zeros
+    window: Tensor | None  # (b, w - 1, c), of the convolution after the last token
+
+    def after(
+        self,
+        y: Tensor,  # (b', t, p), the fixed point
+    ) -> BedouinState:
+        """The state of the folded samples after the last token, which may share memory with what
+        the call has computed."""
+        before, f = self.before, self.f
+        if before is not None and y.shape[1] == 0:
+            return before.clone()
+        last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
+        return BedouinState(f.memory(y), last, self.window)
 
 
 class FixedPointLayer(ProjectedLayer):
@@ -177,7 +198,7 @@ class FixedPointLayer(ProjectedLayer):
         u = u if packing is None else packing.take(u)
         joins = self._joins_weights(u)
         projected = F.linear(u, self.in_proj.weight[: self.d_inner]) if joins else self.in_proj(u)
-        before = incoming_state(state, projected, self.state_size, packing, self.num_heads)
+        before = _incoming_state(state, projected, self.state_size, packing, self.num_heads)
         given = projected, u if joins else None, before, options, packing
         return self._call(*given, wants_state=wants_state)
 
@@ -306,3 +327,27 @@ class FixedPointLayer(ProjectedLayer):
             f"projection={self.projection!r}, solver={self.solver}, "
             f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )
+
+
+def _incoming_state(
+    state: BedouinState | None,  # of b samples, or of what the arguments of the call say
+    x: Tensor,  # (b, t, any size)
+    size: StateSize,
+    packing: Packing | None,
+    num_heads: int,
+) -> BedouinState | None:
+    """The state of the folded samples before the first token; None: zeros.
+
+    A call without tokens returns it, so it is then not None. Raises TypeError or ValueError for a
+    state that does not fit.
+    """
+    dtype = accumulator(x.dtype)
+    if state is None:
+        if x.shape[1]:
+            return None
+        return fold_state(zero_state(x.shape[0], size, dtype, x.device), num_heads)
+    rows = x.shape[0] if packing is None else packing.num_states
+    state = check_state(state, rows, size, x.new_empty(0, dtype=dtype))
+    if packing is not None:
+        state = packing.before(state, zero_state(1, size, dtype, x.device))
+    return fold_state(state, num_heads)
