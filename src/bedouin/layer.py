@@ -17,20 +17,22 @@ from bedouin.checks import check_batch_size, check_layer_input, check_projection
 from bedouin.compiled_map import choose_map
 from bedouin.decoding import may_replay, takes_graph
 from bedouin.fixed_point_map import FixedPointMap
-from bedouin.gated_stage import GatedStage
 from bedouin.heads import by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
-from bedouin.kernels.backend import autocast_dtype, without_autocast
+from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
+from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands
+from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solution import StepRecorder
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
-from bedouin.wrapped import is_untouched, read_parameter, refuse_mixer
+from bedouin.wrapped import is_untouched, norm_parameters, read_parameter, refuse_mixer
 
 
 class Call(NamedTuple):
@@ -38,7 +40,11 @@ class Call(NamedTuple):
 
     f: FixedPointMap
     start: Tensor  # (b', t, p), where the solve starts
-    stage: GatedStage
+    x: Tensor  # (b', t, p)
+    z: Tensor | None  # (b', t, p)
+    gate: Tensor | None  # (b', t, p), the part that x determines; None: z includes it
+    W_gate: Tensor | None  # (p, p), (H, p, p) or (H, p, d)
+    dtype: torch.dtype  # of the products of the output stage and of its result
     before: BedouinState | None  # of folded samples, before the first token; None: zeros
     window: Tensor | None  # (b, w - 1, c), of the convolution after the last token
 
@@ -232,12 +238,11 @@ class FixedPointLayer(ProjectedLayer):
         with without_autocast(x.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, drive, W_y, before, packing)
-            stage = GatedStage(x, z, gate, W_gate, f.operands.y0, low)
             if isinstance(options.solver, Direct) and f.joined == 1:
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
                 start = torch.zeros_like(unfold(x, f.joined), dtype=dtype, requires_grad=False)
-        return Call(f, start, stage, before, window)
+        return Call(f, start, x, z, gate, W_gate, low, before, window)
 
     def _map(
         self,
@@ -292,9 +297,55 @@ class FixedPointLayer(ProjectedLayer):
         with without_autocast(y.device):
             y = fold(y, call.f.joined)
             after = call.after(y) if wants_state else None
-            hidden = call.stage.gated(self, y)
+            hidden = self._gated(call, y)
         output: Tensor = self.out_proj(hidden)
         return output, after
+
+    def _gated(
+        self,
+        call: Call,
+        y: Tensor,  # (b', t, p), the fixed point
+    ) -> Tensor:  # (b, t, d)
+        """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
+        includes its feedback W^y norm(y_{t-1})."""
+        backend = self.backend
+        weight, norm_eps = norm_parameters(self.norm)
+        found = self._gated_in_one_function(call, y, weight, norm_eps)
+        if found is not None:
+            return found
+        fed = None
+        if call.W_gate is not None and y.shape[1]:
+            eps, dtype = self.feedback_norm_eps, call.W_gate.dtype
+            normed = shifted_norm(y, call.f.operands.y0, eps, dtype=dtype, backend=backend)
+            fed = apply_feedback_weight(normed, call.W_gate)
+        norm: dict[str, Any] = {}
+        if weight is not None:
+            norm = {"z": call.z, "weight": by_head(weight, self.num_heads), "eps": norm_eps}
+        gate, fed = (fed, None) if call.gate is None else (call.gate, fed)
+        if gate is None:
+            gate = torch.zeros_like(call.x)
+        common: dict[str, Any] = {"dtype": call.dtype, "backend": backend}
+        return gated_output(y, call.x, by_head(self.D, self.num_heads), gate, fed, **norm, **common)
+
+    def _gated_in_one_function(
+        self,
+        call: Call,
+        y: Tensor,  # (b', t, p)
+        weight: Tensor | None,  # (d,), of the norm
+        eps: float,
+    ) -> Tensor | None:  # (b', t, p)
+        """The result of `fed_output` if this can compute the stage, else None."""
+        z, W = call.z, call.W_gate
+        if self.num_heads > 1 or weight is None or z is None or W is None:
+            return None
+        stage = FedOutput(y, call.f.operands.y0, call.x, self.D, z, W, weight)
+        if y.dtype != call.dtype or not takes_one_function(stage):
+            return None
+        if choose_backend(self.backend, y.device, y.dtype) != "reference":
+            return None
+        if call.gate is not None:
+            stage = stage._replace(gate=call.gate + z)
+        return fed_output(stage, self.feedback_norm_eps, eps)
 
     def next_draw(self) -> int | None:
         """The number of this training call, which a random cap depends on; None in evaluation."""
