@@ -24,7 +24,7 @@ from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameteriz
 from bedouin.kernels.operation import operation
 from bedouin.mixers import make_householder
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
-from bedouin.solvers.adjoint_solve import solve_adjoint
+from bedouin.solvers.adjoint import solve_adjoint
 from bedouin.solvers.base import Problem
 from bedouin.solvers.iterate import IterativeSolver
 from bedouin.solvers.solution import BackwardStats, Result, Solution

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bedouin.checks import check_batch_size, check_tensor, find_method
 from bedouin.decoding.graphs import Captured, graph_key, is_decoded
-from bedouin.decoding.parts import checked_state, is_buffered, solved_layer
-from bedouin.decoding.token import may_replay
+from bedouin.decoding.parts import checked_state, is_buffered, may_replay, solved_layer
 from bedouin.wrapped import is_untouched
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.decoding.parts import make_part, solved_layer
-from bedouin.decoding.token import DecodedLayer
+from bedouin.decoding.parts import DecodedLayer, make_part, solved_layer
 from bedouin.kernels.backend import autocast_dtype
 from bedouin.state import BedouinState
 from bedouin.wrapped import ReplacementWatch
