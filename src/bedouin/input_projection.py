@@ -135,7 +135,10 @@ class ProjectedLayer(LayerParameters):
         if heads > 1:
             bias = per_sample(bias, heads * projected.shape[0]).unsqueeze(1)
         raw = raw + bias
-        return parts["x"], raw, self._input_drive(parts), parts["gate"]
+        drive, dtype = None, accumulator(projected.dtype)
+        if self.has_drive:
+            drive = F.silu(parts["b"].to(dtype)) * parts["x"].to(dtype)
+        return parts["x"], raw, drive, parts["gate"]
 
     def _parts(self) -> tuple[Part, ...]:
         """The parts of the projected input, for `split_projection`."""
@@ -165,10 +168,6 @@ class ProjectedLayer(LayerParameters):
             if bias is not None:
                 padded.append(bias)
         return torch.cat(padded, -1)
-
-    def _input_drive(self, parts: dict[str, Tensor]) -> Tensor | None:
-        """The mixer's input from the parts (b', t, ...) of the projection; None: x."""
-        return None
 
     def _project_x(
         self,

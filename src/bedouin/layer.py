@@ -17,6 +17,7 @@ from bedouin.checks import check_batch_size, check_layer_input, check_projection
 from bedouin.compiled_map import choose_map
 from bedouin.decoding import may_replay, takes_graph
 from bedouin.fixed_point_map import FixedPointMap
+from bedouin.graphed import Graphed
 from bedouin.heads import by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
 from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
@@ -184,6 +185,18 @@ class FixedPointLayer(ProjectedLayer):
         like = read_parameter(self, "D")
         dtype = accumulator(like.dtype)
         return zero_state(batch_size, self.state_size, dtype, like.device)
+
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
+        """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
+        passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
+        the layer, and a call costs the host a few launches.
+
+        A call raises where it would differ: another shape, dtype, device, training mode, autocast
+        or replaced parameter, or a backward pass after the next call. States and masks are not
+        supported. Raises TypeError or ValueError for a sample that the layer cannot take, that is
+        not on a CUDA device or is empty, and for a random cap in training.
+        """
+        return Graphed(self, sample)
 
     def _project(
         self,

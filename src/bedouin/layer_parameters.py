@@ -25,7 +25,6 @@ from bedouin.checks import (
 )
 from bedouin.decoding import StepGraphs
 from bedouin.fixed_point_map import ScanInputs, split_by_layout
-from bedouin.graphed import GraphedLayer
 from bedouin.heads import choose_num_heads, make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, Parameterization, RawLayout
@@ -44,7 +43,7 @@ from bedouin.parameterization import (
     choose_solver,
     split_feedback_weight,
 )
-from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.parameters import SavedLayer, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers import Adjoint, Cap, Solver, SolveStats
 from bedouin.solvers.base import check_number
@@ -56,7 +55,7 @@ from bedouin.state import StateSize
 from bedouin.wrapped import effective_weight
 
 
-class LayerParameters(GraphedLayer, ABC):
+class LayerParameters(SavedLayer, ABC):
     """Options and parameters of a layer.
 
     A subclass sets `decay`, and `erase` if it has one, before it calls the constructor.
@@ -81,7 +80,7 @@ class LayerParameters(GraphedLayer, ABC):
     """Whether B and C are raw components; otherwise they are 1."""
 
     has_drive: ClassVar[bool] = False
-    """Whether `drive` changes its argument."""
+    """Whether the input of the mixer is `drive` of x, SiLU(W_b x) * x, instead of x itself."""
 
     activations: ClassVar[dict[str, Activation]]
     """How Delta follows from its raw values, for each `decay`."""

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from bedouin.checks import known_options, one_of
 from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layer import FixedPointLayer
@@ -144,10 +143,6 @@ class FixedPointRNN(FixedPointLayer):
             else:
                 decay = torch.empty_like(self.dt_bias).uniform_(*GRIFFIN_RANGE)
                 self.dt_bias.copy_(torch.logit(decay))
-
-    def _input_drive(self, parts: dict[str, Tensor]) -> Tensor:
-        dtype = accumulator(parts["x"].dtype)
-        return F.silu(parts["b"].to(dtype)) * parts["x"].to(dtype)
 
     def _A(self) -> Tensor:
         if self.decay == "sigmoid":
