@@ -259,7 +259,7 @@ def _pad_rows(
     if not torch.compiler.is_compiling() and (known := getattr(mask, _LENGTHS, None)) is not None:
         return Packing(known, (b, t), mask, None, None, mask)
     rows = torch.arange(b, device=mask.device).unsqueeze(1).expand(b, t)
-    return _place(rows.flatten(), mask.cumsum(1).flatten() - 1, mask, mask.sum(1), t)
+    return _place(rows.flatten(), mask.cumsum(1).flatten() - 1, None, mask, mask.sum(1), t)
 
 
 def _split_at(
@@ -294,10 +294,14 @@ def _split_at(
     # masked places without a token need one of a sequence, too
     least = 0 if mask is None else min(t, 1)
     w = max([least, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
+    lengths = tokens.diff()
+    if mask is None and (len(ends) - 1) * w == t and t:
+        return Packing(lengths, (len(ends) - 1, w), None, None, None)
     places = torch.arange(t, device=x.device)
     document = torch.searchsorted(bounds[1:], places, right=True)
     before = places if mask is None else mask.flatten().cumsum(0) - 1
-    return _place(document, before - tokens[:-1][document], mask, tokens.diff(), w)
+    starts = tokens[:-1]
+    return _place(document, before - starts[document], starts, mask, lengths, w)
 
 
 def _split_rows(
@@ -323,7 +327,10 @@ def _split_rows(
     num, w = torch.stack([document[-1] + 1, within.max().clamp(min=1)]).tolist()
     starts = torch.searchsorted(document, torch.arange(num, device=device))
     lengths = torch.cat([before[starts], count[-1:]]).diff()
-    packing = _place(document, within - 1, mask, lengths, w)
+    if mask is None and num * w == b * t:
+        packing = Packing(lengths, (num, w), None, None, None)
+    else:
+        packing = _place(document, within - 1, starts, mask, lengths, w)
     first = torch.where(starts % t == 0, starts // t + 1, 0)
     return replace(packing, first=first, last=document.view(b, t)[:, -1])
 
@@ -331,6 +338,7 @@ def _split_rows(
 def _place(
     document: Tensor,  # (b t,), the sequence of each place
     within: Tensor,  # (b t,), which token of the sequence is there
+    starts: Tensor | None,  # (l,), the places where sequences begin; with a mask unused
     mask: Tensor | None,  # (b, t) bool, the places with a token
     lengths: Tensor,  # (l,)
     w: int,
@@ -338,17 +346,16 @@ def _place(
     """The packing of sequences, one after the other."""
     # not by len, which makes a symbolic size a constant
     places, count = document.shape[0], lengths.shape[0]
-    slots = count * w
-    if mask is None and slots == places and places:
-        return Packing(lengths, (count, w), None, None, None)
-    target = document * w + within
-    if mask is not None:
-        target = torch.where(mask.flatten(), target, slots)
-    # the last one is that of places without a token, which are masked
-    source = target.new_zeros(slots + 1)
-    source = source.index_put((target,), torch.arange(places, device=target.device))[:-1]
-    real, target = tokens_before(lengths, w), target.clamp(max=slots - 1)
-    return Packing(lengths, (count, w), real, source, target, mask)
+    target, real = document * w + within, tokens_before(lengths, w)
+    if mask is None:
+        assert starts is not None
+        source = starts.unsqueeze(1) + torch.arange(w, device=target.device)
+        source = source.clamp(max=places - 1).flatten()
+        return Packing(lengths, (count, w), real, source, target)
+    # the last slot is that of places without a token, which are masked
+    target, slots = torch.where(mask.flatten(), target, count * w), target.new_zeros(count * w + 1)
+    source = slots.scatter(0, target, torch.arange(places, device=target.device))[:-1]
+    return Packing(lengths, (count, w), real, source, target.clamp(max=count * w - 1), mask)
 
 
 def _check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
