@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.outside import outside_of_graphs
+from bedouin.solvers.convergence import ATOL
 from bedouin.solvers.solution import BackwardStats, Solution, Watch
 
 Map = Callable[[Tensor], Tensor]
@@ -191,10 +192,14 @@ def check_count(name: str, value: object, least: int = 1, *, optional: bool = Fa
     raise ValueError(f"{name} must be {none}an int >= {least}, got {value!r}")
 
 
-def check_tolerances(rtol: float, atol: float) -> None:
-    """Raise ValueError unless both are in [0, 1e6]."""
-    check_number("rtol", rtol, 0, 1e6, open_low=False)
-    check_number("atol", atol, 0, 1e6, open_low=False)
+def positive_int(name: str, value: int, otherwise: str = "") -> int:
+    """Return `value`. Raises TypeError unless it is an int, ValueError if it is below 1.
+    otherwise: for the message, what else it may be."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int >= 1{otherwise}, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
 
 
 class Solver(ABC):
@@ -211,6 +216,18 @@ class Solver(ABC):
     @abstractmethod
     def solve(self, problem: Problem) -> Solution:
         """Solve the problem; the value has the shape of y0."""
+
+
+@dataclass(frozen=True)
+class TolerantSolver(Solver):
+    """A solver that stops within a tolerance. Raises ValueError for one outside of [0, 1e6]."""
+
+    rtol: float = 1e-4
+    atol: float = ATOL
+
+    def __post_init__(self) -> None:
+        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
+        check_number("atol", self.atol, 0, 1e6, open_low=False)
 
 
 def solve_outside_of_graphs(reason: str) -> Callable[[Solver, Problem], Solution]:

@@ -5,7 +5,7 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from bedouin.solvers.base import strict_options
+from bedouin.solvers.base import positive_int, strict_options
 
 
 class Cap(ABC):
@@ -34,7 +34,7 @@ class FixedCap(Cap):
     steps: int = 100
 
     def __post_init__(self) -> None:
-        _check_steps("steps", self.steps)
+        positive_int("steps", self.steps, " or a Cap")
 
     @property
     def limit(self) -> int:
@@ -67,7 +67,7 @@ class GammaCap(Cap):
                 raise TypeError(f"{name} must be a positive number, got {value!r}")
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
-        _check_steps("limit", self.limit)
+        positive_int("limit", self.limit, " or a Cap")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
 
@@ -86,12 +86,4 @@ def as_cap(max_steps: int | Cap) -> Cap:
     """`max_steps` as a Cap. Raises TypeError or ValueError unless it is a Cap or an int >= 1."""
     if isinstance(max_steps, Cap):
         return max_steps
-    _check_steps("max_steps", max_steps)
-    return FixedCap(max_steps)
-
-
-def _check_steps(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int >= 1 or a Cap, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    return FixedCap(positive_int("max_steps", max_steps, " or a Cap"))

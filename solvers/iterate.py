@@ -16,8 +16,8 @@ from bedouin.solvers.base import (
     GraphMap,
     Map,
     Problem,
-    Solver,
     Steps,
+    TolerantSolver,
     counted_tokens,
     solve_outside_of_graphs,
 )
@@ -49,14 +49,11 @@ MAX_TRACED_STEPS = 16
 cannot stop early."""
 
 
-class IterativeSolver(Solver):
+class IterativeSolver(TolerantSolver):
     """A solver that updates all tokens at once, with one evaluation of the map in each step.
 
     A token that has converged (solvers.convergence) keeps the y at which its defect was measured.
     """
-
-    rtol: float
-    atol: float
 
     @property
     def returns_evaluation(self) -> bool:

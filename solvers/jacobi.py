@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import BlockMap, Map, check_tolerances, map_name, strict_options
-from bedouin.solvers.convergence import ATOL
+from bedouin.solvers.base import BlockMap, Map, map_name, strict_options
 from bedouin.solvers.iterate import IterativeSolver
 
 
@@ -21,12 +20,6 @@ class Jacobi(IterativeSolver):
     `Picard`, for G in place of f. Raises ValueError for values out of range, and TypeError in
     `solve` for a map without `block_solve`.
     """
-
-    rtol: float = 1e-4
-    atol: float = ATOL
-
-    def __post_init__(self) -> None:
-        check_tolerances(self.rtol, self.atol)
 
     def rule(self) -> IterationRule:
         return IterationRule("jacobi", self.rtol, self.atol)

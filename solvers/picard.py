@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import check_count, check_number, check_tolerances, strict_options
-from bedouin.solvers.convergence import ATOL, holds_so_far, within_tolerance
+from bedouin.solvers.base import check_count, check_number, strict_options
+from bedouin.solvers.convergence import holds_so_far, within_tolerance
 from bedouin.solvers.iterate import IterativeSolver
 
 StopRule = Literal["prefix", "paper"]
@@ -53,15 +53,13 @@ class Picard(IterativeSolver):
     Raises ValueError for values out of range.
     """
 
-    rtol: float = 1e-4
-    atol: float = ATOL
     damping: float = 1.0
     patience: int | None = None
     shrink: float = 0.9
     stop_rule: StopRule = "prefix"
 
     def __post_init__(self) -> None:
-        check_tolerances(self.rtol, self.atol)
+        super().__post_init__()
         check_number("damping", self.damping, 0, 1, open_low=True)
         check_number("shrink", self.shrink, 0, 1, open_low=True)
         check_count("patience", self.patience, optional=True)

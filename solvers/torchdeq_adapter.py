@@ -25,16 +25,14 @@ from torch import Tensor
 from bedouin.solvers.base import (
     Map,
     Problem,
-    Solver,
+    TolerantSolver,
     check_count,
     check_number,
-    check_tolerances,
     counted_tokens,
     solve_outside_of_graphs,
     strict_options,
 )
 from bedouin.solvers.convergence import (
-    ATOL,
     holds_so_far,
     largest_so_far,
     reported_residual,
@@ -160,12 +158,10 @@ class _GuardedMap:
         return torch.where(stays, z_tokens, (f_y / self.unit).to(z.dtype)).reshape(z.shape)
 
 
-class _TorchDEQSolver(Solver):
+class _TorchDEQSolver(TolerantSolver):
     """The base of Anderson and Broyden: rounds of torchdeq until solved or out of steps."""
 
     can_unroll = False
-    rtol: float
-    atol: float
 
     @abstractmethod
     def _run(self, guarded: _GuardedMap, z: Tensor) -> None:
@@ -224,14 +220,12 @@ class Anderson(_TorchDEQSolver):
     cannot be read (torch.func transforms, graph capture, the meta device).
     """
 
-    rtol: float = 1e-4
-    atol: float = ATOL
     memory: int = 6
     regularization: float = 1e-8
     damping: float = 1.0
 
     def __post_init__(self) -> None:
-        check_tolerances(self.rtol, self.atol)
+        super().__post_init__()
         check_number("regularization", self.regularization, 0, 1e6, open_low=True)
         check_number("damping", self.damping, 0, 1, open_low=True)
         check_count("memory", self.memory, 2)
@@ -274,12 +268,10 @@ class Broyden(_TorchDEQSolver):
     cannot be read (torch.func transforms, graph capture, the meta device).
     """
 
-    rtol: float = 1e-4
-    atol: float = ATOL
     max_rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_tolerances(self.rtol, self.atol)
+        super().__post_init__()
         check_count("max_rank", self.max_rank, optional=True)
 
     def _run(self, guarded: _GuardedMap, z: Tensor) -> None:

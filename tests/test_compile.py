@@ -39,7 +39,7 @@ def fresh_compiler() -> None:
 @pytest.fixture(autouse=True)
 def separate_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager calls consist of the operations of a graph, so that their rounding is the same."""
-    monkeypatch.setattr("bedouin.gated_stage.takes_one_function", lambda _: False)
+    monkeypatch.setattr("bedouin.layer.takes_one_function", lambda _: False)
     monkeypatch.setattr(FixedPointLayer, "_joins_weights", lambda *_: False)
 
 

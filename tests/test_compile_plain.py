@@ -586,7 +586,7 @@ def test_opcheck_of_iterations(solver: Any, t: int) -> None:
     grad = torch.randn_like(y)
     torch.library.opcheck(ops.iterate_adjoint, (grad, y, *tensors, *options), test_utils=CHECKS)
     parameterization = Parameterization.from_scalars(*FIELDS[:-2])
-    f = compiled_map.rebuild(Operands(*given), None, parameterization, "auto")
+    f = compiled_map.rebuild(Operands(*given), None, parameterization, "auto", 1)
     tracked = f(y).detach().requires_grad_()
     value = ops.implicit(tracked, y, *tensors, *options)
     (w,) = torch.autograd.grad(value, tracked, grad)

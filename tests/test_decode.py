@@ -16,8 +16,7 @@ from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank, NoMixing
 from bedouin.decoding.graphs import MAX_GRAPHS, StepGraphs, graph_key
-from bedouin.decoding.parts import CHECK_EVERY, is_buffered
-from bedouin.decoding.token import takes_graph
+from bedouin.decoding.parts import CHECK_EVERY, is_buffered, takes_graph
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning, Picard

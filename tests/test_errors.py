@@ -16,6 +16,7 @@ from bedouin import (
     Convolved,
     FixedPointRNN,
     HouseholderProduct,
+    Initialization,
     LowRank,
 )
 from bedouin.baselines import LSTM, Mamba
@@ -89,16 +90,13 @@ BEDOUIN_OPTIONS: list[Bad] = [
     ({"input_scale": "tau"}, ValueError,
      "input_scale must be one of ('delta', 'bounded_delta', 'one_minus_decay'), got 'tau'"),
     ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
-    ({"delta_from_x_init": "0"}, ValueError, "delta_from_x_init must be a finite number, got '0'"),
-    ({"delta_from_x_init": -1.0}, ValueError, "delta_from_x_init must lie in [0, 1000.0], got -1"),
-    ({"rate_scale": "1"}, TypeError,
-     "rate_scale must be a number, or a pair (first head, last head) of numbers, got '1'"),
-    ({"rate_scale": (1.0, 0.1, 0.1)}, TypeError, "rate_scale must be a number, or a pair"),
-    ({"rate_scale": True}, TypeError, "rate_scale must be a number, or a pair"),
-    ({"rate_scale": 0.0}, ValueError, "rate_scale must be finite and > 0, got 0.0"),
-    ({"rate_scale": (1.0, float("inf"))}, ValueError, "rate_scale must be finite and > 0, got (1"),
-    ({"rate_scale": (1.0, 0.1), "decay": "griffin"}, ValueError,
-     "rate_scale must be 1 with decay 'griffin', got (1.0, 0.1): use decay='mamba'"),
+    ({"initialization": 0.1}, TypeError, "initialization must be None or an Initialization such"),
+    ({"initialization": Initialization(rates=(1.0, 0.1)), "decay": "griffin"}, ValueError,
+     "rates must be 1 with decay 'griffin', got (1.0, 0.1): use decay='mamba'"),
+    ({"rate_scale": 1.0}, TypeError,
+     "no option rate_scale: use initialization=Initialization(rates=...)"),
+    ({"delta_from_x_init": 1.0}, TypeError,
+     "no option delta_from_x_init: use initialization=Initialization(delta_from_x=...)"),
     ({"output": "gate"}, ValueError, "output must be one of ('norm', 'paper'), got 'gate'"),
 ]  # fmt: skip
 
@@ -120,6 +118,27 @@ def test_options(
 def test_options_of_bedouin(options: dict[str, Any], kind: type[Exception], message: str) -> None:
     with raises(kind, message):
         Bedouin(4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"delta_from_x": "0"}, ValueError, "delta_from_x must be a finite number, got '0'"),
+        ({"delta_from_x": -1.0}, ValueError, "delta_from_x must lie in [0, 1000.0], got -1"),
+        ({"rates": "1"}, TypeError,
+         "rates must be a number, or a pair (first head, last head) of numbers, got '1'"),
+        ({"rates": (1.0, 0.1, 0.1)}, TypeError, "rates must be a number, or a pair"),
+        ({"rates": True}, TypeError, "rates must be a number, or a pair"),
+        ({"rates": 0.0}, ValueError, "rates must be finite and > 0, got 0.0"),
+        ({"rates": (1.0, float("inf"))}, ValueError, "rates must be finite and > 0, got (1"),
+        ({"rate": 1.0}, TypeError, "Initialization has no option 'rate'; did you mean 'rates'?"),
+    ],
+)  # fmt: skip
+def test_options_of_initialization(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with raises(kind, message):
+        Initialization(**options)
 
 
 @pytest.mark.parametrize("layer", [Bedouin, FixedPointRNN])

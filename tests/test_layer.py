@@ -13,6 +13,7 @@ from bedouin import (
     Bedouin,
     FixedPointRNN,
     HouseholderProduct,
+    Initialization,
     LowRank,
     NoMixing,
     SequenceModel,
@@ -45,7 +46,7 @@ SLOW = Picard(rtol=1e-12, atol=0.0)
 
 def test_a_layer_without_its_methods_cannot_be_made() -> None:
     base: Any = FixedPointLayer
-    with pytest.raises(TypeError, match="abstract.*_component_sizes"):
+    with pytest.raises(TypeError, match="abstract.*_A"):
         base(4)
 
 
@@ -243,7 +244,10 @@ def test_weights_from_x_to_delta_may_start_at_zero() -> None:
     for make in (Bedouin, Bedouin.from_paper):
         usual, same, zero, half = (
             made(make, **options)
-            for options in ({}, *({"delta_from_x_init": v} for v in (1.0, 0.0, 0.5)))
+            for options in (
+                {},
+                *({"initialization": Initialization(delta_from_x=v)} for v in (1.0, 0.0, 0.5)),
+            )
         )
         for name, weight in usual.state_dict().items():
             assert torch.equal(same.state_dict()[name], weight)

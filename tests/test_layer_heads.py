@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN
+from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
 from bedouin.kernels.householder import unit
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import StructuredMixer, WYForm
@@ -207,7 +207,7 @@ def test_a_state_dict_of_one_head_does_not_fit_several() -> None:
 
 
 def test_each_head_is_drawn_like_a_layer_of_its_size() -> None:
-    layer = Bedouin(64, num_heads=4, delta_from_x_init=0.0, feedback_init=0.5)
+    layer = Bedouin(64, num_heads=4, initialization=Initialization(0.0), feedback_init=0.5)
     bound, p = 32**-0.5, 32
     assert layer.y_proj is not None and layer.raw_bias is not None
     own = layer.x_proj.weight[:, p:], 2 * layer.y_proj.weight, layer.raw_bias.unflatten(0, (4, -1))
@@ -218,18 +218,19 @@ def test_each_head_is_drawn_like_a_layer_of_its_size() -> None:
 
 
 def test_the_rates_of_heads_are_spaced_geometrically() -> None:
-    layer = Bedouin(8, d_state=2, num_heads=4, rate_scale=(1.0, 1e-3), dtype=torch.float64)
+    rates_of_ends = Initialization(rates=(1.0, 1e-3))
+    layer = Bedouin(8, d_state=2, num_heads=4, initialization=rates_of_ends, dtype=torch.float64)
     for _ in range(2):
         rates = layer.A_log.exp().unflatten(0, (4, 4))
         expected = torch.tensor([1.0, 0.1, 0.01, 0.001])[:, None, None] * torch.tensor([1.0, 2.0])
         assert_close("rates", rates, expected.double().expand(4, 4, 2), 1e-5)
         layer.reset_parameters()
     for scale in (0.5, (0.5, 0.1)):  # the first of a pair for a single head
-        one = Bedouin(4, d_state=2, num_heads=1, rate_scale=scale)
+        one = Bedouin(4, d_state=2, num_heads=1, initialization=Initialization(rates=scale))
         assert_close("one head", one.A_log.exp(), torch.tensor([0.5, 1.0]).expand(8, 2), 1e-5)
-    assert Bedouin(4, decay="griffin", rate_scale=(1, 1.0)).rate_scale == (1, 1.0)
-    with pytest.raises(ValueError, match="rate_scale must be 1 with decay 'griffin', got 0.1"):
-        Bedouin.from_paper(4, rate_scale=0.1)
+    Bedouin(4, decay="griffin", initialization=Initialization(rates=(1, 1.0)))
+    with pytest.raises(ValueError, match="rates must be 1 with decay 'griffin', got 0.1"):
+        Bedouin.from_paper(4, initialization=Initialization(rates=0.1))
 
 
 def test_a_mixers_parameters_are_shared_by_the_heads() -> None:

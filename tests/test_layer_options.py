@@ -316,8 +316,9 @@ def test_recall_and_what_replaces_its_options() -> None:
     layer = Bedouin.recall(64)
     assert (layer.num_heads, layer.head_dim, layer.d_state) == (2, 64, 32)
     assert layer.feedback == ("delta", "x") and layer.mixer.raw_size(64) == 0
-    assert layer.rate_scale == (1.0, 0.01)
-    assert Bedouin.recall(24).num_heads == 1 and Bedouin.recall(24).rate_scale == 0.1
+    assert layer.initialization.rates == (1.0, 0.01)
+    one = Bedouin.recall(24)
+    assert one.num_heads == 1 and one.initialization.rates == 0.1
     assert isinstance(Bedouin.recall(64, mixer=LowRank(1)).mixer, LowRank)
     other = Bedouin.recall(64, num_householder=1, erase=0.0, d_conv=None, decay="griffin")
     assert other.mixer.raw_size(64) == 65 and other.conv is None and other.erase == 0

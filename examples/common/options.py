@@ -14,7 +14,7 @@ import torch
 import tyro
 from torch import nn
 
-from bedouin import Bedouin, Convolved
+from bedouin import Bedouin, Convolved, Initialization
 from bedouin.model import SequenceModel
 from bedouin.tasks.streams import MAX_SEED
 from common.checks import (
@@ -248,7 +248,7 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
         input_scale=config.input_scale,
         feedback=config.feedback,
         feedback_init=config.feedback_init,
-        rate_scale=config.rate_scale,
+        initialization=Initialization(rates=config.rate_scale),
         **_given({"eigenvalues": config.eigenvalues}),
         **fixed_point_options(config),
         layer_idx=layer_idx,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bedouin import Bedouin, Convolved, Kronecker, Monarch, SequenceModel
+from bedouin import Bedouin, Convolved, Initialization, Kronecker, Monarch, SequenceModel
 from common.device import Device
 from common.layers import (
     BASELINES,
@@ -166,9 +166,15 @@ LAYER_OPTIONS = (
     "beta_max",
     "feedback",
     "feedback_init",
-    "delta_from_x_init",
 )
-MODEL_OPTIONS = ("rate_scale", "rate_scale_last", "d_conv", "key_init", "recall_heads")
+MODEL_OPTIONS = (
+    "delta_from_x_init",
+    "rate_scale",
+    "rate_scale_last",
+    "d_conv",
+    "key_init",
+    "recall_heads",
+)
 """Options of what is around the layer, and of its initial weights."""
 GRID = (
     *LAYER_OPTIONS,
@@ -191,7 +197,8 @@ def layer_options(point: dict[str, Any]) -> dict[str, Any]:
     """The options of the layer at a point of the grid."""
     options = {name: point[name] for name in LAYER_OPTIONS}
     fed, first, last = options["feedback"], point["rate_scale"], point["rate_scale_last"]
-    options["rate_scale"] = first if last is None else (first, last)
+    rates = first if last is None else (first, last)
+    options["initialization"] = Initialization(point["delta_from_x_init"], rates)
     return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
 
 
@@ -233,7 +240,7 @@ def _recall(config: Config, num_heads: int) -> nn.Module:
         beta_max=NEARLY_IDENTITY,
         feedback=(),
         input_scale="delta",
-        rate_scale=RECALL_RATE,
+        initialization=Initialization(rates=RECALL_RATE),
         on_unconverged="ignore",
     )
     return Convolved(layer, RECALL_WIDTH)

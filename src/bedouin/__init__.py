@@ -18,6 +18,7 @@ from bedouin.mixers import (
 )
 from bedouin.model import SequenceModel
 from bedouin.optimization import param_groups
+from bedouin.parameterization import Initialization
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.state import BedouinState
 
@@ -35,6 +36,7 @@ __all__ = [
     "DiagnosisLogger",
     "FixedPointRNN",
     "HouseholderProduct",
+    "Initialization",
     "Kronecker",
     "LowRank",
     "Monarch",

@@ -4,34 +4,27 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, p head_dim.
 """
 
 from collections.abc import Collection
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bedouin.checks import inner_size, known_options, one_of
-from bedouin.fixed_point_map import ScanInputs
 from bedouin.heads import by_head
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.householder import unit
-from bedouin.kernels.operands import Activation, RawLayout
+from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer, HouseholderProduct
 from bedouin.parameterization import (
-    GRIFFIN_SHARPNESS,
     Decay,
     FeedbackScope,
+    Initialization,
     OutputStage,
     Projection,
-    RateScale,
     SolveArguments,
     X,
-    check_rate_scale,
     griffin_omega,
-    householder_layout,
-    log_rates,
     make_mixer,
     warn_of_singular_systems,
 )
@@ -97,8 +90,9 @@ class Bedouin(FixedPointLayer):
             is written, as in the delta rule. Above 1 it may be negated. It begins near 0.05 erase.
             0: none, and no raw value. Kernels for erase and for feedback of x are those of the
             exact sweep of heads with at most 64 channels and 64 states, k <= 4, another input scale
-            than "one_minus_decay" and feedback of nothing but Delta and x; other layers with these
-            options, and those with feedback_scope="layer", run in plain PyTorch on a GPU, too.
+            than "one_minus_decay" and feedback of nothing but Delta and x, and with
+            feedback_scope="layer" without reflections; other layers with these options run in plain
+            PyTorch on a GPU, too.
         projection: "inner": the raw values and the gate are projected from x of the head, as in the
             paper and in Mamba-1. "input": x, the raw values and the gate are one product of the
             layer's input, `in_proj`, whose parts are in `projected_sizes`, as in Mamba-2; there is
@@ -113,11 +107,7 @@ class Bedouin(FixedPointLayer):
             heads, so that a sample's heads converge together.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
-        delta_from_x_init: factor on the weights from x to Delta at initialization. With 0, the
-            paper's choice for copying, Delta initially depends on its bias and feedback alone.
-        rate_scale: factor on the initial decay rates exp(A_log) = 1 .. n of mamba's decay; below 1
-            memory is longer. A pair is that of the first and of the last head; those between are
-            spaced geometrically, and one head has the first. 1 for griffin's decay.
+        initialization: other initial values of Delta and the decay rates; None: Initialization().
         norm_eps: eps of the output norm.
         solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
             Picard.
@@ -137,9 +127,16 @@ class Bedouin(FixedPointLayer):
     """
 
     components = ("delta", "B", "C", "mixer", "erase")
+    projected_components = ("delta", "B", "C", "erase", "mixer")
+    fed_names = (*components, X)
+    selective = True
+    absent_options: ClassVar[dict[str, str]] = {
+        "delta_from_x_init": "use initialization=Initialization(delta_from_x=...)",
+        "rate_scale": "use initialization=Initialization(rates=...)",
+    }
+    activations: ClassVar[dict[str, Activation]] = {"mamba": "softplus", "griffin": "sigmoid"}
 
     A_log: nn.Parameter
-    omega: nn.Parameter
 
     @known_options
     def __init__(
@@ -170,17 +167,23 @@ class Bedouin(FixedPointLayer):
         on_unconverged: OnUnconverged = "warn",
         output: OutputStage = "norm",
         bias: bool = True,
-        delta_from_x_init: float = 1.0,
-        rate_scale: RateScale = 1.0,
+        initialization: Initialization | None = None,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.decay = one_of("decay", decay, get_args(Decay))
-        check_number("delta_from_x_init", delta_from_x_init, 0, 1e3, open_low=False)
-        self.delta_from_x_init = float(delta_from_x_init)
-        check_rate_scale(rate_scale, self.decay)
-        self.rate_scale = rate_scale
+        self.decay = one_of("decay", decay, tuple(self.activations))
+        self.initialization = Initialization() if initialization is None else initialization
+        if not isinstance(self.initialization, Initialization):
+            raise TypeError(
+                "initialization must be None or an Initialization such as Initialization(rates="
+                f"0.1), got {initialization!r}"
+            )
+        if self.decay != "mamba" and self.initialization.rates_of_ends != (1, 1):
+            raise ValueError(
+                f"initialization.rates must be 1 with decay {decay!r}, got "
+                f"{self.initialization.rates!r}: use decay='mamba', whose rates -A it multiplies"
+            )
         check_number("erase", erase, 0, 2, open_low=False)
         self.erase = float(erase)
         mixer = make_mixer(mixer, num_householder, beta_max)
@@ -207,9 +210,9 @@ class Bedouin(FixedPointLayer):
             dtype=dtype,
         )
         warn_of_singular_systems(mixer, self.decay, self.input_scale)
-        d, n, factory = self.d_inner, self.d_state, factory_options(device, dtype)
-        name = "A_log" if decay == "mamba" else "omega"
-        self.register_parameter(name, nn.Parameter(torch.empty(d, n, **factory)))
+        if decay == "mamba":
+            size, factory = (self.d_inner, self.d_state), factory_options(device, dtype)
+            self.A_log = nn.Parameter(torch.empty(size, **factory))
         self.reset_parameters()
 
     @classmethod
@@ -246,7 +249,7 @@ class Bedouin(FixedPointLayer):
             "input_scale": "delta",
         }
         if options.get("decay", "mamba") == "mamba":
-            chosen["rate_scale"] = RECALL_RATES if num_heads > 1 else 0.1
+            chosen["initialization"] = Initialization(rates=RECALL_RATES if num_heads > 1 else 0.1)
         return cls(
             d_model,
             expand=expand,
@@ -267,7 +270,6 @@ class Bedouin(FixedPointLayer):
         solver: Solver | Literal["auto"] | None = None,
         adjoint: Adjoint | None = None,
         max_steps: int | Cap = 100,
-        delta_from_x_init: float = 1.0,
         **options: Any,
     ) -> Self:
         """FP-Mamba exactly as in its paper (arXiv 2503.10799, section 5.3).
@@ -279,8 +281,8 @@ class Bedouin(FixedPointLayer):
 
         For the paper's random caps, pass max_steps=GammaCap(4.0, 1.0, 100); for its initialization
         in the copying task, where the weights from x to Delta are zero (v1, section 4.5), pass
-        delta_from_x_init=0.0. `options` are other options of Bedouin; one that is fixed above
-        raises TypeError.
+        initialization=Initialization(delta_from_x=0.0). `options` are other options of Bedouin; one
+        that is fixed above raises TypeError.
         """
         fixed: dict[str, Any] = {
             "num_heads": 1,
@@ -311,7 +313,6 @@ class Bedouin(FixedPointLayer):
             solver=Picard(rtol=0.1, stop_rule="paper") if solver is None else solver,
             adjoint=OneStepAdjoint() if adjoint is None else adjoint,
             max_steps=max_steps,
-            delta_from_x_init=delta_from_x_init,
             **options,
         )
 
@@ -319,69 +320,23 @@ class Bedouin(FixedPointLayer):
         super().reset_parameters()
         with torch.no_grad():
             if self.x_proj is None:
-                self.in_proj.weight[self.d_inner : 2 * self.d_inner].mul_(self.delta_from_x_init)
+                from_x = self.in_proj.weight[self.d_inner : 2 * self.d_inner]
             else:
-                self.x_proj.weight[..., : self.head_dim, :].mul_(self.delta_from_x_init)
+                from_x = self.x_proj.weight[..., : self.head_dim, :]
+            from_x.mul_(self.initialization.delta_from_x)
             if self.erase and self.raw_bias is not None:
                 # the last raw value; with x_proj the gate's biases follow
                 last = -1 if self.x_proj is None else -1 - self.head_dim
                 by_head(self.raw_bias, self.num_heads)[..., last] = ERASE_BIAS
             if self.decay == "mamba":
-                sizes = self.d_state, self.num_heads, self.head_dim
-                self.A_log.copy_(log_rates(self.rate_scale, *sizes, self.D.device))
+                like = self.num_heads, self.head_dim, self.A_log
+                self.A_log.copy_(self.initialization.A_log(*like))
                 self.dt_bias.copy_(inverse_softplus(log_uniform(self.dt_bias, *DELTA_RANGE)))
             else:
                 self.omega.copy_(griffin_omega(self.omega))
                 self.dt_bias.zero_()
 
-    def _component_sizes(self) -> dict[str, int]:
-        p, n = self.head_dim, self.d_state
-        erase = 1 if self.erase else 0
-        return {"delta": p, "B": n, "C": n, "mixer": self.mixer.raw_size(p), "erase": erase}
-
-    @property
-    def fed_names(self) -> tuple[str, ...]:
-        return *self.components, X
-
-    def _check_feedback(self) -> None:
-        if "erase" in self.feedback and not self.erase:
-            raise ValueError(
-                f'feedback of "erase" needs erase > 0, got erase={self.erase} and feedback='
-                f"{self.feedback}: give erase, or leave the name out"
-            )
-
-    @property
-    def _erases(self) -> bool:
-        return self.erase > 0
-
-    def _projected_names(self) -> tuple[str, ...]:
-        return "delta", "B", "C", "erase", "mixer"
-
-    def _convolved_sizes(self) -> dict[str, int]:
-        if self.projection == "inner":
-            return super()._convolved_sizes()
-        n = self.num_heads * self.d_state
-        return {"x": self.d_inner, "B": n, "C": n}
-
-    def _biased_sizes(self) -> dict[str, int]:
-        return super()._biased_sizes() | {"erase": 1 if self.erase else 0}
-
-    def _split(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> ScanInputs:
-        delta, B, C, mixer_raw, erase = raw.split(list(self._sizes.values()), -1)
-        delta = F.softplus(delta) if self.decay == "mamba" else torch.sigmoid(delta)
-        return ScanInputs(delta, unit(B), unit(C), mixer_raw, self.erase * torch.sigmoid(erase))
-
-    def layout(self) -> RawLayout | None:
-        activation: Activation = "softplus" if self.decay == "mamba" else "sigmoid"
-        return householder_layout(self.mixer, activation, selective=True, erase=self.erase)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (f", erase={self.erase}" if self.erase else "")
-
     def _A(self) -> Tensor:
         if self.decay == "mamba":
             return -torch.exp(at_least_float32(self.A_log))
-        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
+        return super()._A()

@@ -16,19 +16,11 @@ from torch.nn.utils.rnn import PackedSequence
 from bedouin.kernels.backend import autocast_dtype
 from bedouin.solvers.base import check_number
 from bedouin.solvers.base import known_options as known_options
+from bedouin.solvers.base import positive_int as positive_int
 
 OptionT = TypeVar("OptionT", bound=str)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def positive_int(name: str, value: int) -> int:
-    """Return `value`. Raises TypeError unless it is an int, ValueError if it is below 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int >= 1, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
 
 
 def check_bool(name: str, value: object) -> None:

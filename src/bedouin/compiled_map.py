@@ -16,17 +16,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bedouin.fixed_point_map import FixedPointMap, ScanInputs, StructuredMap
-from bedouin.joined_heads import JoinedHeads
+from bedouin.fixed_point_map import FixedPointMap, StructuredMap, split_by_layout
 from bedouin.kernels.backend import Backend, is_transformed
-from bedouin.kernels.direct.layout import activate_delta, is_covered
+from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.householder import unit
-from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization, RawLayout
+from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
 from bedouin.kernels.operation import operation
 from bedouin.mixers import make_householder
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
-from bedouin.solvers.adjoint_solve import solve_adjoint
+from bedouin.solvers.adjoint import solve_adjoint
 from bedouin.solvers.base import Problem
 from bedouin.solvers.iterate import IterativeSolver
 from bedouin.solvers.solution import BackwardStats, Result, Solution
@@ -74,7 +72,7 @@ class CompiledMap(StructuredMap):
         if scalars is None:
             return None
         detached = [None if v is None else v.detach() for v in (*self.operands, self.lengths)]
-        value: Tensor = implicit(_of_width(self, y_star)(y_star), y_star, *detached, *scalars)
+        value: Tensor = implicit(self(y_star), y_star, *detached, *scalars)
         return value
 
     def _scalars(self, solver: Solver, max_steps: int) -> tuple[Any, ...] | None:
@@ -108,49 +106,31 @@ def solver_from_scalars(kind: str, *options: Any) -> IterativeSolver:
     return Jacobi(*options[:2]) if kind == "jacobi" else Picard(*options)
 
 
-def split_by_layout(
-    layout: RawLayout,
-    sizes: tuple[int, int],  # d, n
-    raw: Tensor,  # (..., r)
-) -> ScanInputs:
-    """What a layer's `_split` returns."""
-    *first, u, alpha, last = layout.parts(*sizes)
-    delta, *BC, mixer_raw, erase = raw.split([*first, u + alpha, last], -1)
-    ones = torch.ones_like(raw[..., :1])
-    B, C = (unit(v) for v in BC) if BC else (ones, ones)
-    erase = layout.erase * torch.sigmoid(erase)
-    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw, erase)
-
-
 def rebuild(
     operands: Operands,
     lengths: Tensor | None,  # (b,)
     options: Parameterization,
     backend: str,
+    joined: int,
 ) -> StructuredMap:
     """The map that an operation was given in parts."""
     layout, (d, n) = options.known_layout(), operands.A.shape[-2:]
     mixer = make_householder(layout.num_householder, layout.beta_max)
     split = partial(split_by_layout, layout, (d, n))
-    return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths)
-
-
-def _of_width(f: StructuredMap, y: Tensor) -> StructuredMap | JoinedHeads:  # y: (b, t, H d)
-    """The map that takes y: `f` for its d channels, with its heads joined for those of all H."""
-    num_heads = y.shape[-1] // f.operands.x.shape[-1]
-    return f if num_heads == 1 else JoinedHeads(f, num_heads)
+    return StructuredMap(operands, options, mixer, split, cast(Backend, backend), lengths, joined)
 
 
 def _problem(
     y: Tensor,  # (b, t, d), or of joined heads
     flat: tuple[Any, ...],
-) -> tuple[StructuredMap | JoinedHeads, IterativeSolver, int]:
+) -> tuple[StructuredMap, IterativeSolver, int]:
     """Map of y, solver and its most steps, from the arguments OPERANDS and OPTIONS."""
     tensors, scalars, rest = flat[:7], flat[7 : 7 + NUM_SCALARS], flat[7 + NUM_SCALARS :]
     *solver, max_steps, backend = rest
-    options = Parameterization.from_scalars(*scalars)
-    f = rebuild(Operands(*tensors[:6]), tensors[6], options, backend)
-    return _of_width(f, y), solver_from_scalars(*solver), max_steps
+    options, operands = Parameterization.from_scalars(*scalars), Operands(*tensors[:6])
+    joined = y.shape[-1] // operands.x.shape[-1]
+    f = rebuild(operands, tensors[6], options, backend, joined)
+    return f, solver_from_scalars(*solver), max_steps
 
 
 @operation(

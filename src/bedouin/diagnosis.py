@@ -15,17 +15,6 @@ from torch import Tensor
 from bedouin.convolved import Convolved
 from bedouin.kernels.heads import fold
 from bedouin.layer import FixedPointLayer
-from bedouin.measurements import (
-    check_layer,
-    compare_gradients,
-    copy_with,
-    decode_gap,
-    exponent,
-    find_fixed_point,
-    layer_gradients,
-    log_growth,
-    relative_error,
-)
 from bedouin.solvers import (
     Anderson,
     Broyden,
@@ -38,6 +27,17 @@ from bedouin.solvers import (
     SolveStats,
 )
 from bedouin.solvers.base import TransposedBlockMap, check_number
+from bedouin.testing import (
+    check_layer,
+    compare_gradients,
+    copy_with,
+    decode_gap,
+    exponent,
+    find_fixed_point,
+    layer_gradients,
+    log_growth,
+    relative_error,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -326,7 +326,7 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
     if not probe.is_structured:
         return None
     found = find_fixed_point(probe, x, solver=Direct())
-    f = getattr(found.f, "f", found.f)
+    f = found.f.joining(1)
     assert isinstance(f, TransposedBlockMap)
     apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
     generator = torch.Generator().manual_seed(0)

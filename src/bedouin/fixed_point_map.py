@@ -9,9 +9,10 @@ Letters: b batch, t time, d channels, n state per channel, r raw values. A layer
 folds them into the batch (bedouin.heads); d are then the channels of a head.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,13 @@ from bedouin.kernels.direct import (
     solve_local,
     solve_local_transposed,
 )
+from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.feedback import with_feedback
 from bedouin.kernels.guard import Launching, falls_back
-from bedouin.kernels.heads import per_sample
-from bedouin.kernels.householder import apply_complement_transposed, mix_channels
+from bedouin.kernels.heads import fold, per_sample, unfold
+from bedouin.kernels.householder import apply_complement_transposed, mix_channels, unit
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
-from bedouin.kernels.operands import Coefficients, Operands, Parameterization
+from bedouin.kernels.operands import Coefficients, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
@@ -60,12 +62,33 @@ class ScanInputs(NamedTuple):
     erase: Tensor  # (..., 1), beta^e; (..., 0) where no memory is erased
 
 
+def split_by_layout(
+    layout: RawLayout,
+    sizes: tuple[int, int],  # d, n
+    raw: Tensor,  # (..., r)
+) -> ScanInputs:
+    """The raw values that the layout describes; those between C and beta^e are left to the mixer,
+    whatever reflections the layout has."""
+    d, n = sizes
+    before = [d, n, n] if layout.selective else [d]
+    last = 1 if layout.erase else 0
+    delta, *BC, mixer_raw, erase = raw.split(
+        [*before, raw.shape[-1] - sum(before) - last, last], -1
+    )
+    ones = torch.ones_like(raw[..., :1])
+    B, C = (unit(v) for v in BC) if BC else (ones, ones)
+    erase = layout.erase * torch.sigmoid(erase)
+    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw, erase)
+
+
 class FixedPointMap:
     """y (b, t, d) -> F(y) for any mixer, as Picard, Anderson and Broyden require.
 
     `split` turns raw values (..., r) into the scan's inputs. `lengths` are the numbers of tokens
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
-    padding, so that the memory passes through it.
+    padding, so that the memory passes through it. With `joined` heads, for feedback_scope="layer",
+    y and F(y) are (b / joined, t, joined d), the channels of the heads side by side, because the
+    heads of a sample converge together.
     """
 
     def __init__(
@@ -76,20 +99,28 @@ class FixedPointMap:
         split: Callable[[Tensor], ScanInputs],
         backend: Backend,
         lengths: Tensor | None = None,  # (b,)
+        joined: int = 1,
     ) -> None:
         self.operands, self.parameterization = operands, parameterization
         self.mixer, self.split, self.backend = mixer, split, backend
-        self.lengths = lengths
+        self.lengths, self.joined = lengths, joined
         # these are computed when they are first read: the kernels need none of them
         self._real: Tensor | None = None
         self._wide: Operands | None = None
         self._mixer_values: tuple[Tensor, ...] | None = None
 
+    def joining(self, num_heads: int) -> Self:
+        """The same map, with so many heads joined."""
+        found = copy.copy(self)
+        found.joined, found._real = num_heads, None
+        return found
+
     @property
-    def real(self) -> Tensor | None:  # (b, t)
+    def real(self) -> Tensor | None:  # (b / joined, t)
         """Which tokens come before the padding; None: all."""
         if self._real is None and self.lengths is not None:
-            self._real = tokens_before(self.lengths, self.operands.x.shape[1])
+            b, t = self.operands.x.shape[:2]
+            self._real = tokens_before(self.lengths[: b // self.joined], t)
         return self._real
 
     @property
@@ -121,24 +152,27 @@ class FixedPointMap:
         token is that of the state."""
         return with_feedback(y, self.wide, self.parameterization)
 
-    def __call__(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
+    def __call__(self, y: Tensor) -> Tensor:  # of joined heads -> of joined heads
         """F(y)."""
-        return self._without_padding(self._scanned(y)[0])
+        tensors, options = self._scan_arguments(fold(y, self.joined))
+        return self._unfolded(selective_scan(*tensors, **options)[0])
 
-    def _without_padding(self, v: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
+    def _unfolded(self, v: Tensor) -> Tensor:  # (b, t, d) -> of joined heads
         """v, where the values of the padding are 0: solvers that combine all tokens see these."""
+        v = unfold(v, self.joined)
         return v if self.real is None else zero_outside(self.real, v)
 
-    def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # of joined heads -> (b, d, n)
         """h after the last token of y."""
-        return self._scanned(y)[1]
+        tensors, options = self._scan_arguments(fold(y, self.joined))
+        return selective_scan(*tensors, **options)[1]
 
-    def _scanned(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
-        """F(y) (b, t, d), also in the padding, and h (b, d, n) after the last token."""
+    def _scan_arguments(self, y: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """The arguments of the scan whose results are F(y) and the memory, for y (b, t, d)."""
         x, raw = self.fed(y)
         delta, B, C, mixer_raw, erase = self.split(raw)
         mixed = self._mix(mixer_raw, x, y)
-        return selective_scan(mixed, delta, self.operands.A, B, C, **self._scan_options(erase))
+        return (mixed, delta, self.operands.A, B, C), self._scan_options(erase)
 
     def _scan_options(self, erase: Tensor) -> dict[str, Any]:  # erase: (b, t, 1) or (b, t, 0)
         return {
@@ -278,6 +312,13 @@ class StructuredMap(FixedPointMap):
         else:
             options: dict[str, Any] = {"report": _make_reporter(cell), "backend": self.backend}
             swept = direct_sweep(*arguments, lengths=self.lengths, **options)
+        if self.joined > 1:
+            # the largest norms and the smallest pivot of a sample's heads
+            norms = swept.defect, swept.scale, swept.magnitude
+            defect, scale, magnitude = (self._by_head(v).amax(0) for v in norms)
+            pivot = self._by_head(swept.pivot).amin(0)
+            y = unfold(swept.y, self.joined)
+            swept = Sweep(y, swept.h, defect, scale, magnitude, pivot)
         self._swept = swept
         if swept.residual is not None or self.real is None:
             return swept
@@ -285,49 +326,58 @@ class StructuredMap(FixedPointMap):
         names = "defect", "scale", "magnitude"
         return swept._replace(**{n: zero_outside(self.real, getattr(swept, n)) for n in names})
 
-    def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
+    def _by_head(self, v: Tensor) -> Tensor:  # (b, ...) -> (joined, b / joined, ...)
+        return v.reshape(self.joined, v.shape[0] // self.joined, *v.shape[1:])
+
+    def memory(self, y: Tensor) -> Tensor:  # of joined heads -> (b, d, n)
         """h after the last token of y, without another scan if y is the result of the last
         sweep."""
         if self._swept is not None and self._swept.y is y:
             return self._swept.h
         return super().memory(y)
 
-    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # (b, t, d) -> (b, t, d)
+    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # of joined heads, likewise
         """y_star with the exact implicit gradient."""
+        y_star = fold(y_star, self.joined)
         arguments = self.operands, self.parameterization, self.bind, self.mixer_values
         options: dict[str, Any] = {"report": _make_reporter(cell), "backend": self.backend}
-        return direct_sweep(*arguments, y_star=y_star, **options).y
+        return unfold(direct_sweep(*arguments, y_star=y_star, **options).y, self.joined)
 
     def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:  # y: (b, t, d)
         """Steps in kernels, or None if these do not support the rule or this map, whose mixer must
-        be a HouseholderProduct, and for tensors without values. Raises ValueError if
-        backend="triton" cannot run."""
-        if not has_values(y):
+        be a HouseholderProduct, for joined heads and for tensors without values. Raises
+        ValueError if backend="triton" cannot run."""
+        if self.joined > 1 or not has_values(y):
             return None
         arguments = self.operands, y, self.parameterization, self.mixer_values, rule
         return fuse_iteration(*arguments, lengths=self.lengths, backend=self.backend)
 
-    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
-        """G(y) (b, t, d) and the smallest pivot (b,). G solves the local equation of each token,
-        with its memory and its feedback computed from y."""
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: of joined heads
+        """G(y), as y, and the smallest pivot (b / joined,). G solves the local equation of each
+        token, with its memory and its feedback computed from y."""
+        y = fold(y, self.joined)
         x, (delta, B, C, _, U, M, erase), diagonal, _, factors = self._local(y)
         mixed, A = mix_channels(x, y, diagonal, U, M), self.operands.A
         options = self._scan_options(erase)
         p, _ = selective_scan(mixed, delta, A, B, C, exclusive=True, **options)
         # the pivots of padding are 1, the largest that a pivot is
-        pivot = smallest_pivot(factors).amin(1)
-        return self._without_padding(solve_local(p, factors, x)), pivot
+        pivot = self._by_head(smallest_pivot(factors).amin(1)).amin(0)
+        return self._unfolded(solve_local(p, factors, x)), pivot
 
     def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """The functions w -> L^T w and r -> (I - L^T)^-1 r of (b, t, d), L_t = diag(sigma_t)
-        (I - Q_t), at y_star (b, t, d)."""
+        """The functions w -> L^T w and r -> (I - L^T)^-1 r of values like y_star, (b, t, d) or of
+        joined heads, L_t = diag(sigma_t) (I - Q_t) at y_star."""
         with torch.no_grad():
-            _, found, diagonal, sigma, factors = self._local(y_star)
+            _, found, diagonal, sigma, factors = self._local(fold(y_star, self.joined))
 
         def apply(w: Tensor) -> Tensor:
-            return apply_complement_transposed(sigma * w, diagonal, found.U, found.M)
+            w = sigma * fold(w, self.joined)
+            return unfold(apply_complement_transposed(w, diagonal, found.U, found.M), self.joined)
 
-        return apply, partial(solve_local_transposed, factors=factors)
+        def invert(r: Tensor) -> Tensor:
+            return unfold(solve_local_transposed(fold(r, self.joined), factors), self.joined)
+
+        return apply, invert
 
     def _input_gain(
         self,

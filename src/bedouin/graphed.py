@@ -5,7 +5,6 @@ Letters: b batch, t time, m d_model.
 
 import gc
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import autocast_dtype, is_cuda_device
-from bedouin.parameters import SavedLayer
 from bedouin.wrapped import ReplacementWatch, is_untouched
 
 Replay = Callable[..., Tensor]
@@ -182,22 +180,3 @@ def _undisturbed() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-class GraphedLayer(SavedLayer):
-    """A layer that can be captured."""
-
-    @abstractmethod
-    def check_input(self, x: Tensor, rank: int) -> None: ...
-
-    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
-        """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
-        passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
-        the layer, and a call costs the host a few launches.
-
-        A call raises where it would differ: another shape, dtype, device, training mode, autocast
-        or replaced parameter, or a backward pass after the next call. States and masks are not
-        supported. Raises TypeError or ValueError for a sample that the layer cannot take, that is
-        not on a CUDA device or is empty, and for a random cap in training.
-        """
-        return Graphed(self, sample)

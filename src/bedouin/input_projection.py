@@ -39,24 +39,39 @@ class ProjectedLayer(LayerParameters):
 
     def _convolve(
         self,
-        conv: ShortConvolution,
         projected: Tensor,  # (b, t, sum of projected_sizes)
         before: BedouinState | None,
         packing: Packing | None,
-    ) -> tuple[Tensor, Tensor]:  # as projected, (b, w - 1, c)
-        """SiLU(conv(v)) in place of the parts v that the convolution acts on, and its window after
-        the last token."""
+        wants_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # as projected, (b, w - 1, c)
+        """SiLU(conv(v)) in place of the parts v that the convolution acts on, unless
+        `_splits_at_once`, and its window after the last token; None where that costs something and
+        is not wanted."""
+        conv = self.conv
+        if conv is None:
+            return projected, None
+        at_once = self._splits_at_once(projected)
+        if at_once and not wants_state:
+            return projected, None
+        lengths = None if packing is None else packing.padded_lengths()
         window = _window_before(conv, projected, before)
+        if at_once:
+            return projected, self._last_window(window, projected, lengths)
         if not projected.numel():
             return projected, window
-        sizes, convolved = self.projected_sizes, self._convolved_sizes()
-        parts = dict(zip(sizes, projected.split(list(sizes.values()), -1), strict=True))
+        parts, convolved = self._parts_of(projected), self._convolved_sizes()
         joined = torch.cat([parts[name] for name in convolved], -1)
-        lengths = None if packing is None else packing.padded_lengths()
         acted, window = conv(joined, window, lengths)
         acted = F.silu(acted).split(list(convolved.values()), -1)
         parts |= dict(zip(convolved, acted, strict=True))
         return torch.cat(list(parts.values()), -1), window
+
+    def _parts_of(
+        self,
+        projected: Tensor,  # (b, t, sum of projected_sizes)
+    ) -> dict[str, Tensor]:
+        sizes = self.projected_sizes
+        return dict(zip(sizes, projected.split(list(sizes.values()), -1), strict=True))
 
     def _splits_at_once(
         self,
@@ -75,14 +90,12 @@ class ProjectedLayer(LayerParameters):
 
     def _last_window(
         self,
-        conv: ShortConvolution,
+        window: Tensor,  # (b, w - 1, c), before the first token
         projected: Tensor,  # (b, t, sum of projected_sizes)
-        before: BedouinState | None,
-        packing: Packing | None,
+        lengths: Tensor | None,  # (b,)
     ) -> Tensor:  # (b, w - 1, c)
         """The convolution's window after the last token."""
-        window = _window_before(conv, projected, before)
-        count, lengths = window.shape[1], None if packing is None else packing.padded_lengths()
+        count = window.shape[1]
         if lengths is None:
             last = self._convolved(projected[:, max(0, projected.shape[1] - count) :])
             return torch.cat([window[:, last.shape[1] :], last.to(window.dtype)], 1)
@@ -97,8 +110,7 @@ class ProjectedLayer(LayerParameters):
         projected: Tensor,  # (b, t, sum of projected_sizes)
     ) -> Tensor:  # (b, t, c)
         """The parts that the convolution acts on, side by side."""
-        sizes = self.projected_sizes
-        parts = dict(zip(sizes, projected.split(list(sizes.values()), -1), strict=True))
+        parts = self._parts_of(projected)
         return torch.cat([parts[name] for name in self._convolved_sizes()], -1)
 
     def _split_projected(
@@ -109,7 +121,7 @@ class ProjectedLayer(LayerParameters):
         """x (b', t, p), the raw values (b', t, r), the mixer's input (b', t, p) if it is not x, and
         the gate (b', t, p), from one product of the input, whose parts have been convolved unless
         `_splits_at_once`."""
-        sizes, heads = self.projected_sizes, self.num_heads
+        heads = self.num_heads
         if self._splits_at_once(projected):
             weight, window = None if self.conv is None else self.conv.weight, None
             if self.conv is not None and weight is not None:
@@ -117,14 +129,16 @@ class ProjectedLayer(LayerParameters):
             bias = self._input_bias().reshape(heads, -1)
             x, raw, gate = split_projection(projected, bias, weight, window, self._parts())
             return x, raw, None, gate
-        split = projected.split(list(sizes.values()), -1)
-        parts = {name: fold(v, heads) for name, v in zip(sizes, split, strict=True)}
+        parts = {name: fold(v, heads) for name, v in self._parts_of(projected).items()}
         raw = torch.cat([parts[name] for name in self.components], -1)
         bias = self._input_bias().to(raw.dtype)
         if heads > 1:
             bias = per_sample(bias, heads * projected.shape[0]).unsqueeze(1)
         raw = raw + bias
-        return parts["x"], raw, self._input_drive(parts), parts["gate"]
+        drive, dtype = None, accumulator(projected.dtype)
+        if self.has_drive:
+            drive = F.silu(parts["b"].to(dtype)) * parts["x"].to(dtype)
+        return parts["x"], raw, drive, parts["gate"]
 
     def _parts(self) -> tuple[Part, ...]:
         """The parts of the projected input, for `split_projection`."""
@@ -154,10 +168,6 @@ class ProjectedLayer(LayerParameters):
             if bias is not None:
                 padded.append(bias)
         return torch.cat(padded, -1)
-
-    def _input_drive(self, parts: dict[str, Tensor]) -> Tensor | None:
-        """The mixer's input from the parts (b', t, ...) of the projection; None: x."""
-        return None
 
     def _project_x(
         self,

@@ -7,7 +7,7 @@ m to d and back a layer has b' = H b folded samples, each one head of one sample
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,22 +17,50 @@ from bedouin.checks import check_batch_size, check_layer_input, check_projection
 from bedouin.compiled_map import choose_map
 from bedouin.decoding import may_replay, takes_graph
 from bedouin.fixed_point_map import FixedPointMap
-from bedouin.gated_stage import GatedStage
-from bedouin.heads import by_head, fold_pair, unfold_state
+from bedouin.graphed import Graphed
+from bedouin.heads import by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
-from bedouin.joined_heads import JoinedHeads
-from bedouin.kernels.backend import autocast_dtype, without_autocast
+from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
+from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands
-from bedouin.layer_state import Call, incoming_state
-from bedouin.packing import Packing, find_packing, hold_memory
+from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
+from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solution import StepRecorder
 from bedouin.solvers.solve import Caller, SolveOptions
-from bedouin.state import BedouinState, SequenceCall, zero_state
-from bedouin.wrapped import is_untouched, read_parameter, refuse_mixer
+from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
+from bedouin.wrapped import is_untouched, norm_parameters, read_parameter, refuse_mixer
+
+
+class Call(NamedTuple):
+    """The intermediate values of a call, from its projections to its output stage."""
+
+    f: FixedPointMap
+    start: Tensor  # (b', t, p), where the solve starts
+    x: Tensor  # (b', t, p)
+    z: Tensor | None  # (b', t, p)
+    gate: Tensor | None  # (b', t, p), the part that x determines; None: z includes it
+    W_gate: Tensor | None  # (p, p), (H, p, p) or (H, p, d)
+    dtype: torch.dtype  # of the products of the output stage and of its result
+    before: BedouinState | None  # of folded samples, before the first token; None: zeros
+    window: Tensor | None  # (b, w - 1, c), of the convolution after the last token
+
+    def after(
+        self,
+        y: Tensor,  # (b', t, p), the fixed point, or (b, t, d) with feedback of all heads
+    ) -> BedouinState:
+        """The state of the folded samples after the last token, which may share memory with what
+        the call has computed."""
+        before, f = self.before, self.f
+        if before is not None and y.shape[1] == 0:
+            return before.clone()
+        h, y = f.memory(y), fold(y, f.joined)
+        last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
+        return BedouinState(h, last, self.window)
 
 
 class FixedPointLayer(ProjectedLayer):
@@ -159,6 +187,18 @@ class FixedPointLayer(ProjectedLayer):
         dtype = accumulator(like.dtype)
         return zero_state(batch_size, self.state_size, dtype, like.device)
 
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
+        """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
+        passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
+        the layer, and a call costs the host a few launches.
+
+        A call raises where it would differ: another shape, dtype, device, training mode, autocast
+        or replaced parameter, or a backward pass after the next call. States and masks are not
+        supported. Raises TypeError or ValueError for a sample that the layer cannot take, that is
+        not on a CUDA device or is empty, and for a random cap in training.
+        """
+        return Graphed(self, sample)
+
     def _project(
         self,
         u: Tensor,  # (b, t, m)
@@ -178,7 +218,7 @@ class FixedPointLayer(ProjectedLayer):
         u = u if packing is None else packing.take(u)
         joins = self._joins_weights(u)
         projected = F.linear(u, self.in_proj.weight[: self.d_inner]) if joins else self.in_proj(u)
-        before = incoming_state(state, projected, self.state_size, packing, self.num_heads)
+        before = _incoming_state(state, projected, self.state_size, packing, self.num_heads)
         given = projected, u if joins else None, before, options, packing
         return self._call(*given, wants_state=wants_state)
 
@@ -192,26 +232,9 @@ class FixedPointLayer(ProjectedLayer):
         *,
         wants_state: bool = True,
     ) -> Call:
-        window = None
-        if self.conv is not None:
-            if not self._splits_at_once(projected):
-                projected, window = self._convolve(self.conv, projected, before, packing)
-            elif wants_state:
-                window = self._last_window(self.conv, projected, before, packing)
-        gemm_dtype = autocast_dtype(projected) or self.D.dtype
-        given = projected, u, before, options, gemm_dtype, packing
-        return Call(*self._map_and_stage(*given), before, window)
-
-    def _map_and_stage(
-        self,
-        projected: Tensor,  # (b, t, sum of projected_sizes), or (b, t, d) with u
-        u: Tensor | None,  # (b, t, m), if `projected` is x and its product with W^x is to be joined
-        before: BedouinState | None,
-        options: SolveOptions,
-        gemm_dtype: torch.dtype,
-        packing: Packing | None,
-    ) -> tuple[FixedPointMap | JoinedHeads, Tensor, GatedStage]:
         """The map, where its solve starts, and the output stage."""
+        projected, window = self._convolve(projected, before, packing, wants_state)
+        gemm_dtype = autocast_dtype(projected) or self.D.dtype
         dtype = accumulator(projected.dtype)
         low = dtype if dtype == torch.float64 else gemm_dtype
         drive, z, gate = None, None, None
@@ -229,15 +252,11 @@ class FixedPointLayer(ProjectedLayer):
         with without_autocast(x.device):
             W_y, W_gate = self._feedback_weights(gemm_dtype)
             f = self._map(x, raw, drive, W_y, before, packing)
-            stage = GatedStage(x, z, gate, W_gate, f.operands.y0, low)
-            if self.feedback_scope == "layer" and self.num_heads > 1:
-                joined = JoinedHeads(f, self.num_heads)
-                return joined, torch.zeros_like(unfold(x, self.num_heads), dtype=dtype), stage
-            if isinstance(options.solver, Direct):
+            if isinstance(options.solver, Direct) and f.joined == 1:
                 start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
-                start = torch.zeros_like(x, dtype=dtype, requires_grad=False)
-        return f, start, stage
+                start = torch.zeros_like(unfold(x, f.joined), dtype=dtype, requires_grad=False)
+        return Call(f, start, x, z, gate, W_gate, low, before, window)
 
     def _map(
         self,
@@ -257,10 +276,11 @@ class FixedPointLayer(ProjectedLayer):
         if packing is not None and packing.real is not None:
             lengths = packing.padded_lengths(self.num_heads)
             sizes = self.num_heads, self.head_dim
-            raw = hold_memory(raw, packing.real, *sizes, self._raw_without_delta, self._erases)
+            raw = hold_memory(raw, packing.real, *sizes, self._raw_without_delta, self.erase > 0)
         operands = Operands(drive, raw, W_y, A, *start)
         options = self.parameterization(), self.mixer, self._split, self.backend
-        return choose_map(self.is_structured)(operands, *options, lengths)
+        joined = self.num_heads if self.feedback_scope == "layer" else 1
+        return choose_map(self.is_structured)(operands, *options, lengths, joined)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
@@ -290,11 +310,55 @@ class FixedPointLayer(ProjectedLayer):
         if wanted."""
         with without_autocast(y.device):
             after = call.after(y) if wants_state else None
-            if isinstance(call.f, JoinedHeads):
-                y = fold(y, self.num_heads)
-            hidden = call.stage.gated(self, y)
+            hidden = self._gated(call, fold(y, call.f.joined))
         output: Tensor = self.out_proj(hidden)
         return output, after
+
+    def _gated(
+        self,
+        call: Call,
+        y: Tensor,  # (b', t, p), the fixed point
+    ) -> Tensor:  # (b, t, d)
+        """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
+        includes its feedback W^y norm(y_{t-1})."""
+        backend = self.backend
+        weight, norm_eps = norm_parameters(self.norm)
+        found = self._gated_in_one_function(call, y, weight, norm_eps)
+        if found is not None:
+            return found
+        fed = None
+        if call.W_gate is not None and y.shape[1]:
+            eps, dtype = self.feedback_norm_eps, call.W_gate.dtype
+            normed = shifted_norm(y, call.f.operands.y0, eps, dtype=dtype, backend=backend)
+            fed = apply_feedback_weight(normed, call.W_gate)
+        norm: dict[str, Any] = {}
+        if weight is not None:
+            norm = {"z": call.z, "weight": by_head(weight, self.num_heads), "eps": norm_eps}
+        gate, fed = (fed, None) if call.gate is None else (call.gate, fed)
+        if gate is None:
+            gate = torch.zeros_like(call.x)
+        common: dict[str, Any] = {"dtype": call.dtype, "backend": backend}
+        return gated_output(y, call.x, by_head(self.D, self.num_heads), gate, fed, **norm, **common)
+
+    def _gated_in_one_function(
+        self,
+        call: Call,
+        y: Tensor,  # (b', t, p)
+        weight: Tensor | None,  # (d,), of the norm
+        eps: float,
+    ) -> Tensor | None:  # (b', t, p)
+        """The result of `fed_output` if this can compute the stage, else None."""
+        z, W = call.z, call.W_gate
+        if self.num_heads > 1 or weight is None or z is None or W is None:
+            return None
+        stage = FedOutput(y, call.f.operands.y0, call.x, self.D, z, W, weight)
+        if y.dtype != call.dtype or not takes_one_function(stage):
+            return None
+        if choose_backend(self.backend, y.device, y.dtype) != "reference":
+            return None
+        if call.gate is not None:
+            stage = stage._replace(gate=call.gate + z)
+        return fed_output(stage, self.feedback_norm_eps, eps)
 
     def next_draw(self) -> int | None:
         """The number of this training call, which a random cap depends on; None in evaluation."""
@@ -327,3 +391,27 @@ class FixedPointLayer(ProjectedLayer):
             f"projection={self.projection!r}, solver={self.solver}, "
             f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )
+
+
+def _incoming_state(
+    state: BedouinState | None,  # of b samples, or of what the arguments of the call say
+    x: Tensor,  # (b, t, any size)
+    size: StateSize,
+    packing: Packing | None,
+    num_heads: int,
+) -> BedouinState | None:
+    """The state of the folded samples before the first token; None: zeros.
+
+    A call without tokens returns it, so it is then not None. Raises TypeError or ValueError for a
+    state that does not fit.
+    """
+    dtype = accumulator(x.dtype)
+    if state is None:
+        if x.shape[1]:
+            return None
+        return fold_state(zero_state(x.shape[0], size, dtype, x.device), num_heads)
+    rows = x.shape[0] if packing is None else packing.num_states
+    state = check_state(state, rows, size, x.new_empty(0, dtype=dtype))
+    if packing is not None:
+        state = packing.before(state, zero_state(1, size, dtype, x.device))
+    return fold_state(state, num_heads)

@@ -8,10 +8,11 @@ m to d and back a layer has b' = H b folded samples, each one head of one sample
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bedouin.checks import (
     check_bool,
@@ -23,30 +24,30 @@ from bedouin.checks import (
     positive_int,
 )
 from bedouin.decoding import StepGraphs
-from bedouin.fixed_point_map import ScanInputs
-from bedouin.graphed import GraphedLayer
+from bedouin.fixed_point_map import ScanInputs, split_by_layout
 from bedouin.heads import choose_num_heads, make_linear
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.operands import Parameterization, RawLayout
+from bedouin.kernels.operands import Activation, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.mixers import ChannelMixer
+from bedouin.mixers import ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
-    ChosenSolver,
+    GRIFFIN_SHARPNESS,
     FeedbackScope,
-    MaxSteps,
     OutputStage,
     Projection,
     SolveArguments,
     SolveOption,
     X,
+    choose_solver,
     split_feedback_weight,
 )
-from bedouin.parameters import factory_options, mark
+from bedouin.parameters import SavedLayer, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
-from bedouin.solvers import Adjoint, Cap, SolveStats
+from bedouin.solvers import Adjoint, Cap, Solver, SolveStats
 from bedouin.solvers.base import check_number
+from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
 from bedouin.solvers.solve import SolveOptions
@@ -54,10 +55,10 @@ from bedouin.state import StateSize
 from bedouin.wrapped import effective_weight
 
 
-class LayerParameters(GraphedLayer, ABC):
+class LayerParameters(SavedLayer, ABC):
     """Options and parameters of a layer.
 
-    A subclass defines the components of the raw values and how these become the inputs of the scan.
+    A subclass sets `decay`, and `erase` if it has one, before it calls the constructor.
 
     The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
     in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
@@ -66,10 +67,31 @@ class LayerParameters(GraphedLayer, ABC):
     """
 
     components: ClassVar[tuple[str, ...]]
-    """Names of the raw components, in the order of the fused projection; the gate is last."""
+    """Names of the raw components, in the order of the fused projection; the first is that of
+    Delta, and the gate is last."""
+
+    projected_components: ClassVar[tuple[str, ...]]
+    """The raw components in the order of in_proj's output with projection="input"."""
+
+    fed_names: ClassVar[tuple[str, ...]]
+    """The names that `feedback` may contain."""
+
+    selective: ClassVar[bool]
+    """Whether B and C are raw components; otherwise they are 1."""
 
     has_drive: ClassVar[bool] = False
-    """Whether `drive` changes its argument."""
+    """Whether the input of the mixer is `drive` of x, SiLU(W_b x) * x, instead of x itself."""
+
+    activations: ClassVar[dict[str, Activation]]
+    """How Delta follows from its raw values, for each `decay`."""
+
+    decay: str
+
+    erase: float = 0.0
+    """The largest beta^e; with 0 there is no raw value of it."""
+
+    omega: nn.Parameter
+    """The rates of the decay "griffin" (d, n)."""
 
     state_size: StateSize
     """The sizes of the state of one sample."""
@@ -86,12 +108,14 @@ class LayerParameters(GraphedLayer, ABC):
     solve_options: SolveOptions
     """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
     `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
-    solver = ChosenSolver()
-    adjoint = SolveOption[Adjoint | None]()
-    cap = SolveOption[Cap]()
-    max_steps = MaxSteps()
-    on_unconverged = SolveOption[OnUnconverged]()
-    backend = SolveOption[Backend]()
+    solver = SolveOption[Solver, Solver | Literal["auto"]](
+        "solver", lambda layer, value: choose_solver(value, layer.is_structured)
+    )
+    adjoint = SolveOption[Adjoint | None, Adjoint | None]("adjoint")
+    cap = SolveOption[Cap, Cap]("cap")
+    max_steps = SolveOption[Cap, int | Cap]("cap", lambda layer, value: as_cap(value))
+    on_unconverged = SolveOption[OnUnconverged, OnUnconverged]("on_unconverged")
+    backend = SolveOption[Backend, Backend]("backend")
 
     record_history: bool = False
     """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
@@ -161,8 +185,14 @@ class LayerParameters(GraphedLayer, ABC):
 
         d, p, heads = self.d_inner, self.head_dim, self.num_heads
         factory = factory_options(device, dtype)
-        self._sizes = self._component_sizes()
-        self._check_feedback()
+        own = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
+        own["erase"] = 1 if self.erase else 0
+        self._sizes = {name: own.get(name, p) for name in self.components}
+        if "erase" in self.feedback and not self.erase:
+            raise ValueError(
+                f'feedback of "erase" needs erase > 0, got erase={self.erase} and feedback='
+                f"{self.feedback}: give erase, or leave the name out"
+            )
         r, from_input = self.raw_size, self.projection == "input"
         self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
         self.x_proj = None if from_input else make_linear(heads, p, r + p, **factory)
@@ -182,36 +212,43 @@ class LayerParameters(GraphedLayer, ABC):
         has_bias = bias and (biases > 0 or not from_input)
         self.raw_bias = nn.Parameter(torch.empty(heads * biases, **factory)) if has_bias else None
         self.D = nn.Parameter(torch.empty(d, **factory))
+        if self.decay == "griffin":
+            self.omega = nn.Parameter(torch.empty(d, d_state, **factory))
         self.norm = nn.RMSNorm(d, eps=norm_eps, **factory) if output == "norm" else None
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
         check_device(mixer, self.D.device)
 
-    # -- methods of subclasses
+    # -- how raw values are read
 
-    @abstractmethod
-    def _component_sizes(self) -> dict[str, int]:
-        """Sizes of the raw components of a head in the order of `components`; the first has size
-        p."""
+    @property
+    def activation(self) -> Activation:
+        """How Delta follows from its raw values."""
+        return self.activations[self.decay]
 
-    @abstractmethod
-    def _split(
-        self,
-        raw: Tensor,  # (..., r)
-    ) -> ScanInputs:
+    def layout(self) -> RawLayout | None:
+        """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
+        mixer = self.mixer
+        # exactly these classes: another subclass may read its raw values in another way
+        if isinstance(mixer, HouseholderProduct) and type(mixer) in (HouseholderProduct, NoMixing):
+            return self._layout(mixer.num_householder, mixer.beta_max)
+        return None
+
+    def _layout(self, num_householder: int = 0, beta_max: float = 1.0) -> RawLayout:
+        return RawLayout(self.activation, self.selective, num_householder, beta_max, self.erase)
+
+    def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
         """Raw values converted to the inputs of the scan."""
+        return split_by_layout(self._layout(), (self.head_dim, self.d_state), raw)
 
     @abstractmethod
     def _A(self) -> Tensor:
-        """A (d, n), with which the decay is exp(A Delta)."""
-
-    @abstractmethod
-    def layout(self) -> RawLayout | None:
-        """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
+        """A (d, n), with which the decay is exp(A Delta); here that of the decay "griffin"."""
+        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
 
     @property
     def _raw_without_delta(self) -> float:
         """A value of the first raw component for which Delta is 0."""
-        return -CLOSED
+        return CLOSED if self.activation == "softplus_of_minus" else -CLOSED
 
     def drive(
         self,
@@ -221,14 +258,6 @@ class LayerParameters(GraphedLayer, ABC):
         return x
 
     # -- options
-
-    @property
-    def fed_names(self) -> tuple[str, ...]:
-        """The names that `feedback` may contain."""
-        return self.components
-
-    def _check_feedback(self) -> None:
-        """Raise ValueError for feedback of a component that the layer's options leave out."""
 
     @property
     def is_structured(self) -> bool:
@@ -242,31 +271,25 @@ class LayerParameters(GraphedLayer, ABC):
         return self.head_dim if self.feedback_scope == "head" else self.d_inner
 
     @property
-    def _erases(self) -> bool:
-        """Whether the last raw value is that of beta^e."""
-        return False
-
-    @property
     def projected_sizes(self) -> dict[str, int]:
-        """The parts of in_proj's output in their order: x and z, or with projection="input" x, the
-        raw values of all heads, and the gate."""
+        """The parts of in_proj's output in their order: x and z, or with projection="input" x, that
+        of W_b if there is one, the raw values of all heads, and the gate."""
         if self.projection == "inner":
             return {"x": self.d_inner} | ({} if self.output == "paper" else {"z": self.d_inner})
-        raw = {name: self.num_heads * self._sizes[name] for name in self._projected_names()}
-        return {"x": self.d_inner, **raw, "gate": self.d_inner}
-
-    def _projected_names(self) -> tuple[str, ...]:
-        """The raw components in the order of in_proj's output."""
-        return self.components
+        raw = {name: self.num_heads * self._sizes[name] for name in self.projected_components}
+        drive = {"b": self.d_inner} if self.has_drive else {}
+        return {"x": self.d_inner, **drive, **raw, "gate": self.d_inner}
 
     def _convolved_sizes(self) -> dict[str, int]:
         """The parts that the convolution acts on."""
-        return {"x": self.d_inner}
+        n = self.num_heads * self.d_state
+        more = {"B": n, "C": n} if self.selective and self.projection == "input" else {}
+        return {"x": self.d_inner, **more}
 
     def _biased_sizes(self) -> dict[str, int]:
         """With projection="input", how many values of a head have a bias, the last of their
         component, in the order of the raw values; Delta's is dt_bias."""
-        return {"mixer": self.mixer.bias_size}
+        return {"mixer": self.mixer.bias_size, "erase": 1 if self.erase else 0}
 
     # -- parameters
 

@@ -149,17 +149,6 @@ class Packing:
         """The states after the last token of each row, or with cu_seqlens of each document."""
         return state if self.last is None or state is None else state[self.last]
 
-    def reordered(
-        self,
-        mask: Tensor,  # (b, t) bool
-        source: Tensor,  # (b t,)
-        target: Tensor,  # (b t,)
-    ) -> "Packing":
-        """The packing of rows with padding from that of rows whose real tokens come first, which
-        source and target relate as `_order` returns them."""
-        assert self.source is not None and self.target is not None
-        return replace(self, mask=mask, source=source[self.source], target=self.target[target])
-
     def steps(self, num_steps: Tensor) -> Tensor:  # (l,) -> (l,)
         """Steps of a solve; a sequence without tokens takes none."""
         return num_steps if self.real is None else num_steps * (self.lengths > 0)
@@ -259,12 +248,7 @@ def find_packing(
     check_readable("seq_idx", x)
     if not seq_idx.numel():
         return None
-    if mask is None:
-        return _split_rows(seq_idx)
-    lengths = mask.sum(1)
-    source, target = _order(mask, lengths)
-    ordered = seq_idx.flatten()[source].view(seq_idx.shape)
-    return _split_rows(ordered, lengths).reordered(mask, source, target)
+    return _split_rows(seq_idx, mask)
 
 
 def _pad_rows(
@@ -274,22 +258,8 @@ def _pad_rows(
     b, t = mask.shape
     if not torch.compiler.is_compiling() and (known := getattr(mask, _LENGTHS, None)) is not None:
         return Packing(known, (b, t), mask, None, None, mask)
-    lengths = mask.sum(1)
-    return Packing(lengths, (b, t), tokens_before(lengths, t), *_order(mask, lengths), mask)
-
-
-def _order(
-    mask: Tensor,  # (b, t) bool
-    lengths: Tensor,  # (b,), how many tokens each row has
-) -> tuple[Tensor, Tensor]:  # (b t,) each
-    """Rows in which real tokens come first, in their order: for each place the one of b t that its
-    token comes from, and the inverse."""
-    b, t = mask.shape
-    before, tokens = mask.cumsum(1), torch.arange(t, device=mask.device)
-    place = torch.where(mask, before - 1, lengths.unsqueeze(1) + tokens - before)
-    order = torch.zeros_like(place).scatter(1, place, tokens.expand(b, t))
-    start = t * torch.arange(b, device=mask.device).unsqueeze(1)
-    return (start + order).flatten(), (start + place).flatten()
+    rows = torch.arange(b, device=mask.device).unsqueeze(1).expand(b, t)
+    return _place(rows.flatten(), mask.cumsum(1).flatten() - 1, None, mask, mask.sum(1), t)
 
 
 def _split_at(
@@ -321,66 +291,71 @@ def _split_at(
     # in one read of the device
     ends, counts = [bounds.tolist()] * 2 if mask is None else torch.stack([bounds, tokens]).tolist()
     check_bounds("cu_seqlens", ends, t)
-    w = max([0, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
+    # masked places without a token need one of a sequence, too
+    least = 0 if mask is None else min(t, 1)
+    w = max([least, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
     lengths = tokens.diff()
-    if mask is None:
-        return _from_starts(tokens[:-1], lengths, w, t)
-    # padding is put somewhere, too, before it is masked
-    packing = _from_starts(tokens[:-1], lengths, max(w, min(t, 1)), t, dense=False)
-    return packing.reordered(mask, *_order(mask, mask.sum(1)))
+    if mask is None and (len(ends) - 1) * w == t and t:
+        return Packing(lengths, (len(ends) - 1, w), None, None, None)
+    places = torch.arange(t, device=x.device)
+    document = torch.searchsorted(bounds[1:], places, right=True)
+    before = places if mask is None else mask.flatten().cumsum(0) - 1
+    starts = tokens[:-1]
+    return _place(document, before - starts[document], starts, mask, lengths, w)
 
 
 def _split_rows(
     seq_idx: Tensor,  # (b, t)
-    real: Tensor | None = None,  # (b,), the number of tokens in each row, padding after them
+    mask: Tensor | None,  # (b, t) bool
 ) -> Packing:
     """Each run of one index is a sequence, and a row without tokens is an empty one."""
     b, t = seq_idx.shape
-    places = torch.arange(b * t, device=seq_idx.device)
+    device = seq_idx.device
+    real = torch.ones_like(seq_idx) if mask is None else mask.long()
+    if mask is not None:
+        # padding has the index of the token before it, or of the first one of the row
+        token = torch.where(mask, torch.arange(t, device=device), -1).cummax(1).values
+        first_token = real.argmax(1, keepdim=True)
+        seq_idx = seq_idx.gather(1, torch.where(token < 0, first_token, token))
     begins = torch.ones_like(seq_idx, dtype=torch.bool)
     begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    if real is not None:
-        begins[:, 1:] &= tokens_before(real, t)[:, 1:]
-    document = begins.flatten().cumsum(0) - 1  # (b t,)
-    begin = torch.where(begins.flatten(), places, 0).cummax(0).values
-    within = places - begin
-    if real is not None:
-        within = torch.where(tokens_before(real, t).flatten(), within, 0)
+    begins, real = begins.flatten(), real.flatten().long()
+    document, count = begins.cumsum(0) - 1, real.cumsum(0)
+    before = count - real
+    within = count - torch.where(begins, before, 0).cummax(0).values
     # both in one read of the device
-    count, w = torch.stack([document[-1], within.max()]).add(1).tolist()
-    starts = torch.searchsorted(document, torch.arange(count, device=seq_idx.device))
-    lengths = torch.cat([starts, starts.new_full((1,), b * t)]).diff()
-    if real is not None:
-        lengths = torch.minimum(lengths, real[starts // t] - starts % t)
-    packing = _from_starts(starts, lengths, w, b * t, dense=real is None)
+    num, w = torch.stack([document[-1] + 1, within.max().clamp(min=1)]).tolist()
+    starts = torch.searchsorted(document, torch.arange(num, device=device))
+    lengths = torch.cat([before[starts], count[-1:]]).diff()
+    if mask is None and num * w == b * t:
+        packing = Packing(lengths, (num, w), None, None, None)
+    else:
+        packing = _place(document, within - 1, starts, mask, lengths, w)
     first = torch.where(starts % t == 0, starts // t + 1, 0)
     return replace(packing, first=first, last=document.view(b, t)[:, -1])
 
 
-def _from_starts(
-    starts: Tensor,  # (l,), of documents in the flattened rows
+def _place(
+    document: Tensor,  # (b t,), the sequence of each place
+    within: Tensor,  # (b t,), which token of the sequence is there
+    starts: Tensor | None,  # (l,), the places where sequences begin; with a mask unused
+    mask: Tensor | None,  # (b, t) bool, the places with a token
     lengths: Tensor,  # (l,)
     w: int,
-    places: int,
-    *,
-    dense: bool = True,
 ) -> Packing:
-    """Documents one after the other; if not `dense`, there are places between them, which get any
-    target and are to be masked."""
-    size = len(starts), w
-    if dense and size[0] * w == places and places:
-        return Packing(lengths, size, None, None, None)
-    within = torch.arange(w, device=starts.device)
-    source = (starts.unsqueeze(1) + within).clamp(max=max(places - 1, 0)).flatten()
-    token = torch.arange(places, device=starts.device)
-    document = torch.searchsorted(starts + lengths, token, right=True)
-    if not dense:
-        document = document.clamp(max=len(starts) - 1)
-    first = torch.arange(0, size[0] * w, w, device=starts.device) if w else starts
-    target = token + (first - starts)[document]
-    if not dense:
-        target = target.clamp(first[document], first[document] + max(w - 1, 0))
-    return Packing(lengths, size, within < lengths.unsqueeze(1), source, target)
+    """The packing of sequences, one after the other."""
+    # not by len, which makes a symbolic size a constant
+    places, count = document.shape[0], lengths.shape[0]
+    target, real = document * w + within, tokens_before(lengths, w)
+    if mask is None:
+        assert starts is not None
+        source = starts.unsqueeze(1) + torch.arange(w, device=target.device)
+        source = source.clamp(max=places - 1).flatten()
+        return Packing(lengths, (count, w), real, source, target)
+    # the last slot is that of places without a token, which are masked
+    target, slots = torch.where(mask.flatten(), target, count * w), target.new_zeros(count * w + 1)
+    source = slots.scatter(0, target, torch.arange(places, device=target.device))[:-1]
+    return Packing(lengths, (count, w), real, source, target.clamp(max=count * w - 1), mask)
 
 
 def _check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -5,18 +5,19 @@ Letters: b batch, t time, d channels of a head, r raw values, f raw values with 
 
 import math
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.operands import Activation, RawLayout
 from bedouin.kernels.scan import InputScale
 from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameters import inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
+from bedouin.solvers.base import check_number, strict_options
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import SolveOptions
@@ -30,15 +31,57 @@ FeedbackScope = Literal["head", "layer"]
 X = "x"
 """The name in `feedback` of the mixer's input, which is no raw value."""
 
-RateScale = float | tuple[float, float]
-"""A factor on initial decay rates, or those of the first and the last head."""
-
 FEEDBACK_NORM_EPS = 1e-5
 GRIFFIN_RANGE = (0.9, 0.999)
 GRIFFIN_SHARPNESS = 8.0
 
 LARGE_DELTA = 100.0
 """Delta = softplus(raw) is assumed to stay below this in training."""
+
+
+@strict_options
+@dataclass(frozen=True)
+class Initialization:
+    """Initial values of a Bedouin, as factors on its usual ones.
+
+    delta_from_x: of the weights from x to Delta. With 0, the paper's choice for copying, Delta
+        initially depends on its bias and feedback alone.
+    rates: of the decay rates exp(A_log) = 1 .. n of mamba's decay; below 1 memory is longer. A pair
+        is that of the first and of the last head; those between are spaced geometrically, and one
+        head has the first. Must be 1 with griffin's decay.
+
+    Raises TypeError for rates that are neither a number nor a pair of numbers, ValueError for
+    values out of range.
+    """
+
+    delta_from_x: float = 1.0
+    rates: float | tuple[float, float] = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("delta_from_x", self.delta_from_x, 0, 1e3, open_low=False)
+        if isinstance(self.rates, list):  # a pair of a file
+            object.__setattr__(self, "rates", tuple(self.rates))
+        ends: tuple[Any, ...] = self.rates_of_ends
+        are_numbers = (isinstance(v, int | float) and not isinstance(v, bool) for v in ends)
+        if len(ends) != 2 or not all(are_numbers):
+            raise TypeError(
+                "rates must be a number, or a pair (first head, last head) of numbers, got "
+                f"{self.rates!r}"
+            )
+        if not all(0 < v < math.inf for v in ends):
+            raise ValueError(f"rates must be finite and > 0, got {self.rates!r}")
+
+    @property
+    def rates_of_ends(self) -> tuple[float, float]:
+        """The factors of the first and of the last head."""
+        return self.rates if isinstance(self.rates, tuple) else (self.rates, self.rates)
+
+    def A_log(self, num_heads: int, head_dim: int, like: Tensor) -> Tensor:  # (H p, n), as `like`
+        """Mamba's initial A_log, log(1 .. n), plus the logarithm of each head's factor."""
+        first, last = (math.log(rate) for rate in self.rates_of_ends)
+        shifts = torch.linspace(first, last, num_heads, device=like.device)
+        states = torch.arange(1, like.shape[1] + 1, device=like.device)
+        return states.log() + shifts.repeat_interleave(head_dim).unsqueeze(1)
 
 
 def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
@@ -101,41 +144,30 @@ class _HasSolveOptions(Protocol):
     solve_options: SolveOptions
 
 
-ValueT = TypeVar("ValueT")
+GetT = TypeVar("GetT")
+SetT = TypeVar("SetT")
 
 
-class SolveOption(Generic[ValueT]):
-    """A field of a layer's `solve_options` as a settable attribute of the layer."""
+class SolveOption(Generic[GetT, SetT]):
+    """A field of a layer's `solve_options` as a settable attribute of the layer.
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+    convert: from the layer and what is set, the value of the field.
+    """
 
-    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> ValueT:
-        value: ValueT = getattr(layer.solve_options, self.name)
+    def __init__(
+        self, field: str, convert: Callable[[Any, SetT], Any] = lambda layer, value: value
+    ) -> None:
+        self.field, self.convert = field, convert
+
+    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> GetT:
+        value: GetT = getattr(layer.solve_options, self.field)
         return value
 
-    def __set__(self, layer: _HasSolveOptions, value: ValueT) -> None:
-        changes: dict[str, Any] = {self.name: value}
+    def __set__(self, layer: _HasSolveOptions, value: SetT) -> None:
+        changes: dict[str, Any] = {self.field: self.convert(layer, value)}
         options = replace(layer.solve_options, **changes)
         check_structure(layer.mixer, layer.head_dim, options)
         layer.solve_options = options
-
-
-class ChosenSolver(SolveOption[Solver]):
-    """The solver of a layer's `solve_options`, which may be set to "auto"."""
-
-    def __set__(self, layer: _HasSolveOptions, value: Solver | Literal["auto"]) -> None:
-        super().__set__(layer, choose_solver(value, layer.mixer.is_structured(layer.head_dim)))
-
-
-class MaxSteps:
-    """The cap of a layer's `solve_options`, which may be set to an int."""
-
-    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> Cap:
-        return layer.solve_options.cap
-
-    def __set__(self, layer: _HasSolveOptions, value: int | Cap) -> None:
-        layer.solve_options = replace(layer.solve_options, cap=as_cap(value))
 
 
 def make_mixer(
@@ -191,16 +223,6 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: Decay, input_scale: Inp
     )
 
 
-def householder_layout(
-    mixer: ChannelMixer, activation: Activation, *, selective: bool, erase: float = 0.0
-) -> RawLayout | None:
-    """The layout of the raw values for kernels; None for mixers that the kernels do not support."""
-    # exactly these classes: another subclass may read its raw values in another way
-    if isinstance(mixer, HouseholderProduct) and type(mixer) in (HouseholderProduct, NoMixing):
-        return RawLayout(activation, selective, mixer.num_householder, mixer.beta_max, erase)
-    return None
-
-
 def split_feedback_weight(
     weight: Tensor,  # (s + p, c) or (H, s + p, c): the s rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
@@ -238,36 +260,3 @@ def griffin_omega(like: Tensor) -> Tensor:  # any shape -> as `like`
     [0.9, 0.999]."""
     decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)
     return inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS)
-
-
-def check_rate_scale(value: RateScale, decay: Decay) -> None:
-    """Raise TypeError unless `value` is a number or a pair of numbers, ValueError unless they are
-    finite and above 0, and 1 for a decay other than "mamba"."""
-    numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
-    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in numbers):
-        raise TypeError(
-            "rate_scale must be a number, or a pair (first head, last head) of numbers, got "
-            f"{value!r}"
-        )
-    if not all(0 < v < math.inf for v in numbers):
-        raise ValueError(f"rate_scale must be finite and > 0, got {value!r}")
-    if decay != "mamba" and any(v != 1 for v in numbers):
-        raise ValueError(
-            f"rate_scale must be 1 with decay {decay!r}, got {value!r}: use decay='mamba', whose "
-            "rates -A it multiplies"
-        )
-
-
-def log_rates(
-    scale: RateScale,
-    d_state: int,
-    num_heads: int,
-    head_dim: int,
-    device: torch.device,
-) -> Tensor:  # (H d, n)
-    """Mamba's initial A_log, log(1 .. n), plus the logarithm of each head's factor. The factors of
-    the heads between the first and the last are spaced geometrically."""
-    first, last = scale if isinstance(scale, tuple) else (scale, scale)
-    shifts = torch.linspace(math.log(first), math.log(last), num_heads, device=device)
-    states = torch.arange(1, d_state + 1, device=device)
-    return states.log() + shifts.repeat_interleave(head_dim).unsqueeze(1)

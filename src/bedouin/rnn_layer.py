@@ -4,30 +4,25 @@ Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.la
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.checks import known_options, one_of, ordered_subset
-from bedouin.fixed_point_map import ScanInputs
+from bedouin.checks import known_options, one_of
 from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.launch import accumulator
-from bedouin.kernels.operands import Activation, RawLayout
-from bedouin.kernels.padding import CLOSED
+from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer
 from bedouin.parameterization import (
     GRIFFIN_RANGE,
-    GRIFFIN_SHARPNESS,
     Projection,
     RNNDecay,
     SolveArguments,
     griffin_omega,
-    householder_layout,
     make_mixer,
 )
 from bedouin.parameters import at_least_float32, factory_options
@@ -56,14 +51,19 @@ class FixedPointRNN(FixedPointLayer):
         feedback: ("mixer",), or () to switch feedback off.
     """
 
-    components = ("decay", "mixer")
+    components = projected_components = ("decay", "mixer")
+    fed_names = ("mixer",)
+    selective = False
     has_drive = True
+    # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
+    activations: ClassVar[dict[str, Activation]] = {
+        "sigmoid": "softplus_of_minus",
+        "griffin": "sigmoid",
+    }
     absent_options: ClassVar[dict[str, str]] = {
         "erase": "its memory is one number a channel and has no keys: use Bedouin",
         "feedback_scope": "Q_t depends on the h_{t-1} of its own head alone: use Bedouin",
     }
-
-    omega: nn.Parameter
 
     b_proj: Any
     """W_b: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
@@ -95,7 +95,7 @@ class FixedPointRNN(FixedPointLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.decay = one_of("decay", decay, get_args(RNNDecay))
+        self.decay = one_of("decay", decay, tuple(self.activations))
         if isinstance(feedback, Iterable) and not isinstance(feedback, str | Mapping):
             feedback = tuple(feedback)
             if "x" in feedback or "erase" in feedback:
@@ -103,7 +103,6 @@ class FixedPointRNN(FixedPointLayer):
                     f"feedback of {type(self).__name__} can contain 'mixer' alone, got {feedback}: "
                     "Q_t alone depends on h_{t-1}, as in the paper; use Bedouin"
                 )
-        feedback = ordered_subset("feedback", feedback, ("mixer",))
         mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,
@@ -127,12 +126,10 @@ class FixedPointRNN(FixedPointLayer):
             device=device,
             dtype=dtype,
         )
-        d, factory = self.d_inner, factory_options(device, dtype)
         self.b_proj = None
         if projection == "inner":
-            self.b_proj = make_linear(self.num_heads, self.head_dim, self.head_dim, **factory)
-        if decay == "griffin":
-            self.omega = nn.Parameter(torch.empty(d, 1, **factory))
+            p, factory = self.head_dim, factory_options(device, dtype)
+            self.b_proj = make_linear(self.num_heads, p, p, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -147,40 +144,10 @@ class FixedPointRNN(FixedPointLayer):
                 decay = torch.empty_like(self.dt_bias).uniform_(*GRIFFIN_RANGE)
                 self.dt_bias.copy_(torch.logit(decay))
 
-    def _component_sizes(self) -> dict[str, int]:
-        return {"decay": self.head_dim, "mixer": self.mixer.raw_size(self.head_dim)}
-
-    def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
-        decay_raw, mixer_raw = raw.split(list(self._sizes.values()), -1)
-        # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
-        sigmoid = self.decay == "sigmoid"
-        delta = F.softplus(-decay_raw) if sigmoid else torch.sigmoid(decay_raw)
-        ones = torch.ones_like(raw[..., :1])
-        return ScanInputs(delta, ones, ones, mixer_raw, raw[..., :0])
-
-    @property
-    def projected_sizes(self) -> dict[str, int]:
-        sizes = super().projected_sizes
-        if self.projection == "inner":
-            return sizes
-        return {"x": self.d_inner, "b": self.d_inner} | sizes
-
-    def _input_drive(self, parts: dict[str, Tensor]) -> Tensor:
-        dtype = accumulator(parts["x"].dtype)
-        return F.silu(parts["b"].to(dtype)) * parts["x"].to(dtype)
-
-    def layout(self) -> RawLayout | None:
-        activation: Activation = "softplus_of_minus" if self.decay == "sigmoid" else "sigmoid"
-        return householder_layout(self.mixer, activation, selective=False)
-
     def _A(self) -> Tensor:
         if self.decay == "sigmoid":
             return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
-        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
-
-    @property
-    def _raw_without_delta(self) -> float:
-        return CLOSED if self.decay == "sigmoid" else -CLOSED
+        return super()._A()
 
     def drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
         assert self.b_proj is not None

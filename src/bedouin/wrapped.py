@@ -7,8 +7,7 @@ differentiable and passes through parametrizations, adapters and gathered shards
 Letters: p inputs and r outputs of a projection, H heads.
 """
 
-from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -243,12 +242,6 @@ def _unrelated(i: int, shape: torch.Size, device: torch.device) -> Tensor:
     return torch.sin((0.61 + 0.017 * i) * n.square() + n + i).reshape(shape)
 
 
-class HasModules(Protocol):
-    """A module, or what is known of one."""
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-
 class ReplacementWatch:
     """Detects that a module, parameter or storage of a layer or model was replaced since the watch
     was made.
@@ -256,7 +249,7 @@ class ReplacementWatch:
     Changes in place are not detected and need not be: a graph reads the current values.
     """
 
-    def __init__(self, layer: HasModules) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self._submodules: list[tuple[dict[str, Any], str, object]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._hooks = [hooks for module in layer.modules() for hooks in hooks_of(module)]

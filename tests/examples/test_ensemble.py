@@ -23,7 +23,7 @@ from common.layers import count
 from common.matching import WIDTH_STEP
 from common.schedule import decay
 from common.skipping import has_failed
-from research import ensemble, study
+from research import ensemble, stack, study
 from research.data import Data, eval_points, metrics
 from research.positions import by_position
 
@@ -59,7 +59,7 @@ def test_models_that_take_turns_are_those_of_the_stack() -> None:
     """One step from the same rows."""
     data = {stacked: make_data() for stacked in (True, False)}
     pair = [
-        ensemble.Ensemble(small(stacked=stacked), POINT, data[stacked], CPU)
+        stack.Ensemble(small(stacked=stacked), POINT, data[stacked], CPU)
         for stacked in (True, False)
     ]
     pair[1].tokens.copy_(pair[0].tokens)
@@ -203,13 +203,11 @@ def test_a_tracker_that_is_not_installed_is_named() -> None:
         small(trackers=("paper",))
 
 
-def fail_at(
-    one: ensemble.Ensemble, number: int, model: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail_at(one: stack.Ensemble, number: int, model: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a gradient of a model be NaN in the step of this number."""
     gradients, steps = one._gradients, iter(range(100))
 
-    def failing() -> tuple[ensemble.Params, Tensor, Tensor, Tensor]:
+    def failing() -> tuple[stack.Params, Tensor, Tensor, Tensor]:
         found = gradients()
         if next(steps) == number:
             found[0]["head.weight"][model, 0] = torch.nan
@@ -218,7 +216,7 @@ def fail_at(
     monkeypatch.setattr(one, "_gradients", failing)
 
 
-def state_of(one: ensemble.Ensemble, model: int) -> list[Tensor]:
+def state_of(one: stack.Ensemble, model: int) -> list[Tensor]:
     """Copies of parameters, moments and step counts of a model."""
     state = [v for values in one.optimizers[model].state.values() for v in values.values()]
     return [v.clone() for v in (*(p[model] for p in one.params.values()), *state)]
@@ -231,9 +229,9 @@ def test_a_model_whose_gradient_is_not_finite_skips_its_step_alone(
     """Parameters, moments, step counts and weight decay; the other model does not notice, and the
     failed one goes on as if it had not tried."""
 
-    def start(**changes: Any) -> ensemble.Ensemble:
+    def start(**changes: Any) -> stack.Ensemble:
         changes = {"stacked": stacked, "weight_decay": 0.5, **changes}
-        return ensemble.Ensemble(small(**changes), POINT, make_data(**changes), CPU)
+        return stack.Ensemble(small(**changes), POINT, make_data(**changes), CPU)
 
     both, alone, failed = start(), start(seeds=1), start(seeds=1, first_seed=1)
     fail_at(both, 1, 1, monkeypatch)
@@ -256,8 +254,8 @@ def test_a_captured_step_skips_the_failed_model_alone() -> None:
     device = torch.device("cuda")
     config = small(stacked=False, device="cuda", weight_decay=0.5)
     data = Data(config, study.model_seeds(config), device)
-    both = ensemble.Ensemble(config, POINT, data, device)
-    step, weight = ensemble.stepper(both), both.params["head.weight"]
+    both = stack.Ensemble(config, POINT, data, device)
+    step, weight = stack.stepper(both), both.params["head.weight"]
     right = weight[1, 0, 0].clone()
     weight[1, 0, 0] = torch.nan
     states = [state_of(both, model) for model in (0, 1)]
@@ -276,13 +274,13 @@ def test_a_run_with_too_many_skipped_steps_has_failed(
 ) -> None:
     grid = {name: (value,) for name, value in POINT.items()}
     config = small(stacked=False, out=tmp_path, log_every=3, **grid)
-    start = ensemble.Ensemble.__init__
+    start = stack.Ensemble.__init__
 
-    def starting(one: ensemble.Ensemble, *args: Any) -> None:
+    def starting(one: stack.Ensemble, *args: Any) -> None:
         start(one, *args)
         fail_at(one, 3, 1, monkeypatch)  # after the last entry of the history
 
-    monkeypatch.setattr(ensemble.Ensemble, "__init__", starting)
+    monkeypatch.setattr(stack.Ensemble, "__init__", starting)
     ensemble.main(config)
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert row["skipped"] == [0, 1] and row["failed"] == [False, True]
@@ -314,7 +312,7 @@ def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
     """That of W^y is smaller in the first half, where asked for."""
     config = small(stacked=False, warmup=2)
     point = {**POINT, "feedback_lr_scale": 0.1, "feedback_lr_share": 0.5}
-    one = ensemble.Ensemble(config, point, make_data(), CPU)
+    one = stack.Ensemble(config, point, make_data(), CPU)
     groups, mixer = one.optimizers[1].param_groups, one.models[1].mixers[0]
     assert isinstance(mixer, Bedouin) and mixer.y_proj is not None
     fed = [any(p is mixer.y_proj.weight for p in g["params"]) for g in groups]
@@ -337,7 +335,7 @@ def test_the_rates_of_heads() -> None:
     rates = layer.A_log.exp().flatten(0, -2).mT.reshape(2, 4, -1)
     expected = torch.tensor([[[1.0], [0.1], [0.01], [0.001]], [[2.0], [0.2], [0.02], [0.002]]])
     assert_close("rates", rates, expected.expand_as(rates), 1e-5)
-    with pytest.raises(ValueError, match="rate_scale must be 1 with decay 'griffin'"):
+    with pytest.raises(ValueError, match="rates must be 1 with decay 'griffin'"):
         study.make_layer(small(), {**point, "decay": "griffin", "rate_scale": 1.0})
 
 

@@ -13,7 +13,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, Kronecker, Monarch, NoMixing
+from bedouin import (
+    Bedouin,
+    BedouinState,
+    FixedPointRNN,
+    Initialization,
+    Kronecker,
+    Monarch,
+    NoMixing,
+)
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank
 from bedouin.solvers import (
@@ -130,14 +138,15 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
     return options | {
         "d_state": one(1, 2, 5),
         "decay": decay,
-        "rate_scale": one(1.0, 0.1, (2.0, 0.5)) if decay == "mamba" else 1.0,
+        "initialization": Initialization(
+            one(1.0, 0.0), one(1.0, 0.1, (2.0, 0.5)) if decay == "mamba" else 1.0
+        ),
         "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
         "erase": erase,
         "feedback": tuple(draw(subsets)),
         "feedback_scope": one("head", "head", "layer"),
         "output": one("norm", "paper"),
         "bias": one(True, False),
-        "delta_from_x_init": one(1.0, 0.0),
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bedouin import LowRank
+from bedouin import Initialization, LowRank
 from bedouin.integrations.fla import BedouinLayer, replace_layers
 from bedouin.solvers import Picard
 
@@ -171,14 +171,16 @@ class TestModel:
         assert torch.equal(found[1:], unpadded)
 
     def test_a_file_says_what_the_layers_are(self, tmp_path: Path) -> None:
-        solver, collections = Picard(1e-3), {"rate_scale": (1, 0.1), "feedback": {"C", "B"}}
-        model = make_model(**CONVOLVED, solver=solver, **collections).float()
+        solver, collections = Picard(1e-3), {"feedback": {"C", "B"}}
+        start = Initialization(rates=(1, 0.1))
+        model = make_model(**CONVOLVED, solver=solver, initialization=start, **collections).float()
         ids = torch.randint(1, VOCAB, (2, 6))
         model.save_pretrained(tmp_path)
         config = GLAConfig.from_pretrained(tmp_path)
         found = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
         load_model(found, tmp_path / "model.safetensors")
-        assert found.model.layers[0].attn.layer.layer.solver == solver
+        layer = found.model.layers[0].attn.layer.layer
+        assert layer.solver == solver and layer.initialization == start
         assert torch.equal(found.eval()(ids).logits, model(ids).logits)
         assert found.config.bedouin_layers == config.bedouin_layers
         with pytest.raises(ValueError, match=r"give \*\*config.bedouin_layers"):

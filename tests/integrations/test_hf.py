@@ -14,7 +14,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from bedouin import Bedouin, Convolved, LowRank, NoMixing  # noqa: E402
+from bedouin import Bedouin, Convolved, Initialization, LowRank, NoMixing  # noqa: E402
 from bedouin.convolved import StateParts  # noqa: E402
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinCacheLayer,
@@ -38,8 +38,7 @@ CONVOLVED: dict[str, Any] = {
     "num_householder": 0,
     "input_scale": "delta",
     "feedback": ["delta"],
-    "rate_scale": [8, 0.001],
-    "delta_from_x_init": 0.5,
+    "initialization": Initialization(0.5, (8, 0.001)),
 }
 """A short convolution, memory spread over heads and no reflections."""
 
@@ -345,9 +344,11 @@ class TestConfig:
 
     @pytest.mark.parametrize("scale", [0.1, (1.0, 0.01)])
     def test_rates_of_heads_survive_a_file(self, scale: Any, tmp_path: Path) -> None:
-        make_config(num_heads=2, rate_scale=scale).save_pretrained(tmp_path)
+        make_config(num_heads=2, initialization=Initialization(rates=scale)).save_pretrained(
+            tmp_path
+        )
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert loaded.make_mixer(0).rate_scale == scale
+        assert loaded.make_mixer(0).initialization.rates == scale
 
     def test_every_option_survives_a_file(self, tmp_path: Path) -> None:
         options = CONVOLVED | {"output": "paper", "bias": False, "use_conv_bias": False}
@@ -358,7 +359,7 @@ class TestConfig:
         assert (mixer.conv.width, mixer.conv.bias, mixer.layer_idx) == (3, None, 1)
         layer = mixer.layer
         assert type(layer.mixer) is NoMixing
-        assert (layer.rate_scale, layer.delta_from_x_init) == ((8, 0.001), 0.5)
+        assert layer.initialization == Initialization(0.5, (8, 0.001))
         assert (layer.output, layer.raw_bias, layer.feedback) == ("paper", None, ("delta",))
 
     def test_the_model_computes_the_layer_that_the_options_describe(self, ids: Tensor) -> None:
@@ -367,7 +368,7 @@ class TestConfig:
         layer = Convolved(
             Bedouin(
                 8, d_state=4, num_heads=4, mixer=NoMixing(), input_scale="delta",
-                feedback=["delta"], rate_scale=(8, 0.001), delta_from_x_init=0.5,
+                feedback=["delta"], initialization=CONVOLVED["initialization"],
             ),
             3,
         ).double()  # fmt: skip
@@ -376,15 +377,23 @@ class TestConfig:
         same(model.model(ids).last_hidden_state, model.model.norm(x + layer(block.norm(x))))
 
     def test_a_file_without_the_newer_options_keeps_its_meaning(self, tmp_path: Path) -> None:
-        newer = ["conv_kernel", "use_conv_bias", "delta_from_x_init", "output", "bias"]
+        newer = ["conv_kernel", "use_conv_bias", "initialization", "output", "bias"]
         newer += ["mixer", "solver", "adjoint", "max_steps", "backend", "on_unconverged"]
         old = {k: v for k, v in make_config(num_heads=2).to_dict().items() if k not in newer}
         (tmp_path / "config.json").write_text(json.dumps(old))
         mixer = transformers.AutoConfig.from_pretrained(tmp_path).make_mixer(0)
         expected = Bedouin(8, d_state=4, num_heads=2)
-        assert type(mixer) is Bedouin and mixer.delta_from_x_init == 1
+        assert type(mixer) is Bedouin and mixer.initialization == Initialization()
         assert repr(mixer) == repr(expected)
         assert mixer.state_dict().keys() == expected.state_dict().keys()
+
+    def test_earlier_names_of_the_initialization_are_translated(self, tmp_path: Path) -> None:
+        saved = make_config().to_dict() | {"rate_scale": [8, 0.001], "delta_from_x_init": 0.5}
+        del saved["initialization"]
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert loaded.make_mixer(0).initialization == Initialization(0.5, (8, 0.001))
+        assert "rate_scale" not in loaded.to_dict()
 
     def test_objects_survive_a_file(self, tmp_path: Path) -> None:
         options: dict[str, Any] = {
@@ -530,7 +539,7 @@ class TestWeights:
                 assert torch.equal(found[name], parameter), name
 
     def test_initialization_of_a_convolution_is_that_of_the_layer(self) -> None:
-        config = make_config(hidden_size=64, conv_kernel=4, delta_from_x_init=0)
+        config = make_config(hidden_size=64, conv_kernel=4, initialization=Initialization(0))
         mixer = mixers(BedouinForCausalLM(config))[1]
         for parameter in mixer.conv.parameters():
             assert 0.4 < parameter.abs().max() <= 0.5

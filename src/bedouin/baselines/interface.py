@@ -4,11 +4,12 @@ Letters: b batch, t time, m d_model.
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from bedouin.baselines.options import expanded, head_size
 from bedouin.checks import (
     check_batch_size,
     check_dtype,
@@ -18,7 +19,8 @@ from bedouin.checks import (
 )
 from bedouin.packing import Packing, find_packing
 from bedouin.parameters import MarkedModule
-from bedouin.state import Places, RecurrentState, check_field, check_kind
+from bedouin.short_convolution import ShortConvolution
+from bedouin.state import RecurrentState, SequenceCall, check_field, check_kind
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 
@@ -64,34 +66,6 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         of padding may be anything finite.
         """
 
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: StateT | None = None,
-        return_state: Literal[False] = False,
-        **places: Unpack[Places],
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: StateT | None = None,
-        *,
-        return_state: Literal[True],
-        **places: Unpack[Places],
-    ) -> tuple[Tensor, StateT]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: StateT | None = None,
-        return_state: bool = False,
-        **places: Unpack[Places],
-    ) -> Any: ...
-
     def forward(
         self,
         x: Tensor,  # (b, t, m)
@@ -119,7 +93,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         return (output, new_state) if return_state else output
 
     if TYPE_CHECKING:
-        __call__ = forward  # torch's is a Callable[..., Any]
+        __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
 
     def step(
         self,
@@ -186,6 +160,38 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
             check_field(f"state.{field}", tensor, (b, *size), like)
         return state
+
+
+class MatrixBaseline(Baseline[StateT]):
+    """A baseline of several heads whose memories are matrices, after a short convolution.
+
+    The options are h heads, p key channels (None: d_model / h), and expand_v p value channels.
+    """
+
+    conv: ShortConvolution
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        head_dim: int | None,
+        expand_v: float,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(d_model, dtype)
+        h = self.num_heads = positive_int("num_heads", num_heads)
+        p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
+        self.head_dim, self.value_dim = p, expanded("expand_v", expand_v, "head_dim", p)
+
+    def _state_sizes(self) -> Sizes:
+        memory = self.num_heads, self.head_dim, self.value_dim
+        return {"conv": self.conv.window_size, "memory": memory}
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.d_model}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
+            f"value_dim={self.value_dim}"
+        )
 
 
 def owned(tensor: Tensor) -> Tensor:

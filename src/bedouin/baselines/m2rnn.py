@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.baselines.delta_product import A_MAX
-from bedouin.baselines.interface import Baseline, Sizes, owned
+from bedouin.baselines.interface import MatrixBaseline, owned
 from bedouin.baselines.options import (
-    expanded,
-    head_size,
     positive_number,
     reset_dt_bias,
     unfit_for_kernels,
 )
-from bedouin.checks import known_options, positive_int
+from bedouin.checks import known_options
 from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options, mark
@@ -41,7 +39,7 @@ class M2RNNState(RecurrentState, _M2RNNFields):  # type: ignore[misc]
     axes = (2, 3)
 
 
-class M2RNN(Baseline[M2RNNState]):
+class M2RNN(MatrixBaseline[M2RNNState]):
     """M2RNN, (b, t, m) -> (b, t, m), token by token:
 
         S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)
@@ -78,12 +76,10 @@ class M2RNN(Baseline[M2RNNState]):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, dtype)
-        h = self.num_heads = positive_int("num_heads", num_heads)
-        p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
-        v = expanded("expand_v", expand_v, "head_dim", p)
+        super().__init__(d_model, num_heads, head_dim, expand_v, dtype)
+        h, p, v = self.num_heads, self.head_dim, self.value_dim
         check_backend(backend)
-        self.head_dim, self.value_dim, self.backend = p, v, backend
+        self.backend = backend
         self.norm_eps = positive_number("norm_eps", norm_eps)
         factory = factory_options(device, dtype)
         self.qkv_proj = nn.Linear(d_model, h * (2 * p + v), bias=False, **factory)
@@ -113,10 +109,6 @@ class M2RNN(Baseline[M2RNNState]):
     def _mark_parameters(self) -> None:
         for name in ("A_log", "dt_bias", "D"):
             mark(self._parameters.get(name), "_no_weight_decay")
-
-    def _state_sizes(self) -> Sizes:
-        memory = self.num_heads, self.head_dim, self.value_dim
-        return {"conv": self.conv.window_size, "memory": memory}
 
     def _run(
         self,
@@ -157,12 +149,6 @@ class M2RNN(Baseline[M2RNNState]):
             qkv, f, W, memory, torch.is_grad_enabled()
         )
         return o, owned(memory)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
-            f"value_dim={self.value_dim}"
-        )
 
 
 def recurrence(

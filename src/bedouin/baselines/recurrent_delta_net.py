@@ -11,14 +11,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from bedouin.baselines.interface import Baseline, Sizes, owned
+from bedouin.baselines.interface import MatrixBaseline, Sizes, owned
 from bedouin.baselines.options import (
-    expanded,
-    head_size,
     positive_number,
     unfit_for_kernels,
 )
-from bedouin.checks import known_options, positive_int
+from bedouin.checks import known_options
 from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
 from bedouin.packing import tokens_before
 from bedouin.parameters import at_least_float32, factory_options
@@ -40,7 +38,7 @@ class RecurrentDeltaState(RecurrentState, _RecurrentDeltaFields):  # type: ignor
     axes = (2, 3, 2)
 
 
-class RecurrentDeltaNet(Baseline[RecurrentDeltaState]):
+class RecurrentDeltaNet(MatrixBaseline[RecurrentDeltaState]):
     """Recurrent Delta Net, (b, t, m) -> (b, t, m): a fast weight programmer with feedback.
 
         q, k, v, beta = W x_t + R tanh(y_{t-1})       R of a head reads the y of that head
@@ -79,12 +77,10 @@ class RecurrentDeltaNet(Baseline[RecurrentDeltaState]):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, dtype)
-        h = self.num_heads = positive_int("num_heads", num_heads)
-        p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
-        v = expanded("expand_v", expand_v, "head_dim", p)
+        super().__init__(d_model, num_heads, head_dim, expand_v, dtype)
+        h, p, v = self.num_heads, self.head_dim, self.value_dim
         check_backend(backend)
-        self.head_dim, self.value_dim, self.backend = p, v, backend
+        self.backend = backend
         self.feedback_init = positive_number("feedback_init", feedback_init)
         factory = factory_options(device, dtype)
         self.qkv_proj = nn.Linear(d_model, h * (2 * p + v), bias=False, **factory)
@@ -101,8 +97,7 @@ class RecurrentDeltaNet(Baseline[RecurrentDeltaState]):
         nn.init.uniform_(self.y_proj, -bound, bound)
 
     def _state_sizes(self) -> Sizes:
-        h, p, v = self.num_heads, self.head_dim, self.value_dim
-        return {"conv": self.conv.window_size, "memory": (h, p, v), "y": (h, v)}
+        return super()._state_sizes() | {"y": (self.num_heads, self.value_dim)}
 
     def _run(
         self,
@@ -137,12 +132,6 @@ class RecurrentDeltaNet(Baseline[RecurrentDeltaState]):
             raw, R, state.memory, state.y
         )
         return y, memory, y[:, -1].clone()
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
-            f"value_dim={self.value_dim}"
-        )
 
 
 def recurrence(

@@ -2,6 +2,6 @@
 
 from bedouin.decoding.decoder import Decoder
 from bedouin.decoding.graphs import StepGraphs
-from bedouin.decoding.token import may_replay, takes_graph
+from bedouin.decoding.parts import may_replay, takes_graph
 
 __all__ = ["Decoder", "StepGraphs", "may_replay", "takes_graph"]

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.decoding.parts import make_part, solved_layer
-from bedouin.decoding.token import DecodedLayer
+from bedouin.decoding.parts import DecodedLayer, make_part, solved_layer
 from bedouin.kernels.backend import autocast_dtype
 from bedouin.state import BedouinState
-from bedouin.wrapped import HasModules, ReplacementWatch
+from bedouin.wrapped import ReplacementWatch
 
 MAX_GRAPHS = 8
 """Graphs that a layer keeps, one for each batch size, dtype, autocast dtype and stream; the least
@@ -36,7 +35,7 @@ class Captured:
 
     def __init__(
         self,
-        module: HasModules,
+        module: Any,
         layers: Sequence[Any],
         x_t: Tensor,  # (b, m), or tokens (b,)
         compute: Compute,
@@ -47,7 +46,7 @@ class Captured:
         # because its casts of the weights would become constants of the graph.
         cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
         with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
-            self.parts = [make_part(layer, x_t) for layer in layers]
+            self.parts: list[Any] = [make_part(layer, x_t) for layer in layers]
             pairs = zip(self.parts, layers, strict=True)
             each = [partial(part.advance, layer) for part, layer in pairs]
             self.x = x_t.clone(memory_format=torch.contiguous_format)
@@ -83,14 +82,6 @@ class Captured:
     def copies(self, layers: Sequence[Any]) -> tuple[Any, ...]:
         """Copies of the states after the last token; also sets the layers' `stats`."""
         return tuple(part.copies(layer) for part, layer in zip(self.parts, layers, strict=True))
-
-
-def capture_layer(
-    layer: Any,
-    x_t: Tensor,  # (b, m)
-) -> Captured:
-    """A token of a single layer."""
-    return Captured(layer, [layer], x_t, lambda u, each: each[0](u))
 
 
 def replay_step(
@@ -163,7 +154,8 @@ class StepGraphs:
             key = graph_key(x_t)
             captured = self._kept(key)
             if captured is None:
-                captured = self._entries[key] = capture_layer(layer, x_t)
+                captured = Captured(layer, [layer], x_t, lambda u, each: each[0](u))
+                self._entries[key] = captured
                 if len(self._entries) > MAX_GRAPHS:
                     del self._entries[next(iter(self._entries))]
             return replay_step(captured, layer, x_t, state)

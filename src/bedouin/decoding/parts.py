@@ -1,63 +1,90 @@
-"""What decoding keeps of one layer at fixed addresses, which every token updates in place.
+"""What decoding keeps of a layer at fixed addresses, and when a token may be a CUDA graph.
 
+A token is the layer's own exact step, whatever its options: a graph removes the time that the host
+needs to launch it. Every token updates the state in place.
 A layer's graphs do not refer to the layer, which refers to them: the methods of parts take it.
 Letters: b batch, m d_model, w width of a convolution.
 """
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from bedouin.convolved import Convolved, ConvolvedState
-from bedouin.decoding.token import Buffers, DecodedLayer, may_replay, takes_graph
-from bedouin.state import BedouinState, check_state
+from bedouin.heads import fold_state, unfold_state
+from bedouin.kernels.backend import (
+    choose_backend,
+    interpreter_is_on,
+    is_cuda_device,
+    is_transformed,
+)
+from bedouin.kernels.operands import RawLayout
+from bedouin.solvers.draws import Draws
+from bedouin.solvers.reporting import DeferredWarning
+from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
+from bedouin.solvers.solve import SolveOptions
+from bedouin.state import BedouinState, StateSize, check_state
 from bedouin.wrapped import is_untouched
 
 CHECK_EVERY = 32
 """Tokens between two asynchronous checks of whether all of them were solved."""
 
 
-class Part(Protocol):
-    """The state and statistics of one layer in buffers."""
+class DecodedLayer(Protocol):
+    """What decoding uses of a layer, which this package therefore need not import."""
+
+    state_size: StateSize
+    num_heads: int
+    solve_options: SolveOptions
+    D: nn.Parameter
+
+    training: bool
+    stats: SolveStats | None
+    draws: Draws
+    deferred: DeferredWarning
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def layout(self) -> RawLayout | None: ...
+
+    def check_input(self, x: Tensor, rank: int) -> None: ...
+
+    def init_state(self, batch_size: int) -> BedouinState: ...
+
+    def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]: ...
+
+    @property
+    def num_parts(self) -> int: ...
 
     def advance(
-        self,
-        layer: Any,
-        u: Tensor,  # (b, m)
-    ) -> Tensor:  # (b, m)
-        """The arithmetic of a token, which a graph captures."""
-        ...
-
-    def start(self) -> None:
-        """Discard what the runs of a capture have recorded about convergence."""
-        ...
-
-    def load(self, layer: Any, state: Any) -> None:
-        """Copy a state into the buffers."""
-        ...
-
-    def begin(self, layer: Any) -> None:
-        """What comes before a token."""
-        ...
-
-    def end(self, layer: Any) -> None:
-        """What comes after a token."""
-        ...
-
-    def copies(self, layer: Any) -> Any:
-        """A copy of the state after the last token; also sets `layer.stats`."""
-        ...
+        self, x_t: Tensor, before: BedouinState
+    ) -> tuple[Tensor, BedouinState, SolveStats]: ...
 
 
 class FixedPointPart:
-    """The part of a Bedouin or FixedPointRNN."""
+    """The part of a Bedouin or FixedPointRNN: state and statistics of b samples, the state that of
+    folded samples (bedouin.heads), as the layer's kernels take it."""
 
     def __init__(
         self,
         layer: DecodedLayer,
         like: Tensor,  # (b, ...)
     ) -> None:
-        self.buffers = Buffers(layer, len(like))
+        self._b, self._size = len(like), layer.state_size
+        self._heads, self._parts = layer.num_heads, layer.num_parts
+        (d, n, window), first = self._size, layer.init_state(0).y
+        # the states before the channels in memory, as the sweeps store h
+        h = first.new_zeros(self._heads * self._b, n, d // self._heads)
+        y = first.new_zeros(self._heads * self._b, d // self._heads)
+        conv = None if window is None else first.new_zeros(self._b, *window)
+        self.state = BedouinState(h.mT, y, conv)
+        # residual, pivot and convergence of the last token: of a graph, at fixed places, too
+        self._statistics: tuple[Tensor, Tensor, Tensor] | None = None
+        self._all_converged = torch.ones(
+            self._parts * self._b, dtype=torch.bool, device=first.device
+        )
         self._tokens = 0
         # the state after it, with the versions of its tensors
         self._last: list[tuple[Tensor, int]] | None = None
@@ -67,40 +94,69 @@ class FixedPointPart:
         layer: DecodedLayer,
         u: Tensor,  # (b, m)
     ) -> Tensor:  # (b, m)
+        """The arithmetic of a token, which a graph captures."""
         layer.check_input(u, rank=2)
-        output, after, stats = layer.advance(u, self.buffers.state)
-        self.buffers.update(after, stats)
+        output, after, stats = layer.advance(u, self.state)
+        self._copy(after)
+        assert stats.conditioning is not None
+        self._statistics = stats.residual, stats.conditioning, stats.converged
+        self._all_converged.logical_and_(stats.converged)
         return output
 
     def start(self) -> None:
-        self.buffers.forget()
+        """Discard whether tokens have converged, as those of a capture."""
+        self._all_converged.fill_(True)
 
     def load(self, layer: DecodedLayer, state: BedouinState) -> None:
-        """Copy a state into the buffers, unless it is the unchanged state of the last token."""
+        """Copy a state into the buffers, unless it is the unchanged state of the last token. Raises
+        TypeError or ValueError where it does not fit."""
         last = self._last
         if last is not None and isinstance(state, BedouinState):
             same = zip(state, last, strict=False)
             if all([v is before and v._version == version for v, (before, version) in same]):
                 return
-        self.buffers.load(state)
+        self._copy(fold_state(check_state(state, self._b, self._size, self.state.y), self._heads))
+
+    def _copy(self, state: BedouinState) -> None:
+        for to, value in zip(self.state, state, strict=True):
+            to.copy_(value)
 
     def begin(self, layer: DecodedLayer) -> None:
+        """What comes before a token."""
         layer.deferred.flush()
         if layer.training:
             layer.draws.next(layer.solve_options.cap)
 
     def end(self, layer: DecodedLayer) -> None:
+        """What comes after a token."""
         self._last = None
         self._tokens += 1
         if self._tokens % CHECK_EVERY == 0 and layer.solve_options.on_unconverged == "warn":
             subject = type(layer).__name__
             if not layer.deferred.is_pending(subject):
-                layer.deferred.schedule(self.buffers.take_stats(), subject)
+                layer.deferred.schedule(self._stats(since_check=True), subject)
+                self.start()
 
     def copies(self, layer: DecodedLayer) -> BedouinState:
-        state, vars(layer)["stats"] = self.buffers.copies()
+        """A copy of the state after the last token; also sets `layer.stats`."""
+        # outside inference mode, where gradients are on, tensors have version counters, which tell
+        # whether a state that is passed back was changed or can stay in place
+        with torch._C._InferenceMode(False), torch.no_grad():
+            state = unfold_state(self.state, self._heads)
+            conv = None if state.conv is None else state.conv.clone()
+            vars(layer)["stats"] = self._stats(since_check=False)
+        state = BedouinState(state.ssm, state.y, conv)
         self._last = [(v, v._version) for v in state]
         return state
+
+    def _stats(self, since_check: bool) -> SolveStats:
+        """Statistics of the last token; `converged` may be that of all tokens since the last
+        check."""
+        assert self._statistics is not None
+        *numbers, converged = self._statistics
+        residual, pivot = torch.stack(numbers)
+        converged = (self._all_converged if since_check else converged).clone()
+        return DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
 
 
 class ConvolvedPart:
@@ -142,6 +198,10 @@ class ConvolvedPart:
         return ConvolvedState(self.window.clone(), self.inner.copies(layer.layer))
 
 
+Part = FixedPointPart | ConvolvedPart
+"""The state and statistics of one layer in buffers."""
+
+
 def make_part(
     layer: Any,
     like: Tensor,  # (b, ...)
@@ -155,6 +215,46 @@ def make_part(
 def solved_layer(layer: Any) -> Any:
     """The layer with the fixed point: `layer`, or the one that it has a convolution before."""
     return solved_layer(layer.layer) if isinstance(layer, Convolved) else layer
+
+
+def allows_graph(layer: DecodedLayer) -> bool:
+    """Whether this call may replay a graph, whatever its input.
+
+    Not where a gradient may be needed, nor where the host must read every outcome.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+        return False
+    options = layer.solve_options
+    return options.backend != "reference" and options.on_unconverged != "raise"
+
+
+def takes_graph(
+    layer: DecodedLayer,
+    x_t: Tensor,  # (b, m), or tokens (b,)
+) -> bool:
+    """Whether a graph of this call may be captured. On a CPU only in Triton's interpreter, where a
+    replay runs the token again."""
+    if not allows_graph(layer) or not len(x_t) or not has_values(x_t):
+        return False
+    # other mixers are user code, which may read the device
+    if layer.layout() is None:
+        return False
+    if is_cuda_device(x_t.device):
+        # with "triton", too: the layer refuses what its kernels cannot compute
+        supported = choose_backend("auto", x_t.device, layer.D.dtype) == "triton"
+    else:
+        supported = layer.solve_options.backend == "triton" and interpreter_is_on()
+    # last, since it looks at every module: a replay calls no Python functions
+    return supported and all(is_untouched(module) for module in layer.modules())
+
+
+def may_replay(layer: DecodedLayer, x_t: Any) -> bool:
+    """Whether this call replays a graph if one exists for x_t."""
+    if not isinstance(x_t, Tensor) or not x_t.is_cuda or not allows_graph(layer):
+        return False
+    if torch.version.hip is not None:
+        return False
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def is_buffered(

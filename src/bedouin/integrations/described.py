@@ -1,4 +1,4 @@
-"""Solvers, adjoints, caps and mixers as entries of a file of JSON, and back.
+"""Solvers, adjoints, caps, mixers and initializations as entries of a file of JSON, and back.
 
 describe("solver", Picard(1e-4))  # {"type": "Picard", "rtol": 1e-4, ...}
 """
@@ -10,13 +10,16 @@ from torch import nn
 
 from bedouin import solvers
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, NoMixing
+from bedouin.parameterization import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
 
-Described = Adjoint | Cap | ChannelMixer | Solver
+Described = Adjoint | Cap | ChannelMixer | Initialization | Solver
 """What is described by the name of its type and the arguments of its constructor, which are all
 attributes of the same names."""
 
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in (HouseholderProduct, LowRank, NoMixing)}
+_TYPES: dict[str, type] = {
+    kind.__name__: kind for kind in (HouseholderProduct, Initialization, LowRank, NoMixing)
+}
 for _name in solvers.__all__:
     _kind = getattr(solvers, _name)
     if inspect.isclass(_kind) and issubclass(_kind, Described) and not inspect.isabstract(_kind):
@@ -24,14 +27,14 @@ for _name in solvers.__all__:
 
 
 def describe(name: str, value: Any) -> Any:
-    """An object as {"type": ..., and all options}; any other value as it is.
+    """An object as {"type": ..., and all options}, a tuple as a list; any other value as it is.
 
     A dict is checked, and completed by the options that it leaves out. Raises TypeError for a type
     that is not one of this library's, and what the type raises for its options.
     """
     value = restore(name, value)
     if not isinstance(value, Described):
-        return value
+        return list(value) if isinstance(value, tuple) else value
     kind = type(value)
     if _is_foreign(value):
         raise TypeError(
@@ -96,8 +99,6 @@ def _described(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if isinstance(value, set | frozenset):
             found[name] = sorted(value)
-        elif isinstance(value, tuple):
-            found[name] = list(value)
         elif _is_foreign(value):
             found[name] = {"type": type(value).__qualname__}
         else:

@@ -15,6 +15,7 @@ from bedouin.convolved import layer_with_convolution
 from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.mixers import ChannelMixer, NoMixing
+from bedouin.parameterization import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import unknown_option
 
@@ -25,8 +26,11 @@ _OPTIONS = [
 ]
 """The options of a layer, all of which are fields of `BedouinConfig`, or other names of them."""
 
-_OBJECTS = ("mixer", "solver", "adjoint", "max_steps")
+_OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
 """Those that may be objects, and are dicts in a configuration."""
+
+_EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
+"""Fields of earlier configurations, and those of `Initialization` that have taken their place."""
 
 _OTHERWISE = {
     "d_inner": "give expand, since d_inner = expand * hidden_size",
@@ -53,14 +57,13 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
-            feedback, feedback_norm, feedback_init, delta_from_x_init, rate_scale, output, bias:
+            feedback, feedback_norm, feedback_init, feedback_scope, output, bias, erase, projection:
             options of `bedouin.Bedouin`, where state_size is called d_state. With num_householder 0
             the mixer is `NoMixing`, and beta_max is 1.
-        mixer, solver, adjoint, max_steps, backend, on_unconverged: options of `bedouin.Bedouin`,
-            too. Objects of this library's types become dicts such as {"type": "Picard", "rtol":
-            1e-4, ...}, which are saved; others raise TypeError. With a mixer, num_householder and
-            beta_max are their defaults.
-        erase, projection, feedback_scope: options of `bedouin.Bedouin`, too.
+        mixer, solver, adjoint, max_steps, initialization, backend, on_unconverged: options of
+            `bedouin.Bedouin`, too. Objects of this library's types become dicts such as {"type":
+            "Picard", "rtol": 1e-4, ...}, which are saved; others raise TypeError. With a mixer,
+            num_householder and beta_max are their defaults.
         conv_kernel, use_conv_bias: width and bias of a short convolution before each mixer, which
             is then a `bedouin.Convolved`; with projection="input" it is the layer's own, d_conv,
             without bias. None for no convolution.
@@ -110,14 +113,13 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     feedback: list[str] | tuple[str, ...] = ("delta", "B", "C", "mixer")
     feedback_norm: bool = True
     feedback_init: int | float = 0.1
-    delta_from_x_init: int | float = 1.0
-    rate_scale: int | float | list[int | float] | tuple[int | float, int | float] = 1.0
     output: str = "norm"
     bias: bool = True
     mixer: ChannelMixer | dict[str, Any] | None = None
     solver: Solver | dict[str, Any] | str = "auto"
     adjoint: Adjoint | dict[str, Any] | None = None
     max_steps: Cap | dict[str, Any] | int = 100
+    initialization: Initialization | dict[str, Any] | None = None
     backend: str = "auto"
     on_unconverged: str = "warn"
     erase: int | float = 0.0
@@ -134,6 +136,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **others: Any) -> None:
+        earlier = {new: others.pop(old) for old, new in _EARLIER.items() if old in others}
+        if earlier:
+            self.initialization = Initialization(**earlier)
         from_file = self.transformers_version is not None
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in others.items():
@@ -147,10 +152,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
             else:
                 setattr(self, target, value)
-        # lists, which tuples become in a file
+        # a list, which a tuple becomes in a file
         self.feedback = list(self.feedback)
-        if isinstance(self.rate_scale, tuple):
-            self.rate_scale = list(self.rate_scale)
         super().__post_init__(**others)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -179,8 +182,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         what `Bedouin` and `Convolved` raise."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         options |= {name: restore(name, options[name]) for name in _OBJECTS}
-        rates = self.rate_scale
-        options["rate_scale"] = tuple(rates) if isinstance(rates, list) else rates
         reflections = {name: options.pop(name) for name in ("num_householder", "beta_max")}
         if options["mixer"] is not None:
             for name, value in reflections.items():

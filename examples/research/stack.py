@@ -1,0 +1,276 @@
+"""A stack of models of several seeds that take their training steps together.
+
+Letters: s seeds, b batch, t time, v classes.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from math import isinf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+
+from bedouin import SequenceModel
+from bedouin.tasks import IGNORE, token_accuracy
+from common.schedule import decay, slow_at_first
+from common.skipping import skip_unless
+from research.data import DRAWN_AHEAD, Data, Point, metrics
+from research.positions import by_position
+from research.study import Config, make_model, model_seeds
+
+FED_WEIGHT = "y_proj.weight"
+"""W^y, which has a learning rate of its own."""
+
+Params = dict[str, Tensor]
+
+EVAL_BATCH, EVAL_TOKENS = 256, 2**17
+"""Test rows evaluated at once, and their tokens."""
+
+
+class Ensemble:
+    """A stack of models, each with an AdamW and clipping of its own, and their schedule."""
+
+    def __init__(self, config: Config, point: dict[str, Any], data: Data, device: torch.device):
+        self.config, self.point, self.data, self.device = config, point, data, device
+        self.models = [self._model(seed) for seed in model_seeds(config)]
+        self.model = self.models[0]
+        params, _ = stack_module_state(self.models)
+        self.params: Params = {n: p.detach().clone() for n, p in params.items()}
+        self.grads: Params = {n: torch.zeros_like(p) for n, p in self.params.items()}
+        # without vmap each model reads its own slice, and is called as it is: cuDNN's LSTM does not
+        # see parameters that functional_call replaces
+        for i, model in enumerate(self.models):
+            for n, parameter in model.named_parameters():
+                parameter.data = self.params[n][i]
+                parameter.grad = self.grads[n][i]
+        warmup, steps = config.warmup, point["steps"]
+
+        def factor(step: int) -> float:
+            return decay(point["schedule"], step, warmup, steps)
+
+        slow_steps = point["feedback_lr_share"] * steps
+        feedback_factor = slow_at_first(factor, point["feedback_lr_scale"], slow_steps)
+        undecayed = {
+            n for n, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)
+        }
+        groups: list[dict[str, Any]] = []
+        factors: list[Callable[[int], float]] = []
+        for slow, skip in itertools.product((False, True), repeat=2):
+            chosen = [
+                n for n in self.params if (n in undecayed, n.endswith(FED_WEIGHT)) == (skip, slow)
+            ]
+            if chosen:
+                decayed = 0.0 if skip else config.weight_decay
+                # a captured step reads its rate from the device; the models share it
+                lr = torch.tensor(point["lr"], device=device)
+                groups.append({"names": chosen, "weight_decay": decayed, "lr": lr})
+                factors.append(feedback_factor if slow else factor)
+        self.optimizers = [self._optimizer(model, groups) for model in self.models]
+        self.schedule = LambdaLR(self.optimizers[0], factors)
+        ahead = 1 if config.stacked else DRAWN_AHEAD
+        self.batches = data.batches(point["batch_size"], point["steps"], ahead)
+        self.tokens, self.labels = (part.clone() for part in next(self.batches))
+        # a stream for each model, if they run side by side
+        concurrent = config.concurrent and device.type == "cuda"
+        self.streams = [torch.cuda.Stream(device) for _ in self.models] if concurrent else []
+        shape = (config.seeds,)
+        self.loss_sum = torch.zeros(shape, device=device)
+        self.correct_sum = torch.zeros(shape, device=device)
+        self.skipped = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.pivot_min = torch.full(shape, torch.inf, device=device)
+
+    def _model(self, seed: int) -> SequenceModel:
+        torch.manual_seed(seed)
+        return make_model(self.config, self.point).to(self.device)
+
+    def _optimizer(
+        self, model: SequenceModel, groups: Sequence[dict[str, Any]]
+    ) -> torch.optim.AdamW:
+        """AdamW for one model, whose steps can be skipped without those of the others; `groups`
+        name their parameters."""
+        named = dict(model.named_parameters())
+        return torch.optim.AdamW(
+            [{**group, "params": [named[n] for n in group["names"]]} for group in groups],
+            betas=self.config.betas,
+            capturable=self.device.type == "cuda",
+            fused=True,
+        )
+
+    def _loss(
+        self,
+        logits: Tensor,  # (b, t, v)
+        labels: Tensor,  # (b, t)
+        model: SequenceModel,
+    ) -> tuple[Tensor, Any]:  # ()
+        """Loss, and (accuracy, smallest pivot), of one model."""
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        pivot = torch.full_like(loss, torch.inf)
+        pivots = [
+            stats.conditioning.min() for stats in model.stats if stats.conditioning is not None
+        ]
+        if pivots:  # a baseline has no statistics, an iterative solver no pivots
+            pivot = torch.stack(pivots).amin()
+        return loss, (token_accuracy(logits, labels), pivot)
+
+    def _stacked_loss(
+        self,
+        params: Params,
+        tokens: Tensor,  # (b, t)
+        labels: Tensor,  # (b, t)
+    ) -> tuple[Tensor, Any]:  # ()
+        return self._loss(self._stacked_logits(params, tokens), labels, self.model)
+
+    def _stacked_logits(
+        self,
+        params: Params,
+        tokens: Tensor,  # (b, t)
+    ) -> Tensor:  # (b, t, v)
+        with self._autocast():
+            logits: Tensor = functional_call(self.model, params, (tokens,))
+        return logits.float()
+
+    def _logits(
+        self,
+        model: SequenceModel,
+        tokens: Tensor,  # (b, t)
+    ) -> Tensor:  # (b, t, v)
+        with self._autocast():
+            logits: Tensor = model(tokens)
+        return logits.float()
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.config.autocast == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def _gradients(self) -> tuple[Params, Tensor, Tensor, Tensor]:
+        """Gradients, and loss, accuracy and smallest pivot (s,), of all models."""
+        if self.config.stacked:
+            differentiate = vmap(grad_and_value(self._stacked_loss, has_aux=True))
+            grads, (loss, (correct, pivot)) = differentiate(self.params, self.tokens, self.labels)
+            return grads, loss, correct, pivot
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        found = []
+        for i in range(self.config.seeds):
+            with torch.cuda.stream(self.streams[i] if self.streams else None):
+                found.append(self._gradient(i))
+        for stream in self.streams:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        grads = {name: torch.stack([row[0][name] for row in found]) for name in self.params}
+        _, losses, corrects, pivots = zip(*found, strict=True)
+        return grads, torch.stack(losses), torch.stack(corrects), torch.stack(pivots)
+
+    def _gradient(self, i: int) -> tuple[Params, Tensor, Tensor, Tensor]:
+        """Gradients, loss, accuracy and smallest pivot of model i, without torch.func."""
+        model = self.models[i]
+        params = dict(model.named_parameters())
+        logits = self._logits(model, self.tokens[i])
+        loss, (correct, pivot) = self._loss(logits, self.labels[i], model)
+        grads = torch.autograd.grad(loss, list(params.values()))
+        return dict(zip(params, grads, strict=True)), loss.detach(), correct, pivot
+
+    def step(self) -> None:
+        """One update of every model from the batch in `tokens` and `labels`."""
+        grads, loss, correct, pivot = self._gradients()
+        squares = (g.flatten(1).square().sum(1) for g in grads.values())
+        square = sum(squares, torch.zeros_like(loss))
+        scale = (self.config.clip / (torch.sqrt(square) + 1e-6)).clamp(max=1.0)
+        finite = torch.isfinite(square)
+        for name, g in grads.items():
+            self.grads[name].copy_(g * scale.view(-1, *[1] * (g.dim() - 1)))
+        for optimizer, is_finite in zip(self.optimizers, finite.unbind(), strict=True):
+            skip_unless(is_finite, optimizer)
+            optimizer.step()
+        self.loss_sum += loss.detach()
+        self.correct_sum += correct
+        self.skipped += ~finite
+        torch.minimum(self.pivot_min, pivot, out=self.pivot_min)
+
+    def refill(self) -> None:
+        tokens, labels = next(self.batches)
+        self.tokens.copy_(tokens)
+        self.labels.copy_(labels)
+
+    def log(self, step: int) -> dict[str, Any]:
+        n = self.config.log_every
+        row = {
+            "step": step,
+            "loss": (self.loss_sum / n).tolist(),
+            "accuracy": (self.correct_sum / n).tolist(),
+            "length": list(self.data.reached),
+            "conditioning": [None if isinf(v) else v for v in self.pivot_min.tolist()],
+            "skipped": self.skipped.tolist(),
+        }
+        self.skipped.zero_()
+        self.loss_sum.zero_()
+        self.correct_sum.zero_()
+        self.pivot_min.fill_(torch.inf)
+        return row
+
+    @torch.no_grad()
+    def accuracy(self, point: Point) -> dict[str, list[float]]:
+        """The accuracies of `metrics` of each seed, on `eval_rows` test rows."""
+        found = metrics(self.data.task)
+        sums = {name: torch.zeros(self.config.seeds, device=self.device) for name in found}
+        left = self.config.eval_rows
+        width = self.data.eval_batch(0, point)[0].shape[-1]
+        while left > 0:
+            rows = min(left, EVAL_BATCH, max(1, EVAL_TOKENS // width))
+            left -= rows
+            tokens, labels = self.data.eval_batch(rows, point)
+            values = [
+                torch.stack([metric(*each) for metric in found.values()])
+                for each in zip(self._each(tokens), labels, tokens, strict=True)
+            ]
+            for name, value in zip(found, torch.stack(values, dim=1), strict=True):
+                sums[name] += rows / self.config.eval_rows * value
+        return {name: value.tolist() for name, value in sums.items()}
+
+    @torch.no_grad()
+    def positions(self, length: int) -> list[dict[str, float | list[float]]]:
+        """Where each seed makes its errors when it copies strings of one length."""
+        tokens, labels = self.data.eval_batch(min(EVAL_BATCH, self.config.eval_rows), length)
+        pairs = zip(self._each(tokens), labels, strict=True)
+        return [by_position(*pair) for pair in pairs]
+
+    def _each(
+        self,
+        rows: Tensor,  # (s, b, t)
+    ) -> Iterator[Tensor]:  # (b, t, v)
+        """The logits of every model for its rows."""
+        if self.config.stacked:
+            return iter(vmap(self._stacked_logits)(self.params, rows))
+        return (self._logits(m, row) for m, row in zip(self.models, rows, strict=True))
+
+
+def stepper(ensemble: Ensemble) -> Callable[[], None]:
+    """The step itself, or its CUDA graph after a few warm-up steps on a side stream."""
+    if not (ensemble.config.graph and ensemble.device.type == "cuda"):
+        return ensemble.step
+    saved = {n: p.clone() for n, p in ensemble.params.items()}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            ensemble.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ensemble.step()
+    _reset(ensemble, saved)
+    return graph.replay
+
+
+def _reset(ensemble: Ensemble, saved: Params) -> None:
+    """Undo the warm-up steps in place."""
+    for name, p in ensemble.params.items():
+        p.copy_(saved[name])
+    for optimizer in ensemble.optimizers:
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+    ensemble.log(0)
