@@ -15,6 +15,17 @@ from torch import Tensor
 from bedouin.convolved import Convolved
 from bedouin.kernels.heads import fold
 from bedouin.layer import FixedPointLayer
+from bedouin.measurements import (
+    check_layer,
+    compare_gradients,
+    copy_with,
+    decode_gap,
+    exponent,
+    find_fixed_point,
+    layer_gradients,
+    log_growth,
+    relative_error,
+)
 from bedouin.solvers import (
     Anderson,
     Broyden,
@@ -27,17 +38,6 @@ from bedouin.solvers import (
     SolveStats,
 )
 from bedouin.solvers.base import TransposedBlockMap, check_number
-from bedouin.testing import (
-    check_layer,
-    compare_gradients,
-    copy_with,
-    decode_gap,
-    exponent,
-    find_fixed_point,
-    layer_gradients,
-    log_growth,
-    relative_error,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
