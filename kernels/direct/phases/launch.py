@@ -77,6 +77,11 @@ class _Inputs(NamedTuple):
         return _Inputs(x, raw, W, A, y0, *words, scalars, b // len(A))
 
     @property
+    def read_by_sweep(self) -> tuple[Tensor, ...]:
+        """The tensors that phase S reads, in its order."""
+        return self.x, self.raw, self.scalars, self.B, self.C, self.W, self.A, self.y0
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         """Those that phases S and R of all tokens need: the first token, samples of a head, tokens
         twice, a one that the compiler does not know, and the distance of the W^y of two heads."""
@@ -136,8 +141,16 @@ def launch_phases(
     if how.by_token:
         _sweep_by_token(inputs, h.copy_(first), y, parts, sizes, how)
     else:
-        given = inputs.x, inputs.raw, inputs.scalars, inputs.B, inputs.C, inputs.W, A, inputs.y0
-        tensors = *given, first, h, y, parts.rows, parts.inverse, parts.states, parts.solved
+        tensors = (
+            *inputs.read_by_sweep,
+            first,
+            h,
+            y,
+            parts.rows,
+            parts.inverse,
+            parts.states,
+            parts.solved,
+        )
         numbers = *inputs.numbers, *inputs.strides
         SWEEP.launch((b,), tensors, numbers, constants_of(SWEEP, how))
     statistics = A.new_empty(4, b, t)
@@ -172,8 +185,7 @@ def _sweep_by_token(
     read = inputs.x, inputs.raw, inputs.W, inputs.y0, y, given.x, given.raw
     numbers = *inputs.heads_and_samples, *inputs.strides
     feed = LaunchSeries(FEED, grid, read, numbers, constants)
-    values = given.x, given.raw, inputs.scalars, inputs.B, inputs.C, inputs.W, A, inputs.y0
-    tensors = *values, h, h, y, parts.rows, parts.inverse, parts.states, parts.solved
+    tensors = *given.read_by_sweep, h, h, y, parts.rows, parts.inverse, parts.states, parts.solved
     numbers = *inputs.numbers_of_token, *given.strides
     sweep = LaunchSeries(SWEEP, (b,), tensors, numbers, constants_of(SWEEP, how))
     states = _memories(parts.states, sizes) if how.keeps else ()
