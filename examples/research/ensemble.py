@@ -17,6 +17,8 @@ local systems (`SolveStats.conditioning`; null for a baseline) and number of ste
 because a gradient was not finite, and the step at which each seed first reached an accuracy of
 0.99, for all seeds, failed ones included; for copying also where in a string the errors are. A seed
 has failed (`failed`) if it had no update in more than 1 % of its steps (`skipped`).
+With --keep-weights OUT/weights-pointN.safetensors has the parameters of a point of the grid, in the
+order of the rows, with an axis of seeds before their own.
 --trackers logs history and accuracies of each model as a run of its own, when its point of the grid
 is done and in results.json: several of the trackers hold one run in a process.
 """
@@ -33,6 +35,7 @@ from typing import Any
 
 import torch
 import tyro
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
@@ -52,9 +55,10 @@ RESULTS = "results.json"
 
 
 def train(
-    config: Config, points: Sequence[dict[str, Any]], device: torch.device
+    config: Config, points: Sequence[dict[str, Any]], device: torch.device, first: int
 ) -> list[dict[str, Any]]:
-    """Train points of the grid at the same time; returns their rows of the JSON file."""
+    """Train points of the grid at the same time, which are numbered from `first` on; returns their
+    rows of the JSON file."""
     trainings = [Training(matched(config, point), point, device) for point in points]
     started = time.perf_counter()
     for step in range(max(point["steps"] for point in points)):
@@ -63,6 +67,10 @@ def train(
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    if config.keep_weights:
+        for number, training in enumerate(trainings, first):
+            path = config.out / f"weights-point{number}.safetensors"
+            save_file(training.ensemble.params, path)
     return [training.row(seconds) for training in trainings]
 
 
@@ -205,7 +213,7 @@ def main(config: Config) -> None:
         for values in itertools.product(*(getattr(config, axis) for axis in GRID))
     ]
     for group in [points] if config.concurrent else [[point] for point in points]:
-        found = train(config, group, device)
+        found = train(config, group, device, len(rows))
         for row in found:
             if config.concurrent:  # all points were printed before the first result
                 print(row["point"])

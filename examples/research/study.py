@@ -119,6 +119,8 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Folder for results.json."""
     overwrite: bool = False
     """Replace the results in that folder, if there are any."""
+    keep_weights: bool = False
+    """Also write the parameters of each point of the grid."""
     device: Device = "auto"
     """auto: the GPU if there is one."""
 

@@ -11,6 +11,7 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
+from safetensors.torch import load_file
 from torch import Tensor
 
 from bedouin import Bedouin
@@ -108,7 +109,18 @@ def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     ensemble.main(small(out=tmp_path, overwrite=True, **grid))
 
 
-def eval_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
+def test_weights_are_those_of_all_seeds(tmp_path: Path) -> None:
+    grid = {name: (value,) for name, value in POINT.items()}
+    config = small(stacked=False, out=tmp_path, keep_weights=True, **grid)
+    ensemble.main(config)
+    weights = load_file(tmp_path / "weights-point0.safetensors")
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {len(v) for v in weights.values()} == {config.seeds}
+    assert sum(v[0].numel() for v in weights.values()) == row["parameters"]
+    assert all(v[0].ne(v[1]).any() for n, v in weights.items() if n.endswith("in_proj.weight"))
+
+
+def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     """The results are those of one point after the other, also with fewer steps for one."""
     grid: dict[str, Any] = {name: (value,) for name, value in POINT.items()}
     grid |= {"steps": (2, 4), "d_conv": (3,)}
