@@ -44,7 +44,8 @@ class _Inputs(NamedTuple):
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    # (H, FEEDS d, d), contiguous for each head; (H, FEEDS d, H d), contiguous; without feedback any
+    # (H, FEEDS d, d), contiguous for each head, or (H, FEEDS d, H d), contiguous; any tensor
+    # without feedback
     W: Tensor
     A: Tensor  # (H, n, d), log2(e) A
     y0: Tensor  # (b, d), or any tensor
@@ -84,13 +85,14 @@ class _Inputs(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """Those that phases S and R of all tokens need: the first token, samples of a head, tokens
-        twice, a one that the compiler does not know, and the distance of the W^y of two heads."""
+        of the launch and of a sample, a one that the compiler does not know, and the distance of
+        the W^y of two heads."""
         t = self.x.shape[1]
         return 0, self.per_head, t, t, 1, self.W.stride(0)
 
     @property
     def numbers_of_token(self) -> tuple[int, ...]:
-        """Those of a single token but for its place."""
+        """The same for a launch of one token, without the first of them, which is the token."""
         return self.per_head, 1, self.x.shape[1], 1, self.W.stride(0)
 
     @property

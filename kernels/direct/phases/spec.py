@@ -91,7 +91,7 @@ class LaunchSpec(NamedTuple):
     keeps: bool = True  # whether a gradient may be asked for
     starts: bool = False  # whether h0 or y0 is given
     ends: bool = False  # whether the cotangent of the last h is
-    tile: int = 0  # samples and outputs of a program that multiplies by W^y for a token; 0: S does
+    tile: int = 0  # samples and outputs of a program of `feed_kernel`; 0: S and R hold W^y
     weight_size: int = 4  # bytes of a value of W^y
 
     @staticmethod
@@ -153,5 +153,5 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     one_warp = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if one_warp else 4))
-    # with loads in advance the transposed product of all heads took more than twice as long
+    # pipelined in three stages, the transposed product of all heads took more than twice as long
     return Constants(num_warps=warps_of, num_stages=1, **chosen)

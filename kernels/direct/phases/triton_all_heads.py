@@ -1,9 +1,9 @@
-"""A W^y that reads the outputs of all heads of a sample, token by token, beside phases S and R.
+"""Feedback of all heads: the kernels beside phases S and R for a W^y that reads every head's y.
 
-Such a W^y is the work of many programs, so that a token is a product (`feed_kernel`) and phase S of
-this token alone, and backwards phase R of this token and the transposed product
-(`feed_adjoint_kernel`); q, which phase R replays beside its tokens elsewhere, has a kernel of its
-own (`replay_chunk_kernel`).
+One program cannot hold such a W^y. So a token takes two launches: the product with W^y
+(`feed_kernel`), and phase S of this token. In the backward pass they are phase R of this token, and
+the product with the transposed W^y (`feed_adjoint_kernel`). `replay_chunk_kernel` computes q for a
+chunk of tokens; a phase R of all tokens does that itself.
 
 Sample i of head k is sample k S + i of the batch. Letters as in `triton_sweep.py`; H heads, S
 samples of a head.
