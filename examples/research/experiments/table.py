@@ -84,9 +84,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "hybrid_l2": ("hybrid_l2",),
 }
 """The models of the table, and the forms of each that tuning compares."""
-SLOW = ("recall_layer",)
-"""Models without a kernel, each of whose seeds and rates is a run of its own."""
-
 
 def takes_part(task: str, model: str) -> bool:
     """Whether a model is trained on a task: feedback of the whole layer is for bound names."""
@@ -100,11 +97,11 @@ def score(row: dict[str, Any]) -> float:
 
 
 def rows_of(runs: Runs, name: str) -> list[dict[str, Any]]:
-    """The rows of a run, and of those whose names add a learning rate or a seed to its name."""
+    """The rows of a run, and of those whose names add a learning rate to its name."""
     return [
         row
         for found in sorted(runs)
-        if found == name or re.fullmatch(rf"{name}-(seed\d|0\.\d+)", found)
+        if found == name or re.fullmatch(rf"{name}-0\.\d+", found)
         for row in runs[found].get("rows", ())
     ]
 
@@ -136,15 +133,11 @@ def _tuning(runs: Runs) -> Experiment:
             best = chosen(runs, task, model) if tuning_rows(runs, task, model) else None
             for form in forms:
                 options = joined(TASKS[task], RECIPE, NARROW, f"--model {form}", TUNING)
-                single = list(RATES) if model in SLOW else []
-                if not single:
-                    rates = " ".join(f"{rate:g}" for rate in RATES)
-                    found.append(Run(f"{task}-{form}", f"{options} --lr {rates}"))
+                rates = " ".join(f"{rate:g}" for rate in RATES)
+                found.append(Run(f"{task}-{form}", f"{options} --lr {rates}"))
                 if best is not None and best[0] == form and best[1] != RATES[1]:
-                    single.append(BEYOND.get(best[1], best[1]))
-                found += [
-                    Run(f"{task}-{form}-{rate:g}", f"{options} --lr {rate:g}") for rate in single
-                ]
+                    rate = BEYOND.get(best[1], best[1])
+                    found.append(Run(f"{task}-{form}-{rate:g}", f"{options} --lr {rate:g}"))
     return Experiment(TUNED, "Which learning rate and which form?", tuple(found))
 
 
@@ -160,14 +153,8 @@ def _reported(
                 continue
             layer = f"--model {choice[0]} --lr {choice[1]:g}"
             options = joined(flags, RECIPE, width, layer)
-            if model in SLOW:
-                found += [
-                    Run(f"{task}-{model}-seed{seed}", f"{options} --seeds 1 --first-seed {seed}")
-                    for seed in seeds
-                ]
-            else:
-                drawn = f"--seeds {len(seeds)} --first-seed {seeds[0]}"
-                found.append(Run(f"{task}-{model}", f"{options} {drawn}"))
+            drawn = f"--seeds {len(seeds)} --first-seed {seeds[0]}"
+            found.append(Run(f"{task}-{model}", f"{options} {drawn}"))
     return Experiment(name, question, tuple(found))
 
 
