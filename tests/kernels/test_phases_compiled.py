@@ -74,7 +74,8 @@ def launched(
     sizes = Sizes(1, 1, size, size, size, size, V, 5 if tile else 7, k)[2:]
     fed = True, True
     splits = SPLITS if tile else 0
-    how = LaunchSpec(sizes, fed, options, starts=tile > 0, tile=tile, each=4, splits=splits)
+    products = tile, 4, splits, capability >= 90
+    how = LaunchSpec(sizes, fed, options, True, tile > 0, False, *products)
     types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
     if tile and kernel in (SWEEP, REVERSE):

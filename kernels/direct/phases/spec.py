@@ -27,7 +27,7 @@ from bedouin.kernels.direct.phases.triton_reflections import (
 from bedouin.kernels.direct.phases.triton_reverse import phase_reverse_kernel
 from bedouin.kernels.direct.phases.triton_sweep import phase_sweep_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.launch import ceil_div
+from bedouin.kernels.launch import Device, ceil_div
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
@@ -94,6 +94,7 @@ class LaunchSpec(NamedTuple):
     tile: int = 0  # samples of a program of `feed_kernel`; 0: S and R hold W^y
     each: int = 0  # heads that it reads
     splits: int = 0  # sums of its products
+    overlaps: bool = False  # whether launches of tokens overlap
 
     @staticmethod
     def of(
@@ -111,7 +112,7 @@ class LaunchSpec(NamedTuple):
             tile = min(TILES) if sizes.b // heads <= min(TILES) else max(TILES)
             group = heads_at_once(sizes.P)
             each = ceil_div(ceil_div(heads, SPLITS), group) * group
-            products = tile, each, ceil_div(heads, each)
+            products = tile, each, ceil_div(heads, each), Device.of(operands.x.device).overlaps
             return LaunchSpec(sizes[2:], fed, options, keeps, True, True, *products)
         return LaunchSpec(sizes[2:], fed, options, keeps, starts, ends)
 
@@ -129,7 +130,7 @@ def heads_at_once(P: int) -> int:
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, _, splits = how
+    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, _, splits, overlaps = how
     by_token, (feeds_delta, feeds_x) = how.by_token, fed
     vectors = feeds_delta + feeds_x
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
@@ -144,7 +145,7 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
         **{"START": starts, "LAST": ends, "SPLITS": splits * (vectors if kernel is REVERSE else 1)},
         **{"VECTORS": vectors, "SAMPLES": tile, "GROUP": heads_at_once(P)},
         **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": vectors},
-        "EARLIER": kernel is FEED,
+        **{"EARLIER": kernel is FEED, "OVERLAP": overlaps},
         **{"NORM": eps is not None and kernel is not FEED_ADJOINT, "NORM_EPS": eps or 0.0},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
         **{"FULL": options.eigenvalues == "full", "FAST": not interpreter_is_on()},
@@ -163,4 +164,6 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if one_warp else 4))
     # pipelined in three stages, the transposed product of all heads took more than twice as long
+    if overlaps and "OVERLAP" in chosen:
+        chosen["launch_pdl"] = True
     return Constants(num_warps=warps_of, num_stages=1, **chosen)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.direct.phases.device import (
+    await_launch,
     load_states,
     pack,
     places_of_states,
@@ -64,6 +65,7 @@ def feed_kernel(
     EARLIER: tl.constexpr,  # v is that of the token before, and v0 before the first token
     NORM: tl.constexpr,  # whether v is normalized
     NORM_EPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """The product of one vector of a head with some heads' part of W^y, for some samples.
@@ -88,6 +90,10 @@ def feed_kernel(
         v_at += vector * d
     total = tl.zeros((SAMPLES, P), tl.float32)
     for first in range(split * each, tl.minimum(split * each + each, heads), GROUP):
+        head_of, of_head = first + column // P, column % P
+        inside = (head_of < heads) & (of_head < d) & (out < d)[None, :]
+        W = tl.load(outputs + head_of * d + of_head, mask=inside, other=0.0)
+        await_launch(OVERLAP)
         row = ((first + group) * samples + row_of).to(tl.int64)
         real = (row_of < samples) & (first + group < heads)
         v = tl.load(v_at + row * v_stride_b + p, mask=real & inside_row, other=0.0).to(tl.float32)
@@ -96,9 +102,6 @@ def feed_kernel(
             v += tl.load(v0_ptr + row * d + p, mask=real & in_first, other=0.0)
         if NORM:
             v = v * inverse_norm(tl.sum(v * v, 2) / d, NORM_EPS)[:, :, None]
-        head_of, of_head = first + column // P, column % P
-        inside = (head_of < heads) & (of_head < d) & (out < d)[None, :]
-        W = tl.load(outputs + head_of * d + of_head, mask=inside, other=0.0)
         total = add_product(v, W, total, FAST)
     row = (head * samples + sample)[:, None]
     inside = (sample < samples)[:, None] & (out < d)[None, :]

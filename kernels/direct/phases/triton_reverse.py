@@ -40,6 +40,7 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.direct.phases.device import (
+    await_launch,
     load_reflections,
     load_states,
     load_words,
@@ -207,6 +208,7 @@ def phase_reverse_kernel(
     # 0, or t_end is 1, q is in scratch memory, and the next token's products (b, d) with the
     # transposed W^y, whose sum is its part of the cotangent of norm(y_t), are so many
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     START: tl.constexpr,
     LAST: tl.constexpr,
     OF_DELTA: tl.constexpr,
@@ -249,13 +251,6 @@ def phase_reverse_kernel(
     first = sample * tokens + start_at
     token = first + t_end - 1
     w = row_of(grad_y_ptr + token * d, p, d, P)
-    if ONE:
-        grad = load_products(W_ptr, sample, p, d, P, SPLITS, 1)[0]
-        if NORM:
-            y = row_of(y_ptr + token * d, p, d, P)
-            rms = inverse_norm(tl.sum(y * y, 0) / d, NORM_EPS)
-            grad = rms * (grad - y * (rms * rms * (tl.sum(grad * y, 0) / d)))
-        w += grad
     # Chunks are counted from the end, so that the first may be shorter than the others: tokens
     # before it are replayed as tokens that change nothing.
     start = t_end - KEEP
@@ -302,6 +297,14 @@ def phase_reverse_kernel(
     w_next, y, y_start = load_past(
         grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, d, (FEEDS > 0) and NORM, START
     )
+    if ONE:
+        own_y = row_of(y_ptr + token * d, p, d, P)
+        rms = inverse_norm(tl.sum(own_y * own_y, 0) / d, NORM_EPS)
+        await_launch(OVERLAP)
+        grad = load_products(W_ptr, sample, p, d, P, SPLITS, 1)[0]
+        if NORM:
+            grad = rms * (grad - own_y * (rms * rms * (tl.sum(grad * own_y, 0) / d)))
+        w += grad
     for step in range(0, 1 if ONE else t_end):
         token = first + t_end - 1 - step
         earlier = tl.maximum(token - 1, first)

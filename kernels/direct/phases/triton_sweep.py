@@ -32,6 +32,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
 )
 from bedouin.kernels.direct.phases.device import (
+    await_launch,
     load_reflections,
     load_states,
     no_states,
@@ -135,6 +136,7 @@ def phase_sweep_kernel(
     KEEP_ROWS: tl.constexpr,  # whether the vectors of each token are kept
     # 0, or t_end is 1, and so many products (vectors, b, d) have the sum W^y norm(y_{t-1})
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     START: tl.constexpr,  # whether y0 and h0 are given, else zeros
     OF_DELTA: tl.constexpr,  # what is fed back
     OF_X: tl.constexpr,
@@ -185,8 +187,9 @@ def phase_sweep_kernel(
     if FEEDS > 0:
         fed, inverse = feed_back(y, W, d, P, NL, FEEDS, NORM, NORM_EPS)
     if SPLITS > 0:
+        await_launch(OVERLAP)
         fed = load_products(W_ptr, sample, p, d, P, SPLITS, OF_DELTA + OF_X)
-    for t in range(0, t_end):
+    for t in range(0, 1 if SPLITS > 0 else t_end):
         # loads of a token are issued while the one before it is computed
         step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
         later = sample * tokens + start + step
