@@ -85,6 +85,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 """The models of the table, and the forms of each that tuning compares."""
 
+
 def takes_part(task: str, model: str) -> bool:
     """Whether a model is trained on a task: feedback of the whole layer is for bound names."""
     return model != "recall_layer" or task.startswith("bound")
