@@ -150,12 +150,8 @@ LAYER_OPTIONS = (
     "feedback",
     "feedback_init",
 )
-MODEL_OPTIONS = (
-    "delta_from_x_init",
-    "rate_scale",
-    "rate_scale_last",
-)
-"""Options of what is around the layer, and of its initial weights."""
+MODEL_OPTIONS = ("delta_from_x_init", "rate_scale", "rate_scale_last")
+"""Options of the layer's initial weights."""
 GRID = (
     *LAYER_OPTIONS,
     *MODEL_OPTIONS,

@@ -2,14 +2,7 @@
 
 from common.layers import count
 from research import ensemble
-from research.experiments.plan import (
-    NARROW,
-    STRINGS,
-    THREE_TUNING,
-    Experiment,
-    Run,
-    joined,
-)
+from research.experiments.plan import NARROW, STRINGS, THREE_TUNING, Experiment, Run, joined
 from research.study import GRID, make_model
 
 TASKS = {

@@ -14,8 +14,6 @@ def convolution_options(name: str, width: Any, options: Mapping[str, Any]) -> di
     """
     projection = options.get("projection", "inner")
     if width is not None and projection == "inner":
-        raise convolved_error(
-            f'{name} must be None or have projection="input" beside it',
-            f"{name}={width!r} and projection={projection!r}",
-        )
+        expected = f'{name} needs projection="input"'
+        raise convolved_error(expected, f"{name}={width!r} and projection={projection!r}")
     return {"d_conv": width}

@@ -138,7 +138,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             self.initialization = Initialization(**earlier)
         from_file = self.transformers_version is not None
         if from_file:
-            others.pop("use_conv_bias", None)  # a field of earlier versions, for Convolved alone
+            others.pop("use_conv_bias", None)  # files of version 0.1.0 have it
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in others.items():
             target = self.attribute_map.get(name)
