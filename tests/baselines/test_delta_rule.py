@@ -190,7 +190,9 @@ def test_a_layer_with_the_kernel_in_a_graph(no_synchronization: Any) -> None:
 
     def run() -> list[Tensor]:
         y = layer(x)
-        return [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
+        grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+        # with its graph, y would keep nodes of the capture's stream alive
+        return [y.detach(), *grads]
 
     run()
     with no_synchronization():
