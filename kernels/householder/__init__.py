@@ -9,10 +9,8 @@ from bedouin.kernels.householder.reference import (
     rows_dot,
     times,
     unit,
-    unit_vjp,
     wy_factor,
     wy_factor_of,
-    wy_factor_vjp,
 )
 
 __all__ = [
@@ -24,8 +22,6 @@ __all__ = [
     "rows_dot",
     "times",
     "unit",
-    "unit_vjp",
     "wy_factor",
     "wy_factor_of",
-    "wy_factor_vjp",
 ]

@@ -26,17 +26,6 @@ def unit(
     return v * inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * eps)
 
 
-def unit_vjp(
-    grad: Tensor,  # (..., d)
-    v: Tensor,  # (..., d)
-    eps: float = UNIT_EPS,
-) -> Tensor:  # (..., d)
-    """Cotangent of v from that of unit(v)."""
-    scale = inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * eps)
-    direction = v * scale
-    return scale * (grad - direction * (direction * grad).sum(-1, keepdim=True))
-
-
 def rows_dot(
     rows: Tensor,  # (..., k, d)
     v: Tensor,  # (..., d)
@@ -98,21 +87,6 @@ def _inverse_of_one_plus(
         inverse = inverse @ (identity + squared)
         power *= 2
     return inverse
-
-
-def wy_factor_vjp(
-    grad: Tensor,  # (..., k, k), of T
-    U: Tensor,  # (..., k, d) unit rows
-    beta: Tensor,  # (..., k)
-) -> tuple[Tensor, Tensor]:
-    """Cotangents of U and beta, for T = X diag(beta), X = (I + N)^-1: that of N is -X^T grad_X X^T
-    above the diagonal."""
-    dots = torch.triu(U @ U.mT, diagonal=1)
-    X = _inverse_of_one_plus(beta.unsqueeze(-1) * dots)
-    grad_N = -torch.triu(X.mT @ (grad * beta.unsqueeze(-2)) @ X.mT, diagonal=1)
-    grad_beta = (grad * X).sum(-2) + (grad_N * dots).sum(-1)
-    grad_dots = beta.unsqueeze(-1) * grad_N
-    return (grad_dots + grad_dots.mT) @ U, grad_beta
 
 
 def apply_complement(

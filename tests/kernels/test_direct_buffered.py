@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
 from bedouin.kernels.direct.buffered import buffered_reverse, buffered_sweep, takes_buffers
-from bedouin.kernels.direct.forward import forward_sweep
 from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.reference import sweep_tokens
 from bedouin.kernels.direct.reverse import SolvedSweep, reverse_sweep
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 
@@ -128,7 +128,7 @@ def test_dtypes_are_those_of_the_plain_loops(
         operands = operands._replace(W_y=operands.W_y.to(low))
     operands, bind = operands.wide(), choose_bind(None, parameterization, operands.A)
     ours, kept = buffered_sweep(operands, parameterization, 16)
-    theirs, others = forward_sweep(operands, parameterization, bind, (), 16)
+    theirs, others = sweep_tokens(operands, parameterization, bind, (), 16)
     tolerance = 1e-5 if low == torch.float32 else 1e-2
     assert_near("y", ours.y, theirs.y, tolerance)
     assert_near("kept", torch.stack(kept), torch.stack(others), tolerance)
