@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import accumulator, ceil_div
-from bedouin.kernels.operation import operation
-from bedouin.kernels.scan.reference import selective_scan_reference, selective_scan_vjp
+from bedouin.kernels.operation import operation, recording
+from bedouin.kernels.scan.reference import selective_scan_reference
 from bedouin.kernels.scan.types import (
     CHUNK,
     ScanCotangents,
@@ -143,10 +143,11 @@ def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
 )
 def _plain_scan_backward(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     """Cotangents of x to h0 and erase from those of y (b, t, d) and of the last h (b, d, n)."""
-    dtype = accumulator(flat[0].dtype)
-    read, last, *wide, erase = (v.to(dtype) for v in (grad_y, grad_h, *flat[:7]))
-    grads = selective_scan_vjp(read, last, ScanOperands(*wide), erase, ScanOptions(*flat[7:]))
-    return tuple(grad.to(v.dtype).contiguous() for grad, v in zip(grads, flat[:7], strict=True))
+    with recording():
+        leaves = [v.detach().requires_grad_() for v in flat[:7]]
+        found = selective_scan_reference(*leaves, **ScanOptions(*flat[7:])._asdict())
+        grads = torch.autograd.grad(found, leaves, (grad_y, grad_h), materialize_grads=True)
+    return tuple(grad.contiguous() for grad in grads)
 
 
 @_plain_scan_backward.register_fake
