@@ -113,6 +113,32 @@ def test_all_is_that_of_autograd_through_the_loop(b: int, t: int, **options: Any
         assert_near(f"gradient {i}", ours, theirs, 10 * tolerance * (1 + size))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@ERASES_AND_FEEDS_X
+def test_on_a_gpu_and_in_its_graphs(k: int, dtype: torch.dtype, more: dict[str, Any]) -> None:
+    operands, options = draw(2, 20, k=k, dtype=dtype, **more)
+
+    def run(operands: Operands) -> tuple[Tensor, ...]:
+        inputs = [v.requires_grad_() for v in operands if v is not None]
+        sweep = direct_sweep(operands, options, backend="reference")
+        loss = sweep.y.square().sum() + sweep.h.square().sum()
+        return sweep.y.detach(), sweep.magnitude, *torch.autograd.grad(loss, inputs)
+
+    expected = run(operands)
+    moved: Any = [None if v is None else v.detach().cuda() for v in operands]
+    there = Operands(*moved)
+    assert takes_buffers(there, options, ())
+    run(there)  # the libraries of linear algebra set themselves up
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(there)
+    graph.replay()
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert_near(f"result {i}", ours.cpu(), theirs, 1e-3 if dtype == torch.float32 else 1e-11)
+
+
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("feedback", [True, False, D])
