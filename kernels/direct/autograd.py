@@ -1,5 +1,5 @@
-"""The sweep in eager PyTorch as a differentiable function, with the exact adjoint:
-in buffers, or for what these do not take by the plain loop.
+"""The sweep in eager PyTorch as a differentiable function with the exact adjoint: in buffers, and
+by the plain loop for what these do not take, custom mixers and transforms of torch.func.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """

@@ -1,10 +1,9 @@
-"""Channel mixing Q = I - diag(e) - U^T M U in compact form, and Householder products."""
+"""Channel mixing Q = I - diag(e) - U^T M U in compact form."""
 
 from bedouin.kernels.householder.reference import (
     apply_complement,
     apply_complement_transposed,
     combine_rows,
-    householder_product,
     mix_channels,
     rows_dot,
     times,
@@ -17,7 +16,6 @@ __all__ = [
     "apply_complement",
     "apply_complement_transposed",
     "combine_rows",
-    "householder_product",
     "mix_channels",
     "rows_dot",
     "times",

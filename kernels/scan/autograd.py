@@ -1,6 +1,6 @@
 """The scan as operations of torch.library, so that torch.compile keeps whole graphs.
 
-`run_triton_scan` calls the kernels, `run_plain_scan` the reference, which torch.compile would
+`run_triton_scan` calls the kernels, `plain_scan` the reference, which torch.compile would
 otherwise unroll over t. All four registered operations take the operands and options of a scan one
 by one, in the order of `ScanOperands` and `ScanOptions`. Triton is imported when an operation runs:
 registering costs nothing where it is not used.
@@ -122,14 +122,14 @@ def run_triton_scan(operands: ScanOperands, options: ScanOptions) -> tuple[Tenso
     "plain_scan",
     schema=f"({TENSORS}, Tensor erase, {OPTIONS}) -> (Tensor, Tensor)",
 )
-def _plain_scan(*flat: Any) -> tuple[Tensor, Tensor]:
-    """y (b, t, d) and the last h (b, d, n)."""
+def plain_scan(*flat: Any) -> tuple[Tensor, Tensor]:
+    """y (b, t, d) without D * x, and the last h (b, d, n). No size may be 0."""
     options = ScanOptions(*flat[7:])
     y, h = selective_scan_reference(*flat[:7], **options._asdict())
     return y.contiguous(), h.contiguous()
 
 
-@_plain_scan.register_fake
+@plain_scan.register_fake
 def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
     return _empty_like(flat[0], flat[5])
 
@@ -171,20 +171,7 @@ def _backward_plain(
     return *refuse_second_derivative(grads, [grad_y, grad_h, *operands]), None, None, None
 
 
-_plain_scan.register_autograd(_backward_plain, setup_context=_save_plain)
-
-
-def run_plain_scan(
-    operands: ScanOperands,
-    erase: Tensor,  # (b, t, 1) or (b, t, 0)
-    options: ScanOptions,
-) -> tuple[Tensor, Tensor]:
-    """y (b, t, d) without D * x, and the last h (b, d, n). Once differentiable.
-
-    No size may be 0.
-    """
-    y, h = _plain_scan(*operands[:6], erase, *options)
-    return y, h
+plain_scan.register_autograd(_backward_plain, setup_context=_save_plain)
 
 
 def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
