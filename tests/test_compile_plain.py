@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_structure
 from bedouin import (
     Bedouin,
     BedouinState,
-    Convolved,
     FixedPointRNN,
     LowRank,
     NoMixing,
@@ -346,7 +345,7 @@ FIXED = [None, None]
 """The shapes of a BedouinState: nothing varies."""
 
 STATEFUL: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "Convolved": (lambda: Convolved(KINDS["Bedouin"]()), [None, FIXED]),
+    "convolution": (lambda: VARYING["convolution"](), [None, None, None]),
     "SequenceModel": (lambda: KINDS["SequenceModel"](), (FIXED,)),
 }
 
@@ -387,7 +386,7 @@ VARYING: dict[str, Callable[[], nn.Module]] = {
     "heads": lambda: Bedouin(3, d_state=2, num_heads=2, **FLOAT64),
     "picard": lambda: Bedouin(3, num_heads=3, solver=Picard(), **SHORT, **FLOAT64),
     "paper": lambda: Bedouin(3, num_heads=2, output="paper", **FLOAT64),
-    "Convolved": lambda: Convolved(Bedouin(3, num_heads=2, **FLOAT64), 3),
+    "convolution": lambda: Bedouin(3, num_heads=2, d_conv=3, projection="input", **FLOAT64),
     "Attention": lambda: baselines.Attention(4, num_heads=2, **FLOAT64),
     "SequenceModel": lambda: SequenceModel(
         5, 3, [Bedouin(3, num_heads=2, **FLOAT64), FixedPointRNN(3, **FLOAT64)],
@@ -422,7 +421,7 @@ def arguments(module: nn.Module, x: Tensor, state: Any, mask: Tensor) -> tuple[A
     ("kind", "make"),
     [
         ("picard", InChunks),
-        ("Convolved", Padded),
+        ("convolution", Padded),
         ("Attention", InChunks),
         ("SequenceModel", InChunks),
         ("SequenceModel", StepOnState),
@@ -463,8 +462,8 @@ def of_any_batch(state: Any) -> Any:
         ("heads", StepOnState),
         ("picard", Padded),
         ("paper", None),
-        ("Convolved", None),
-        ("Convolved", Padded),
+        ("convolution", None),
+        ("convolution", Padded),
         ("SequenceModel", InChunks),
     ],
 )

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bedouin import (
     Bedouin,
-    Convolved,
     DiagnosisLogger,
     FixedPointRNN,
     LowRank,
@@ -206,30 +205,12 @@ def test_an_input_that_is_not_finite_is_reported(x: Tensor) -> None:
     assert "nearly singular (pivot nan)" in str(found) or "does not converge" in str(found)
 
 
-def test_the_layer_behind_a_convolution(x: Tensor) -> None:
-    """Its numbers are those of the layer on what the convolution calls it with."""
-    layer = Convolved(Bedouin(4, solver=Jacobi(rtol=1e-6), dtype=torch.float64), 3)
-    inputs: list[Tensor] = []
-    hook = layer.layer.register_forward_pre_hook(lambda part, args: inputs.append(args[0]))
-    layer(x.double())
-    hook.remove()
-    expected = diagnose(layer.layer, inputs[0])
-    found = diagnose(layer, x.double())
-    assert found.numbers() == expected.numbers()
-    assert found.numbers() != diagnose(layer.layer, x.double()).numbers()
-    assert found.layer == "Bedouin in Convolved, Jacobi(rtol=1e-06), ImplicitAdjoint()"
-    with pytest.raises(ValueError, match="x must have shape .* d_model = 4"):
-        diagnose(layer, x[..., :3].double())
-    with pytest.raises(TypeError, match="layer must be a Bedouin or FixedPointRNN, got LSTM"):
-        diagnose(Convolved(LSTM(4)), x)
-
-
 def test_what_it_does_not_take(x: Tensor) -> None:
     with pytest.raises(TypeError, match="layer must be a Bedouin or FixedPointRNN, got Linear: of"):
         diagnose(torch.nn.Linear(4, 4), x)  # type: ignore[arg-type]
-    other: Any = Convolved(Bedouin(4))
+    other: Any = LSTM(4)
     for measure in (lyapunov, find_fixed_point, measure_growth):
-        with pytest.raises(TypeError, match="layer must be a Bedouin or FixedPointRNN, got Convol"):
+        with pytest.raises(TypeError, match="layer must be a Bedouin or FixedPointRNN, got LSTM"):
             measure(other, x)
     with pytest.raises(ValueError, match=r"at least one sample and token, got \(2, 0, 4\)"):
         diagnose(Bedouin(4), x[:, :0])

@@ -13,7 +13,6 @@ from bedouin import (
     Bedouin,
     BedouinState,
     ChannelMixer,
-    Convolved,
     FixedPointRNN,
     HouseholderProduct,
     Initialization,
@@ -174,7 +173,6 @@ def test_unknown_options_name_the_class_and_list_the_valid() -> None:
     [
         (HouseholderProduct, (), "k", "HouseholderProduct has no option 'k'"),
         (LowRank, (), "ranks", "LowRank has no option 'ranks'; did you mean 'rank'?"),
-        (Convolved, (Bedouin(4),), "dconv", "Convolved has no option 'dconv'; did you mean"),
         (SequenceModel, (3, 4), "tie", "SequenceModel has no option 'tie'"),
         (Mamba, (4,), "dstate", "Mamba has no option 'dstate'; did you mean 'd_state'?"),
         (LSTM, (4,), "heads", "LSTM has no option 'heads'. Valid: d_model, "),

@@ -11,7 +11,6 @@ from bedouin import (
     Bedouin,
     BedouinState,
     Bidirectional,
-    Convolved,
     Decoder,
     FixedPointRNN,
     SequenceModel,
@@ -29,7 +28,8 @@ def make_model(**options: Any) -> SequenceModel:
         Bedouin(8, num_heads=2, **like),
         Mamba(8, **like),
         Attention(8, **like),
-        Convolved(FixedPointRNN(8, **like), 3),
+        FixedPointRNN(8, **like),
+        Bedouin(8, d_conv=3, projection="input", **like),
         LSTM(8, **like),
         DeltaProduct(8, **like),
     ]
@@ -167,7 +167,7 @@ def test_a_whole_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a run in place of a replay, which only Triton's interpreter takes by itself."""
     monkeypatch.setattr("bedouin.decoding.decoder.is_buffered", lambda *call: True)
     like: dict[str, Any] = {"dtype": torch.float64}
-    mixers = [Bedouin(4, num_heads=2, **like), Convolved(FixedPointRNN(4, **like), 3)]
+    mixers = [Bedouin(4, num_heads=2, **like), FixedPointRNN(4, d_conv=3, **like)]
     model = SequenceModel(VOCAB, 4, mixers, mlp_expand=1, **like)
     check_decoder_in_one_graph(model, ids(2, 6), 1e-11)
 
@@ -175,7 +175,10 @@ def test_a_whole_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
-    mixers = [Bedouin(64, num_heads=2, device="cuda"), Convolved(FixedPointRNN(64, device="cuda"))]
+    mixers = [
+        Bedouin(64, num_heads=2, device="cuda"),
+        Bedouin(64, d_conv=4, projection="input", device="cuda"),
+    ]
     model = SequenceModel(VOCAB, 64, mixers, mlp_expand=1, device="cuda")
     tokens = ids(2, 6).cuda()
     # float32, in sums of other orders

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel
+from bedouin.baselines import LSTM
 
 FILES = sorted((Path(__file__).parent / "saved").glob("*.pt"))
 SMALL: dict[str, Any] = {"expand": 1, "dtype": torch.float64}
@@ -68,6 +69,25 @@ def test_a_state_dict_without_the_counter_loads(name: str) -> None:
     values.popitem()
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
         other.load_state_dict(values)
+
+
+@pytest.mark.parametrize("make", [Bedouin, FixedPointRNN, LSTM])
+@pytest.mark.parametrize("place", ["", "blocks.0.mixer."])
+def test_parameters_of_convolved_name_the_version_that_reads_them(
+    make: Callable[[int], nn.Module], place: str
+) -> None:
+    layer = make(4)
+    model = SequenceModel(5, 4, [layer]) if place else layer
+    values = {k: v for k, v in model.state_dict().items() if not k.startswith(place)}
+    values |= {f"{place}conv.weight": torch.zeros(4, 4), f"{place}conv.bias": torch.zeros(4)}
+    values |= {f"{place}layer.{k}": v for k, v in layer.state_dict().items()}
+    for strict in (True, False):
+        with pytest.raises(
+            ValueError,
+            match=rf"parameters of a {make.__name__} under '{place}', got those of a Convolved: "
+            "bedouin 0.1.0 is the last version that reads it; use that version, or train a layer",
+        ):
+            model.load_state_dict(values, strict=strict)
 
 
 if __name__ == "__main__":

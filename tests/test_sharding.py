@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from bedouin import Bedouin, Convolved, FixedPointRNN, NoMixing, SequenceModel, param_groups
+from bedouin import Bedouin, FixedPointRNN, NoMixing, SequenceModel, param_groups
 from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
@@ -34,7 +34,7 @@ def make_model() -> SequenceModel:
     mixers: list[nn.Module] = [
         Bedouin(4, **FLOAT64),
         FixedPointRNN(4, num_heads=2, decay="griffin", **FLOAT64),
-        Convolved(Bedouin(4, feedback=("delta",), mixer=NoMixing(), **FLOAT64)),
+        Bedouin(4, feedback=("delta",), mixer=NoMixing(), d_conv=4, projection="input", **FLOAT64),
         LSTM(4, **FLOAT64),
         Mamba(4, **FLOAT64),
         DeltaProduct(4, **FLOAT64),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from bedouin import Bedouin, BedouinState, ChannelMixer, Convolved, FixedPointRNN
+from bedouin import Bedouin, BedouinState, ChannelMixer, FixedPointRNN
 from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba, PaddedAttentionState
 from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
@@ -228,7 +228,7 @@ STATES = [
     Bedouin(4).init_state(2),
     *(kind(8).init_state(2) for kind in (LSTM, Mamba, DeltaProduct, Attention)),
     PaddedAttentionState(*Attention(8).init_state(2), torch.tensor([0, 0])),
-    Convolved(Bedouin(4)).init_state(2),
+    Bedouin(4, d_conv=3, projection="input").init_state(2),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
-from bedouin import Bedouin, Convolved, Decoder, FixedPointRNN
+from bedouin import Bedouin, Decoder, FixedPointRNN
 from bedouin.heads import HeadLinear
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import LowRank, WYForm
@@ -247,7 +247,7 @@ def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -
 
 
 OFFLOADED: dict[str, Any] = LAYERS | {
-    "Convolved": lambda **k: Convolved(Bedouin(4, d_state=2, **FLOAT64, **k)),
+    "convolution": lambda **k: Bedouin(4, d_state=2, d_conv=4, **FLOAT64, **k),
 }
 
 
@@ -259,7 +259,7 @@ def test_layers_that_accelerate_dispatches_or_offloads(kind: str, num_heads: int
     layer, x = OFFLOADED[kind](num_heads=num_heads), torch.randn(2, 3, 4, **FLOAT64)
     expected, first = results(layer, x), layer.step(x[:, 0], layer.init_state(2))
     hooks.attach_execution_device_hook(layer, "cpu")
-    assert "forward" in vars(layer.get_submodule("layer" if kind == "Convolved" else "out_proj"))
+    assert "forward" in vars(layer.out_proj)
     assert_close(results(layer, x), expected)
     hooks.remove_hook_from_module(layer, recurse=True)
     accelerate.cpu_offload(layer, torch.device("cpu"))

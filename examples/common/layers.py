@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from bedouin import Bedouin, NoMixing, baselines
 from bedouin.solvers import (
@@ -156,40 +156,6 @@ def fixed_point_options(options: SolverOptions) -> dict[str, Any]:
         "adjoint": build_adjoint(options),
         "max_steps": build_cap(options),
     }
-
-
-class Parallel(nn.Module):
-    """The sum of two layers' outputs: together one layer with two kinds of heads.
-
-    For the study only: it takes and returns no state.
-    """
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    @property
-    def stats(self) -> Any:
-        """The statistics of the first layer's last solve."""
-        return getattr(self.first, "stats", None)
-
-    def forward(
-        self,
-        x: Tensor,  # (b, t, m)
-    ) -> Tensor:  # (b, t, m)
-        out: Tensor = self.first(x) + self.second(x)
-        return out
-
-
-def copy_keys(layer: Bedouin) -> None:
-    """Set the weights of C, from x and from y, to those of B."""
-    p, n = layer.head_dim, layer.d_state
-    weights = [(layer.x_proj.weight, p)]
-    if layer.y_proj is not None and {"B", "C"} <= set(layer.feedback):
-        weights.append((layer.y_proj.weight, p if "delta" in layer.feedback else 0))
-    for weight, first in weights:
-        B, C = weight.detach()[..., first : first + 2 * n, :].chunk(2, -2)
-        C.copy_(B)
 
 
 def count(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ import torch
 import tyro
 from torch import nn
 
-from bedouin import Bedouin, Convolved, Initialization
+from bedouin import Bedouin, Initialization
 from bedouin.model import SequenceModel
 from bedouin.tasks.streams import MAX_SEED
 from common.checks import (
@@ -122,8 +122,8 @@ class RunConfig(SolverOptions, TrackerOptions):
     rate_scale: tuple[Positive, Positive] = (1.0, 1.0)
     """Factors on the initial decay rates of the first and the last head, for mamba's decay."""
     d_conv: Count | None = None
-    """Width of a short convolution before each layer; None: no convolution. Baselines have their
-    own."""
+    """Width of each layer's convolution, with which x, the raw values and the gate are projected
+    from the layer's input; None: no convolution. Baselines have their own."""
     feedback_lr_scale: Share = 1.0
     """Factor on the learning rate of W^y in the first steps."""
     feedback_lr_steps: Natural = 0
@@ -238,7 +238,8 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
             num_householder=config.num_householder,
             layer_idx=layer_idx,
         )
-    layer = make_bedouin(
+    own = {} if config.d_conv is None else {"d_conv": config.d_conv, "projection": "input"}
+    return make_bedouin(
         config.d_model,
         d_state=config.d_state,
         expand=config.expand,
@@ -252,8 +253,8 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
         **_given({"eigenvalues": config.eigenvalues}),
         **fixed_point_options(config),
         layer_idx=layer_idx,
+        **own,
     )
-    return layer if config.d_conv is None else Convolved(layer, config.d_conv)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

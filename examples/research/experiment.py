@@ -1,9 +1,9 @@
 """Run experiments, list their commands, or write summary.json and the figure from their runs.
 
     python examples/research/experiment.py                  # list every run (make experiments)
-    python examples/research/experiment.py words copying    # make the runs that are not there yet
-    python examples/research/experiment.py words --only a5-bedouin a5-lstm_l1
-    python examples/research/experiment.py words --extra="--steps 20 --device cpu" --out runs/trial
+    python examples/research/experiment.py heads table      # make the runs that are not there yet
+    python examples/research/experiment.py table --only a5-recall a5-lstm_l1
+    python examples/research/experiment.py table --extra="--steps 20 --device cpu" --out runs/trial
     python examples/research/experiment.py language-model --devices 2   # two at a time, a GPU each
     python examples/research/experiment.py table --per-device 6         # six at a time on one GPU
     python examples/research/experiment.py --summary
@@ -41,16 +41,12 @@ from common.checks import flag
 from common.options import parse_config
 from common.runs import add_runs, read_run, read_runs
 from research import ensemble
-from research.experiments.both_trials import BOTH_TRIALS
-from research.experiments.controls import CONTROLS, CONTROLS_CPU, CONTROLS_SMALL
-from research.experiments.copying import COPYING, COPYING_FEEDBACK, COPYING_SMALL, COPYING_TUNING
-from research.experiments.earlier import A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TRIALS, TUNING_RUNS
+from research.experiments.controls import CONTROLS_CPU
+from research.experiments.earlier import A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TUNING_RUNS
 from research.experiments.heads import heads
-from research.experiments.language_model import LANGUAGE_MODEL_TRIALS, language_model
-from research.experiments.languages import LANGUAGES, LANGUAGES_SMALL
+from research.experiments.language_model import language_model
 from research.experiments.plan import Experiment, Run, Script
 from research.experiments.table import tables
-from research.experiments.words import WORDS, WORDS_TRIALS, WORDS_TUNING, equal_parameters
 from research.summary import figure_of_both, markdown, summarize
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -88,25 +84,8 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(
-            A5_CPU,
-            A5_ONE_HEAD,
-            COPYING_ONE_HEAD,
-            TUNING_RUNS,
-            TRIALS,
-            BOTH_TRIALS,
-            WORDS_TUNING,
-            WORDS_TRIALS,
-            COPYING_TUNING,
-            COPYING_SMALL,
-            WORDS,
-            equal_parameters(),
-            COPYING,
-        ),
-        *(COPYING_FEEDBACK, CONTROLS, CONTROLS_CPU, CONTROLS_SMALL),
-        *(heads(), LANGUAGES, LANGUAGES_SMALL, language_model()),
-        LANGUAGE_MODEL_TRIALS,
-        *tables(RESULTS),
+        *(A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TUNING_RUNS, CONTROLS_CPU),
+        *(heads(), language_model(), *tables(RESULTS)),
     )
     return {experiment.name: experiment for experiment in found}
 

@@ -8,15 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bedouin import Bedouin, Convolved, Initialization, Kronecker, Monarch, SequenceModel
+from bedouin import Initialization, Kronecker, Monarch, SequenceModel
 from common.device import Device
 from common.layers import (
     BASELINES,
     TAKES,
     Baseline,
-    Parallel,
     SolverOptions,
-    copy_keys,
     count,
     fixed_point_options,
     make_bedouin,
@@ -64,9 +62,6 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Of Bedouin, mamba, deltanet and deltaproduct; None: the layer's own default."""
     num_layers: int = 1
     feedback_init: tuple[float, ...] = (0.1,)
-    d_conv: tuple[int | None, ...] = (None,)
-    """Width of a short convolution before a layer of Bedouin; None: no convolution. The baselines
-    have their own."""
     feedback_lr_scale: tuple[float, ...] = (1.0,)
     """Factor on the learning rate of W^y, so that what the layer can learn without feedback, it
     learns first."""
@@ -76,15 +71,6 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
     expand: tuple[int, ...] = (2,)
     """Channels of a layer of Bedouin for each one of the model."""
-    recall_heads: tuple[int | None, ...] = (None,)
-    """Heads of a second layer beside each one of Bedouin, whose outputs are added: with a short
-    convolution, --recall-state states, and neither feedback nor reflections, so that it can find
-    a token by its neighbours only. None: no such layer."""
-    recall_state: int = 64
-    """d_state of the second layer."""
-    key_init: tuple[Literal["drawn", "same"], ...] = ("drawn",)
-    """Initial weights of B and C: drawn independently, or those of C the same as those of B, as in
-    mimetic initialization (arXiv 2410.11135)."""
     lr: tuple[float, ...] = (1e-3,)
     schedule: tuple[Schedule, ...] = ("cosine",)
     batch_size: tuple[int, ...] = (256,)
@@ -153,11 +139,6 @@ PRESETS = {"small": Config(), "paper": PAPER}
 
 DENSE_MIXERS = {"kronecker": Kronecker, "monarch": Monarch}
 
-NEARLY_IDENTITY = 1e-3
-"""beta_max with which reflections change nothing."""
-RECALL_RATE, RECALL_WIDTH = 0.01, 4
-"""Of the second layer: the factor on the initial decay rates, and the width of the convolution."""
-
 LAYER_OPTIONS = (
     "input_scale",
     "d_state",
@@ -169,15 +150,8 @@ LAYER_OPTIONS = (
     "feedback",
     "feedback_init",
 )
-MODEL_OPTIONS = (
-    "delta_from_x_init",
-    "rate_scale",
-    "rate_scale_last",
-    "d_conv",
-    "key_init",
-    "recall_heads",
-)
-"""Options of what is around the layer, and of its initial weights."""
+MODEL_OPTIONS = ("delta_from_x_init", "rate_scale", "rate_scale_last")
+"""Options of the layer's initial weights."""
 GRID = (
     *LAYER_OPTIONS,
     *MODEL_OPTIONS,
@@ -224,28 +198,7 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
         options["mixer"] = dense()
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
-    layer = make_bedouin(config.d_model, on_unconverged="ignore", **options)
-    if point["key_init"] == "same":
-        copy_keys(layer)
-    width, heads = point["d_conv"], point["recall_heads"]
-    mixed = layer if width is None else Convolved(layer, width)
-    return mixed if heads is None else Parallel(mixed, _recall(config, heads))
-
-
-def _recall(config: Config, num_heads: int) -> nn.Module:
-    """The second layer of `recall_heads`."""
-    layer = Bedouin(
-        config.d_model,
-        d_state=config.recall_state,
-        num_heads=num_heads,
-        num_householder=1,
-        beta_max=NEARLY_IDENTITY,
-        feedback=(),
-        input_scale="delta",
-        initialization=Initialization(rates=RECALL_RATE),
-        on_unconverged="ignore",
-    )
-    return Convolved(layer, RECALL_WIDTH)
+    return make_bedouin(config.d_model, on_unconverged="ignore", **options)
 
 
 def make_layers(config: Config, point: dict[str, Any]) -> list[nn.Module]:

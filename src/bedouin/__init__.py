@@ -2,7 +2,6 @@
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.bidirectional import Bidirectional
-from bedouin.convolved import Convolved, ConvolvedState
 from bedouin.decoding import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
 from bedouin.diagnosis_logger import DiagnosisLogger
@@ -22,15 +21,13 @@ from bedouin.parameterization import Initialization
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.state import BedouinState
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Bedouin",
     "BedouinState",
     "Bidirectional",
     "ChannelMixer",
-    "Convolved",
-    "ConvolvedState",
     "Decoder",
     "Diagnosis",
     "DiagnosisLogger",

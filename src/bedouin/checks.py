@@ -112,12 +112,12 @@ def _has_mask(function: Callable[..., Any]) -> bool:
 _has_mask_cached = functools.cache(_has_mask)
 
 
-def find_method(layer: object, name: str, role: str = "layer") -> Callable[..., Any]:
-    """The method of a layer. Raises TypeError if it has none of this name."""
-    method: Callable[..., Any] | None = getattr(layer, name, None)
+def find_method(mixer: object, name: str) -> Callable[..., Any]:
+    """The method of a mixing layer. Raises TypeError if it has none of this name."""
+    method: Callable[..., Any] | None = getattr(mixer, name, None)
     if method is None or not callable(method):
         raise TypeError(
-            f"{role} {type(layer).__name__} has no {name}(), which this needs: use a layer that "
+            f"mixer {type(mixer).__name__} has no {name}(), which this needs: use a layer that "
             "has it, such as bedouin.Bedouin, merge an adapter around the whole layer, or call it "
             "on whole sequences without states"
         )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from bedouin.convolved import Convolved
 from bedouin.kernels.heads import fold
 from bedouin.layer import FixedPointLayer
 from bedouin.measurements import (
@@ -85,8 +84,8 @@ class SolverRun:
 class Diagnosis:
     """What `diagnose` measured; `str` is a table, `plot` draws a figure.
 
-    layer: the layer's class, whether it is in a Convolved, solver and adjoint. shape: (b, t, m) of
-        the input. dtype: its dtype.
+    layer: the layer's class, solver and adjoint. shape: (b, t, m) of the input. dtype: its
+        dtype.
     pivots: (b,), the smallest pivot of each sample's local systems, at most 1; 0 is a singular
         token. None for a mixer without the form (e, U, M).
     contraction: the spectral radius of diag(sigma_t)(I - Q_t), the largest of all tokens and heads;
@@ -207,7 +206,7 @@ class Diagnosis:
 
 
 def diagnose(
-    layer: FixedPointLayer | Convolved,
+    layer: FixedPointLayer,
     x: Tensor,  # (b, t, m), b >= 1, t >= 1
     *,
     rtol: float | None = None,
@@ -221,8 +220,7 @@ def diagnose(
     of 20 calls and t steps; a few samples are enough.
 
     Args:
-        layer: a Bedouin or FixedPointRNN; of a model, one of its layers. Of a Convolved, the layer
-            behind its convolution is measured, on the convolved x.
+        layer: a Bedouin or FixedPointRNN; of a model, one of its layers.
         x: what the layer is called with, without padding.
         rtol: the tolerance of the iterative solvers; None: that of the layer's own solver, and
             1e-4 for Direct, which has none.
@@ -231,9 +229,6 @@ def diagnose(
     Raises TypeError for another kind of layer, ValueError for x without samples or tokens, and the
     errors of a call.
     """
-    around = ""
-    while isinstance(layer, Convolved):
-        x, layer, around = _convolved(layer, x), layer.layer, " in Convolved"
     check_layer(layer)
     layer.check_input(x, rank=3)
     if not x.numel():
@@ -247,7 +242,7 @@ def diagnose(
     runs = _run_solvers(probe, x, rtol)
     bias, cosine = _gradient_bias(_copy(layer).double(), x.double())
     found = Diagnosis(
-        layer=f"{type(layer).__name__}{around}, {_short(layer.solver)}, "
+        layer=f"{type(layer).__name__}, {_short(layer.solver)}, "
         f"{_short(layer.adjoint or ImplicitAdjoint())}",
         shape=tuple(x.shape),
         dtype=x.dtype,
@@ -262,13 +257,6 @@ def diagnose(
         decode_gap=decode_gap(_copy(layer), x),
     )
     return replace(found, advice=tuple(_advice(found, layer)))
-
-
-@torch.no_grad()
-def _convolved(layer: Convolved, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
-    """What `layer` calls the layer behind its convolution with."""
-    layer.check_input(x, rank=3)
-    return layer.convolve(x, layer.init_window(len(x)))[0]
 
 
 def _copy(layer: FixedPointLayer) -> FixedPointLayer:

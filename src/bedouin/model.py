@@ -113,10 +113,10 @@ class Block(ResidualBlock):
         if run == "whole":
             return self._residual(x, _mixed(self.mixer, self.mixer(normed, **options), x))
         if run == "chunk":
-            find_method(self.mixer, "init_state", "mixer")
+            find_method(self.mixer, "init_state")
             output, state = self.mixer(normed, state=state, return_state=True, **options)
         else:
-            output, state = find_method(self.mixer, "step", "mixer")(normed, state)
+            output, state = find_method(self.mixer, "step")(normed, state)
         return self._residual(x, _mixed(self.mixer, output, x)), state
 
     def decode(
@@ -300,7 +300,7 @@ class SequenceModel(nn.Module):
         Raises:
             TypeError: a mixer without `init_state`.
         """
-        return tuple(find_method(mixer, "init_state", "mixer")(batch_size) for mixer in self.mixers)
+        return tuple(find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
     def step(
         self,

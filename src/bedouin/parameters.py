@@ -15,6 +15,16 @@ from bedouin.solvers.draws import Draws
 DELTA_RANGE = (1e-3, 0.1)
 
 
+def convolved_error(expected: str, got: str) -> ValueError:
+    """The error for parameters or options of a `Convolved`, which was a layer behind a convolution
+    with SiLU."""
+    return ValueError(
+        f"{expected}, got {got} of a Convolved: bedouin 0.1.0 is the last version that reads it; "
+        'use that version, or train a layer with d_conv and projection="input", whose convolution '
+        "is its own"
+    )
+
+
 class MarkedModule(nn.Module):
     """A module that keeps the marks of its parameters.
 
@@ -22,6 +32,17 @@ class MarkedModule(nn.Module):
     that follow Mamba read. Copies, `to_empty`, `load_state_dict(assign=True)` and sharding replace
     parameters by new ones without them; this class then sets them again on parameters of its own.
     """
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """As torch's; raises ValueError for the parameters of a `Convolved` around the layer, whose
+        names begin with `conv` and `layer`."""
+        inner = f"{prefix}layer."
+        if f"{prefix}conv.weight" in state_dict and any(k.startswith(inner) for k in state_dict):
+            raise convolved_error(
+                f"state_dict must have the parameters of a {type(self).__name__} under {prefix!r}",
+                "those",
+            )
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _mark_parameters(self) -> None:
         """Call `mark` for the parameters that have marks; some may not exist yet."""

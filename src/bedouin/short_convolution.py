@@ -1,4 +1,4 @@
-"""The short causal convolution that `Convolved`, Mamba and DeltaNet put before their recurrence.
+"""The short causal convolution before the recurrence of a layer or a baseline.
 
 Letters: b batch, t time, c channels, w width.
 """

@@ -122,13 +122,7 @@ class RecurrentState:
                     f"{name} must get a list of {cls.__name__}, got one of {type(state).__name__}"
                 )
             state._check_batched(batched, name)
-        return cls._join_fields(states, batched, join)
-
-    @classmethod
-    def _join_fields(cls, states: Sequence[Self], batched: bool, join: Join) -> Self:
-        """The state whose fields are those of all states, joined."""
-        for state in states:
-            state._check_like(states[0], "cat" if batched else "stack")
+            state._check_like(states[0], name)
         fields = zip(*(state.tensors for state in states), strict=True)
         return cls._of(join(list(field)) for field in fields)
 

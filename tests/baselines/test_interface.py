@@ -1,4 +1,4 @@
-"""What every baseline and `Convolved` share: chunks, steps, states, errors, precision, copies."""
+"""What every baseline shares: chunks, steps, states, errors, precision, copies."""
 
 import copy
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bedouin import Bedouin, Convolved, baselines
+from bedouin import baselines
 from bedouin.baselines import (
     LSTM,
     M2RNN,
@@ -22,10 +22,6 @@ from bedouin.baselines import (
 from bedouin.model import SequenceModel
 
 Kind = Callable[..., Any]
-
-
-def convolved(inner: Kind) -> Kind:
-    return lambda d_model, **options: Convolved(inner(d_model, **options), 3)
 
 
 KINDS: list[Any] = [
@@ -45,8 +41,6 @@ KINDS: list[Any] = [
         "m2rnn_plain": partial(M2RNN, d_conv=None, head_dim=3, expand_v=1.5),
         "attention": Attention,
         "attention_conv": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
-        "convolved": convolved(Bedouin),
-        "convolved_attention": convolved(Attention),
     }.items()
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS)

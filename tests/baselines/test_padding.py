@@ -1,5 +1,4 @@
-"""Padded rows and packed documents in every baseline and `Convolved`: each sequence gives what it
-gives alone."""
+"""Padded rows and packed documents in every baseline: each sequence gives what it gives alone."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin, Convolved
 from bedouin.baselines import (
     LSTM,
     M2RNN,
@@ -34,10 +32,6 @@ every_kind = pytest.mark.parametrize(
             "recurrent_delta_net": partial(RecurrentDeltaNet, d_conv=3),
             "m2rnn": M2RNN,
             "attention": partial(Attention, d_conv=3),
-            "convolved": lambda d_model, **options: Convolved(Bedouin(d_model, **options), 3),
-            "convolved_attention": lambda d_model, **options: Convolved(
-                Attention(d_model, **options)
-            ),
         }.items()
     ],
 )

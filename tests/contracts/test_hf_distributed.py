@@ -25,7 +25,12 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 PAD, VOCABULARY = 0, 13
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 4, "num_hidden_layers": 2}
-CONVOLVED: dict[str, Any] = {"conv_kernel": 3, "num_heads": 2, "num_householder": 0}
+CONVOLVED: dict[str, Any] = {
+    "conv_kernel": 3,
+    "projection": "input",
+    "num_heads": 2,
+    "num_householder": 0,
+}
 
 
 def make_model(**options: Any) -> BedouinForCausalLM:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bedouin import Bedouin
-from bedouin.kernels.feedback import padded_rows
 from bedouin.tasks import IGNORE, Copying, ModularArithmetic, WordProblem, stream
 from bedouin.testing import assert_close
 from common import trackers
@@ -31,10 +30,8 @@ from research.positions import by_position
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
     **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1},
-    **{"rate_scale": 0.5, "delta_from_x_init": 0.0, "d_conv": None, "expand": 2},
+    **{"rate_scale": 0.5, "delta_from_x_init": 0.0, "expand": 2},
     **{
-        "key_init": "drawn",
-        "recall_heads": None,
         "rate_scale_last": None,
         "feedback_lr_scale": 1.0,
         "feedback_lr_share": 1.0,
@@ -72,30 +69,6 @@ def test_models_that_take_turns_are_those_of_the_stack() -> None:
     assert_close("loss", pair[1].loss_sum, pair[0].loss_sum, 1e-5)
 
 
-@pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("feedback", ["delta+B+C", "B+C", "C"])
-def test_keys_that_start_the_same(num_heads: int, feedback: str) -> None:
-    """C reads what B writes, from x and from what is fed back."""
-    point = {**POINT, "num_heads": num_heads, "feedback": feedback, "key_init": "same"}
-    layer: Any = study.make_layer(small(), point)
-    p, n = layer.head_dim, layer.d_state
-    B, C = layer.x_proj.weight[..., p : p + 2 * n, :].chunk(2, -2)
-    assert torch.equal(B, C)
-    fed = padded_rows(layer._feedback_weights(torch.float32)[0], layer.raw_size)
-    B, C = fed[..., p : p + 2 * n, :].chunk(2, -2)
-    assert torch.equal(B, C) == ("B" in feedback)
-
-
-def test_recall_heads_find_a_token_by_its_neighbours_only() -> None:
-    """The outputs are added, and the second layer has no feedback."""
-    layer: Any = study.make_layer(small(recall_state=3), {**POINT, "recall_heads": 2})
-    first, second = layer.first, layer.second
-    x = torch.randn(1, 5, 8)
-    assert torch.equal(layer(x), first(x) + second(x))
-    assert second.layer.y_proj is None and second.layer.d_state == 3
-    assert layer.stats is first.stats and first.stats is not None
-
-
 def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = {name: (value,) for name, value in POINT.items()}
     ensemble.main(small(stacked=False, autocast="bf16", out=tmp_path, **grid))
@@ -123,7 +96,7 @@ def test_weights_are_those_of_all_seeds(tmp_path: Path) -> None:
 def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     """The results are those of one point after the other, also with fewer steps for one."""
     grid: dict[str, Any] = {name: (value,) for name, value in POINT.items()}
-    grid |= {"steps": (2, 4), "d_conv": (3,)}
+    grid |= {"steps": (2, 4)}
     found = []
     for concurrent in (True, False):
         folder = tmp_path / str(concurrent)

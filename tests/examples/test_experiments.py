@@ -16,8 +16,6 @@ import tyro
 from common.options import parse_config
 from common.runs import add_runs, read_runs
 from research import ensemble, experiment
-from research.experiments.copying import COPY
-from research.experiments.models import CHOSEN
 from research.experiments.plan import Experiment, Run
 from research.experiments.table import RATES, TASKS, VARIANTS, chosen, tables
 from research.models import MODELS
@@ -27,26 +25,8 @@ from research.summary import figure_of_both, summarize
 ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
-REPORTED = (
-    *("words", "words-equal", "copying", "copying-feedback", "controls", "languages"),
-    *("table", "table-wide", "table-controls"),
-)
-TUNING = (
-    "words-tuning",
-    "copying-tuning",
-    "copying-settings",
-    "tuning",
-    "copying-trials",
-    "both-trials",
-    "words-trials",
-    "copying-small",
-    "heads",
-    "table-tuning",
-)
-
-
-PARTLY = ("heads", "words", "words-tuning", "copying", "copying-tuning", "copying-small")
-"""Experiments of which not every run has been made."""
+REPORTED = ("table", "table-wide", "table-controls")
+TUNING = ("tuning", "heads", "table-tuning")
 NOT_PLANNED = {
     *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100"),
 }
@@ -77,24 +57,14 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "a5-cpu",
-        "a5-one-head",
-        "copying-one-head",
-        "tuning",
-        "copying-trials",
-        "both-trials",
-        "words-trials",
-        "controls-cpu",
-        *PARTLY,
-    ],
+    ["a5-cpu", "a5-one-head", "copying-one-head", "tuning", "controls-cpu", "heads"],
 )
 def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     found, names = ALL[name], set()
     contents = read_runs(experiment.RESULTS / name)
     for run in found.runs:
-        if name in PARTLY and run.name not in contents:
-            continue
+        if name == "heads" and run.name not in contents:
+            continue  # not every run has been made
         saved = contents[run.name]["config"]
         names.add(run.name)
         config = asdict(parsed(run))
@@ -261,7 +231,7 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     assert beyond.keys() == {"a5-rdn_l1_slow-0.008", "copy-recall-0.0005"}
     assert beyond["a5-rdn_l1_slow-0.008"].endswith("--lr 0.008")
     assert "--model rdn_l1_slow --lr 0.004" in found["table"]["s5-rdn_l1"]
-    assert "copy-rdn_l1" not in found["table"] and "mqar-recall_layer" not in found["table"]
+    assert "copy-rdn_l1" not in found["table"]
     tuned("a5-rdn_l1_slow-0.008", {8e-3: 0.8})
     again = {run.name: run.options for e in tables(tmp_path)[:2] for run in e.runs}
     assert again["a5-rdn_l1_slow-0.008"] == beyond["a5-rdn_l1_slow-0.008"]
@@ -319,17 +289,3 @@ def test_a_short_run_of_the_table(
         names = {"bound_s3": ["1_2", "2_20"]}.get(task, list(row["accuracy"]))
         assert list(row["accuracy"]) == names
         assert all(len(v) == 2 for found in row["accuracy"].values() for v in found.values())
-
-
-def test_the_page_of_words_shows_the_layer_of_both_tasks() -> None:
-    """The same layer as that of the experiments: modules, options and initial weights."""
-    page = Path(__file__).parents[2].joinpath("examples", "results", "words", "README.md")
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    variables: dict[str, Any] = {}
-    torch.manual_seed(0)
-    exec(block, variables)
-    config = ensemble.parse(f"{COPY} {CHOSEN}".split())
-    torch.manual_seed(0)
-    layer = make_layer(config, {name: getattr(config, name)[0] for name in GRID})
-    assert repr(variables["layer"]) == repr(layer)
-    torch.testing.assert_close(variables["layer"].state_dict(), layer.state_dict(), rtol=0, atol=0)

@@ -245,6 +245,13 @@ def test_a_baseline_replaces_the_layer_and_the_presets_options_of_bedouin() -> N
     assert isinstance(model.mixers[0], DeltaNet) and model.mixers[0].num_heads == 2
 
 
+def test_a_convolution_is_that_of_the_layer() -> None:
+    layer: Any = build_model(parse_a5("--d-conv", "3"), 7, 5).mixers[0]
+    assert layer.conv.width == 3 and layer.projection == "input"
+    layer = build_model(parse_a5(), 7, 5).mixers[0]
+    assert layer.conv is None and layer.projection == "inner"
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranged:
     plain: int = -1

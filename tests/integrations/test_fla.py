@@ -25,13 +25,13 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 VOCAB = 24
 
-CONVOLVED: dict[str, Any] = {"use_short_conv": True, "conv_size": 3, "num_heads": 2}
-FROM_INPUT: dict[str, Any] = {
+CONVOLVED: dict[str, Any] = {
     "use_short_conv": True,
+    "conv_size": 3,
     "projection": "input",
     "feedback": ("delta", "x"),
 }
-MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED, FROM_INPUT]
+MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED]
 
 
 def make_model(**options: Any) -> GLAForCausalLM:
@@ -77,7 +77,10 @@ class TestLayer:
         assert [tuple(s.shape) for s in cache[0]["recurrent_state"]] == [(2, 16, 4), (2, 16)]
         window = cache[0]["conv_state"]
         assert (window is None) == ("use_short_conv" not in mixing)
-        assert mixing is not CONVOLVED or torch.equal(window, x[:, -2:])
+        if mixing is CONVOLVED:
+            sizes = list(layer.layer.projected_sizes.values())
+            u, _, B, C, *_ = layer.layer.in_proj(x[:, -2:]).split(sizes, -1)
+            same(window, torch.cat([u, B, C], -1))
 
     def test_the_cache_changes_with_use_cache_only(self, x: Tensor) -> None:
         layer, cache = make_layer(), Cache()
@@ -138,6 +141,8 @@ class TestLayer:
             BedouinLayer(8, mode="parallel")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="use_short_conv must be True or False"):
             BedouinLayer(8, use_short_conv=4)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="got conv_size=4 and .* Convolved: bedouin 0.1.0 is"):
+            BedouinLayer(8, use_short_conv=True)
         with pytest.raises(ValueError, match="blocks with a layer `attn`"):
             replace_layers(nn.Linear(2, 2))
 
@@ -171,15 +176,15 @@ class TestModel:
         assert torch.equal(found[1:], unpadded)
 
     def test_a_file_says_what_the_layers_are(self, tmp_path: Path) -> None:
-        solver, collections = Picard(1e-3), {"feedback": {"C", "B"}}
-        start = Initialization(rates=(1, 0.1))
-        model = make_model(**CONVOLVED, solver=solver, initialization=start, **collections).float()
+        solver, start = Picard(1e-3), Initialization(rates=(1, 0.1))
+        options = CONVOLVED | {"num_heads": 2, "feedback": {"C", "B"}}
+        model = make_model(**options, solver=solver, initialization=start).float()
         ids = torch.randint(1, VOCAB, (2, 6))
         model.save_pretrained(tmp_path)
         config = GLAConfig.from_pretrained(tmp_path)
         found = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
         load_model(found, tmp_path / "model.safetensors")
-        layer = found.model.layers[0].attn.layer.layer
+        layer = found.model.layers[0].attn.layer
         assert layer.solver == solver and layer.initialization == start
         assert torch.equal(found.eval()(ids).logits, model(ids).logits)
         assert found.config.bedouin_layers == config.bedouin_layers

@@ -14,8 +14,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from bedouin import Bedouin, Convolved, Initialization, LowRank, NoMixing  # noqa: E402
-from bedouin.convolved import StateParts  # noqa: E402
+from bedouin import Bedouin, Initialization, LowRank, NoMixing  # noqa: E402
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinCacheLayer,
     BedouinConfig,
@@ -33,24 +32,16 @@ pytestmark = [
 PAD, VOCAB = 0, 31
 
 CONVOLVED: dict[str, Any] = {
-    "conv_kernel": 3,
-    "num_heads": 4,
-    "num_householder": 0,
-    "input_scale": "delta",
-    "feedback": ["delta"],
-    "initialization": Initialization(0.5, (8, 0.001)),
-}
-"""A short convolution, memory spread over heads and no reflections."""
-
-FROM_INPUT: dict[str, Any] = {
     "projection": "input",
     "conv_kernel": 3,
     "erase": 1.0,
     "num_heads": 2,
     "num_householder": 0,
+    "input_scale": "delta",
     "feedback": ["delta", "x"],
+    "initialization": Initialization(0.5, (8, 0.001)),
 }
-"""The options of `Bedouin.recall`, with the convolution inside of the layer."""
+"""The options of `Bedouin.recall`, other rates among them."""
 
 
 def make_config(**options: Any) -> BedouinConfig:
@@ -58,7 +49,7 @@ def make_config(**options: Any) -> BedouinConfig:
     return BedouinConfig(**(sizes | {"pad_token_id": PAD, "intermediate_size": 12} | options))
 
 
-@pytest.fixture(params=[{}, CONVOLVED, FROM_INPUT], ids=["defaults", "convolved", "input"])
+@pytest.fixture(params=[{}, CONVOLVED], ids=["defaults", "convolved"])
 def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of the mixers."""
     found: dict[str, Any] = request.param
@@ -178,7 +169,7 @@ class TestCache:
     def test_layout(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         cache = model(ids).past_key_values
         mixer = mixers(model)[0]
-        _, d, n = StateParts.of(mixer.init_state(1)).ssm.shape
+        _, d, n = mixer.init_state(1).ssm.shape
         assert type(cache) is transformers.DynamicCache
         assert cache.layers[1].recurrent_states[0].shape == (3, d, n)
         assert cache.layers[1].conv_states[0].shape == (3, d, 1)
@@ -187,12 +178,9 @@ class TestCache:
             assert window is None
         else:
             block: Any = model.model.layers[0]
-            convolved = block.norm(model.model.embed_tokens(ids[:, -2:])).mT
-            if isinstance(mixer, Bedouin):
-                x, _, B, C, *_ = mixer.in_proj(convolved.mT).split(
-                    list(mixer.projected_sizes.values()), -1
-                )
-                convolved = torch.cat([x, B, C], -1).mT
+            u, sizes = block.norm(model.model.embed_tokens(ids[:, -2:])), mixer.projected_sizes
+            x, _, B, C, *_ = mixer.in_proj(u).split(list(sizes.values()), -1)
+            convolved = torch.cat([x, B, C], -1).mT
             assert window.shape == convolved.shape
             same(cache.layers[0].conv_states[1], convolved)
         assert cache.has_previous_state() and not cache.is_compileable
@@ -233,11 +221,12 @@ class TestCache:
     @pytest.mark.parametrize("width", [1, 9])
     def test_windows_of_any_width(self, ids: Tensor, width: int) -> None:
         """None at all for width 1; for 9, more tokens than a chunk has."""
-        model = BedouinForCausalLM(make_config(initializer_range=0.5, conv_kernel=width))
+        options = {"initializer_range": 0.5, "conv_kernel": width, "projection": "input"}
+        model = BedouinForCausalLM(make_config(**options))
         model.double().eval()
         cache = transformers.DynamicCache(config=model.config)
         chunks = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 3], dim=1)]
-        assert cache.layers[0].conv_states[1].shape == (3, 8, width - 1)
+        assert cache.layers[0].conv_states[1].shape == (3, 24, width - 1)
         same(torch.cat(chunks, 1), model(ids).logits)
         found = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=2)
         options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
@@ -351,33 +340,29 @@ class TestConfig:
         assert loaded.make_mixer(0).initialization.rates == scale
 
     def test_every_option_survives_a_file(self, tmp_path: Path) -> None:
-        options = CONVOLVED | {"output": "paper", "bias": False, "use_conv_bias": False}
+        options = CONVOLVED | {"output": "paper", "bias": False}
         make_config(**options).save_pretrained(tmp_path)
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
         mixer = loaded.make_mixer(1)
-        assert isinstance(mixer, Convolved)
-        assert (mixer.conv.width, mixer.conv.bias, mixer.layer_idx) == (3, None, 1)
-        layer = mixer.layer
-        assert type(layer.mixer) is NoMixing
-        assert layer.initialization == Initialization(0.5, (8, 0.001))
-        assert (layer.output, layer.raw_bias, layer.feedback) == ("paper", None, ("delta",))
+        assert (mixer.conv.width, mixer.projection, mixer.layer_idx) == (3, "input", 1)
+        assert type(mixer.mixer) is NoMixing and mixer.erase == 1
+        assert mixer.initialization == Initialization(0.5, (8, 0.001))
+        assert (mixer.output, mixer.raw_bias, mixer.feedback) == ("paper", None, ("delta", "x"))
 
     def test_the_model_computes_the_layer_that_the_options_describe(self, ids: Tensor) -> None:
         config = make_config(num_hidden_layers=1, intermediate_size=None, **CONVOLVED)
         model = BedouinForCausalLM(config).double().eval()
-        layer = Convolved(
-            Bedouin(
-                8, d_state=4, num_heads=4, mixer=NoMixing(), input_scale="delta",
-                feedback=["delta"], initialization=CONVOLVED["initialization"],
-            ),
-            3,
+        layer = Bedouin(
+            8, d_state=4, num_heads=2, mixer=NoMixing(), input_scale="delta", erase=1.0,
+            feedback=["delta", "x"], initialization=CONVOLVED["initialization"],
+            d_conv=3, projection="input",
         ).double()  # fmt: skip
         layer.load_state_dict(mixers(model)[0].state_dict())
         block, x = model.model.layers[0], model.model.embed_tokens(ids)
         same(model.model(ids).last_hidden_state, model.model.norm(x + layer(block.norm(x))))
 
     def test_a_file_without_the_newer_options_keeps_its_meaning(self, tmp_path: Path) -> None:
-        newer = ["conv_kernel", "use_conv_bias", "initialization", "output", "bias"]
+        newer = ["conv_kernel", "initialization", "output", "bias"]
         newer += ["mixer", "solver", "adjoint", "max_steps", "backend", "on_unconverged"]
         old = {k: v for k, v in make_config(num_heads=2).to_dict().items() if k not in newer}
         (tmp_path / "config.json").write_text(json.dumps(old))
@@ -386,6 +371,28 @@ class TestConfig:
         assert type(mixer) is Bedouin and mixer.initialization == Initialization()
         assert repr(mixer) == repr(expected)
         assert mixer.state_dict().keys() == expected.state_dict().keys()
+
+    def test_a_file_of_a_convolved_layer_names_the_version_that_reads_it(
+        self, tmp_path: Path
+    ) -> None:
+        """Files of that version also have use_conv_bias, which means nothing to other layers."""
+        saved = make_config().to_dict() | {"use_conv_bias": True}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(saved | {"conv_kernel": 4}))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        with pytest.raises(
+            ValueError,
+            match="got conv_kernel=4 and .* Convolved: bedouin 0.1.0 is the last version",
+        ):
+            BedouinForCausalLM(loaded)
+        path.write_text(json.dumps(saved | {"conv_kernel": 4, "projection": "input"}))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert loaded.make_mixer(0).conv.width == 4
+        assert "use_conv_bias" not in loaded.to_dict()
+        with pytest.raises(
+            TypeError, match="no option 'use_conv_bias': the convolution .* no bias"
+        ):
+            make_config(use_conv_bias=False)
 
     def test_earlier_names_of_the_initialization_are_translated(self, tmp_path: Path) -> None:
         saved = make_config().to_dict() | {"rate_scale": [8, 0.001], "delta_from_x_init": 0.5}
@@ -440,8 +447,7 @@ class TestConfig:
         [
             ({"mixer": LowRank(2), "num_householder": 1}, "num_householder must be 2 beside"),
             ({"num_householder": 0, "beta_max": 0.5}, "beta_max must be 1"),
-            ({"use_conv_bias": False}, "use_conv_bias must be True"),
-            ({"conv_kernel": 0}, "d_conv must be"),
+            ({"conv_kernel": 0, "projection": "input"}, "d_conv must be"),
             ({"output": "gate"}, "output must be"),
         ],
     )
@@ -527,7 +533,7 @@ class TestWeights:
         from safetensors.torch import load_file, save_file
 
         weights = load_file(path)
-        parts = ("1.mixer.A_log", "1.mixer.layer.A_log", "1.mixer.conv.weight", "_extra_state")
+        parts = ("1.mixer.A_log", "1.mixer.conv.weight", "_extra_state")
         removed = [n for n in weights if n.endswith(parts)]
         save_file({n: w for n, w in weights.items() if n not in removed}, path, {"format": "pt"})
         loaded = BedouinForCausalLM.from_pretrained(tmp_path)
@@ -539,11 +545,10 @@ class TestWeights:
                 assert torch.equal(found[name], parameter), name
 
     def test_initialization_of_a_convolution_is_that_of_the_layer(self) -> None:
-        config = make_config(hidden_size=64, conv_kernel=4, initialization=Initialization(0))
-        mixer = mixers(BedouinForCausalLM(config))[1]
-        for parameter in mixer.conv.parameters():
-            assert 0.4 < parameter.abs().max() <= 0.5
-        assert not mixer.layer.x_proj.weight[: mixer.layer.head_dim].any()
+        options = {"conv_kernel": 4, "projection": "input", "initialization": Initialization(0)}
+        mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64, **options)))[1]
+        assert 0.4 < mixer.conv.weight.abs().max() <= 0.5
+        assert not mixer.in_proj.weight[mixer.d_inner : 2 * mixer.d_inner].any()
 
     def test_initialization_is_that_of_the_layer(self) -> None:
         mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64)))[0]
@@ -630,8 +635,7 @@ class TestTraining:
             ("all-linear", {}, 6),
             ("all-linear", {"num_heads": 2}, 6),
             (["x_proj", "y_proj"], {}, 2),
-            ("all-linear", CONVOLVED, 6),
-            (["x_proj", "y_proj"], {"conv_kernel": 3}, 2),
+            (["in_proj", "y_proj"], {"projection": "input", "conv_kernel": 3}, 3),
         ],
     )
     def test_lora_trains_and_merges(

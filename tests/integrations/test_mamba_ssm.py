@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bedouin import Convolved
 from bedouin.integrations.mamba_ssm import BedouinMixer, replace_mixers
 from bedouin.solvers import Picard
 
@@ -39,9 +38,8 @@ VOCAB = 24
 PLAIN = {"fused_add_norm": False, "rms_norm": False}
 
 
-CONVOLVED: dict[str, Any] = {"d_conv": 3, "num_heads": 2}
-FROM_INPUT: dict[str, Any] = {"d_conv": 3, "projection": "input", "feedback": ("delta", "x")}
-MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED, FROM_INPUT]
+CONVOLVED: dict[str, Any] = {"d_conv": 3, "projection": "input", "feedback": ("delta", "x")}
+MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED]
 
 
 def make_model(**options: Any) -> MambaLMHeadModel:
@@ -88,11 +86,11 @@ class TestBlock:
         outputs[-1].sum().backward()
 
     def test_the_order_of_mamba(self) -> None:
-        mixer = BedouinMixer(8, 4, 3, 1.5, conv_bias=False)
-        assert isinstance(mixer.layer, Convolved) and mixer.layer.conv.bias is None
-        assert (mixer.layer.conv.width, mixer.layer.layer.d_inner) == (3, 12)
+        mixer = BedouinMixer(8, 4, 3, 1.5, projection="input")
+        assert mixer.layer.conv is not None and mixer.layer.conv.bias is None
+        assert (mixer.layer.conv.width, mixer.layer.d_inner) == (3, 12)
         states = mixer.allocate_inference_cache(2, 100)
-        assert [tuple(s.shape) for s in states] == [(2, 12, 1), (2, 12, 4), (2, 2, 8)]
+        assert [tuple(s.shape) for s in states] == [(2, 12, 1), (2, 12, 4), (2, 2, 20)]
 
 
 class TestModels:
@@ -124,7 +122,7 @@ class TestModels:
         found = replace_mixers(MambaLMHeadModel(MambaConfig(**config)), **options).double()
         found.load_state_dict(load_state_dict_hf(str(tmp_path)))
         assert torch.equal(found(ids).logits, model(ids).logits)
-        assert found.backbone.layers[1].mixer.layer.layer.solver == Picard(1e-3)
+        assert found.backbone.layers[1].mixer.layer.solver == Picard(1e-3)
 
     def test_attention_is_kept(self) -> None:
         config = {"attn_layer_idx": [0], "attn_cfg": {"num_heads": 2}, **PLAIN}
@@ -191,8 +189,8 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"\(b, 1, m\), got \(1, 2, 8\)"):
             mixer.step(x, *mixer.allocate_inference_cache(1, 1))
         with pytest.raises(ValueError, match="d_conv must be"):
-            BedouinMixer(8, d_conv=0)
-        with pytest.raises(ValueError, match="conv_bias must be True"):
-            BedouinMixer(8, conv_bias=False)
+            BedouinMixer(8, d_conv=0, projection="input")
+        with pytest.raises(ValueError, match="got d_conv=4 and .* Convolved: bedouin 0.1.0 is the"):
+            BedouinMixer(8, d_conv=4)
         with pytest.raises(ValueError, match="must contain blocks of mamba-ssm"):
             replace_mixers(nn.Linear(2, 2))

@@ -152,6 +152,7 @@ CASES = [
     # W^y reads the outputs of all heads
     Case(scope="layer", t=18, b=2),
     Case(scope="layer", heads=3, b=17, t=2, p=7, n=5, fed="d", starts=False),
+    Case(scope="layer", heads=33, t=3, b=2, p=7, n=5),
     Case(scope="layer", t=33, p=20, n=3, fed="x", erase=0.0, eigenvalues="full", norm_eps=None),
     Case(scope="layer", t=1, p=64, n=64, input_scale="bounded_delta"),
     Case(scope="layer", t=16, heads=4, dtype=torch.bfloat16),

@@ -26,6 +26,7 @@ from bedouin.kernels.direct.phases.spec import (
     REPLAY,
     REVERSE,
     SOLVED_STATISTICS,
+    SPLITS,
     SWEEP,
     LaunchSpec,
     constants_of,
@@ -72,9 +73,15 @@ def launched(
     options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=True)
     sizes = Sizes(1, 1, size, size, size, size, V, 5 if tile else 7, k)[2:]
     fed = True, True
-    how = LaunchSpec(sizes, fed, options, starts=tile > 0, tile=tile, weight_size=8 // V)
+    splits = SPLITS if tile else 0
+    products = tile, 4, splits, capability >= 90
+    how = LaunchSpec(sizes, fed, options, True, tile > 0, False, *products)
     types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
+    if tile and kernel in (SWEEP, REVERSE):
+        types["W_ptr"] = "fp32"  # the products
+    elif kernel is FEED_ADJOINT:
+        types["v_ptr"] = types["W_ptr"]
     return compiled(kernel.kernel, constants_of(kernel, how), types, capability)
 
 

@@ -1,9 +1,6 @@
 """The runs of the README and of examples/results, most of them stacked and with one head."""
 
-from research.experiments.copying import STRINGS
-from research.experiments.models import NARROW
-from research.experiments.plan import TUNING, Experiment, Run, joined
-from research.experiments.words import LENGTHS
+from research.experiments.plan import NARROW, STRINGS, TUNING, Experiment, Run, joined
 
 _OLD = "--num-heads 1 --eval-rows 256"
 _SCALES = "bounded_delta delta one_minus_decay"
@@ -134,74 +131,5 @@ TUNING_RUNS = Experiment(
         Run(f"{task}-{name}", joined(_TASKS[task], TUNING, setting(name)))
         for task, names in _SETTINGS.items()
         for name in names.split()
-    ),
-)
-
-_TRIAL = joined(
-    _TASKS["c"],
-    TUNING,
-    "--d-state 16 --num-householder 2 --num-heads 8 --input-scale delta --rate-scale 0.1",
-    "--concurrent",
-)
-_SLOW = "--rate-scale 0.01"
-_WIDE = f"--d-model 512 --num-heads 16 {_SLOW}"
-_NO_REFLECTIONS = "--num-householder 1 --beta-max 1e-3"
-_A5 = f"{LENGTHS} --batch-size 128 --steps 12000"
-_TWO_KINDS = "--recall-heads 8 --expand 1 --num-heads 2 --d-state 4 --num-householder 4"
-_SLOW_FEEDBACK = (
-    f"--feedback delta+B+C --d-state 64 --d-conv 4 --input-scale delta {_SLOW} {_NO_REFLECTIONS}"
-)
-_SLOW_FEEDBACK_A5 = joined(
-    NARROW, TUNING, _A5, _SLOW_FEEDBACK, "--num-heads 8 --concurrent --lr 5e-4"
-)
-_GRIFFIN = "--decay griffin --rate-scale 1"
-TRIALS = Experiment(
-    "copying-trials",
-    "Why does one layer of eight heads not copy strings of twice the training length?",
-    (
-        Run("two-kinds-a5", joined(NARROW, TUNING, _A5, _TWO_KINDS, "--lr 2e-3 --concurrent")),
-        Run("slow-feedback-a5", f"{_SLOW_FEEDBACK_A5} --feedback-lr-scale 1 0.1 0.01"),
-        Run(
-            "slow-feedback-third-a5",
-            f"{_SLOW_FEEDBACK_A5} --feedback-lr-scale 0.01 --feedback-lr-share 0.3",
-        ),
-        *(
-            Run(name, joined(_TRIAL, change))
-            for name, change in {
-                "heads16": "--num-heads 16",
-                "delta-from-x0": "--delta-from-x-init 0 --rate-scale 0.1 0.01",
-                "lr": "--lr 2e-3 4e-3",
-                "feedback": "--feedback B+C B+C+mixer",
-                "no-feedback": "--feedback none",
-                "griffin": _GRIFFIN,
-                "griffin-lr": f"{_GRIFFIN} --lr 2e-3 4e-3",
-                "griffin-feedback-init1": f"{_GRIFFIN} --feedback-init 1.0 --lr 3e-4 1e-3",
-                "bounded": "--input-scale bounded_delta",
-                "bounded-slow": f"--input-scale bounded_delta {_SLOW} --lr 4e-3",
-                "slow-lr": "--rate-scale 0.01 0.001 --lr 2e-3 4e-3",
-                "wide": f"{_WIDE} --lr 2e-3",
-                "wide-feedback-init1": f"{_WIDE} --feedback-init 1.0 --lr 3e-4 1e-3",
-                "conv": f"{_SLOW} --lr 2e-3 4e-3 --d-conv 4",
-                "conv-griffin": f"{_GRIFFIN} --lr 2e-3 4e-3 --d-conv 4",
-                "conv-no-feedback": f"--feedback none {_SLOW} --lr 2e-3 4e-3 --d-conv 4",
-                "conv-no-feedback-no-reflections": (
-                    f"--feedback none {_NO_REFLECTIONS} {_SLOW} --lr 2e-3 --d-conv 4 "
-                    "--d-state 16 64"
-                ),
-                "no-reflections": f"--feedback B+C {_NO_REFLECTIONS} {_SLOW} --lr 2e-3",
-                "one-step": f"--adjoint one_step {_SLOW} --lr 1e-3 4e-3",
-                "same-keys": f"--key-init same {_SLOW} --lr 2e-3 --d-conv 4",
-                "wide1024": f"--d-model 1024 --num-heads 32 {_SLOW} --lr 2e-3",
-                "two-kinds": f"{_TWO_KINDS} --input-scale bounded_delta --rate-scale 1 --lr 2e-3",
-                "slow-feedback": f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.1 0.01",
-                "slow-feedback-half": (
-                    f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.01 --feedback-lr-share 0.5"
-                ),
-                "slow-feedback-wide": (
-                    f"{_SLOW_FEEDBACK} --lr 2e-3 --feedback-lr-scale 0.01 --d-model 512 "
-                    "--num-heads 16"
-                ),
-            }.items()
-        ),
     ),
 )

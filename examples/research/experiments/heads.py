@@ -1,14 +1,14 @@
 """One layer with 1, 4, 8 and 16 heads, at equal width and at equal parameters."""
 
-from research.experiments.copying import STRINGS
-from research.experiments.models import NARROW, parameters
-from research.experiments.plan import THREE_TUNING, Experiment, Run, joined
-from research.experiments.words import LENGTHS
+from common.layers import count
+from research import ensemble
+from research.experiments.plan import NARROW, STRINGS, THREE_TUNING, Experiment, Run, joined
+from research.study import GRID, make_model
 
 TASKS = {
     "a5": (
-        f"{NARROW} {LENGTHS} --batch-size 128 --steps 12000 --lr 5e-4 --d-model 512 "
-        "--num-householder 4"
+        f"{NARROW} --length 16 --eval-lengths 16 48 128 512 --batch-size 128 --steps 12000 "
+        "--lr 5e-4 --d-model 512 --num-householder 4"
     ),
     "copy": (
         f"{NARROW} {STRINGS} --steps 5000 --d-state 16 --num-householder 2 --input-scale delta "
@@ -25,6 +25,12 @@ CHANGES = {
 }
 """Runs with fewer learning rates, to save time, and with one model after the other, because the
 kernels of one head and of large ones fill the GPU by themselves."""
+
+
+def parameters(options: str) -> int:
+    """The number of parameters of a model from its command line."""
+    config = ensemble.parse(options.split())
+    return count(make_model(config, {name: getattr(config, name)[0] for name in GRID}))
 
 
 def heads() -> Experiment:

@@ -30,24 +30,3 @@ def language_model() -> Experiment:
             for seed in SEEDS
         ),
     )
-
-
-_CONVOLVED = f"{MIXERS['bedouin']} --d-conv 4"
-_TRIALS = {
-    "convolved": _CONVOLVED,
-    "feedback_delta": f"{_CONVOLVED} --feedback delta --input-scale delta",
-    "chosen": (
-        "--d-model 416 --num-heads 13 --num-householder 0 --d-conv 4 --d-state 64 "
-        "--feedback delta --input-scale delta --rate-scale 8 0.001"
-    ),
-}
-
-LANGUAGE_MODEL_TRIALS = Experiment(
-    "language-model-trials",
-    "Does a short convolution, feedback of Delta alone, or the layer of both tasks help?",
-    tuple(
-        Run(name, joined(COMMON, flags, "--seed 100"), "train_lm")
-        for name, flags in _TRIALS.items()
-    ),
-)
-"""Mamba and DeltaProduct have a short convolution, the layer has none by default."""

@@ -10,8 +10,11 @@ TUNING = "--seeds 1 --first-seed 100"
 """Settings are chosen on seeds from 100 on."""
 THREE_TUNING = "--seeds 3 --first-seed 100"
 """For choices that one seed cannot decide."""
-REPORTED = "--seeds 3 --first-seed 0"
-"""Results are reported once, on seeds 0, 1 and 2."""
+NARROW = "--d-model 256 --autocast bf16"
+STRINGS = (
+    "--task copy --min-string 5 --max-string 50 --context 256 --eval-lengths 50 75 100 200 "
+    "--batch-size 64"
+)
 
 
 @dataclass(frozen=True)

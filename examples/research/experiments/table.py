@@ -85,10 +85,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 """The models of the table, and the forms of each that tuning compares."""
 
-def takes_part(task: str, model: str) -> bool:
-    """Whether a model is trained on a task: feedback of the whole layer is for bound names."""
-    return model != "recall_layer" or task.startswith("bound")
-
 
 def score(row: dict[str, Any]) -> float:
     """What tuning compares: the share of labels that are right, averaged over test lengths."""
@@ -128,8 +124,6 @@ def _tuning(runs: Runs) -> Experiment:
     found = []
     for task in sorted(set(RATES_OF.values())):
         for model, forms in VARIANTS.items():
-            if not takes_part(task, model):
-                continue
             best = chosen(runs, task, model) if tuning_rows(runs, task, model) else None
             for form in forms:
                 options = joined(TASKS[task], RECIPE, NARROW, f"--model {form}", TUNING)
@@ -148,7 +142,7 @@ def _reported(
     found = []
     for task, flags in tasks.items():
         for model in VARIANTS:
-            choice = chosen(runs, task, model) if takes_part(task, model) else None
+            choice = chosen(runs, task, model)
             if choice is None:
                 continue
             layer = f"--model {choice[0]} --lr {choice[1]:g}"

@@ -89,6 +89,16 @@ def pack(v, V: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def await_launch(OVERLAP: tl.constexpr):
+    """Wait for the launch before this one, and let the one after it begin. With OVERLAP both are
+    programmatic dependent launches: a kernel may begin while the one before it runs, and reads what
+    that one writes behind this call only. What launches before that one have written is there."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def slope_of(delta, ACTIVATION: tl.constexpr):
     """The derivative of Delta by its raw value, from Delta."""
     if ACTIVATION == "sigmoid":

@@ -36,7 +36,7 @@ from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.launch import ceil_div, last_axis_contiguous, multiprocessors
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
-from bedouin.kernels.plans import Constants, LaunchSeries
+from bedouin.kernels.plans import LaunchSeries, PlannedKernel
 
 
 class _Inputs(NamedTuple):
@@ -94,12 +94,6 @@ class _Inputs(NamedTuple):
     def numbers_of_token(self) -> tuple[int, ...]:
         """The same for a launch of one token, without the first of them, which is the token."""
         return self.per_head, 1, self.x.shape[1], 1, self.W.stride(0)
-
-    @property
-    def heads_and_samples(self) -> tuple[int, int, int]:
-        """Heads, samples of a head, and tokens."""
-        b, t = self.x.shape[:2]
-        return b // self.per_head, self.per_head, t
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -176,26 +170,35 @@ def _sweep_by_token(
     how: LaunchSpec,
 ) -> None:
     """Phase S token by token, each after its product with W^y."""
-    b, t_end, d = sizes[:3]
-    given, A, (feeds_delta, feeds_x) = inputs, inputs.A, how.fed
-    if feeds_x:
-        given = given._replace(x=A.new_empty(b, t_end, d))
-    if feeds_delta:
-        given = given._replace(raw=A.new_empty(b, t_end, d))
-    constants = constants_of(FEED, how)
-    grid = _by_samples(inputs, constants, sizes.P * (feeds_delta + feeds_x))
-    read = inputs.x, inputs.raw, inputs.W, inputs.y0, y, given.x, given.raw
-    numbers = *inputs.heads_and_samples, *inputs.strides
-    feed = LaunchSeries(FEED, grid, read, numbers, constants)
-    tensors = *given.read_by_sweep, h, h, y, parts.rows, parts.inverse, parts.states, parts.solved
-    numbers = *inputs.numbers_of_token, *given.strides
-    sweep = LaunchSeries(SWEEP, (b,), tensors, numbers, constants_of(SWEEP, how))
+    feed, products = _products(FEED, y, inputs.W, inputs, sizes, how)
+    read = inputs._replace(W=products).read_by_sweep
+    tensors = *read, h, h, y, parts.rows, parts.inverse, parts.states, parts.solved
+    numbers = *inputs.numbers_of_token, *inputs.strides
+    sweep = LaunchSeries(SWEEP, (sizes.b,), tensors, numbers, constants_of(SWEEP, how))
     states = _memories(parts.states, sizes) if how.keeps else ()
-    for t in range(t_end):
-        if how.keeps and (t == 0 or (t_end - t) % CHUNK == 0):
+    for t in range(sizes.t):
+        if how.keeps and (t == 0 or (sizes.t - t) % CHUNK == 0):
             states[sizes.chunk_of(t)].copy_(h)
         feed.launch(t)
         sweep.launch(t)
+
+
+def _products(
+    kernel: PlannedKernel,
+    v: Tensor,  # (b, t, d) or (b, t, vectors d)
+    W: Tensor,  # (H, vectors d, H d)
+    inputs: _Inputs,
+    sizes: Sizes,
+    how: LaunchSpec,
+) -> tuple[LaunchSeries, Tensor]:
+    """The products of a token's v with W, and where each launch writes their parts
+    (splits, vectors, b, d), zeros before the first."""
+    heads, vectors = sizes.b // inputs.per_head, sum(how.fed)
+    products = inputs.A.new_zeros(how.splits, vectors, sizes.b, sizes.d)
+    grid = heads * vectors, how.splits, ceil_div(inputs.per_head, how.tile)
+    numbers = heads, inputs.per_head, how.each, *v.stride()[:2]
+    tensors = v, inputs.y0, W, products
+    return LaunchSeries(kernel, grid, tensors, numbers, constants_of(kernel, how)), products
 
 
 def _memories(
@@ -283,7 +286,7 @@ def _reverse(
     if how.by_token:
         _reverse_by_token(grad_y, last, y, inputs, parts, solved, scratch, sizes, how)
         return solved
-    known = grad_y, grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
+    known = grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
     H = solved.H
     first = H if last is None else last
@@ -305,8 +308,7 @@ def _reverse_by_token(
     how: LaunchSpec,
 ) -> None:
     """Phase R token by token, each before its product with the transposed W^y."""
-    A, H = inputs.A, solved.H
-    grad_normed, unused = A.new_zeros(2, *solved.y0.shape).unbind()
+    A, H, d = inputs.A, solved.H, sizes.d
     if last is None:
         H.zero_()
     else:
@@ -314,15 +316,16 @@ def _reverse_by_token(
     read = kept.rows, inputs.B, A, kept.states, scratch
     numbers: tuple[int, ...] = sizes.t, inputs.per_head, 1
     replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, constants_of(REPLAY, how))
-    known = grad_y, grad_normed, y, inputs.y0, inputs.raw, kept.solved, kept.rows, kept.inverse
-    values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, kept.states
-    results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, unused
+    fed = solved.fed[..., 0 if how.fed[0] else d :]
+    W = inputs.W.view(-1, sum(how.fed), d, sizes.b // inputs.per_head, d)
+    transposed = W.permute(3, 1, 4, 0, 2).contiguous()
+    adjoint, products = _products(FEED_ADJOINT, fed, transposed, inputs, sizes, how)
+    known = grad_y, y, inputs.y0, inputs.raw, kept.solved, kept.rows, kept.inverse
+    values = inputs.scalars, inputs.B, inputs.C, products, A, kept.states
+    results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, solved.y0
     numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
     tensors = *known, *values, *results
     reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, constants_of(REVERSE, how))
-    fed, constants = (solved.fed, inputs.W, grad_normed), constants_of(FEED_ADJOINT, how)
-    grid = _by_samples(inputs, constants, sizes.P)
-    adjoint = LaunchSeries(FEED_ADJOINT, grid, fed, inputs.heads_and_samples, constants)
     edges = _memories(solved.edges, sizes)
     for t in reversed(range(sizes.t)):
         if (sizes.t - 1 - t) % CHUNK == 0:
@@ -332,7 +335,7 @@ def _reverse_by_token(
         reverse.launch(t)
         adjoint.launch(t)
     eps = how.options.feedback_norm_eps
-    solved.y0.copy_(normalize_feedback_vjp(grad_normed, inputs.y0, eps))
+    solved.y0.copy_(normalize_feedback_vjp(products.sum((0, 1)), inputs.y0, eps))
 
 
 def _gradients(
@@ -355,12 +358,6 @@ def _gradients(
     numbers = inputs.per_head, t, 1, each
     GRADIENTS.launch((b, splits, blocks), tensors, numbers, constants_of(GRADIENTS, how))
     return grad_B, grad_C, grad_A.sum(1)
-
-
-def _by_samples(inputs: _Inputs, constants: Constants, outputs: int) -> tuple[int, int]:
-    """The grid of a product with W^y that has so many outputs for each head."""
-    heads, samples, _ = inputs.heads_and_samples
-    return heads * outputs // constants["OUTPUTS"], ceil_div(samples, constants["SAMPLES"])
 
 
 def _by_tokens(sizes: Sizes) -> tuple[int]:

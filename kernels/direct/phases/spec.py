@@ -10,7 +10,6 @@ from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.direct.phases.limits import Sizes, fed_vectors, feeds_all_heads
 from bedouin.kernels.direct.phases.triton_all_heads import (
-    feed_adjoint_kernel,
     feed_kernel,
     replay_chunk_kernel,
 )
@@ -28,6 +27,7 @@ from bedouin.kernels.direct.phases.triton_reflections import (
 from bedouin.kernels.direct.phases.triton_reverse import phase_reverse_kernel
 from bedouin.kernels.direct.phases.triton_sweep import phase_sweep_kernel
 from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.launch import Device, ceil_div
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
@@ -56,12 +56,14 @@ PROGRAMS = 8
 """Programs of phase G for each multiprocessor, at least."""
 
 TILES = 16, 32
-"""Outputs and samples of a program of the product with a W^y that reads all heads: for up to 16
-samples, and for more."""
+"""Samples of a program of the product with a W^y that reads all heads: for up to 16, and for
+more."""
 
-READ = 32768
-"""Bytes of W^y that such a program reads at once; the transposed product would spill registers, and
-reads half as many."""
+READ = 256
+"""Channels that such a program reads at once."""
+
+SPLITS = 4
+"""Programs among which the heads that it reads are split, at most."""
 
 PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     PlannedKernel,
@@ -74,9 +76,7 @@ PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
     ),
 )
 STATISTICS = PlannedKernel(explicit_statistics_kernel)
-FEED, FEED_ADJOINT, REPLAY = map(
-    PlannedKernel, (feed_kernel, feed_adjoint_kernel, replay_chunk_kernel)
-)
+FEED, FEED_ADJOINT, REPLAY = map(PlannedKernel, (feed_kernel, feed_kernel, replay_chunk_kernel))
 PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS = map(
     PlannedKernel, (prepare_reflections_kernel, solved_statistics_kernel, finish_reflections_kernel)
 )
@@ -91,8 +91,10 @@ class LaunchSpec(NamedTuple):
     keeps: bool = True  # whether a gradient may be asked for
     starts: bool = False  # whether h0 or y0 is given
     ends: bool = False  # whether the cotangent of the last h is
-    tile: int = 0  # samples and outputs of a program of `feed_kernel`; 0: S and R hold W^y
-    weight_size: int = 4  # bytes of a value of W^y
+    tile: int = 0  # samples of a program of `feed_kernel`; 0: S and R hold W^y
+    each: int = 0  # heads that it reads
+    splits: int = 0  # sums of its products
+    overlaps: bool = False  # whether launches of tokens overlap
 
     @staticmethod
     def of(
@@ -106,9 +108,12 @@ class LaunchSpec(NamedTuple):
         starts = operands.h0 is not None or operands.y0 is not None
         fed = fed_vectors(operands, options)
         if operands.W_y is not None and feeds_all_heads(operands):
-            W, samples = operands.W_y, sizes.b // len(operands.A)
-            tile = min(TILES) if samples <= min(TILES) else max(TILES)
-            return LaunchSpec(sizes[2:], fed, options, keeps, True, True, tile, W.itemsize)
+            heads = len(operands.A)
+            tile = min(TILES) if sizes.b // heads <= min(TILES) else max(TILES)
+            group = heads_at_once(sizes.P)
+            each = ceil_div(ceil_div(heads, SPLITS), group) * group
+            products = tile, each, ceil_div(heads, each), Device.of(operands.x.device).overlaps
+            return LaunchSpec(sizes[2:], fed, options, keeps, True, True, *products)
         return LaunchSpec(sizes[2:], fed, options, keeps, starts, ends)
 
     @property
@@ -117,26 +122,31 @@ class LaunchSpec(NamedTuple):
         return self.tile > 0
 
 
+def heads_at_once(P: int) -> int:
+    """Heads that a program of `feed_kernel` reads at once."""
+    return max(1, READ // P)
+
+
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, weight_size = how
-    by_token = how.by_token
-    feeds_delta, feeds_x = (False, False) if by_token and kernel in (SWEEP, REVERSE) else fed
+    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, _, splits, overlaps = how
+    by_token, (feeds_delta, feeds_x) = how.by_token, fed
+    vectors = feeds_delta + feeds_x
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
     layout, eps = options.known_layout(), options.feedback_norm_eps
     lanes = REVERSE_LANES if kernel in (REVERSE, REPLAY) and N > 32 else LANES
-    r, outputs = layout.size(d, n), min(P, tile)
-    read = P * outputs * weight_size * (1 if kernel is FEED else 2)
+    r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
         **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
         **{"S": min(N, STATES), "SUB": GROUP},
         **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},
-        **{"START": starts, "LAST": ends, "ONE": by_token},
-        **{"OUTPUTS": outputs, "SAMPLES": tile, "GROUP": max(1, READ // max(1, read))},
-        **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": feeds_delta + feeds_x},
-        **{"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps},
+        **{"START": starts, "LAST": ends, "SPLITS": splits * (vectors if kernel is REVERSE else 1)},
+        **{"VECTORS": vectors, "SAMPLES": tile, "GROUP": heads_at_once(P)},
+        **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": vectors},
+        **{"EARLIER": kernel is FEED, "OVERLAP": overlaps},
+        **{"NORM": eps is not None and kernel is not FEED_ADJOINT, "NORM_EPS": eps or 0.0},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},
         **{"FULL": options.eigenvalues == "full", "FAST": not interpreter_is_on()},
         **{
@@ -154,4 +164,6 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if one_warp else 4))
     # pipelined in three stages, the transposed product of all heads took more than twice as long
+    if overlaps and "OVERLAP" in chosen:
+        chosen["launch_pdl"] = True
     return Constants(num_warps=warps_of, num_stages=1, **chosen)

@@ -2,8 +2,10 @@
 
 One program cannot hold such a W^y. So a token takes two launches: the product with W^y
 (`feed_kernel`), and phase S of this token. In the backward pass they are phase R of this token, and
-the product with the transposed W^y (`feed_adjoint_kernel`). `replay_chunk_kernel` computes q for a
-chunk of tokens; a phase R of all tokens does that itself.
+the product with the transposed W^y (`feed_kernel` again). A program of the product reads the part
+of W^y that belongs to a few heads, so that all multiprocessors read at the same time; S and R add
+the sums. `replay_chunk_kernel` computes q for a chunk of tokens; a phase R of all tokens does that
+itself.
 
 Sample i of head k is sample k S + i of the batch. Letters as in `triton_sweep.py`; H heads, S
 samples of a head.
@@ -17,6 +19,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.direct.phases.device import (
+    await_launch,
     load_states,
     pack,
     places_of_states,
@@ -29,8 +32,8 @@ from bedouin.kernels.direct.phases.triton_reverse import load_replayed, replay
 @triton.jit
 def add_product(
     v,  # (SAMPLES, GROUP, P)
-    W,  # (GROUP P, OUTPUTS)
-    total,  # (SAMPLES, OUTPUTS)
+    W,  # (GROUP P, P)
+    total,  # (SAMPLES, P)
     FAST: tl.constexpr,
 ):  # fmt: skip
     """total + v W, with v rounded to the dtype of W."""
@@ -42,113 +45,68 @@ def add_product(
         return tl.dot(v.to(tl.float32), W.to(tl.float32), total)
 
 
-@triton.jit(do_not_specialize=["start", "heads", "samples", "tokens"])
+@triton.jit(do_not_specialize=["start", "heads", "samples", "each"])
 def feed_kernel(
-    x_ptr,  # (b, t, d)
-    raw_ptr,  # (b, t, r), of which the first d are those of Delta
-    W_ptr,  # (H, FEEDS d, H d), contiguous
-    y0_ptr,  # (b, d)
-    y_ptr,  # (b, t, d)
-    x_fed_ptr,  # (b, t, d), written with OF_X: x + W^y norm(y_{t-1})
-    raw_fed_ptr,  # (b, t, d), written with OF_DELTA, likewise
+    v_ptr,  # (b, t, VECTORS or 1, d)
+    v0_ptr,  # (b, d), with EARLIER
+    W_ptr,  # (H, VECTORS, d, H d), contiguous
+    product_ptr,  # (splits, VECTORS, b, d), written: the products, as sums over the splits
     start,  # the token
     heads,
     samples,  # of a head
-    tokens,
-    x_stride_b,
-    x_stride_t,
-    raw_stride_b,
-    raw_stride_t,
+    each,  # heads that a program reads, a multiple of GROUP
+    v_stride_b,
+    v_stride_t,
     d: tl.constexpr,
     P: tl.constexpr,
     GROUP: tl.constexpr,  # heads that are read at once
-    OUTPUTS: tl.constexpr,  # of a program
-    SAMPLES: tl.constexpr,  # likewise
-    OF_DELTA: tl.constexpr,
-    OF_X: tl.constexpr,
-    NORM: tl.constexpr,
+    SAMPLES: tl.constexpr,  # of a program
+    VECTORS: tl.constexpr,  # vectors of a head that have a W^y of their own
+    EARLIER: tl.constexpr,  # v is that of the token before, and v0 before the first token
+    NORM: tl.constexpr,  # whether v is normalized
     NORM_EPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Some outputs of one fed vector of a head, for some samples."""
-    FEEDS: tl.constexpr = OF_DELTA + OF_X
-    PARTS: tl.constexpr = P // OUTPUTS
-    part, vector = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % FEEDS
-    head = tl.program_id(0) // (PARTS * FEEDS)
-    sample = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
-    out = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    """The product of one vector of a head with some heads' part of W^y, for some samples.
+
+    With EARLIER all vectors of a token have the same v, else each one its own.
+    """
+    head, vector = tl.program_id(0) // VECTORS, tl.program_id(0) % VECTORS
+    split = tl.program_id(1)
+    sample = tl.program_id(2) * SAMPLES + tl.arange(0, SAMPLES)
+    out = tl.arange(0, P)
     group, p = tl.arange(0, GROUP)[None, :, None], tl.arange(0, P)[None, None, :]
     row_of = sample[:, None, None]
-    # before the first token there is y0
-    in_first, in_later = tl.where(start == 0, d, 0), tl.where(start == 0, 0, d)
     column = tl.arange(0, GROUP * P)[:, None]
-    outputs = W_ptr + ((head * FEEDS + vector) * d + out)[None, :] * (heads * d)
-    fed = tl.zeros((SAMPLES, OUTPUTS), tl.float32)
-    for first in range(0, heads, GROUP):
-        row = ((first + group) * samples + row_of).to(tl.int64)
-        real = (row_of < samples) & (first + group < heads)
-        y = tl.load(y0_ptr + row * d + p, mask=real & (p < in_first), other=0.0)
-        at = y_ptr + (row * tokens + tl.maximum(start - 1, 0)) * d + p
-        y += tl.load(at, mask=real & (p < in_later), other=0.0)
-        if NORM:
-            y = y * inverse_norm(tl.sum(y * y, 2) / d, NORM_EPS)[:, :, None]
+    outputs = W_ptr + (tl.program_id(0) * d + out)[None, :] * (heads * d)
+    time = start
+    inside_row = p < d
+    if EARLIER:
+        time = tl.maximum(start - 1, 0)
+        inside_row = p < tl.where(start == 0, 0, d)
+    v_at = v_ptr + time.to(tl.int64) * v_stride_t
+    if not EARLIER:
+        v_at += vector * d
+    total = tl.zeros((SAMPLES, P), tl.float32)
+    for first in range(split * each, tl.minimum(split * each + each, heads), GROUP):
         head_of, of_head = first + column // P, column % P
         inside = (head_of < heads) & (of_head < d) & (out < d)[None, :]
         W = tl.load(outputs + head_of * d + of_head, mask=inside, other=0.0)
-        fed = add_product(y, W, fed, FAST)
-    row = (head * samples + sample).to(tl.int64)[:, None]
-    inside = (sample < samples)[:, None] & (out < d)[None, :]
-    to = (row * tokens + start) * d + out[None, :]
-    if vector < OF_DELTA:
-        at = raw_ptr + row * raw_stride_b + start * raw_stride_t + out[None, :]
-        tl.store(raw_fed_ptr + to, fed + tl.load(at, mask=inside, other=0.0), mask=inside)
-    else:
-        at = x_ptr + row * x_stride_b + start * x_stride_t + out[None, :]
-        tl.store(x_fed_ptr + to, fed + tl.load(at, mask=inside, other=0.0), mask=inside)
-
-
-@triton.jit(do_not_specialize=["start", "heads", "samples", "tokens"])
-def feed_adjoint_kernel(
-    fed_ptr,  # (b, t, 2, d), the cotangents of raw Delta and of x
-    W_ptr,  # (H, FEEDS d, H d), contiguous
-    grad_ptr,  # (b, d), written: the cotangent of norm(y_{t-1})
-    start,  # the token
-    heads,
-    samples,  # of a head
-    tokens,
-    d: tl.constexpr,
-    P: tl.constexpr,
-    GROUP: tl.constexpr,  # fed vectors that are read at once
-    OUTPUTS: tl.constexpr,  # channels of a program
-    SAMPLES: tl.constexpr,  # likewise
-    OF_DELTA: tl.constexpr,
-    OF_X: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Some channels of a head, for some samples."""
-    FEEDS: tl.constexpr = OF_DELTA + OF_X
-    PARTS: tl.constexpr = P // OUTPUTS
-    part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
-    sample = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
-    own = part * OUTPUTS + tl.arange(0, OUTPUTS)
-    group, p = tl.arange(0, GROUP)[None, :, None], tl.arange(0, P)[None, None, :]
-    row_of = sample[:, None, None]
-    column = tl.arange(0, GROUP * P)[:, None]
-    grad = tl.zeros((SAMPLES, OUTPUTS), tl.float32)
-    for first in range(0, heads * FEEDS, GROUP):
-        vector = first + group
-        row = (vector // FEEDS * samples + row_of).to(tl.int64)
-        at = ((row * tokens + start) * 2 + vector % FEEDS + (1 - OF_DELTA)) * d + p
-        real = (row_of < samples) & (vector < heads * FEEDS) & (p < d)
-        fed = tl.load(fed_ptr + at, mask=real, other=0.0)
-        vector_of, of_vector = first + column // P, column % P
-        inside = (vector_of < heads * FEEDS) & (of_vector < d) & (own < d)[None, :]
-        at = (vector_of * d + of_vector) * (heads * d) + head * d + own[None, :]
-        W = tl.load(W_ptr + at, mask=inside, other=0.0)
-        grad = add_product(fed, W, grad, FAST)
+        await_launch(OVERLAP)
+        row = ((first + group) * samples + row_of).to(tl.int64)
+        real = (row_of < samples) & (first + group < heads)
+        v = tl.load(v_at + row * v_stride_b + p, mask=real & inside_row, other=0.0).to(tl.float32)
+        if EARLIER:
+            in_first = p < tl.where(start == 0, d, 0)
+            v += tl.load(v0_ptr + row * d + p, mask=real & in_first, other=0.0)
+        if NORM:
+            v = v * inverse_norm(tl.sum(v * v, 2) / d, NORM_EPS)[:, :, None]
+        total = add_product(v, W, total, FAST)
     row = (head * samples + sample)[:, None]
-    inside = (sample < samples)[:, None] & (own < d)[None, :]
-    tl.store(grad_ptr + row * d + own[None, :], grad, mask=inside)
+    inside = (sample < samples)[:, None] & (out < d)[None, :]
+    to = (split * VECTORS + vector).to(tl.int64) * (heads * samples * d) + row * d + out[None, :]
+    tl.store(product_ptr + to, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["chunk", "tokens", "per_head", "one"])

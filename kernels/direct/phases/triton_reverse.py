@@ -40,6 +40,7 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
 )
 from bedouin.kernels.direct.phases.device import (
+    await_launch,
     load_reflections,
     load_states,
     load_words,
@@ -56,6 +57,7 @@ from bedouin.kernels.direct.phases.device import (
     store_words,
     unpack,
 )
+from bedouin.kernels.direct.phases.triton_sweep import load_products
 
 
 @triton.jit
@@ -78,11 +80,11 @@ def load_transposed(
 @triton.jit
 def load_kept(
     row,  # (ROWS, P) of a token
-    p, P: tl.constexpr, OF_DELTA: tl.constexpr, OF_X: tl.constexpr,
+    p, P: tl.constexpr, FEEDS: tl.constexpr,
 ):  # fmt: skip
     """Delta, g, read, and what was fed, of a token."""
     fed = ()
-    for i in tl.static_range(OF_DELTA + OF_X):
+    for i in tl.static_range(FEEDS):
         fed = fed + (tl.load(row + (4 + i) * P + p),)
     return tl.load(row + p), tl.load(row + 2 * P + p), tl.load(row + 3 * P + p), fed
 
@@ -167,7 +169,6 @@ def load_past(
 @triton.jit(do_not_specialize=["start_at", "one", "t_end", "tokens", "per_head"])
 def phase_reverse_kernel(
     grad_y_ptr,  # (b, t, d)
-    grad_normed_ptr,  # (b, d), with ONE: the cotangent of norm(y) that the next token sends
     y_ptr,  # (b, t, d)
     y0_ptr,  # (b, d), with START
     raw_ptr,  # (b, t, r), of which the reflections are read
@@ -177,7 +178,7 @@ def phase_reverse_kernel(
     scalars_ptr,  # (b, t, SCALARS)
     B_ptr,  # (b, t, N / V), words
     C_ptr,  # likewise
-    W_ptr,  # (H, FEEDS d, d), W^y, contiguous for each head
+    W_ptr,  # (H, FEEDS d, d), W^y, contiguous for each head, or the products of SPLITS
     A_ptr,  # (H, n, d), log2(e) A
     states_ptr,  # (b, ceil(t / KEEP), N, P)
     scratch_ptr,  # (b, KEEP, N P / V), int64
@@ -204,7 +205,10 @@ def phase_reverse_kernel(
     V: tl.constexpr,
     K: tl.constexpr,
     KEEP: tl.constexpr,
-    ONE: tl.constexpr,  # whether t_end is 1, and q is in scratch memory
+    # 0, or t_end is 1, q is in scratch memory, and the next token's products (b, d) with the
+    # transposed W^y, whose sum is its part of the cotangent of norm(y_t), are so many
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     START: tl.constexpr,
     LAST: tl.constexpr,
     OF_DELTA: tl.constexpr,
@@ -217,8 +221,10 @@ def phase_reverse_kernel(
     ERASE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Tokens of a sample of a head, from the last to the one at `start_at`: all of them, or ONE."""
-    FEEDS: tl.constexpr = OF_DELTA + OF_X
+    """Tokens of a sample of a head, from the last to the one at `start_at`: all, or with SPLITS
+    one."""
+    ONE: tl.constexpr = SPLITS > 0
+    FEEDS: tl.constexpr = 0 if ONE else OF_DELTA + OF_X
     ROWS: tl.constexpr = 4 + FEEDS + ERASE
     SLOTS: tl.constexpr = FEEDS * (2 if NORM else 1)
     WORDS: tl.constexpr = N // V
@@ -245,13 +251,6 @@ def phase_reverse_kernel(
     first = sample * tokens + start_at
     token = first + t_end - 1
     w = row_of(grad_y_ptr + token * d, p, d, P)
-    if ONE:
-        grad = row_of(grad_normed_ptr + sample * d, p, d, P)
-        if NORM:
-            y = row_of(y_ptr + token * d, p, d, P)
-            rms = inverse_norm(tl.sum(y * y, 0) / d, NORM_EPS)
-            grad = rms * (grad - y * (rms * rms * (tl.sum(grad * y, 0) / d)))
-        w += grad
     # Chunks are counted from the end, so that the first may be shorter than the others: tokens
     # before it are replayed as tokens that change nothing.
     start = t_end - KEEP
@@ -264,7 +263,7 @@ def phase_reverse_kernel(
             h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
             store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))
     row = kept_ptr + token * (ROWS * P)
-    delta, g, read, fed = load_kept(row, p, P, OF_DELTA, OF_X)
+    delta, g, read, fed = load_kept(row, p, P, FEEDS)
     scalars = scalars_ptr + token * SCALARS
     B_C, beta = tl.load(scalars), tl.load(scalars + 1)
     u, T = load_reflections(raw_at + (t_end - 1).to(tl.int64) * raw_stride_t, scalars, p, d, P, K)
@@ -298,12 +297,20 @@ def phase_reverse_kernel(
     w_next, y, y_start = load_past(
         grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, d, (FEEDS > 0) and NORM, START
     )
+    if ONE:
+        own_y = row_of(y_ptr + token * d, p, d, P)
+        rms = inverse_norm(tl.sum(own_y * own_y, 0) / d, NORM_EPS)
+        await_launch(OVERLAP)
+        grad = load_products(W_ptr, sample, p, d, P, SPLITS, 1)[0]
+        if NORM:
+            grad = rms * (grad - own_y * (rms * rms * (tl.sum(grad * own_y, 0) / d)))
+        w += grad
     for step in range(0, 1 if ONE else t_end):
         token = first + t_end - 1 - step
         earlier = tl.maximum(token - 1, first)
         next_step = step + 1
         row = kept_ptr + earlier * (ROWS * P)
-        delta_next, g_next, read_next, fed_next = load_kept(row, p, P, OF_DELTA, OF_X)
+        delta_next, g_next, read_next, fed_next = load_kept(row, p, P, FEEDS)
         scalars = scalars_ptr + earlier * SCALARS
         B_C_next, beta_next = tl.load(scalars), tl.load(scalars + 1)
         u_next, T_next = load_reflections(

@@ -32,6 +32,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
 )
 from bedouin.kernels.direct.phases.device import (
+    await_launch,
     load_reflections,
     load_states,
     no_states,
@@ -80,6 +81,23 @@ def feed_back(
     return fed, inverse
 
 
+@triton.jit
+def load_products(
+    ptr,  # (SPLITS, VECTORS, b, d)
+    sample, p, d: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    """The sums over the splits of each vector of a sample, a tuple of (P,)."""
+    size = tl.num_programs(0).to(tl.int64) * d
+    out = ()
+    for i in tl.static_range(VECTORS):
+        at = ptr + i * size + sample * d
+        total = row_of(at, p, d, P)
+        for split in tl.static_range(1, SPLITS):
+            total += row_of(at + split * VECTORS * size, p, d, P)
+        out = out + (total,)
+    return out
+
+
 @triton.jit(do_not_specialize=["start", "one", "t_end", "tokens", "per_head"])
 def phase_sweep_kernel(
     x_ptr,  # (b, t, d)
@@ -87,7 +105,7 @@ def phase_sweep_kernel(
     scalars_ptr,  # (b, t, SCALARS): B C and beta^e, then those of `load_reflections`
     B_ptr,  # (b, t, N / V), words
     C_ptr,  # likewise
-    W_ptr,  # (H, FEEDS d, d), W^y, contiguous for each head
+    W_ptr,  # (H, FEEDS d, d), W^y, contiguous for each head, or the products of SPLITS
     A_ptr,  # (H, n, d), log2(e) A
     y0_ptr,  # (b, d), with START
     h0_ptr,  # (b, n, d), with START
@@ -116,6 +134,9 @@ def phase_sweep_kernel(
     K: tl.constexpr,
     KEEP: tl.constexpr,  # tokens between two kept h; 0: none is kept
     KEEP_ROWS: tl.constexpr,  # whether the vectors of each token are kept
+    # 0, or t_end is 1, and so many products (vectors, b, d) have the sum W^y norm(y_{t-1})
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     START: tl.constexpr,  # whether y0 and h0 are given, else zeros
     OF_DELTA: tl.constexpr,  # what is fed back
     OF_X: tl.constexpr,
@@ -128,7 +149,7 @@ def phase_sweep_kernel(
     FAST: tl.constexpr,
 ):
     """Tokens of a sample of a head, from `start` on."""
-    FEEDS: tl.constexpr = OF_DELTA + OF_X
+    FEEDS: tl.constexpr = 0 if SPLITS else OF_DELTA + OF_X
     ROWS: tl.constexpr = 4 + FEEDS + ERASE
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
@@ -165,7 +186,10 @@ def phase_sweep_kernel(
     inverse = y
     if FEEDS > 0:
         fed, inverse = feed_back(y, W, d, P, NL, FEEDS, NORM, NORM_EPS)
-    for t in range(0, t_end):
+    if SPLITS > 0:
+        await_launch(OVERLAP)
+        fed = load_products(W_ptr, sample, p, d, P, SPLITS, OF_DELTA + OF_X)
+    for t in range(0, 1 if SPLITS > 0 else t_end):
         # loads of a token are issued while the one before it is computed
         step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
         later = sample * tokens + start + step
@@ -219,7 +243,7 @@ def phase_sweep_kernel(
             to = solved_ptr + token * (K + 1 + PAIRS)
             store_tuple(to, e + (pivot,) + S, K + 1 + PAIRS)
         # the next token waits for this product, and for nothing below
-        fed_next = ()
+        fed_next = fed
         inverse_next = inverse
         if FEEDS > 0:
             fed_next, inverse_next = feed_back(y, W, d, P, NL, FEEDS, NORM, NORM_EPS)

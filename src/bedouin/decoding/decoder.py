@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bedouin.checks import check_batch_size, check_tensor, find_method
 from bedouin.decoding.graphs import Captured, graph_key, is_decoded
-from bedouin.decoding.parts import checked_state, is_buffered, may_replay, solved_layer
+from bedouin.decoding.parts import is_buffered, may_replay
+from bedouin.state import check_state
 from bedouin.wrapped import is_untouched
 
 
@@ -34,7 +35,7 @@ class Decoder:
     by its own `step`.
 
     Args:
-        layer: a Bedouin, a FixedPointRNN, a Convolved one, or a SequenceModel.
+        layer: a Bedouin, a FixedPointRNN, or a SequenceModel.
         batch_size: number of samples b that are decoded side by side.
         state: the initial state, for instance from `layer(prompt, return_state=True)`, of a model a
             tuple with the state of each layer; None: zeros.
@@ -48,7 +49,7 @@ class Decoder:
         if not self.is_model and not is_decoded(layer):
             raise TypeError(
                 "layer must be a Bedouin, a FixedPointRNN or a SequenceModel, got "
-                f"{type(solved_layer(layer)).__name__}"
+                f"{type(layer).__name__}"
             )
         check_batch_size(batch_size)
         self.layer, self.batch_size = layer, batch_size
@@ -77,7 +78,9 @@ class Decoder:
             return _SteppedLayer(mixer, state)
         if self.is_model:
             return Decoder(mixer, self.batch_size, state=state)
-        return _SteppedLayer(mixer, checked_state(mixer, state, self.batch_size).detach())
+        like = mixer.init_state(0).y
+        state = check_state(state, self.batch_size, mixer.state_size, like)
+        return _SteppedLayer(mixer, state.detach())
 
     @property
     def _mixers(self) -> Sequence[Any]:
@@ -181,7 +184,7 @@ class _SteppedLayer:
     """A layer without graphs, with its state."""
 
     def __init__(self, layer: Any, state: Any) -> None:
-        self.step, self.state = find_method(layer, "step", "mixer"), state
+        self.step, self.state = find_method(layer, "step"), state
 
     def __call__(
         self,

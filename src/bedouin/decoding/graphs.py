@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.decoding.parts import DecodedLayer, make_part, solved_layer
+from bedouin.decoding.parts import DecodedLayer, FixedPointPart
 from bedouin.kernels.backend import autocast_dtype
 from bedouin.state import BedouinState
 from bedouin.wrapped import ReplacementWatch
@@ -46,7 +46,7 @@ class Captured:
         # because its casts of the weights would become constants of the graph.
         cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
         with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
-            self.parts: list[Any] = [make_part(layer, x_t) for layer in layers]
+            self.parts = [FixedPointPart(layer, x_t) for layer in layers]
             pairs = zip(self.parts, layers, strict=True)
             each = [partial(part.advance, layer) for part, layer in pairs]
             self.x = x_t.clone(memory_format=torch.contiguous_format)
@@ -61,7 +61,7 @@ class Captured:
         return self._watch.has_changed()
 
     def load(self, layers: Sequence[Any], states: Sequence[Any]) -> None:
-        """Copy the states of the layers into the buffers, as `Part.load`."""
+        """Copy the states of the layers into the buffers, as `FixedPointPart.load`."""
         for part, layer, state in zip(self.parts, layers, states, strict=True):
             part.load(layer, state)
 
@@ -120,8 +120,8 @@ def rerun(run: Run) -> tuple[Callable[[], object], Tensor]:
 
 
 def is_decoded(layer: Any) -> bool:
-    """Whether a `Decoder` takes the layer: a Bedouin, a FixedPointRNN, or a `Convolved` one."""
-    return isinstance(getattr(solved_layer(layer), "graphs", None), StepGraphs)
+    """Whether a `Decoder` takes the layer: a Bedouin or a FixedPointRNN."""
+    return isinstance(getattr(layer, "graphs", None), StepGraphs)
 
 
 class StepGraphs:

@@ -3,7 +3,7 @@
 A token is the layer's own exact step, whatever its options: a graph removes the time that the host
 needs to launch it. Every token updates the state in place.
 A layer's graphs do not refer to the layer, which refers to them: the methods of parts take it.
-Letters: b batch, m d_model, w width of a convolution.
+Letters: b batch, m d_model.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bedouin.convolved import Convolved, ConvolvedState
 from bedouin.heads import fold_state, unfold_state
 from bedouin.kernels.backend import (
     choose_backend,
@@ -159,64 +158,6 @@ class FixedPointPart:
         return DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
 
 
-class ConvolvedPart:
-    """The part of a `Convolved`: the window of its convolution, and the part of its layer."""
-
-    def __init__(
-        self,
-        layer: Convolved,
-        like: Tensor,  # (b, ...)
-    ) -> None:
-        self.window = layer.init_window(len(like))  # (b, w - 1, m)
-        self.inner = make_part(layer.layer, like)
-
-    def advance(
-        self,
-        layer: Convolved,
-        u: Tensor,  # (b, m)
-    ) -> Tensor:  # (b, m)
-        layer.check_input(u, rank=2)
-        x, window = layer.convolve(u.unsqueeze(1), self.window)
-        self.window.copy_(window)
-        return self.inner.advance(layer.layer, x.squeeze(1))
-
-    def start(self) -> None:
-        self.inner.start()
-
-    def load(self, layer: Convolved, state: ConvolvedState) -> None:
-        state = layer.checked_state(state, len(self.window))
-        self.window.copy_(state.conv)
-        self.inner.load(layer.layer, state.inner)
-
-    def begin(self, layer: Convolved) -> None:
-        self.inner.begin(layer.layer)
-
-    def end(self, layer: Convolved) -> None:
-        self.inner.end(layer.layer)
-
-    def copies(self, layer: Convolved) -> ConvolvedState:
-        return ConvolvedState(self.window.clone(), self.inner.copies(layer.layer))
-
-
-Part = FixedPointPart | ConvolvedPart
-"""The state and statistics of one layer in buffers."""
-
-
-def make_part(
-    layer: Any,
-    like: Tensor,  # (b, ...)
-) -> Part:
-    """The part of a decoded layer for b samples."""
-    if isinstance(layer, Convolved):
-        return ConvolvedPart(layer, like)
-    return FixedPointPart(layer, like)
-
-
-def solved_layer(layer: Any) -> Any:
-    """The layer with the fixed point: `layer`, or the one that it has a convolution before."""
-    return solved_layer(layer.layer) if isinstance(layer, Convolved) else layer
-
-
 def allows_graph(layer: DecodedLayer) -> bool:
     """Whether this call may replay a graph, whatever its input.
 
@@ -258,23 +199,11 @@ def may_replay(layer: DecodedLayer, x_t: Any) -> bool:
 
 
 def is_buffered(
-    layer: Any,
+    layer: DecodedLayer,
     x_t: Tensor,  # (b, m), or tokens (b,)
 ) -> bool:
     """Whether a `Decoder` keeps the state of the layer in buffers for x_t.
 
     On a CPU only in Triton's interpreter, which captures nothing.
     """
-    solved: DecodedLayer = solved_layer(layer)
-    if not takes_graph(solved, x_t) or (x_t.is_cuda and not may_replay(solved, x_t)):
-        return False
-    # a replay calls no Python functions
-    return solved is layer or all(is_untouched(module) for module in layer.modules())
-
-
-def checked_state(layer: Any, state: Any, b: int) -> Any:
-    """`state` of b samples with a batch axis. Raises TypeError or ValueError if it does not fit."""
-    if isinstance(layer, Convolved):
-        state = layer.checked_state(state, b)
-        return state._replace(inner=checked_state(layer.layer, state.inner, b))
-    return check_state(state, b, layer.state_size, layer.init_state(0).y)
+    return takes_graph(layer, x_t) and (not x_t.is_cuda or may_replay(layer, x_t))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
-from bedouin.convolved import Convolved, ConvolvedState, StateParts, layer_with_convolution
+from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.described import check_recorded, record
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
@@ -37,14 +37,13 @@ class BedouinLayer(nn.Module):
         hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is required for calls with
             past_key_values.
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
-        use_short_conv, conv_size, conv_bias: whether a short convolution precedes the layer, and
-            its width and bias; with projection="input" it is the layer's own, over x, B and C and
-            without bias. In FLA's layers the queries, keys and values have one each; there, too,
-            the last two count only with the first.
+        use_short_conv, conv_size: whether the layer has a convolution over x, B and C, which needs
+            projection="input", and its width. In FLA's layers the queries, keys and values have one
+            each; there, too, the width counts only with the first.
         options: other options of `bedouin.Bedouin`, d_state and expand among them.
 
-    Attribute `layer` is the Bedouin layer, or a `bedouin.Convolved` around it. Raises what they
-    raise.
+    Attribute `layer` is the Bedouin layer. Raises ValueError for use_short_conv without
+    projection="input", and what the layer raises.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class BedouinLayer(nn.Module):
         *,
         use_short_conv: bool = False,
         conv_size: int = 4,
-        conv_bias: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -68,9 +66,9 @@ class BedouinLayer(nn.Module):
                 "d_conv and use_short_conv are both a short convolution: give one, got d_conv="
                 f"{options['d_conv']!r} and use_short_conv=True"
             )
-        options |= {"d_model": hidden_size, "layer_idx": layer_idx, "norm_eps": norm_eps}
-        width = conv_size if use_short_conv else None
-        self.layer: Any = layer_with_convolution(Bedouin, options, width, conv_bias)
+        if use_short_conv:
+            options |= convolution_options("conv_size", conv_size, options)
+        self.layer = Bedouin(hidden_size, layer_idx=layer_idx, norm_eps=norm_eps, **options)
 
     def forward(
         self,
@@ -105,10 +103,9 @@ class BedouinLayer(nn.Module):
             packing: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
             output, after = self.layer(hidden_states, state, True, **packing)
         if use_cache and past_key_values is not None:
-            ssm, y, window = StateParts.of(after)
             past_key_values.update(
-                recurrent_state=(ssm, y),
-                conv_state=window,
+                recurrent_state=(after.ssm, after.y),
+                conv_state=after.conv,
                 layer_idx=self.layer_idx,
                 offset=hidden_states.shape[1],
             )
@@ -117,18 +114,18 @@ class BedouinLayer(nn.Module):
     def _step(
         self,
         x: Tensor,  # (b, 1, m)
-        state: BedouinState | ConvolvedState,
+        state: BedouinState,
         mask: Tensor | None,  # (b, 1)
-    ) -> tuple[Tensor, BedouinState | ConvolvedState]:  # (b, 1, m) and the state
+    ) -> tuple[Tensor, BedouinState]:  # (b, 1, m) and the state
         """One token; where the mask is False the output is 0 and the state stays."""
         output, after = self.layer.step(x.squeeze(1), state)
         if mask is not None:
             output = torch.where(mask, output, 0.0)
-            parts = StateParts.of(after).where(mask, StateParts.of(state))
-            after = parts.state(before=isinstance(state, ConvolvedState))
+            pairs = zip(after, state, strict=True)
+            after = BedouinState(*(_where(mask, new, old) for new, old in pairs))
         return output.unsqueeze(1), after
 
-    def _read(self, cache: Any) -> BedouinState | ConvolvedState | None:
+    def _read(self, cache: Any) -> BedouinState | None:
         """The state before the tokens; None: zeros."""
         if cache is None:
             return None
@@ -141,8 +138,7 @@ class BedouinLayer(nn.Module):
         if kept is None or kept["recurrent_state"] is None:
             return None
         ssm, y = kept["recurrent_state"]
-        parts = StateParts(ssm, y, kept["conv_state"])
-        return parts.state(before=isinstance(self.layer, Convolved))
+        return BedouinState(ssm, y, kept["conv_state"])
 
 
 def replace_layers(model: ModelT, **options: Any) -> ModelT:
@@ -194,6 +190,14 @@ def replace_layers(model: ModelT, **options: Any) -> ModelT:
         block.attn = BedouinLayer(**sizes, **factory, **options)
     record(model, "bedouin_layers", options)
     return model
+
+
+def _where(
+    mask: Tensor,  # (b, 1)
+    new: Tensor,  # (b, ...)
+    old: Tensor,  # (b, ...)
+) -> Tensor:  # (b, ...)
+    return torch.where(mask.view(-1, *(1,) * (new.dim() - 1)), new, old)
 
 
 def _attn(module: nn.Module) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.convolved import Convolved, ConvolvedState, StateParts, layer_with_convolution
+from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.described import check_recorded, record
 from bedouin.state import BedouinState
 
@@ -41,12 +41,11 @@ class BedouinMixer(nn.Module):
     Args:
         d_model, d_state, expand, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is
             required for calls with inference_params.
-        d_conv, conv_bias: width and bias of a short convolution before the layer; with
-            projection="input" it is the layer's own, without bias. None for no convolution.
+        d_conv: width of the layer's convolution, which needs projection="input"; None for none.
         options: other options of `bedouin.Bedouin`.
 
-    Attribute `layer` is the Bedouin layer, or a `bedouin.Convolved` around it. Raises what they
-    raise.
+    Attribute `layer` is the Bedouin layer. Raises ValueError for d_conv without projection="input",
+    and what the layer raises.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class BedouinMixer(nn.Module):
         d_conv: int | None = None,
         expand: float = 2,
         *,
-        conv_bias: bool = True,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -64,10 +62,9 @@ class BedouinMixer(nn.Module):
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "layer_idx": layer_idx}
-        if d_conv is None and not conv_bias:
-            raise ValueError("conv_bias must be True with d_conv=None: there is no convolution")
-        options |= {"d_model": d_model, "d_state": d_state, "expand": expand} | factory
-        self.layer: Any = layer_with_convolution(Bedouin, options, d_conv, conv_bias)
+        sizes: dict[str, Any] = {"d_state": d_state, "expand": expand}
+        options |= convolution_options("d_conv", d_conv, options)
+        self.layer = Bedouin(d_model, **sizes, **factory, **options)
         self.layer_idx = layer_idx
 
     def forward(
@@ -130,10 +127,9 @@ class BedouinMixer(nn.Module):
         """
         return _states(self.layer.init_state(batch_size))
 
-    def _read(self, states: States) -> BedouinState | ConvolvedState:
+    def _read(self, states: States) -> BedouinState:
         conv_state, ssm_state, *window = states
-        parts = StateParts(ssm_state, conv_state.squeeze(-1), window[0] if window else None)
-        state = parts.state(before=isinstance(self.layer, Convolved))
+        state = BedouinState(ssm_state, conv_state.squeeze(-1), *window)
         # autograd may save it, and `_write` overwrites it
         return state.clone() if torch.is_grad_enabled() else state
 
@@ -200,12 +196,12 @@ def replace_mixers(model: ModelT, **options: Any) -> ModelT:
     return model
 
 
-def _states(state: BedouinState | ConvolvedState) -> States:
-    ssm, y, window = StateParts.of(state)
-    return (y.unsqueeze(-1), ssm) if window is None else (y.unsqueeze(-1), ssm, window)
+def _states(state: BedouinState) -> States:
+    ssm, y, *window = state
+    return y.unsqueeze(-1), ssm, *window
 
 
 @torch.no_grad()
-def _write(states: States, state: BedouinState | ConvolvedState) -> None:
+def _write(states: States, state: BedouinState) -> None:
     for kept, new in zip(states, _states(state), strict=True):
         kept.copy_(new)

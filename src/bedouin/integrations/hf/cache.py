@@ -15,7 +15,6 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from bedouin.convolved import ConvolvedState, StateParts
 from bedouin.state import BedouinState
 
 _IS_RENAMED = "cache" in [field.name for field in fields(BaseModelOutputWithPast)]
@@ -46,22 +45,19 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         CacheLayerMixin.__init__(self)
         LinearAttentionLayer.__init__(self, number_of_states=2)
         self.num_tokens = 0
-        self.is_before_layer = False  # where the convolution is
 
     @property
-    def state(self) -> BedouinState | ConvolvedState | None:
+    def state(self) -> BedouinState | None:
         """The state after the tokens so far; None before the first one."""
         if not self.has_previous_state[0]:
             return None
         window = self.conv_states[1].mT if self.is_conv_states_initialized[1] else None
-        parts = StateParts(self.recurrent_states[0], self.conv_states[0].squeeze(-1), window)
-        return parts.state(before=self.is_before_layer)
+        return BedouinState(self.recurrent_states[0], self.conv_states[0].squeeze(-1), window)
 
-    def write(self, state: BedouinState | ConvolvedState, num_tokens: int) -> None:
+    def write(self, state: BedouinState, num_tokens: int) -> None:
         """Keep `state`, that after `num_tokens` more tokens."""
         # assigned, not copied: a graph of autograd may contain the previous tensors
-        ssm, y, window = StateParts.of(state)
-        self.is_before_layer = isinstance(state, ConvolvedState)
+        ssm, y, window = state.ssm, state.y, state.conv
         if window is not None:
             self.conv_states[1], self.conv_kernel_size[1] = window.mT, window.shape[1]
         self.device, self.dtype = y.device, y.dtype

@@ -6,12 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from bedouin.bedouin_layer import Bedouin
-from bedouin.convolved import layer_with_convolution
+from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.mixers import ChannelMixer, NoMixing
@@ -33,6 +32,7 @@ _EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
 """Fields of earlier configurations, and those of `Initialization` that have taken their place."""
 
 _OTHERWISE = {
+    **dict.fromkeys(("conv_bias", "use_conv_bias"), "the convolution of a layer has no bias"),
     "d_inner": "give expand, since d_inner = expand * hidden_size",
     "head_dim": "give num_heads, since head_dim = expand * hidden_size / num_heads",
     "headdim": "give num_heads, since headdim = expand * hidden_size / num_heads",
@@ -64,9 +64,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             `bedouin.Bedouin`, too. Objects of this library's types become dicts such as {"type":
             "Picard", "rtol": 1e-4, ...}, which are saved; others raise TypeError. With a mixer,
             num_householder and beta_max are their defaults.
-        conv_kernel, use_conv_bias: width and bias of a short convolution before each mixer, which
-            is then a `bedouin.Convolved`; with projection="input" it is the layer's own, d_conv,
-            without bias. None for no convolution.
+        conv_kernel: width of the convolution in each mixer, d_conv, which needs projection="input";
+            None for no convolution.
         rms_norm_eps: epsilon of every norm.
         initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
             have their own initialization.
@@ -86,7 +85,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     model_type = "bedouin"
     keys_to_ignore_at_inference = [CACHE_NAME]
     attribute_map = {
-        "conv_bias": "use_conv_bias",
         "d_conv": "conv_kernel",
         "d_model": "hidden_size",
         "d_state": "state_size",
@@ -126,7 +124,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     projection: str = "inner"
     feedback_scope: str = "head"
     conv_kernel: int | None = None
-    use_conv_bias: bool = True
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -140,6 +137,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         if earlier:
             self.initialization = Initialization(**earlier)
         from_file = self.transformers_version is not None
+        if from_file:
+            others.pop("use_conv_bias", None)  # files of version 0.1.0 have it
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in others.items():
             target = self.attribute_map.get(name)
@@ -177,9 +176,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def validate_layer_type(self) -> None:
         """Nothing: transformers would admit its own types of layers only."""
 
-    def make_mixer(self, layer_idx: int) -> nn.Module:
+    def make_mixer(self, layer_idx: int) -> Bedouin:
         """The layer that the options describe. Raises ValueError for options without effect, and
-        what `Bedouin` and `Convolved` raise."""
+        what `Bedouin` raises."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         options |= {name: restore(name, options[name]) for name in _OBJECTS}
         reflections = {name: options.pop(name) for name in ("num_householder", "beta_max")}
@@ -199,10 +198,5 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             )
         else:
             options["mixer"] = NoMixing()
-        if self.conv_kernel is None and not self.use_conv_bias:
-            raise ValueError(
-                "use_conv_bias must be True with conv_kernel=None: there is no convolution"
-            )
-        options |= {"d_model": self.hidden_size, "layer_idx": layer_idx}
-        width = options.pop("d_conv")
-        return layer_with_convolution(Bedouin, options, width, self.use_conv_bias)
+        options |= convolution_options("conv_kernel", options["d_conv"], options)
+        return Bedouin(self.hidden_size, layer_idx=layer_idx, **options)

@@ -66,7 +66,7 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         kept = cache_layer(cache, self.layer_idx)
         state = kept.state
         if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
-            output, state = find_method(self.mixer, "step", "mixer")(x.squeeze(1), state)
+            output, state = find_method(self.mixer, "step")(x.squeeze(1), state)
             output = output.unsqueeze(1)
         else:
             packing = {"mask": mask, "seq_idx": seq_idx}
